@@ -1,1 +1,1 @@
-"""The command line: the only room that prints, reads the environment, and wires compiler to runtime."""
+"""The command line: the only package that prints, reads the environment, and connects compiler and runtime."""

@@ -1,4 +1,4 @@
-"""Files that are made from the code: the manifest's schema and the page of commands. Tests compare them with the tree.
+"""Files made from the code: the schema of the manifest and the page of commands. Tests compare them with the tree.
 
 python -m moec.cli.documents schema    manifests/schema.json
 python -m moec.cli.documents commands  docs/cli.md
@@ -15,21 +15,29 @@ from .terminal import output
 
 HEAD = """# The command line
 
-Made by `make docs` from the commands themselves. Text and results go to stdout, talk and progress to stderr;
-`--json` prints one JSON object. Exit codes: 0 done; 1 something to act on, with a hint; 2 usage; 3 a damaged bundle;
-70 a fault in moec; 130 interrupted.
+`make docs` writes this page from the commands. Text and results go to stdout. Messages and progress go to stderr.
+With `--json` a command prints one JSON object.
+
+| Exit code | Meaning |
+|---|---|
+| 0 | done |
+| 1 | an error that the user can act on, with a hint |
+| 2 | wrong usage |
+| 3 | a damaged bundle |
+| 70 | a fault in moec |
+| 130 | interrupted |
 """
 
 
 def schema_text() -> str:
-    """The JSON Schema of `moec.json`, as it is published."""
+    """Return the JSON Schema of `moec.json`, as it is published."""
     from moec.manifests.codec import canonical_json, manifest_schema
 
     return canonical_json(manifest_schema()).decode()
 
 
 def commands_page() -> str:
-    """`docs/cli.md`: every command with its arguments, options and examples."""
+    """Return the text of `docs/cli.md`: every command with its arguments, options and examples."""
     from .main import cli
 
     ctx = click.Context(cli, info_name="moec")
@@ -72,7 +80,7 @@ def _meaning(option: click.Option) -> str:
 
 
 def _prose(text: str) -> str:
-    """A command's help, its blocks of examples fenced."""
+    """Return the help of a command as Markdown, with examples in fenced blocks."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(
         "```\n" + paragraph.removeprefix("\b\n") + "\n```" if paragraph.startswith("\b") else paragraph

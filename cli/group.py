@@ -1,7 +1,12 @@
-"""`moec`: the group of commands, loaded on demand, and the one place where errors become messages and exit codes.
+"""`moec`: the group of commands, loaded on demand. All errors become messages and exit codes here.
 
-Exit codes: 0 done; 1 something the user can act on, or whoever read the output has left; 2 usage; 3 a damaged bundle;
-70 a fault in moec; 130 interrupted.
+Exit codes:
+- 0: done.
+- 1: an error that the user can act on, or a closed output.
+- 2: wrong usage.
+- 3: a damaged bundle.
+- 70: a fault in moec.
+- 130: interrupted.
 """
 
 from __future__ import annotations
@@ -52,14 +57,14 @@ _EXTRAS = {
 
 
 class MoecGroup(click.Group):
-    """Commands are imported when they are named; errors of any of them end here."""
+    """A group that imports a command when it is named, and turns errors into exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All commands, in the order of the work."""
+        """Return all commands, in the order of the work."""
         return [name for name in _COMMANDS if self.get_command(ctx, name) is not None]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one command; None if there is none of that name."""
+        """Import a command and return it, or None if there is no command of that name."""
         if cmd_name not in _COMMANDS:
             return None
         module, _, attribute = _COMMANDS[cmd_name].partition(":")
@@ -82,7 +87,7 @@ class MoecGroup(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run and leave with an exit code. standalone_mode=False hands errors to the caller instead."""
+        """Run a command and exit with its code. With standalone_mode=False, errors are raised to the caller."""
         run = partial(super().main, args, prog_name, complete_var, standalone_mode=False, **extra)
         if not standalone_mode:
             return run()
@@ -90,7 +95,7 @@ class MoecGroup(click.Group):
 
 
 def _exit_code(run: Callable[[], Any]) -> int:
-    """Run the command line; say what went wrong, if anything did."""
+    """Run the command line, print its error if there is one, and return the exit code."""
     try:
         code = run()
         return code if isinstance(code, int) else 0
@@ -108,7 +113,7 @@ def _exit_code(run: Callable[[], Any]) -> int:
 
 
 def _told(problem: Exception) -> int:
-    """Say what an exception means, and return the exit code."""
+    """Print the message of an exception, and return the exit code."""
     if isinstance(problem, MoecError):
         output.error(problem)
         return problem.exit_code
@@ -126,7 +131,7 @@ def _told(problem: Exception) -> int:
 
 
 def _is_interrupt(problem: BaseException) -> bool:
-    """Whether an interrupt is the cause: an extension that is interrupted while it loads raises an error of its own."""
+    """Return whether an interrupt is the cause. An extension interrupted while it loads raises another error."""
     seen: BaseException | None = problem
     while seen is not None:
         if isinstance(seen, KeyboardInterrupt):
@@ -159,8 +164,8 @@ def _fault() -> int:
 
 
 def version() -> str:
-    """The installed version; `unknown` in a tree that was never installed."""
-    from importlib import metadata  # a seventh of what starting the command line takes, and seldom asked
+    """Return the installed version, or `unknown` in a tree that is not installed."""
+    from importlib import metadata  # takes a seventh of the start of the command line, and is seldom used
 
     try:
         return metadata.version("moec")
@@ -182,7 +187,7 @@ def cli() -> None:
     """Compile a mixture-of-experts language model for a device that cannot hold it, and run it there.
 
     \b
-    moec compile MODEL_DIR --loss 2%          a bundle that loses at most 2 % of the task's score
-    moec run BUNDLE --prompt "Question: ..."  text, from experts streamed inside a memory budget
-    moec eval BUNDLE --data test.jsonl        what the bundle scores, with its interval
+    moec compile MODEL_DIR --loss 2%          make a bundle that loses at most 2 % of the task's score
+    moec run BUNDLE --prompt "Question: ..."  continue a prompt in a memory budget
+    moec eval BUNDLE --data test.jsonl        measure the score of the bundle, with its interval
     """

@@ -1,4 +1,4 @@
-"""The console script. What it loads before it can handle an interrupt is the least there is; the commands: group.py."""
+"""The console script. It loads little before it can handle an interrupt. The commands are in group.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-TYPE_CHECKING = False  # `typing` would be loaded for this name alone
+TYPE_CHECKING = False  # importing `typing` takes time
 if TYPE_CHECKING:
     from typing import Any
 
@@ -26,15 +26,15 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> None:
-    """Run the command line and leave with its exit code. An interrupt at any time leaves with 130."""
-    is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background hears none
+    """Run the command line and exit with its code. An interrupt at any time exits with 130."""
+    is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a background job ignores it
     if is_heard:
         signal.signal(signal.SIGINT, _leave)
-        # Registered first, so it runs last. What follows restores the default, by which an interrupt kills the process.
+        # Registered first, so it runs last. After it the default is restored, and an interrupt kills the process.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     _hold_closed_streams()
     _settle_encodings()
-    # Threads that spin while they wait starve each other as soon as anything else runs: on a busy machine with two
+    # Threads that spin while they wait slow each other down if another process runs. On a busy machine with two
     # cores 400 items took 247 s with the default and 19 s without. Must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -46,7 +46,7 @@ def main() -> None:
         if is_heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         cli.main(prog_name="moec")
-    except KeyboardInterrupt:  # around the command, where nothing of it is left to clean up
+    except KeyboardInterrupt:  # outside the command, so there is nothing to clean up
         _leave()
     except SystemExit as leaving:
         if leaving.code == _INTERRUPTED:
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _leave(*_: object) -> None:
-    """Leave at once: before a command has begun, or after it has ended, nothing is left to clean up."""
+    """Exit at once. Before a command begins and after it ends there is nothing to clean up."""
     try:
         os.write(2, b"interrupted\n")
     finally:
@@ -66,9 +66,9 @@ def _leave(*_: object) -> None:
 
 
 def _end_interrupted() -> None:
-    """Leave after a command that was interrupted, and has said so.
+    """Exit after a command that was interrupted and has printed that.
 
-    The interpreter's own end would kill the process by the signal where the interrupt came in the middle of an `exec`.
+    If the interrupt came during an `exec`, the interpreter's own exit would end the process with the signal.
     """
     try:
         atexit._run_exitfuncs()
@@ -80,7 +80,7 @@ def _end_interrupted() -> None:
 
 
 def _hold_closed_streams() -> None:
-    """Take the numbers of standard streams that are closed, so that no file of ours gets one. Their use still fails."""
+    """Open /dev/null for closed standard streams, so that no other file gets their numbers. Their use still fails."""
     for number, flags in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_RDONLY)):
         try:
             os.fstat(number)
@@ -92,7 +92,7 @@ def _hold_closed_streams() -> None:
 
 
 def _settle_encodings() -> None:
-    """Show a character that stdout's encoding lacks escaped, and leave it to the reader of stdin what is no text."""
+    """Escape characters that the encoding of stdout lacks. Keep bytes of stdin that are not UTF-8 as surrogates."""
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if sys.stdin is None:

@@ -126,7 +126,7 @@ def load_splits(source: str | Path, task: str | None = None) -> SplitData:
         repeated += len(sets[name]) - len(unique)
         if not len(unique):
             raise DataError(
-                f"`{source}`: the split `{name}` has no items of its own", "hand in more items, or one file per split"
+                f"`{source}`: the split `{name}` has no items of its own", "give more items, or one file per split"
             )
         kept[name] = unique
     return SplitData(chosen, kept["train"], kept["validation"], kept["test"], repeated, tuple(hidden))
@@ -158,7 +158,7 @@ def load_items(
         raise OptionError(f"`{source}` has {len(examples)} train items for {shots} shots", "lower `--shots`")
     items = _without(items, {item_key(chosen, item) for item in examples})
     if not len(items):
-        raise DataError(f"`{source}`: no items are left to evaluate", "hand in more items")
+        raise DataError(f"`{source}`: no items are left to evaluate", "give more items")
     return items, examples
 
 
@@ -182,7 +182,7 @@ def _read_parts(
     elif _HUB_NAME.fullmatch(str(source)) and path.suffix not in (".json", ".jsonl"):
         rows = _hub_rows(str(source))
     else:
-        raise DataError(f"`{source}` does not exist", "hand in a JSONL file or a folder of JSONL files")
+        raise DataError(f"`{source}` does not exist", "give a JSONL file or a folder of JSONL files")
     if chosen is None:
         first = next(iter(rows.values()))
         number, value = first.numbered[0]
@@ -204,7 +204,7 @@ def _split_files(folder: Path, task: Task | None, wanted: Sequence[str]) -> dict
     if missing:
         raise DataError(
             f"`{folder}`: expected the files {', '.join(names)}, {' and '.join(missing)} is missing",
-            "add it, or hand in one JSONL file to have it divided",
+            "add it, or give one JSONL file to divide",
         )
     return {name: folder / f"{name}.jsonl" for name in wanted}
 
@@ -360,7 +360,7 @@ def _hub_rows(name: str) -> dict[str, Rows]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"`{name}` is not a file here and could not be loaded from the hub: {reason}",
-            "hand in a local JSONL file or folder, or name the configuration as `owner/set:configuration`",
+            "give a local JSONL file or folder, or name the configuration as `owner/set:configuration`",
         ) from error
     rows = {
         split: Rows(f"hub:{name}/{split}", tuple(enumerate((dict(row) for row in loaded[split]), start=1)))
@@ -369,7 +369,7 @@ def _hub_rows(name: str) -> dict[str, Rows]:
     }
     if not rows:
         raise DataError(
-            f"`{name}`: expected the splits {', '.join(SPLITS)}, found {', '.join(loaded)}", "hand in local files"
+            f"`{name}`: expected the splits {', '.join(SPLITS)}, found {', '.join(loaded)}", "give local files"
         )
     return rows
 

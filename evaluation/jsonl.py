@@ -49,7 +49,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 if line.strip():
                     yield number, line
     except OSError as error:
-        raise DataError(f"`{path}` cannot be read: {error.strerror}", "hand in a readable JSONL file") from error
+        raise DataError(f"`{path}` cannot be read: {error.strerror}", "give a readable JSONL file") from error
 
 
 def _parse(line: bytes, place: str) -> dict[str, object]:

@@ -41,7 +41,7 @@ def evaluate(
     Raises OptionError for unusable arguments, ExecutionError if the engine breaks its contract.
     """
     if not items:
-        raise OptionError("there are no items to evaluate", "hand in at least one")
+        raise OptionError("there are no items to evaluate", "give at least one")
     length = task.max_new_tokens if max_new_tokens is None else max_new_tokens
     if task.answer_field is None:
         return _evaluate_text(task, items, engine, shots, progress)
@@ -51,7 +51,7 @@ def evaluate(
         raise OptionError(f"max_new_tokens must be at least 1, found {length}", "leave it out for the task's own")
     guesses = [task.answer(item) for item in items] if drafts is None else list(drafts)
     if len(guesses) != len(items):
-        raise OptionError(f"there are {len(guesses)} drafts for {len(items)} items", "hand in one draft per item")
+        raise OptionError(f"there are {len(guesses)} drafts for {len(items)} items", "give one draft per item")
     requests = [
         GenerationRequest(task.prompt(item, shots), guess, length, task.stop)
         for item, guess in zip(items, guesses, strict=True)
@@ -182,7 +182,7 @@ def _evaluate_text(
     nll = np.array([score.nll for score in scored], dtype=np.float64)
     tokens = np.array([score.tokens for score in scored], dtype=np.float64)
     if not tokens.sum():
-        raise ExecutionError("the engine scored no tokens in any text", "hand in texts of more than one token")
+        raise ExecutionError("the engine scored no tokens in any text", "give texts of more than one token")
     each = item_perplexities(nll, tokens).tolist()
     return EvaluationResult(
         task=task.name,

@@ -171,7 +171,7 @@ class AttentionSpec:
 
     @property
     def is_bare(self) -> bool:
-        """Whether there are only heads and a scale, as required for attention over another sequence."""
+        """True if there are only heads and a scale, as required for attention over another sequence."""
         extras = self.rope or self.relative_bias or self.latent or self.sliding_window or self.sinks
         return not extras and (self.query_key_norm, self.bias) == ("none", "none")
 

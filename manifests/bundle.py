@@ -113,7 +113,7 @@ class ExpertEntry:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether the expert is left out: it has no bytes and adds nothing."""
+        """True if the expert is left out: it has no bytes and adds nothing."""
         return self.up.is_pruned
 
     def spec(self, projection: str) -> QuantSpec:

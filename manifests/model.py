@@ -102,7 +102,7 @@ class ExpertsSpec:
 
     @property
     def can_lose_experts(self) -> bool:
-        """Whether experts can be left out. The router then chooses among the others."""
+        """True if experts can be left out. The router then chooses among the others."""
         return self.router.is_by_logits and self.count > self.top_k
 
     @property
@@ -215,7 +215,7 @@ class ModelSpec:
             decodes, attention = index >= first, layer.attention
             require(
                 (layer.cross is not None) == (decodes and first > 0),
-                f"layer {index}: cross is for decoders behind an encoder",
+                f"layer {index}: cross is for decoders after an encoder",
             )
             require(not (decodes and layer.experts.router.capacity), f"layer {index}: capacity is for encoders")
             static = layer.experts.router.static

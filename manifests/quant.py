@@ -88,17 +88,17 @@ class QuantSpec:
 
     @property
     def is_mxfp4(self) -> bool:
-        """Whether codes are 4-bit floats with scales that are powers of two."""
+        """True if codes are 4-bit floats with scales that are powers of two."""
         return self.float_type == "mxfp4"
 
     @property
     def is_pruned(self) -> bool:
-        """Whether nothing is stored, and every weight counts as 0."""
+        """True if nothing is stored, and every weight counts as 0."""
         return self.bitwidth == PRUNED
 
     @property
     def is_ternary(self) -> bool:
-        """Whether weights are -1, 0 or 1 times a scale."""
+        """True if weights are -1, 0 or 1 times a scale."""
         return self.bitwidth == TERNARY
 
     @property

@@ -72,7 +72,7 @@ class RouterSpec:
         require(0 <= self.margin <= 1e4, f"margin out of range: {self.margin}")
         if self.scoring == "sparsemixer":
             others = self.correction or self.groups != 1 or self.has_bias or self.capacity or self.static
-            require(not (self.renormalize or self.scale != 1 or others), "sparsemixer goes by logits and margin alone")
+            require(not (self.renormalize or self.scale != 1 or others), "sparsemixer takes logits and margin only")
         else:
             require(self.margin == 0, "margin is for sparsemixer")
         if self.static is not None:
@@ -84,7 +84,7 @@ class RouterSpec:
 
     @property
     def is_by_logits(self) -> bool:
-        """Whether the order of the logits alone decides the choice.
+        """True if the order of the logits alone decides the choice.
 
         Then an expert with a logit of -inf is never chosen.
         """
@@ -93,5 +93,5 @@ class RouterSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether scoring is softmax alone, so that scores have the order of the logits."""
+        """True if scoring is softmax alone, so that scores have the order of the logits."""
         return self.scoring == "softmax" and not self.correction and self.groups == 1 and self.static is None

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes as text, like `2GiB`."""
 
 from __future__ import annotations
 

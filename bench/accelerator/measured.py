@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Set before torch is imported, as in the console script: threads that spin while they wait starve those of the kernels.
+# Set before torch is imported, as in the console script. Threads that spin while they wait slow the kernels down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 

@@ -143,7 +143,7 @@ def row_of(work: Workload, latency: LatencyModel, residents: np.ndarray, strateg
     return told + [1e9 / decode_ns(work, latency, residents, strategy, width, DECODED) for width in BEAMS]
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="olmoe")
     parser.add_argument(
@@ -157,7 +157,11 @@ def main() -> None:
     parser.add_argument("--cpu-speed", type=float, default=1.0, help="simulated processor divided by this machine")
     parser.add_argument("--skew", type=float, default=0.3, help="popularity falls with rank^-SKEW")
     parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
     kernels.set_threads(options.threads)
     shape = MODELS[options.model]
     cpu, staging, size = measured_expert(shape)

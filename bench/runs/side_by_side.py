@@ -1,4 +1,4 @@
-"""Options side by side.
+"""Compare options in turns.
 
     python -m bench.runs.side_by_side BUNDLE TEXT expert_cache=75% expert_cache=75%,prefetch=off
 
@@ -32,7 +32,7 @@ def setting(text: str) -> tuple[str, dict[str, Any]]:
 
 def main() -> None:
     """Read the command line, decode and print."""
-    parser = argparse.ArgumentParser(description="Options side by side, in turns.")
+    parser = argparse.ArgumentParser(description="Compare options in turns.")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("settings", nargs="+", type=setting, metavar="NAME=VALUE,...", help="options of one engine")

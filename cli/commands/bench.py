@@ -1,11 +1,10 @@
-"""`moec bench`: the ceiling that the machine sets, the measurement, and the ratio of the two."""
+"""`moec bench`: the ceiling of this machine, the measurement, and the ratio of the two."""
 
 from __future__ import annotations
 
 import gc
-import math
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from moec.runtime.options.lossy import HALF
 
 from ..lossy_modes.mode_costs import say_mode_cost
 from ..lossy_modes.mode_sweep import mode_sweep_option, say_decisions, speed_page, speed_sweep, sweep_options
+from ..measuring.ceiling import measured_host, predict, run_ceiling_ns
 from ..measuring.decode_speed import DEFAULT_PROMPT, continuation, measure_decode, new_tracer, sequence_of
 from ..options.opening import accelerator_facts, bundle_folder, mode_facts, open_engine
 from ..options.paths import bundle_argument, file_option, output_option
@@ -42,33 +42,35 @@ SHARES = (0.25, 0.5, 0.75)
 @click.command("bench", cls=SectionCommand, short_help="Measure a bundle against the ceiling of this machine.")
 @bundle_argument
 @click.option("--tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens to decode.")
-@click.option("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="What the measured sequence starts with.")
+@click.option("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="Beginning of the measured sequence.")
 @file_option(
     "--text",
     "text_path",
-    help="Measure on the tokens of this text, not on a continuation of the prompt.",
+    help="Measure on the tokens of this text instead of a continuation of the prompt.",
 )
-@click.option("--prompt-tokens", type=int, default=32, show_default=True, metavar="N", help="With `--text`: prefill.")
+@click.option(
+    "--prompt-tokens", type=int, default=32, show_default=True, metavar="N", help="With `--text`: length of the prompt."
+)
 @click.option(
     "--policies",
     type=click.Choice(("none", "all")),
     default="none",
     show_default=True,
-    help="Replay the run's expert trace under every eviction policy, caches of 25, 50 and 75 %.",
+    help="Replay the run's routing trace under every eviction policy, with caches of 25, 50 and 75 %.",
 )
 @output_option(
     "--trace-out",
-    help="Write the run's routing trace, and of each token what fewer of its experts say, for `simulate` and `tune`.",
+    help="Write the routing trace for `simulate` and `tune`, with the confidence of a little model in each token.",
 )
 @click.option(
     "--trace-little",
     metavar="N|K/2",
     default=HALF,
     show_default=True,
-    help="With `--trace-out`: so many experts per token and layer in place of half.",
+    help="With `--trace-out`: experts per token and layer of the little model.",
 )
 @mode_sweep_option("Measure every lossy mode, or these settings, against the lossless run.")
-@click.option("--profile", is_flag=True, help="Show what of a token's time each kernel takes, waiting, and Python.")
+@click.option("--profile", is_flag=True, help="Divide the time of a token among kernels, waiting and Python.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @runtime_options
 @mode_options
@@ -89,10 +91,14 @@ def bench_command(
 ) -> None:
     """Measure the bundle in folder BUNDLE: ceiling, measurement, ratio.
 
-    The bundle first continues the prompt by itself, past any end token; a fresh engine is then timed on exactly those
-    tokens, so that every setting computes the same. With --text the tokens come from a file: what a bundle of random
-    weights says by itself soon repeats, and every cache serves it. The ceiling is what memory and storage could do at
-    best, with the misses that calibration expects; the ratio at the end counts what the run has read.
+    The bundle first continues the prompt, past any end token. Then a new engine is timed on exactly those tokens, so
+    that every setting computes the same.
+
+    With --text the tokens come from a file. A bundle of random weights needs it: its own continuation soon repeats,
+    and then every cache holds all the experts.
+
+    The ceiling is the best speed of this memory and this storage, with the misses that calibration predicts. The ratio
+    at the end counts the bytes that the run has read.
 
     \b
     moec bench mixtral-moec --expert-cache 50%
@@ -100,8 +106,6 @@ def bench_command(
     moec bench mixtral-moec --memory 4GiB --profile
     """
     from moec.runtime.bundle.opening import open_bundle
-    from moec.runtime.kernels.profile import timed_kernels
-    from moec.runtime.trace.statistics import reset_peak_memory
 
     opened, kernels = open_bundle(bundle_folder(bundle)), values["kernels"]
     is_traced = trace_out is not None or policies != "none"
@@ -111,34 +115,81 @@ def bench_command(
         sequence = continuation(bundle, options.lossless(), kernels, prompt, tokens)
     else:
         sequence = sequence_of(opened, text_path, prompt_tokens, tokens)
-    prompt_length = len(sequence) - tokens
+    run = BenchRun(bundle, options, kernels, sequence, len(sequence) - tokens)
     if modes is not None:
-        _print_sweep(speed_sweep(bundle, modes, options, kernels, sequence, prompt_length), options, as_json)
+        rows = speed_sweep(bundle, modes, options, kernels, sequence, run.prompt_length)
+        _print_sweep(rows, options, as_json)
         return
-    gc.collect()  # an engine that made the sequence is not the one that is measured
-    host = _measured_host(opened, options.threads)
+    measured = _measure(run, opened, profile, is_traced, as_json)
+    if measured.trace is not None and trace_out is not None:
+        _write_trace(trace_out, measured.trace, run, trace_little)
+    simulated = _simulate(opened, measured.trace) if measured.trace is not None and policies == "all" else []
+    _print_result(measured, simulated, as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRun:
+    """The run that is measured.
+
+    kernels: instruction set, or None for the best one.
+    sequence: token ids: the prompt, then the decoded tokens.
+    prompt_length: number of tokens of the prompt.
+    """
+
+    bundle: Path
+    options: RuntimeOptions
+    kernels: str | None
+    sequence: list[int]
+    prompt_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The result of a run.
+
+    engine: the engine of the run, which is closed.
+    host: this machine.
+    ceiling: see `predict`.
+    kernel_times: time of each kernel, or None without `--profile`.
+    trace: routing trace, or None if none was recorded.
+    """
+
+    engine: Engine
+    host: DeviceProfile
+    ceiling: dict[str, Any]
+    statistics: RunStatistics
+    kernel_times: KernelTimes | None
+    trace: Trace | None
+
+
+def _measure(run: BenchRun, opened: Bundle, is_profiled: bool, is_traced: bool, as_json: bool) -> Measured:
+    """Decode the sequence with a new engine. Print the ceiling before that, unless as_json is set."""
+    from moec.runtime.kernels.profile import timed_kernels
+    from moec.runtime.trace.statistics import reset_peak_memory
+
+    gc.collect()  # free the engine that made the sequence
+    host = measured_host(opened, run.options.threads)
     reset_peak_memory()
-    with open_engine(bundle, options, kernels) as engine:
-        say_mode_cost(bundle, engine)
-        engine.check_tokens(sequence, room=0)
+    with open_engine(run.bundle, run.options, run.kernels) as engine:
+        say_mode_cost(run.bundle, engine)
+        engine.check_tokens(run.sequence, room=0)
         engine.cache.finish_warming()
-        ceiling = predict(opened, host, engine.decoding_cache_bytes(len(sequence)))
+        ceiling = predict(opened, host, engine.decoding_cache_bytes(len(run.sequence)))
         if not as_json:
             output.data(f"{_ceiling_block(ceiling, host)}\n\n{engine.mode}")
-        with timed_kernels() if profile else nullcontext() as kernel_times:
+        with timed_kernels() if is_profiled else nullcontext() as kernel_times:
             tracer = new_tracer(engine) if is_traced else None
-            statistics = measure_decode(engine, sequence, prompt_length, kernel_times=kernel_times, tracer=tracer)
-        trace = None if tracer is None else recorded_trace(engine, tracer, prompt_length, host)
-    if trace is not None and trace_out is not None:
-        _write_trace(trace_out, trace, bundle, options, kernels, sequence, prompt_length, trace_little)
-    simulated = _simulate(opened, trace) if trace is not None and policies == "all" else []
-    _tell(engine, statistics, ceiling, simulated, host, kernel_times, as_json)
+            statistics = measure_decode(
+                engine, run.sequence, run.prompt_length, kernel_times=kernel_times, tracer=tracer
+            )
+        trace = None if tracer is None else recorded_trace(engine, tracer, run.prompt_length, host)
+    return Measured(engine, host, ceiling, statistics, kernel_times, trace)
 
 
 def _options(
     values: dict[str, Any], bundle: Path, tokens: int, modes: str | None, profile: bool, is_traced: bool
 ) -> RuntimeOptions:
-    """What is measured. Raises OptionError for what does not go together."""
+    """Return the options of the run. Raises OptionError if options exclude each other."""
     if tokens < 2:
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
     options = build_options(values, bundle=bundle)
@@ -153,36 +204,33 @@ def _options(
 
 
 def _check_little(bundle: Path, trace_out: Path | None, little_k: str) -> None:
-    """Refuse a little model that is not there, or nobody will hear of, before anything is measured."""
+    """Refuse a little model that does not exist or has no effect, before anything is measured. Raises OptionError."""
     from ..simulation.little_model import has_little_model
 
     if trace_out is not None:
         has_little_model(bundle, little_k)
     elif little_k != HALF:
-        raise OptionError("`--trace-little` is what a trace says", "add `--trace-out FILE`")
+        raise OptionError("`--trace-little` has no effect without a trace", "add `--trace-out FILE`")
 
 
-def _write_trace(path: Path, trace: Trace, *asked: Any) -> None:
-    """With what the little model says of every token, where there is one. asked: as for `with_little_model`."""
+def _write_trace(path: Path, trace: Trace, run: BenchRun, little_k: str) -> None:
+    """Write a trace, with the confidence of the little model if the bundle has one."""
     from moec.runtime.trace.trace_file import write_trace
 
     from ..simulation.little_model import with_little_model
 
-    write_trace(path, with_little_model(trace, *asked))
+    scored = with_little_model(trace, run.bundle, run.options, run.kernels, run.sequence, run.prompt_length, little_k)
+    write_trace(path, scored)
 
 
-def _tell(
-    engine: Engine,
-    statistics: RunStatistics,
-    ceiling: dict[str, Any],
-    simulated: list[dict[str, Any]],
-    host: DeviceProfile,
-    kernel_times: KernelTimes | None,
-    as_json: bool,
-) -> None:
-    """The measurement for people, or with its conditions as JSON. kernel_times: None where they were not asked for."""
-    ceiling["run_ns"] = run_ceiling_ns(ceiling, host, statistics)
-    profile = [] if kernel_times is None else profile_rows(kernel_times, statistics)
+def _print_result(measured: Measured, simulated: list[dict[str, Any]], as_json: bool) -> None:
+    """Print the measurement as text, or with its conditions as JSON.
+
+    simulated: rows of `_simulate`.
+    """
+    engine, statistics, ceiling = measured.engine, measured.statistics, measured.ceiling
+    ceiling["run_ns"] = run_ceiling_ns(ceiling, measured.host, statistics)
+    profile = [] if measured.kernel_times is None else profile_rows(measured.kernel_times, statistics)
     ratio = None if statistics.tokens_per_s is None else ceiling["run_ns"] * statistics.tokens_per_s / 1e9
     advice, counts = engine.model.advice_by_layer(), engine.mode_counts
     if not as_json:
@@ -197,7 +245,7 @@ def _tell(
     if profile:
         told["profile"] = profile
     told["prefetch_by_layer"] = [each.to_plain() for each in advice]
-    output.data_json({**told, "tokens": statistics.tokens, "host": host.to_plain()})
+    output.data_json({**told, "tokens": statistics.tokens, "host": measured.host.to_plain()})
 
 
 def _print_sweep(rows: list[dict[str, Any]], options: RuntimeOptions, as_json: bool) -> None:
@@ -209,7 +257,7 @@ def _print_sweep(rows: list[dict[str, Any]], options: RuntimeOptions, as_json: b
 
 
 def _check_lossless(options: RuntimeOptions) -> None:
-    """Refuse a trace of anything but a lossless run. Raises OptionError."""
+    """Refuse a trace of a run with lossy modes or an accelerator. Raises OptionError."""
     if not options.modes.is_lossless:
         raise OptionError("a routing trace is of a lossless run", f"leave out {', '.join(options.modes.parts())}")
     if options.accelerator is not None:
@@ -234,93 +282,8 @@ def _print_measurement(
         output.data(f"\n{_policies_table(simulated)}")
 
 
-def _probed_host(bundle: Bundle) -> DeviceProfile:
-    """This machine, its storage by reads of the largest expert's size in the largest file of the bundle.
-
-    Where no file is large enough, in one made beside the bundle.
-    """
-    from moec.profiles.probe import MIN_SAMPLE_BYTES, probe_host
-
-    largest = max(bundle.manifest.files, key=lambda entry: entry.size_bytes)
-    is_large = largest.size_bytes >= MIN_SAMPLE_BYTES
-    place = bundle.path / largest.name if is_large else bundle.path.resolve().parent
-    return probe_host(place, request_bytes=max(entry.size_bytes for entry in bundle.manifest.experts))
-
-
-def _measured_host(bundle: Bundle, threads: int | None) -> DeviceProfile:
-    """This machine, its memory by as many threads reading as will decode. threads: None for all processors."""
-    from moec.runtime.memory.bandwidth import buffer_bytes, read_bytes_per_s
-
-    host = _probed_host(bundle)
-    threads = threads or host.threads
-    size = buffer_bytes(sum(entry.size_bytes for entry in bundle.manifest.files))
-    told = f"measured: {threads} threads reading {size} bytes, best of three"
-    return replace(
-        host,
-        memory_bytes_per_s=read_bytes_per_s(size, threads),
-        provenance={**host.provenance, "memory_bytes_per_s": told},
-    )
-
-
-def predict(bundle: Bundle, host: DeviceProfile, cache_bytes: int) -> dict[str, Any]:
-    """The ceiling of decoding: bytes that one token moves, over bandwidth.
-
-    compute_bytes: dense weights (of the embedding one row) and the chosen experts. missed_bytes: of a cache that holds
-    what calibration saw most often; a bundle without calibration counts all experts alike.
-    """
-    from moec.profiles.predict import compute_ns, expected_misses, storage_ns
-
-    manifest = bundle.manifest
-    model, popularity = manifest.model, bundle.tables().popularity
-    experts, expert_bytes = [], 0.0
-    for entry in manifest.experts:
-        layer = model.layers[entry.layer].experts
-        seen = int(popularity[entry.layer].sum())
-        share = int(popularity[entry.layer, entry.expert]) / seen if seen else 1 / layer.count
-        reads_per_token = share * model.reads_per_token(entry.layer)
-        experts.append((entry.size_bytes, reads_per_token))
-        expert_bytes += entry.size_bytes * reads_per_token
-    compute_bytes = round(_dense_bytes_per_token(bundle) + expert_bytes)
-    missed_bytes, reads = expected_misses(experts, cache_bytes)
-    compute, storage = compute_ns(host, compute_bytes), storage_ns(host, missed_bytes, reads)
-    return {
-        "is_calibrated": bool(popularity.any()),
-        "compute_bytes_per_token": compute_bytes,
-        "missed_bytes_per_token": round(missed_bytes),
-        "reads_per_token": reads,
-        "compute_ns": compute,
-        "storage_ns": storage,
-        "tpot_ns": max(compute, storage),
-        "cache_bytes": cache_bytes,
-    }
-
-
-def run_ceiling_ns(ceiling: dict[str, Any], host: DeviceProfile, statistics: RunStatistics) -> int:
-    """The least time per token for what a run has read, waste included: computing or storage, whichever is longer.
-
-    Storage gives what the probe found, or what it gave while the run read if that is more: virtual disks may answer a
-    process that only reads at half the rate.
-    """
-    read, shares, rate = statistics.decode_bytes_read_per_token, statistics.decode_shares, host.storage_bytes_per_s
-    if shares is not None and shares.storage_busy and statistics.tokens_per_s:
-        rate = max(rate, int(read * statistics.tokens_per_s / shares.storage_busy))
-    return max(int(ceiling["compute_ns"]), math.ceil(read / rate * 1e9))
-
-
-def _dense_bytes_per_token(bundle: Bundle) -> int:
-    total, model = 0, bundle.manifest.model
-    for entry in bundle.manifest.dense:
-        if not model.is_decoded_with(entry.name):
-            continue
-        rows = 1 if len(entry.shape) == 1 else entry.shape[0]
-        if entry.name == "embedding" and not model.tie_embeddings:
-            rows = 1
-        total += round(rows * entry.spec.row_bytes(entry.shape[-1]))
-    return total
-
-
 def _simulate(bundle: Bundle, trace: Trace) -> list[dict[str, Any]]:
-    """The run's trace under every policy at every share of the experts, prefetch off."""
+    """Replay the trace under every policy, with caches of every share in SHARES, without prefetch."""
     from moec.runtime.expert_cache.eviction import SCORES
     from moec.runtime.simulation.replay import OPTIMUM, POPULARITY, replay
 

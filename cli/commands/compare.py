@@ -1,4 +1,4 @@
-"""`moec compare`: a finished bundle against what people would pick instead."""
+"""`moec compare`: a finished bundle against the best uniform format and EdgeMoE's search."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from moec.manifests.bundle import BundleManifest
 
 
-@click.command("compare", short_help="Measure what other ways of quantizing would have taken.")
+@click.command("compare", short_help="Measure the bytes that other quantization plans need.")
 @click.argument("bundle", type=PATH)
-@click.option("--model", metavar="FOLDER", help="The checkpoint.  [default: as the log next to the bundle says]")
-@click.option("--data", metavar="DIR_OR_JSONL", help="The task items.  [default: as the log next to the bundle says]")
-@click.option("--memory", metavar="SIZE", help="What the comparison may take.  [default: 7/8 of the machine's]")
-@click.option("--resume", is_flag=True, help="Go on where an interrupted comparison stopped.")
+@click.option("--model", metavar="FOLDER", help="The checkpoint.  [default: from the log next to the bundle]")
+@click.option("--data", metavar="DIR_OR_JSONL", help="The task items.  [default: from the log next to the bundle]")
+@click.option("--memory", metavar="SIZE", help="Memory for the comparison.  [default: 7/8 of the machine's]")
+@click.option("--resume", is_flag=True, help="Continue an interrupted comparison.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def compare_command(
     bundle: Path, model: str | None, data: str | None, memory: str | None, resume: bool, as_json: bool
 ) -> None:
-    """Compare BUNDLE with the best uniform format and with EdgeMoE's search, at the target it was compiled to.
+    """Compare BUNDLE with the best uniform format and with EdgeMoE's search, at the target of its compile.
 
-    A compile makes these comparisons as far as they take a third of what it measures, at most. Here they are made in
-    full. The checkpoint and the data are measured again and must be those of the compile. The bundle stays as it is;
-    the result lies next to it, in `NAME.comparison.json`.
+    A compile makes these comparisons only up to a third of all its measurements. This command makes all of them. The
+    checkpoint and the data are measured again and must be those of the compile. The bundle does not change. The result
+    is written to `NAME.comparison.json` next to it.
 
     \b
     moec compare mixtral-moec
@@ -70,7 +70,11 @@ def _request(
     memory: str | None,
     resume: bool,
 ) -> ComparisonRequest:
-    """given: `--model` and `--data`. Raises OptionError where nothing says where they lie."""
+    """Return the request.
+
+    given: values of `--model` and `--data`.
+    Raises OptionError if a path is neither given nor in the log.
+    """
     from moec.compiler.compare_bundle import ComparisonRequest
     from moec.compiler.request.options import Talk
     from moec.manifests.errors import OptionError
@@ -88,8 +92,8 @@ def _request(
             if value is None
         )
         raise OptionError(
-            f"a comparison measures again, and nothing next to `{bundle}` says where it finds {missing}",
-            "name what `moec compile` was given",
+            f"a comparison measures again, and the log next to `{bundle}` does not name {missing}",
+            "name the paths of the compile",
         )
     return ComparisonRequest(
         bundle, manifest, quality, source, data, load_profile("host", bundle.parent), open_partial,
@@ -98,7 +102,7 @@ def _request(
 
 
 def _logged(bundle: Path) -> dict[str, str]:
-    """Where checkpoint and data were, by the log next to the bundle; nothing where there is none."""
+    """Return `model` and `data` from the log next to the bundle. Without a log, return no entry."""
     from moec.manifests.files.input_file import UnreadableFile, read_input
     from moec.manifests.files.limits import LOG_JSON, MAX_LOG_BYTES
     from moec.manifests.files.strict_json import load_strict_json

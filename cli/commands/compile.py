@@ -1,10 +1,10 @@
-"""`moec compile`: a checkpoint and a target in, a certified bundle out."""
+"""`moec compile`: from a checkpoint and a target to a certified bundle."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,23 +16,20 @@ from moec.manifests.files.output_file import check_folder, check_output, write_o
 from ..lossy_modes.mode_sweep import mode_sweep_option
 from ..options.paths import PATH, PLACE
 from ..terminal import output
-from ..terminal.compile_log import CompileLog, forecast_table, stage_table
-from ..terminal.report import comparison_table, curve_table, loss_table, plan_heat_map, verdict_line
+from ..terminal.compile_log import CompileLog, stage_table
+from ..terminal.compile_result import CURVE_SUFFIX, PICTURE_SUFFIX, print_curve, print_forecast, print_result
 
 if TYPE_CHECKING:
-    from moec.compiler.forecast import StageForecast
     from moec.compiler.request.options import CompileOptions
     from moec.compiler.request.ports import MeasureModes
     from moec.compiler.request.request import CompileRequest
-    from moec.compiler.request.result import CompileResult, LossCurve
+    from moec.compiler.request.result import CompileResult
 
     from ..measuring.text_engines import BundleEngine
 
 LOG_SUFFIX = ".log.json"
-PICTURE_SUFFIX = ".report.png"
-CURVE_SUFFIX = ".curve.json"
 LONGEST_SUFFIX = ".moec-replaced"
-"""The longest that is added to the name of a bundle for what lies next to it."""
+"""The longest suffix of a file or folder next to a bundle."""
 CERTIFY_SLOTS = 64
 MAX_DIGITS = 9
 """Digits of a number in a list."""
@@ -41,7 +38,7 @@ MAX_SHOWN = 80
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:
-    """`2,3,4` -> (2, 3, 4). Raises OptionError."""
+    """Parse a list: `2,3,4` -> (2, 3, 4). Raises OptionError."""
     from moec.manifests.errors import OptionError
 
     if text is None:
@@ -53,7 +50,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 
 def _bitwidths(text: str) -> tuple[float, ...]:
-    """`1,1.6,2` -> (1, 1.6, 2). Raises OptionError."""
+    """Parse a list of bitwidths: `1,1.6,2` -> (1, 1.6, 2). Raises OptionError."""
     from moec.manifests.quant import TERNARY
 
     found: list[float] = []
@@ -69,14 +66,16 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 @click.option(
     "--kl", type=float, metavar="NATS", help="Target: mean KL to the checkpoint, nats per token, like `0.05`."
 )
-@click.option("--bits-per-weight", type=float, metavar="BITS", help="Target: of routed experts, scales included.")
-@click.option("--size", metavar="SIZE", help="Target: bytes of the routed experts, like `2.1GiB`.")
+@click.option(
+    "--bits-per-weight", type=float, metavar="BITS", help="Target: bits per weight of routed experts, scales included."
+)
+@click.option("--size", metavar="SIZE", help="Target: bytes of routed experts, like `2.1GiB`.")
 @click.option("--uniform", type=float, metavar="BITS", help="One bitwidth for all experts: no search, no data.")
 @click.option(
     "--data",
     type=PLACE,
     metavar="DIR_OR_JSONL",
-    help="Task items: train/validation/test files, or one JSONL to divide.",
+    help="Task items: a folder with train, validation and test files, or one JSONL file to divide.",
 )
 @click.option("--task", "tasks", multiple=True, metavar="NAME", help="gsm8k, samsum, mmlu, ...; repeatable.")
 @click.option(
@@ -85,52 +84,56 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     default="host",
     show_default=True,
     metavar="PROFILE",
-    help="Device profile, a name or a TOML.",
+    help="Device profile: a name, or a TOML file.",
 )
-@click.option("--dense-bits", type=int, metavar="16|8|4", help="Of attention, embedding, lm_head.  [default: searched]")
+@click.option(
+    "--dense-bits", type=int, metavar="16|8|4", help="Bits of attention, embedding, lm_head.  [default: searched]"
+)
 @click.option(
     "--bits", metavar="LIST", default="1,1.6,2,3,4,8,16", show_default=True, help="Bitwidths offered to experts."
 )
 @click.option(
-    "--group-size", metavar="LIST", help="Columns per scale; 0 is one per row.  [default: 32,64,128; of 1.6 bits 0,128]"
+    "--group-size",
+    metavar="LIST",
+    help="Columns per scale; 0: one scale per row.  [default: 32,64,128; at 1.6 bits 0,128]",
 )
 @click.option(
     "--symmetric/--asymmetric",
     default=None,
-    help="With --uniform: no minima.  [default: of 4 and 8 bits in groups of 32, which makes 4.5 and 8.5]",
+    help="With --uniform: no minima.  [default: without minima at 4 and 8 bits in groups of 32, so 4.5 and 8.5 bits]",
 )
 @click.option(
     "--sensitivity",
     type=click.Choice(["auto", "fisher", "proxy", "exact"]),
     default="auto",
     show_default=True,
-    help="fisher (auto): from gradients; proxy: from output errors; exact: each expert alone, as EdgeMoE does.",
+    help="Loss prediction. fisher (auto): gradients; proxy: output errors; exact: one expert at a time, as EdgeMoE.",
 )
 @click.option(
     "--search",
     type=click.Choice(["knapsack", "edgemoe"]),
     default="knapsack",
     show_default=True,
-    help="edgemoe: importance list and count.",
+    help="knapsack: every unit its own format; edgemoe: importance list and count.",
 )
 @click.option(
     "--objective",
     type=click.Choice(["tpot", "bytes-per-token", "size"]),
-    help="What a byte costs.  [default: the device's]",
+    help="Cost of a byte.  [default: by the device]",
 )
 @click.option(
     "--quantizer",
     type=click.Choice(["gptq", "rtn", "quanto"]),
     default="gptq",
     show_default=True,
-    help="rtn: round to nearest; quanto: optimum-quanto's optimizers.",
+    help="gptq: with calibration data; rtn: round to nearest; quanto: optimum-quanto's optimizers.",
 )
-@click.option("--shots", type=int, default=0, show_default=True, help="Solved examples in front of each item.")
+@click.option("--shots", type=int, default=0, show_default=True, help="Solved examples before each item.")
 @click.option(
     "--confidence",
     type=float,
     metavar="SHARE",
-    help="With --loss: stop certifying as soon as a verdict has it, at 500, 1,000, 2,000, ... items.",
+    help="With --loss: certify only until a verdict has this confidence, after 500, 1,000, 2,000, ... items.",
 )
 @click.option(
     "--fallback-bits",
@@ -142,57 +145,58 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     "--prune-experts/--keep-experts",
     "prune",
     default=None,
-    help="Whether the search may leave experts out.  [default: with --loss and --kl, where gradients set prices]",
+    help="Whether the search may leave out experts.  [default: with --loss and --kl, if losses come from gradients]",
 )
 @click.option(
     "--swaps",
     type=int,
     metavar="N",
-    help="Plans of equal bytes that the search measures for a better one.  [default: 24; one layer at a time 0]",
+    help="Plans of equal bytes that the search measures to find a better one.  [default: 24; layer by layer 0]",
 )
 @mode_sweep_option("Measure all lossy modes, or these settings, on up to 500 held-out items, for quality.json.")
 @click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Of the choice of items and the order of calibration."
+    "--seed", type=int, default=0, show_default=True, help="Seed of the choice of items and the order of calibration."
 )
 @click.option(
     "--comparisons/--no-comparisons",
     default=None,
-    help="Measure the best uniform format and EdgeMoE's search, or neither.  [default: up to a third of the measuring]",
+    help="Measure the best uniform format and EdgeMoE's search.  [default: up to a third of all measurements]",
 )
 @click.option(
     "--memory",
     metavar="SIZE",
-    help="What the compile may take; larger models go one layer at a time.  [default: 7/8 of the machine's]",
+    help="Memory for the compile. Larger models are compiled layer by layer.  [default: 7/8 of the machine's]",
 )
 @click.option(
-    "--cluster", metavar="ADDRESS", help="Hand work to a Ray cluster: `auto`, or its address like `10.0.0.1:6379`."
+    "--cluster", metavar="ADDRESS", help="Use the workers of a Ray cluster: `auto`, or an address like `10.0.0.1:6379`."
 )
-@click.option("--plan-only", is_flag=True, help="Print the plan and what each stage took, write no bundle.")
-@click.option("--estimate", is_flag=True, help="Only say what time, memory and disk each stage will take.")
-@click.option("--sweep", metavar="RANGE", help="No bundle: bytes over losses, like `0.5%..20%` or `1%,2%`.")
-@click.option("--resume", is_flag=True, help="Go on where an interrupted compile of the same inputs stopped.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing bundle once the new one is complete.")
-@click.option("--json", "as_json", is_flag=True, help="Print quality.json's content.")
+@click.option("--plan-only", is_flag=True, help="Print the plan and the cost of each stage. Write no bundle.")
+@click.option("--estimate", is_flag=True, help="Print the predicted time, memory and disk of each stage, and stop.")
+@click.option(
+    "--sweep", metavar="RANGE", help="Print the fewest bytes at each loss, like `0.5%..20%` or `1%,2%`. No bundle."
+)
+@click.option("--resume", is_flag=True, help="Continue an interrupted compile of the same inputs.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing bundle when the new one is complete.")
+@click.option("--json", "as_json", is_flag=True, help="Print the content of quality.json.")
 def compile_command(model: str, target_path: Path | None, as_json: bool, **values: Any) -> None:
-    """Compile the checkpoint in folder MODEL (or a hub id, or a URL that fsspec knows) for a device. Give exactly one
-    target.
+    """Compile the checkpoint in folder MODEL for a device. MODEL may also be a hub id, or a URL that fsspec can open.
 
-    Every promise is measured: the search looks at the validation items, the certificate at the test items, with the
-    runtime that ships.
+    Give exactly one target. The search measures plans on the validation items. The certificate runs the bundle on the
+    test items, with the same runtime as on the device.
 
     \b
     moec compile mixtral --loss 2% --data gsm8k/        fewest bytes that lose at most 2 %
-    moec compile mixtral --uniform 4                    4 bits everywhere, no data needed
-    moec compile mixtral --size 2.1GiB --data a.jsonl   best quality in that many bytes
-    moec compile mixtral --sweep 0.5%..20% --data d/    the fewest bytes at each loss, as a table, JSON and a plot
+    moec compile mixtral --uniform 4                    4 bits for all experts, without data
+    moec compile mixtral --size 2.1GiB --data a.jsonl   best quality in 2.1 GiB
+    moec compile mixtral --sweep 0.5%..20% --data d/    fewest bytes at each loss: a table, JSON and a plot
 
-    On many machines, to the same plan and bytes; all of them have the same moec[cluster], and MODEL is a path that they
-    share or a URL:
+    On many machines the plan and the bytes are the same. All machines need the same version of moec[cluster]. MODEL is
+    a shared path or a URL.
 
     \b
-    ray start --head                                    on this machine, and on each of the others:
-    ray start --address=10.0.0.1:6379                   with the address that this one printed; then, here:
+    ray start --head                                    on this machine
+    ray start --address=10.0.0.1:6379                   on each other machine, with the address that was printed
     moec compile s3://models/mixtral --loss 2% --data d/ --cluster auto
     """
     from moec.compiler.forecast import forecast
@@ -224,7 +228,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
 
 
 def _check_outputs(destination: Path, writes_nothing: bool, is_sweep: bool) -> None:
-    """Refuse before the work what cannot be written after it. Raises InputError, DoesNotFit."""
+    """Check before the work that the outputs can be written. Raises InputError, DoesNotFit."""
     check_folder(destination, LONGEST_SUFFIX)
     curve = destination.with_name(destination.name + CURVE_SUFFIX)
     curves = (curve, curve.with_suffix(".png"))
@@ -237,7 +241,7 @@ def _check_outputs(destination: Path, writes_nothing: bool, is_sweep: bool) -> N
 def _request(
     model: str, destination: Path, options: CompileOptions, log: CompileLog, values: dict[str, Any]
 ) -> CompileRequest:
-    """What the command line asks for, its sweep apart."""
+    """Return the request of the command line, without the sweep."""
     from moec.compiler.request.options import Talk
     from moec.compiler.request.request import CompileRequest
     from moec.manifests.sizes import parse_bytes
@@ -259,13 +263,13 @@ def _request(
 
 
 def _sources(model: str, data: str | None) -> dict[str, str]:
-    """Where checkpoint and data were, for `moec compare`: a path as an absolute one, anything else as it was given."""
+    """Return checkpoint and data for `moec compare`. An existing path becomes absolute, other texts stay."""
     given = {"model": model, **({} if data is None else {"data": data})}
     return {name: str(Path(text).absolute()) if os.path.exists(text) else text for name, text in given.items()}
 
 
 def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> MeasureModes | None:
-    """What `--modes` measures. Raises OptionError where there is nothing to measure it on."""
+    """Return the measurement of `--modes`, or None. Raises OptionError without data or without a bundle."""
     from moec.manifests.errors import OptionError
 
     from ..lossy_modes.modes_measurement import ModesMeasurement
@@ -281,7 +285,7 @@ def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> Measu
 
 
 def _sweep(values: dict[str, Any]) -> tuple[float, ...]:
-    """The losses of `--sweep`, the largest of which becomes the target. Raises OptionError."""
+    """Return the losses of `--sweep`. The largest becomes the target. Raises OptionError."""
     from moec.compiler.request.targets import parse_sweep
     from moec.manifests.errors import OptionError
 
@@ -331,7 +335,10 @@ def _profile(name: str, destination: Path) -> Any:
 
 @contextmanager
 def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
-    """The runtime on a bundle that is not published yet: how a compile certifies itself. memory_bytes 0: its own."""
+    """Open the runtime on a bundle that is not published yet, for the certificate.
+
+    memory_bytes: the budget; 0: the default of the runtime.
+    """
     from moec.runtime.bundle.opening import open_bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.options.runtime import RuntimeOptions
@@ -342,7 +349,7 @@ def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
     bundle = open_bundle(path, allow_partial=True)
     options = RuntimeOptions(slots=CERTIFY_SLOTS, memory=str(memory_bytes) if memory_bytes else None)
     with with_fitting_slots(lambda fitting: Engine(bundle, fitting), options) as engine:
-        if memory_bytes:  # what it takes must be there to be counted, where another one shares the memory
+        if memory_bytes:  # another engine shares the memory, so all pages of this one must be resident
             engine.cache.finish_warming()
         yield BundleEngine(engine)
 
@@ -358,42 +365,3 @@ def write_beside(result: CompileResult, log: CompileLog) -> None:
     lines = json.dumps({"events": log.events, "stages": log.stages(), **log.sources}, indent=1)
     write_output(base.with_name(base.name + LOG_SUFFIX), lines.encode())
     write_output(base.with_name(base.name + PICTURE_SUFFIX), report_picture(base.name, result.quality))
-
-
-def print_curve(curve: LossCurve, destination: Path, as_json: bool) -> None:
-    """A sweep: the table, and beside where a bundle would lie, JSON and a plot."""
-    from moec.compiler.bundle.plots import curve_picture
-
-    plain = {"curve": [point.to_json() for point in curve]}
-    data = destination.with_name(destination.name + CURVE_SUFFIX)
-    picture = data.with_suffix(".png")
-    write_output(data, (json.dumps(plain, indent=1) + "\n").encode())
-    write_output(picture, curve_picture(destination.name, plain["curve"]))
-    if as_json:
-        output.data_json(plain)
-        return
-    output.data(curve_table(plain["curve"]))
-    output.data(f"curve    {data}, {picture.name}")
-    output.data("losses are those of validation items: only a compiled bundle is certified on held-out ones")
-
-
-def print_forecast(stages: Sequence[StageForecast], as_json: bool) -> None:
-    """What every stage will take."""
-    plain = [stage.to_json() for stage in stages]
-    if as_json:
-        output.data_json({"stages": plain})
-        return
-    output.data(forecast_table(plain))
-
-
-def print_result(result: CompileResult, stages: str = "") -> None:
-    """The report for people, on stdout. stages: what each stage took, in front of it."""
-    quality = result.quality
-    for part in (stages, plan_heat_map(quality), loss_table(quality), comparison_table(quality)):
-        if part:
-            output.data(part)
-            output.data("")
-    if result.path is not None:
-        output.data(f"bundle   {result.path}")
-        output.data(f"report   {result.path / 'quality.json'}, {result.path.name}{PICTURE_SUFFIX}")
-    output.data(verdict_line(quality))

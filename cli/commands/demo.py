@@ -1,4 +1,4 @@
-"""`moec demo`: the whole path on the shipped examples, measured here and now, ending in tables."""
+"""`moec demo`: compile, certify and run the shipped examples, with tables at the end."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from moec.compiler.request.result import CompileResult
 
 HALF = "50%"
-# Items that the bundle answers again with room for half of its experts, for its speed and hit rate.
+# Items for the speed and the hit rate of the bundle with half of its experts in memory.
 STREAMED_ITEMS = 500
 BENCH_TOKENS = 128
-# The example with an encoder: fixed bitwidths and a part of the dialogues, for a row each in seconds.
+# The example with an encoder: fixed bitwidths and few dialogues, so that a row takes seconds.
 SECOND_MODEL, SECOND_TASK = "switch_model", "samsum"
 SECOND_BITS = (16, 4, 2)
 SECOND_ITEMS = 300
 
 
-@click.command("demo", short_help="Compile, run and certify the shipped example; a few minutes.")
+@click.command("demo", short_help="Compile, certify and run the shipped example.")
 @click.option(
     "--example",
     type=PATH,
     default=Path("examples"),
     show_default=True,
-    help="Folder with `model/`, `data/` and, for the last table, `switch_model/`.",
+    help="Folder with `model/`, `data/`, and `switch_model/` for the last table.",
 )
 @click.option("--task", default="gsm8k", show_default=True, help="Task of the example: gsm8k or samsum.")
-@click.option("--loss", default="2%", show_default=True, help="The target.")
+@click.option("--loss", default="2%", show_default=True, help="Target: relative loss.")
 @click.option(
     "-o",
     "--output",
@@ -51,13 +51,13 @@ SECOND_ITEMS = 300
     type=PATH,
     default=Path("build/demo/example-moec"),
     show_default=True,
-    help="Where the bundle goes.",
+    help="Bundle folder.",
 )
 def demo_command(example: Path, task: str, loss: str, target_path: Path) -> None:
-    """Compile the example model to a loss target, run the bundle with room for half of its experts, and certify it.
+    """Compile the example model to a loss target, certify it, and run it with half of its experts in memory.
 
-    Nothing is computed beforehand: calibration, search, comparison with the best uniform format and with EdgeMoE's own
-    search, and the evaluation on held-out items all happen now. An example with an encoder follows, at fixed bitwidths.
+    Nothing is computed beforehand. The demo calibrates, searches, compares with the best uniform format and with
+    EdgeMoE's search, and evaluates held-out items. An example with an encoder follows, at fixed bitwidths.
 
     \b
     moec demo
@@ -114,9 +114,9 @@ def _compile(model: Path, options: CompileOptions, target_path: Path) -> tuple[C
 
 
 def second_example(example: Path, folder: Path) -> str:
-    """The example with an encoder at fixed bitwidths, each with room for half of its experts, as a table.
+    """Return the table of the example with an encoder: fixed bitwidths, half of the experts in memory.
 
-    folder: where the bundles go.
+    folder: parent of the bundles.
     """
     from moec.compiler.request.options import CompileOptions
     from moec.compiler.request.targets import Target
@@ -143,7 +143,7 @@ def second_example(example: Path, folder: Path) -> str:
 
 
 def _bench(bundle: Path) -> dict[str, Any]:
-    """`moec bench` in a process of its own, so that its peak memory is the runtime's alone."""
+    """Run `moec bench` in a new process, so that its peak memory is that of the runtime only."""
     command = [sys.executable, "-m", "moec.cli.main", "bench", str(bundle), "--expert-cache", HALF, "--json"]
     finished = subprocess.run([*command, "--tokens", str(BENCH_TOKENS)], capture_output=True, text=True, check=False)
     if finished.returncode != 0:
@@ -153,7 +153,7 @@ def _bench(bundle: Path) -> dict[str, Any]:
 
 
 def _evaluate_streamed(bundle: Path, data: Path, task: str, count: int) -> dict[str, Any]:
-    """Held-out items answered with half of the experts in memory."""
+    """Evaluate held-out items with half of the experts in memory."""
     from moec.evaluation.data import load_items
     from moec.evaluation.run import evaluate
     from moec.runtime.options.runtime import RuntimeOptions

@@ -1,4 +1,4 @@
-"""`moec eval`: what a bundle or a checkpoint scores on a task."""
+"""`moec eval`: the score of a bundle or a checkpoint on a task."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ _FOR_CHECKPOINTS = ("threads",)
 )
 @click.option("--shots", type=int, default=0, show_default=True, metavar="N", help="Solved examples before each item.")
 @click.option("--limit", type=int, metavar="N", help="Take N items, chosen by hash.  [default: all]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the choice of items and examples.")
-@click.option("--slots", type=int, metavar="N", help="Sequences decoded side by side.  [default: 32, or what fits]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the choice of items and examples.")
+@click.option("--slots", type=int, metavar="N", help="Sequences decoded at once.  [default: 32, or fewer that fit]")
 @output_option("--per-item", help="Write JSONL, a line per item.")
 @mode_sweep_option(
-    "Measure every lossy mode, or these settings, against the lossless run; kept beside the bundle, `NAME.modes.json`."
+    "Measure every lossy mode, or these settings, against the lossless run, and write `NAME.modes.json`."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @runtime_options
@@ -82,7 +82,7 @@ def eval_command(
 ) -> None:
     """Evaluate a bundle with the runtime, or a model folder with transformers: same prompts, greedy, same scores.
 
-    The checkpoint is what a bundle's loss is measured against, so anyone can check the promise.
+    The loss of a bundle is relative to its checkpoint. Evaluate both to check the promise of a bundle.
 
     \b
     moec eval mixtral-moec --data data/gsm8k --json
@@ -90,7 +90,6 @@ def eval_command(
     moec eval mixtral-moec --data data/gsm8k --limit 500 --modes sweep --expert-cache 25%
     """
     from moec.evaluation.data import load_items
-    from moec.evaluation.run import evaluate
 
     if not model.is_dir():
         raise InputError(f"`{model}` is not a folder, expected a bundle or a model", "name the folder")
@@ -100,24 +99,34 @@ def eval_command(
     if modes is not None:
         for name, given in (("slots", slots), ("per-item", per_item)):
             if given is not None:
-                raise OptionError(f"`--{name}` has no effect beside `--modes`", "leave it out")
+                raise OptionError(f"`--{name}` has no effect with `--modes`", "leave it out")
         output.say(told_items)
         _sweep(model, modes, items.task, items.items, examples, values, as_json)
         return
     with _engine(ctx, model, slots, values) as (engine, facts):
         output.say(told_items)
-        with output.Progress(f"{items.task.name}, {len(items)} items") as progress:
-            result = evaluate(items.task, items.items, engine, shots=examples, progress=progress)
-        told = {**facts, **_runtime_facts(engine)}
-        if "decisions" in told:
-            output.say(f"decisions: {decisions_text(told['decisions'])}")
+        result, run_facts = _evaluate(engine, items.task, items.items, examples)
     if per_item is not None:
         rows = result.to_json(per_item=True)["items"]
         write_json_lines(per_item, rows if isinstance(rows, list) else [])
     if as_json:
-        output.data_json({**result.to_json(), "skipped": items.skipped, **told})
+        output.data_json({**result.to_json(), "skipped": items.skipped, **facts, **run_facts})
     else:
         output.data(_page(result))
+
+
+def _evaluate(
+    engine: TextEngine, task: Task, items: Sequence[Item], shots: Sequence[Item]
+) -> tuple[EvaluationResult, dict[str, Any]]:
+    """Evaluate the items. Return the result, and the facts of the run for the JSON output."""
+    from moec.evaluation.run import evaluate
+
+    with output.Progress(f"{task.name}, {len(items)} items") as progress:
+        result = evaluate(task, items, engine, shots=shots, progress=progress)
+    facts = _runtime_facts(engine)
+    if "decisions" in facts:
+        output.say(f"decisions: {decisions_text(facts['decisions'])}")
+    return result, facts
 
 
 def _sweep(
@@ -129,7 +138,7 @@ def _sweep(
     values: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """`--modes sweep`: the table, and the record beside the bundle."""
+    """Measure lossy modes. Print the table, and write the record next to the bundle."""
     from moec.runtime.bundle.opening import open_bundle
     from moec.runtime.tuning.mode_records import calibrated_deciles, record_path, write_record
 
@@ -152,7 +161,7 @@ def _sweep(
 def _engine(
     ctx: click.Context, model: Path, slots: int | None, values: dict[str, Any]
 ) -> Iterator[tuple[TextEngine, dict[str, Any]]]:
-    """The engine for a folder, and what to say of it."""
+    """Open the engine for a folder. Yield it with its entries for the JSON output."""
     from ..measuring.text_engines import bundle_engine, checkpoint_engine
 
     if is_bundle(model):

@@ -1,4 +1,4 @@
-"""`moec generate`: many prompts, of any length, from a file into a file."""
+"""`moec generate`: continue the prompts of a file, and write the continuations to a file."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ DEFAULT_SLOTS = 32
 CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 
 
-@click.command("generate", cls=SectionCommand, short_help="Continue every prompt of a file, many side by side.")
+@click.command("generate", cls=SectionCommand, short_help="Continue every prompt of a file, many at once.")
 @bundle_argument
-@file_option("--prompts", required=True, help="JSONL, a prompt in each object.")
+@file_option("--prompts", required=True, help="JSONL file with a prompt in each object.")
 @output_option(
-    "--out", "-o", required=True, help="JSONL to write: `completion`, and `task_id` where the prompt has one."
+    "--out", "-o", required=True, help="JSONL file to write: `completion`, and `task_id` if the prompt has one."
 )
-@click.option("--field", default="prompt", show_default=True, metavar="NAME", help="Where the prompt is.")
+@click.option("--field", default="prompt", show_default=True, metavar="NAME", help="Field of the prompt.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Longest continuation.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End a continuation in front of this text; repeatable.")
-@click.option("--code", is_flag=True, help="End it where a function of Python ends, as HumanEval does.")
-@click.option("--slots", type=int, metavar="N", help="Prompts decoded side by side.  [default: 32, or what fits]")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End a continuation before this text; repeatable.")
+@click.option("--code", is_flag=True, help="End a continuation at the end of a Python function, as HumanEval does.")
+@click.option("--slots", type=int, metavar="N", help="Prompts decoded at once.  [default: 32, or fewer that fit]")
 @runtime_options
 @mode_options
 @accelerator_options
@@ -51,11 +51,11 @@ def generate_command(
     slots: int | None,
     **values: Any,
 ) -> None:
-    """Continue every prompt of a JSONL file, greedily, and write a line for each, in their order.
+    """Continue every prompt of a JSONL file greedily. Write a line for each, in the same order.
 
-    A prompt's text does not depend on those beside it, but for lossy modes that go by the cache, which all share.
-    HumanEval's problems go in as they are published, and what comes out is what its checker reads; it runs the code,
-    moec does not.
+    A continuation does not depend on the other prompts. Exceptions are lossy modes that depend on the cache, which all
+    prompts share. The problems of HumanEval can be used as published, and its checker reads the output. The checker
+    runs the code; moec does not.
 
     \b
     moec generate mixtral-moec --prompts questions.jsonl -o answers.jsonl --stop $'\\n\\n'
@@ -82,7 +82,7 @@ def generate_command(
 
 
 def _texts(rows: Rows, field: str) -> list[str]:
-    """The prompts. Raises DataError for an object without one."""
+    """Return the prompts. Raises DataError for an object without one."""
     found = []
     for number, row in rows.numbered:
         text = row.get(field)

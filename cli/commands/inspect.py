@@ -1,4 +1,4 @@
-"""`moec inspect`: what is in a bundle, without running it."""
+"""`moec inspect`: the content of a bundle, without running it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
 
 
-@click.command("inspect", short_help="Show what is in a bundle: shape, formats, sizes, quality.")
+@click.command("inspect", short_help="Show the content of a bundle: shape, formats, sizes, quality.")
 @bundle_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def inspect_command(bundle: Path, as_json: bool) -> None:
-    """Show what the bundle in folder BUNDLE holds. Reads the manifest and headers, no weights.
+    """Show the content of the bundle in folder BUNDLE. The command reads the manifest and headers, and no weights.
 
-    The map has a line per layer and a block per expert: the higher, the more bits its weights have on average.
+    The map has a line per layer and a block per expert. A higher block has more bits per weight on average.
 
     \b
     moec inspect mixtral-moec
@@ -43,7 +43,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:
-    """Everything `inspect` tells, as plain values."""
+    """Return the content of `--json`."""
     from moec.profiles.memory_floor import memory_option
     from moec.runtime import kernels
     from moec.runtime.memory.budget import nominal_memory
@@ -116,14 +116,14 @@ def _calibration(manifest: BundleManifest) -> dict[str, Any] | None:
 
 
 def expert_weights(manifest: BundleManifest) -> int:
-    """Number of weights in routed experts."""
+    """Return the number of weights in routed experts."""
     model = manifest.model
     experts = [layer.experts for layer in model.layers]
     return sum(len(each.projections) * each.count * each.width * model.hidden_size for each in experts)
 
 
 def dense_weights(manifest: BundleManifest) -> int:
-    """Number of all other weights."""
+    """Return the number of all other weights."""
     count = 0
     for shape in manifest.model.dense_shapes().values():
         size = 1
@@ -134,7 +134,7 @@ def dense_weights(manifest: BundleManifest) -> int:
 
 
 def rows_by_layer(manifest: BundleManifest) -> list[list[ExpertEntry]]:
-    """The experts of each layer."""
+    """Return the experts of each layer."""
     rows: list[list[ExpertEntry]] = [[] for _ in manifest.model.layers]
     for entry in manifest.experts:
         rows[entry.layer].append(entry)
@@ -142,7 +142,7 @@ def rows_by_layer(manifest: BundleManifest) -> list[list[ExpertEntry]]:
 
 
 def average_bits(manifest: BundleManifest, entry: ExpertEntry) -> float:
-    """Stored bits of an expert's weights on average, scales included."""
+    """Return the mean stored bits of an expert's weights, scales included."""
     model = manifest.model
     columns = {unit.projection: model.unit_shape(unit.layer, unit.projection)[1] for unit in model.units_of(entry.key)}
     bits = (entry.spec(projection).bits_per_weight(width) for projection, width in columns.items())
@@ -151,7 +151,7 @@ def average_bits(manifest: BundleManifest, entry: ExpertEntry) -> float:
 
 
 def format_counts(manifest: BundleManifest) -> dict[str, dict[str, int]]:
-    """Projection -> format -> how many experts have it."""
+    """Return projection -> format -> number of experts."""
     counts: dict[str, Counter[str]] = {}
     for entry in manifest.experts:
         for unit in manifest.model.units_of(entry.key):
@@ -160,13 +160,13 @@ def format_counts(manifest: BundleManifest) -> dict[str, dict[str, int]]:
 
 
 def _summary(quality: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The certificate without the trials and tables of the search."""
+    """Return the certificate without the trials and tables of the search."""
     known = ("target", "verdict", "tasks", "comparison")
     return quality and {name: quality[name] for name in known if name in quality}
 
 
 def read_quality(bundle: Bundle) -> dict[str, Any] | None:
-    """`quality.json` of an opened bundle; None if it has none. Raises BundleIncomplete, ManifestInvalid."""
+    """Return `quality.json` of an opened bundle, or None if it has none. Raises BundleIncomplete, ManifestInvalid."""
     from moec.manifests.bundle import QUALITY_NAME
     from moec.manifests.errors import ManifestInvalid
     from moec.manifests.files.limits import MAX_QUALITY_BYTES, QUALITY_JSON
@@ -185,7 +185,7 @@ def read_quality(bundle: Bundle) -> dict[str, Any] | None:
 
 
 def _long_context(model: dict[str, Any]) -> str:
-    """Where a run takes another rotary embedding, which it does as a whole."""
+    """Return a note on the context from which a run takes the long rotary form; empty if the model has one form."""
     original = model["original_positions"]
     return "" if original == model["max_positions"] else f" (runs of more than {original} take its long rotary form)"
 
@@ -244,7 +244,7 @@ def _calibration_line(calibration: dict[str, Any] | None) -> str:
 
 
 def _quality_tables(folder: Path, quality: dict[str, Any] | None) -> str:
-    """What the certificate says: the verdict, and a line per task. Raises ManifestInvalid on another form."""
+    """Return the verdict and a line per task. Raises ManifestInvalid if the certificate has another form."""
     from moec.manifests.errors import ManifestInvalid
 
     if not quality:

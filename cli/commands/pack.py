@@ -1,4 +1,4 @@
-"""`moec pack`: a bundle as one file to ship."""
+"""`moec pack`: put a bundle into one file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..terminal import output
 SUFFIX = ".moec"
 
 
-@click.command("pack", short_help="Put a bundle into one file to ship.")
+@click.command("pack", short_help="Put a bundle into one file.")
 @bundle_argument
 @click.argument("file", required=False, type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
 def pack_command(bundle: Path, file: Path | None, as_json: bool) -> None:
     """Pack the bundle in folder BUNDLE into FILE, by default BUNDLE.moec.
 
-    Every member is a checksummed frame, compressed where that pays; an interrupted pack goes on where it stopped. To
-    run the bundle, unpack it: experts are never read through compression.
+    Every member is a frame with a checksum, compressed if that makes it smaller. An interrupted pack continues when
+    the command is repeated. A packed bundle cannot run: unpack it first.
 
     \b
     moec pack mixtral-moec

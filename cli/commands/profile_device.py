@@ -1,4 +1,4 @@
-"""`moec profile-device`: the present machine as a device profile."""
+"""`moec profile-device`: measure this machine and write a device profile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..options.paths import OUTPUT_FILE, PATH
 from ..terminal import output
 
 
-@click.command("profile-device", short_help="Measure this machine and write it down as a device profile.")
+@click.command("profile-device", short_help="Measure this machine and write a device profile.")
 @click.option("-o", "--output", "target", type=OUTPUT_FILE, help="TOML file.  [default: print it]")
 @click.option("--name", default="this-device", show_default=True, help="Lower-case letters, digits and hyphens.")
 @click.option(
@@ -23,17 +23,17 @@ from ..terminal import output
     default=Path(),
     help="A file of 8 MiB or more, or a folder, on the disk that will hold bundles.  [default: this folder]",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def profile_device_command(target: Path | None, name: str, storage: Path, overwrite: bool, as_json: bool) -> None:
     """Measure memory, storage, threads and instruction sets of this machine, in about two seconds.
 
-    The file says how each number was measured; take it to the machine that compiles. Rates of a shared or warm machine
-    vary: edit the numbers if you know better.
+    The file says how each number was measured. Copy it to the machine that compiles. Rates of a shared or warm machine
+    vary. Edit the numbers if you have better ones.
 
     \b
     moec profile-device -o board.toml --storage /data      on the board
-    moec compile mixtral --loss 2% --device board.toml     where the compiler runs
+    moec compile mixtral --loss 2% --device board.toml     on the machine that compiles
     """
     from moec.profiles.device import to_toml
     from moec.profiles.probe import probe_host

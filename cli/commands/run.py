@@ -1,4 +1,4 @@
-"""`moec run`: text from a bundle, as it comes, and what the run took."""
+"""`moec run`: continue a prompt, print the text as it is decoded, and the statistics of the run."""
 
 from __future__ import annotations
 
@@ -28,23 +28,29 @@ if TYPE_CHECKING:
 generation = section_option("Generation")
 
 
-@click.command("run", cls=SectionCommand, short_help="Continue a prompt, experts streamed inside a budget.")
+@click.command("run", cls=SectionCommand, short_help="Continue a prompt within a memory budget.")
 @bundle_argument
 @click.option("--prompt", required=True, metavar="TEXT", help="The text to continue; `-` reads it from stdin.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Stop after N tokens.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@generation("--top-k", type=int, default=0, metavar="N", help="Sample from the N likeliest tokens.  [default: all]")
-@generation("--top-p", type=float, default=1.0, metavar="P", help="Sample from the likeliest tokens that hold P.")
-@generation("--min-p", type=float, default=0.0, metavar="P", help="Leave out tokens under P of the likeliest.")
-@generation("--repetition-penalty", type=float, default=1.0, metavar="X", help="Above 1: avoid what is there already.")
-@generation("--stop", multiple=True, metavar="TEXT", help="End in front of this text; may be given several times.")
-@click.option("--chat", is_flag=True, help="The prompt is a user's message, put into the model's chat template.")
-@click.option("--system", metavar="TEXT", help="With `--chat`: a system message in front.")
+@generation("--top-k", type=int, default=0, metavar="N", help="Sample from the N most probable tokens.  [default: all]")
+@generation("--top-p", type=float, default=1.0, metavar="P", help="Sample from the most probable tokens that sum to P.")
+@generation("--min-p", type=float, default=0.0, metavar="P", help="Leave out tokens below P times the highest.")
+@generation(
+    "--repetition-penalty",
+    type=float,
+    default=1.0,
+    metavar="X",
+    help="Above 1: lower scores of tokens in the text.",
+)
+@generation("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
+@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template, as a user's message.")
+@click.option("--system", metavar="TEXT", help="With `--chat`: a system message before the prompt.")
 @generation("--beams", type=int, default=1, show_default=True, metavar="N", help="Beam search of this width.")
 @generation(
-    "--length-penalty", type=float, default=1.0, show_default=True, help="With `--beams`: above 0 favours long."
+    "--length-penalty", type=float, default=1.0, show_default=True, help="With `--beams`: above 0 favours long answers."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text and statistics instead.")
 @runtime_options
 @mode_options
@@ -69,14 +75,15 @@ def run_command(
 ) -> None:
     """Continue a prompt with the bundle in folder BUNDLE.
 
-    The text goes to stdout as it is made; the mode and, at the end, the statistics go to stderr. How experts are
-    cached, prefetched and read never changes the text, unless a mode marked LOSSY goes by the cache.
+    The text goes to stdout as it is decoded. The mode goes to stderr, and so do the statistics at the end. Caching,
+    prefetching and reading of experts never change the text. Exceptions are modes marked LOSSY that depend on the
+    cache.
 
     \b
     moec run mixtral-moec --prompt $'Question: What is 2 + 3?\\nAnswer:' --memory 2GiB
     echo "Once upon a time" | moec run mixtral-moec --prompt - --temperature 0.8 --seed 1
     """
-    with RunPrompt(prompt, chat, system) as chosen:  # first: its process imports while this one does
+    with RunPrompt(prompt, chat, system) as chosen:  # first, so that its process imports in parallel with this one
         from moec.runtime.text.sampling import SamplingOptions
 
         sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
@@ -102,7 +109,7 @@ def run_command(
 def _beam_options(
     beams: int, length_penalty: float, sampling: SamplingOptions, stop: tuple[str, ...]
 ) -> BeamOptions | None:
-    """None for one beam. Raises OptionError for what does not go together."""
+    """Return the options of a beam search, or None for one beam. Raises OptionError if options exclude each other."""
     from moec.runtime.engine.beam import BeamOptions
 
     options = BeamOptions(beams, length_penalty)
@@ -112,7 +119,7 @@ def _beam_options(
         return None
     if sampling.temperature or sampling.repetition_penalty != 1.0 or stop:
         raise OptionError(
-            "`--beams` looks for the likeliest answer and goes with no sampling, penalty or stop text",
+            "`--beams` finds the most probable answer, without sampling, penalty or stop text",
             "drop one of them",
         )
     return options
@@ -146,7 +153,7 @@ def _generate(
     stop: tuple[str, ...],
     shows_text: bool,
 ) -> tuple[dict[str, Any], RunStatistics]:
-    """Decode, showing the text or not. Returns the values of `--json` and the statistics."""
+    """Decode, and print the text if shows_text is set. Return the values of `--json` and the statistics."""
     from moec.runtime.trace.statistics import RunRecorder
 
     recorder, pieces, ids, reason = RunRecorder(len(tokens)), list[str](), list[int](), None
@@ -174,7 +181,10 @@ def _generate(
 
 
 def statistics_block(statistics: RunStatistics, decisions: dict[str, Any] | None = None) -> str:
-    """The statistics of one generation for people. decisions: of lossy modes."""
+    """Return the statistics of one generation as text.
+
+    decisions: counts of the lossy modes, or None.
+    """
     rate = "-" if statistics.tokens_per_s is None else f"{statistics.tokens_per_s:.1f} tokens/s"
     return output.facts(
         [

@@ -1,4 +1,4 @@
-"""`moec simulate`: how fast a bundle would decode on a device that nobody has at hand."""
+"""`moec simulate`: the predicted speed of a bundle on a device that is not available."""
 
 from __future__ import annotations
 
@@ -51,75 +51,78 @@ DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
     "--trace",
     "trace_path",
     required=True,
-    help="What `moec bench --trace-out` recorded.",
+    help="Trace that `moec bench --trace-out` wrote.",
 )
 @click.option(
     "--profile",
     type=PLACE,
     metavar="NAME|FILE",
-    help="Device profile, as for `compile --device`.  [default: the recorder]",
+    help="Device profile, as for `compile --device`.  [default: the machine of the trace]",
 )
 @click.option(
     "--expert-cache",
     "caches",
     multiple=True,
     metavar="SIZE|PERCENT",
-    help="Memory for routed experts; may be repeated.  [default: 10, 25, 50 and 75 %]",
+    help="Memory for routed experts; repeatable.  [default: 10, 25, 50 and 75 %]",
 )
 @click.option(
     "--policy",
     "policies",
     type=click.Choice((*POLICIES, OPTIMUM)),
     multiple=True,
-    help="Which expert goes first; may be repeated.  [default: most of them, and the offline optimum]",
+    help="Which expert is evicted first; repeatable.  [default: most of them, and the offline optimum]",
 )
-@click.option("--policy-weights", metavar="LRU,LFU,LHU,FLD", help="Of `hobbit` and `hobbit-printed`.")
+@click.option("--policy-weights", metavar="LRU,LFU,LHU,FLD", help="Weights of `hobbit` and `hobbit-printed`.")
 @click.option(
     "--prefetch",
     type=click.Choice(PREFETCHERS),
-    help="How the next experts are guessed; `lookahead` must be in the trace.  [default: what was recorded]",
+    help="Prediction of the next experts; `lookahead` must be in the trace.  [default: that of the trace]",
 )
 @click.option(
     "--prefetch-rule",
     type=click.Choice(PREFETCH_RULES),
-    help="With `lookahead`: `first-miss` is decided again, others must be in the trace.  [default: what was recorded]",
+    help="With `lookahead`: `first-miss` is decided again, others must be in the trace.  [default: that of the trace]",
 )
 @cache_state_option
-@click.option("--readers", type=int, default=2, show_default=True, metavar="N", help="Expert reads under way at once.")
-@click.option("--read-rate", metavar="SIZE", help="Storage bandwidth per second, like `90MB`, over the profile's.")
-@click.option("--read-latency", metavar="TIME", help="Of one read, like `150us` or `8ms`, over the profile's.")
+@click.option("--readers", type=int, default=2, show_default=True, metavar="N", help="Expert reads at once.")
+@click.option(
+    "--read-rate", metavar="SIZE", help="Storage bandwidth per second, like `90MB`.  [default: the profile's]"
+)
+@click.option(
+    "--read-latency", metavar="TIME", help="Latency of one read, like `150us` or `8ms`.  [default: the profile's]"
+)
 @click.option(
     "--accelerator",
     metavar="memory=SIZE,expert=TIME,token=TIME,link=SIZE",
-    help="A device that shares the experts: its memory, an expert's time there (and per token), bytes/s to it.",
+    help="Accelerator: its memory, the fixed time of an expert, its time per token, and the link in bytes/s.",
 )
 @click.option(
     "--cooperation",
     type=click.Choice(COOPERATIONS),
     default="auto",
     show_default=True,
-    help="Which experts that are not on it are copied: by measured times, Twiddler's rule, all, none.",
+    help="Which experts are copied to the accelerator: by measured times, by Twiddler's rule, all, or none.",
 )
-@mode_sweep_option("Predict every lossy mode, or these settings, beside the lossless run.")
+@mode_sweep_option("Predict every lossy mode, or these settings, and the lossless run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: Any) -> None:
-    """Replay a trace of the bundle in folder BUNDLE on a device, event by event, and predict its time per token.
+    """Replay a trace of the bundle in folder BUNDLE on a device, event by event. Predict the time per token.
 
-    Reads wait in one queue, what a layer needs before what is read ahead, each latency + bytes / bandwidth. Meanwhile
-    layers compute as long as they did when the trace was recorded, scaled by the memory bandwidths of both machines.
-    The cache starts with what calibration saw most often, or empty. A trace that was recorded under a cache that does
-    not hold all experts has the routers' advice in it; the advice of tables is computed again.
+    Reads wait in one queue. Experts that a layer needs come before experts that are read ahead. A read takes its
+    latency, and its bytes over the bandwidth. Layers compute as long as in the trace, scaled by the memory bandwidths
+    of both machines. The cache starts with the most popular experts, or empty.
 
-    What the lookahead of `--prefetch-rule first-miss` advises depends on what is cached, and is decided again.
+    A trace holds the advice of lookahead if its run had a cache that does not hold all experts. The advice of tables
+    is computed again, and so is that of `--prefetch-rule first-miss`, which depends on the cache.
 
-    With --modes the trace is decided again under lossy modes, by the code that decides in a run, from the scores that
-    routers gave each token and from how sure half of its experts were of the next. Each decision is that of a run as
-    far as hidden states are; what a mode costs in quality, `moec eval --modes` measures.
+    With --modes the trace is decided again under lossy modes, by the same code as in a run. The decisions come from
+    the router scores of each token and from the confidence of the little model. They are those of a run with equal
+    hidden states. `moec eval --modes` measures the cost in quality.
 
-    With --accelerator a device holds the most popular experts, as many as its memory has room for, and shares the
-    others with the processor as `run --accelerator cuda` would plan it; its times, and the rate of its link, are the
-    ones that the `mode:` line of a run on such a device names. What an expert takes the processor comes from the trace;
-    dense weights stay with it.
+    With --accelerator a device holds the most popular experts that fit into its memory. The other experts are divided
+    between device and CPU as `run --accelerator cuda` does. The `mode:` line of such a run names the times of the
+    device and the rate of its link. The CPU's time of an expert comes from the trace. Dense weights stay on the CPU.
 
     \b
     moec bench mixtral-moec --text held-out.txt --expert-cache 50% --trace-out held-out.trace
@@ -132,35 +135,51 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     from moec.runtime.bundle.opening import open_bundle
 
     opened = open_bundle(bundle_folder(bundle))
-    (trace,) = open_traces([trace_path], opened)
     profile = load_profile(values["profile"], opened.path) if values["profile"] is not None else None
+    simulation = _simulation(opened, trace_path, profile, values)
+    total_bytes = simulation.replayed.total_bytes
+    capacities = [parse_cache(text, total_bytes) for text in values["caches"] or DEFAULT_CACHES]
+    settings = _settings(values["modes"], trace_path, simulation.trace, opened)
+    policies = _scores(_policies(values["policies"], settings), values["policy_weights"])
+    rows = simulation.rows(capacities, policies, settings)
+    if as_json:
+        output.data_json(_plain(simulation, profile, rows))
+    else:
+        output.data(f"{output.facts(_heading(simulation, profile))}\n\n{_table(rows, total_bytes)}")
+
+
+def _simulation(bundle: Bundle, trace_path: Path, profile: DeviceProfile | None, values: dict[str, Any]) -> Simulation:
+    """Return the simulation of the trace on the device of the options."""
+    (trace,) = open_traces([trace_path], bundle)
     rates = device_rates(trace.header, profile, values["readers"], values["read_rate"], values["read_latency"])
     prefetch = values["prefetch"] or trace.header.prefetch
-    trace = with_prefetch_rule(trace, trace_path, opened, prefetch, values["prefetch_rule"])
-    replayed = replayed_bundle(opened)
+    trace = with_prefetch_rule(trace, trace_path, bundle, prefetch, values["prefetch_rule"])
+    replayed = replayed_bundle(bundle)
     if values["cache_state"] == "cold":
         replayed = replace(replayed, warm=[])
-    capacities = [parse_cache(text, replayed.total_bytes) for text in values["caches"] or DEFAULT_CACHES]
-    settings = _settings(values["modes"], trace_path, trace, opened)
-    policies = _scores(_policies(values["policies"], settings), values["policy_weights"])
-    room = None if profile is None else _device_cache_bytes(opened, profile)
-    shared = _shared(values["accelerator"], values["cooperation"], opened, trace, rates)
-    simulation = Simulation(opened, trace, replayed, rates, prefetch, _advice(opened, trace, prefetch), shared)
-    found = simulation.rows(capacities, policies, settings)
-    name = profile.name if profile is not None else "the recorder"
-    if as_json:
-        rows = [each.to_plain() | {"share": each.timeline.capacity_bytes / replayed.total_bytes} for each in found]
-        device = {"name": name, **asdict(rates), "cache_bytes": room, "accelerator": _shared_plain(shared)}
-        output.data_json({"device": device, "prefetch": prefetch, "recorded": _recorded(trace), "rows": rows})
-        return
-    heading = _heading(trace, name, rates, prefetch)
-    if shared is not None:
-        on_it = f"{len(shared.resident)} of {replayed.count} experts on it"
-        heading.append(("accelerator", f"{on_it}, cooperation {shared.cooperation}, {shared.latency.to_text()}"))
-    if profile is not None:
-        left = "too little for this bundle" if room is None else f"leaves {output.human_bytes(room)} for experts"
-        heading.append(("memory", left))
-    output.data(f"{output.facts(heading)}\n\n{_table(found, replayed.total_bytes)}")
+    shared = _shared(values["accelerator"], values["cooperation"], bundle, trace, rates)
+    return Simulation(bundle, trace, replayed, rates, prefetch, _advice(bundle, trace, prefetch), shared)
+
+
+def _plain(simulation: Simulation, profile: DeviceProfile | None, rows: list[Row]) -> dict[str, Any]:
+    """Return the content of `--json`."""
+    total_bytes, shared = simulation.replayed.total_bytes, simulation.shared
+    device = {
+        "name": _device_name(profile),
+        **asdict(simulation.rates),
+        "cache_bytes": None if profile is None else _device_cache_bytes(simulation.bundle, profile),
+        "accelerator": _shared_plain(shared),
+    }
+    return {
+        "device": device,
+        "prefetch": simulation.prefetch,
+        "recorded": _recorded(simulation.trace),
+        "rows": [row.to_plain() | {"share": row.timeline.capacity_bytes / total_bytes} for row in rows],
+    }
+
+
+def _device_name(profile: DeviceProfile | None) -> str:
+    return profile.name if profile is not None else "the recorder"
 
 
 def _shared(
@@ -187,7 +206,7 @@ def with_prefetch_rule(
     path: for messages.
     prefetch: the prefetcher that is simulated.
     rule: None keeps the rule of the trace.
-    Raises OptionError where it cannot be decided again.
+    Raises OptionError if the trace cannot be decided again.
     """
     from moec.runtime.options.lossy import LossyModes
     from moec.runtime.simulation.lossy_replay import missing_scores
@@ -210,8 +229,10 @@ def with_prefetch_rule(
 
 
 def _settings(modes: str | None, path: Path, trace: Trace, bundle: Bundle) -> list[dict[str, str]]:
-    """Options of every setting that is asked for, the lossless one first. Raises OptionError where the trace lacks what
-    one of them decides by; a sweep leaves that one out.
+    """Return the options of every setting in `--modes`, the lossless one first.
+
+    A setting may need scores that the trace lacks. A sweep leaves it out.
+    Raises OptionError if `--modes` names such a setting.
     """
     from moec.runtime.tuning.mode_records import calibrated_deciles
 
@@ -254,7 +275,7 @@ def _scores(policies: Sequence[str], weights: str | None) -> dict[str, str | Pol
 
 
 def _advice(bundle: Bundle, trace: Trace, prefetch: Prefetch) -> Advice:
-    """What a prefetcher would have said, pass by pass and layer by layer."""
+    """Return the advice of a prefetcher for every pass and layer."""
     from moec.runtime.simulation.recorded_advice import recorded_advice, table_advice
 
     if prefetch == trace.header.prefetch:
@@ -268,7 +289,7 @@ def _advice(bundle: Bundle, trace: Trace, prefetch: Prefetch) -> Advice:
 
 
 def _device_cache_bytes(bundle: Bundle, profile: DeviceProfile) -> int | None:
-    """What the device's memory leaves for experts at the default context; None if it cannot hold the rest."""
+    """Return the bytes that the device has for experts at the default context; None if the rest does not fit."""
     from moec.profiles.predict import recommended_cache_bytes
     from moec.runtime.memory.budget import nominal_memory
 
@@ -280,25 +301,35 @@ def _device_cache_bytes(bundle: Bundle, profile: DeviceProfile) -> int | None:
 
 
 def _recorded(trace: Trace) -> dict[str, Any]:
-    """How fast the recording run was."""
+    """Return the number of decoded tokens of the trace, and their mean time in ns."""
     steps = [each.elapsed_ns for each in trace.passes[trace.prompt_passes :]]
     return {"tokens": len(steps) + 1, "tpot_mean_ns": round(sum(steps) / len(steps)) if steps else None}
 
 
-def _heading(trace: Trace, name: str, rates: DeviceRates, prefetch: str) -> list[tuple[str, object]]:
-    return [
+def _heading(simulation: Simulation, profile: DeviceProfile | None) -> list[tuple[str, object]]:
+    """Return the facts above the table, as names and values."""
+    trace, rates, shared = simulation.trace, simulation.rates, simulation.shared
+    heading: list[tuple[str, object]] = [
         ("trace", f"{trace.header.prompt_tokens} tokens of prompt, {_recorded(trace)['tokens']} decoded"),
         (
             "device",
-            f"{name}: storage {output.human_bytes(rates.storage_bytes_per_s)}/s, "
+            f"{_device_name(profile)}: storage {output.human_bytes(rates.storage_bytes_per_s)}/s, "
             f"{rates.storage_latency_ns / 1e3:.0f} us a read; computing takes {rates.compute_scale:.2f} x as long",
         ),
-        ("prefetch", f"{prefetch}, {rates.readers} readers"),
+        ("prefetch", f"{simulation.prefetch}, {rates.readers} readers"),
     ]
+    if shared is not None:
+        on_it = f"{len(shared.resident)} of {simulation.replayed.count} experts on it"
+        heading.append(("accelerator", f"{on_it}, cooperation {shared.cooperation}, {shared.latency.to_text()}"))
+    if profile is not None:
+        room = _device_cache_bytes(simulation.bundle, profile)
+        left = "too little for this bundle" if room is None else f"leaves {output.human_bytes(room)} for experts"
+        heading.append(("memory", left))
+    return heading
 
 
 def _table(rows: Sequence[Row], total_bytes: int) -> str:
-    """Modes, and what they decided, only where there are any."""
+    """Return the table of predictions. It has columns of modes and decisions if a row has a lossy mode."""
     has_modes, lines = any(row.mode for row in rows), list[tuple[str, ...]]()
     for row in rows:
         found = row.timeline

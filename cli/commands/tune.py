@@ -1,4 +1,4 @@
-"""`moec tune`: which options pay for this bundle on this machine, measured side by side."""
+"""`moec tune`: the fastest options for this bundle on this machine, by measurement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROUNDS = 3
 POLICY_OPTIONS = ("policy", "policy_weights")
 
 
-@click.command("tune", cls=SectionCommand, short_help="Find the options that pay for a bundle on this machine.")
+@click.command("tune", cls=SectionCommand, short_help="Find the fastest options for a bundle on this machine.")
 @bundle_argument
 @click.option("--tokens", type=int, default=48, show_default=True, metavar="N", help="Tokens to decode in each run.")
 @file_option("--text", "text_path", help="Measure on this text.")
@@ -57,9 +57,9 @@ POLICY_OPTIONS = ("policy", "policy_weights")
 @click.option(
     "--modes",
     metavar="SETTING",
-    help="With `--trace`: fit to what these lossy modes would decide, like `dynamic-precision 0.6,1`; writes nothing.",
+    help="With `--trace`: fit to the decisions of these lossy modes, like `dynamic-precision 0.6,1`. Writes nothing.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the file's content.")
+@click.option("--json", "as_json", is_flag=True, help="Print the content of the file.")
 @runtime_options
 def tune_command(
     bundle: Path,
@@ -71,25 +71,25 @@ def tune_command(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Try what can be tuned on the bundle in folder BUNDLE, inside the memory that is given.
+    """Measure options on the bundle in folder BUNDLE, within the given memory, and keep the fastest.
 
-    That is prefetchers, by which rule, how far and how much they read ahead, readers, and thread counts. Each is
-    decoded in turn with what is best so far, three times; it is kept if it is at least 3 % faster in the median. What
-    is kept goes to `BUNDLE.tune.json` beside the bundle, where `run`, `generate`, `eval` and `bench` find it. None of
-    these options changes a result of a lossless run. Close other programs first.
+    The options are the prefetcher, its rule, its depth and its number of experts, the readers, and the threads. None
+    changes a result of a lossless run. Each value decodes three times in turn with the best options so far. It is
+    kept if the median gain is at least 3 %. The options are written to `BUNDLE.tune.json` next to the bundle, where
+    `run`, `generate`, `eval` and `bench` read them. Close other programs first.
 
-    The file counts on this machine, as long as the bundle lies on this storage, for runs whose expert cache is within
-    20 % of the one that it was made with, each while a short text is decoded. Other runs name it in a warning and leave
-    it aside.
+    The file is valid on this machine, while the bundle is on the same storage. The expert cache of a run must be within
+    20 % of the size in this measurement. Other runs print a warning and ignore the file.
 
-    With --trace and --held-out nothing is timed. What recency, uses and nearness of the layer count in HOBBIT's score
-    is fitted to traces of `moec bench --trace-out`, so that misses read the fewest bytes, and compared on the held-out
-    ones with other policies and the offline optimum: at 10, 25, 50 and 75 % of the experts, and at the size in use.
-    The policy is kept if it reads less there than the one in use, at 95 %.
+    With --trace and --held-out nothing is timed. The weights of recency, uses and layer distance in HOBBIT's score are
+    fitted to traces of `moec bench --trace-out`, for the fewest bytes read by misses. The held-out traces compare the
+    result with other policies and the offline optimum, at 10, 25, 50 and 75 % of the experts and at the size in use.
+    The policy is kept if it reads less than the one in use at that size, with 95 % confidence.
 
-    With --modes every replay decides again which experts are high, low, skipped or replaced, which depends on what the
-    policy kept; the third weight, of uses at high precision, is then fitted too. What was decided stands beside the
-    bytes: fewer bytes may be more experts given up. Nothing is kept: the weights are of that mode alone.
+    With --modes every replay decides again which experts are high, low, skipped or replaced, because that depends on
+    the cache. The third weight, of uses at high precision, is fitted too. The table shows the decisions next to the
+    bytes, because fewer bytes may mean more skipped experts. Nothing is written: the weights are valid for that mode
+    only.
 
     \b
     moec tune mixtral-moec --memory 4GiB
@@ -98,26 +98,33 @@ def tune_command(
     """
     from moec.runtime.tuning.tune_file import tuning_path
 
-    if bool(training) != bool(held_out):
-        raise OptionError("`--trace` and `--held-out` need each other", "record some texts for each")
+    _check_request(training, held_out, modes, tokens)
     folder = bundle_folder(bundle)
     if modes is None:
         check_output(tuning_path(folder))
     if training:
         refuse_given(click.get_current_context(), ("tokens", "text_path"), "traces are replayed, not timed")
         fit_policy(folder, build_options(values), training, held_out, modes, as_json)
+    else:
+        _time(folder, build_options(values), values["kernels"], tokens, text_path, as_json)
+
+
+def _check_request(training: tuple[Path, ...], held_out: tuple[Path, ...], modes: str | None, tokens: int) -> None:
+    """Raise OptionError if options exclude or need each other."""
+    if bool(training) != bool(held_out):
+        raise OptionError("`--trace` and `--held-out` need each other", "record some texts for each")
+    if training:
         return
     if modes is not None:
-        raise OptionError("`--modes` is what weights are fitted to", "add `--trace` and `--held-out`")
+        raise OptionError("`--modes` has no effect without traces", "add `--trace` and `--held-out`")
     if tokens < 2:
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 48")
-    _time(folder, build_options(values), values["kernels"], tokens, text_path, as_json)
 
 
 def _time(
     folder: Path, options: RuntimeOptions, kernels: str | None, tokens: int, text_path: Path | None, as_json: bool
 ) -> None:
-    """Decode the same tokens with every alternative, and keep what pays."""
+    """Decode the same tokens with every alternative. Write the fastest options."""
     from moec.runtime.bundle.opening import open_bundle
 
     cache_bytes = planned_cache_bytes(folder, options)
@@ -127,7 +134,7 @@ def _time(
         sequence = continuation(folder, options, kernels, DEFAULT_PROMPT, tokens)
 
     def seconds(tried: RuntimeOptions) -> float:
-        gc.collect()  # what the engine before still holds would be missing from this one's budget
+        gc.collect()  # the budget counts memory that the previous engine still holds
         with open_engine(folder, tried, kernels) as engine:
             engine.cache.finish_warming()
             return 1 / (measure_decode(engine, sequence, len(sequence) - tokens).tokens_per_s or 1e-9)
@@ -153,10 +160,10 @@ def fit_policy(
     modes: str | None,
     as_json: bool,
 ) -> None:
-    """Fit the policy's weights, say what they are worth, keep them if they pay in the cache in use."""
+    """Fit the weights of the policy, print the comparison, and write them if they read less at the size in use."""
     from moec.runtime.bundle.opening import open_bundle
 
-    in_use = planned_cache_bytes(folder, options)  # before traces are read, which a run does not do
+    in_use = planned_cache_bytes(folder, options)  # before the traces take memory, which a run does not read
     opened = open_bundle(folder)
     replayed = replayed_bundle(opened)
     traces = open_traces(training, opened), open_traces(held_out, opened)
@@ -191,7 +198,7 @@ def _written(path: Path, cache_bytes: int) -> str:
 
 
 def _setting(text: str, bundle: Bundle, traces: dict[Path, Trace]) -> dict[str, str]:
-    """The one setting of `--modes`. Raises OptionError where the bundle or a trace lacks what it needs."""
+    """Return the one setting of `--modes`. Raises OptionError if the bundle or a trace lacks data for it."""
     from moec.runtime.modes.decoder import check_modes
     from moec.runtime.options.lossy import parse_mode_list
 
@@ -202,7 +209,7 @@ def _setting(text: str, bundle: Bundle, traces: dict[Path, Trace]) -> dict[str, 
     check_modes(modes, bundle.manifest.model, len(bundle.manifest.low_experts))
     if not modes.reads_cache:
         raise OptionError(
-            f"`{modes.to_text()}` does not depend on what is cached", "fit without `--modes`, or add dynamic precision"
+            f"`{modes.to_text()}` does not depend on the cache", "fit without `--modes`, or add dynamic precision"
         )
     for path, trace in traces.items():
         require_scores(path, trace, settings[0])
@@ -212,7 +219,10 @@ def _setting(text: str, bundle: Bundle, traces: dict[Path, Trace]) -> dict[str, 
 def _choose(
     fit: PolicyFit, rows: list[FittedRow], options: RuntimeOptions
 ) -> tuple[dict[str, str | int], list[dict[str, Any]]]:
-    """The fitted policy that surely reads less than the one in use, the most if several do, and every comparison."""
+    """Return the fitted policy that reads less than the one in use, and every comparison.
+
+    The difference must have 95 % confidence. Of several policies, the one with the largest gain is returned.
+    """
     from moec.runtime.expert_cache.eviction import policy_score
 
     in_use = policy_score(options.policy, options.policy_weights)
@@ -235,7 +245,10 @@ def _choose(
 def _write(
     folder: Path, cache_bytes: int, others: tuple[str, ...], kept: dict[str, str | int], trials: list[dict[str, Any]]
 ) -> tuple[Path, dict[str, str | int]]:
-    """Write what is kept beside what an earlier tuning found of the other options; the place and all of them."""
+    """Write the kept options. Return the path and all options of the file.
+
+    others: names of options that keep their values from an earlier file, if that file is still valid.
+    """
     from moec.profiles.probe import machine_sha256
     from moec.profiles.storage_identity import storage_sha256
     from moec.runtime.tuning.tune_file import Tuning, bundle_sha256, read_tuning, write_tuning
@@ -252,7 +265,7 @@ def _write(
 
 
 def alternatives(options: RuntimeOptions, top_k: int) -> Iterator[tuple[str, str | int]]:
-    """What is tried, one option after the other."""
+    """Yield option and value of every alternative, in the order of the measurement."""
     yield from (("prefetch", name) for name in ("lookahead", "path", "off") if name != options.prefetch)
     yield from (("prefetch_rule", rule) for rule in PREFETCH_RULES if rule != options.prefetch_rule)
     yield from (("prefetch_layers", count) for count in (1, 3) if count != options.prefetch_layers)
@@ -266,19 +279,22 @@ def alternatives(options: RuntimeOptions, top_k: int) -> Iterator[tuple[str, str
 def search(
     options: RuntimeOptions, top_k: int, seconds: Callable[[RuntimeOptions], float]
 ) -> tuple[RuntimeOptions, list[dict[str, Any]]]:
-    """Each alternative beside the best so far, in turns; seconds: per token. Returns the best and every trial."""
+    """Measure each alternative in turn with the best options so far. Return the best options and every trial.
+
+    seconds: measures the seconds per token of some options.
+    """
     best, trials, listed = options, list[dict[str, Any]](), list(alternatives(options, top_k))
     with output.Progress("tuning") as progress:
         for done, (name, value) in enumerate(listed):
             if best.prefetch == "off" and name.startswith("prefetch_"):
-                continue  # there is nothing left that it could change
+                continue  # without prefetch this option has no effect
             change: dict[str, Any] = {name: value}
             if name == "prefetch_experts" and best.prefetch_rule == "likely":
-                change["prefetch_rule"] = "spread"  # what a count makes of it
+                change["prefetch_rule"] = "spread"  # the rule that uses the count
             candidate = replace(best, **change)
             ratios = []
             for turn in range(ROUNDS):
-                # The order changes with each turn, so that a drift of the machine favours nobody.
+                # The order changes with each turn, so that a drift of the machine favours neither.
                 first, second = (best, candidate) if turn % 2 == 0 else (candidate, best)
                 times = {id(tried): seconds(tried) for tried in (first, second)}
                 ratios.append(times[id(best)] / times[id(candidate)])

@@ -1,4 +1,4 @@
-"""`moec unpack`: a packed file as a bundle again."""
+"""`moec unpack`: make a bundle from a packed file."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ..terminal import output
 @click.option(
     "--max-size",
     metavar="SIZE",
-    help="Refuse an archive that unpacks to more than SIZE, like `8GiB`.  [default: what the disk has free]",
+    help="Refuse an archive that unpacks to more than SIZE, like `8GiB`.  [default: free bytes of the disk]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
 def unpack_command(file: Path, folder: Path | None, max_size: str | None, as_json: bool) -> None:
-    """Unpack FILE into the new folder DIR, by default FILE without its ending, and check every byte.
+    """Unpack FILE into the new folder DIR, and check every byte. DIR is FILE without its suffix by default.
 
-    The bundle is the one that was packed, byte for byte. The folder appears when it is complete; an interrupted unpack
-    goes on where it stopped. A packed file of a few kB can unpack to any size: bound it with --max-size. The size is
-    known before anything is written.
+    The bundle is equal to the packed one, byte for byte. The folder appears when it is complete. An interrupted unpack
+    continues when the command is repeated. A packed file of a few kB can unpack to any size, so bound it with
+    --max-size. The size is known before anything is written.
 
     \b
     moec unpack mixtral.moec
@@ -38,7 +38,7 @@ def unpack_command(file: Path, folder: Path | None, max_size: str | None, as_jso
         raise InputError(f"`{file}` is not a file, expected a packed bundle", "name the file that `moec pack` wrote")
     target = folder or file.with_suffix("")
     if target == file:
-        raise InputError(f"`{file}` has no ending to leave out", f"name the folder: moec unpack {file} DIR")
+        raise InputError(f"`{file}` has no suffix to leave out", f"name the folder: moec unpack {file} DIR")
     check_target(target)
     from moec.manifests.sizes import parse_bytes
     from moec.runtime.bundle.archive import unpack_bundle

@@ -1,4 +1,4 @@
-"""`moec verify`: every byte of a bundle against its digests."""
+"""`moec verify`: check every byte of a bundle against its digests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..terminal import output
 def verify_command(bundle: Path, as_json: bool) -> None:
     """Check the bundle in folder BUNDLE: manifest, file list, headers, and the SHA-256 of every file and expert.
 
-    Leaves with 0 if all is well, with 3 and the damaged place if not: a byte that differs, a file that is missing,
-    too short, or not listed.
+    The exit code is 0 for a valid bundle. It is 3 if a byte differs, or if a file is missing, too short or not listed.
+    The error names the file.
 
     \b
     moec verify mixtral-moec && scp -r mixtral-moec device:

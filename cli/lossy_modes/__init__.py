@@ -1,1 +1,1 @@
-"""Measure what lossy modes cost and bring."""
+"""Measure the cost and the speed of lossy modes."""

@@ -1,4 +1,4 @@
-"""What the lossy modes of a run were measured to cost."""
+"""Measured cost of the lossy modes of a run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def say_mode_cost(bundle: Path, engine: Engine) -> None:
-    """Tell people what the modes of a run were measured to cost; nothing of a lossless run."""
+    """Print the measured cost of the modes of a run. Print nothing for a lossless run."""
     if (cost := mode_cost(bundle, engine)) is not None:
         output.say(cost)
 
 
 def mode_cost(bundle: Path, engine: Engine) -> str | None:
-    """What the modes of a run were measured to cost, in one line; None for a lossless run."""
+    """Return the measured cost of the modes of a run as one line, or None for a lossless run."""
     from moec.runtime.tuning.mode_records import calibrated_lower_half, measured_rows
 
     modes = engine.options.modes
@@ -35,7 +35,10 @@ def mode_cost(bundle: Path, engine: Engine) -> str | None:
 
 
 def _flatness(share: object, where: str = "") -> str:
-    """A warning behind other text: of a flat router, every mode costs more than the ranks of what it changes tell."""
+    """Return a warning for a flat router, to append to another text. Otherwise return an empty text.
+
+    share: weight share of the lower-ranked half of a token's experts. With a large share every mode costs more.
+    """
     from moec.runtime.modes.choice import FLAT_SHARE
 
     if not isinstance(share, float) or share <= FLAT_SHARE:
@@ -44,7 +47,7 @@ def _flatness(share: object, where: str = "") -> str:
 
 
 def loss_text(loss: dict[str, Any]) -> str:
-    """A loss and its interval, where there is one."""
+    """Return a loss as text, with its interval if there is one."""
     low, high = loss["interval95"]
     bounds = "" if low is None or high is None else f" ({low:.2%} to {high:.2%})"
     return f"{loss['loss']:.2%}{bounds}"

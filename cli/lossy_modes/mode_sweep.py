@@ -1,4 +1,4 @@
-"""`--modes sweep`: every lossy mode of a bundle, what it costs and what it brings, in one table."""
+"""`--modes sweep`: cost and speed of every lossy mode of a bundle, in one table."""
 
 from __future__ import annotations
 
@@ -34,36 +34,43 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 LOSSLESS = "lossless"
 KL_TOKENS = 512
-"""Of one answer: as many as a certificate layer by layer scores, which its memory is planned for."""
+"""Tokens of one answer. A certificate layer by layer scores as many, and plans its memory for them."""
 KL_LOGITS = 1 << 26
-"""Logits of the lossless run that are kept to hold the others against, 256 MiB."""
+"""Logits of the lossless run that are kept for comparison, 256 MiB."""
 KL_ITEMS = 100
 TTFT_ITEMS = 20
 _THRESHOLDS = (0.6, 0.75, 0.9, 0.95)
-"""Where nothing was calibrated; else the second, fifth, eighth and ninth decile of the experts' unimportance."""
+"""Thresholds without calibration. With it: deciles 2, 5, 8 and 9 of the experts' unimportance."""
 _BIG_LITTLE = ("gamma=0.9", "gamma=0.7", "gamma=0.5")
 _CACHE_ROUTING = ("margin=0.2", "margin=0.5", "drop=0.1", "drop=0.25", "margin=0.2,drop=0.1")
 
 
 def mode_sweep_option(effect: str) -> Callable[[F], F]:
-    """`--modes sweep`, or the settings that one wants to know of."""
+    """Return the option `--modes`: `sweep`, or a list of settings.
+
+    effect: the help text.
+    """
     return click.option("--modes", metavar="sweep|SETTING;...", help=effect)
 
 
 def settings_of(
     text: str, manifest: BundleManifest, deciles: Sequence[float] = (), options: RuntimeOptions | None = None
 ) -> list[dict[str, str]]:
-    """Options of every setting that `--modes` asks for, the lossless one first; as `allowed_settings`."""
+    """Return the options of every setting in `--modes`, the lossless one first. See `allowed_settings`."""
     return allowed_settings(text, manifest.model, bool(manifest.low_experts), deciles, options)
 
 
 def allowed_settings(
     text: str, model: ModelSpec, has_low: bool, deciles: Sequence[float], options: RuntimeOptions | None
 ) -> list[dict[str, str]]:
-    """As `settings_of`, of a model.
+    """Return the options of every setting in `--modes`, the lossless one first.
 
-    deciles: of the experts' unimportance in calibration, which a sweep takes its thresholds from. options: that a run
-    has besides. Raises OptionError for a setting that this model or these options refuse; a sweep leaves it out.
+    text: `sweep`, or a list of settings.
+    has_low: whether the bundle has low versions.
+    deciles: deciles of the experts' unimportance in calibration, for the thresholds of a sweep. May be empty.
+    options: the other options of the run.
+    A sweep leaves out settings that the model or the options do not allow.
+    Raises OptionError for such a setting in a list, or if none is left.
     """
     from moec.runtime.modes.decoder import check_modes
     from moec.runtime.options.runtime import RuntimeOptions
@@ -100,20 +107,20 @@ def _all_settings(has_low: bool, deciles: Sequence[float]) -> list[dict[str, str
 
 
 def _texts(thresholds: Sequence[tuple[float, float]]) -> list[str]:
-    """`T1,T2` of each, to three digits, none twice."""
+    """Return `T1,T2` of each pair with three digits, without duplicates."""
     return list(dict.fromkeys(f"{round(low, 3):g},{round(skip, 3):g}" for low, skip in thresholds))
 
 
 def modes_of(options: dict[str, str]) -> LossyModes:
-    """The modes of some options, unnamed ones off."""
+    """Return the modes of some options. Modes that are not named are off."""
     names = ("dynamic_precision", "big_little", "cache_routing")
     return parse_modes(*(options.get(name) for name in names))
 
 
 def sweep_options(options: RuntimeOptions) -> RuntimeOptions:
-    """Those that a sweep starts from: one sequence, no modes, and a cache that misses where none was asked for.
+    """Return the options of a sweep: one sequence, no modes, and DEFAULT_CACHE if no cache is given.
 
-    Raises OptionError if a mode was given.
+    Raises OptionError if a mode is given.
     """
     if not options.modes.is_lossless:
         raise OptionError("`--modes` sets the modes itself", f"leave out {', '.join(options.modes.parts())}")
@@ -122,7 +129,7 @@ def sweep_options(options: RuntimeOptions) -> RuntimeOptions:
 
 @dataclass(slots=True)
 class QualitySweep:
-    """What every setting costs on one task, held against the lossless run of the same bundle."""
+    """Measurement of every setting on one task, relative to the lossless run of the same bundle."""
 
     path: Path
     options: RuntimeOptions
@@ -137,9 +144,10 @@ class QualitySweep:
         is_partial: bool = False,
         keep: Callable[[dict[str, Any]], object] = lambda record: None,
     ) -> dict[str, Any]:
-        """The record of a sweep. is_partial: of a bundle that is not published yet.
+        """Return the record of a sweep.
 
-        keep: takes the record as far as it goes, behind every setting: each may take minutes.
+        is_partial: the bundle is not published yet.
+        keep: called with the record so far after every setting, because each may take minutes.
         """
         from moec.evaluation.run import compare
 
@@ -153,7 +161,7 @@ class QualitySweep:
                 result = self._evaluate(engine, title)
                 row = _row(setting, engine, result) | {"ttft_ns": self._first_token_ns(engine)}
             lossless = lossless or result
-            # A model that solves nothing has no loss to state.
+            # A model that solves no item has no relative loss.
             loss = compare(lossless, result).to_json() if lossless.value > 0 else None
             row |= {"value": result.value, "loss": loss}
             with self._opened(setting, is_partial) as engine:
@@ -195,8 +203,9 @@ class QualitySweep:
             return evaluate(self.task, self.items, engine, shots=self.shots, drafts=guesses, progress=progress)
 
     def _first_token_ns(self, engine: BundleEngine) -> int | None:
-        """The median time to the first token of some prompts, the experts of those before in the cache; None where
-        there are no prompts.
+        """Return the median time to the first token over TTFT_ITEMS prompts, or None for an empty prompt.
+
+        The cache holds experts of the previous prompts.
         """
         own, times = engine.engine, list[int]()
         for item in self.items[:TTFT_ITEMS]:
@@ -211,7 +220,10 @@ class QualitySweep:
         return round(statistics.median(times))
 
     def _divergence(self, engine: BundleEngine, log_p: list[np.ndarray], title: str) -> dict[str, object]:
-        """Against the first run, whose distributions it leaves in `log_p`."""
+        """Return the divergence from the first run.
+
+        log_p: log probabilities of the first run. Empty during the first run, which fills it.
+        """
         import numpy as np
 
         from moec.evaluation.divergence import log_softmax, summarise_divergence
@@ -233,7 +245,7 @@ class QualitySweep:
 
 
 def _row(setting: dict[str, str], engine: BundleEngine, result: EvaluationResult) -> dict[str, Any]:
-    """What an engine did for its setting; bytes read are per new token, prompts included."""
+    """Return speed and counts of one setting. Bytes read are per new token, prompts included."""
     stats, counts = engine.engine.cache.stats, engine.engine.mode_counts
     return {
         "mode": modes_of(setting).to_text(),
@@ -246,7 +258,7 @@ def _row(setting: dict[str, str], engine: BundleEngine, result: EvaluationResult
 
 
 def quality_page(record: dict[str, Any]) -> str:
-    """The table of a sweep for people."""
+    """Return the table of a sweep as text."""
     from moec.runtime.modes.choice import FLAT_SHARE
 
     share, rows = output.human_share, []
@@ -278,13 +290,13 @@ def quality_page(record: dict[str, Any]) -> str:
 
 
 def say_decisions(engine: Engine) -> None:
-    """What lossy modes decided, on stderr; nothing where all are off."""
+    """Print the decisions of lossy modes on stderr. Print nothing if all are off."""
     if engine.mode_counts is not None:
         output.say(f"decisions: {decisions_text(engine.mode_counts.to_plain())}")
 
 
 def decisions_text(decisions: dict[str, Any] | None) -> str:
-    """Shares of what a mode decided; `-` where nothing was."""
+    """Return the shares of a mode's decisions as text; `-` without decisions."""
     names = ("low", "skipped", "replaced", "dropped", "fallback", "foretold_right")
     told = [] if decisions is None else [(name, decisions[f"{name}_share"]) for name in names]
     return ", ".join(f"{name.replace('_', ' ')} {output.human_share(value)}" for name, value in told if value) or "-"
@@ -293,7 +305,7 @@ def decisions_text(decisions: dict[str, Any] | None) -> str:
 def speed_sweep(
     path: Path, modes: str, options: RuntimeOptions, kernels: str | None, sequence: list[int], prompt_tokens: int
 ) -> list[dict[str, Any]]:
-    """Every setting timed on the same forced tokens, each in an engine of its own; logits are held against lossless."""
+    """Time every setting on the same forced tokens, each in a new engine. Compare its logits with the lossless ones."""
     from moec.evaluation.divergence import log_softmax, summarise_divergence
     from moec.runtime.bundle.opening import open_bundle
     from moec.runtime.tuning.mode_records import calibrated_deciles, measured_rows
@@ -334,13 +346,13 @@ def speed_sweep(
 
 
 def _quality(row: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What `moec eval --modes` found of a setting on this bundle, with its conditions; None where nobody asked."""
+    """Return the result of `moec eval --modes` for a setting, with its conditions; None if it was not measured."""
     names = ("task", "n", "expert_cache", "cache_state", "value", "loss")
     return None if row is None else {name: row.get(name) for name in names}
 
 
 def speed_page(rows: list[dict[str, Any]], options: RuntimeOptions) -> str:
-    """The table of a timed sweep for people."""
+    """Return the table of a timed sweep as text."""
     share, lines, lossless = output.human_share, list[tuple[str, ...]](), rows[0]["tokens_per_s"]
     for row in rows:
         lines.append(

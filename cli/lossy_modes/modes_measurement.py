@@ -1,4 +1,4 @@
-"""`moec compile --modes`: what lossy modes of a bundle cost, measured before it is published."""
+"""`moec compile --modes`: measure the cost of lossy modes of a bundle before it is published."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModesMeasurement:
-    """What `moec compile --modes` does: a `certify.MeasureModes`, experts in a cache of DEFAULT_CACHE, or, where the
-    memory of the compile is too little for that, in what it leaves.
+    """Measurement of `moec compile --modes`, for `CompileRequest.measure_modes`.
+
+    Experts have a cache of DEFAULT_CACHE. If the memory of the compile is too small for that, they have the rest of it.
+
+    modes: value of `--modes`.
     """
 
     modes: str
@@ -26,7 +29,7 @@ class ModesMeasurement:
         allowed_settings(self.modes, model, has_low_versions, (), None)
 
     def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
-        """The record for quality.json. Raises MemoryBudgetExceeded."""
+        """Return the record for quality.json. Raises MemoryBudgetExceeded."""
         from moec.compiler.walker.memory import PROCESS_BYTES
         from moec.runtime.bundle.opening import open_bundle
         from moec.runtime.memory.budget import plan_memory
@@ -36,7 +39,7 @@ class ModesMeasurement:
         settings = settings_of(self.modes, manifest, bundle.deciles)
         options = RuntimeOptions(expert_cache=DEFAULT_CACHE)
         if bundle.memory_bytes:
-            # By shapes alone: what this process happens to take may not decide what equal compiles say.
+            # Computed from shapes, not from the memory of this process: equal compiles must give equal bytes.
             plan = plan_memory(manifest, options)
             need = PROCESS_BYTES + plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes + plan.cache_bytes
             options = RuntimeOptions(memory=str(bundle.memory_bytes)) if need > bundle.memory_bytes else options
@@ -45,7 +48,7 @@ class ModesMeasurement:
 
 
 def untimed(record: dict[str, Any]) -> dict[str, Any]:
-    """A record without what differs from run to run, for a bundle that is equal whenever it is compiled."""
+    """Return a record without values that differ between runs, so that equal compiles give equal bytes."""
     varying = ("tokens_per_s", "ttft_ns", "hit_rate", "bytes_read_per_token")
     rows = [{name: value for name, value in row.items() if name not in varying} for row in record["rows"]]
     return {**record, "rows": rows}

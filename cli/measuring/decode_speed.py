@@ -1,4 +1,4 @@
-"""Timing an engine on forced tokens: what `bench` and `tune` share."""
+"""Timing of an engine on forced tokens, for `bench` and `tune`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ DEFAULT_PROMPT = "Question: A box holds 12 pens. How many pens are in 3 boxes?\n
 
 
 def continuation(path: Path, options: RuntimeOptions, kernels: str | None, prompt: str, tokens: int) -> list[int]:
-    """The prompt and `tokens` greedy tokens behind it, by an engine of its own. Raises OptionError."""
+    """Return the prompt and `tokens` greedy tokens after it, from a new engine. Raises OptionError."""
     with open_engine(path, options, kernels) as engine:
         return _continue(engine, prompt, tokens)
 
 
 def _continue(engine: Engine, prompt: str, tokens: int) -> list[int]:
-    """The prompt and its continuation, end tokens included. Raises OptionError if they do not fit."""
+    """Return the prompt and its continuation, end tokens included. Raises OptionError if they do not fit."""
     import numpy as np
 
     sequence = engine.encode(prompt)
@@ -55,7 +55,7 @@ def _continue(engine: Engine, prompt: str, tokens: int) -> list[int]:
 
 
 def sequence_of(bundle: Bundle, path: Path, prompt_tokens: int, tokens: int) -> list[int]:
-    """The first tokens of a text: a prompt and `tokens` more. Raises InputError, OptionError if there are too few."""
+    """Return the first tokens of a text: a prompt and `tokens` more. Raises InputError; OptionError for too few."""
     from moec.runtime.text.streaming_text import load_tokenizer
 
     try:
@@ -67,13 +67,13 @@ def sequence_of(bundle: Bundle, path: Path, prompt_tokens: int, tokens: int) -> 
         raise OptionError(f"`--prompt-tokens` must be at least 1, found {prompt_tokens}", "leave it out for 32")
     if len(sequence) < wanted:
         raise OptionError(
-            f"{prompt_tokens} and {tokens} tokens of `{path}` are wanted, it has {len(sequence)}", "lower `--tokens`"
+            f"`{path}` has {len(sequence)} tokens, {prompt_tokens} and {tokens} are needed", "lower `--tokens`"
         )
     return sequence[:wanted]
 
 
 def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.ndarray:
-    """Run tokens start to end of the sequence, as many at once as a pass may hold. Returns the last residuals."""
+    """Run tokens start to end of the sequence, as many at once as a pass may hold. Return the last residuals."""
     from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
     for first in range(start, end, MAX_PASS_TOKENS):
@@ -83,7 +83,7 @@ def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.nd
 
 
 def new_tracer(engine: Engine) -> TraceRecorder:
-    """For `measure_decode`: notes what a trace is made of."""
+    """Return a recorder of a trace, for `measure_decode`."""
     from moec.runtime.trace.trace import TraceRecorder
 
     first_decoder_layer = engine.model.spec.first_decoder_layer
@@ -101,8 +101,9 @@ def measure_decode(
 ) -> RunStatistics:
     """Time a prefill and the forced decode of the rest.
 
-    logits: takes those of every step [1, V], if it is there. kernel_times: begun anew behind the prefill. tracer: takes
-    every pass, at about 2 ms a token on the yardstick where experts are streamed.
+    logits: list to which the logits [1, V] of every step are appended, or None.
+    kernel_times: cleared after the prefill.
+    tracer: records every pass. It takes about 2 ms a token on the yardstick while experts are streamed.
     """
     from moec.runtime.trace.statistics import RunRecorder
 

@@ -1,4 +1,4 @@
-"""What evaluation is handed: a bundle in the runtime, or a checkpoint in transformers, behind one protocol."""
+"""Engines for evaluation with one protocol: a bundle in the runtime, and a checkpoint in transformers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ R = TypeVar("R")
 
 
 class BundleEngine:
-    """A runtime Engine as evaluation's TextEngine. Texts become tokens in the same way as in the reference model.
+    """A runtime Engine as a TextEngine of the evaluation. Texts become tokens as in the reference model.
 
-    decodes: given answers pass token by token, as they do under lossy modes, so that both take as long.
+    decodes: score given answers token by token. Lossy modes do that, so the times are comparable.
     """
 
     def __init__(self, engine: Engine, decodes: bool = False) -> None:
         self.engine, self._decodes = engine, decodes
 
     def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
-        """Continue each prompt greedily, to a stop text at most; drafts only save time. The end token is not counted.
+        """Continue each prompt greedily, up to a stop text or the end of the context. The end token is not counted.
 
-        Raises ContextOverflow where a prompt leaves no room; a continuation ends where the context does.
+        Drafts save time and change no result.
+        Raises ContextOverflow if a prompt fills the context.
         """
         pairs = self.encode_pairs([(request.prompt, request.draft or "") for request in requests])
         context, limits = self.engine.memory.context, []
@@ -58,7 +59,7 @@ class BundleEngine:
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
         """Score each answer given its prompt, teacher-forced, without the end token.
 
-        Behind an empty prompt that the tokenizer puts nothing in front of, the first token is not scored.
+        After an empty prompt without special tokens, the first token is not scored.
         """
         encoded = self.encode_pairs(pairs)
         scores = [AnswerScore(0.0, 0)] * len(pairs)
@@ -72,16 +73,16 @@ class BundleEngine:
         return scores
 
     def forced_logits(self, pairs: Sequence[TokenPair]) -> list[np.ndarray]:
-        """Logits [A, V] float32 that predict each answer token, the end token included; for the certificate."""
+        """Return the logits [A, V] float32 that predict each answer token, and the end token."""
         end = list(self.engine.bundle.manifest.model.eos_token_ids[:1])
         ended = [(prompt, [*answer, *end]) for prompt, answer in pairs]
         collected = dict(forced_logits(self.engine, ended, self._decodes))
         return [collected[index] for index in range(len(pairs))]
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
-        """Tokens of prompts and answers, see evaluation/text_pairs.py.
+        """Return the tokens of prompts and answers, see evaluation/text_pairs.py.
 
-        Raises ContextOverflow for a text that is too long to be encoded.
+        Raises ContextOverflow for a text that is too long to encode.
         """
         for pair in pairs:
             for text in pair:
@@ -91,7 +92,11 @@ class BundleEngine:
 
 
 def _nll(logits: np.ndarray, targets: Sequence[int]) -> float:
-    """Sum of -log p. logits: [A, V] float32; targets: A token ids. Returns nats."""
+    """Return the sum of -log p in nats.
+
+    logits: [A, V] float32.
+    targets: A token ids.
+    """
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
     total = np.log(np.exp(wide).sum(axis=1))
@@ -102,9 +107,10 @@ def _nll(logits: np.ndarray, targets: Sequence[int]) -> float:
 def bundle_engine(
     path: Path, options: RuntimeOptions, kernels: str | None = None, shrinks: bool = False
 ) -> Iterator[BundleEngine]:
-    """Open a bundle for evaluation. shrinks: halve the slots until they fit into the budget.
+    """Open a bundle for evaluation.
 
-    Raises as open_engine.
+    shrinks: halve the slots until they fit into the memory budget.
+    Raises the errors of `open_engine`.
     """
     opened = with_fitting_slots(lambda fitting: open_engine(path, fitting, kernels), options, shrinks)
     with opened as engine:
@@ -112,9 +118,10 @@ def bundle_engine(
 
 
 def checkpoint_engine(path: Path, threads: int) -> TextEngine:
-    """A model folder in transformers, its own weights, float32 arithmetic. threads 0: all.
+    """Open a model folder in transformers, with its own weights and float32 arithmetic.
 
-    Raises CheckpointError; ModuleNotFoundError where the extra is not installed.
+    threads: number of threads, 0 for all.
+    Raises CheckpointError, OptionError; ModuleNotFoundError if the extra is not installed.
     """
     from moec.compiler.reference.model import ReferenceModel
     from moec.manifests.errors import OptionError

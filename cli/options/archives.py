@@ -1,4 +1,4 @@
-"""What `moec pack` and `moec unpack` share: the check of the target before the work, and the report after it."""
+"""Parts common to `moec pack` and `moec unpack`: the check of the target before the work, and the report after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..terminal import output
 
 
 def check_target(target: Path) -> None:
-    """Refuse before the work what cannot become a new archive or a new bundle. Raises InputError, DoesNotFit."""
+    """Check before the work that the target can become a new archive or bundle. Raises InputError, DoesNotFit."""
     if os.path.lexists(target):
         raise InputError(f"`{target}` exists already", "remove it or name another")
     if target == STDOUT:

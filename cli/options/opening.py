@@ -1,4 +1,4 @@
-"""Open a bundle for a command: refuse a path that is none, plan memory, select kernels."""
+"""Open a bundle for a command: check the path, plan memory, select kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 def bundle_folder(path: Path) -> Path:
-    """The path, if a bundle can be there. Raises InputError on a path that is no folder."""
+    """Return the path if it is the folder of a bundle. Raises InputError otherwise."""
     if path.is_dir():
         if not is_bundle(path):
             remedy = "name a folder that `moec compile` wrote"
@@ -35,10 +35,11 @@ def open_engine(
     kernels: str | None = None,
     before_load: Callable[[Bundle], None] | None = None,
 ) -> Engine:
-    """Open a bundle for running, on the kernels of that name if one is given.
+    """Open a bundle for a run.
 
+    kernels: instruction set, or None for the best one.
     before_load: called with the opened bundle before memory is planned and weights are read.
-    Raises InputError, BundleError, MemoryBudgetExceeded, OptionError, KernelUnavailable, and what `before_load` raises.
+    Raises InputError, BundleError, MemoryBudgetExceeded, OptionError, KernelUnavailable, and errors of `before_load`.
     """
     folder = bundle_folder(path)
     from moec.runtime import kernels as runtime_kernels
@@ -56,18 +57,21 @@ def open_engine(
 
 
 def accelerator_facts(engine: Engine) -> dict[str, Any]:
-    """What an accelerator did and what was measured of it, for `--json`; nothing without one."""
+    """Return counts and measured times of the accelerator for `--json`; no entry without one."""
     used = engine.accelerator
     return {} if used is None else {"accelerator": used.to_plain()}
 
 
 def mode_facts(engine: Engine) -> dict[str, Any]:
-    """Return what is on and which code it takes, for `--json`."""
+    """Return the mode and the code path for `--json`."""
     return {"mode": engine.mode.removeprefix("mode: "), "code_path": engine.code_path.to_plain()}
 
 
 def is_bundle(path: Path) -> bool:
-    """Whether a folder is or was a bundle: it has a manifest, or it lost it but kept what only bundles hold."""
+    """Return whether a folder is a bundle.
+
+    Raises BundleIncomplete if it has files that only bundles have, but no manifest.
+    """
     from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
 
     if (path / MANIFEST_NAME).exists():
@@ -78,9 +82,10 @@ def is_bundle(path: Path) -> bool:
 
 
 def with_fitting_slots(use: Callable[[RuntimeOptions], R], options: RuntimeOptions, shrinks: bool = True) -> R:
-    """What `use` makes of the options; shrinks: with half the slots, and half again, where they exceed the budget.
+    """Return the result of `use`, called with the options.
 
-    Raises as `use`.
+    shrinks: halve the slots until they fit into the memory budget.
+    Raises the errors of `use`.
     """
     while True:
         try:

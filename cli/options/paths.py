@@ -1,4 +1,4 @@
-"""Arguments and options that are paths, said once: what no file system can hold is refused before a command begins."""
+"""Arguments and options that are paths. A path that no file system can hold is refused before a command begins."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class PathType(click.Path):
 
 
 class OutputFileType(PathType):
-    """A file that a command will write; `-` is standard output. Whether it can be written is checked at once."""
+    """A file that a command will write, checked at once. `-` is standard output."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Raises BadParameter as a path does; InputError and DoesNotFit as `check_output`."""
+        """Return the checked path. Raises BadParameter, and InputError and DoesNotFit as `check_output` does."""
         found = super().convert(value, param, ctx)
         if os.fspath(value).endswith("/"):
             self.fail(f"{value!r} names a folder, expected a file", param, ctx)
@@ -47,10 +47,10 @@ class OutputFileType(PathType):
 
 
 class PlaceType(click.types.StringParamType):
-    """A path, or a name or a URL that stands in its place, as text."""
+    """A path, a name or a URL, as text."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Refuse what could be neither. Raises BadParameter."""
+        """Refuse a text that can be none of them. Raises BadParameter."""
         text = super().convert(value, param, ctx)
         if (fault := path_fault(text)) is not None:
             self.fail(fault, param, ctx)
@@ -58,7 +58,7 @@ class PlaceType(click.types.StringParamType):
 
 
 def path_fault(text: str) -> str | None:
-    """Return what makes a text no path on any file system; None for a path. Parts of a URL may have any length."""
+    """Return the reason why a text is no path on any file system, or None. Parts of a URL may have any length."""
     try:
         data = os.fsencode(text)
     except UnicodeEncodeError:
@@ -84,7 +84,7 @@ output_option = partial(click.option, type=OUTPUT_FILE, metavar="FILE")
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write a line per row; the file appears when it is complete. Raises as `output_file`."""
+    """Write a line per row. The file appears when it is complete. Raises the errors of `output_file`."""
     with output_file(path) as file:
         for row in rows:
             file.write(_line(row))
@@ -93,5 +93,5 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 def _line(row: Mapping[str, object]) -> bytes:
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold and UTF-8 cannot
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON allows and UTF-8 does not
         return json.dumps(row).encode() + b"\n"

@@ -14,15 +14,18 @@ if TYPE_CHECKING:
 
 
 class RunPrompt:
-    """The prompt of one run. `read` comes before the memory of the run is planned: what it takes is given back by then.
+    """The prompt of one run. Call `read` before the memory of the run is planned, so that its memory is free by then.
 
-    With a chat template, the process that renders it starts at once and gets ready while the bundle is opened. Leave
-    the `with` block to end it.
+    With a chat template, the process that renders it starts at once, while the bundle is opened. The end of the `with`
+    block ends the process.
     """
 
     def __init__(self, prompt: str, is_chat: bool, system: str | None) -> None:
-        """prompt: the text, or `-` for standard input. is_chat: it is a user's message. system: a message before it.
+        """Start the renderer of a chat.
 
+        prompt: the text, or `-` for standard input.
+        is_chat: the prompt is a user's message.
+        system: a message before it, or None.
         Raises OptionError for a system message without a chat.
         """
         if system is not None and not is_chat:
@@ -44,9 +47,9 @@ class RunPrompt:
             self._renderer.close()
 
     def read(self, bundle: Bundle, options: RuntimeOptions) -> None:
-        """Set `text`: what the model continues.
+        """Set `text`, which the model continues.
 
-        Raises InputError or ContextOverflow for a prompt that cannot be used, and what ChatRenderer.render raises.
+        Raises InputError or ContextOverflow for a prompt that cannot be used, and the errors of ChatRenderer.render.
         """
         from moec.runtime.memory.budget import chosen_context
 
@@ -64,19 +67,24 @@ class RunPrompt:
 
 
 def prompt_limit_bytes(context: int) -> int:
-    """Return the most bytes that are read for a prompt, in a context of so many tokens."""
+    """Return the most bytes that are read for a prompt.
+
+    context: tokens.
+    """
     return min(MAX_PROMPT_BYTES, MAX_PROMPT_BYTES_PER_TOKEN * context)
 
 
 def standard_input(limit_bytes: int) -> str:
-    """Return standard input as a text, without its last line end. Raises InputError, ContextOverflow."""
+    """Return standard input as text, without its last line end. Raises InputError, ContextOverflow."""
     if sys.stdin is None:
-        raise InputError("standard input is closed, expected a prompt", "hand the text in with `--prompt TEXT`")
+        raise InputError("standard input is closed, expected a prompt", "give the text with `--prompt TEXT`")
     try:
         data = sys.stdin.buffer.read(limit_bytes + 1)
         text = data.decode("utf-8")
     except OSError as error:
-        raise InputError(f"standard input cannot be read: {error.strerror}", "hand the text in") from error
+        raise InputError(
+            f"standard input cannot be read: {error.strerror}", "give the text with `--prompt TEXT`"
+        ) from error
     except UnicodeDecodeError as error:
         if len(data) <= limit_bytes:
             raise InputError(f"the prompt is not UTF-8 at byte {error.start}", "convert it to UTF-8") from error

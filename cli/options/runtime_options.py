@@ -1,4 +1,4 @@
-"""The options that say how a bundle runs, shared by `run`, `eval` and `bench`."""
+"""Options of a run, common to `run`, `generate`, `eval`, `bench` and `tune`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..terminal.help_sections import SectionOption
 from .opening import bundle_folder
 
 DEFAULT_CACHE = "25%"
-"""The expert cache of a sweep of modes, where no size was asked for: one that misses."""
+"""The expert cache of a sweep of modes without a given size. It is small enough to have misses."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 SETTINGS = settings_of(RuntimeOptions)
 SECTIONS = {shown.group: "" if shown.group == "common" else shown.group.capitalize() for _, shown in SETTINGS.values()}
-"""The section of a help text for each group of settings; the first one has no name."""
+"""Group of settings -> section of the help text. The first section has no name."""
 
 
 def _option(name: str) -> Callable[[F], F]:
@@ -85,7 +85,7 @@ _MODE_LOSS = click.option(
     default="1%",
     show_default=True,
     metavar="SHARE",
-    help="Loss that the thresholds of `--dynamic-precision auto` may cost.",
+    help="Largest measured loss of the thresholds of `--dynamic-precision auto`.",
 )
 cache_state_option = _option("cache_state")
 
@@ -101,14 +101,15 @@ def mode_options(command: F) -> F:
 
 
 def runtime_options(command: F) -> F:
-    """Add the options to a command; they arrive as keyword arguments of these names."""
+    """Add the options to a command. They are passed as keyword arguments of these names."""
     return _add(command, [*map(_option, _PLAIN_NAMES), _KERNELS, _flag("verify")])
 
 
 def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = None) -> RuntimeOptions:
-    """Options of a run from the values of `runtime_options`. Raises OptionError.
+    """Return the options of a run from the values of `runtime_options`.
 
-    bundle: whose tuning counts where the command line is silent. If there is one, raises as `open_engine`, too.
+    bundle: the bundle whose tuned options apply unless the command line sets them, or None.
+    Raises OptionError; with a bundle also the errors of `open_engine`.
     """
     if bundle is not None:
         if values.get("dynamic_precision") == "auto":
@@ -119,7 +120,7 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
                 )
             values = {**values, "dynamic_precision": _chosen_thresholds(bundle, values["mode_loss"])}
         elif _was_given("mode_loss"):
-            raise OptionError("`--mode-loss` is what `auto` may cost", "add `--dynamic-precision auto`")
+            raise OptionError("`--mode-loss` has no effect without `auto`", "add `--dynamic-precision auto`")
     offered = (*_PLAIN_NAMES, *MODE_NAMES, *ACCELERATOR_NAMES)
     chosen = {name: values[name] for name in offered if name in values}
     options = RuntimeOptions(**chosen, slots=slots, verify=not values["no_verify"])
@@ -127,7 +128,7 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
 
 
 def _with_tuned(options: RuntimeOptions, bundle: Path) -> RuntimeOptions:
-    """With what `moec tune` found, where the command line is silent."""
+    """Return the options with the values of `moec tune`, except those that the command line sets."""
     from .tuned_options import tuned_options
 
     planned = with_missing_experts(options) if _was_given("modes") else options
@@ -135,7 +136,7 @@ def _with_tuned(options: RuntimeOptions, bundle: Path) -> RuntimeOptions:
 
 
 def _without_given(tuned: dict[str, Any]) -> dict[str, Any]:
-    """What the command line leaves open; a policy and its weights are one choice."""
+    """Return the tuned values that the command line does not set. A policy and its weights count as one option."""
     taken = {name for name in tuned if _was_given(name)}
     if _was_given("policy") or _was_given("policy_weights"):
         taken |= {"policy", "policy_weights"}
@@ -148,7 +149,7 @@ def _was_given(name: str) -> bool:
 
 
 def _chosen_thresholds(bundle: Path, text: str) -> str:
-    """Those of `--dynamic-precision auto`. Raises OptionError where none was measured to be within the loss."""
+    """Return the thresholds of `--dynamic-precision auto`. Raises OptionError if none was measured within the loss."""
     from moec.runtime.bundle.opening import open_bundle
     from moec.runtime.tuning.mode_records import choose_thresholds, measured_rows
 
@@ -166,14 +167,17 @@ def _chosen_thresholds(bundle: Path, text: str) -> str:
 
 
 def refuse_given(ctx: click.Context, names: Iterable[str], reason: str) -> None:
-    """Raise OptionError if one of these options was given where it has no effect."""
+    """Raise OptionError if one of these options was given.
+
+    reason: why they have no effect.
+    """
     for name in names:
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise OptionError(f"`--{name.replace('_', '-')}` has no effect: {reason}", "leave it out")
 
 
 def with_missing_experts(options: RuntimeOptions) -> RuntimeOptions:
-    """The cache of a sweep: one that misses, where no size was asked for."""
+    """Return the options with DEFAULT_CACHE if no size of the cache is given."""
     if options.memory is None and options.expert_cache is None:
         return replace(options, expert_cache=DEFAULT_CACHE)
     return options

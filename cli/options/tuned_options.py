@@ -1,4 +1,4 @@
-"""What `moec tune` found, where it holds: for the same compile, machine and storage, and a cache of about that size."""
+"""Options of `moec tune`: valid for the same compile, machine and storage, and a cache of about the same size."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def tuned_options(bundle: Path, options: RuntimeOptions) -> dict[str, Any]:
-    """Options that were kept for runs like this one; a file that is for others is named and left aside.
+    """Return the tuned options for this run. If the file is not valid for it, warn and return none.
 
-    Raises as `planned_cache_bytes`.
+    Raises the errors of `planned_cache_bytes`.
     """
     from moec.runtime.tuning.tune_file import read_tuning, tuning_path
 
@@ -33,12 +33,15 @@ def tuned_options(bundle: Path, options: RuntimeOptions) -> dict[str, Any]:
             of_size = f" {bundle} --expert-cache {options.expert_cache or cache_bytes}"
     except (ValueError, OSError) as error:
         problem = str(error)
-    output.say(f"warning: `{tuning_path(bundle)}` {problem}; it is left aside, `moec tune{of_size}` makes a new one")
+    output.say(f"warning: `{tuning_path(bundle)}` {problem}; it is ignored, `moec tune{of_size}` makes a new one")
     return {}
 
 
 def made_elsewhere(tuning: Tuning, bundle: Path) -> str | None:
-    """Why a tuning says nothing of a bundle as it lies here, whatever the cache; None if it does. Raises OSError."""
+    """Return the reason why a tuning is not valid for this bundle on this machine, or None. Raises OSError.
+
+    The size of the cache is not checked.
+    """
     from moec.profiles.probe import machine_sha256
     from moec.profiles.storage_identity import storage_sha256
     from moec.runtime.tuning.tune_file import bundle_sha256
@@ -48,16 +51,17 @@ def made_elsewhere(tuning: Tuning, bundle: Path) -> str | None:
     if tuning.machine != machine_sha256():
         return "was made on another machine"
     if tuning.storage != storage_sha256(bundle):
-        return "was made on other storage than the bundle lies on"
+        return "was made on other storage than that of the bundle"
     return None
 
 
 def planned_cache_bytes(bundle: Path, options: RuntimeOptions) -> int:
-    """The expert cache of a run while it decodes a short text, beside as many slots as fit. Raises as `open_engine`.
+    """Return the bytes of the expert cache while a run decodes a short text, with as many slots as fit.
 
-    What an accelerator takes of the host's memory is told when it is opened, and not counted here.
+    Memory that an accelerator takes on the host is not counted.
+    Raises the errors of `open_engine`.
     """
-    import moec.runtime.engine.batch  # noqa: F401  # what a run imports takes its share of the memory
+    import moec.runtime.engine.batch  # noqa: F401  # a run imports it, so its memory counts
     from moec.runtime.bundle.opening import open_bundle
     from moec.runtime.memory.budget import plan_memory
     from moec.runtime.memory.elastic_cache import BudgetRoom

@@ -1,1 +1,1 @@
-"""What people and scripts see: tables, progress, JSON, reports."""
+"""Output for people and scripts: tables, progress, JSON, reports."""

@@ -1,4 +1,4 @@
-"""What a compile says while it runs, and what each of its stages took."""
+"""Messages of a compile while it runs, and the cost of each stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ DONE = "done"
 
 @dataclass(slots=True)
 class Stage:
-    """One kind of work: all of its bars together. peak_memory_bytes: of the process, up to its last end."""
+    """One kind of work: the sum over all its progress bars.
+
+    peak_memory_bytes: peak of the process until the last bar ended.
+    disk_bytes: largest size of the files next to the destination at the end of a bar.
+    """
 
     title: str
     seconds: float = 0.0
@@ -28,10 +32,10 @@ class Stage:
 
 
 class CompileLog:
-    """Notes and progress on stderr, and the same with times for `NAME.log.json`; what each stage took.
+    """Notes and progress on stderr, the same with times for `NAME.log.json`, and the cost of each stage.
 
-    destination: the bundle's folder, beside which a compile keeps what it has done so far.
-    sources: where checkpoint and data lie, as `model` and `data`.
+    destination: folder of the bundle. Results of finished stages are next to it.
+    sources: paths of checkpoint and data, as `model` and `data`.
 
     with CompileLog(destination) as log:
         compile_checkpoint(... Talk(log.note, log.progress))
@@ -47,17 +51,17 @@ class CompileLog:
         self.sources: dict[str, str] = {}
 
     def stages(self) -> list[dict[str, Any]]:
-        """What every kind of work with a bar took, in the order of their first appearance; plain values."""
+        """Return the cost of every kind of work with a bar, in order of appearance, as plain values."""
         return [asdict(stage) for stage in self._stages.values()]
 
     def note(self, sentence: str) -> None:
-        """One sentence."""
+        """Print one sentence and record it."""
         self._close_bar()
         self._event(sentence)
         output.say(f"[{output.human_seconds(time.monotonic() - self._start)}] {sentence}")
 
     def progress(self, title: str) -> Callable[[int, int], None]:
-        """A bar of that title; the callback reports to it."""
+        """Return a callback (done, total) that draws a bar."""
         state: dict[str, Any] = {}
 
         def report(done: int, total: int) -> None:
@@ -81,7 +85,7 @@ class CompileLog:
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the last bar away, also from under an error."""
+        """Remove the last bar, also after an error."""
         if problem is None:
             self.done()
         else:
@@ -89,7 +93,7 @@ class CompileLog:
             self._event("failed")
 
     def done(self) -> None:
-        """The compile is complete: the last event, told once."""
+        """Record once that the compile is complete."""
         self._close_bar()
         if not self.events or self.events[-1]["event"] != DONE:
             self._event(DONE)
@@ -111,7 +115,7 @@ class CompileLog:
         self.events.append({"seconds": round(time.monotonic() - self._start, 3), "event": text})
 
     def _disk_bytes(self) -> int:
-        """What lies beside the destination: results of finished stages, and a bundle that is not complete."""
+        """Return the bytes next to the destination: results of finished stages, and an incomplete bundle."""
         folders = (self._destination.with_name(self._destination.name + suffix) for suffix in (".work", PARTIAL_SUFFIX))
         total = 0
         for folder in folders:
@@ -121,7 +125,7 @@ class CompileLog:
 
 
 def stage_table(stages: Sequence[dict[str, Any]]) -> str:
-    """What every stage took: time, the process's peak so far, and what lay on disk at most."""
+    """Return the table of stages: time, peak memory of the process so far, and largest size on disk."""
     rows = [
         (
             stage["title"],
@@ -135,7 +139,7 @@ def stage_table(stages: Sequence[dict[str, Any]]) -> str:
 
 
 def forecast_table(stages: Sequence[dict[str, Any]]) -> str:
-    """What every stage will take, and all of them."""
+    """Return the table of predicted costs of every stage, and their sum."""
     rows = [
         (
             stage["title"],

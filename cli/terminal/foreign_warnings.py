@@ -1,4 +1,4 @@
-"""Warnings and advice of other packages: for people who work on moec, hidden from those who use it.
+"""Warnings and advice of other packages. They are for developers of moec, so they are hidden by default.
 
 MOEC_WARNINGS=1 shows them. Warnings that modules of moec raise themselves are always shown.
 """
@@ -12,7 +12,7 @@ import warnings
 from typing import TextIO
 
 VARIABLE = "MOEC_WARNINGS"
-# Packages that print their advice past `warnings` and `logging`, and what keeps each quiet.
+# Packages that print advice without `warnings` and `logging`: variable and value that turn it off.
 _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -26,9 +26,9 @@ _show_warning = warnings.showwarning
 
 
 def hide_foreign_warnings() -> None:
-    """Show no warning or log line of another package from now on; with MOEC_WARNINGS=1 every one of them.
+    """Hide all warnings and log lines of other packages. With MOEC_WARNINGS=1, show all of them.
 
-    What the user has set for one of these packages stays. Call before the packages are imported.
+    Settings that the user made for one of these packages stay. Call before the packages are imported.
     """
     if os.environ.get(VARIABLE) == "1":
         if not sys.warnoptions:
@@ -36,7 +36,7 @@ def hide_foreign_warnings() -> None:
         return
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    logging.lastResort = logging.NullHandler()  # what prints the lines of loggers that nobody has set up
+    logging.lastResort = logging.NullHandler()  # handles lines of loggers without a handler
     warnings.showwarning = _show_own
 
 
@@ -48,13 +48,13 @@ def _show_own(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Pass on what a function of moec warns of itself.
+    """Show a warning if a function of moec raised it.
 
-    The place that a warning names does not tell: other packages warn in the name of their caller.
+    The file name of a warning does not tell that, because other packages warn in the name of their caller.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__") in _WARNING_MODULES:
         frame = frame.f_back
     is_own = str(frame.f_globals.get("__name__", "")).startswith("moec.")
-    if is_own and "warn" in frame.f_code.co_names:  # without that name, an extension that it has called warns
+    if is_own and "warn" in frame.f_code.co_names:  # otherwise an extension that it called warns
         _show_warning(message, category, filename, lineno, file, line)

@@ -1,4 +1,4 @@
-"""Help texts with options in sections: those that people use first, then the others by subject."""
+"""Help texts with options in sections: the most used options first, then the others by subject."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class SectionOption(click.Option):
-    """An option that names the section of the help text in which it stands; empty: the first one."""
+    """An option with the name of its section in the help text. An empty name is the first section."""
 
     def __init__(self, *names: Any, section: str = "", **values: Any) -> None:
         super().__init__(*names, **values)

@@ -1,4 +1,4 @@
-"""What the user sees: data to stdout, talk to stderr. Progress, tables, sizes, errors, JSON: written here alone."""
+"""All output: data to stdout, messages to stderr. Progress, tables, sizes, errors and JSON are written only here."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ BAR_CELLS = 24
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*( ?(%|[KMGT]?i?B|n?s|ms))?")
 _BLOCKS = "▁▂▃▄▅▆▇█"
-# C0 but line end and tab, DEL, C1, marks that turn the direction of text, and what is no character at all.
+# C0 without line end and tab, DEL, C1, marks that change the direction of text, and surrogates.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _STRAY_LINE_END = re.compile(r"\n(?!- )")
 
 
 def allows_colour() -> bool | None:
-    """False where NO_COLOR is set; None leaves it to click, which colours terminals only."""
+    """Return False if NO_COLOR is set. Return None otherwise: click then colours only terminals."""
     return False if os.environ.get("NO_COLOR") else None
 
 
 def shown(text: str) -> str:
-    """The text with what would drive a terminal made visible, like `\\x1b`: a bundle may hold any character.
+    """Return the text with control characters escaped, like `\\x1b`, because a bundle may hold any character.
 
     Line ends and tabs stay.
     """
@@ -41,17 +41,17 @@ def shown(text: str) -> str:
 
 
 def say(text: str = "", *, end: str = "\n") -> None:
-    """Talk: to stderr. What stderr refuses is dropped."""
+    """Write a message to stderr. Errors of stderr are ignored."""
     _talk(shown(text) + end)
 
 
 def data(text: str, *, end: str = "\n") -> None:
-    """What was asked for: to stdout, at once. Raises ExecutionError; BrokenPipeError where the reader has left."""
+    """Write a result to stdout at once. Raises ExecutionError; BrokenPipeError if the reader has closed the pipe."""
     generated(shown(text) + end)
 
 
 def generated(text: str) -> None:
-    """Text of a model: to stdout, at once, as it is. Raises as `data`."""
+    """Write text of a model to stdout at once and unchanged. Raises the errors of `data`."""
     if sys.stdout is None:
         raise ExecutionError("standard output is closed", "open it, for example with `> FILE`")
     try:
@@ -65,14 +65,17 @@ def generated(text: str) -> None:
 
 
 def data_json(value: dict[str, Any]) -> None:
-    """One JSON object on one line of stdout. Raises ValueError on numbers that JSON does not have; as `data`."""
+    """Write one JSON object on one line of stdout.
+
+    Raises ValueError for numbers that JSON does not have, and the errors of `data`.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     data(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def error(problem: MoecError) -> None:
-    """`error: <sentence>` and, where there is a remedy, `hint: <remedy>`."""
-    # Of several lines only a list has more than one; a line end of a foreign text must not begin one that looks ours.
+    """Write `error: <sentence>`, and `hint: <remedy>` if there is a remedy."""
+    # Only a list has several lines. A line end inside a foreign text is escaped, so that it cannot imitate our output.
     message = _STRAY_LINE_END.sub(r"\\n", shown(problem.message))
     _talk(click.style("error:", fg="red", bold=True) + f" {message}\n")
     if problem.hint:
@@ -80,13 +83,13 @@ def error(problem: MoecError) -> None:
 
 
 def settle() -> None:
-    """Flush stdout at the end of a command. What it refuses is dropped: the command has said so already."""
+    """Flush stdout at the end of a command. Errors are ignored, because the command has already reported them."""
     if sys.stdout is None:
         return
     try:
         sys.stdout.flush()
     except OSError:
-        with contextlib.suppress(OSError):  # else the end of the interpreter would try again, and complain
+        with contextlib.suppress(OSError):  # otherwise the interpreter would flush again at its end, and print an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -96,12 +99,12 @@ def _talk(text: str) -> None:
 
 
 def _cell(value: object) -> str:
-    """A value on one line."""
+    """Return a value as text on one line."""
     return shown(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def human_bytes(count: float) -> str:
-    """1536 -> `1.5 KiB`; binary units, one decimal place, whole bytes below 1 KiB."""
+    """Return bytes as text, 1536 -> `1.5 KiB`: binary units, one decimal place, whole bytes below 1 KiB."""
     if abs(count) < 1024:
         return f"{count:.0f} B"
     power = min(4, (int(abs(count)).bit_length() - 1) // 10)
@@ -109,24 +112,24 @@ def human_bytes(count: float) -> str:
 
 
 def human_ms(nanoseconds: float | None) -> str:
-    """Nanoseconds as milliseconds; `-` where there is nothing to tell."""
+    """Return nanoseconds as text in milliseconds; None -> `-`."""
     return "-" if nanoseconds is None else f"{nanoseconds / 1e6:.2f} ms"
 
 
 def human_share(share: float | None) -> str:
-    """0.123 -> `12.3 %`; `-` where there is nothing to tell."""
+    """Return a share as text, 0.123 -> `12.3 %`; None -> `-`."""
     return "-" if share is None else f"{share:.1%}".replace("%", " %")
 
 
 def human_seconds(seconds: float) -> str:
-    """75 -> `1:15`."""
+    """Return seconds as text, 75 -> `1:15`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
-    """Columns two spaces apart, numbers to the right, text to the left, a rule under the header."""
+    """Return a table: two spaces between columns, numbers right-aligned, text left-aligned, a rule under the header."""
     cells = [[_cell(cell) for cell in row] for row in rows]
     lines = [list(header), *cells] if header else cells
     if not lines:
@@ -152,19 +155,22 @@ def _is_numeric(cell: str) -> bool:
 
 
 def facts(pairs: Sequence[tuple[str, object]]) -> str:
-    """A block of `name  value` lines."""
+    """Return a block of `name  value` lines."""
     width = max((len(name) for name, _ in pairs), default=0)
     return "\n".join(f"{name.ljust(width)}  {_cell(value)}" for name, value in pairs)
 
 
 def block(share: float) -> str:
-    """A block character whose height is `share` of the line, 0 to 1; a digit where stdout cannot show blocks."""
+    """Return a block character of this height, or a digit if stdout cannot show blocks.
+
+    share: share of the height of a line, 0 to 1.
+    """
     blocks = _BLOCKS if (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf") else "12345678"
     return blocks[min(len(blocks) - 1, max(0, int(share * len(blocks))))]
 
 
 class Progress:
-    """A callback (done, total) that draws a bar with the time left; without a terminal a line every ten seconds.
+    """A callback (done, total) that draws a bar with the time left. Without a terminal it writes a line every 10 s.
 
     with Progress("reading") as progress:
         verify_bundle(bundle, progress)
@@ -188,7 +194,7 @@ class Progress:
             self._write("\r" + " " * len(self._line) + "\r")
 
     def __call__(self, done: float, total: int) -> None:
-        """Report that `done` of `total` are finished. Cheap enough to be called for every item."""
+        """Report that `done` of `total` are finished. A call is cheap enough for every item."""
         now = self._clock()
         if now - self._drawn < (REDRAW_S if self._is_terminal else LINE_EVERY_S):
             return

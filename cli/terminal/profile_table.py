@@ -1,4 +1,4 @@
-"""What of a token's time each kernel takes: `moec bench --profile`."""
+"""Time of a token by kernel: `moec bench --profile`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 WAITING, PYTHON = "waiting for experts", "Python and numpy"
 WAITS = "experts_layer"
-"""The kernel in which a token's waits lie, where it is used."""
+"""The kernel that includes a token's waits, if the run uses it."""
 
 
 def profile_rows(times: KernelTimes, statistics: RunStatistics) -> list[dict[str, Any]]:
-    """Kernels, longest first, then the wait for experts and what is left, which is Python's; shares add up to 1.
+    """Return a row per kernel, longest first, then the wait for experts, then the rest, which is Python.
 
-    times: of the tokens after the first. What an accelerator computes counts as Python's.
+    The shares add up to 1. Time of an accelerator counts as Python.
+    times: times of the tokens after the first.
     """
     shares, rate, tokens = statistics.decode_shares, statistics.tokens_per_s, statistics.tokens - 1
     if shares is None or rate is None:
@@ -38,7 +39,7 @@ def profile_rows(times: KernelTimes, statistics: RunStatistics) -> list[dict[str
 
 
 def profile_table(rows: list[dict[str, Any]]) -> str:
-    """For people."""
+    """Return the rows as a text table."""
     cells = [
         [
             row["part"],

@@ -11,14 +11,15 @@ from . import output
 Quality = Mapping[str, Any]
 _PROJECTIONS = ("gate", "up", "down")
 _MAP_BLOCKS, _MOST_GROUPS = 64, 24
-"""Columns of a map of blocks; experts of a layer whose digits stand side by side within 110 columns."""
+"""Columns of a map of blocks, and largest number of experts whose digits fit into 110 columns."""
 _LARGEST_BITS = 16
 
 
 def plan_heat_map(quality: Quality) -> str:
-    """Bits of every unit: one line per layer, a group of digits (gate where there is one, up, down) per expert.
+    """Return the bits of every unit: a line per layer, a group of digits per expert.
 
-    Where a layer has too many experts for a line, a map of their averages.
+    The digits are those of gate (if it exists), up and down. If a layer has too many experts for a line, the result is
+    a map of their averages.
     """
     units, body = quality["bits"]["units"], list[str]()
     layers = [
@@ -36,16 +37,19 @@ def plan_heat_map(quality: Quality) -> str:
 
 
 def _left_out(down: Sequence[Sequence[float]]) -> list[str]:
-    """A line on the experts that take no bytes, if there are any. down: bits, [L][E]."""
+    """Return a line on experts that take no bytes, if there are any.
+
+    down: bits of the down projections, [L][E].
+    """
     flat = [bits for row in down for bits in row]
     count = flat.count(0)
     return [f"left out   {count} of {len(flat)} experts (`--keep-experts` keeps all)"] if count else []
 
 
 def heat_map(bits: Sequence[Sequence[float]]) -> str:
-    """A line per layer, a block per expert (or per run of experts where there are many), and the layer's average.
+    """Return a line per layer, with a block per expert and the layer's average. With many experts a block is several.
 
-    bits: of every expert of every layer, on average.
+    bits: mean bits of every expert of every layer, [L][E].
     """
     per_cell = -(-max(map(len, bits)) // _MAP_BLOCKS)
     merged = f"; a block is {per_cell} experts" if per_cell > 1 else ""
@@ -59,7 +63,7 @@ def heat_map(bits: Sequence[Sequence[float]]) -> str:
 
 
 def _height(bits: float) -> float:
-    """Share of a block for an average of bits, on a scale of powers of two from 1 to 16."""
+    """Return the height of a block, 0 to 1, for an average of bits, on a logarithmic scale from 1 to 16."""
     return log2(max(1.0, min(bits, _LARGEST_BITS))) / log2(_LARGEST_BITS)
 
 
@@ -71,7 +75,7 @@ def _digit(bits: float) -> str:
 
 
 def loss_table(quality: Quality) -> str:
-    """Baseline and bundle per task; empty without tasks."""
+    """Return the table of baseline and bundle per task; empty without tasks."""
     rows = []
     for name, task in quality["tasks"].items():
         loss, kl = task["loss"], task["kl"]
@@ -98,7 +102,7 @@ def loss_table(quality: Quality) -> str:
 
 
 def comparison_table(quality: Quality) -> str:
-    """Bytes of the routed experts against 16 bits and against what people would pick instead."""
+    """Return the table of bytes of routed experts: this bundle, 16 bits, and the baselines of the search."""
     sizes = quality["sizes"]
     ours, sixteen = sizes["expert_packed_bytes"], sizes["expert_16bit_bytes"]
     rows = [
@@ -131,7 +135,7 @@ def comparison_table(quality: Quality) -> str:
 
 
 def curve_table(curve: Sequence[Mapping[str, Any]]) -> str:
-    """A line per loss: what it takes, what it measured, and what other plans take."""
+    """Return the table of a sweep: per loss the bytes, the measured loss, and the bytes of the baselines."""
     names = next((list(point["baselines"]) for point in curve if point["baselines"]), [])
     rows = []
     for point in curve:
@@ -149,7 +153,7 @@ def curve_table(curve: Sequence[Mapping[str, Any]]) -> str:
 
 
 def verdict_line(quality: Quality) -> str:
-    """The last line: what is proven, and what is not."""
+    """Return the last line of a report: the verdict in words."""
     verdict = quality["verdict"]
     kind = quality["target"]["kind"]
     if verdict == "not measured" and kind in ("loss", "kl"):

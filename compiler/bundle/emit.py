@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -109,7 +108,7 @@ def emit(
     disk, plan, checkpoint = disk or Disk(), content.plan, lowering.checkpoint
     tables = Tables.empty(plan.model) if content.statistics is None else Tables.of(content.statistics)
     tables.check(plan.model)
-    small_files = {companion: checkpoint.file_bytes(companion) for companion in checkpoint.companion_files()}
+    small_files = {name: checkpoint.file_bytes(name) for name in checkpoint.companion_files()}
     small_files[TABLES_NAME] = encode_tables(tables)
     emitter = _Emitter(lowering, plan, partial, disk, progress)
     with disk_errors(partial):
@@ -118,37 +117,35 @@ def emit(
         source = SourceSummary(checkpoint.name, checkpoint.source_files())
         with removed_on_failure(disk, partial):
             disk.make_directory(partial)
-            dense = emitter.write_dense()
-            written = emitter.write_experts(quantizer(plan.quantizer), packed_units)
+            emitter.write_dense()
+            emitter.write_experts(quantizer(plan.quantizer), packed_units)
             for file_name, data in small_files.items():
                 emitter.write_small(file_name, data)
-            manifest = BundleManifest(
-                certified=False,
-                name=checkpoint.name,
-                device=content.device,
-                cost=cost_summary(plan, tables.popularity),
-                calibration=content.calibration,
-                source=source,
-                options=dict(sorted(content.options.items())),
-                dense=tuple(dense),
-                experts=written[0],
-                low_experts=written[1],
-                files=tuple(sorted(emitter.files, key=lambda entry: entry.name)),
-                **_fixed_fields(plan),
-            )
+            manifest = _manifest(content, source, cost_summary(plan, tables.popularity), emitter)
             disk.write_file(partial / MANIFEST_NAME, encode_manifest(manifest))
     return manifest
 
 
-def _fixed_fields(plan: CompilePlan) -> dict[str, Any]:
-    """Return the fields of the manifest that follow from the format and the plan."""
-    return {
-        "format_version": FORMAT_VERSION,
-        "producer": producer(),
-        "layout": LAYOUT,
-        "model": plan.model,
-        "required_cpu_features": (),
-    }
+def _manifest(content: BundleContent, source: SourceSummary, cost: CostSummary, written: _Emitter) -> BundleManifest:
+    """Return the manifest of written files, not certified."""
+    return BundleManifest(
+        format_version=FORMAT_VERSION,
+        producer=producer(),
+        certified=False,
+        name=source.name,
+        layout=LAYOUT,
+        required_cpu_features=(),
+        model=content.plan.model,
+        device=content.device,
+        cost=cost,
+        calibration=content.calibration,
+        source=source,
+        options=dict(sorted(content.options.items())),
+        dense=tuple(written.dense),
+        experts=tuple(written.experts),
+        low_experts=tuple(written.low_experts),
+        files=tuple(sorted(written.files, key=lambda entry: entry.name)),
+    )
 
 
 def finish(
@@ -231,6 +228,9 @@ class _Emitter:
         self._progress = progress
         self._done, self._total = 0, len(plan.dense) + len(plan.units) + len(plan.low_units)
         self.files: list[FileEntry] = []
+        self.dense: list[DenseEntry] = []
+        self.experts: list[ExpertEntry] = []
+        self.low_experts: list[ExpertEntry] = []
 
     def weight_bytes(self) -> int:
         """Return the bytes on disk of weights and manifest, rounded up."""
@@ -246,7 +246,7 @@ class _Emitter:
             file.write(data)
         self._finished(name, file, len(data))
 
-    def write_dense(self) -> list[DenseEntry]:
+    def write_dense(self) -> None:
         """Write `dense.safetensors`. Source: docs/format.md, Dense weights."""
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, shape in self._plan.model.dense_shapes().items():
@@ -255,7 +255,7 @@ class _Emitter:
             if len(shape) == 1:
                 tensors[name] = (_HEADER_DTYPES[spec.float_type], shape)
         header = build_header(tensors)
-        size, entries = len(header), list[DenseEntry]()
+        size = len(header)
         with self._disk.create(self._partial / DENSE_NAME) as file:
             file.write(header)
             for name, shape in self._plan.model.dense_shapes().items():
@@ -266,14 +266,11 @@ class _Emitter:
                 for piece in self._translated(self._lowering.dense[name].name, pieces):
                     checksum.update(piece.data)
                     file.write(piece.data)
-                entries.append(DenseEntry(name, shape, spec, checksum.hexdigest()))
+                self.dense.append(DenseEntry(name, shape, spec, checksum.hexdigest()))
                 self._step()
         self._finished(DENSE_NAME, file, size)
-        return entries
 
-    def write_experts(
-        self, quantize: Quantizer, packed_units: PackedUnits | None
-    ) -> tuple[tuple[ExpertEntry, ...], tuple[ExpertEntry, ...]]:
+    def write_experts(self, quantize: Quantizer, packed_units: PackedUnits | None) -> None:
         """Write all expert files, one per layer, then those of low versions. Source: docs/format.md, Expert files."""
 
         def unit_bytes(key: UnitKey, spec: QuantSpec) -> np.ndarray:
@@ -284,14 +281,12 @@ class _Emitter:
                 return known
             return pack(quantize(self._lowering.unit(key).float(), spec, None, 0))
 
-        entries, low = list[ExpertEntry](), list[ExpertEntry]()
         # Only one thread reads units of an earlier stage. That takes no time.
         with workers(torch.get_num_threads() if packed_units is None else 1) as pool:
             for layer in self._plan.model.expert_layers:
-                entries += self._write_layer(layer, unit_bytes, pool, is_low=False)
+                self.experts += self._write_layer(layer, unit_bytes, pool, is_low=False)
             for layer in sorted({key.layer for key in self._plan.low_experts}):
-                low += self._write_layer(layer, unit_bytes, pool, is_low=True)
-        return tuple(entries), tuple(low)
+                self.low_experts += self._write_layer(layer, unit_bytes, pool, is_low=True)
 
     def _write_layer(
         self, layer: int, unit_bytes: Callable[[UnitKey, QuantSpec], np.ndarray], pool: Workers, is_low: bool

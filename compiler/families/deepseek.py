@@ -12,7 +12,8 @@ from dataclasses import replace
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, RouterSpec, SharedSpec
 
 from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderNames, DecoderParts, experts_of, lower_family, plain_first, read_corrections
+from .decoder import DecoderParts, experts_of, lower_family, plain_first, read_corrections
+from .decoder_weights import DecoderNames
 from .lowering import Lowering
 from .rope import read_rope, score_magnitude
 from .settings import Settings

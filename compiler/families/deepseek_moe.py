@@ -10,7 +10,6 @@ from moec.manifests.model import LayerSpec, RouterSpec
 
 from ..checkpoint.checkpoint import Checkpoint
 from .decoder import (
-    DecoderNames,
     DecoderParts,
     attention_of,
     count_layers,
@@ -19,6 +18,7 @@ from .decoder import (
     lower_family,
     plain_layer,
 )
+from .decoder_weights import DecoderNames
 from .deepseek import TRAINING, fixed, shared_width
 from .lowering import Lowering
 from .rope import read_early_rope

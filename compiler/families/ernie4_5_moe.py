@@ -8,7 +8,8 @@ from __future__ import annotations
 from moec.manifests.model import LayerSpec, RouterSpec
 
 from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderNames, DecoderParts, attention_of, count_layers, experts_of, lower_family, plain_layer
+from .decoder import DecoderParts, attention_of, count_layers, experts_of, lower_family, plain_layer
+from .decoder_weights import DecoderNames
 from .deepseek import shared_width, with_corrections
 from .lowering import Lowering
 from .settings import Settings

@@ -8,7 +8,8 @@ from __future__ import annotations
 from moec.manifests.model import LayerSpec
 
 from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderNames, DecoderParts, attention_of, experts_of, lower_family, plain_first
+from .decoder import DecoderParts, attention_of, experts_of, lower_family, plain_first
+from .decoder_weights import DecoderNames
 from .deepseek import ROUTED_EXPERTS, corrected_router, shared_width, with_corrections
 from .lowering import Lowering
 from .settings import Settings

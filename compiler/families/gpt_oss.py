@@ -10,7 +10,8 @@ from dataclasses import replace
 from moec.manifests.model import LayerSpec, RouterSpec
 
 from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderNames, DecoderParts, attention_of, count_layers, experts_of, lower_family, read_windows
+from .decoder import DecoderParts, attention_of, count_layers, experts_of, lower_family, read_windows
+from .decoder_weights import DecoderNames
 from .lowering import Lowering
 from .settings import Settings
 

@@ -88,7 +88,7 @@ class Lowering:
     units: each routed projection -> source.
     loaded: canonical name of a dense weight -> its parameter in transformers' model.
     ignored: tensors on disk that are not used.
-    beside: tensors that are read but are not weights: score corrections and MXFP4 scales.
+    auxiliary: tensors that are read but are not weights: score corrections and MXFP4 scales.
     float_type: storage type of 16-bit weights. float32 tensors are rounded to it.
     notes: remarks for the user.
     """
@@ -99,7 +99,7 @@ class Lowering:
     units: Mapping[UnitKey, TensorSource]
     loaded: Mapping[str, str]
     ignored: frozenset[str]
-    beside: frozenset[str]
+    auxiliary: frozenset[str]
     float_type: FloatType
     notes: tuple[str, ...] = ()
 

@@ -10,7 +10,8 @@ import math
 from moec.manifests.model import RouterSpec
 
 from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderNames, DecoderParts, alike, attention_of, count_layers, experts_of, lower_family
+from .decoder import DecoderParts, alike, attention_of, count_layers, experts_of, lower_family
+from .decoder_weights import DecoderNames
 from .lowering import Lowering
 from .rope import read_early_rope
 from .settings import Settings

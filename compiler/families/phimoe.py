@@ -8,7 +8,8 @@ from __future__ import annotations
 from moec.manifests.model import RouterSpec
 
 from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderNames, DecoderParts, alike, attention_of, experts_of, lower_family
+from .decoder import DecoderParts, alike, attention_of, experts_of, lower_family
+from .decoder_weights import DecoderNames
 from .longrope import read_longrope
 from .lowering import Lowering
 from .settings import Settings

@@ -13,7 +13,6 @@ from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, RouterSp
 
 from ..checkpoint.checkpoint import Checkpoint
 from .decoder import (
-    DecoderNames,
     DecoderParts,
     attention_of,
     count_layers,
@@ -22,6 +21,7 @@ from .decoder import (
     plain_layer,
     read_windows,
 )
+from .decoder_weights import DecoderNames
 from .lowering import Lowering
 from .settings import Settings
 

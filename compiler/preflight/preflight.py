@@ -82,9 +82,8 @@ def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool
     """Return least and greatest bytes of the routed experts, without padding: in the smallest formats, and at 16 bits.
 
     Scales are included.
-    prunes: the least counts only top_k experts per layer, if the router allows pruning. Calibration may know too little
-        of
-        some experts to leave them out. The search reports that.
+    prunes: the least counts only top_k experts per layer, if the router allows pruning. The search reports experts
+        that cannot be left out because calibration knows too little about them.
     """
     formats = [*offered, QuantSpec(16, float_type="bfloat16")]
     least = greatest = 0.0
@@ -109,7 +108,7 @@ def _file_problems(checkpoint: Checkpoint) -> list[str]:
     if any(TOKENIZER_NAME in problem for problem in problems):
         return problems
     if not os.path.lexists(checkpoint.root / TOKENIZER_NAME):
-        return [*problems, f"no `{TOKENIZER_NAME}`, expected a fast tokenizer beside the weights"]
+        return [*problems, f"no `{TOKENIZER_NAME}`, expected a fast tokenizer next to the weights"]
     try:
         load_tokenizer(checkpoint.root)
     except CheckpointError as error:
@@ -129,7 +128,7 @@ def _tensor_problems(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:
             missing.append((name, ""))
         elif ref.shape != source.shape:
             misshapen.append((name, f"expected shape {list(source.shape)}, found {list(ref.shape)}"))
-    known = {*sources, *lowering.ignored, *lowering.beside}
+    known = {*sources, *lowering.ignored, *lowering.auxiliary}
     unexpected = [(name, "") for name in checkpoint.tensors if name not in known]
     return [
         *(f"missing tensor {text}" for text in _together(missing)),

@@ -153,20 +153,20 @@ class CompileOptions:
         if self.confidence is not None and not 0.5 <= self.confidence < 1:
             raise OptionError(f"`--confidence {self.confidence:g}` is not from 0.5 to below 1", "write 0.95")
         if self.target.kind == "uniform":
-            self._refuse_given(_OF_DATA | _OF_SEARCH, "beside `--uniform`, which searches nothing")
+            self._refuse_given(_OF_DATA | _OF_SEARCH, "with `--uniform`, which searches nothing")
         elif self.data is None:
             self._refuse_given(_OF_DATA, "without `--data`")
         if self.target.kind != "uniform" or self.target.value == 16:
             self._refuse_given({"symmetric": None}, "but with `--uniform` below 16 bits")
         if self.target.kind in ("size", "bits_per_weight"):
-            self._refuse_given({"objective": None}, f"beside a target of {self.target}, where every byte counts alike")
+            self._refuse_given({"objective": None}, f"with a target of {self.target}, where bytes have equal costs")
         if self.target.kind != "loss":
-            self._refuse_given({"confidence": None}, f"beside a target of {self.target}; a loss is what it is about")
+            self._refuse_given({"confidence": None}, f"with a target of {self.target}; it needs a loss target")
         if self.search == "edgemoe":
-            self._refuse_given({"bits": BITWIDTHS}, "beside `--search edgemoe`, which takes 2, 4, 8 and 16")
-            self._refuse_given({"comparisons": None}, "beside `--search edgemoe`, which is one of them")
-            self._refuse_given({"prune": None}, "beside `--search edgemoe`, which keeps all experts")
-            self._refuse_given({"swaps": None}, "beside `--search edgemoe`, which has its own search")
+            self._refuse_given({"bits": BITWIDTHS}, "with `--search edgemoe`, which takes 2, 4, 8 and 16")
+            self._refuse_given({"comparisons": None}, "with `--search edgemoe`, which is one of them")
+            self._refuse_given({"prune": None}, "with `--search edgemoe`, which keeps all experts")
+            self._refuse_given({"swaps": None}, "with `--search edgemoe`, which has its own search")
 
     def _refuse_given(self, defaults: Mapping[str, object], reason: str) -> None:
         for name, default in defaults.items():
@@ -214,7 +214,7 @@ class CompileOptions:
 
     @property
     def is_uniform_symmetric(self) -> bool:
-        """Whether a uniform target has no minima.
+        """True if a uniform target has no minima.
 
         Without a request: 1.6 bits, and 4 and 8 bits in groups of 32. In these groups a minimum costs half a bit per
         weight. Without minima they have the size and about the output error of groups of 64 with minima

@@ -254,9 +254,8 @@ def _swapped_at(space: SearchSpace, trials: Trials, found: Found, swapped_at: fl
 def _least_kl(kept: Sequence[Found], trials: Trials) -> Found:
     """Return the accepted plan with the least KL among the plans about as cheap as the cheapest.
 
-    KL separates such plans better than their losses. The cheapest of plans with losses within each other's errors is
-    merely
-    the luckiest.
+    KL separates such plans better than their losses. Among plans with losses within each other's errors, the cheapest
+    one is so by chance.
     """
     cheapest = min(found.cost for found in kept)
     alike = [found for found in kept if found.cost <= cheapest * CLOSE_COSTS_OF_LOSSES]

@@ -87,9 +87,8 @@ class PrunableSpace(SearchSpace):
 def with_pruning(space: SearchSpace, losses: Mapping[ExpertKey, float], weights: ByteWeights) -> PrunableSpace:
     """Return a space whose experts may be left out.
 
-    Tokens that would choose a pruned expert read another expert instead. Pruning therefore saves only the size part of
-    its
-    cost. The rest stays, counted for an expert in the smallest form of this one.
+    Tokens that would choose a pruned expert read another expert instead. Pruning therefore saves only the size part
+    of its cost. The rest stays, counted for an expert in the smallest form of this one.
     losses: predicted losses of the experts that may be left out.
     weights: see `build_space`.
     """

@@ -68,8 +68,7 @@ class Journal:
 
     folder: `NAME.work` next to the output; created if absent.
     identity: digest of the inputs of all stages: checkpoint, data, options, version. Results of another identity are
-        not
-        found, so stale results are never used.
+        not found, so stale results are never used.
     note: called with a sentence about each damaged result that is skipped.
     Raises OptionError if the folder holds anything but results of a journal.
     Raises DoesNotFit or MoecError if the disk refuses.

@@ -184,7 +184,8 @@ class RuntimeOptions:
     )
     dynamic_precision: str | None = setting(
         None,
-        "LOSSY: read a missed expert less important than T1 in its low version, and skip it if less important than T2. "
+        "LOSSY: read a missed expert in its low version if its unimportance is above T1, and skip it above T2. "
+        "Unimportance is the weight share of the token's experts that rank before it. "
         "`auto` takes the thresholds that were measured to read least within `--mode-loss`.",
         group="lossy modes",
         metavar="T1,T2",

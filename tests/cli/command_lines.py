@@ -1,8 +1,9 @@
-"""Command lines that give every option of the commands that run, measure and make bundles, and where each arrives.
+"""Command lines that give every option of the commands that run, measure and make bundles.
 
-A `Line` is one call. It is followed to its seam: a function or class that the command hands its work to. There what the
-command passes is noted, and the call ends. `given` names the parameters of the command: the words on the command line,
-the way to the value from the arguments of the seam (attributes, keys and places in lists), and the value.
+A `Line` is one call of a command. A test follows it to its seam: a function or class that gets the work of the command.
+The test notes the arguments of the seam and ends the call. `given` maps each parameter of the command to the words on
+the command line, the path to its value in the arguments of the seam, and the value. A path has attributes, keys and
+indices.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ WEIGHTS = "0.1,0.5,0,0.4"
 
 
 class Given(NamedTuple):
-    """words: on the command line, `{folder}` stands for that of FILES. way: empty for what is not followed."""
+    """One parameter of a command line.
+
+    words: words on the command line. `{folder}` is replaced by the folder of the test's files.
+    way: path to the value in the arguments of the seam. Empty: the value is not followed.
+    """
 
     words: str
     way: str
@@ -34,7 +39,10 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """more: words that the others need."""
+    """One call of a command.
+
+    more: further words that the call needs.
+    """
 
     command: str
     seam: str
@@ -76,7 +84,7 @@ SLOTS = {"slots": Given("--slots 5", "options.slots", 5)}
 
 
 def of_auto(command: str, more: str) -> Line:
-    """What `auto` may cost."""
+    """Return the line that shows the effect of `--mode-loss`."""
     return Line(
         command,
         "moec.runtime.tuning.mode_records.choose_thresholds",
@@ -234,7 +242,7 @@ RUNS = {
 
 OPTIONS = "request.options"
 LAPTOP = "--device laptop"
-"""A named device: nothing is probed."""
+"""A named device, so that nothing is probed."""
 LOSS = Given("--loss 3%", f"{OPTIONS}.target", Target("loss", 0.03))
 COMPILES = {
     "compile": Line(
@@ -348,4 +356,4 @@ SHOWN_ELSEWHERE = {
     },
     "compile": {"as_json": "test_json_is_the_content_of_quality_json"},
 }
-"""By command: parameters that reach no seam, and a test of this folder that fails where they do nothing."""
+"""Command -> parameter that reaches no seam -> test of this folder that fails if the parameter has no effect."""

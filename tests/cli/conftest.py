@@ -1,4 +1,4 @@
-"""A tiny checkpoint, bundles made of it, and a way to call the command line."""
+"""A tiny checkpoint, bundles made from it, and a function that calls the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def bundle(checkpoint: Path) -> Path:
-    """16-bit: computes what the checkpoint computes."""
+    """A bundle at 16 bits, which computes the same as the checkpoint."""
     return emit_bundle(checkpoint, checkpoint.parent / "tiny-moec")
 
 
@@ -37,7 +37,7 @@ def mixed_bundle(checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def two_version_bundle(checkpoint: Path) -> Path:
-    """Four experts per token, 8 bits, low versions of 2."""
+    """A bundle with four experts per token at 8 bits, and low versions at 2 bits."""
     folder = checkpoint.parent / "versions"
     save_tiny_mixtral(folder, TinyMixtral(layers=3, experts=8, top_k=4, seed=5))
     return emit_bundle(folder, checkpoint.parent / "versions-moec", bitwidth=8, low="q2g32")
@@ -45,13 +45,13 @@ def two_version_bundle(checkpoint: Path) -> Path:
 
 @pytest.fixture
 def own_bundle(mixed_bundle: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """A copy of the bundle that a test may damage."""
     return Path(shutil.copytree(mixed_bundle, tmp_path / "own-moec"))
 
 
 @pytest.fixture
 def invoke() -> Invoke:
-    """Call `moec` with arguments; stdout and stderr come apart."""
+    """Return a function that calls `moec` with arguments. It keeps stdout and stderr apart."""
 
     def call(*arguments: object, stdin: str | None = None, **environment: str | None) -> Result:
         return CliRunner().invoke(cli, [str(argument) for argument in arguments], input=stdin, env=environment)
@@ -61,7 +61,10 @@ def invoke() -> Invoke:
 
 @pytest.fixture
 def invoke_in(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> InvokeIn:
-    """Call a command in a folder, on `model` there if it compiles, else on `bundle`; it must succeed."""
+    """Return a function that calls a command in a folder. The command must succeed.
+
+    `compile` gets `model` of the folder, other commands get `bundle`.
+    """
 
     def call(folder: Path, arguments: tuple[object, ...]) -> Result:
         monkeypatch.chdir(folder)
@@ -77,7 +80,7 @@ def invoke_in(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> InvokeIn:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """Plain texts of different length, one of a single token."""
+    """Plain texts of different lengths. One has a single token."""
     path = tmp_path / "texts.jsonl"
     rows = ["A first text, rather short.", "x", "Another text that is a little longer, with more words in it."]
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))

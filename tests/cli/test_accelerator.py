@@ -1,4 +1,4 @@
-"""An accelerator on the command line: what is said of it, the same text with it, and refusals in one sentence."""
+"""An accelerator on the command line: messages, equal text, and refusals in one sentence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ cli.main(sys.argv[1:], prog_name="moec")
 
 
 def test_a_run_tells_where_experts_were_computed(invoke: Invoke, bundle: Path) -> None:
-    """16-bit weights: the text is that of the CPU."""
+    """With 16-bit weights the text is equal to that of the CPU."""
     alone = invoke("run", bundle, *PROMPT)
     told = invoke("run", bundle, *PROMPT, *ON_TORCH)
     assert told.exit_code == 0 and told.stdout == alone.stdout

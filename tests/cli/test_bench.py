@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moec.cli.commands.bench import predict, run_ceiling_ns
+from moec.cli.measuring.ceiling import predict, run_ceiling_ns
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
 from moec.runtime.bundle.opening import open_bundle
@@ -22,7 +22,7 @@ from .conftest import Invoke
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
-    """A shipped profile in place of the probe, which takes seconds."""
+    """Use a shipped profile instead of the probe, which takes seconds."""
     profile = load_profile("raspberry-pi-4b-sd")
     monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: profile)
     monkeypatch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
@@ -59,9 +59,9 @@ def test_json_holds_all_of_it(invoke: Invoke, mixed_bundle: Path, host: DevicePr
 @pytest.mark.parametrize(
     "read, busy, expected_ns",
     [
-        (0, 0.0, 500),  # nothing is read: computing
-        (4_000, 0.5, 2_000),  # 2 GB/s found by the probe, of 4 kB
-        (4_000, 0.125, 1_000),  # 4 GB/s in the run itself
+        (0, 0.0, 500),  # no reads: compute time
+        (4_000, 0.5, 2_000),  # 4 kB at the 2 GB/s of the probe
+        (4_000, 0.125, 1_000),  # 4 GB/s during the run
     ],
 )
 def test_the_ceiling_of_a_run_is_what_storage_gives_for_what_it_read(read: int, busy: float, expected_ns: int) -> None:
@@ -92,7 +92,7 @@ def test_storage_is_asked_for_as_much_at_once_as_the_largest_expert_has(
 def test_passes_are_noted_only_for_who_reads_them(
     invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Noting them takes part of the time that is measured."""
+    """Recording a trace takes a part of the measured time."""
     noted, add_layer = list[int](), TraceRecorder.add_layer
 
     def counted(recorder: TraceRecorder, layer: int, *rest: Any) -> None:
@@ -177,7 +177,7 @@ def test_a_text_is_measured_token_by_token(
     result = invoke(*arguments)
     assert "time of decode" in result.stdout and "experts" in result.stdout
     for more, message in (
-        (("--tokens", 500), "7 and 500 tokens of"),
+        (("--tokens", 500), "34 tokens, 7 and 500 are needed"),
         (("--prompt-tokens", 0), "`--prompt-tokens` must be at least 1"),
         (("--context", 8), "the context holds 8"),
         (("--text", tmp_path / "none.txt"), "cannot be read as UTF-8 text"),

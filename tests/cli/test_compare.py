@@ -1,4 +1,4 @@
-"""`moec compare`: what a compile with all comparisons holds, added later, next to a bundle that stays as it is."""
+"""`moec compare` adds the comparisons of a compile later. The bundle does not change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bundle(place: Path, tmp_path: Path, invoke: Invoke) -> Path:
-    """Compiled without comparisons, with the log next to it: a copy of one that is compiled once."""
+    """A copy of a bundle compiled without comparisons, with its log next to it."""
     made = place / "out"
     if not made.exists():
         data = ("--data", place / "texts")
@@ -65,7 +65,7 @@ def test_a_bundle_that_was_moved_says_what_it_needs(place: Path, bundle: Path, t
     result = invoke("compare", bundle)
     assert result.exit_code == 1 and "the checkpoint (`--model`) and the task data (`--data`)" in result.stderr
     result = invoke("compare", bundle, "--data", place / "texts")
-    assert result.exit_code == 1 and "finds the checkpoint (`--model`)" in result.stderr
+    assert result.exit_code == 1 and "does not name the checkpoint (`--model`)" in result.stderr
     result = invoke("compare", bundle, "--data", place / "texts", "--model", place / "tiny", "--json")
     assert result.exit_code == 0, result.stderr
     assert len(json.loads(result.stdout)["baselines"]) == 3

@@ -1,4 +1,4 @@
-"""`moec compile`: help that teaches, the two outputs, and every bad input with one sentence and one remedy."""
+"""`moec compile`: help with examples, both outputs, and one sentence and one remedy for each wrong input."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Compile = Callable[..., Result]
 PI = ("--device", "raspberry-pi-4b-sd")
 KL = ("--kl", "0.05")
-# Little to search: one format below 16 bits.
+# A small search: one format below 16 bits.
 SMALL = ("--bits", "2,16", "--group-size", "32", "--dense-bits", "8", "--no-comparisons")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model `tiny`, data `texts` and `problems`."""
+    """A folder with the model `tiny` and the data `texts` and `problems`."""
     folder = tmp_path_factory.mktemp("compile")
     save_model(folder / "tiny", layers=1, experts=2)
     save_texts(folder / "texts", train=4, validation=4, test=6)
@@ -42,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(place: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """A copy of the model that a test may damage."""
     return Path(shutil.copytree(place / "tiny", tmp_path / "tiny"))
 
 
@@ -53,7 +53,7 @@ def data(place: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compile:
-    """`moec compile` in the folder of the test, for a named device unless another is given."""
+    """Return a function that runs `moec compile` in the folder of the test, for a named device by default."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: object) -> Result:
@@ -64,7 +64,10 @@ def run(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comp
 
 
 def refused(run: Compile, *arguments: object) -> str:
-    """Exit code 1, one sentence and one hint on stderr, nothing on stdout, nothing changed on disk; the sentence."""
+    """Check that a compile is refused, and return its sentence.
+
+    The exit code is 1. Stderr has one sentence and one hint. Stdout is empty, and the disk is unchanged.
+    """
     here = Path.cwd()
     before = contents(here), names(here)
     result = run(*arguments)
@@ -301,7 +304,7 @@ def test_a_device_that_is_too_small(run: Compile, model: Path, tmp_path: Path) -
 
 
 def shipped_profiles() -> Path:
-    """Where the shipped profiles lie."""
+    """Folder of the shipped profiles."""
     import moec.profiles.device
 
     return Path(moec.profiles.device.__file__).parent

@@ -1,4 +1,4 @@
-"""Files of a model folder that a stranger made: refused before work where they are no files, or no tokenizer."""
+"""Files of an untrusted model folder are refused before any work if they are no regular files or no tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(place: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """A copy of the model that a test may damage."""
     return Path(shutil.copytree(place, tmp_path / "tiny"))
 
 
@@ -63,7 +63,7 @@ def test_a_tokenizer_that_a_run_would_refuse_is_refused_before_work(
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "large", "link to nothing"])
 def test_files_of_a_model_that_are_no_files(model: Path, tmp_path: Path, name: str, kind: str) -> None:
-    """A pipe would block, and a device has no end: in a thread, whose process does not wait for it."""
+    """A pipe would block, and a device has no end. The compile runs in a thread that the process does not wait for."""
     path = model / name
     path.unlink()
     if kind == "pipe":
@@ -98,7 +98,7 @@ def test_files_of_a_model_that_are_no_files(model: Path, tmp_path: Path, name: s
 
 
 def test_a_model_folder_of_links_is_compiled(invoke: Invoke, model: Path, tmp_path: Path) -> None:
-    """A cache of the hub consists of links."""
+    """Hub caches consist of links."""
     (tmp_path / "cache").mkdir()
     for path in model.iterdir():
         (tmp_path / "cache" / path.name).symlink_to(path)

@@ -1,4 +1,4 @@
-"""Where a compile writes: folders that it makes, one compile at a time, and a run that was cut off at the very end."""
+"""Output of a compile: new folders, one compile at a time, and a run that was cut off at its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .conftest import Invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 UNIFORM = ("--uniform", "4", "--device", "raspberry-pi-4b-sd")
-# A program that compiles and stops where the bundle is written, until a line arrives; `hold` is printed there.
+# A program that compiles and stops before it writes the bundle. It prints `hold` and waits for a line.
 STOPPED = """
 import sys
 from moec.compiler.stages import bundle as stages
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
-    """A compile in a process of its own, which has come to the writing of its bundle."""
+    """Start a compile in a new process, and return it when it is about to write its bundle."""
     process = subprocess.Popen(
         [sys.executable, "-c", STOPPED, "compile", *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -110,7 +110,7 @@ def test_a_file_of_ones_own_is_no_lock(tmp_path: Path) -> None:
 def test_a_lock_that_was_removed_while_it_was_opened_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What holds the first file locks nothing: its owner has removed it from its path."""
+    """A lock on the first file has no effect, because its owner has removed the file from its path."""
     flock, calls = output_lock.fcntl.flock, list[int]()
 
     def lock(descriptor: int, operation: int) -> None:

@@ -1,4 +1,4 @@
-"""Every quantizer with every bitwidth on the command line: a bundle that runs, or one sentence that names both."""
+"""Every quantizer with every bitwidth: a bundle that runs, or one sentence that names both."""
 
 from __future__ import annotations
 

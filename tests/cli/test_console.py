@@ -1,4 +1,4 @@
-"""The console script as a process: interrupts at any time, standard streams that refuse, warnings of other packages."""
+"""The console script as a process: interrupts, closed or full standard streams, warnings of other packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ MODULE = [sys.executable, "-m", "moec.cli.main"]
 
 
 def start(command: list[str], *arguments: object, packages: Path | None = None, **environment: str) -> list[str]:
-    """A command line with environment variables. packages: a folder that is searched before installed packages."""
+    """Start a command line with environment variables.
+
+    packages: a folder that is searched before installed packages.
+    """
     path = {} if packages is None else {"PYTHONPATH": str(packages)}
     variables = [f"{name}={value}" for name, value in {**path, **environment}.items()]
     return ["env", *variables, *command, *map(str, arguments)]
@@ -28,7 +31,7 @@ def moec(*arguments: object, packages: Path | None = None, **environment: str) -
 
 
 def shell(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """`moec` is "$@"."""
+    """Run a script of the shell. `"$@"` in it is the command line of moec."""
     line = ["bash", "-c", command, "bash", *SCRIPT, *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, check=False)
 
@@ -77,7 +80,7 @@ def test_an_interrupt_after_the_end_changes_nothing() -> None:
 
 
 def test_an_interrupt_that_is_ignored_stays_ignored(bundle: Path) -> None:
-    """As of a job in the background of a script."""
+    """Background jobs of a script ignore interrupts."""
     done = shell("trap '' INT; PYTHONSTARTUP= \"$@\" & sleep 0.05; kill -INT $!; wait $!; echo $?", "--version")
     assert done.stdout.splitlines()[-1] == "0" and done.stderr == ""
 

@@ -1,4 +1,4 @@
-"""No character that drives a terminal reaches stdout or stderr from a bundle, a path or an argument."""
+"""No control character of a bundle, a path or an argument reaches stdout or stderr."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TITLE = "\x1b]0;owned\x07\x9b31m\u202e\u2066\u061c\r\nmoec: all is well"
 
 
 def drives_a_terminal(text: str) -> set[str]:
-    """Control characters but line end and tab, and marks that turn the direction of text."""
+    """Return whether a character is a control character except line end and tab, or changes the direction of text."""
     marks = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
     return {each for each in text if each in marks or (unicodedata.category(each) == "Cc" and each not in "\n\t")}
 
@@ -89,7 +89,7 @@ def test_a_bundle_cannot_drive_the_terminal(invoke: Invoke, own_bundle: Path, fi
         command, *options = arguments
         result = invoke(command, own_bundle, *options)
         assert result.exit_code in (0, 1, 3), result.stderr
-        if command != "run" or result.exit_code:  # text that a model makes is shown as it is
+        if command != "run" or result.exit_code:  # text of a model is printed unchanged
             said += result.stdout
         said += result.stderr
     assert not drives_a_terminal(said) and "\nmoec: all is well" not in said

@@ -1,4 +1,4 @@
-"""`moec demo`: its second example, which takes seconds; the first is `make demo`."""
+"""`moec demo`: its second example, which takes seconds. `make demo` runs the first one."""
 
 from __future__ import annotations
 

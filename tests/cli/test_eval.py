@@ -1,4 +1,4 @@
-"""`moec eval`: bundle and checkpoint through the same door."""
+"""`moec eval`: bundle and checkpoint in the same way."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_both_engines_write_the_same_answers(invoke: Invoke, bundle: Path, check
 
 
 def test_a_stop_text_ends_the_answers_of_both_engines(bundle: Path, checkpoint: Path) -> None:
-    """A first run tells what comes; the second, asked for the same again, ends early and at the same place in both."""
+    """A first run gives the text. The second run, with a stop text, ends early and equally in both engines."""
     prompts, tokens = ["a lamp", "Question: how many?"], []
     with bundle_engine(bundle, RuntimeOptions(slots=2)) as runtime:
         for engine in (runtime, checkpoint_engine(checkpoint, 1)):
@@ -86,7 +86,7 @@ def test_slots_shrink_to_fit_unless_they_are_asked_for(
     from moec.runtime.memory.budget import plan_memory
     from moec.runtime.options.runtime import RuntimeOptions
 
-    # What this process holds changes from one moment to the next.
+    # The memory of this process changes during the test.
     monkeypatch.setattr("moec.runtime.memory.budget.resident_set_bytes", lambda: 100 << 20)
     manifest: BundleManifest = open_bundle(bundle).manifest
     room = plan_memory(manifest, RuntimeOptions(expert_cache="100%", slots=8)).floor_bytes + (1 << 20)

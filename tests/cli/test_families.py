@@ -1,4 +1,4 @@
-"""Every command on bundles of families with most of their own: plain layers, shared experts, layer norms."""
+"""Every command on bundles of three families: plain layers, shared experts, layer norms."""
 
 from __future__ import annotations
 

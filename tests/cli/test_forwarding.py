@@ -1,4 +1,4 @@
-"""Every option of a command line arrives where it is meant to, and every field of the options has a command line."""
+"""Every option of a command line arrives at its destination, and every field of the options has a command line."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from .command_lines import ENGINE, LINES, SHOWN_ELSEWHERE, Given, Line
 
 STOPPED = "the seam is reached"
 CASES = [(name, parameter) for name, line in LINES.items() for parameter in line.given]
-# Field -> why no command line gives it.
+# Field -> reason why no command line sets it.
 NOT_OFFERED = {
     (BeamOptions, "early_stopping"): "of the library alone",
     (CompileRequest, "talk"): "the log and the progress of the terminal",
     (CompileRequest, "published"): "writes what lies next to the bundle",
     (CompileRequest, "disk"): "replaced by tests that let it fail",
 }
-# Class -> where its fields stand in what a seam is given, and the seams.
+# Class -> path of its fields in the arguments of a seam, and the seams.
 PLACES = {
     RuntimeOptions: ("options.", {ENGINE}),
     SamplingOptions: ("sampling.", {"moec.runtime.engine.engine.Engine.generate"}),
@@ -50,7 +50,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def folder(checkpoint: Path, two_version_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command lines name: a bundle, a model, prompts, texts and a trace of a run."""
+    """A folder with the files of the command lines: a bundle, a model, prompts, texts and a trace."""
     folder = tmp_path_factory.mktemp("lines")
     (folder / "bundle").symlink_to(two_version_bundle)
     (folder / "model").symlink_to(checkpoint)
@@ -68,7 +68,7 @@ def folder(checkpoint: Path, two_version_bundle: Path, tmp_path_factory: pytest.
 
 
 def measure_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Let `moec bench` take this machine for a known one."""
+    """Let `moec bench` use a known profile instead of measuring this machine."""
     laptop = load_profile("laptop")
     patch.setattr("moec.profiles.probe.probe_host", lambda place, request_bytes: laptop)
     patch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
@@ -79,9 +79,9 @@ def words(text: str, folder: Path) -> list[str]:
 
 
 def follow(line: Line, folder: Path, is_silent: bool = False) -> SimpleNamespace:
-    """What a command hands to the seam of a line, by the names of its parameters; `kernels`: those that it chose.
+    """Return the arguments of the seam of a line by parameter name. `kernels` is the chosen instruction set.
 
-    is_silent: leave out all that is `given` but positions and what the line needs.
+    is_silent: leave out all options except those that the line needs.
     """
     seen = SimpleNamespace(kernels=None)
     owner, name = located(line.seam)
@@ -104,7 +104,7 @@ def follow(line: Line, folder: Path, is_silent: bool = False) -> SimpleNamespace
 
 
 def located(seam: str) -> tuple[Any, str]:
-    """The module or class that has a seam, and its name there."""
+    """Return the module or class that has a seam, and the name of the seam there."""
     parts = seam.split(".")
     for end in range(len(parts) - 1, 0, -1):
         try:
@@ -119,7 +119,7 @@ def located(seam: str) -> tuple[Any, str]:
 
 @pytest.fixture(scope="module")
 def arrived(folder: Path) -> Callable[[str], SimpleNamespace]:
-    """What the seam of each line was given; every line is followed once."""
+    """Arguments of the seam of each line. Every line is followed once."""
     found: dict[str, SimpleNamespace] = {}
 
     def of(name: str) -> SimpleNamespace:
@@ -131,7 +131,7 @@ def arrived(folder: Path) -> Callable[[str], SimpleNamespace]:
 
 
 def reached(start: Any, way: str) -> Any:
-    """Go along attributes, keys and places in lists."""
+    """Return the value at the end of a path of attributes, keys and indices."""
     for step in way.split("."):
         if isinstance(start, dict):
             start = start[step]
@@ -141,7 +141,7 @@ def reached(start: Any, way: str) -> Any:
 
 
 def in_folder(value: Any, folder: Path) -> Any:
-    """The value with the name of the folder in it."""
+    """Return the value with the name of the folder in it."""
     if isinstance(value, (tuple, list)):
         return type(value)(in_folder(each, folder) for each in value)
     if isinstance(value, (str, Path)):
@@ -168,12 +168,12 @@ def test_every_parameter_of_a_command_has_a_line(name: str) -> None:
 
 
 def default_of(field: Field[Any]) -> Any:
-    """The default of a field, MISSING where it has none."""
+    """Return the default of a field, or MISSING."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def lines_of(kind: type) -> Iterator[tuple[str, Given]]:
-    """Fields of a class that lines give, and how."""
+    """Return the fields of a class that lines give, and their parameters."""
     prefix, seams = PLACES[kind]
     for line in LINES.values():
         for given in line.given.values():

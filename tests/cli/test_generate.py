@@ -1,4 +1,4 @@
-"""`moec generate`: a file of prompts into a file of continuations."""
+"""`moec generate`: from a file of prompts to a file of continuations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The group: help, version, and how every kind of error leaves."""
+"""The group: help, version, and the exit of every kind of error."""
 
 from __future__ import annotations
 

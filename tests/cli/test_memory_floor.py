@@ -1,4 +1,4 @@
-"""The least `--memory` that `inspect` and the refusal print works, and 1 MiB less is refused: in real processes."""
+"""The smallest `--memory` that `inspect` and the refusal print works, and 1 MiB less is refused. In real processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def moec(*arguments: object, group: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command line, in a control group if the file of its processes is given."""
+    """Run the command line, in a control group if its file of processes is given."""
 
     def enter() -> None:
         if group is not None:
@@ -91,7 +91,7 @@ def test_the_expert_cache_is_named_in_its_own_unit(bundles: dict[str, Path]) -> 
 
 
 def test_a_run_at_the_floor_stays_inside_a_control_group(bundles: dict[str, Path]) -> None:
-    """The kernel's own count, page cache included: 64 MiB above the number that `inspect` prints nothing is killed."""
+    """The kernel counts the page cache too. With a limit 64 MiB above the printed number no process is killed."""
     least = least_of(json.loads(moec("inspect", bundles["many"], "--json").stdout)["memory"]["option"])
     with memory_group((least << 20) + MARGIN_BYTES) as group:
         run = ("run", bundles["many"], "--prompt", "Question: 12?" * 8, "--max-new-tokens", 16)
@@ -101,7 +101,7 @@ def test_a_run_at_the_floor_stays_inside_a_control_group(bundles: dict[str, Path
 
 
 def test_path_tables_are_read_where_they_are_asked_for_alone(bundles: dict[str, Path], tmp_path: Path) -> None:
-    """A dictionary that contradicts itself is found by `verify` and `--prefetch path`; other runs do not read it."""
+    """`verify` and `--prefetch path` refuse a dictionary that contradicts itself. Other runs do not read it."""
     bundle = Path(shutil.copytree(bundles["many"], tmp_path / "many"))
     zeros = {"popularity": np.zeros((4, 96), np.uint32), "transitions": np.zeros((3, 96, 96), np.uint32)}
     numbers = np.arange(2 * 96 * 96, dtype=np.int32)

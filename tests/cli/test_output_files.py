@@ -1,4 +1,4 @@
-"""Every option that names a file to write: devices stay, bad places are refused before the work, folders are made."""
+"""Every option that names an output file: devices stay, wrong paths are refused before the work, folders are made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from .conftest import Invoke
 
 PAST = ("reads", "mode:", "[0:")
-"""What a command says when its work has begun."""
+"""Messages of commands after their work has begun."""
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def writing(bundle: Path, prompts: Path, texts: Path) -> dict[str, tuple[object, ...]]:
-    """Commands that write one file, but for its name."""
+    """Commands that write one file, without its name."""
     return {
         "generate": ("generate", bundle, "--prompts", prompts, "--max-new-tokens", 2, "--out"),
         "eval": ("eval", bundle, "--data", texts, "--limit", 1, "--per-item"),

@@ -1,4 +1,4 @@
-"""`moec pack` and `moec unpack`: there and back gives the same bytes."""
+"""`moec pack` and then `moec unpack` give the same bytes."""
 
 from __future__ import annotations
 

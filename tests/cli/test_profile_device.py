@@ -1,4 +1,4 @@
-"""`moec profile-device` writes what `--device` reads, and loses nothing that was there."""
+"""`moec profile-device` writes a file that `--device` reads, and replaces no existing file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that do not fit are refused before they are turned into tokens, and what is read of them is bounded."""
+"""Prompts that do not fit are refused before they become tokens, and the number of bytes read is bounded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cli.conftest import Invoke
 
 
 class Counting(io.BytesIO):
-    """Standard input that never ends, and counts."""
+    """Standard input without end that counts the bytes read."""
 
     given = 0
 
@@ -86,7 +86,7 @@ def test_prompts_of_a_file(invoke: Invoke, bundle: Path, tmp_path: Path) -> None
 
 
 def test_what_the_normalizer_makes_of_a_text_counts(tmp_path: Path) -> None:
-    """A text that grows is measured, not taken to grow as far as it could."""
+    """The growth of a text is measured, and not taken to be the largest possible growth."""
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer.normalizer = normalizers.Replace("a", "a" * 1000)
     tokenizer.save(str(tmp_path / "tokenizer.json"))

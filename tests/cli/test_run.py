@@ -1,4 +1,4 @@
-"""`moec run`: text on stdout, mode and statistics on stderr, the same text whatever the cache does."""
+"""`moec run`: text on stdout, mode and statistics on stderr, the same text for every cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def text_of(invoke: Invoke, bundle: Path, *options: object) -> str:
 
 
 def add_file(bundle: Path, name: str, data: bytes) -> None:
-    """One more file in a published bundle, listed."""
+    """Add a listed file to a published bundle."""
     manifest = decode_manifest((bundle / MANIFEST_NAME).read_bytes(), "test")
     entry = FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
     files = tuple(sorted((*manifest.files, entry), key=lambda file: file.name))
@@ -109,7 +109,7 @@ def test_a_stop_text_ends_the_answer_and_is_not_shown(invoke: Invoke, bundle: Pa
 def test_a_penalty_and_min_p_change_the_text(invoke: Invoke, bundle: Path) -> None:
     assert text_of(invoke, bundle, "--repetition-penalty", 3) != text_of(invoke, bundle)
     hot = ("--temperature", 1.5, "--seed", 1)
-    assert text_of(invoke, bundle, *hot, "--min-p", 1) == text_of(invoke, bundle)  # the likeliest alone is left
+    assert text_of(invoke, bundle, *hot, "--min-p", 1) == text_of(invoke, bundle)  # one token is left
     assert text_of(invoke, bundle, *hot) != text_of(invoke, bundle)
 
 
@@ -136,8 +136,8 @@ def test_a_chat_goes_through_the_template(invoke: Invoke, bundle: Path, tmp_path
     [
         (("--system", "x"), "`--system` has no effect without `--chat`"),
         (("--length-penalty", 2), "`--length-penalty` has no effect with one beam"),
-        (("--beams", 2, "--temperature", 1), "`--beams` looks for the likeliest answer"),
-        (("--beams", 2, "--stop", "x"), "`--beams` looks for the likeliest answer"),
+        (("--beams", 2, "--temperature", 1), "`--beams` finds the most probable answer"),
+        (("--beams", 2, "--stop", "x"), "`--beams` finds the most probable answer"),
         (("--beams", 99), "beams must be 1 to 64"),
         (("--min-p", 0.1), "no effect at temperature 0"),
     ],

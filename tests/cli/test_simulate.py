@@ -1,4 +1,4 @@
-"""`moec simulate`: the counts of a real run, devices and overrides, and what is refused."""
+"""`moec simulate`: the counts of a real run, devices and overrides, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = "one byte of this text is one token, so it is long enough for a few dozen
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
-    """A shipped profile in place of the probe, which takes seconds."""
+    """Use a shipped profile instead of the probe, which takes seconds."""
     profile = load_profile("laptop")
     monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: profile)
     monkeypatch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
@@ -256,7 +256,7 @@ def test_the_little_model_of_a_trace_must_be_there(invoke: Invoke, mixed_bundle:
     for given, told in [
         (("--trace-out", tmp_path / "t", "--trace-little", "9"), "a little model of 9 experts is the whole one"),
         (("--trace-out", tmp_path / "t", "--trace-little", "few"), "`--trace-little few` is not a number of experts"),
-        (("--trace-little", "1"), "`--trace-little` is what a trace says"),
+        (("--trace-little", "1"), "`--trace-little` has no effect without a trace"),
     ]:
         done = invoke(*bench, *given)
         assert done.exit_code == 1 and told in done.stderr and not (tmp_path / "t").exists()

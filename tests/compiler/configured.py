@@ -1,4 +1,4 @@
-"""A checkpoint's folder lowered, and its config.json changed: what the tests of all families begin with."""
+"""Functions for the tests of all families: lower a checkpoint, and change its config.json."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moec.compiler.families import Lowering, lower
 
 
 def lowered(path: Path) -> Lowering:
-    """The checkpoint in a folder, translated."""
+    """Return the lowering of the checkpoint in a folder."""
     return lower(open_checkpoint(str(path)))
 
 
 def configured(path: Path, **changes: Any) -> Path:
-    """Change keys of config.json; ... removes a key."""
+    """Change keys of config.json. The value ... removes a key."""
     config = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
     return path

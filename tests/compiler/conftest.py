@@ -1,4 +1,4 @@
-"""A model and texts small enough for whole compiles."""
+"""A model and texts that are small enough for whole compiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.tiny_compile import save_model, save_texts
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer of three experts."""
+    """A model with one layer of three experts."""
     return save_model(tmp_path_factory.mktemp("model") / "tiny", layers=1, experts=3)
 
 

@@ -1,4 +1,4 @@
-"""What a compile does with other quantizers, with little on offer, and with what others left beside its output."""
+"""Compiles with other quantizers, with few formats, and with foreign files next to the output."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_groups_of_32_at_4_bits_take_the_bytes_of_q4_0(model: Path, tmp_path: Pa
 
 
 def test_eight_bits_are_used_where_128_divides_no_width(texts: Path, tmp_path: Path) -> None:
-    """Widths of 576 and 192: a search between 8 and 16 bits, whose bundle then answers."""
+    """Widths of 576 and 192: a search between 8 and 16 bits, and answers of its bundle."""
     odd = save_model(tmp_path / "odd", layers=1, experts=2, hidden_size=576, width=192)
     options: dict[str, Any] = {"bits": (4, 8, 16), "group_sizes": (), "dense_bits": 8, "swaps": 0, "comparisons": False}
     result = compile_tiny(odd, tmp_path / "out", "bits_per_weight", 7.0, quick=False, data=str(texts), **options)

@@ -22,7 +22,7 @@ MIXED = tuple(QuantSpec.parse(text) for text in ("q2g32", "q3g32", "q4s", "q8", 
 
 
 def mixed_formats(plan: CompilePlan) -> CompilePlan:
-    """Every unit in another format than its neighbours."""
+    """Return the plan with another format for each unit than for the units next to it."""
     fitting = [spec if spec.bitwidth < 16 else plan.dense["final_norm"] for spec in MIXED]
     units = {unit: fitting[index % len(fitting)] for index, unit in enumerate(plan.units)}
     return replace(plan, units=units)
@@ -39,7 +39,8 @@ def emit_bundle(
 ) -> Path:
     """Compile with one format for all experts, or with many.
 
-    low: format of low versions. pruned: experts that are left out.
+    low: format of low versions.
+    pruned: experts that are left out.
     """
     lowering = lower(open_checkpoint(str(checkpoint_folder)))
     experts = lowering.spec_16bit if bitwidth == 16 else QuantSpec(bitwidth, 32)

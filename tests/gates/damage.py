@@ -1,4 +1,4 @@
-"""Ways to damage a bundle, and to make the damage look intended: digests are no secret."""
+"""Functions that damage a bundle, and functions that make its digests match the damage: digests are no secret."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ IO_MODES = ("direct", "buffered", "mmap")
 
 
 def check(bundle: Path) -> None:
-    """What `moec verify` does."""
+    """Do the checks of `moec verify`."""
     opened = open_bundle(bundle)
     opened.tables()
     verify_bundle(opened)
 
 
 def run(bundle: Path, io: str = "auto", **options: Any) -> None:
-    """What `moec run` does: every expert is read, a text goes in, tokens come out."""
+    """Do the work of `moec run`: read every expert, take a prompt, and return tokens."""
     with load(bundle, **{"expert_cache": "100%", "context": 16, "threads": 1, "io": io, **options}) as engine:
         engine.encode("ab \U0001f600")
         assert len(list(engine.generate(PROMPT, max_new_tokens=2))) in (1, 2)
 
 
 def flip(path: Path, place: int, mask: int = 1) -> None:
-    """Change bits of one byte; a second time: change them back."""
+    """Change bits of one byte. A second call restores them."""
     with path.open("r+b") as file:
         file.seek(place)
         old = file.read(1)[0]
@@ -47,25 +47,25 @@ def flip(path: Path, place: int, mask: int = 1) -> None:
 
 
 def places(size: int, count: int = 6) -> list[int]:
-    """First, last, and some between."""
+    """Return the first index, the last one, and some between."""
     return sorted({0, size - 1, *(size * n // count for n in range(1, count))})
 
 
 def plain_manifest(bundle: Path) -> dict[str, Any]:
-    """The manifest as JSON values, without its digest."""
+    """Return the manifest as JSON values, without its digest."""
     plain: dict[str, Any] = load_strict_json((bundle / MANIFEST_NAME).read_bytes(), MANIFEST_JSON)
     del plain[DIGEST_FIELD]
     return plain
 
 
 def seal(bundle: Path, plain: dict[str, Any]) -> None:
-    """Write a manifest with the digest that it then has."""
+    """Write a manifest with its digest."""
     digest = hashlib.sha256(canonical_json(plain)).hexdigest()
     (bundle / MANIFEST_NAME).write_bytes(canonical_json({**plain, DIGEST_FIELD: digest}))
 
 
 def seal_files(bundle: Path) -> None:
-    """Make the manifest say what the files now are, digests of experts included."""
+    """Write the sizes and digests of the present files into the manifest, experts included."""
     plain = plain_manifest(bundle)
     for entry in plain["files"]:
         data = (bundle / entry["name"]).read_bytes()
@@ -79,7 +79,7 @@ def seal_files(bundle: Path) -> None:
 
 
 def _seal_dense(data: bytes, entries: list[dict[str, Any]]) -> None:
-    """The checksums of the weights that the header still names."""
+    """Correct the checksums of the weights that the header names."""
     start = 8 + int.from_bytes(data[:8], "little")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         header = json.loads(data[8:start])
@@ -89,7 +89,7 @@ def _seal_dense(data: bytes, entries: list[dict[str, Any]]) -> None:
 
 
 def write_tables(bundle: Path, alignment_bytes: int = 4096, **changes: np.ndarray | None) -> None:
-    """Tables with some tensors replaced, and a manifest that agrees."""
+    """Write tables with some tensors replaced, and a manifest that agrees."""
     kinds = {"<u2": "U16", "<u4": "U32", "<i4": "I32", "<i8": "I64", "<f4": "F32", "|u1": "U8"}
     tensors: dict[str, np.ndarray | None] = {
         "popularity": np.ones((2, 3), np.uint32), "transitions": np.ones((1, 3, 3), np.uint32),

@@ -1,6 +1,6 @@
-"""A control group that bounds the memory of one process, page cache counted. Linux, as root.
+"""A control group that limits the memory of one process, page cache included. Linux, as root.
 
-Both hierarchies are known: version 1 (`memory`) and version 2 (`memory.max`).
+Both versions are supported: version 1 (`memory`) and version 2 (`memory.max`).
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ SYSTEM = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """The files of one group, as its version names them."""
+    """The files of one group, with the names of its version."""
 
     path: Path
     is_version_2: bool
 
     @property
     def processes(self) -> Path:
-        """Whose number is written there is in the group from then on."""
+        """File of the process numbers. A process whose number is written to it enters the group."""
         return self.path / "cgroup.procs"
 
     @property
     def usage(self) -> Path:
-        """Bytes that are charged now."""
+        """File of the charged bytes."""
         return self.path / ("memory.current" if self.is_version_2 else "memory.usage_in_bytes")
 
     def limit(self, size_bytes: int) -> None:
-        """Whoever would take more loses page cache, and is killed where none is left; nothing is swapped."""
+        """Set the limit, without swap. Beyond it page cache is dropped, and without page cache a process is killed."""
         names = ("max", "swap.max") if self.is_version_2 else ("limit_in_bytes", "swappiness")
         (self.path / f"memory.{names[0]}").write_text(str(size_bytes))
-        with contextlib.suppress(FileNotFoundError):  # the system counts no swap
+        with contextlib.suppress(FileNotFoundError):  # the system has no swap accounting
             (self.path / f"memory.{names[1]}").write_text("0")
 
     def times_full(self) -> int:
-        """How often the limit stood in the way, of page cache too."""
+        """Return how often the limit was reached, also by page cache."""
         if self.is_version_2:
             return self._counts("memory.events")["max"]
         return int((self.path / "memory.failcnt").read_text())
 
     def kills(self) -> int:
-        """Processes that the system ended for want of memory."""
+        """Return the number of processes that the system killed because memory was full."""
         return self._counts("memory.events" if self.is_version_2 else "memory.oom_control")["oom_kill"]
 
     def _counts(self, name: str) -> dict[str, int]:
@@ -58,7 +58,7 @@ class MemoryGroup:
 
 @contextlib.contextmanager
 def memory_group(limit_bytes: int | None = None) -> Iterator[MemoryGroup]:
-    """A group of its own; the test is skipped where none can be made."""
+    """Make a new group. The test is skipped if that is not possible."""
     with contextlib.ExitStack() as made:
         try:
             parent = parent_group()
@@ -73,7 +73,7 @@ def memory_group(limit_bytes: int | None = None) -> Iterator[MemoryGroup]:
 
 
 def _remove(path: Path) -> None:
-    for _ in range(50):  # the last thread of a process leaves its group behind the process's end
+    for _ in range(50):  # the last thread of a process leaves its group after the end of the process
         with contextlib.suppress(OSError):
             path.rmdir()
             return
@@ -82,14 +82,16 @@ def _remove(path: Path) -> None:
 
 
 def parent_group(system: Path = SYSTEM) -> MemoryGroup:
-    """Where groups can be made: the one that this process is in, under version 2 the nearest above whose children have
-    the controller of memory. Raises OSError where there is none.
+    """Return the group in which new groups can be made.
+
+    It is the group of this process. In version 2 it is the nearest parent whose children have the memory controller.
+    Raises OSError if there is none.
     """
     root, own = system / "sys/fs/cgroup", ""
     for line in (system / "proc/self/cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
         if "memory" in names.split(","):
-            inside = root / "memory" / path.lstrip("/")  # a container may not see its own name
+            inside = root / "memory" / path.lstrip("/")  # a container may not see the name of its group
             return MemoryGroup(inside if inside.exists() else root / "memory", is_version_2=False)
         own = path if names == "" else own
     parts = [part for part in own.split("/") if part]

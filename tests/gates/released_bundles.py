@@ -1,7 +1,8 @@
-"""Tiny bundles to keep, each packed into one file, and the logits that the code which wrote them gives on numpy.
+"""Tiny bundles for later versions, each packed into one file, with the logits of their code on numpy.
 
-`python -m tests.gates.released_bundles FOLDER [NAME ...]` writes all of them, or those, as `format-VERSION-NAME.moec`
-beside a `.json`. Weights are random; between them the bundles have every format and nearly every field.
+`python -m tests.gates.released_bundles FOLDER [NAME ...]` writes all of them, or the named ones, as
+`format-VERSION-NAME.moec` next to a `.json`. Weights are random. All bundles together have every format and nearly
+every field.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from tests.tiny_switch import TinySwitch, save_tiny_switch
 
 TEXT = "What it said, it says."
 TOKENS = np.random.default_rng(12).integers(4, VOCABULARY, 10).tolist()
-STEP = 24  # of so many logits of a token one is kept
-TOLERANCE = 1e-5  # of the largest logit; sets of kernels differ by 3e-7
-NOISE, TRIALS = 1e-6, 12  # of activations; the order of sums changes them by a tenth of that
-LEAST_CHANGE = 1e-3  # of the largest logit, by what a second run is for
-LARGE_BITWIDTH = 8  # formats from here on occur once in a bundle
+STEP = 24  # one logit of so many is kept
+TOLERANCE = 1e-5  # share of the largest logit; instruction sets differ by 3e-7
+NOISE, TRIALS = 1e-6, 12  # share of activations; the order of sums changes them by a tenth of that
+LEAST_CHANGE = 1e-3  # share of the largest logit, by which a second run must differ
+LARGE_BITWIDTH = 8  # wider formats occur once in a bundle
 LOSSLESS = {"expert_cache": "1MiB", "context": 64}
 LOW = {**LOSSLESS, "cache_state": "cold", "prefetch": "off", "policy": "lru", "dynamic_precision": "0,1"}
 _SMALL: dict[str, Any] = {
@@ -80,7 +81,7 @@ _FORMATS = (
 
 
 def compiled(root: Path, seed: int) -> Path:
-    """Qwen3-MoE through the whole pipeline: counts of calibration, formats by search, a certificate."""
+    """Qwen3-MoE from the whole compile: tables of calibration, formats by search, a certificate."""
     shape = TinyMixtral(
         layers=3, hidden_size=32, width=32, heads=2, kv_heads=1, head_size=16, experts=3, tied=True, seed=seed
     )
@@ -102,7 +103,7 @@ def sinks(root: Path, seed: int) -> Path:
 
 
 def norms(root: Path, seed: int) -> Path:
-    """Phi-3.5-MoE: layer norms, sparsemixer, a bias of the head, a long rotary form; a layer with static routing."""
+    """Phi-3.5-MoE: layer norms, sparsemixer, a bias of the head, a long rotary form, a layer with static routing."""
     folder = save_tiny_family(root / "model", TinyFamily("Phimoe", {**_SMALL, **_NORMS}, seed=seed))
     return _emit(root, folder, _with_static_layer)
 
@@ -128,7 +129,7 @@ def versions(root: Path, seed: int) -> Path:
 
 
 def _with_static_layer(lowering: Lowering) -> Lowering:
-    """The last layer is told which experts each token takes; its router weighs them."""
+    """Set the experts of each token in the last layer. Its router gives their weights."""
     *before, last = lowering.model.layers
     order = np.tile(np.arange(last.experts.count), (lowering.model.vocab_size, 1))
     taken = np.random.default_rng(47).permuted(order, axis=1)[:, : last.experts.top_k]
@@ -143,7 +144,7 @@ def _emit(
     change: Callable[[Lowering], Lowering] = lambda lowering: lowering,
     change_plan: Callable[[CompilePlan], CompilePlan] = lambda plan: plan,
 ) -> Path:
-    """A checkpoint with its units in one format after the other, dense weights in 2 bits."""
+    """Emit a bundle whose units have one format after the other. Dense weights have 2 bits."""
     lowering = change(lower(open_checkpoint(str(folder))))
     plan = uniform_plan(lowering.model, QuantSpec(4, 32), QuantSpec(2, 32), lowering.float_type)
     shapes = {unit: plan.model.unit_shape(unit.layer, unit.projection) for unit in plan.units}
@@ -156,7 +157,7 @@ def _emit(
     plan = change_plan(replace(plan, units=units))
 
     def floats(unit: UnitKey, spec: QuantSpec) -> np.ndarray | None:
-        """Weights of 4-bit floats, which no quantizer rounds to."""
+        """Return weights of 4-bit floats, which no quantizer makes."""
         if not spec.is_mxfp4:
             return None
         draw, (rows, columns) = torch.Generator().manual_seed(46), shapes[unit]
@@ -179,13 +180,13 @@ MODELS: dict[str, tuple[Callable[[Path, int], Path], list[dict[str, Any]]]] = {
     "encoder": (encoder, [LOSSLESS]),
     "versions": (versions, [LOSSLESS, LOW]),
 }
-"""How each is made, and the options of its runs."""
+"""Name -> function that makes the bundle, and the options of its runs."""
 
 
 def logits_of(bundle: Path, options: dict[str, Any], prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-    """Of every token one logit in STEP, beginning with another one each time: float32 [T x V / STEP].
+    """Return one logit in STEP of every token, float32 [T x V / STEP]. The first index differs from token to token.
 
-    The first pass takes the prompt, and where modes decide, which they do behind it, its first token.
+    The first pass takes the prompt. With lossy modes it takes only the first token, because modes decide after it.
     """
     with load(bundle, **options) as engine:
         engine.begin_sequence()
@@ -198,12 +199,12 @@ def logits_of(bundle: Path, options: dict[str, Any], prompt: Sequence[int], toke
 
 
 def differ(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, as a share of the largest logit."""
+    """Return the largest difference, as a share of the largest logit."""
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
 def _uses_all(bundle: Path, prompt: Sequence[int]) -> bool:
-    """Whether every expert has a part in the logits."""
+    """Return whether every expert affects the logits."""
     with load(bundle, **LOSSLESS, cache_state="cold", prefetch="off") as engine:
         stored = [entry for entry in engine.bundle.manifest.experts if not entry.is_pruned]
         engine.begin_sequence()
@@ -213,13 +214,15 @@ def _uses_all(bundle: Path, prompt: Sequence[int]) -> bool:
 
 
 def _are_apart(said: Sequence[np.ndarray]) -> bool:
-    """Whether each run says something else: low versions were taken, the long form was."""
+    """Return whether all runs differ, so that low versions and the long form were used."""
     return all(differ(one, other) > LEAST_CHANGE for one, other in combinations(said, 2))
 
 
 def _is_steady(bundle: Path, options: dict[str, Any], prompt: Sequence[int], expected: np.ndarray) -> bool:
-    """Whether logits stay where activations change in their last bits: then none is about to be rounded to 8 bits the
-    other way, and no token to have another expert, which would change logits by a hundredth.
+    """Return whether logits stay equal if the last bits of activations change.
+
+    Then no activation is close to another 8-bit value, and no token is close to another choice of experts. Either would
+    change logits by a hundredth.
     """
     draw, exact = np.random.default_rng(0), reference.round_activations
 
@@ -231,7 +234,7 @@ def _is_steady(bundle: Path, options: dict[str, Any], prompt: Sequence[int], exp
 
 
 def write(name: str, folder: Path) -> None:
-    """One bundle of the first seed that will do, and what it says."""
+    """Write the bundle of the first suitable seed, and its results."""
     make, runs = MODELS[name]
     for seed in count():
         with TemporaryDirectory() as root:

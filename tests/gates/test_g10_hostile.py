@@ -1,4 +1,4 @@
-"""G10: damaged and hostile bundles are refused with an error that names the place; they never crash, hang or swell."""
+"""G10: damaged and hostile bundles are refused with an error that names the place. No crash, no hang, little memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def names(original: Path) -> list[str]:
 
 
 def refused(action: Callable[[], Any], *named: str) -> BundleError:
-    """The action raises a BundleError whose message holds all of `named`."""
+    """Check that the action raises a BundleError whose message contains all of `named`."""
     with pytest.raises(BundleError) as caught:
         action()
     assert caught.value.exit_code == 3 and len(caught.value.message) < 2000
@@ -83,7 +83,7 @@ def test_a_flipped_byte_in_every_file(bundle: Path) -> None:
     count = 0
     for name in names(bundle):
         size = (bundle / name).stat().st_size
-        # 0x03 turns a line feed into a tab: white space is not free either.
+        # 0x03 turns a line feed into a tab: a change of white space is found too.
         for mask, place in [(m, p) for p in places(size) for m in (0x01, 0x80)] + [(0x03, 1)]:
             flip(bundle / name, place, mask)
             count += 1
@@ -96,7 +96,7 @@ def test_a_flipped_byte_in_every_file(bundle: Path) -> None:
 
 
 def test_a_flipped_byte_in_every_expert(bundle: Path) -> None:
-    """Found by checking, and by running as soon as the expert is read: at the start, or when it is first asked for."""
+    """The byte is found by a check, and by a run when it reads the expert first."""
     opened = open_bundle(bundle)
     smallest = str(opened.manifest.cost.minimum_expert_bytes)
     for number, entry in enumerate(opened.manifest.experts):
@@ -111,7 +111,7 @@ def test_a_flipped_byte_in_every_expert(bundle: Path) -> None:
 
 
 def lengths(path: Path) -> list[int]:
-    """Where to cut: around the prefix, the header, every tensor and every page, and some places between."""
+    """Return lengths at which to cut: near the prefix, the header, every tensor and every page, and some between."""
     size, found = path.stat().st_size, {0, 1, 7, 8, 9}
     marks = [size, *range(4096, size, 4096), *places(size, 4)]
     if path.suffix == ".safetensors":
@@ -174,7 +174,7 @@ def test_an_extra_file(bundle: Path, name: str) -> None:
 
 
 def test_links(bundle: Path, tmp_path: Path) -> None:
-    """Also to the very same bytes: what a link points to can change after the check."""
+    """A link is refused even if it points to the same bytes, because its target can change after the check."""
     for name in names(bundle):
         target = tmp_path / name
         (bundle / name).rename(target)
@@ -254,7 +254,7 @@ HOSTILE_FIELDS: list[tuple[str, Any]] = [
 
 
 def test_hostile_manifests(bundle: Path) -> None:
-    """Each with the digest that belongs to it."""
+    """Each manifest has its correct digest."""
     original = plain_manifest(bundle)
     reset_peak_memory()
     before = peak_memory_bytes()
@@ -287,7 +287,7 @@ def test_an_absurd_model_costs_no_memory(bundle: Path) -> None:
 
 
 def test_any_value_anywhere(bundle: Path) -> None:
-    """What is not refused makes sense: it runs, or the run is refused for what the manifest then says."""
+    """A manifest that is not refused is consistent: it runs, or the run is refused for a value in it."""
     original, source = plain_manifest(bundle), random.Random(10)
     every = [path for path in paths(original) if not path.startswith("source.files")]
     model = [path for path in every if path.startswith(("model", "cost", "required"))]
@@ -354,7 +354,7 @@ def test_tables_that_are_well_formed_are_accepted(bundle: Path) -> None:
 
 
 def test_more_path_keys_than_the_limit(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused by the header, whatever the prefetcher."""
+    """The header is refused with every prefetcher."""
     write_tables(bundle, **PATHS)
     monkeypatch.setattr("moec.runtime.bundle.opening.MAX_PATH_KEYS", 0)
     for action in (check, run):
@@ -364,7 +364,7 @@ def test_more_path_keys_than_the_limit(bundle: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", WEIGHT_FILES)
 def test_hostile_headers(bundle: Path, name: str) -> None:
-    """Random changes of a header, sealed: refused, or the file still means the same."""
+    """Random changes of a header with a correct digest are refused, or do not change the meaning of the file."""
     source, whole = random.Random(name), (bundle / name).read_bytes()
     end = len(whole[8:].split(b" ", 1)[0]) + 16
     for _ in range(60):
@@ -383,7 +383,7 @@ def test_hostile_headers(bundle: Path, name: str) -> None:
 
 
 def test_hostile_tokenizers(bundle: Path) -> None:
-    """Refused, or usable; never another error, whatever the tokenizers library makes of the file."""
+    """A file is refused or usable. The tokenizers library causes no other error."""
     source, whole = random.Random(3), (bundle / "tokenizer.json").read_bytes()
     for number in range(60):
         data = bytearray(whole)

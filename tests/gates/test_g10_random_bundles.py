@@ -1,7 +1,7 @@
-"""G10: what `moec verify` accepts can be run. Random valid bundles of every kind the format allows, and changed ones.
+"""G10: a bundle that `moec verify` accepts can run. Random valid bundles of every kind, and changed ones.
 
-Each is verified, opened and run by engines with random options, in child processes with a limit of address space and
-of processor time. `MOEC_FULL_GATES=1` takes 500 bundles instead of the few of every day.
+Each bundle is verified, opened and run by engines with random options. That happens in child processes with a limit of
+address space and of processor time. `MOEC_FULL_GATES=1` takes 500 bundles instead of the few of the fast suite.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(FIRST, FIRST + BUNDLES, BUNDLES_PER_CHILD))
 def test_what_is_accepted_runs(first: int) -> None:
-    """Tokens, NaN refused by name, or an error about options and memory; a changed manifest may be refused, too."""
+    """A run gives tokens, an error that names NaN, or an error about options or memory.
+
+    A changed manifest may also be refused.
+    """
     numbers = map(str, (first, BUNDLES_PER_CHILD, ENGINES, CHANGES))
     child = subprocess.run(
         [sys.executable, "-m", "tests.hostile.random_runs", *numbers],
@@ -84,13 +87,13 @@ HAS: dict[str, Callable[[ModelSpec], Any]] = {
 
 
 def test_every_kind_of_model_is_drawn() -> None:
-    """Among the bundles of every day already."""
+    """The bundles of the fast suite have every kind."""
     models = [random_model(random.Random(seed)) for seed in range(FIRST, FIRST + BUNDLES)]
     assert not [kind for kind, has in HAS.items() if not any(map(has, models))]
 
 
 def test_every_kind_of_weight_is_drawn() -> None:
-    """Every bitwidth, `mxfp4`, experts left out, low versions, and numbers that are none."""
+    """Every bitwidth, `mxfp4`, experts left out, low versions, and NaN."""
     plans, formats = [draw_plan(seed) for seed in range(FIRST, FIRST + BUNDLES)], set[str]()
     for plan, _ in plans:
         for specs in (plan.dense, *plan.experts.values(), *plan.low.values()):

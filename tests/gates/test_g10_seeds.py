@@ -1,7 +1,7 @@
 """G10: every hostile input that once showed a defect, replayed through the console script.
 
-Each command has 10 s of processor time and 2 GiB of addresses, ends with a documented exit code, and shows neither a
-traceback nor a control character. A defect that hostile input shows adds a seed: see `tests/hostile/seed.py`.
+Each command has 10 s of processor time and 2 GiB of address space. It ends with a documented exit code, and shows
+neither a traceback nor a control character. Each new defect by hostile input adds a seed: see `tests/hostile/seed.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gate("G10")
 
 
 def all_seeds() -> dict[str, Seed]:
-    """The seeds of all modules `seeds_*`, by module and name."""
+    """Return the seeds of all modules `seeds_*`, by module and name."""
     found = dict[str, Seed]()
     for module in pkgutil.iter_modules(tests.hostile.__path__):
         if module.name.startswith("seeds_"):
@@ -66,7 +66,7 @@ def test_the_tiny_bundle_itself_runs(original: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
 def test_a_full_standard_output(original: Path) -> None:
-    """A sentence and exit code 1."""
+    """The command prints a sentence and exits with 1."""
     with Path("/dev/full").open("wb") as full:
         child = subprocess.run(
             [MOEC, "run", original, "--prompt", "x", "--max-new-tokens", "2"],

@@ -1,6 +1,6 @@
-"""G11: bundles of every format version open and say what they said, on every set of kernels.
+"""G11: bundles of every format version open and give their recorded results, on every instruction set.
 
-That versions nobody knows are refused is shown in tests/manifests/test_codec.py and tests/gates/test_g10_hostile.py.
+Refusals of unknown versions are in tests/manifests/test_codec.py and tests/gates/test_g10_hostile.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.gate("G11")
 Unpacked = Callable[[str], Path]
 RELEASED = Path(__file__).parent / "released"
 NAMES = sorted(path.stem for path in RELEASED.glob("*.moec"))
-# What a reader would compute that takes a field for its default, or for a value close by; `...`: for missing.
+# Errors of a reader that ignores a field: the default, or a near value; `...`: the field is missing.
 MISREAD: list[tuple[str, str, Any]] = [
     ("compiled", "model.norm_eps", 1e-5),
     ("compiled", "model.layers[2].attention.rope.theta", 10_100.0),
@@ -64,14 +64,14 @@ MISREAD: list[tuple[str, str, Any]] = [
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Unpacked:
-    """The folder of the bundle of a name, unpacked when it is first asked for."""
+    """Return the folder of a bundle. It is unpacked at the first call."""
     root = tmp_path_factory.mktemp("released")
     return cache(lambda name: unpack_bundle(RELEASED / f"{name}.moec", root / name).path)
 
 
 @pytest.fixture(params=kernels.available())
 def each_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One set of kernels after the other is in use."""
+    """Run the test with every instruction set."""
     before = kernels.active()
     kernels.select(request.param)
     yield
@@ -79,7 +79,7 @@ def each_set(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def said_by(name: str) -> dict[str, Any]:
-    """What is written beside a bundle: text, tokens, and the logits of its runs."""
+    """Return the recorded text, tokens and logits of a bundle."""
     said: dict[str, Any] = json.loads((RELEASED / f"{name}.json").read_bytes())
     for run in said["runs"]:
         run["logits"] = np.frombuffer(base64.b64decode(run["logits"]), "<f4")
@@ -87,7 +87,7 @@ def said_by(name: str) -> dict[str, Any]:
 
 
 def errors(bundle: Path, said: dict[str, Any]) -> list[float]:
-    """Of each run, by how much it says something else."""
+    """Return the difference of each run from its record."""
     return [
         differ(logits_of(bundle, run["options"], said["prompt"], said["tokens"]), run["logits"]) for run in said["runs"]
     ]
@@ -101,7 +101,7 @@ def test_it_says_what_it_said(name: str, unpacked: Unpacked) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_takes_it(name: str, unpacked: Unpacked) -> None:
-    """`verify` and `inspect`, the tokenizer and the schema; and its manifest would be written so today."""
+    """`verify`, `inspect`, the tokenizer and the schema accept it. The codec writes its manifest unchanged."""
     bundle = unpacked(name)
     for command in ("verify", "inspect"):
         result = CliRunner().invoke(cli, [command, str(bundle), "--json"])
@@ -115,7 +115,7 @@ def test_every_command_takes_it(name: str, unpacked: Unpacked) -> None:
 
 
 def test_every_version_and_every_format_is_kept(unpacked: Unpacked) -> None:
-    """What is new needs a bundle that has it: tests/gates/released/README.md."""
+    """A new version or format needs a bundle: see tests/gates/released/README.md."""
     assert {path.stem for path in RELEASED.glob("*.json")} == set(NAMES)
     kept = [open_bundle(bundle).manifest for bundle in map(unpacked, NAMES)]
     assert {manifest.format_version for manifest in kept} == set(range(1, FORMAT_VERSION + 1))

@@ -1,4 +1,4 @@
-"""G12: the loss promise. The certificate takes the whole test split, which nothing saw before; anyone can repeat it."""
+"""G12: the loss promise. The certificate takes the whole test split, which no other stage uses. It can be repeated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[str]]:
-    """A bundle compiled to a loss of 5 % on plain text, its data, and every text seen before the certificate."""
+    """A bundle compiled to a loss of 5 % on plain text, its data, and every text used before the certificate."""
     root = tmp_path_factory.mktemp("promise")
     model, data = save_model(root / "tiny", layers=1, experts=3), save_texts(root / "texts", **ITEMS)
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""G4: compiling twice gives identical bytes: in two processes, from two places, on two probes of one machine."""
+"""G4: two compiles give identical bytes: in two processes, in two folders, with two probes of one machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_of_one_and_three_threads_in_two_places_write_the_same_bundle(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the second one has a package `ray` that cannot be loaded: one machine needs none."""
+    """The second process has a package `ray` that cannot be loaded, because one machine needs none."""
     monkeypatch.chdir(place)
     first = CliRunner().invoke(cli, ["compile", "tiny", "--data", "texts", *OPTIONS])
     assert first.exit_code == 0, first.stderr
@@ -67,7 +67,7 @@ def test_two_processes_of_one_and_three_threads_in_two_places_write_the_same_bun
 
 @pytest.mark.gate("G4")
 def test_two_probes_of_one_machine_write_the_same_bundle(place: Path, tmp_path: Path) -> None:
-    """What a probe measures varies from run to run; a bundle for `host` holds and follows none of it."""
+    """Results of a probe vary. A bundle for `host` neither contains nor depends on the varying ones."""
     host = replace(pi(), name="host", is_probed=True, memory_budget_bytes=2_051_000_000)
     rates = {
         "memory_bytes_per_s": 6_200_000_000,
@@ -82,7 +82,7 @@ def test_two_probes_of_one_machine_write_the_same_bundle(place: Path, tmp_path: 
 
 @pytest.mark.gate("G4")
 def test_the_gate_sees_another_seed(place: Path, tmp_path: Path) -> None:
-    """Not every compile is equal: what decides the bytes is in the bundle."""
+    """Compiles with another seed differ, because the seed is in the bundle."""
     compile_tiny(place / "tiny", tmp_path / "one", "bits_per_weight", 4.0)
     compile_tiny(place / "tiny", tmp_path / "two", "bits_per_weight", 4.5)
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")

@@ -1,8 +1,8 @@
-"""G6: the budget is kept. A model larger than twice its budget is decoded in a process of its own.
+"""G6: the budget is kept. A model larger than twice its budget is decoded in a new process.
 
-The peak of the process is read from the kernel (VmHWM, file mappings included). Where control groups can be made, the
-process also runs in one that takes page cache from it 64 MiB above the budget, and kills it where there is none left.
-MOEC_SLOW=1 decodes 2,000 tokens.
+The kernel gives the peak of the process (VmHWM, file mappings included). If control groups can be made, the process
+also runs in one with a limit 64 MiB above the budget. There the kernel drops its page cache, and kills it if none is
+left. MOEC_SLOW=1 decodes 2,000 tokens.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """226 MB of routed experts."""
+    """A bundle with 226 MB of routed experts."""
     root = tmp_path_factory.mktemp("budget")
     tiny = TinyMixtral(hidden_size=512, width=1024, layers=4, experts=32, top_k=2, heads=8, kv_heads=8, head_size=64)
     folder = save_tiny_mixtral(root / "model", tiny)
@@ -74,7 +74,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decode(
     bundle: Path, io: str, tokens: int, group: MemoryGroup | None = None, files: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """Run `DECODE` in a process, in a control group if one is given. files: read behind the last token."""
+    """Run `DECODE` in a process, in a control group if one is given.
+
+    files: read after the last token.
+    """
 
     def enter() -> None:
         if group is not None:
@@ -94,7 +97,7 @@ def decode(
 
 
 def forget(folder: Path) -> bool:
-    """Take files out of the page cache: who reads them next is charged for them. False where they stay there."""
+    """Drop files from the page cache, so that their next reader is charged. Return False if they stay there."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -110,7 +113,7 @@ def test_the_process_stays_inside_its_budget(bundle: Path, io: str) -> None:
 
 
 def assert_kept(told: dict[str, Any]) -> None:
-    """The process had what it may have, and all dense weights, page by page (mincore)."""
+    """Check the memory of the process, and that all dense weights are resident, page by page (mincore)."""
     assert told["peak"] <= BUDGET_BYTES, f"{told['peak'] - BUDGET_BYTES} bytes over"
     assert told["dense"] <= told["dense_pages"] == told["dense_held"] and told["swapped"] == 0
 
@@ -120,8 +123,9 @@ def assert_kept(told: dict[str, Any]) -> None:
     [("auto", 400), ("buffered", 200), ("mmap", 200), pytest.param("auto", 2000, marks=pytest.mark.slow)],
 )
 def test_a_group_with_64_mib_more_is_never_full(bundle: Path, io: str, tokens: int) -> None:
-    """Page cache that a read leaves behind is charged to the group, and would make it full long before anything is
-    killed; pages of the libraries are charged to this process, which has them already.
+    """Page cache that stays after a read is charged to the group. It would reach the limit long before a kill.
+
+    Pages of the libraries are already in memory and are charged to this process.
     """
     if tokens == 2000 and os.environ.get("MOEC_SLOW") != "1":
         pytest.skip("MOEC_SLOW=1 runs it")
@@ -134,7 +138,7 @@ def test_a_group_with_64_mib_more_is_never_full(bundle: Path, io: str, tokens: i
 
 
 def test_dense_weights_stay_where_page_cache_fills_the_group(bundle: Path) -> None:
-    """Somebody else reads large files; what can be read again goes, and dense weights cannot."""
+    """Another process reads large files. The kernel drops pages of files, and cannot drop dense weights."""
     with memory_group(BUDGET_BYTES + GROUP_MARGIN_BYTES) as group:
         if not forget(bundle):
             pytest.skip("NOT RUN: a file system that keeps what it is told to drop")

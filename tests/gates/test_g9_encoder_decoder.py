@@ -35,7 +35,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.gate("G9")
 def test_logits_equal_transformers(made: tuple[Path, Path]) -> None:
-    """Encoder, a prefill of the decoder, and decode steps."""
+    """Compare encoder, a prefill of the decoder, and decode steps."""
     expected = Oracle(made[0]).logits(PROMPT, TOKENS)
     with load(made[1], expert_cache="100%", context=128) as engine:
         rows = [engine.logits(TOKENS[:PREFILL], PROMPT)]
@@ -47,7 +47,7 @@ def test_logits_equal_transformers(made: tuple[Path, Path]) -> None:
 
 @pytest.mark.gate("G9")
 def test_the_capacity_drops_tokens_of_the_encoder(tmp_path: Path) -> None:
-    """The gate would see it: without the capacity, logits are others."""
+    """Without the capacity the logits differ, so the gate would find its absence."""
     folder = save_tiny_switch(tmp_path / "model", TINY_SWITCHES["switch-capacity"])
     oracle = Oracle(folder)
     before = oracle.logits(PROMPT, TOKENS[:2])
@@ -69,7 +69,7 @@ def test_greedy_continuations_equal_transformers(made: tuple[Path, Path]) -> Non
 @pytest.mark.gate("G9")
 @pytest.mark.parametrize("name", ["switch", "switch-small-steps"])
 def test_generate_equals_transformers_generate(name: str, tmp_path: Path) -> None:
-    """Greedy and with beams, by transformers' own loops, which stacks of equal height allow."""
+    """Compare greedy decoding and beams with transformers' loops, which need stacks of equal height."""
     folder = save_tiny_switch(tmp_path / "model", TINY_SWITCHES[name])
     model, inputs = Oracle(folder).model, torch.tensor([PROMPT])
     expected = model.generate(inputs, do_sample=False, max_new_tokens=DECODE_STEPS)[0, 1:].tolist()
@@ -90,7 +90,7 @@ def test_generate_equals_transformers_generate(name: str, tmp_path: Path) -> Non
 @pytest.mark.gate("G9")
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_older_layouts_equal_transformers(is_tied: bool, tmp_path: Path) -> None:
-    """Copies of the embedding on disk; or an output matrix that a configuration calls tied, and scales, but is not."""
+    """Test copies of the embedding on disk, and an output matrix that is scaled but wrongly called tied."""
     folder = save_tiny_switch(tmp_path / "model")
     tensors = load_file(folder / WEIGHTS_NAME)
     shared = tensors["shared.weight"]

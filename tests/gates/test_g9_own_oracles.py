@@ -1,6 +1,6 @@
-"""G9 where transformers has no model: a 16-bit bundle computes what the published definition says.
+"""G9 without a model of transformers: a 16-bit bundle computes the published definition.
 
-The oracle is tests/oracles/models.py; docs/families.md says what it can and cannot show.
+The oracle is tests/oracles/models.py. docs/families.md says what it can and cannot show.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_logits_equal_the_published_definition(folder: Path) -> None:
         for position in range(PROMPT_TOKENS, len(tokens)):
             rows.append(engine.model.logits(engine.step([tokens[position]], [0], [position])))
     assert np.abs(np.concatenate(rows) - expected).max() <= TOLERANCE * np.abs(expected).max()
-    # The compile measures on the reference model, which is another one of transformers: it is held to the same.
+    # The compile measures on the reference model, a stand-in of transformers, which is compared in the same way.
     reference = ReferenceModel(folder / "model").network
     with torch.inference_mode():
         found = reference.logits(reference.hidden([tokens])[0]).numpy()

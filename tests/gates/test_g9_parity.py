@@ -1,4 +1,4 @@
-"""G9: a 16-bit bundle computes what transformers computes from the same 16-bit values."""
+"""G9: a 16-bit bundle computes the logits of transformers from the same 16-bit values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ QWEN3S = {
 
 
 def save(name: str, folder: Path) -> Path:
-    """The checkpoint of that name."""
+    """Write the checkpoint of that name."""
     if name in TINY_FAMILIES:
         return save_tiny_family(folder, TINY_FAMILIES[name])
     if name in QWEN3S:
@@ -61,14 +61,14 @@ def save(name: str, folder: Path) -> Path:
 
 
 def transformers_logits(folder: Path, tokens: list[int]) -> np.ndarray:
-    """Logits [T, V] float32 of the checkpoint itself."""
+    """Return the logits [T, V] float32 of the checkpoint."""
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return np.asarray(reference(torch.tensor([tokens])).logits[0].numpy())
 
 
 def our_logits(bundle: Path, tokens: list[int], **options: Any) -> np.ndarray:
-    """Logits [T, V] float32 of a bundle: the beginning in one pass, the rest token by token."""
+    """Return the logits [T, V] float32 of a bundle: the beginning in one pass, the rest token by token."""
     with load(bundle, expert_cache="100%", context=128, **options) as engine:
         rows = [engine.logits(tokens[:PROMPT_TOKENS])]
         for position in range(PROMPT_TOKENS, len(tokens)):
@@ -77,7 +77,7 @@ def our_logits(bundle: Path, tokens: list[int], **options: Any) -> np.ndarray:
 
 
 def check_equal(found: np.ndarray, expected: np.ndarray) -> None:
-    """The comparison of this gate."""
+    """Compare logits with the tolerance of this gate."""
     assert np.abs(found - expected).max() <= TOLERANCE * np.abs(expected).max()
 
 
@@ -105,9 +105,7 @@ def test_greedy_continuation_equals_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.gate("G9")
 def test_the_gate_sees_a_wrong_weight(tmp_path: Path) -> None:
-    """The tolerance is tight enough: in a bundle that holds an expert's gate and up in each other's place, it is
-    exceeded, by a factor of ten.
-    """
+    """A bundle with exchanged gate and up of one expert exceeds the tolerance by a factor of ten."""
     folder = save_tiny_mixtral(tmp_path / "model")
     bundle = emit_bundle(folder, tmp_path / "bundle")
     tokens = list(range(10, 10 + PROMPT_TOKENS))
@@ -121,7 +119,7 @@ def test_the_gate_sees_a_wrong_weight(tmp_path: Path) -> None:
 
 
 def swap_gate_and_up(bundle: Path, layer: int, expert: int) -> None:
-    """Exchange the bytes of two projections, which have the same shape and format, of one expert in a bundle."""
+    """Exchange the bytes of gate and up of one expert in a bundle. They have the same shape and format."""
     manifest = open_bundle(bundle).manifest
     entry = next(each for each in manifest.experts if each.key == ExpertKey(layer, expert))
     experts = manifest.model.layers[layer].experts

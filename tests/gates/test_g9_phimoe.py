@@ -1,4 +1,4 @@
-"""G9 for what Phi-3.5-MoE alone has: its routing, and rotary embeddings with a short and a long form."""
+"""G9 for parts that only Phi-3.5-MoE has: its routing, and rotary embeddings with a short and a long form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ORIGINAL, WHOLE = 32, 128
 TOKENS = np.random.default_rng(11).integers(4, VOCABULARY, 72).tolist()
 
 
-# Logits near each other, equal ones and both signs among them: what the margin is about.
+# Logits near each other, with equal ones and both signs, because the margin depends on them.
 @given(
     st.lists(
         st.lists(st.integers(-40, 40).map(lambda n: n / 16), min_size=5, max_size=5).map(tuple), min_size=1, max_size=4
@@ -46,7 +46,7 @@ def test_sparsemixer_is_that_of_transformers(rows: list[tuple[float, ...]], jitt
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Phi-3.5-MoE whose original context is a quarter of what it takes."""
+    """A Phi-3.5-MoE checkpoint whose original context is a quarter of its context."""
     rope = {**LONGROPE, "original_max_position_embeddings": ORIGINAL}
     tiny = TINY_FAMILIES["phimoe"]
     changed = replace(tiny, config={**tiny.config, "rope_parameters": rope, "max_position_embeddings": WHOLE})
@@ -59,7 +59,10 @@ def bundle(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def oracle(folder: Path, is_long: bool = False) -> Any:
-    """The model of transformers. is_long: its rotary embedding is told the length, as that of 4.x was."""
+    """Return the model of transformers.
+
+    is_long: give the length to its rotary embedding, as transformers 4.x does.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if is_long:
         rotary = model.model.rotary_emb
@@ -73,7 +76,7 @@ def logits_of(model: Any, tokens: list[int]) -> np.ndarray:
 
 
 def decoded(bundle: Path, context: int, tokens: list[int], prompt: int) -> np.ndarray:
-    """Logits of a prompt and of the tokens behind it, one by one."""
+    """Return the logits of a prompt, and of the tokens after it, one by one."""
     with load(bundle, expert_cache="100%", context=context) as engine:
         rows = [engine.logits(tokens[:prompt])]
         for position in range(prompt, len(tokens)):
@@ -103,15 +106,15 @@ def test_left_to_itself_a_run_has_the_original_context(folder: Path, bundle: Pat
 
 @pytest.mark.parametrize("prompt", [8, 40])
 def test_a_longer_context_takes_the_long_form_throughout(folder: Path, bundle: Path, prompt: int) -> None:
-    """Of a text longer than the original context, also where decoding passes it."""
+    """This holds for a text longer than the original context, also if decoding passes that length."""
     expected = logits_of(oracle(folder, is_long=True), TOKENS)
     assert differ(decoded(bundle, WHOLE, TOKENS, prompt), expected) <= TOLERANCE
-    # A short text in a long context is not what transformers makes of it: what is cached cannot turn round later.
+    # A short text in a long context differs from transformers: cached keys cannot be rotated again later.
     short = TOKENS[:ORIGINAL]
     assert differ(decoded(bundle, WHOLE, short, prompt), logits_of(oracle(folder), short)) > 10 * TOLERANCE
 
 
 def test_transformers_forgets_the_long_frequencies(folder: Path) -> None:
-    """If this fails, `is_long` above is no longer needed, and compiler/families/longrope.py says too much."""
+    """If this fails, remove `is_long` above, and correct compiler/families/longrope.py."""
     asked, told = (logits_of(oracle(folder, is_long), TOKENS) for is_long in (False, True))
     assert differ(asked, told) > 10 * TOLERANCE

@@ -1,6 +1,6 @@
 """G1, G2, G3: cache size, policy, I/O mode, threads and prefetch never change a bit of a logit.
 
-Each run also proves that its options took effect: by its `mode:` line, by what the operating system tells, by a replay.
+Each run also proves that its options took effect: by its `mode:` line, by the operating system, or by a replay.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 TOKENS = np.random.default_rng(3).integers(4, 260, 60).tolist()
 PREFILL = 40
 LAYERS, EXPERTS, TOP_K = 4, 8, 4
-# A thread is added for every 500,000 operations: one expert of such widths has work for three, whatever comes with it.
+# A thread is added for every 500,000 operations, so one expert of these widths has work for three threads.
 WIDE = TinyMixtral(layers=2, experts=4, top_k=2, hidden_size=384, width=704, seed=12)
 MOST_THREADS = 3
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With tables of a calibration that saw experts at random, which some policies and prefetchers go by."""
+    """A bundle with tables of a calibration with random experts, which some policies and prefetchers use."""
     root, draw = tmp_path_factory.mktemp("lossless"), np.random.default_rng(5)
     shape = TinyMixtral(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, seed=11)
     target = emit_bundle(save_tiny_mixtral(root / "model", shape), root / "bundle", mixed=True)
@@ -44,8 +44,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """stats: what the cache did. by_policy: what a replay of the same requests counts under each policy, no prefetch.
-    advice: experts read ahead in each layer of each pass. workers: threads of kernels besides the calling one.
+    """A run.
+
+    stats: statistics of the cache.
+    by_policy: counts of a replay of the same requests under each policy, without prefetch.
+    advice: experts read ahead in each layer of each pass.
+    workers: threads of kernels, without the calling thread.
     """
 
     logits: np.ndarray
@@ -56,7 +60,7 @@ class Run:
 
 
 def run(bundle: Path, **options: Any) -> Run:
-    """A prefill and 20 decode steps, by options that are seen to take effect."""
+    """Do a prefill and 20 decode steps, and check that the options take effect."""
     forget_mappings(bundle)
     before = threads()
     with load(bundle, context=128, **options) as engine:
@@ -111,7 +115,7 @@ def test_smallest_cache_equals_resident(bundle: Path, resident: np.ndarray) -> N
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("share", ["30%", "60%"])
 def test_cache_and_policy_change_nothing(bundle: Path, resident: np.ndarray, policy: str, share: str) -> None:
-    """The cache did what a replay by this policy does, and no other policy would have done the same."""
+    """The cache counts equal those of a replay with this policy, and of no other policy."""
     found = run(bundle, expert_cache=share, policy=policy, prefetch="off")
     assert found.stats.evictions > 0
     assert counts(found.stats) == found.by_policy[policy]
@@ -131,7 +135,7 @@ def test_weights_of_a_policy_change_nothing(bundle: Path, resident: np.ndarray, 
 @pytest.mark.parametrize("io", ["direct", "buffered", "mmap"])
 @pytest.mark.parametrize("threads", range(1, MOST_THREADS + 1))
 def test_io_and_threads_change_nothing(wide: Path, resident_wide: np.ndarray, io: str, threads: int) -> None:
-    """How files are open, and how many threads work, `run` learns from the operating system."""
+    """`run` gets the modes of open files and the number of threads from the operating system."""
     found = run(wide, expert_cache="60%", io=io, threads=threads, prefetch="off")
     assert found.stats.evictions > 0
     assert len(found.workers) == (0 if kernels.compiled() is None else threads - 1)
@@ -143,7 +147,7 @@ def test_io_and_threads_change_nothing(wide: Path, resident_wide: np.ndarray, io
 @pytest.mark.parametrize("readers", [1, 4])
 @pytest.mark.parametrize("policy", ["lrfu", "edgemoe"])
 def test_readers_change_nothing(bundle: Path, resident: np.ndarray, readers: int, policy: str) -> None:
-    """In the native cache and in Python's."""
+    """Test the native cache and the Python cache."""
     found = run(bundle, expert_cache="40%", readers=readers, policy=policy, prefetch="off")
     assert counts(found.stats) == found.by_policy[policy]
     check_equal(found, resident)
@@ -164,7 +168,7 @@ def advised(bundle: Path) -> dict[tuple[str, str], Run]:
 def test_prefetch_changes_nothing(
     advised: dict[tuple[str, str], Run], resident: np.ndarray, prefetch: tuple[str, str]
 ) -> None:
-    """What was read ahead is used; whether it arrives before its layer asks depends on the storage of the moment."""
+    """Prefetched experts are used. Their time of arrival depends on the storage."""
     found = advised[prefetch]
     assert found.stats.prefetch_used > 0
     check_equal(found, resident)
@@ -200,7 +204,7 @@ def test_looking_ahead_to_the_first_miss_changes_nothing(bundle: Path, resident:
 
 @pytest.mark.gate("G2")
 def test_batch_composition_changes_nothing(bundle: Path, resident: np.ndarray) -> None:
-    """Two sequences interleaved in one flat batch give the rows that each gives alone."""
+    """Two sequences interleaved in one flat batch give the same rows as each alone."""
     with load(bundle, context=128, expert_cache="50%", slots=2) as engine:
         tokens = [*TOKENS[:20], *TOKENS[:PREFILL]]
         slots, positions = [1] * 20 + [0] * PREFILL, [*range(20), *range(PREFILL)]

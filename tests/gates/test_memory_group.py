@@ -1,4 +1,4 @@
-"""Control groups of both versions, on folders that look like theirs."""
+"""Control groups of both versions, on folders with the same files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ VERSION_2 = "0::/user.slice/session/mine\n"
 
 
 def system(folder: Path, own: str, controllers: dict[str, str]) -> Path:
-    """own: of /proc/self/cgroup. controllers: what groups give their children."""
+    """Make the files of a system.
+
+    own: content of /proc/self/cgroup.
+    controllers: controllers that groups give their children.
+    """
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/self/cgroup").write_text(own)
     for group, names in controllers.items():
@@ -31,7 +35,7 @@ def test_version_1_has_groups_inside_the_own_one(tmp_path: Path) -> None:
 
 
 def test_version_2_has_groups_where_children_have_the_controller(tmp_path: Path) -> None:
-    """A group that processes are in gives its children none."""
+    """A group with processes gives its children no controller."""
     above = {"": "cpu memory\n", "user.slice": "cpu io memory\n", "user.slice/session": "cpu\n"}
     root = system(tmp_path, VERSION_2, {**above, "user.slice/session/mine": "\n"}) / "sys/fs/cgroup"
     assert parent_group(tmp_path) == MemoryGroup(root / "user.slice", is_version_2=True)

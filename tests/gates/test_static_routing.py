@@ -1,5 +1,6 @@
-"""Routing that follows from the token: a tiny random model whose routers are told their experts, here and in
-transformers, and experts that are read before anything else has run.
+"""Routing that follows from the token: a tiny random model with given experts, here and in transformers.
+
+Its experts are read before any other work of a pass.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from tests.tiny_models import VOCABULARY, TinyMixtral, save_tiny_mixtral
 pytestmark = pytest.mark.oracle
 
 EXPERTS, TOP_K, LAYERS = 6, 2, 4
-LEARNED = 2  # the layer that goes by its router as before
+LEARNED = 2  # the layer that keeps its router
 TOKENS = np.random.default_rng(5).integers(0, VOCABULARY, 60).tolist()
-# Of each layer and token, two different experts.
+# Two different experts for each layer and token.
 TABLES = np.random.default_rng(6).permuted(np.tile(np.arange(EXPERTS), (LAYERS, VOCABULARY, 1)), axis=2)[:, :, :TOP_K]
 
 
@@ -50,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _static(lowering: Lowering, scoring: str) -> Lowering:
-    """The checkpoint, its routers but one told which experts to take."""
+    """Return the checkpoint with given experts in all layers but one."""
     layers = list(lowering.model.layers)
     for at in range(LAYERS):
         if at != LEARNED:
@@ -66,7 +67,7 @@ def _static(lowering: Lowering, scoring: str) -> Lowering:
 
 @pytest.fixture(scope="module", params=["softmax", "uniform"])
 def scoring(request: pytest.FixtureRequest) -> str:
-    """Chosen experts weighed by a router, or alike."""
+    """Chosen experts with weights of a router, or with equal weights."""
     return str(request.param)
 
 
@@ -83,7 +84,7 @@ def bundle(folder: Path, scoring: str, tmp_path_factory: pytest.TempPathFactory)
 
 
 def oracle(folder: Path, scoring: str, tokens: list[int]) -> np.ndarray:
-    """Logits of transformers' model whose routers are told the experts of these tokens."""
+    """Return the logits of transformers' model with the given experts of these tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for at in (layer for layer in range(LAYERS) if layer != LEARNED):
         chosen = torch.from_numpy(TABLES[at][tokens])
@@ -100,7 +101,7 @@ def oracle(folder: Path, scoring: str, tokens: list[int]) -> np.ndarray:
 
 
 def run(bundle: Path, cache: str, prefetch: str) -> tuple[np.ndarray, Any]:
-    """Logits of a prompt and of 32 tokens behind it, and the engine's statistics."""
+    """Return the logits of a prompt and of 32 tokens after it, and the engine's statistics."""
     with load(bundle, expert_cache=cache, prefetch=prefetch, context=64) as engine:
         engine.cache.finish_warming()
         rows = [engine.logits(TOKENS[:28])]
@@ -124,7 +125,7 @@ def test_experts_are_known_ahead_and_change_nothing(bundle: Path, prefetch: str)
     part, (stats, layers) = run(bundle, str(3 * least), prefetch)
     assert np.array_equal(none, whole) and np.array_equal(part, whole)
     assert stats.evictions > 0 and stats.prefetch_used > 0 == off.prefetch_used
-    # Every expert that a layer behind another one asked for was named, and none other was.
+    # The advice names every expert of the layers after the first, and no other expert.
     for at in range(1, LAYERS):
         if at != LEARNED:
             assert layers[at].demanded == layers[at].predicted > 0, at
@@ -147,7 +148,7 @@ def test_a_pass_begins_with_the_experts_of_its_first_layer(bundle: Path) -> None
 
 
 def test_a_trace_recorded_to_the_first_miss_is_replayed_as_it_was(bundle: Path) -> None:
-    """A trace does not name the tokens, so what lookahead found is not decided again."""
+    """A trace does not contain the tokens, so its lookahead is not decided again."""
     options = RuntimeOptions(expert_cache="50%", prefetch_rule="first-miss", context=64)
     opened = open_bundle(bundle)
     with Engine(opened, options) as engine:

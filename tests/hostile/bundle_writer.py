@@ -1,4 +1,4 @@
-"""Writes whole bundles from the dataclasses alone: weights of a chosen kind, right sizes, right digests."""
+"""Write whole bundles from the dataclasses: weights of a chosen kind, correct sizes and digests."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ _NUMBERS, _HUGE = 0.3, 3e4
 class Weights:
     """Makes the bytes of matrices and vectors.
 
-    kind: one of KINDS_OF_WEIGHTS. Codes are always random but for `zeros`. Scales and floats are ordinary numbers,
-    `huge` ones, or `spoiled`: here and there infinite, NaN, or as large or small as can be. `bytes` are random.
+    kind: one of KINDS_OF_WEIGHTS. Codes are always random, except with `zeros`. Scales and floats are ordinary numbers,
+        `huge` ones, or `spoiled`: some are infinite, NaN, or as large or small as possible. `bytes` are random.
     """
 
     source: random.Random
     kind: str = "numbers"
 
     def matrix(self, rows: int, columns: int, spec: QuantSpec) -> bytes:
-        """A packed matrix."""
+        """Return a packed matrix."""
         size = spec.packed_bytes(rows, columns)
         if self.kind == "zeros":
             return bytes(size)
@@ -80,7 +80,7 @@ class Weights:
         return data.tobytes()
 
     def vector(self, size: int, spec: QuantSpec) -> bytes:
-        """A norm or a bias."""
+        """Return a norm or a bias."""
         if self.kind == "zeros":
             return bytes(2 * size)
         return self.source.randbytes(2 * size) if self.kind == "bytes" else self._floats(size, spec)
@@ -92,7 +92,7 @@ class Weights:
         return bytes(drawn)
 
     def _floats(self, count: int, spec: QuantSpec) -> bytes:
-        """16-bit floats."""
+        """Return 16-bit floats."""
         largest = _HUGE if self.kind == "huge" else _NUMBERS
         values = np.array([self.source.uniform(-largest, largest) for _ in range(count)], np.float32)
         if spec.float_type == "float16":
@@ -104,7 +104,7 @@ class Weights:
         return halves.tobytes()
 
     def _spoiled(self, count: int) -> list[int]:
-        """Places of values that are none of the ordinary ones."""
+        """Return the indices of values that are not ordinary numbers."""
         if self.kind != "spoiled" or not count or self.source.random() < 0.8:
             return []
         return [self.source.randrange(count) for _ in range(self.source.choice((1, 1, 3)))]
@@ -112,11 +112,15 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class BundlePlan:
-    """What a bundle is to hold.
+    """Content of a bundle.
 
-    dense: the format of every dense weight. experts: the formats of every routed expert, `q0` where it is left out.
-    low: those of second versions. tables: the calibration tables by name. files: other files by name.
-    read_share: expected bytes per token, as a share of the most that can be. calibration_seed: None for none.
+    dense: format of every dense weight.
+    experts: formats of every routed expert, `q0` if it is left out.
+    low: formats of low versions.
+    tables: calibration tables by name.
+    files: other files by name.
+    read_share: expected bytes per token, as a share of the largest possible value.
+    calibration_seed: seed of the calibration entry; None: no entry.
     """
 
     model: ModelSpec
@@ -131,14 +135,14 @@ class BundlePlan:
 
 
 class _Folder:
-    """The files of a bundle on their way to a new folder."""
+    """The files of a new bundle."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
         self._folder, self.entries = folder, list[FileEntry]()
 
     def write(self, name: str, *parts: bytes) -> None:
-        """One file, which the manifest will list."""
+        """Write one file and record it for the manifest."""
         data = b"".join(parts)
         (self._folder / name).write_bytes(data)
         self.entries.append(FileEntry(name, len(data), hashlib.sha256(data).hexdigest()))
@@ -177,12 +181,12 @@ def write_bundle(folder: Path, plan: BundlePlan, weights: Weights) -> BundleMani
 
 
 def smaller_than(model: ModelSpec, layer: int, specs: Specs, than: Specs) -> bool:
-    """Whether an expert of the layer takes fewer bytes in these formats."""
+    """Return whether an expert of the layer takes fewer bytes in these formats."""
     return unit_offsets(model, layer, specs)[1] < unit_offsets(model, layer, than)[1]
 
 
 def empty_tables(model: ModelSpec) -> dict[str, np.ndarray]:
-    """The tables of a bundle that no calibration has counted for."""
+    """Return the tables of a bundle without calibration."""
     layers, experts = model.num_layers, max(layer.experts.count for layer in model.layers)
     return {
         "popularity": np.zeros((layers, experts), np.uint32),
@@ -195,7 +199,7 @@ def empty_tables(model: ModelSpec) -> dict[str, np.ndarray]:
 
 
 def tokenizer_json(vocabulary: int) -> bytes:
-    """A tokenizer of the words t0, t1, ...; every other word is t0."""
+    """Return a tokenizer of the words t0, t1, ... Every other word is t0."""
     words = {f"t{token}": token for token in range(vocabulary)}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
     parts = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
@@ -230,7 +234,10 @@ def _expert_blob(model: ModelSpec, layer: int, specs: Specs, weights: Weights) -
 def _write_experts(
     files: _Folder, model: ModelSpec, experts: dict[ExpertKey, Specs], file_name: Callable[[int], str], weights: Weights
 ) -> tuple[ExpertEntry, ...]:
-    """A file per layer. file_name: from the number of a layer."""
+    """Write a file per layer.
+
+    file_name: returns the name of the file of a layer.
+    """
     entries = list[ExpertEntry]()
     for layer in sorted({key.layer for key in experts}):
         own = {key.expert: specs for key, specs in sorted(experts.items()) if key.layer == layer}
@@ -253,7 +260,7 @@ def _write_tables(files: _Folder, tables: dict[str, np.ndarray]) -> None:
 
 
 def _cost(plan: BundlePlan, experts: tuple[ExpertEntry, ...], dense: tuple[DenseEntry, ...]) -> CostSummary:
-    """docs/format.md, Cost."""
+    """Return the cost entry. Source: docs/format.md, Cost."""
     model, packed, weights = plan.model, 0.0, 0
     padded: list[list[int]] = [[] for _ in model.layers]
     for entry in experts:

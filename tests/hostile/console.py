@@ -1,4 +1,4 @@
-"""Replays a seed through the console script, in a child process with limits, and says what was wrong with its end."""
+"""Replay a seed through the console script, in a child process with limits, and list the faults of its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.hostile.seed import Seed, seal_bundle
 EXIT_CODES = frozenset({0, 1, 2, 3, 130})
 CPU_S, ADDRESS_BYTES, PATIENCE_S = 10, 2 << 30, 120
 MOEC = Path(sys.executable).parent / "moec"
-# Limits, and two processors: how many threads there are, and their stacks, must not depend on the machine.
+# Limits, and two processors, because the number of threads and their stacks must not depend on the machine.
 _LAUNCH = f"""
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, ({CPU_S}, {CPU_S}))
@@ -23,7 +23,7 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 os.execv(sys.argv[1], sys.argv[1:])
 """
-# C0 but for the line feed, DEL, C1, and what reverses the direction of text.
+# C0 without the line feed, DEL, C1, and characters that change the direction of text.
 _CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _UNFINISHED = re.compile(r"(^|/)\.|\.(partial|new|work|tmp)$")
 FAULTS = ("Traceback", "panicked at", "this is a fault in moec")
@@ -31,9 +31,10 @@ FAULTS = ("Traceback", "panicked at", "this is a fault in moec")
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a command ended. code: the exit code, negative for a signal, None if it was given up.
+    """The end of a command.
 
-    before, after: name -> bytes of everything in the folder of the bundle and next to it.
+    code: exit code, negative for a signal, None after a timeout.
+    before, after: name -> bytes of all files in the folder of the bundle and next to it.
     """
 
     code: int | None
@@ -44,7 +45,10 @@ class Ending:
 
 
 def replay(seed: Seed, bundle: Path, home: Path) -> Ending:
-    """Change a fresh copy of the tiny bundle as the seed says, and run its command. home: a folder of the command."""
+    """Change a new copy of the tiny bundle as the seed says, and run its command.
+
+    home: home folder of the command.
+    """
     work = bundle.with_name("work")
     work.mkdir()
     if seed.change is not None:
@@ -77,7 +81,7 @@ def _contents(folder: Path) -> dict[str, int]:
 
 
 def problems(seed: Seed, ending: Ending) -> list[str]:
-    """What is wrong with an ending; nothing is right."""
+    """Return the faults of an ending; empty without a fault."""
     found = list[str]()
     if ending.code is None:
         found.append(f"still running after {PATIENCE_S} s")

@@ -1,7 +1,7 @@
-"""Random valid bundles, written as real folders with the right digests. One seed number gives one bundle.
+"""Random valid bundles in real folders with correct digests. One seed gives one bundle.
 
-`moec verify` accepts each of them. Weights are ordinary numbers, zeros, random bytes, or numbers among which some
-scales are infinite, NaN or as large as they can be.
+`moec verify` accepts each of them. Weights are ordinary numbers, zeros or random bytes. Some scales may be infinite,
+NaN or as large as possible.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write_random_bundle(folder: Path, seed: int) -> BundleManifest:
 
 
 def draw_plan(seed: int) -> tuple[BundlePlan, Weights]:
-    """What the bundle of this seed holds."""
+    """Return the content of the bundle of this seed."""
     source = random.Random(seed)
     model = random_model(source)
     experts = _draw_experts(model, source)
@@ -78,7 +78,7 @@ def _draw_dense(model: ModelSpec, source: random.Random) -> Specs:
 
 
 def _draw_specs(model: ModelSpec, layer: int, source: random.Random, formats: Sequence[QuantSpec]) -> Specs:
-    """A format for each projection of an expert, 16 bits where none fits."""
+    """Return a format for each projection of an expert, 16 bits if no other fits."""
     found = Specs()
     for projection in model.layers[layer].experts.projections:
         columns = model.unit_shape(layer, projection)[1]
@@ -87,7 +87,7 @@ def _draw_specs(model: ModelSpec, layer: int, source: random.Random, formats: Se
 
 
 def _draw_experts(model: ModelSpec, source: random.Random) -> dict[ExpertKey, Specs]:
-    """Formats of all routed experts; some are left out where their router allows it."""
+    """Return formats of all routed experts. Some are left out if their router allows it."""
     found = dict[ExpertKey, Specs]()
     has_left_out, formats = chance(source, 0.6), FORMATS if chance(source, 0.4) else (source.choice(FORMATS),)
     for layer in model.expert_layers:
@@ -101,7 +101,7 @@ def _draw_experts(model: ModelSpec, source: random.Random) -> dict[ExpertKey, Sp
 
 
 def _draw_low(model: ModelSpec, experts: dict[ExpertKey, Specs], source: random.Random) -> dict[ExpertKey, Specs]:
-    """Second versions of those experts for which smaller ones are drawn."""
+    """Return low versions of the experts for which smaller formats are drawn."""
     found, share = dict[ExpertKey, Specs](), source.choice((0.4, 1.0))
     for key, own in experts.items():
         specs = _draw_specs(model, key.layer, source, _LOW)
@@ -112,7 +112,7 @@ def _draw_low(model: ModelSpec, experts: dict[ExpertKey, Specs], source: random.
 
 
 def _draw_tables(model: ModelSpec, source: random.Random) -> dict[str, np.ndarray]:
-    """Counts that say anything: they are advice."""
+    """Return tables with any counts, because they are only advice."""
     layers, experts = model.num_layers, max(layer.experts.count for layer in model.layers)
 
     def counts(*shape: int) -> np.ndarray:

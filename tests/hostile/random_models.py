@@ -1,4 +1,4 @@
-"""Random models of every kind that the format allows, small enough to be run: drawn until ModelSpec takes them."""
+"""Random small models of every kind that the format allows. Draws are repeated until ModelSpec accepts one."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from moec.manifests.model import (
 
 MAX_DRAWS = 10_000
 KINDS = ("plain", "plain", "latent", "bias", "encoder", "static", "wide")
-"""What a model is above all; everything else is drawn for each layer."""
+"""Main kinds of models. Everything else is drawn for each layer."""
 Value = TypeVar("Value")
 
 
 def chance(source: random.Random, share: float) -> bool:
-    """True with a probability of `share`."""
+    """Return True with a probability of `share`."""
     return source.random() < share
 
 
 def random_model(source: random.Random) -> ModelSpec:
-    """A model that the format accepts."""
+    """Return a model that the format accepts."""
     for _ in range(MAX_DRAWS):
         try:
             return _draw_model(source)
@@ -44,7 +44,7 @@ def random_model(source: random.Random) -> ModelSpec:
 
 def _draw_model(source: random.Random) -> ModelSpec:
     kind = source.choice(KINDS)
-    # Widths that 32 does not divide go with 16-bit formats alone.
+    # Only 16-bit formats fit widths that are no multiple of 32.
     hidden = source.choice((32, 32, 64, 96, 128, 1, 24, 33))
     vocabulary = source.choice((3, 17, 50, 64, 70))
     decoder = source.choice((1, 2, 2, 3, 4, 6))
@@ -82,7 +82,7 @@ def _scale(source: random.Random) -> float:
 def _draw_stack(
     source: random.Random, kind: str, count: int, vocabulary: int, encodes: bool = False
 ) -> list[LayerSpec]:
-    """The layers of an encoder or a decoder; they are alike, or each is drawn by itself."""
+    """Return the layers of an encoder or a decoder. They are equal, or each is drawn separately."""
     attention, experts = _draw_attention(source, kind, encodes), _draw_experts(source, kind, vocabulary, encodes)
     are_alike, layers = chance(source, 0.5), list[LayerSpec]()
     for _ in range(count):
@@ -105,7 +105,7 @@ def _draw_layer(source: random.Random, attention: AttentionSpec, experts: Expert
 
 
 def _draw_bare(source: random.Random) -> AttentionSpec:
-    """What attention over the encoder's states may be."""
+    """Return attention that is allowed over the encoder's states."""
     heads = source.choice((1, 2, 4))
     kv_heads = source.choice([count for count in (1, 2, 4) if heads % count == 0])
     return AttentionSpec(heads, kv_heads, source.choice((8, 16, 5)), None, scale=source.choice((0.0, 1.0)))
@@ -174,7 +174,10 @@ def _draw_experts(source: random.Random, kind: str, vocabulary: int, encodes: bo
 
 
 def _draw_router(source: random.Random, count: int, top_k: int, static_vocabulary: int, encodes: bool) -> RouterSpec:
-    """static_vocabulary: tokens of a static routing; 0: there is none."""
+    """Return a router.
+
+    static_vocabulary: tokens of a static routing; 0: none.
+    """
     fields: dict[str, Any] = {"renormalize": chance(source, 0.5), "has_bias": chance(source, 0.2)}
     fields["scale"] = source.choice((1.0, 1.0, 2.5, 1e4, 1e-30))
     if static_vocabulary and not encodes and chance(source, 0.7):

@@ -1,7 +1,7 @@
-"""Random bundles, verified, opened and run by several engines with random options, in a process of their own.
+"""Random bundles, verified, opened and run by several engines with random options, in a child process.
 
-`python -m tests.hostile.random_runs FIRST COUNT` prints a JSON line per seed. What may happen: tokens, the error about
-NaN in the logits, an error about the options or the memory; of a changed manifest also that it is refused.
+`python -m tests.hostile.random_runs FIRST COUNT` prints a JSON line per seed. Allowed outcomes: tokens, the error about
+NaN in the logits, an error about options or memory. A changed manifest may also be refused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def random_options(source: random.Random, manifest: BundleManifest) -> dict[str, Any]:
-    """Options of an engine; most of them fit the bundle."""
+    """Return options of an engine. Most of them fit the bundle."""
     cost = manifest.cost
     cache = source.choice(("100%", "50%", str(cost.minimum_expert_bytes), str(cost.minimum_expert_bytes + 4096)))
     options: dict[str, Any] = {
@@ -111,13 +111,13 @@ USES: tuple[Callable[[Engine, random.Random, list[int]], int], ...] = (
 
 
 def random_prompt(source: random.Random, model: ModelSpec, context: int) -> list[int]:
-    """Token ids of the vocabulary; most often the context has room for them."""
+    """Return token ids of the vocabulary. Most prompts fit into the context."""
     most = context - 4 if chance(source, 0.95) else 100
     return [source.randrange(model.vocab_size) for _ in range(max(1, min(most, source.choice((1, 2, 5, 9)))))]
 
 
 def run_once(bundle: Path, source: random.Random, manifest: BundleManifest) -> str:
-    """Load the bundle with random options and use it; what came of it. Raises what must not be."""
+    """Load the bundle with random options, use it, and return the outcome. Raises errors that are not allowed."""
     options = random_options(source, manifest)
     prompt = random_prompt(source, manifest.model, options["context"])
     names = kernels.available()
@@ -139,7 +139,7 @@ def run_once(bundle: Path, source: random.Random, manifest: BundleManifest) -> s
 
 
 def run_seed(folder: Path, seed: int, engines: int) -> dict[str, int]:
-    """The bundle of a seed, verified and run by so many engines: how often each outcome came."""
+    """Verify the bundle of a seed and run it with several engines. Return the count of each outcome."""
     manifest, source, found = write_random_bundle(folder, seed), random.Random(f"runs of {seed}"), dict[str, int]()
     check(folder)
     for _ in range(engines):
@@ -149,7 +149,7 @@ def run_seed(folder: Path, seed: int, engines: int) -> dict[str, int]:
 
 
 def run_changed(folder: Path, seed: int, changes: int) -> dict[str, int]:
-    """One field of the manifest of a seed changed, so many times: refused, or run."""
+    """Change one field of the manifest of a seed, several times. Each is refused or runs."""
     write_random_bundle(folder, seed)
     original, source, found = plain_manifest(folder), random.Random(f"changes of {seed}"), dict[str, int]()
     every = paths(original)
@@ -177,7 +177,7 @@ def _changed_outcome(folder: Path, source: random.Random) -> str:
 
 
 def main(first: int, count: int, engines: int, changes: int) -> None:
-    """Run seeds one after the other; a line before each says which one would be to blame for a crash."""
+    """Run seeds one after the other. A line before each names the seed that would cause a crash."""
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
     warnings.simplefilter("error")
     for seed in range(first, first + count):
@@ -189,7 +189,7 @@ def main(first: int, count: int, engines: int, changes: int) -> None:
             try:
                 line["runs"] = run_seed(Path(scratch) / "whole", seed, engines)
                 line["changed"] = run_changed(Path(scratch) / "changed", seed, changes)
-            except BaseException as error:  # also what the tokenizers library panics with
+            except BaseException as error:  # also the panics of the tokenizers library
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 line["fault"] = traceback.format_exc()

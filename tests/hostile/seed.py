@@ -1,7 +1,7 @@
-"""Seeds: hostile inputs that were found once, small, each with the command line that met it and how that must end.
+"""Seeds: small hostile inputs that once showed a defect, each with its command line and the required end.
 
-`tests/gates/test_g10_seeds.py` replays all of them through the console script. Every defect that hostile input shows
-adds a seed: to `SEEDS` of a module `tests/hostile/seeds_*.py`, which the gate finds by its name.
+`tests/gates/test_g10_seeds.py` replays all of them through the console script. Every defect by hostile input adds a
+seed to `SEEDS` of a module `tests/hostile/seeds_*.py`. The gate finds these modules by name.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from moec.manifests.codec import DIGEST_FIELD, canonical_json
 class Seed:
     """One hostile input.
 
-    name: what is wrong with it.
-    arguments: of `moec`; `{bundle}` is the folder of the changed bundle, `{work}` an empty folder next to it.
-    exit_codes: that are right, of 0, 1, 2, 3 and 130.
-    change: what is done to a fresh tiny bundle; it may put other files next to the folder.
-    standard_input: what the command reads there.
-    seal: whether the digests are made right after the change.
+    name: the fault in it.
+    arguments: arguments of `moec`. `{bundle}` is the folder of the changed bundle, `{work}` an empty folder next to it.
+    exit_codes: allowed exit codes, of 0, 1, 2, 3 and 130.
+    change: changes a new tiny bundle. It may put other files next to the folder.
+    standard_input: bytes of standard input.
+    seal: whether the digests are corrected after the change.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Seed:
 
 
 def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Change the fields of `moec.json`; its digest is made right."""
+    """Change the fields of `moec.json`, and correct its digest."""
     path = bundle / MANIFEST_NAME
     plain = json.loads(path.read_bytes())
     edit(plain)
@@ -51,16 +51,16 @@ def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 
 def sealed(plain: dict[str, Any]) -> bytes:
-    """The bytes of a manifest, with the digest that belongs to its fields."""
+    """Return the bytes of a manifest with the digest of its fields."""
     own = {name: value for name, value in plain.items() if name != DIGEST_FIELD}
     return canonical_json({**own, DIGEST_FIELD: hashlib.sha256(canonical_json(own)).hexdigest()})
 
 
 def seal_bundle(bundle: Path) -> None:
-    """Make the manifest say what the files are: sizes, digests, checksums of experts and dense weights.
+    """Write sizes, digests and checksums of the present files into the manifest.
 
-    Regular files that it does not list are added. What is not a regular file keeps its entry. A manifest that is no
-    regular file or no JSON object stays as it is.
+    Regular files that it does not list are added. Other files keep their entries. A manifest that is no regular file or
+    no JSON object does not change.
     """
     if not stat.S_ISREG(os.lstat(bundle / MANIFEST_NAME).st_mode):
         return
@@ -89,7 +89,7 @@ def _seal_experts(plain: dict[str, Any], file: str, data: bytes) -> None:
 
 
 def _seal_dense(entries: list[dict[str, Any]], data: bytes) -> None:
-    """The checksums of the weights that the header still names."""
+    """Correct the checksums of the weights that the header names."""
     start = 8 + int.from_bytes(data[:8], "little")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         header = json.loads(data[8:start])

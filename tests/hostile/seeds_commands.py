@@ -1,4 +1,4 @@
-"""Seeds of command lines: names of bundles and files that no system has, and options at their edges."""
+"""Seeds of command lines: names of bundles and files that no system has, and extreme option values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _generate(bundle: str, out: str) -> tuple[str, ...]:
 
 
 def _commands(path: str) -> dict[str, tuple[str, ...]]:
-    """The commands that take a bundle or an archive, of this path."""
+    """Return the commands that take a bundle or an archive, with this path."""
     return {
         "run": ("run", path, "--prompt", "x"),
         "generate": _generate(path, "{work}/out.jsonl"),

@@ -1,4 +1,4 @@
-"""Seeds of manifests and bundle files: what is accepted runs, what cannot be run is refused, sizes are bounded."""
+"""Seeds of manifests and bundle files: accepted ones run, others are refused, sizes are bounded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _with_model(model: ModelSpec) -> Callable[[Path], None]:
 
 
 def _past_checks(spec: Any, **changes: Any) -> Any:
-    """A copy of a specification with fields that it would refuse: what somebody writes who makes a file by hand."""
+    """Return a copy of a specification with fields that it would refuse, as in a file written by hand."""
     copy = replace(spec)
     for name, value in changes.items():
         object.__setattr__(copy, name, value)
@@ -84,7 +84,7 @@ def _encoder_layers_of_other_sizes(bundle: Path) -> None:
 
 
 def _left_out_and_routers_of_nan(scoring: Any) -> Callable[[Path], None]:
-    """Every router of NaN, and experts of which nothing is stored."""
+    """Set every router to NaN, and leave out some experts."""
 
     def change(bundle: Path) -> None:
         shutil.rmtree(bundle)
@@ -116,7 +116,7 @@ UNRUNNABLE = (
 
 
 def _nested(field: tuple[Any, ...], depth: int) -> Callable[[Path], None]:
-    """A list in lists in the place of a word, with the right digest."""
+    """Replace a word by lists in lists, with the correct digest."""
 
     def change(bundle: Path) -> None:
         value: list[Any] = []
@@ -143,7 +143,7 @@ NESTED_DEPTHS = (973, 974, 976)
 
 
 def _nested_seeds() -> tuple[Seed, ...]:
-    """Depths around the one at which a list could be read but not written into a message."""
+    """Return seeds with depths near the one at which a list can be read, but not printed in a message."""
     layer = ("model", "layers", 0)
     fields = {
         "activation": (*layer, "experts", "activation"),
@@ -157,7 +157,7 @@ def _nested_seeds() -> tuple[Seed, ...]:
 
 
 def _manifest_of(data: bytes) -> Callable[[Path], None]:
-    """These bytes in the place of the manifest."""
+    """Replace the manifest by these bytes."""
 
     def change(bundle: Path) -> None:
         (bundle / MANIFEST_NAME).write_bytes(data)
@@ -166,7 +166,7 @@ def _manifest_of(data: bytes) -> Callable[[Path], None]:
 
 
 def _many_lists(size_bytes: int) -> bytes:
-    """An object that holds a list of empty lists."""
+    """Return an object with a list of empty lists."""
     return b'{"format_version": 1, "x": [' + b"[]," * (size_bytes // 3) + b"[]]}\n"
 
 
@@ -180,7 +180,7 @@ def _manifest_of_blanks(bundle: Path) -> None:
 
 
 def _header_of_lists(file: str) -> Callable[[Path], None]:
-    """A safetensors header of 95 MiB of lists."""
+    """Write a safetensors header of 95 MiB of lists."""
 
     def change(bundle: Path) -> None:
         header = b'{"a":[' + b"[]," * (95 * (1 << 20) // 3) + b"[]]}"
@@ -194,7 +194,7 @@ def _quality_of_lists(bundle: Path) -> None:
 
 
 def _archive_of_lists(size_bytes: int) -> Callable[[Path], None]:
-    """A small archive whose manifest is large."""
+    """Write a small archive whose manifest is large."""
 
     def change(bundle: Path) -> None:
         raw, step = _many_lists(size_bytes), 8 << 20
@@ -226,7 +226,7 @@ LARGE_JSON = (
 
 
 def _tables_of_many_paths(bundle: Path) -> None:
-    """Four million rows, in order and each once: 80 MB."""
+    """Write four million different rows in order: 80 MB."""
     rows = 4_000_000
     keys = np.zeros((rows, 3), np.int32)
     keys[:, 2] = np.arange(rows)
@@ -301,7 +301,7 @@ def _hostile_names(plain: dict[str, Any]) -> None:
 
 
 def _hostile_certificate(bundle: Path) -> None:
-    """A row of a task with a name like that."""
+    """Write a row of a task with such a name."""
     measured = {"mean": 0.1, "agreement": 0.9}
     task = {
         "metric": HOSTILE_TEXT,

@@ -1,4 +1,4 @@
-"""Seeds of what a bundle's tokenizer and chat template decide, and of prompts."""
+"""Seeds of tokenizers and chat templates of a bundle, and of prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _sections(sections: dict[str, Any], bundle: Path) -> None:
 
 
 def _hidden(bundle: Path) -> None:
-    """Put a member where a reader that skips the vocabulary would not look."""
+    """Put a member at a place that a reader that skips the vocabulary would not see."""
     path = bundle / "tokenizer.json"
     evil = '"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}'
     path.write_text(f"{json.dumps(json.loads(path.read_bytes()))[:-1]}, {evil}}}")
@@ -46,7 +46,7 @@ def _template(name: str, text: str, codes: frozenset[int] = DAMAGED) -> Seed:
 
 
 def _only_settings(text: str, bundle: Path) -> None:
-    """Write the settings and take a template file away, which would be used instead of theirs."""
+    """Write the settings, and remove the template file that would be used instead of them."""
     _write("tokenizer_config.json", text.encode(), bundle)
     (bundle / "chat_template.jinja").unlink(missing_ok=True)
 

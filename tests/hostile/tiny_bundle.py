@@ -1,6 +1,6 @@
-"""The bundle that seeds change: two layers of Mixtral with four experts, of a few ten thousand bytes; and others.
+"""The bundle that seeds change: two layers of Mixtral with four experts, a few ten thousand bytes. And other bundles.
 
-A token of its tokenizer is a byte, so that every text can be encoded and every token has a text.
+A token of its tokenizer is a byte, so every text can be encoded and every token has a text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ MODEL = ModelSpec(
 
 
 def write_tiny_bundle(folder: Path, model: ModelSpec = MODEL, left_out: Sequence[ExpertKey] = ()) -> BundleManifest:
-    """Write the bundle to the new folder. left_out: experts of which nothing is stored."""
+    """Write the bundle to the new folder.
+
+    left_out: experts that are left out.
+    """
     packed = QuantSpec.parse("q8g32")
     dense = {
         name: packed if len(shape) == 2 and not name.endswith("router") and packed.fits(shape[1]) else BF16
@@ -57,7 +60,7 @@ def write_tiny_bundle(folder: Path, model: ModelSpec = MODEL, left_out: Sequence
 
 
 def tokenizer_json() -> bytes:
-    """A token for every byte, after the special ones."""
+    """Return a tokenizer with a token for every byte, after the special tokens."""
     tokens = [*SPECIAL_TOKENS, *_byte_letters()]
     added = [
         {
@@ -99,7 +102,7 @@ def tokenizer_json() -> bytes:
 
 
 def _byte_letters() -> list[str]:
-    """A printable letter for each byte, as the tokenizers library's ByteLevel has them, sorted. Source: GPT-2."""
+    """Return a printable letter for each byte, sorted, as ByteLevel of the tokenizers library does. Source: GPT-2."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [value for value in range(256) if value not in printable]
     letters = [chr(value) for value in printable]

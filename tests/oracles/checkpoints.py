@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the families that have an oracle of their own, as they lie on the hub."""
+"""Tiny random checkpoints, as on the hub, of the families whose oracle is defined in this folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ _MINICPM = {
 
 @dataclass(frozen=True)
 class OwnFamily:
-    """One configuration. config: config.json, None for a key that is absent."""
+    """One configuration.
+
+    config: content of config.json; None removes a key.
+    """
 
     config: dict[str, Any]
     dtype: str = "bfloat16"
@@ -80,7 +83,7 @@ OWN_FAMILIES = {
 
 
 def save_own_family(folder: Path, own: OwnFamily) -> Path:
-    """Write a checkpoint with tokenizer into `folder` and return it."""
+    """Write a checkpoint with its tokenizer into `folder`, and return the folder."""
     config = {key: value for key, value in own.config.items() if value is not None or key == "rope_scaling"}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))

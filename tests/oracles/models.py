@@ -1,8 +1,10 @@
-"""DeepSeekMoE and MiniCPM-MoE as torch modules, from their published definitions: what their families are held against.
+"""DeepSeekMoE and MiniCPM-MoE as torch modules, from their published definitions.
 
-Attention, norms and rotary embeddings are those of transformers' Llama, which both definitions took over; routing,
-experts, plain layers and scales are written here, one module per expert, with the names that lie on disk. Nothing of
-the compiler is used. Shapes: B rows, T tokens, D hidden, N = B T, E experts, K top-k.
+Tests compare the families with these modules. Attention, norms and rotary embeddings are those of transformers' Llama,
+which both definitions use. Routing, experts, plain layers and scales are written here: one module per expert, with the
+names on disk. No code of the compiler is used.
+
+Shapes: B rows, T tokens, D hidden, N = B T, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
 Observe = Callable[[int, Tensor], None]
-"""Told of a layer and the experts that its tokens chose, [N, K]."""
+"""Called with the index of a layer and the experts of its tokens, [N, K]."""
 
 
 class Swiglu(nn.Module):
-    """down(silu(gate x) * up x)."""
+    """The function down(silu(gate x) * up x)."""
 
     def __init__(self, hidden: int, width: int, names: tuple[str, str, str]) -> None:
         super().__init__()
@@ -40,12 +42,16 @@ class Swiglu(nn.Module):
 
 
 class Routed(nn.Module):
-    """Experts chosen by a softmax over all of them, token by token, and shared ones beside them."""
+    """Experts chosen for each token by a softmax over all of them, and shared experts."""
 
     def __init__(
         self, hidden: int, width: int, experts: int, top_k: int, names: tuple[str, str, str], divide: bool, shared: int
     ) -> None:
-        """divide: weights of the chosen by their sum. shared: width of the shared experts together, 0 for none."""
+        """Make the modules.
+
+        divide: divide weights of the chosen experts by their sum.
+        shared: total width of the shared experts, 0 for none.
+        """
         super().__init__()
         self.gate = nn.Linear(hidden, experts, bias=False)
         self.experts = nn.ModuleList(Swiglu(hidden, width, names) for _ in range(experts))
@@ -69,7 +75,7 @@ class Routed(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind a norm, each scaled before it is added."""
+    """Attention and feed-forward, each after a norm. Both outputs are scaled before they are added."""
 
     def __init__(self, config: LlamaConfig, at: int, mlp: nn.Module, scale: float) -> None:
         super().__init__()
@@ -84,7 +90,7 @@ class Layer(nn.Module):
 
 
 class Body(nn.Module):
-    """Embeddings, layers, and the last norm."""
+    """Embeddings, layers and the last norm."""
 
     def __init__(self, config: LlamaConfig, layers: list[Layer]) -> None:
         super().__init__()
@@ -96,7 +102,10 @@ class Oracle(nn.Module):
     """A model whose parameters have the names of its checkpoint."""
 
     def __init__(self, own: Mapping[str, Any]) -> None:
-        """own: config.json."""
+        """Make the modules.
+
+        own: content of config.json.
+        """
         super().__init__()
         make = {"deepseek": _deepseek_layer, "minicpm": _minicpm_layer}[own["model_type"]]
         is_minicpm = own["model_type"] == "minicpm"
@@ -113,7 +122,7 @@ class Oracle(nn.Module):
 
     @torch.no_grad()
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids [B, T] -> logits [B, T, V]."""
+        """Return logits [B, T, V] of token ids [B, T]."""
         x = self.model.embed_tokens(tokens) * self._embedding_scale
         length = tokens.shape[1]
         rotation = self._rotary(x, torch.arange(length).unsqueeze(0))
@@ -124,21 +133,21 @@ class Oracle(nn.Module):
         return torch.nn.functional.linear(self.model.norm(x) / self._divisor, head)
 
     def greedy(self, prompt: list[int], count: int, end: int) -> list[int]:
-        """The most likely continuation, token by token, up to the end token."""
+        """Return the most probable continuation, token by token, up to the end token."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + count and tokens[-1] != end:
             tokens.append(int(self(torch.tensor([tokens]))[0, -1].argmax()))
         return tokens[len(prompt) :]
 
     def watch(self, observe: Observe) -> None:
-        """Have every routed layer tell what was chosen."""
+        """Call a function with the experts that every routed layer chose."""
         for at, layer in enumerate(self.model.layers):
             if isinstance(layer.mlp, Routed):
                 layer.mlp.observe = lambda chosen, at=at: observe(at, chosen)
 
 
 def load_oracle(folder: Path) -> Oracle:
-    """The oracle of a checkpoint, in float32; its parameters are the tensors on disk, no more and no fewer."""
+    """Return the oracle of a checkpoint in float32. Its parameters are exactly the tensors on disk."""
     oracle = Oracle(json.loads((folder / "config.json").read_text()))
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     oracle.load_state_dict(tensors, strict=True)

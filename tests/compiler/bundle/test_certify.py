@@ -1,4 +1,4 @@
-"""Certify: what is compared with what, and the verdict's words from estimates made by hand."""
+"""Certificates: the compared results, and the words of a verdict for estimates made by hand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceMod
 
 
 class Coarse:
-    """The same model with one expert's projection scaled: stands for a bundle that lost something."""
+    """The model with one scaled projection. It stands for a bundle with a loss."""
 
     def __init__(self, reference: ReferenceModel, scale: float) -> None:
         self._reference = reference
@@ -133,7 +133,7 @@ def test_looks_end_at_the_last_item(items: int, looks: list[int]) -> None:
 
 
 def test_a_clear_case_is_decided_at_an_early_look(reference: ReferenceModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on the first items alone, but for the wider bounds of several looks; an unclear one goes on to the end."""
+    """The verdict is that of the first items, with wider bounds for several looks. An unclear case takes all items."""
     monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (40, 80))
     texts = [f"{n} and one text more, {n * n}" for n in range(120)]
     equal, first = Coarse(reference, 1.0), certify(reference, Coarse(reference, 1.0), texts=texts[:40])
@@ -181,7 +181,7 @@ def test_the_verdict_and_its_sentence(reference: ReferenceModel, status: str) ->
 
 
 def test_too_few_items_prove_nothing(reference: ReferenceModel) -> None:
-    """29 items without a single difference: met, and the report says how many it would take."""
+    """29 items without a difference: the verdict is met, and the report names the number of items needed."""
     certificate = certificate_of(estimate(0.0, 0.0, 29), certify(reference, Coarse(reference, 1.0)))
     assert certificate.verdict is not None and not certificate.verdict.enough_items
     assert overall_verdict(LOSS, {"toy": certificate}) == "met"

@@ -1,4 +1,4 @@
-"""Emit: the bundle holds what the plan says, byte for byte and every time, or it does not exist."""
+"""Emit: equal plans give equal bytes, and a bundle holds exactly the plan or does not exist."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _open(path: Path) -> Lowering:
 
 
 def _mixed_plan(model: ModelSpec) -> CompilePlan:
-    """Another format for nearly every unit, and three for dense weights."""
+    """Return a plan with another format for nearly every unit, and three formats for dense weights."""
     uniform = uniform_plan(model, QuantSpec(4, 32), QuantSpec(8, 32), "bfloat16")
     units = {key: SPECS[index % len(SPECS)] for index, key in enumerate(uniform.units)}
     dense = dict(uniform.dense) | {"layers.0.query": QuantSpec(4, 32), "embedding": QuantSpec(3)}
@@ -103,12 +103,12 @@ def test_threads_pack_side_by_side_to_the_same_bytes(
     def offsets(*arguments: Any) -> tuple[dict[str, int], int]:
         seen.add(threading.current_thread().name)
         with suppress(threading.BrokenBarrierError):
-            both.wait(10)  # experts are tiny here: the first thread would be done with all before a second begins
+            both.wait(10)  # experts are tiny, so one thread could do all of them before a second one begins
         both.abort()
         return unit_offsets(*arguments)
 
     _emit(_open(folder), tmp_path / "one.partial")
-    monkeypatch.setattr("moec.compiler.bundle.emit.unit_offsets", offsets)  # asked first of each expert
+    monkeypatch.setattr("moec.compiler.bundle.emit.unit_offsets", offsets)  # called first for each expert
     torch.set_num_threads(3)
     try:
         _emit(_open(folder), tmp_path / "three.partial")

@@ -1,4 +1,4 @@
-"""The picture: a PNG for every kind of report, and never a warning."""
+"""The picture of the report: a PNG for every kind of report, without a warning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def size_of(image: bytes) -> tuple[int, int]:
-    """Width and height from the header of a PNG."""
+    """Return width and height from the header of a PNG."""
     assert image.startswith(SIGNATURE) and image.rstrip().endswith(b"IEND\xaeB`\x82")
     width, height = struct.unpack(">II", image[16:24])
     return width, height

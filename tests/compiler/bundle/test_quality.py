@@ -34,7 +34,7 @@ DIVERGENCE = DistributionSummary(0.03, 0.001, 0.01, 0.4, 2.0, 0.96, 5000)
 
 
 def mixed_plan() -> CompilePlan:
-    """gate at 2 bits, up at 3, down at 4, expert 1 of layer 0 at 8."""
+    """Return a plan with gate at 2 bits, up at 3, down at 4, and expert 1 of layer 0 at 8."""
     by_projection = dict(zip(PROJECTIONS, (QuantSpec(2, 64), QuantSpec(3, 64), QuantSpec(4, 64)), strict=True))
     units = {u: QuantSpec(8) if u[:2] == (0, 1) else by_projection[u.projection] for u in PLAIN.units}
     return replace(PLAIN, units=units)
@@ -71,7 +71,7 @@ def report(plan: CompilePlan | None = None, target: Target = LOSS, **changes: An
 
 
 def test_equal_reports_are_equal_bytes_without_any_time() -> None:
-    """Two runs of different speed: `seconds` differ in the results and are nowhere in the report."""
+    """Two runs of different speed: `seconds` differ in the results and are not in the report."""
     slower = certificate()
     slower = replace(slower, value=replace(slower.value, seconds=777.0, tokens_per_s=1.0))
     first, second = canonical_json(report()), canonical_json(report(certificates={"gsm8k": slower}))
@@ -114,7 +114,7 @@ def test_gains_are_shares_of_the_baselines_bytes() -> None:
 
 
 def test_edgemoe_gets_a_group_size_that_fits() -> None:
-    """96 columns: of the formats on offer only those with 32 columns a group fit all projections."""
+    """With 96 columns, only the formats with groups of 32 fit all projections."""
     plan = plain_plan(toy_model(width=96), BF16, "gptq")
     none = BaselineResult("best uniform", None, ())
     at_16 = BaselineResult("best uniform", plan, ())

@@ -1,4 +1,4 @@
-"""Statistics against counts made from the model's own router logits, and path predictions on routes made by hand."""
+"""Statistics compared with counts from the model's router logits, and path predictions on routes made by hand."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def statistics(lowering, pairs) -> ActivationStatistics:
 
 
 def router_choices(reference, pairs):
-    """Per text: experts [T, L, K] and weights from `output_router_logits`, and the inputs of every experts module."""
+    """Return for each text experts [T, L, K] and weights from `output_router_logits`, and inputs of all experts."""
     top_k = reference.model.layers[0].experts.top_k
     for row in (prompt + answer for prompt, answer in pairs):
         with torch.no_grad():
@@ -114,7 +114,7 @@ def test_counts_are_those_of_the_router_logits(reference, pairs, statistics):
         assert list(found) == sorted(found) and found == paths[key]
     expected = np.quantile(np.concatenate(largest), [0, 0.5, 1], axis=0).T
     np.testing.assert_allclose(statistics.router_quantiles[:, [0, 50, 100]], expected, rtol=1e-5)
-    np.testing.assert_allclose(statistics.lower_half, np.concatenate(lower).mean(0), rtol=1e-5)  # of two, the second
+    np.testing.assert_allclose(statistics.lower_half, np.concatenate(lower).mean(0), rtol=1e-5)  # the second of two
     assert statistics.num_tokens == sum(len(p) + len(a) for p, a in pairs) == popularity[0].sum() // 2
     Tables.of(statistics).check(reference.model)
 
@@ -179,10 +179,10 @@ def test_paths_that_repeat_are_predicted_and_chance_is_not():
 
 
 def test_rare_pairs_back_off_to_the_layer_before_and_then_to_popularity():
-    # Expert 1 of layer 1 is followed by 3, whatever came before, except behind expert 0 of layer 0: there by 2.
+    # Expert 3 follows expert 1 of layer 1. Exception: after expert 0 of layer 0 it is expert 2.
     routes = np.array([[[0], [1], [2]]] * 8 + [[[4], [1], [3]]] * 20 + [[[5], [6], [7]]] * 30)
     assert report_paths(routes, np.array([[[0], [1], [2]]]), 8).accuracy_pairs == 1.0
-    assert report_paths(routes[1:], np.array([[[0], [1], [3]]]), 8).accuracy_pairs == 1.0  # seven: too few
+    assert report_paths(routes[1:], np.array([[[0], [1], [3]]]), 8).accuracy_pairs == 1.0  # seven are too few
     unseen = report_paths(routes, np.array([[[0], [5], [7]]]), 8)
     assert unseen.accuracy_pairs == unseen.accuracy_sets == unseen.accuracy_popularity == 1.0
 
@@ -194,7 +194,7 @@ def test_the_frequent_share_counts_observed_paths():
 
 
 def test_unimportance_is_the_weight_of_the_experts_before() -> None:
-    """Of weights .5, .3, .2 the second expert's is .5, the third's .8; the order in which they come does not matter."""
+    """With weights 0.5, 0.3 and 0.2, the second expert has 0.5 and the third 0.8. The order of the experts is free."""
     counts = weight_summary(torch.tensor([[0.3, 0.5, 0.2], [0.2, 0.5, 0.3], [2.0, 1.0, 1.0]]))[1]
     assert counts.sum() == 6 and counts[int(0.5 * UNIMPORTANCE_BINS)] == 3
     assert counts[int(0.8 * UNIMPORTANCE_BINS) - 1 : int(0.8 * UNIMPORTANCE_BINS) + 1].sum() == 2
@@ -205,7 +205,7 @@ def test_unimportance_is_the_weight_of_the_experts_before() -> None:
 
 
 def test_unimportance_is_counted_of_every_token(statistics):
-    """One of two experts is not the best; with weights that add up to 1, its unimportance is the largest weight."""
+    """One of two experts is not the best. If weights sum to 1, its unimportance is the largest weight."""
     assert (statistics.unimportance.sum(axis=1) == statistics.popularity.sum(axis=1) // 2).all()
     found = np.repeat((np.arange(UNIMPORTANCE_BINS) + 0.5) / UNIMPORTANCE_BINS, statistics.unimportance[0])
     expected = statistics.router_quantiles[0]

@@ -1,4 +1,4 @@
-"""Opening model folders: what is read, and one clear error for each way a folder can be wrong."""
+"""Opening model folders: the content read, and one clear error for each fault of a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MXFP4 checkpoints: values by the table of the format, and whole models as transformers unpacks them."""
+"""MXFP4 checkpoints: values from the table of the format, and whole models as transformers decodes them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
 def pack_experts(folder: Path) -> Path:
-    """Random blocks and scales in the place of a gpt-oss checkpoint's experts."""
+    """Replace the experts of a gpt-oss checkpoint by random blocks and scales."""
     tensors, draw = load_file(folder / WEIGHTS_NAME), torch.Generator().manual_seed(3)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
@@ -93,7 +93,7 @@ def test_the_reference_is_unpacked_and_a_search_runs(folder: Path, tmp_path: Pat
 def test_what_was_decoded_is_packed_as_it_was(rows: int, blocks: int, low: int, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     packed = torch.randint(0, 256, (rows, blocks, 16), generator=draw, dtype=torch.uint8)
-    packed[0, 0] = 0x80  # a block of zeros of both signs
+    packed[0, 0] = 0x80  # a block of zeros with both signs
     scales = torch.randint(low, low + 9, (rows, blocks), generator=draw, dtype=torch.uint8)
     weight = decode(packed, scales)
     matrix = quantizer("gptq")(weight, MXFP4, None, 0)
@@ -117,7 +117,7 @@ def test_what_has_no_exact_form_is_refused(weight: torch.Tensor) -> None:
 
 
 def test_four_bits_are_the_checkpoint_s_own_and_lose_nothing(folder: Path, tmp_path: Path) -> None:
-    """4.25 bits per weight and the same logits as 16 bits, but for the rounding of activations."""
+    """4.25 bits per weight give the logits of 16 bits, except for the rounding of activations."""
     result = compile_tiny(folder, tmp_path / "own", "uniform", 4, dense_bits=16)
     assert result.path is not None and {str(spec) for spec in result.plan.units.values()} == {"mxfp4"}
     assert result.plan.bits_per_weight == 4.25
@@ -131,7 +131,7 @@ def test_four_bits_are_the_checkpoint_s_own_and_lose_nothing(folder: Path, tmp_p
         expected = engine.logits(TOKENS)
     with load(result.path, expert_cache="50%", context=64) as engine:
         found = engine.logits(TOKENS)
-    # Nearly all tokens: rounded activations send one of a random model elsewhere now and then.
+    # Nearly all tokens: in a random model, rounded activations sometimes change the experts of a token.
     assert np.median(np.abs(found - expected).max(1)) <= 0.02 * np.abs(expected).max()
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint behind a URL: what is copied, what is not copied again, and what is refused."""
+"""A checkpoint at a URL: files copied, files not copied again, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moec.compiler.checkpoint.url import CACHE, fetch, is_url, url_name
 from moec.manifests.errors import CheckpointError, DoesNotFit
 from tests.tiny_models import TINY_MODELS, save_tiny_mixtral
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # fsspec's, of files that fail to open
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of fsspec, for files that fail to open
 EVERYTHING = ("*",)
 
 
@@ -38,7 +38,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def memory() -> Iterator[Any]:
-    """fsspec's file system in memory, empty."""
+    """The file system of fsspec in memory, empty."""
     system = fsspec.filesystem("memory")
     for leftover in (system.store, system.pseudo_dirs):
         leftover.clear()

@@ -1,4 +1,4 @@
-"""Work described as jobs, without Ray: whoever does it and however it is divided, not one bit differs."""
+"""Work as jobs, without Ray: equal bits for every division of the work and every worker."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WORKERS = pytest.mark.parametrize(("workers", "threads"), [(1, 1), (3, 1), (2, 2
 
 
 class PoolHere(Pool):
-    """Sites of this process that take turns; everything on its way is pickled, as between machines."""
+    """Sites in this process that take turns. Everything between them is pickled, as between machines."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ def reference(folder: Path) -> ReferenceModel:
 
 
 def text_pairs(count: int) -> list[tuple[str, str]]:
-    """Prompts and answers of many lengths, some answers empty."""
+    """Return prompts and answers of many lengths. Some answers are empty."""
     draw = random.Random(count)
     return [
         (" ".join(draw.choices(WORDS, k=draw.randint(1, 12))), " ".join(draw.choices(WORDS, k=draw.randint(0, 6))))
@@ -103,7 +103,7 @@ def text_pairs(count: int) -> list[tuple[str, str]]:
 
 
 def moments_of(model: ModelSpec) -> SecondMoments:
-    """Of inputs that were never seen, one expert without any."""
+    """Return second moments of random inputs. One expert has none."""
     generator, moments = torch.Generator().manual_seed(3), SecondMoments.zeros(model)
     for key in model.expert_keys()[1:]:
         width = model.layers[key.layer].experts.width
@@ -131,7 +131,7 @@ def test_units_are_quantized_to_the_same_codes(folder: Path, quantizer: str, wor
 
 @dataclass
 class Said:
-    """What the reference makes of these texts."""
+    """The results of the reference on these texts."""
 
     pairs: list[tuple[str, str]]
     requests: list[GenerationRequest]
@@ -162,7 +162,7 @@ def test_the_model_says_the_same_to_the_last_bit(
 
 
 def test_what_was_tested_spans_batches_and_groups(reference: ReferenceModel) -> None:
-    """Else the test above would pass with any division."""
+    """Otherwise the test above would pass for every division."""
     pairs = text_pairs(400)
     lengths = [len(prompt) + len(answer) for prompt, answer in reference.encode_pairs(pairs)]
     assert len(length_batches(lengths, 2048)) > 4
@@ -281,7 +281,7 @@ def test_the_runtime_certifies_the_same(
 
 
 def test_runtimes_share_a_node_and_are_closed(folder: Path, bundle: Path, tmp_path: Path) -> None:
-    """Two sides of a certificate stay open beside each other, each in its part of the node's memory."""
+    """Two sides of a certificate are open at the same time, each with its part of the node's memory."""
     opened, closed = list[tuple[int, int]](), list[int]()
 
     @contextmanager
@@ -344,7 +344,7 @@ def test_a_cluster_is_refused_where_it_has_nothing_to_do(folder: Path) -> None:
 def test_a_sweep_over_the_layers_is_the_same_with_experts_quantized_elsewhere(
     name: str, quantizer: str, tmp_path: Path
 ) -> None:
-    """Codes, costs and gains, to the last bit; some families store experts transposed, or layers without any."""
+    """Codes, costs and gains are equal to the last bit. Some families have transposed experts, or layers with none."""
     folder = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES[name])
     lowering, rows = lower(open_checkpoint(str(folder))), [[5, 6, 200, 7, 90, 33], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3]]
     dense = plain_plan(lowering.model, lowering.spec_16bit, quantizer).dense

@@ -1,4 +1,4 @@
-"""Lowering: config.json to ModelSpec, names on disk to units, and every setting accounted for."""
+"""Lowering: config.json to ModelSpec, names on disk to units, and every setting is read."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_stacked_experts_give_the_same_units(folder: Path, copy: Path) -> None:
         assert torch.equal(one.dense_weight(name), other.dense_weight(name)), name
 
 
-# Of each family that holds them apart on disk: as transformers' own model holds them.
+# For each family with one tensor per expert on disk: the stacks that transformers' model holds.
 @pytest.mark.parametrize(
     "name", ["qwen2", "qwen3-plain-first", "deepseek-v2", "deepseek-v3", "glm4", "ernie", "granite", "phimoe"]
 )
@@ -90,7 +90,7 @@ def test_experts_as_transformers_holds_them_give_the_same_units(name: str, tmp_p
     before = lowered(path)
     own = {key: before.unit(key) for key in before.units}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    read = {source.name for source in before.dense.values()} | before.ignored | before.beside
+    read = {source.name for source in before.dense.values()} | before.ignored | before.auxiliary
     kept = {key: tensor for key, tensor in load_file(path / WEIGHTS_NAME).items() if key in read}
     fused = {key: tensor.clone() for key, tensor in model.state_dict().items() if "_proj" in key and ".experts." in key}
     assert fused
@@ -180,7 +180,7 @@ def test_an_unknown_family_is_refused_by_name(copy: Path) -> None:
 )
 def test_settings_that_cannot_be_expressed_are_named(copy: Path, changes: dict[str, Any], message: str | None) -> None:
     configured(copy, **changes)
-    if message is None:  # generation_config.json speaks for the end of a generation, so a stale id here does no harm
+    if message is None:  # generation_config.json decides the end of a generation, so a stale id here has no effect
         assert lowered(copy).model.eos_token_ids == (2,)
         return
     with pytest.raises(CheckpointError, match=message):
@@ -341,7 +341,7 @@ def test_qwen3_moe_settings_that_cannot_be_expressed_are_named(
 
 
 def test_qwen3_moe_counts_its_experts_under_either_name(qwen3_moe: Path) -> None:
-    """The hub's configurations say `num_experts`, those that transformers 5 writes `num_local_experts`."""
+    """Configurations on the hub have `num_experts`, those written by transformers 5 `num_local_experts`."""
     changed = configured(qwen3_moe, num_local_experts=..., num_experts=5)
     assert lowered(changed).model.layers[0].experts.count == 5
 

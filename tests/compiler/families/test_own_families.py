@@ -1,4 +1,4 @@
-"""DeepSeekMoE and MiniCPM-MoE, which transformers does not have: names, settings, and the whole compile."""
+"""DeepSeekMoE and MiniCPM-MoE, which transformers lacks: names, settings, and the whole compile."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_deepseek_is_what_its_configuration_says(tmp_path: Path) -> None:
     assert plain.shared is not None and plain.shared.width == 96
     assert (routed.experts.router.scoring, routed.experts.router.renormalize) == ("softmax", False)
     one = lowered(save_own_family(tmp_path / "two", OWN_FAMILIES["deepseek-top1-half"])).model
-    # The published code divides by the sum only where more than one expert is chosen.
+    # The published code divides by the sum only if it chooses more than one expert.
     assert not one.layers[0].experts.router.renormalize and one.layers[0].shared is None
     assert one.layers[0].attention.rope == model.layers[0].attention.rope, "10,000 is the base that is not said"
 
@@ -97,7 +97,7 @@ def test_minicpm_is_what_its_configuration_says(tmp_path: Path) -> None:
     assert (experts.count, experts.top_k, experts.width, experts.router.renormalize) == (6, 2, 96, True)
 
 
-# config.json of deepseek-moe-16b-chat; MiniCPM-2B's with eight experts, which is how MiniCPM-MoE-8x2B began.
+# config.json of deepseek-moe-16b-chat, and that of MiniCPM-2B with eight experts, the origin of MiniCPM-MoE-8x2B.
 PUBLISHED = {
     "deepseek": {
         "architectures": ["DeepseekForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -127,7 +127,7 @@ PUBLISHED = {
 def test_published_models_have_the_sizes_of_their_files(
     family: str, billions: float, gigabytes: tuple[float, float]
 ) -> None:
-    """16 bits per weight: six files of 5 GB and one of 2.77; one of 27.7, which has a single matrix of embeddings."""
+    """At 16 bits per weight: six files of 5 GB and one of 2.77 GB, and one of 27.7 GB with one matrix of embeddings."""
     config = {**PUBLISHED[family], "model_type": family}
     model = lower(Checkpoint(Path("none"), "none", config, {}, {})).model
     weights = sum(math.prod(shape) for shape in model.dense_shapes().values())
@@ -178,7 +178,7 @@ def test_settings_that_cannot_be_expressed_are_named(copy: Path, changes: dict[s
 
 @pytest.mark.parametrize("copy", ["minicpm"], indirect=True)
 def test_a_tied_checkpoint_with_an_output_matrix(copy: Path) -> None:
-    """The published code ties whatever lies there: an equal matrix is left out, another one contradicts."""
+    """The published code ties every output matrix. An equal one is left out, a different one is an error."""
     tensors = load_file(copy / WEIGHTS_NAME)
     embedding = tensors["model.embed_tokens.weight"]
     save_file(tensors | {"lm_head.weight": embedding.clone()}, copy / WEIGHTS_NAME)
@@ -211,7 +211,7 @@ def test_statistics_are_those_of_the_oracle(folder: Path, reference: ReferenceMo
 
 
 def test_every_weight_is_exchanged_under_its_own_name(folder: Path, reference: ReferenceModel) -> None:
-    """The oracle with another weight computes what the reference does with it."""
+    """With another weight the oracle computes the same as the reference."""
     lowering, network, tokens = lowered(folder), reference.network, torch.tensor([TOKENS])
     weights, on_disk = WeightStore(network, torch.bfloat16), load_oracle(folder)
     parameters = dict(on_disk.named_parameters())
@@ -241,7 +241,7 @@ def test_a_weight_that_is_missing_or_has_another_shape_is_named(copy: Path, is_m
 
 
 def test_code_of_a_checkpoint_is_never_run(folder: Path, tmp_path: Path) -> None:
-    """config.json names Python files that lie beside it on the hub."""
+    """config.json names Python files that are next to it on the hub."""
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     named = set(json.loads((copy / "config.json").read_text())["auto_map"].values())
     for place in named:

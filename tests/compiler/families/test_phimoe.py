@@ -22,7 +22,7 @@ from tests.tiny_families import LONGROPE, TINY_FAMILIES, TinyFamily, save_tiny_f
 pytestmark = pytest.mark.oracle
 
 ORIGINAL = {"original_max_position_embeddings": 128}
-# As configurations of the hub have it: the older name, `type`, and the original context outside as well.
+# The form on the hub: the older name `type`, and the original context outside too.
 OLD = {key: value for key, value in LONGROPE.items() if key not in ("rope_type", "rope_theta")} | {"type": "longrope"}
 
 
@@ -157,7 +157,7 @@ def test_settings_that_cannot_be_expressed_are_named(copy: Path, changes: dict[s
 
 
 def test_the_reference_stays_within_the_original_context(folder: Path) -> None:
-    """Beyond it transformers rotates otherwise than the runtime does."""
+    """Beyond it, transformers rotates in another way than the runtime."""
     reference = ReferenceModel(folder)
     assert len(reference.forced_logits([([5] * 64, [6] * 64)])) == 1
     with pytest.raises(ContextOverflow, match="a text has 129 tokens, the original context of the model has 128"):
@@ -165,6 +165,6 @@ def test_the_reference_stays_within_the_original_context(folder: Path) -> None:
 
 
 def test_a_configuration_that_transformers_refuses_is_a_checkpoint_error(copy: Path) -> None:
-    """Its classes check their own keys, with an exception of their own."""
+    """Its classes check their own keys, and raise an exception of transformers."""
     with pytest.raises(CheckpointError, match=r"transformers cannot load the model: .*output_router_logits"):
         ReferenceModel(configured(copy, output_router_logits="perhaps"))

@@ -1,4 +1,4 @@
-"""What a compile is said to take: pieces counted from shapes and texts, held against the compile itself."""
+"""The forecast of a compile: counts from shapes and texts, compared with the compile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_DISK = DiskRates(0.0, 0.0)
 
 @pytest.fixture
 def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model fits in memory as a whole."""
+    """Treat every model as too large for memory."""
     monkeypatch.setattr("moec.compiler.walker.planning.goes_layer_by_layer", lambda *_: True)
 
 
@@ -41,7 +41,7 @@ def named(stages: list[StageForecast]) -> dict[str, StageForecast]:
 
 
 def seconds(tmp_path: Path, kind: Any = "kl", value: float = 0.05, **rates: float) -> dict[str, float]:
-    """Of each stage where nothing takes time but the named pieces."""
+    """Return the seconds of each stage if only the named parts take time."""
     texts = tmp_path / "texts" if (tmp_path / "texts").is_dir() else save_texts(tmp_path / "texts")
     model = tmp_path / "model"
     if not model.is_dir():
@@ -72,7 +72,7 @@ def test_pieces_are_counted(too_large: None, tmp_path: Path) -> None:
     assert seconds(tmp_path, token=1.0)[held_out] == pytest.approx(3 * sum(map(len, held.rows)))
     for_a_loss = seconds(tmp_path, "loss", 0.05, token=1.0)
     assert held_out not in for_a_loss
-    # Checkpoint and at most 8 plans on validation items, checkpoint and bundle on the others: texts are only scored.
+    # Checkpoint and at most 8 plans on validation items, checkpoint and bundle on test items. Texts are only scored.
     texts = {name: (tmp_path / "texts" / f"{name}.jsonl").read_text().splitlines() for name in ("validation", "test")}
     tokens = {name: sum(len(json.loads(line)["text"]) for line in lines) for name, lines in texts.items()}
     expected = 3 * (9 * tokens["validation"] + 2 * tokens["test"])
@@ -178,7 +178,7 @@ def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
     layers = prepared.lowering.model.num_layers
     expected = layers * (validation.decoded + test.decoded)
     assert named(stages)["measuring the tasks"].seconds == pytest.approx(expected, rel=1e-6)
-    # Of one token a second and layer: what is measured by KL on 256 answers, and what a comparison adds.
+    # At one token per second and layer: the KL measurements on 256 answers, and those of a comparison.
     stages = SearchForecast(prepared, prepared.sweep_inputs(), NO_DISK, replace(NOTHING, token=1.0)).whole(1)
     assert validation.answered == validation.read, "one answer for each"
     found, one = named(stages), layers * validation.answered * 256 / len(split.validation.items)
@@ -194,7 +194,7 @@ def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
 
 
 def test_bundles_that_answer_from_disk_are_read_once_a_pass(too_large: None, tmp_path: Path) -> None:
-    """Of a memory that holds nothing of either bundle: 2 bytes a weight of the checkpoint's, 4 bits of a plan's."""
+    """The memory holds no part of either bundle: 2 bytes per weight of the checkpoint's, 4 bits of a plan's."""
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
     prepared = prepare(make_request(model, tmp_path / "out", "loss", 0.05, quick=False, data=str(texts), **SEARCHED))
     foreseen = SearchForecast(prepared, prepared.sweep_inputs(), replace(NO_DISK, digested_byte=1.0), NOTHING)

@@ -1,4 +1,4 @@
-"""Refusal under the floor with the number, the recommended cache, and a host whose noise decides nothing."""
+"""Refusal below the floor with its number, the recommended cache, and equal results for probes with noise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_budget(size_bytes: int) -> DeviceProfile:
 
 
 def floor_of(plan: CompilePlan) -> int:
-    """The number in the refusal, which is rounded up to MiB."""
+    """Return the number in the refusal, which is rounded up to MiB."""
     with pytest.raises(DoesNotFit) as caught:
         summarise_device(with_budget(1 << 20), plan)
     floor = fixed_memory(plan, 0).floor_bytes
@@ -67,7 +67,7 @@ def test_the_recommended_cache_grows_to_all_experts_and_no_further() -> None:
 
 
 def test_a_budget_for_small_formats_alone_still_gets_an_objective() -> None:
-    """The objective is asked with 8-bit experts and 16-bit dense weights, which need not fit where the plan does."""
+    """The objective is computed with 8-bit experts and 16-bit dense weights. They need not fit if the plan does."""
     small, plain = uniform(2, dense_bits=4), plain_plan(MODEL, BF16, "gptq")
     tight = with_budget(floor_of(small))
     assert floor_of(small) < floor_of(uniform(8))
@@ -76,7 +76,7 @@ def test_a_budget_for_small_formats_alone_still_gets_an_objective() -> None:
 
 
 def test_a_probed_host_writes_none_of_its_numbers() -> None:
-    """Two probes of one machine differ by a fifth; bundle and objective are the same."""
+    """Two probes of one machine differ by a fifth. Bundle and objective are equal."""
     host = replace(
         PI, name="host", is_probed=True, memory_budget_bytes=2_050_000_000, memory_bytes_per_s=9_000_000_000,
         storage_bytes_per_s=450_000_000,
@@ -90,7 +90,7 @@ def test_a_probed_host_writes_none_of_its_numbers() -> None:
 
 
 def test_a_probed_hosts_noise_does_not_turn_the_objective() -> None:
-    """Compute and storage near each other: `tpot` compares rounded rates, so it says the same for both probes."""
+    """If compute and storage take similar times, `tpot` compares rounded rates. Both probes then give one result."""
     large = toy_model(layers=6, experts=16, hidden=2048, width=3744)
     plain = plain_plan(large, BF16, "gptq")
     host = replace(

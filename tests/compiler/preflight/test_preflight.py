@@ -1,4 +1,4 @@
-"""Preflight: every problem in one report, from headers alone."""
+"""Preflight: one report with every problem, from headers only."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_all_problems_come_in_one_report(copy: Path) -> None:
         "- misshapen tensor `model.norm.weight`: expected shape [64], found [65]",
         "- unexpected tensor `model.layers.*.self_attn.q_proj.bias` (2 times, first "
         "`model.layers.0.self_attn.q_proj.bias`), which this family does not have",
-        "- no `tokenizer.json`, expected a fast tokenizer beside the weights",
+        "- no `tokenizer.json`, expected a fast tokenizer next to the weights",
         "- q3g128: the group size (at least 32) does not divide the 64 columns of gate, up; "
         "group sizes that do: 64, 32",
         "- q4g64, q3g128: the group size (at least 32) does not divide the 96 columns of down; group sizes that do: 32",

@@ -1,4 +1,4 @@
-"""Scales and minima on bytes: nearest values, the same steps found again, rows apart."""
+"""Scales and minima in bytes: nearest values, equal steps after a second fit, independent rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_other_values_are_refused(values: list[list[float]]) -> None:
 
 @pytest.mark.parametrize("text", ["q1g32b", "q2g32b", "q3g64b", "q4g32b"])
 def test_quantizers_lose_little_by_bytes(text: str) -> None:
-    """Output errors are within 2 % of those with scales of 16 bits, on less than 95 % of the bytes."""
+    """Output errors are within 2 % of those with scales of 16 bits, with less than 95 % of the bytes."""
     spec, plain = QuantSpec.parse(text), QuantSpec.parse(text[:-1])
     generator = torch.Generator().manual_seed(3)
     weight, inputs = torch.randn(64, 512, generator=generator), torch.randn(2048, 512, generator=generator)

@@ -1,4 +1,4 @@
-"""The output error from second moments is the squared error of the outputs themselves."""
+"""The output error from second moments equals the squared error of the outputs."""
 
 from __future__ import annotations
 

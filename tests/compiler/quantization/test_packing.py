@@ -1,4 +1,4 @@
-"""Packing: exact bytes of hand-made tiles, and the runtime's reader as the inverse."""
+"""Packing: exact bytes of tiles made by hand, and the runtime's reader as the inverse."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _random(spec: QuantSpec, rows: int, columns: int, seed: int = 0) -> Quantize
 
 
 def _code_position(bitwidth: int, row: int, column: int) -> list[tuple[int, int, int, int]]:
-    """The table of docs/format.md: (byte of the tile, shift in it, bits, bits of the code below them)."""
+    """Return the position of a code by the table of docs/format.md: byte in the tile, shift, bits, bits below."""
     q, c = divmod(column, 4)
     if bitwidth == 8:
         return [(64 * q + 4 * row + c, 0, 8, 0)]

@@ -1,4 +1,4 @@
-"""The optimum-quanto arm: errors as the package's own, float16 scales, nothing compiled, clear refusals."""
+"""optimum-quanto: errors of the package, float16 scales, nothing compiled, clear refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr(torch.utils.cpp_extension, "load", refuse)
 
 
-# Measured on the same draw: the limit is 2 % above. The package's own weights, on float32 scales, measure the same.
+# Measured on the same draw, and the limit is 2 % above. The package's weights with float32 scales measure the same.
 @pytest.mark.parametrize(
     ("text", "measured"),
     [("q2g128", 0.3169), ("q2g64", 0.3060), ("q3g128", 0.1399), ("q4g128", 0.0633), ("q4", 0.0653), ("q8", 0.0039)],

@@ -1,4 +1,4 @@
-"""Scales fitted to codes: the least squares of a textbook, and what codes do not decide."""
+"""Scales fitted to codes: compared with a plain least-squares solution, and cases that codes do not decide."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS = ["q1g32", "q1.6g64s", "q1.6s", "q2g32", "q2g64s", "q3", "q4g64"]
 
 
 def draw(seed: int, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [6, K] and the second moment of correlated inputs, [K, K]."""
+    """Return weights [6, K] and the second moments of correlated inputs, [K, K]."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(columns, columns, generator=generator) / columns**0.5 + torch.eye(columns)
     inputs = torch.randn(4 * columns, columns, generator=generator) @ mix
@@ -28,7 +28,11 @@ def draw(seed: int, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def least_squares(weight: np.ndarray, matrix: QuantizedMatrix, factor: np.ndarray) -> np.ndarray:
-    """Scales, then minima, of one row in float64. factor: H = factor^T factor. matrix: of one row."""
+    """Return scales, then minima, of one row in float64.
+
+    factor: H = factor^T factor.
+    matrix: basis of one row.
+    """
     groups, columns = matrix.scales.shape[1], len(weight)
     codes = matrix.codes[0].numpy().astype(float).reshape(groups, -1)
     symmetric = matrix.minima is None
@@ -61,7 +65,7 @@ def test_scales_are_those_of_least_squares(text: str, seed: int) -> None:
 
 @pytest.mark.parametrize("text", ["q1.6g64s", "q2g64"])
 def test_what_codes_do_not_decide_stays(text: str) -> None:
-    """Groups and rows of zeros, and columns that no input touches."""
+    """These are groups and rows of zeros, and columns whose inputs are zero."""
     weight, moment = draw(3)
     weight[2, :64] = 0
     weight[4] = 0
@@ -74,7 +78,7 @@ def test_what_codes_do_not_decide_stays(text: str) -> None:
 
 
 def test_scales_stay_positive_and_finite() -> None:
-    """Codes that say the contrary of the weights would take a scale below zero, weights beyond float16 one above it."""
+    """Codes that contradict the weights would make a scale negative. Weights beyond float16 would make one infinite."""
     weight, moment = draw(5)
     before = quantize_rtn(weight, QuantSpec.parse("q1.6g64s"), clip_search=True)
     turned = QuantizedMatrix(before.spec, 2 - before.codes, before.scales, None)

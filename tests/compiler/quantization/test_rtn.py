@@ -1,4 +1,4 @@
-"""Round to nearest: the error bound as a theorem, exact groups, and the clip search."""
+"""Round to nearest: the error bound, exact groups, and the clip search."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_clip_search_never_loses(bitwidth: int, symmetric: bool, weighted: bool,
     tail=st.sampled_from([0.5, 1.0, 3.0]),
 )
 def test_three_values_have_the_best_of_all_scales(group: int, weighted: bool, seed: int, tail: float) -> None:
-    """Against every scale of a fine grid, each with the nearest of -1, 0 and 1."""
+    """Compare with every scale of a fine grid, each with the nearest of -1, 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(4, 128, generator=generator)
     weight = weight.sign() * weight.abs() ** tail

@@ -1,4 +1,4 @@
-"""Multiple choice through a compile and in both engines: likelihoods that are those of transformers."""
+"""Multiple choice in a compile and in both engines: likelihoods equal those of transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tiny_compile import WORDS, compile_tiny, save_model
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`model`, and `piqa` with three splits."""
+    """A folder with `model`, and `piqa` with three splits."""
     root, draw = tmp_path_factory.mktemp("choices"), random.Random(2)
     save_model(root / "model")
     (root / "piqa").mkdir()

@@ -1,4 +1,4 @@
-"""The reference model against transformers itself: text, logits, weights, and the checkpoints it refuses."""
+"""The reference model compared with transformers: text, logits, weights, and checkpoints that it refuses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def requests(drafts, limit=12, stop=()):
 
 
 def one_by_one(folder: Path, reference: ReferenceModel, limit: int) -> list[list[int]]:
-    """Greedy tokens of transformers' own generate, no batch, no padding, no draft; the end token left out."""
+    """Return greedy tokens of transformers' generate, without batch, padding, draft and end token."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     results = []
     for prompt in PROMPTS:

@@ -1,4 +1,4 @@
-"""Second versions of experts: planned, written, checked, refused."""
+"""Low versions of experts: planned, written, checked, refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_experts_that_are_small_already_have_none(checkpoint: Path) -> None:
 
 
 def test_a_bundle_without_them_says_nothing_of_them(checkpoint: Path, tmp_path: Path) -> None:
-    """Bundles of before keep their bytes."""
+    """Older bundles keep their bytes."""
     folder = emit_bundle(checkpoint, tmp_path / "plain", bitwidth=8)
     assert "low_experts" not in json.loads((folder / "moec.json").read_text())
 

@@ -1,4 +1,4 @@
-"""What a byte costs, and that two devices make two plans of one model."""
+"""The cost of a byte, and two plans of one model for two devices."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_two_devices_make_two_plans_of_the_same_model() -> None:
         units = plan.units  # type: ignore[attr-defined]
         return float(np.mean([spec.bitwidth for unit, spec in units.items() if unit.expert == expert]))
 
-    # Where reading decides, the expert that is always read gets fewer bits, the one that is never read more.
+    # If reads decide, an expert that is always read gets fewer bits, and one that is never read gets more.
     assert mean_bits(pi, 0) < mean_bits(jetson, 0)
     assert mean_bits(pi, 15) > mean_bits(jetson, 15)
     assert pi.expert_packed_bytes > jetson.expert_packed_bytes

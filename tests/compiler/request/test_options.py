@@ -1,4 +1,4 @@
-"""Options out of range, against each other, or without effect are refused before any work."""
+"""Options that are out of range, exclude each other, or have no effect are refused before any work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exactly one target, and no number that could mean two things."""
+"""Exactly one target, and no ambiguous number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One format for all experts, and another for what is dense."""
+"""One format for all experts, and another one for dense weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Best uniform against brute force, EdgeMoE's list and count on lists made by hand, interpolation on the frontier."""
+"""Best uniform format compared with brute force, EdgeMoE's list and count on lists made by hand, interpolation."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_bisection_finds_the_last_that_is_kept(count: int, good: int) -> None:
 
 
 def lowered(result: BaselineResult, bits: int) -> set[ExpertKey]:
-    """Experts whose three projections all have that bitwidth."""
+    """Return the experts whose three projections all have that bitwidth."""
     assert result.plan is not None
     experts = {}
     for unit, spec in result.plan.units.items():
@@ -104,7 +104,7 @@ LEAST_IMPORTANT = sorted(LOSSES, key=lambda key: LOSSES[key])
 
 @pytest.mark.parametrize("count", range(1, 8))
 def test_edgemoe_lowers_the_least_important_experts(count: int) -> None:
-    """4 bits are fine, 2 bits are not; `count` experts at 2 bits are the most that is fine."""
+    """4 bits keep the target, 2 bits do not. At most `count` experts at 2 bits keep it."""
 
     def keeps(plan: CompilePlan) -> bool:
         return share_below(plan, 4) <= count / 8
@@ -176,7 +176,7 @@ def test_nothing_is_said_outside_the_frontier(kl: float) -> None:
 
 
 def test_the_frontier_is_its_lower_envelope() -> None:
-    """A larger plan that is worse than a smaller one says nothing; plans without loss have no logarithm."""
+    """A larger plan that is worse than a smaller one is left out. A plan without loss has no logarithm."""
     frontier = [(2000, 0.001), (1500, 0.5), (1000, 0.1), (9000, 0.0), (1000, 0.3)]
     assert bytes_at_kl(frontier, 0.01) == pytest.approx(1500)
     assert bytes_at_kl([(1000, 0.1)], 0.1) is None

@@ -1,4 +1,4 @@
-"""The search against trials whose results are a known, noisy function of the plan."""
+"""The search with trials whose results are a known function of the plan, with noise."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SPACE = toy_space()
 
 
 def silent(sentence: str) -> None:
-    """Nobody listens."""
+    """Ignore the message."""
 
 
 def cost(space: SearchSpace, plan: CompilePlan) -> float:
-    """What the search minimises; the weights of a toy space are even, so it is bytes."""
+    """Return the cost that the search minimises. The weights of a toy space are equal, so it is bytes."""
     return plan.expert_packed_bytes + plan.dense_packed_bytes
 
 
 def best_cost(space: SearchSpace, trials: ToyTrials, target: Target) -> float:
-    """Over a fine sweep of budgets: the least cost of a plan that would be accepted."""
+    """Return the least cost of an accepted plan, over a fine sweep of budgets."""
     plans = [space.plan(least_cost(space.table, budget)) for budget in np.geomspace(1e-5, 3, 300)]
     if target.kind == "kl":
         kept = [plan for plan in plans if trials.kl(plan, "sweep").mean <= target.value]
@@ -65,7 +65,7 @@ def test_a_loss_target_is_kept_within_the_stated_measurements(value: float, slop
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kind", ["loss", "kl"])
 def test_a_target_that_everything_keeps_takes_the_smallest_plan_to_the_last_unit(kind: TargetKind, seed: int) -> None:
-    """The sum of predicted losses and the budget that is this sum may differ in the last bit."""
+    """The sum of predicted losses and an equal budget may differ in the last bit."""
     space = toy_space(seed=seed)
     smallest = space.plan(least_cost(space.table, np.inf))
     plan = search(space, ToyTrials(lambda _: 1e-6).as_trials(), Target(kind, 0.5), silent)
@@ -81,7 +81,7 @@ def test_every_measurement_is_told() -> None:
 
 @pytest.mark.parametrize("target", [Target("kl", 1e-3), Target("loss", 1e-3)])
 def test_an_unreachable_target_names_what_can_be_had(target: Target) -> None:
-    """With 2 bits on offer alone there is one plan, and it is far from the target."""
+    """With only 2 bits on offer there is one plan, and it is far from the target."""
     space = toy_space(specs=SPECS[:1], dense_widths=(8,))
     trials = ToyTrials(noisy_kl(space), standard_error=1e-4)
     with pytest.raises(TargetUnreachable) as caught:
@@ -96,7 +96,7 @@ def test_an_unreachable_target_names_what_can_be_had(target: Target) -> None:
 
 
 def test_the_most_precise_plan_is_tried_before_giving_up() -> None:
-    """Whatever is not all at 16 bits counts as bad here, so that every step of the search is refused."""
+    """Only plans with all weights at 16 bits are accepted here, so every step of the search is refused."""
 
     def kl_of(plan: CompilePlan) -> float:
         widths = {spec.bitwidth for spec in (*plan.units.values(), *plan.dense.values())}

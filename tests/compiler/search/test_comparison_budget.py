@@ -1,4 +1,4 @@
-"""What comparisons may take of a compile is counted: a third of what is measured, or all where that is little."""
+"""The work of comparisons is counted: a third of all measurements, or all comparisons if they are small."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_example_is_compared_in_full(tmp_path: Path) -> None:
-    """Its comparisons are what the project shows: their most is well inside what any model may take."""
+    """The project shows these comparisons. Their maximum is well below the limit for every model."""
     from moec.compiler.preflight.preparation import prepare
 
     data = {"data": "examples/data/gsm8k", "tasks": ("gsm8k",)}

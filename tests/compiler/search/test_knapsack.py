@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from moec.compiler.search.knapsack import ChoiceTable, hull_steps, least_cost, least_loss
 
-# Whole numbers: sums are exact, so the tests need no tolerance but for slopes.
+# Whole numbers have exact sums, so only slopes need a tolerance.
 NUMBERS = st.integers(0, 60).map(float)
 
 
 @st.composite
 def tables(draw: st.DrawFn, most_units: int = 4, most_options: int = 4) -> ChoiceTable:
-    """Up to 256 plans; some options cannot be taken."""
+    """Draw tables of up to 256 plans. Some options are not available."""
     units, options = draw(st.integers(1, most_units)), draw(st.integers(1, most_options))
     costs, losses = (
         np.array(draw(st.lists(NUMBERS, min_size=units * options, max_size=units * options))).reshape(units, options)
@@ -32,13 +32,13 @@ def tables(draw: st.DrawFn, most_units: int = 4, most_options: int = 4) -> Choic
 
 
 def all_plans(table: ChoiceTable) -> list[tuple[float, float]]:
-    """(cost, loss) of every plan."""
+    """Return (cost, loss) of every plan."""
     finite = [np.flatnonzero(np.isfinite(row)).tolist() for row in table.costs]
     return [table.totals(np.array(choice)) for choice in itertools.product(*finite)]
 
 
 def largest_step(table: ChoiceTable) -> tuple[float, float]:
-    """What the largest hull step saves in cost, and what it adds in loss."""
+    """Return the cost that the largest hull step saves, and the loss that it adds."""
     units = range(len(table.costs))
     steps = [step for unit in units for step in hull_steps(table.costs[unit], table.losses[unit], unit)[1]]
     return max((s.saved_cost for s in steps), default=0.0), max((s.added_loss for s in steps), default=0.0)
@@ -91,7 +91,7 @@ def test_more_budget_is_never_worse(table: ChoiceTable, budgets: list[float]) ->
 
 
 def test_room_left_over_is_not_spent_on_a_worse_plan() -> None:
-    """Filling the room by the largest gain first took unit 0 at a budget of 10, and units 1 and 2 at 9.9."""
+    """A greedy fill by the largest gain took unit 0 at a budget of 10, and units 1 and 2 at 9.9."""
     costs = np.array([[10.0, 0.0], [4.5, 0.0], [4.5, 0.0], [10.5, 0.0]])
     losses = np.array([[0.0, 5.0], [0.0, 4.0], [0.0, 4.0], [0.0, 10.0]])
     table = ChoiceTable(costs, losses)
@@ -111,7 +111,7 @@ def test_equal_tables_give_equal_plans(table: ChoiceTable, budget: float) -> Non
 
 
 def test_options_off_the_hull_are_never_chosen() -> None:
-    """Option 1 costs nearly as much as option 0 and loses nearly as much as option 2."""
+    """Option 1 costs nearly as much as option 0, and loses nearly as much as option 2."""
     table = ChoiceTable(np.array([[10.0, 9.0, 0.0]]), np.array([[0.0, 9.0, 10.0]]))
     chosen = {int(least_cost(table, budget)[0]) for budget in (0.0, 5.0, 9.0, 9.5, 10.0)}
     assert chosen == {0, 2}

@@ -1,4 +1,4 @@
-"""A sweep: the fewest bytes at every loss, each plan and baseline measured."""
+"""A sweep: the fewest bytes at every loss. Each plan and baseline is measured."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_every_loss_has_a_plan_that_keeps_it_and_more_loss_takes_no_more_bytes(r
 def test_baselines_stand_beside_every_plan(result: CompileResult) -> None:
     for point in curve_of(result):
         assert set(point.baselines) == {"best uniform", "EdgeMoE with our quantizer", "EdgeMoE as published", PER_LAYER}
-        # EdgeMoE as published has formats of its own.
+        # Published EdgeMoE has other formats.
         found = [size for name, size in point.baselines.items() if size is not None and "published" not in name]
         assert found and point.plan is not None
-        # A plan that may differ from unit to unit needs no more than one that may not. Of a random model a loss of 5 %
-        # is within what any change of weights makes of its perplexity.
+        # A plan with a format per unit needs at most the bytes of a plan with a format per layer. In a random model,
+        # any change of weights may change the perplexity by 5 %.
         assert point.target < 0.1 or point.plan.expert_packed_bytes <= min(found)
 
 

@@ -1,4 +1,4 @@
-"""Experts that the search leaves out: the knapsack's rows, who may be left out, and what a compile makes of it."""
+"""Experts that the search leaves out: rows of the knapsack, experts that may be left out, and whole compiles."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_expert_that_costs_nothing_to_leave_out_is_left_out() -> None:
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.floats(0, 0.2), min_size=4, max_size=4), st.floats(0, 0.6))
 def test_no_plan_with_more_options_is_dearer_by_more_than_a_step(losses: list[float], budget: float) -> None:
-    """Against all choices of a model of one layer, four experts and two formats."""
+    """Compare with all choices of a model with one layer, four experts and two formats."""
     space = toy_space(toy_model(layers=1), specs=(QuantSpec(2, 64), BF16), dense_widths=(16,))
     pruned = with_pruning(space, {ExpertKey(0, e): loss for e, loss in enumerate(losses)}, EVEN)
     cost, loss = pruned.table.totals(least_cost(pruned.table, budget))
@@ -77,7 +77,7 @@ def test_no_plan_with_more_options_is_dearer_by_more_than_a_step(losses: list[fl
 
 
 def test_reads_that_move_to_other_experts_are_not_saved() -> None:
-    """Where reads count, leaving out a popular expert saves its size alone: its tokens read another."""
+    """If reads count, leaving out a popular expert saves only its size, because its tokens read another expert."""
     weights = np.full((2, 4), 0.5)
     weights[1, 2] = 3.0
     space = toy_space(weights=ByteWeights(weights, 1.0, 0.1))
@@ -120,7 +120,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
 
 
 def test_the_reference_routes_among_the_others(reference: ReferenceModel, tmp_path: Path) -> None:
-    """As a checkpoint that never had those experts; and as before, to the bit, when they are back."""
+    """The reference computes as a checkpoint without those experts. When they are restored, every bit is as before."""
     fewer = MixtralForCausalLM.from_pretrained(save_without(tmp_path / "fewer"), dtype=torch.float32)
     rows = [[5, 6, 7, 8, 9, 10, 11, 12]]
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_asked_for_where_it_cannot_be() -> None:
     needed = [replace(layer, experts=replace(layer.experts, top_k=layer.experts.count)) for layer in model.layers]
     with pytest.raises(OptionError, match="`--prune-experts`: the routers of this model need all of their experts"):
         prunes(options, replace(model, layers=tuple(needed)), has_gradients=True)
-    with pytest.raises(OptionError, match="`--prune-experts/--keep-experts` has no effect beside `--search edgemoe`"):
+    with pytest.raises(OptionError, match="`--prune-experts/--keep-experts` has no effect with `--search edgemoe`"):
         CompileOptions(LOSS, data="d", prune=True, search="edgemoe")
-    with pytest.raises(OptionError, match="has no effect beside `--uniform`"):
+    with pytest.raises(OptionError, match="has no effect with `--uniform`"):
         CompileOptions(Target("uniform", 4), prune=False)

@@ -1,4 +1,4 @@
-"""The knapsack's table: what is priced how, and that a choice becomes the plan it stands for."""
+"""The table of the knapsack: the price of each option, and the plan of a choice."""
 
 from __future__ import annotations
 

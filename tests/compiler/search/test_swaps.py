@@ -1,4 +1,4 @@
-"""Swaps at equal bytes: what predictions do not see is found by measuring, and never costs bytes or KL."""
+"""Swaps at equal bytes find by measurement what predictions miss. They never raise bytes or KL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COST = 0.2 * SPACE.plain.expert_packed_bytes
 
 
 def unforeseen(space: SearchSpace) -> Callable[[CompilePlan], float]:
-    """A KL in which every unit weighs up to 5 times more or less than predicted."""
+    """Return a KL in which every unit has 0.2 to 5 times its predicted weight."""
     factors = np.array([5 ** (2 * uniform_number(f"true {row}") - 1) for row in range(len(space.table.losses))])
     actual = space.rescaled(factors)
     return lambda plan: predicted_loss(actual, plan)
@@ -76,7 +76,7 @@ def test_a_search_with_swaps_keeps_its_target_at_no_more_bytes_or_less_kl(target
         assert swapped.expert_packed_bytes <= 1.001 * max(alone.expert_packed_bytes, COST)
     else:
         sizes = [plan.expert_packed_bytes + plan.dense_packed_bytes for plan in (alone, swapped)]
-        # Losses are bisected roughly, so a plan may be cheaper by luck; a KL to 1 %, where swaps must show.
+        # The bisection of losses is coarse, so a plan may be cheaper by chance. That of a KL is within 1 %.
         assert sizes[1] < (1.01 if target.kind == "loss" else 1.0) * sizes[0]
         assert kl(swapped) <= target.value
 
@@ -95,7 +95,7 @@ def test_behind_swaps_plans_are_no_dearer_and_kl_tells_those_of_one_cost_apart(s
     judged = [(each, trials.accepts(each, target, "again")[0]) for each in list(trials.generated)]
     first = behind[0]
     before = min(cost(each) for each, kept in judged[:first] if kept)
-    # What is cheapest within a prediction is found to a fraction of a percent.
+    # The cheapest plan within a prediction is found to a fraction of a percent.
     most = 1.005 * CLOSE_COSTS_OF_LOSSES * before
     assert judged[first:] and all(cost(each) <= most for each, _ in judged[first:])
     kept = [each for each, is_kept in judged if is_kept]
@@ -134,5 +134,5 @@ def test_a_negative_number_of_swaps_is_refused() -> None:
 
 
 def test_swaps_without_a_search_are_refused() -> None:
-    with pytest.raises(OptionError, match="`--swaps` has no effect beside `--uniform`"):
+    with pytest.raises(OptionError, match="`--swaps` has no effect with `--uniform`"):
         CompileOptions(Target("uniform", 4), swaps=3)

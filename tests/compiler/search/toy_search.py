@@ -1,4 +1,4 @@
-"""A search without a checkpoint: a model of shapes alone, units with made-up errors, trials with made-up results."""
+"""A search without a checkpoint: a model with shapes only, units with given errors, trials with given results."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ITEMS = 2000
 
 
 def toy_model(layers: int = 2, experts: int = 4, hidden: int = 64, width: int = 128, vocab: int = 320) -> ModelSpec:
-    """Shapes only. Two heads, top-2."""
+    """Return a model with shapes only. Two heads, top-2."""
     attention = AttentionSpec(2, 1, 32, RopeSpec(10_000.0, 32))
     routed = ExpertsSpec(experts, min(2, experts), width, "silu", RouterSpec("softmax", True))
     return ModelSpec("mixtral", hidden, vocab, 128, 1e-5, False, (LayerSpec(attention, routed),) * layers, (2,))
 
 
 class ToyStore:
-    """Stands in for a UnitStore: errors fall by 4 per bit, and differ by unit and a little by group size."""
+    """Replacement of a UnitStore. Errors fall by a factor of 4 per bit, and depend on unit and group size."""
 
     quantizer = "gptq"
 
@@ -52,7 +52,7 @@ class ToyStore:
 
 
 def uniform_number(text: str) -> float:
-    """0 to 1, the same for the same text."""
+    """Return a number from 0 to 1 that depends only on the text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
@@ -63,7 +63,7 @@ def toy_space(
     dense_widths: tuple[int, ...] = (4, 8, 16),
     seed: int = 0,
 ) -> SearchSpace:
-    """The priced table of a toy model, gains such that all at 2 bits predicts a KL of the order of 1."""
+    """Return the priced table of a toy model. With its gains, all units at 2 bits predict a KL of about 1."""
     model = model or toy_model()
     plain = plain_plan(model, BF16, "gptq")
     layers, experts = model.num_layers, model.layers[0].experts.count
@@ -77,7 +77,7 @@ def toy_space(
 
 
 def predicted_loss(space: SearchSpace, plan: CompilePlan) -> float:
-    """The sum that the knapsack works with."""
+    """Return the sum that the knapsack uses."""
     rows = [space.unit_specs.index(plan.units[unit]) for unit in space.units]
     for group in space.groups:
         wanted = plan.dense[group.tensors[0]]
@@ -86,9 +86,10 @@ def predicted_loss(space: SearchSpace, plan: CompilePlan) -> float:
 
 
 class ToyTrials:
-    """Stands in for Trials: KL is a function of the plan; the relative loss is `slope` times it.
+    """Replacement of Trials. The KL is a function of the plan. The relative loss is `slope` times the KL.
 
-    generated: plans whose answers were asked for; measured: plans whose KL was.
+    generated: plans whose answers were generated.
+    measured: plans whose KL was measured.
     """
 
     has_data = True
@@ -117,12 +118,12 @@ class ToyTrials:
         return keeps(loss, target, ITEMS), {"toy": loss}
 
     def as_trials(self) -> Trials:
-        """Itself, for a parameter of that type."""
+        """Return this object as Trials."""
         return cast(Trials, self)
 
 
 def noisy_kl(space: SearchSpace, noise: float = 0.04, scale: float = 1.7) -> Callable[[CompilePlan], float]:
-    """Rises with the predicted loss, but neither in proportion nor quite steadily."""
+    """Return a KL that rises with the predicted loss, not in proportion and with noise."""
 
     def kl_of(plan: CompilePlan) -> float:
         wobble = 1 + noise * (2 * uniform_number(plan.digest) - 1)
@@ -132,7 +133,7 @@ def noisy_kl(space: SearchSpace, noise: float = 0.04, scale: float = 1.7) -> Cal
 
 
 def estimate(loss: float, standard_error: float, n: int = ITEMS, baseline: float = 0.8) -> LossEstimate:
-    """A normal estimate of that loss on n items."""
+    """Return a normal estimate of that loss on n items."""
     low, high = loss - 1.96 * standard_error, loss + 1.96 * standard_error
     one_sided = 1.645 * standard_error
     return LossEstimate(

@@ -1,4 +1,4 @@
-"""Trials: what is measured, that measuring leaves no trace in the model, and when it may stop early."""
+"""Trials: the measurements, an unchanged model afterwards, and early stops."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def store(folder: Path) -> UnitStore:
 
 
 def silent(done: int, total: int) -> None:
-    """Nobody watches."""
+    """Ignore the progress."""
 
 
 def task_data(texts: Sequence[str] = TEXTS, certification_items: int = 500) -> TaskData:
@@ -69,7 +69,7 @@ def make_trials(
 
 
 def plans(store: UnitStore) -> tuple[CompilePlan, CompilePlan]:
-    """All at 16 bits, and everything at 2 bits with 4-bit attention and embedding."""
+    """Return two plans: all weights at 16 bits, and 2 bits with 4-bit attention and embedding."""
     plain = plain_plan(store.model, BF16, "rtn")
     shapes = store.model.dense_shapes()
     dense = {n: QuantSpec(4) if len(s) == 2 and not n.endswith("router") else BF16 for n, s in shapes.items()}
@@ -136,7 +136,7 @@ def test_weights_are_those_of_the_plan(reference: ReferenceModel, store: UnitSto
 
 
 class NoModel:
-    """A reference that may be asked for tokens and for nothing else."""
+    """A reference that only has a tokenizer."""
 
     def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
         return [], [1]
@@ -189,7 +189,7 @@ def test_divergence_against_its_definition() -> None:
 
 
 class ScriptedModel:
-    """Answers `right` until weights are exchanged, then wrongly where `wrong` says so; counts what it is asked for."""
+    """Answers `right` until weights are exchanged, then wrongly if `wrong` is true for the item. Counts requests."""
 
     def __init__(self, wrong: Sequence[bool], right: Sequence[bool] | None = None) -> None:
         self._wrong, self._right = wrong, right or [True] * len(wrong)
@@ -215,7 +215,7 @@ class ScriptedModel:
 def scripted(
     wrong: Sequence[bool], tmp_path: Path, target: float, right: Sequence[bool] | None = None
 ) -> tuple[bool, Any, ScriptedModel]:
-    """Whether a plan that fails on `wrong` is accepted, its estimate, and the model that answered."""
+    """Return whether a plan that fails on `wrong` is accepted, its estimate, and the model."""
     task = find_task("gsm8k")
     items = tuple({"question": f"#{n} ?", "answer": f"#### {n}"} for n in range(len(wrong)))
     model = ScriptedModel(wrong, right)
@@ -228,10 +228,10 @@ def scripted(
 @pytest.mark.parametrize(
     ("every", "accepted", "looked_at"),
     [
-        (2, False, LOOKS[0]),  # half of the answers gone: clear after the first look
-        (20, False, LOOKS[0]),  # 5 % against 2 %: clear, just so
-        (62, False, 1400),  # 1.6 % and its margin are near 2 %: to the end
-        (120, True, 1400),  # 0.8 %: kept, and not by three standard errors
+        (2, False, LOOKS[0]),  # half of the answers wrong: decided at the first look
+        (20, False, LOOKS[0]),  # 5 % and a target of 2 %: just decided
+        (62, False, 1400),  # 1.6 % and its margin are near 2 %: takes all items
+        (120, True, 1400),  # 0.8 %: kept, but by less than three standard errors
     ],
 )
 def test_stopping_early_only_where_it_is_clear(every: int, accepted: bool, looked_at: int, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_stopping_early_only_where_it_is_clear(every: int, accepted: bool, looke
 
 
 def test_bounds_that_cannot_be_told_survive_the_journal(tmp_path: Path) -> None:
-    """A baseline of one right answer in eight: in a third of the resamples it is 0 and the loss has no value."""
+    """One of eight baseline answers is right. In a third of the resamples it is 0, and the loss has no value."""
     accepted, loss, _ = scripted([False] * 7 + [True], tmp_path, 0.5, right=[False] * 7 + [True])
     assert not accepted
     assert loss.interval95 == (-math.inf, math.inf) and loss.upper95 == math.inf

@@ -1,4 +1,4 @@
-"""What a compile layer by layer says it takes is what it takes, and a deeper model does not take more."""
+"""A compile layer by layer takes its predicted memory, and a deeper model takes no more."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from moec.manifests.quant import QuantSpec
 from tests.tiny_compile import save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
-pytestmark = pytest.mark.slow  # two compiles in processes of their own, a minute and a half of processor time
+pytestmark = pytest.mark.slow  # two compiles in new processes, 1.5 minutes of processor time
 LAYER = {"hidden_size": 512, "width": 512, "experts": 8, "top_k": 2, "heads": 8, "kv_heads": 8, "head_size": 64}
 SPECS = (QuantSpec(2, 32), QuantSpec(4, 32))
-TOKENS = 4_000  # more than the texts have
+TOKENS = 4_000  # more tokens than the texts have
 COMPILE = """
 import json, sys
 from pathlib import Path
@@ -36,7 +36,7 @@ print(json.dumps(peak_memory_bytes()))
 
 
 def peak_of(folder: Path, texts: Path, out: Path) -> int:
-    """Compile in a process of its own; the peak of its memory."""
+    """Compile in a new process, and return the peak of its memory."""
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, str(folder), str(texts), str(out)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in (os.getcwd(), *sys.path) if p)},

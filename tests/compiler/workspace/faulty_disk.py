@@ -1,8 +1,8 @@
-"""A disk that fails or loses power at the n-th operation.
+"""A disk that fails or loses power at operation n.
 
-At a power cut each file with unsynced bytes is kept, cut short, garbled or put back to what was last synced, and the
-unsynced changes of names (new, renamed, removed) are lost from some point on. After a cut every operation raises.
-Syncs are remembered, not passed on: hundreds of power cuts cost no real disk anything.
+At a power cut each file with unsynced bytes is kept, cut short, garbled, or restored to its last synced content.
+Unsynced changes of names (new, renamed, removed) are lost from some point on. After a cut every operation raises.
+Syncs are recorded and not executed, so hundreds of power cuts cost no time of a real disk.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MODES: tuple[Mode, ...] = ("full once", "full from then on", "power cut")
 
 
 class PowerCut(BaseException):
-    """The machine is off. No `except Exception` may see it."""
+    """A power cut. `except Exception` does not catch it."""
 
 
 @dataclass(frozen=True)
 class NameChange:
-    """One change of names in `folder` that is not synced: what to do to take it back."""
+    """One unsynced change of names in `folder`, and the way to undo it."""
 
     folder: Path
     made: Path | None = None
@@ -36,7 +36,11 @@ class NameChange:
 
 
 class FaultyDisk(Disk):
-    """fail_at: 1 for the first operation; None: never. attic: a folder of the test's own for copies."""
+    """A disk with a fault.
+
+    fail_at: number of the failing operation, from 1; None: no fault.
+    attic: a folder for copies.
+    """
 
     def __init__(self, attic: Path, fail_at: int | None = None, mode: Mode = "power cut", seed: int = 0) -> None:
         self._attic, self._fail_at, self._mode = attic, fail_at, mode
@@ -137,7 +141,7 @@ class FaultyDisk(Disk):
         return copy
 
     def cut_power(self) -> None:
-        """Lose what may be lost."""
+        """Lose all content that may be lost."""
         self._is_off = True
         for path, synced in self._unsynced.items():
             if path.is_file():
@@ -159,7 +163,7 @@ def _moved(path: Path, source: Path, target: Path) -> Path:
 
 
 def _take_back(change: NameChange) -> None:
-    """Undo in the real file system."""
+    """Undo the change in the real file system."""
     if change.made is not None and change.gone is not None:
         if change.made.exists():
             os.replace(change.made, change.gone)

@@ -1,4 +1,4 @@
-"""Every disk operation of every durable write fails in turn; afterwards there is the old content or the new, whole."""
+"""Every disk operation of every durable write fails once. Afterwards the content is the complete old or new one."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def content(folder: Path) -> Content:
 
 
 def faults(tmp_path: Path, mode: Mode, act: Callable[[FaultyDisk, Path], None]) -> Iterator[tuple[Path, bool]]:
-    """Run `act` with a fault at operation 1, 2, ... until none is left; yields folder and whether it got through.
+    """Run `act` with a fault at operation 1, 2, ... until it succeeds. Yield the folder, and whether it succeeded.
 
-    A run that got through is followed by a power cut: what has been reported as done stays done.
+    A power cut follows a successful run: reported work must stay done.
     """
     seeds = range(12) if mode == "power cut" else range(1)
     for number in itertools.count(1):
@@ -82,7 +82,7 @@ def test_a_finished_write_survives_a_power_cut(tmp_path: Path) -> None:
 
 
 def test_the_faulty_disk_does_lose_what_is_not_synced(tmp_path: Path) -> None:
-    """The tests of this file would pass on a disk that loses nothing; this one shows that ours does."""
+    """The other tests of this file would pass on a disk that loses nothing. The faulty disk does lose content."""
     outcomes = set()
     for seed in range(40):
         (tmp_path / "file").write_bytes(OLD)
@@ -106,7 +106,7 @@ def make_old(folder: Path) -> Content:
 
 
 def make_partial(disk: Disk, folder: Path) -> Path:
-    """A finished folder whose files nobody has synced."""
+    """Make a finished folder whose files are not synced."""
     partial = folder / "model-moec.partial"
     disk.make_directory(partial)
     for name in ("dense", "moec.json"):

@@ -1,4 +1,4 @@
-"""The journal of a compile: finished stages are found again, damaged and foreign ones are not."""
+"""The journal of a compile: finished stages are found, damaged and foreign ones are not."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_stage_name_cannot_leave_the_folder(tmp_path: Path, stage: str) -> Non
 
 
 def faults(mode: Mode) -> Iterator[tuple[int, int]]:
-    """Operation to fail and seed; only a power cut has several outcomes."""
+    """Return the operations to fail, with seeds. Only a power cut has several outcomes."""
     for number in itertools.count(1):
         for seed in range(8 if mode == "power cut" else 1):
             yield number, seed
@@ -156,7 +156,7 @@ STAGES = ("calibrate", "sensitivity", "search")
 @pytest.mark.gate("G5")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path, mode: Mode) -> None:
-    """A stage that was finished before the fault is not computed again, and the results are the same."""
+    """Stages that finished before the fault are not computed again, and the results are equal."""
 
     def run(place: Path, disk: Disk, computed: list[str], finished: list[str]) -> list[object]:
         journal, results = open_journal(place, disk=disk), []

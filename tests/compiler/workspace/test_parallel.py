@@ -1,4 +1,4 @@
-"""Passes side by side: order, errors, bounded waiting, and the same bits whatever the number of threads."""
+"""Parallel passes: order, errors, bounded waiting, and equal bits for any number of threads."""
 
 import threading
 import time
@@ -86,7 +86,7 @@ def test_jobs_run_at_the_same_time_with_one_torch_thread_each() -> None:
 
 
 def test_a_new_thread_begins_with_one_torch_thread_as_well() -> None:
-    """Its first work a product of few rows, whose bits depend on how many threads share it."""
+    """Its first job is a product of few rows, whose bits depend on the number of threads."""
     generator, before = torch.Generator().manual_seed(0), torch.get_num_threads()
     pairs = [
         (torch.randn(rows, 32, generator=generator), torch.randn(32, 48, generator=generator))
