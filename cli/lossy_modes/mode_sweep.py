@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 LOSSLESS = "lossless"
 KL_TOKENS = 512
-"""Tokens of one answer. A certificate layer by layer scores as many, and plans its memory for them."""
+"""Tokens of one answer. A certificate scores as many, and plans its memory for them."""
 KL_LOGITS = 1 << 26
 """Logits of the lossless run that are kept for comparison, 256 MiB."""
 KL_ITEMS = 100

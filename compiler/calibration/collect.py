@@ -1,4 +1,4 @@
-"""What calibration counts: which experts the tokens of training texts choose, their paths and router weights.
+"""Counts of calibration: the experts that tokens of training texts choose, their paths and router weights.
 
 Shapes: T tokens, L layers, E experts of the largest layer, K top-k, Q quantiles.
 """

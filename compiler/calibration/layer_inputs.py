@@ -1,4 +1,4 @@
-"""What texts hand to the experts of one layer: routes, second moments, and a sample of each expert's tokens.
+"""Inputs that texts hand to the experts of one layer: routes, second moments, and samples of tokens.
 
 Shapes: N tokens of a batch, n tokens of an expert, D hidden, F expert width, E experts, K top-k.
 """
@@ -30,7 +30,7 @@ _WEIGHT_UNSEEN = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ExpertInputs:
-    """What real tokens hand to the experts of a layer.
+    """Inputs that real tokens hand to the experts of a layer.
 
     inputs: [N, D].
     chosen: experts, [N, K].

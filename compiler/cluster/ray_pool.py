@@ -41,7 +41,7 @@ _PACKAGES = ("moec", "torch", "transformers", "numpy")
 
 
 class Job(Protocol):
-    """What jobs.py describes."""
+    """A job of jobs.py."""
 
     def run(self, site: Site) -> Any:
         """Return the result."""
@@ -50,9 +50,13 @@ class Job(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a node found when it looked for what a compile needs.
+    """The state of a node before any work.
 
-    free_bytes: of its folder for temporary files. problem: of its view of the checkpoint.
+    versions: of everything that decides bits.
+    cpu: its instruction set.
+    identity: digest of its checkpoint.
+    free_bytes: free bytes of its folder for temporary files.
+    problem: the error with which its checkpoint was opened, or None.
     """
 
     versions: dict[str, str]
@@ -67,7 +71,7 @@ class Pool:
 
     actors: Ray's handles of the workers.
     count: workers.
-    threads: passes that a worker runs side by side.
+    threads: passes that a worker runs at once.
     """
 
     def __init__(self, ray: Any, actors: Sequence[Any], threads: int, talk: Talk) -> None:
@@ -84,7 +88,7 @@ class Pool:
         return self._ray.put(value)
 
     def per_job(self, parts: int) -> int:
-        """Of that many independent parts, how many make a job: all workers get some, and fill their threads."""
+        """Return the number of independent parts in a job, so that all workers get parts and fill their threads."""
         return max(1, min(2 * self.threads, -(-parts // self.count)))
 
     def in_order(self, jobs: Iterable[Job]) -> Iterator[Any]:
@@ -152,7 +156,12 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class NodeNeeds:
-    """What every node must have: the checkpoint `source`, by its identity, and room for files."""
+    """The needs of every node.
+
+    source: path or URL of the checkpoint.
+    identity: digest of the checkpoint.
+    bundle_bytes: free bytes for temporary files.
+    """
 
     source: str
     identity: str
@@ -165,7 +174,7 @@ def _fetch(ray: Any, handles: Sequence[Handle]) -> list[Any]:
 
 
 class Worker:
-    """The process on a node: a Site, made anew when Ray restarts it."""
+    """The process on a node. It has a Site, which is made anew when Ray restarts the process."""
 
     def __init__(self, source: str, identity: str, threads: int, open_runtime: OpenRuntime, memory_bytes: int) -> None:
         import ray
@@ -175,7 +184,7 @@ class Worker:
         self._site = Site(source, identity, threads, open_runtime, fetch, memory_bytes)
 
     def look(self) -> NodeReport:
-        """What this node has: asked before any work."""
+        """Return the state of this node, before any work."""
         try:
             identity = checkpoint_identity(open_checkpoint(self._source))
         except MoecError as error:
@@ -193,7 +202,7 @@ class Worker:
 
 
 def installed() -> dict[str, str]:
-    """Versions of everything that decides bits."""
+    """Return the versions of everything that decides bits."""
     found = {}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -202,12 +211,12 @@ def installed() -> dict[str, str]:
 
 
 def instruction_set() -> str:
-    """What torch computes with: where it differs, so may the last bit of a product."""
+    """Return the instruction set of torch. Where it differs, the last bit of a product may differ."""
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def node_name(node: dict[str, Any]) -> str:
-    """How a node of `ray.nodes()` is called in messages."""
+    """Return the name of a node of `ray.nodes()` for messages."""
     return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 

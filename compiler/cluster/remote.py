@@ -179,15 +179,15 @@ class RemoteEngine:
         self.bundle = BundleFiles(digest.hexdigest(), files, share)
 
     def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
-        """As the runtime's own engine."""
+        """Return continuations of prompts."""
         return self._collect(requests, progress, lambda part: BundleGenerations(self.bundle, part))
 
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
-        """As the runtime's own engine."""
+        """Return the score of each answer after its prompt."""
         return self._collect(pairs, progress, lambda part: BundleScores(self.bundle, part))
 
     def forced_logits(self, pairs: Sequence[TokenPair]) -> list[np.ndarray]:
-        """As the runtime's own engine."""
+        """Return the logits that predict each answer token."""
         return self._collect(pairs, no_progress, lambda part: BundleLogits(self.bundle, part))
 
     def _collect(self, items: Sequence[Any], progress: Progress, job: Callable[[Sequence[Any]], Job]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a worker has: the checkpoint that it opens itself, the reference model, the runtime on an unpublished bundle."""
+"""The possessions of a worker: the checkpoint that it opens itself, loaded layers, runtimes on unpublished bundles."""
 
 from __future__ import annotations
 
@@ -55,10 +55,14 @@ def checkpoint_identity(checkpoint: Checkpoint) -> str:
 
 
 class Site:
-    """One worker. Everything is opened when a job first asks for it.
+    """One worker. Everything is opened when a job first needs it.
 
-    fetch: handles -> the objects they name. open_runtime: how a bundle is opened. threads: passes side by side.
-    memory_bytes: of the node, for runtimes that are given a share of it.
+    source: the checkpoint.
+    identity: its `checkpoint_identity` on the driver.
+    threads: number of passes at once.
+    open_runtime: opens a bundle.
+    fetch: returns the objects of some handles.
+    memory_bytes: memory of the node. Runtimes get shares of it.
     """
 
     def __init__(

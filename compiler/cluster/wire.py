@@ -1,4 +1,4 @@
-"""What travels between the driver and workers: handles, matrices in plain form, the files of a bundle."""
+"""Values between the driver and workers: handles, matrices in plain form, the files of a bundle."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ def from_plain(values: PlainMatrix) -> QuantizedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class BundleFiles:
-    """An unpublished bundle on its way: name -> handles of its pieces, in order. digest: names it.
+    """An unpublished bundle on its way to workers.
 
-    share: of its node's memory that a worker's runtime on it may take, and then it stays open until it is closed; 0:
-    what is free, until another bundle is asked for.
+    digest: name of the bundle.
+    files: file name -> handles of its pieces, in order.
+    share: share of a node's memory for the runtime on it. The runtime then stays open until it is closed. 0: the free
+        memory, until another bundle is needed.
     """
 
     digest: str

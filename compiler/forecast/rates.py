@@ -105,10 +105,10 @@ class _Clock:
             self.seconds = time.perf_counter() - started
 
 
-def measure_disk(checkpoint: Checkpoint, beside: Path, disk: Disk) -> DiskRates:
+def measure_disk(checkpoint: Checkpoint, folder: Path, disk: Disk) -> DiskRates:
     """Read the start of the largest file. Write, sync and remove as many bytes next to the output.
 
-    beside: the folder of the output.
+    folder: the folder of the output.
     Raises MoecError if the folder is not writable.
     """
     largest = max((checkpoint.root / name for name in checkpoint.weight_files()), key=lambda path: path.stat().st_size)
@@ -117,7 +117,7 @@ def measure_disk(checkpoint: Checkpoint, beside: Path, disk: Disk) -> DiskRates:
         data = file.read(_DIGESTED_BYTES)
         hashlib.sha256(data)
     digested = clock.seconds / len(data)
-    with disk_errors(beside), tempfile.TemporaryDirectory(dir=beside, prefix=".moec-forecast-") as place:  # noqa: SIM117
+    with disk_errors(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".moec-forecast-") as place:  # noqa: SIM117
         with clock.running(), disk.create(Path(place) / "written") as written:  # includes the sync, not the removal
             written.write(data)
     return DiskRates(digested, clock.seconds / len(data))

@@ -157,7 +157,7 @@ class SearchForecast:
         if swaps is None:
             swaps = SWAPS if self._holds_model else 0
         plans = {"loss": CALIBRATING_KL, "kl": MAX_KL * (2 if swaps else 1)}.get(self._target, 1)
-        return {"measuring layer by layer": plans, "swapping formats at equal bytes": swaps + 1 if swaps else 0}
+        return {"measuring plans by their KL": plans, "swapping formats at equal bytes": swaps + 1 if swaps else 0}
 
     def _comparisons(self, memory: int, disk: int) -> list[StageForecast]:
         """Return the affordable comparisons: every uniform format, and EdgeMoE's search twice.

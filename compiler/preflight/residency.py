@@ -1,4 +1,4 @@
-"""How much of a model a compile keeps in memory, and what it refuses because memory is short."""
+"""The choice of how much of a model stays in memory, and the refusal of a compile without memory for one layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..walker.residency import (
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """What decides the memory of a search.
+    """A search as far as it decides the memory.
 
     specs: formats on offer.
     tasks: number of tasks; 0 without data.

@@ -1,8 +1,12 @@
 """The experts of a layer in every format on offer, and what each format costs.
 
-The cost of a format is the routing-weighted squared error that it causes at the layer's output, while the other
-projections stay as they are: sum over tokens of g^2 |y' - y|^2, with the router weight g. It is measured on a sample of
-each expert's tokens and scaled to all of them. Without texts it is the squared error of the weights.
+The cost of a format is the routing-weighted squared error that it causes at the layer's output. The other projections
+stay as they are. With the router weight g, it is
+
+    sum over tokens of g^2 |y' - y|^2.
+
+It is measured on a sample of each expert's tokens and scaled to all of them. Without texts it is the squared error of
+the weights.
 Source: Optimal Brain Compression, section 3 (the layer-wise problem), taken at the output of the expert.
 Shapes: n tokens of an expert, D hidden, F expert width, N rows, K columns.
 """
@@ -34,7 +38,7 @@ Moments = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ExpertQuantizer:
-    """How every expert of a layer is quantized.
+    """The way in which every expert of a layer is quantized.
 
     quantizer: name of the quantizer.
     specs: formats below 16 bits. A projection gets each format that fits it.

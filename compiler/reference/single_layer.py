@@ -32,7 +32,7 @@ _LAYER_NUMBER = re.compile(r"\.(layers|block)\.\d+\.")
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What an encoder reads or has read of a batch.
+    """Prompts of a batch, while an encoder reads them or afterwards.
 
     real: 1 for tokens, 0 for padding, int64 [B, S].
     states: the encoder's output, [B, S, D]; None while the encoder reads.

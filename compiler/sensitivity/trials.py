@@ -150,7 +150,7 @@ class Trials:
 
     @property
     def has_data(self) -> bool:
-        """Whether anything can be measured."""
+        """True if plans can be measured."""
         return self.walk is not None
 
     def _measures(self) -> MeasureAnswers:

@@ -27,7 +27,7 @@ Restored = Callable[[UnitKey, QuantSpec], Tensor]
 
 @dataclass(slots=True)
 class HandedTokens:
-    """What real tokens handed to the experts of a layer.
+    """Inputs that real tokens handed to the experts of a layer.
 
     inputs: [N, D].
     chosen: experts, [N, K].
@@ -43,7 +43,7 @@ class HandedTokens:
 
 @dataclass(frozen=True, slots=True)
 class HandedTexts:
-    """What all texts handed to the experts of a layer.
+    """Inputs that all texts handed to the experts of a layer.
 
     texts: the text of each token, int64 [N].
     num_texts: number of texts.

@@ -89,7 +89,7 @@ def complete_bundle(prepared: Prepared, manifest: BundleManifest, quality: dict[
 
 
 def _unpublished(prepared: Prepared, planned: Planned, partial: Path) -> UnpublishedBundle:
-    """Return what lossy modes are measured on: the first task, and the memory that a compile layer by layer leaves."""
+    """Return what lossy modes are measured on: the first task, and the memory that the compile leaves."""
     request, statistics, split = prepared.request, planned.statistics, prepared.splits[0]
     deciles = [] if statistics is None else unimportance_deciles(statistics.unimportance)
     room = runtime_bytes(prepared.lowering.model, prepared.residency, request.memory_limit_bytes)

@@ -49,7 +49,7 @@ def measure(bench: Workbench) -> Measured:
     passes = _Passes(bench, slot, store, texts, torch.get_num_threads())
     swept = _swept(passes)
     prices = _with_gradients(passes, swept.sensitivity)
-    progress = prepared.request.talk.progress("measuring layer by layer")
+    progress = prepared.request.talk.progress("measuring plans by their KL")
     walk = None if texts is None else _answer_walk(passes, texts, swept, progress)
     trials = Trials(walk, bundles, store, task_data(prepared), progress, bench.journal)
     if texts is not None and prepared.request.options.sensitivity == "exact":

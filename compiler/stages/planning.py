@@ -89,7 +89,7 @@ def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Compar
 
 
 def with_plan_of_edgemoe(prepared: Prepared, measured: Measured, comparison: Comparison | None) -> Comparison:
-    """Put the plan of EdgeMoE's own search in the place of the searched one. Raises TargetUnreachable."""
+    """Replace the searched plan by that of EdgeMoE's own search. Raises TargetUnreachable."""
     plan = None if comparison is None or comparison.edgemoe is None else comparison.edgemoe.plan
     if comparison is None or plan is None:
         raise TargetUnreachable(

@@ -1,4 +1,4 @@
-"""What every stage of a compile works with, and the values that stages hand on."""
+"""The workbench of every stage of a compile, and the values that stages return."""
 
 from __future__ import annotations
 
@@ -72,20 +72,28 @@ class Searched:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan. searched: None where the format was given and nothing was searched."""
+    """A plan.
+
+    searched: the search; None if the request names the format.
+    """
 
     plan: CompilePlan
     searched: Searched | None = None
 
     @property
     def statistics(self) -> ActivationStatistics | None:
-        """What calibration counted."""
+        """Counts of calibration; None without data."""
         return None if self.searched is None else self.searched.measured.statistics
 
 
 @dataclass(frozen=True, slots=True)
 class Certified:
-    """What was measured on the bundle: tasks, divergences where no task was asked for, costs of the lossy modes."""
+    """Measurements of the bundle.
+
+    tasks: certificates of tasks.
+    divergences: KL on held-out answers, if no task is measured.
+    modes: costs of the lossy modes, or None.
+    """
 
     tasks: Mapping[str, TaskCertificate] = field(default_factory=dict)
     divergences: Mapping[str, DivergenceCertificate] = field(default_factory=dict)

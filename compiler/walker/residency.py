@@ -1,4 +1,4 @@
-"""How much of a model stays in memory while a compile passes through its layers, and how many texts it passes.
+"""The part of a model that stays in memory while a compile passes through its layers, and the size of its texts.
 
 One layer at a time is loaded, computed and quantized. The 16-bit weights of the first layers may stay in memory, so
 that later passes read them from there. Which layers stay changes no bit of a result. The size of the texts does.
@@ -46,7 +46,7 @@ LARGE_TEXTS = TextLimits(calibration=131_072, probe=2_048, gradients=16_384, ans
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """What stays in memory.
+    """The part of a model that stays in memory between passes.
 
     resident_layers: number of layers, from the first, whose 16-bit weights stay.
     holds_model: all of them do, with room for LARGE_TEXTS.

@@ -112,7 +112,7 @@ class TextStates:
 
     @property
     def is_encoding(self) -> bool:
-        """Whether the encoder reads the prompts."""
+        """True while the encoder reads the prompts."""
         return bool(self.texts.prompts) and not self.encoded
 
     @property

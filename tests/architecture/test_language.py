@@ -17,15 +17,7 @@ from moec.cli.main import cli
 ROOT = Path(__file__).parents[2]
 CODE_FOLDERS = ("manifests", "profiles", "evaluation", "runtime", "compiler", "cli", "bench", "examples")
 # Folders whose docstrings are not rewritten yet. Empty this list.
-NOT_YET = (
-    "runtime",
-    "cli/simulation",
-    "compiler/cluster",
-    "compiler/forecast",
-    "compiler/sensitivity",
-    "compiler/stages",
-    "compiler/walker",
-)
+NOT_YET = ("runtime",)
 # Records of their date.
 RECORDS = ("bench/results/",)
 

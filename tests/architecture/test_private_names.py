@@ -15,7 +15,7 @@ FOREIGN = {
     "_attn_implementation": "transformers",
     "_exit": "os",
     "_experts_implementation": "transformers",
-    "_forward_pre_hooks": "torch",
+    "_forward_hooks": "torch",
     "_relative_position_bucket": "transformers",
     "_replace": "named tuples",
 }
