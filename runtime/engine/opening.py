@@ -13,7 +13,7 @@ from moec.manifests.bundle import TABLES_NAME, BundleManifest
 
 from .. import kernels
 from ..accelerator import open_accelerator
-from ..bundle.opening import Bundle, Tables, verify_files
+from ..bundle.opening import Bundle, verify_files
 from ..expert_cache.bound_experts import bind_experts
 from ..expert_cache.eviction import ExpertRecords, bundle_records, policy_score, warm_order
 from ..expert_cache.interface import StreamingCache
@@ -36,6 +36,7 @@ from ..text.tokenizer import BundleTokenizer
 if TYPE_CHECKING:
     from ..accelerator.cooperative import CooperativeExperts
     from ..accelerator.opening import OpenedAccelerator
+    from ..bundle.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from ..options.runtime import EvictionWeights, Policy, parse_weights
 if TYPE_CHECKING:
     from moec.manifests.bundle import ExpertEntry
 
-    from ..bundle.opening import Bundle, Tables
+    from ..bundle.opening import Bundle
+    from ..bundle.tables import Tables
 
 # After so many tokens a use counts half. Misses on 600 tokens of the yardstick, 50 % of the experts: 8 tokens 22,905,
 # 32 20,920, 64 20,700, 128 20,739; LRU 26,132, LFU 20,842

@@ -8,7 +8,7 @@ import numpy as np
 
 from moec.manifests.model import ModelSpec
 
-from ..bundle.opening import Tables
+from ..bundle.tables import Tables
 from ..options.runtime import Prefetch
 from ..prefetch.advisor import Advisor
 from ..prefetch.pass_state import PassState

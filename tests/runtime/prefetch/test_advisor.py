@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moec.manifests.model import ModelSpec, SharedSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.runtime import load
-from moec.runtime.bundle.opening import PathTables, Tables
+from moec.runtime.bundle.tables import PathTables, Tables
 from moec.runtime.prefetch.advisor import Advisor, advised_experts, candidates, routed_ahead
 from moec.runtime.prefetch.pass_state import PassState
 from moec.runtime.prefetch.predictors import (
