@@ -165,7 +165,7 @@ def replayed(engine: Engine, tracer: TraceRecorder, policy: str, weights: str | 
     known, first = replayed_bundle(engine.bundle), engine.model.first_expert
     accesses = [access for each in tracer.passes for access in each.accesses(first)]
     score = policy_score(policy, weights)
-    return replay(accesses, known.sizes, engine.cache.capacity_bytes, known.records, score, known.warm)
+    return replay(accesses, known.cache_spec(engine.cache.capacity_bytes), score, known.warm)
 
 
 def counts(stats: CacheStats) -> dict[str, int]:

@@ -122,10 +122,10 @@ class PolicyFit:
         from moec.runtime.simulation.recorded_advice import no_advice
         from moec.runtime.simulation.replay import named_score, replay
 
-        known, score = self._replayed, named_score(policy)
+        score = named_score(policy)
         if self._options and score is not None:
             return self._lossy.decide(trace[0], capacity, score, self._options, no_advice)
-        return replay(trace[1], known.sizes, capacity, known.records, policy, known.warm)
+        return replay(trace[1], self._replayed.cache_spec(capacity), policy, self._replayed.warm)
 
     def _compare(self, capacity: int, policies: dict[str, tuple[str | PolicyScore, str | None]]) -> list[FittedRow]:
         import numpy as np

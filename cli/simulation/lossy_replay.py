@@ -61,9 +61,7 @@ class LossyReplay:
         from moec.runtime.modes.logical_cache import LogicalCache
         from moec.runtime.simulation.lossy_replay import replay_modes
 
-        replayed = self.replayed
-        limits = (replayed.sizes, capacity, replayed.records, score, capacity - replayed.minimum_bytes, self.warm)
-        cache = LogicalCache(*limits, self.on_device)
+        cache = LogicalCache(self.replayed.cache_spec(capacity), score, self.warm, self.on_device)
         model = self._model(trace, cache, capacity)
         versions = Versions(model.first_expert, low_version_indices(self.bundle.manifest))
         steps, counts = replay_modes(trace, modes_of(options), model, versions, cache, advice)

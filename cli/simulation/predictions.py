@@ -87,7 +87,7 @@ class Simulation:
     ) -> tuple[Timeline, dict[str, Any] | None]:
         from moec.runtime.simulation.recorded_advice import no_advice
         from moec.runtime.simulation.replay import OPTIMUM
-        from moec.runtime.simulation.timeline import predict_steps, timed_pass
+        from moec.runtime.simulation.timeline import SimulatedMachine, predict_steps, timed_pass
 
         replayed, first = self.replayed, self.trace.header.first_expert
         held = min(capacity, replayed.total_bytes)
@@ -104,15 +104,10 @@ class Simulation:
         timeline = predict_steps(
             steps,
             self.trace.prompt_passes,
-            replayed.sizes,
-            held,
-            replayed.records,
+            replayed.cache_spec(held),
             policy,
-            self.rates,
-            capacity - replayed.minimum_bytes,
+            SimulatedMachine(self.rates, self.shared, replayed.successors),
             lossy.warm,
-            self.shared,
-            replayed.successors,
         )
         return timeline, decisions if options else None
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
     from moec.runtime.bundle.opening import Bundle
     from moec.runtime.engine.engine import Engine
+    from moec.runtime.expert_cache.cache_spec import CacheSpec
     from moec.runtime.expert_cache.eviction import ExpertRecords
     from moec.runtime.trace.trace import Trace, TraceRecorder
 
@@ -39,6 +40,12 @@ class ReplayedBundle:
     def total_bytes(self) -> int:
         """Of all experts, low versions left out."""
         return int(self.sizes[: self.count].sum())
+
+    def cache_spec(self, capacity_bytes: int) -> CacheSpec:
+        """Return a cache of these experts. Experts read ahead leave room for those that one token needs in a layer."""
+        from moec.runtime.expert_cache.cache_spec import CacheSpec
+
+        return CacheSpec(self.sizes, capacity_bytes, self.records, capacity_bytes - self.minimum_bytes)
 
     def capacity_bytes(self, share: float) -> int | None:
         """So much of all experts; None, said, where that is less than one layer of a token needs."""

@@ -25,8 +25,9 @@ from ..storage.read_runs import MAX_RUN_BYTES
 from ..storage.read_storage import ReadStorage
 from ..storage.readers import ReaderThreads
 from .bound_experts import BoundExperts
+from .cache_spec import CacheSpec
 from .counts import CacheStats
-from .eviction import ExpertRecords, policy_score
+from .eviction import policy_score
 from .interface import StreamingCache
 from .python_cache import ExpertCache
 from .residency import RESIDENT
@@ -37,18 +38,15 @@ NATIVE_POLICIES: tuple[Policy, ...] = ("lrfu", "lru", "lfu")
 def open_cache(
     storage: ExpertStorage,
     experts: BoundExperts,
-    sizes: np.ndarray,
-    capacity_bytes: int,
-    records: ExpertRecords,
+    spec: CacheSpec,
     options: RuntimeOptions,
-    pin_limit_bytes: int,
 ) -> StreamingCache:
     """A NativeCache where it can be one, else an ExpertCache, which decides alike. Sizes and limits as in both."""
-    if why_not_native(options, bool(records.encoder_layers)) is None and isinstance(storage, ReadStorage):
-        limits = (sizes, capacity_bytes, records, options.policy, pin_limit_bytes, options.readers)
-        return NativeCache(storage, experts, *limits)
+    has_encoder = bool(spec.records.encoder_layers)
+    if why_not_native(options, has_encoder) is None and isinstance(storage, ReadStorage):
+        return NativeCache(storage, experts, spec, options.policy, options.readers)
     score = policy_score(options.policy, options.policy_weights)
-    return ExpertCache(storage, sizes, capacity_bytes, records, score, pin_limit_bytes, options.readers)
+    return ExpertCache(storage, spec, score, options.readers)
 
 
 def why_not_native(options: RuntimeOptions, has_encoder: bool) -> str | None:
@@ -74,15 +72,12 @@ class NativeCache(StreamingCache):
         self,
         storage: ReadStorage,
         experts: BoundExperts,
-        sizes: np.ndarray,
-        capacity_bytes: int,
-        records: ExpertRecords,
+        spec: CacheSpec,
         policy: Policy,
-        pin_limit_bytes: int,
         readers: int = 1,
     ) -> None:
-        count = len(sizes)
-        super().__init__(sizes, np.empty(count, np.int8))
+        records, count = spec.records, len(spec.sizes)
+        super().__init__(spec.sizes, np.empty(count, np.int8))
         self._leases, self.prefetches = np.zeros(count, bool), np.zeros((2, count), np.int64)
         self._counts = np.zeros(len(CacheStats.__slots__), np.int64)
         columns = {
@@ -99,15 +94,15 @@ class NativeCache(StreamingCache):
             {name: column.view(np.uint8) for name, column in columns.items()}
             | shared
             | {"prefetches": self.prefetches, "counts": self._counts},
-            sizes.tolist(),
+            spec.sizes.tolist(),
             records.layer.tolist(),
             storage.successors,
             readers,
             MAX_RUN_BYTES,
             records.half_life,
             policy,
-            capacity_bytes,
-            pin_limit_bytes,
+            spec.capacity_bytes,
+            spec.pin_limit_bytes,
             [(*storage.source(index), *experts.native(index)) for index in range(count)],
             storage.mode == "buffered",
         )

@@ -14,8 +14,9 @@ import numpy as np
 from ..storage.interface import ExpertStorage
 from ..storage.read_runs import ReadRuns
 from ..storage.readers import BusyClock, ReaderThreads
+from .cache_spec import CacheSpec
 from .counts import CacheStats
-from .eviction import ExpertRecords, PolicyScore, eviction_order
+from .eviction import PolicyScore, eviction_order
 from .interface import StreamingCache
 from .residency import ABSENT, LOADING, QUEUED, RESIDENT, Residency
 
@@ -30,18 +31,15 @@ class ExpertCache(StreamingCache):
     def __init__(
         self,
         storage: ExpertStorage,
-        sizes: np.ndarray,
-        capacity_bytes: int,
-        records: ExpertRecords,
+        spec: CacheSpec,
         policy: PolicyScore,
-        pin_limit_bytes: int,
         readers: int = 1,
     ) -> None:
         self._storage = storage
-        order = partial(eviction_order, records, policy)
-        runs = ReadRuns(sizes.tolist(), storage.successors, readers)
-        ledger = Residency(sizes, capacity_bytes, records, order, pin_limit_bytes, storage.release, runs)
-        super().__init__(sizes, ledger.state)
+        order = partial(eviction_order, spec.records, policy)
+        runs = ReadRuns(spec.sizes.tolist(), storage.successors, readers)
+        ledger = Residency(spec, order, storage.release, runs)
+        super().__init__(spec.sizes, ledger.state)
         self._ledger, self._leases, self.prefetches = ledger, ledger.is_leased, ledger.prefetches
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # for those who wait for experts

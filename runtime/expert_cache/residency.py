@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ..storage.read_runs import NONE, ReadRuns
+from .cache_spec import CacheSpec
 from .counts import CacheStats
-from .eviction import ExpertRecords
 
 ABSENT, QUEUED, LOADING, RESIDENT = range(4)
 _FEW = 8
@@ -35,27 +35,25 @@ class Residency:
 
     def __init__(
         self,
-        sizes: np.ndarray,
-        capacity_bytes: int,
-        records: ExpertRecords,
+        spec: CacheSpec,
         order: Order,
-        pin_limit_bytes: int,
         evicted: Callable[[int], None] = lambda index: None,
         runs: ReadRuns | None = None,
     ) -> None:
-        self.sizes: list[int] = sizes.tolist()
-        self.capacity_bytes, self.pin_limit_bytes, self.used_bytes = capacity_bytes, pin_limit_bytes, 0
-        self._records, self._order, self._evicted = records, order, evicted
-        self._is_stored = sizes > 0
+        count = len(spec.sizes)
+        self.sizes: list[int] = spec.sizes.tolist()
+        self.capacity_bytes, self.pin_limit_bytes, self.used_bytes = spec.capacity_bytes, spec.pin_limit_bytes, 0
+        self._records, self._order, self._evicted = spec.records, order, evicted
+        self._is_stored = spec.sizes > 0
         self.state = np.where(self._is_stored, ABSENT, RESIDENT).astype(np.int8)
-        self.is_leased = np.zeros(len(sizes), bool)
-        self.is_ahead = np.zeros(len(sizes), bool)
-        self.is_seen = np.zeros(len(sizes), bool)
-        self.prefetches = np.zeros((2, len(sizes)), np.int64)
+        self.is_leased = np.zeros(count, bool)
+        self.is_ahead = np.zeros(count, bool)
+        self.is_seen = np.zeros(count, bool)
+        self.prefetches = np.zeros((2, count), np.int64)
         self.demand, self.advice = deque[int](), deque[int]()
         self.stats = CacheStats()
-        self._runs = ReadRuns(self.sizes, [NONE] * len(sizes)) if runs is None else runs
-        self._layer_of: list[int] = records.layer.tolist()
+        self._runs = ReadRuns(self.sizes, [NONE] * count) if runs is None else runs
+        self._layer_of: list[int] = spec.records.layer.tolist()
         self._pins: list[int] = []
         self._clock = self._layer = 0
 

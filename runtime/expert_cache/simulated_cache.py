@@ -6,6 +6,7 @@ Who drives it says when a read begins and when it ends: `replay.py` at once, `ti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,8 @@ import numpy as np
 from moec.manifests.errors import MemoryBudgetExceeded
 
 from ..storage.read_runs import ReadRuns
-from .eviction import ExpertRecords, PolicyScore, eviction_order
+from .cache_spec import CacheSpec
+from .eviction import PolicyScore, eviction_order
 from .residency import RESIDENT, Residency
 
 
@@ -27,17 +29,14 @@ class SimulatedCache(Residency):
 
     def __init__(
         self,
-        sizes: np.ndarray,
-        capacity_bytes: int,
-        records: ExpertRecords,
+        spec: CacheSpec,
         chosen: PolicyScore | None,
         first_use: np.ndarray,
-        pin_limit_bytes: int = 0,
         runs: ReadRuns | None = None,
     ) -> None:
-        records, self._next_use = records.unused(), first_use.copy()
+        records, self._next_use = spec.records.unused(), first_use.copy()
         order = self._farthest_use_first if chosen is None else partial(eviction_order, records, chosen)
-        super().__init__(sizes, capacity_bytes, records, order, pin_limit_bytes, runs=runs)
+        super().__init__(replace(spec, records=records), order, runs=runs)
 
     def fill(self, indices: Sequence[int]) -> None:
         """The warm start: what fits, in order; evicts nothing and counts as seen."""

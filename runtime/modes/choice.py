@@ -118,9 +118,26 @@ def best_cached(
     return None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DecisionState:
+    """State that all passes of one engine decide with.
+
+    modes: lossy modes that are on.
+    versions: stored versions of the experts.
+    cache: logical cache; None if no mode reads it.
+    counts: decisions so far.
+    """
+
+    modes: LossyModes
+    versions: Versions
+    cache: LogicalCache | None
+    counts: ModeCounts
+
+
 class PassChoice:
     """Changes to the choice in one kind of pass: how many experts a token has, and which are computed.
 
+    state: what all passes share.
     decides: False for prefill, which is lossless and only reports its requests to the logical cache.
     is_little: whether the pass uses the number of experts of the little model.
     recorded: receives the logits [T, E] of every layer that routes.
@@ -129,16 +146,13 @@ class PassChoice:
 
     def __init__(
         self,
-        modes: LossyModes,
-        versions: Versions,
-        cache: LogicalCache | None,
-        counts: ModeCounts,
+        state: DecisionState,
         decides: bool = True,
         is_little: bool = False,
         recorded: dict[int, np.ndarray] | None = None,
         foretold: Mapping[int, np.ndarray] | None = None,
     ) -> None:
-        self._modes, self._versions, self._cache, self._counts = modes, versions, cache, counts
+        self._modes, self._versions, self._cache, self._counts = state.modes, state.versions, state.cache, state.counts
         self._decides, self._is_little = decides, is_little
         self._recorded, self._foretold = recorded, foretold
 

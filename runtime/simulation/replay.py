@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..expert_cache.cache_spec import CacheSpec
 from ..expert_cache.counts import CacheStats
 from ..expert_cache.eviction import SCORES, ExpertRecords, PolicyScore
 from ..expert_cache.instant_cache import InstantCache
@@ -28,9 +29,7 @@ def popularity_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
 
 def replay(
     trace: Sequence[Access],
-    sizes: np.ndarray,
-    capacity_bytes: int,
-    records: ExpertRecords,
+    spec: CacheSpec,
     policy: str | PolicyScore,
     warm: Sequence[int] = (),
 ) -> CacheStats:
@@ -41,8 +40,8 @@ def replay(
     policy: a name of `eviction.SCORES`, `popularity`, `optimum`, or a score.
     Raises MemoryBudgetExceeded if one expert does not fit, KeyError on another name.
     """
-    accesses, first_use = with_next_use(trace, len(sizes))
-    cache = _ReplayedCache(sizes, capacity_bytes, records, named_score(policy), first_use)
+    accesses, first_use = with_next_use(trace, len(spec.sizes))
+    cache = _ReplayedCache(spec, named_score(policy), first_use)
     cache.fill(warm)
     for layer, experts, next_use in accesses:
         cache.request(layer, experts, next_use=next_use, together=False)

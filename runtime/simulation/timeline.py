@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..accelerator.cooperative import CooperationCounts
+from ..expert_cache.cache_spec import CacheSpec
 from ..expert_cache.counts import CacheStats
-from ..expert_cache.eviction import ExpertRecords, PolicyScore
+from ..expert_cache.eviction import PolicyScore
 from ..expert_cache.serve_layer import serve_layer
 from ..expert_cache.simulated_cache import SimulatedCache
 from ..storage.read_runs import ReadRuns
@@ -44,6 +45,20 @@ class DeviceRates:
     storage_latency_ns: int
     readers: int
     compute_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedMachine:
+    """Machine on which recorded passes are timed.
+
+    rates: rates of its storage and its processor.
+    accelerator: device that computes some of the experts; None without one.
+    successors: index of the expert that follows each one on storage, as in `read_runs`; None: a read brings one expert.
+    """
+
+    rates: DeviceRates
+    accelerator: ReplayedDevice | None = None
+    successors: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +122,21 @@ class Timeline:
 
 def predict_timeline(
     trace: Trace,
-    sizes: np.ndarray,
-    capacity_bytes: int,
-    records: ExpertRecords,
+    spec: CacheSpec,
     policy: str | PolicyScore,
     rates: DeviceRates,
     advice: Advice,
-    pin_limit_bytes: int,
     warm: Sequence[int] = (),
 ) -> Timeline:
-    """Run a trace on a device. sizes: bytes per expert, int64 [N]; warm: what the cache starts with, as far as it fits.
+    """Predict the times of a trace on a machine of these rates, without an accelerator.
 
-    records, policy: as in `simulate.replay`. pin_limit_bytes: what advice may hold, as in ExpertCache.
+    spec, policy, warm: as in `replay`.
+    advice: experts that are read ahead.
     Raises MemoryBudgetExceeded if one layer's experts of a token do not fit, KeyError on an unknown policy.
     """
     first = trace.header.first_expert
     steps = [(timed_pass(each, first, advice),) for each in trace.passes]
-    return predict_steps(
-        steps, trace.prompt_passes, sizes, capacity_bytes, records, policy, rates, pin_limit_bytes, warm
-    )
+    return predict_steps(steps, trace.prompt_passes, spec, policy, SimulatedMachine(rates), warm)
 
 
 def timed_pass(each: TracedPass, first_expert: Sequence[int], advice: Advice) -> TimedPass:
@@ -146,33 +157,32 @@ def timed_pass(each: TracedPass, first_expert: Sequence[int], advice: Advice) ->
 def predict_steps(
     steps: Sequence[Sequence[TimedPass]],
     prompt_steps: int,
-    sizes: np.ndarray,
-    capacity_bytes: int,
-    records: ExpertRecords,
+    spec: CacheSpec,
     policy: str | PolicyScore,
-    rates: DeviceRates,
-    pin_limit_bytes: int,
+    machine: SimulatedMachine,
     warm: Sequence[int] = (),
-    shared: ReplayedDevice | None = None,
-    successors: Sequence[int] | None = None,
 ) -> Timeline:
-    """`predict_timeline` of passes made ready: those of the prompt in the first steps, then each token in one step.
+    """Predict the times of passes that are ready to run.
 
-    shared: a device that shares the experts with the processor. successors: what lies behind each expert on storage,
-    as in `read_runs`; None: each read brings one.
+    steps: passes of each step. The prompt has the first steps, then each token has one.
+    prompt_steps: steps of the prompt.
+    spec, policy, warm: as in `replay`.
+    Raises what `predict_timeline` raises.
     """
     flat = [access for step in steps for each in step for access in each.accesses]
-    with_use, first_use = with_next_use(flat, len(sizes))
-    runs = None if successors is None else ReadRuns(sizes.tolist(), successors, rates.readers)
-    cache = SimulatedCache(sizes, capacity_bytes, records, named_score(policy), first_use, pin_limit_bytes, runs)
+    with_use, first_use = with_next_use(flat, len(spec.sizes))
+    runs = None
+    if machine.successors is not None:
+        runs = ReadRuns(spec.sizes.tolist(), machine.successors, machine.rates.readers)
+    cache = SimulatedCache(spec, named_score(policy), first_use, runs)
     cache.fill(warm)
-    run, accesses, marks = _Run(cache, rates, shared), iter(with_use), []
+    run, accesses, marks = _Run(cache, machine), iter(with_use), []
     for step in steps:
         for each in step:
             run.run_pass(each, [next(accesses) for _ in each.accesses])
         marks.append((run.now_ns, run.stall_ns, run.storage.busy_ns, cache.stats.bytes_read))
     found = _summary(cache, policy if isinstance(policy, str) else "custom", prompt_steps, marks)
-    return found if shared is None else replace(found, cooperation=run.counts)
+    return found if machine.accelerator is None else replace(found, cooperation=run.counts)
 
 
 def _summary(
@@ -240,9 +250,9 @@ class _Storage:
 class _Run:
     """A model that computes nothing but the time it takes. counts: who computed its experts, beside a device."""
 
-    def __init__(self, cache: SimulatedCache, rates: DeviceRates, shared: ReplayedDevice | None = None) -> None:
-        self._cache, self._scale, self._shared = cache, rates.compute_scale, shared
-        self.storage, self.counts = _Storage(cache, rates), CooperationCounts()
+    def __init__(self, cache: SimulatedCache, machine: SimulatedMachine) -> None:
+        self._cache, self._scale, self._shared = cache, machine.rates.compute_scale, machine.accelerator
+        self.storage, self.counts = _Storage(cache, machine.rates), CooperationCounts()
         self.now_ns = self.stall_ns = 0
 
     def run_pass(self, each: TimedPass, accesses: Sequence[tuple[int, tuple[int, ...], np.ndarray]]) -> None:

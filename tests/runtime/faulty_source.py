@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from moec.manifests.errors import StorageReadFailed
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.eviction import SCORES, expert_records
 from moec.runtime.expert_cache.python_cache import ExpertCache
 from moec.runtime.storage.read_runs import NONE
@@ -85,7 +86,7 @@ def make_cache(
     records = expert_records(layers, np.arange(len(array), dtype=np.float64), LAYERS)
     score = SCORES[policy]  # type: ignore[index]
     limit = capacity_bytes if pins is None else pins
-    return source, ExpertCache(source, array, capacity_bytes, records, score, limit, readers)
+    return source, ExpertCache(source, CacheSpec(array, capacity_bytes, records, limit), score, readers)
 
 
 def warmed(cache: ExpertCache, indices: Sequence[int]) -> None:

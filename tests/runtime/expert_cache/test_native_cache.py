@@ -24,6 +24,7 @@ from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudget
 from moec.runtime import kernels, load
 from moec.runtime.bundle.opening import Bundle, open_bundle
 from moec.runtime.expert_cache.bound_experts import BoundExperts, bind_experts
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.eviction import bundle_records
 from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES, NativeCache, open_cache
 from moec.runtime.expert_cache.python_cache import ExpertCache
@@ -60,9 +61,8 @@ class Opened:
         assert isinstance(storage, ReadStorage)
         self.storage, records = storage, bundle_records(self.bundle, self.bundle.tables(), stored)
         self.experts: BoundExperts = bind_experts(self.bundle, stored, storage, load_dense(self.bundle, verify=False))
-        opened = open_cache(
-            storage, self.experts, self.sizes, self.capacity, records, RuntimeOptions(**options), self.capacity
-        )
+        spec = CacheSpec(self.sizes, self.capacity, records, pin_limit_bytes=self.capacity)
+        opened = open_cache(storage, self.experts, spec, RuntimeOptions(**options))
         assert isinstance(opened, NativeCache)
         self.cache = opened
 

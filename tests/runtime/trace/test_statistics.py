@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moec.manifests.errors import StorageReadFailed
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.counts import CacheStats
 from moec.runtime.expert_cache.eviction import SCORES, expert_records
 from moec.runtime.expert_cache.python_cache import ExpertCache
@@ -120,7 +121,7 @@ class GatedStorage:
 def gated() -> Iterator[tuple[GatedStorage, ExpertCache]]:
     storage = GatedStorage(closed={1}, broken={0})
     records = expert_records(np.zeros(6, np.int64), np.zeros(6), 1)
-    cache = ExpertCache(storage, np.full(6, 10, np.int64), 60, records, SCORES["lru"], 40)
+    cache = ExpertCache(storage, CacheSpec(np.full(6, 10, np.int64), 60, records, 40), SCORES["lru"])
     yield storage, cache
     storage.gate.set()
     cache.close()
