@@ -1,6 +1,6 @@
 """Files of a bundle, opened once.
 
-Later reads use the descriptors of the files that were checked, whatever their names refer to by then.
+Later reads use the descriptors of the files that were checked, even if their names refer to other files by then.
 """
 
 from __future__ import annotations

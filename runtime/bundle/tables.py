@@ -25,6 +25,7 @@ class PathTables:
 
     transitions: uint32 [L-1, E, E].
     keys: (layer x E + expert two layers back) x E + expert one layer back, increasing, int64 [N].
+
     offsets: offsets into experts and counts, int64 [N+1].
     experts: uint16 [P].
     counts: uint32 [P].

@@ -1,8 +1,8 @@
 """NativeCache: the expert cache whose decisions, reads and waits are in the C++ extension.
 
-It decides as ExpertCache does, call by call. Between two reads no Python runs, so that storage does not wait for the
-interpreter. Python reads what has no place of its size to take or failed. It compares what is new, or comes from a file
-that has changed, with its checksum.
+It decides as ExpertCache does, call by call. No Python runs between two reads, so storage does not wait for the
+interpreter. Python reads an expert if there is no free place of its size, or if its read failed.
+Python compares an expert with its checksum if it is new or its file has changed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def open_cache(
     spec: CacheSpec,
     options: RuntimeOptions,
 ) -> StreamingCache:
-    """A NativeCache where it can be one, else an ExpertCache, which decides alike. Sizes and limits as in both."""
+    """Return a NativeCache if a run can have one, else an ExpertCache. Both make the same decisions."""
     has_encoder = bool(spec.records.encoder_layers)
     if why_not_native(options, has_encoder) is None and isinstance(storage, ReadStorage):
         return NativeCache(storage, experts, spec, options.policy, options.readers)
@@ -63,9 +63,12 @@ def why_not_native(options: RuntimeOptions, has_encoder: bool) -> str | None:
 
 
 class NativeCache(StreamingCache):
-    """As ExpertCache, for policies of NATIVE_POLICIES and models without an encoder.
+    """ExpertCache in C++, for policies of NATIVE_POLICIES and models without an encoder.
 
-    reads: the extension's ExpertReads, which decides, reads and waits.
+    experts: kernels over the bytes of each expert.
+    The other parameters are those of ExpertCache.
+
+    reads: ExpertReads of the extension, which decides, reads and waits.
     """
 
     def __init__(
@@ -108,9 +111,9 @@ class NativeCache(StreamingCache):
         )
         self._storage = storage
         self._readers = ReaderThreads(readers, self._serve)
-        self._stop: Callable[[], object] | None = None  # once they run
+        self._stop: Callable[[], object] | None = None  # None until the readers run
         self._is_closed = self._has_no_memory = False
-        self._failures: dict[int, Exception] = {}  # the last of every expert that could not be read
+        self._failures: dict[int, Exception] = {}  # last error of each expert
 
     @property
     def stats(self) -> CacheStats:
@@ -144,7 +147,7 @@ class NativeCache(StreamingCache):
         return hits, misses
 
     def _require_kernels(self) -> None:
-        if kernels.compiled() is None:  # the reference does not see where experts have moved
+        if kernels.compiled() is None:  # the reference does not follow experts to new places
             raise ExecutionError("the kernels were changed after the engine was loaded", "load the bundle again")
 
     def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
@@ -157,7 +160,7 @@ class NativeCache(StreamingCache):
                 raise self._error(state, found[0] if state == "failed" else remaining[0])
 
     def _error(self, state: str, index: int) -> Exception:
-        """Why an expert that was asked for did not come."""
+        """Return the error for a requested expert that could not be read."""
         if state == "closed":
             return self._closed_error()
         return self._too_large_error(index) if state == "too large" else self._failures[index]
@@ -166,14 +169,14 @@ class NativeCache(StreamingCache):
         self.reads.unlease(indices)
 
     def bind_layers(self, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: dict[str, float]) -> Any:
-        """The extension's `ExpertLayers` over this cache; arguments as it takes them."""
+        """Return the extension's `ExpertLayers` over this cache, made from these arguments."""
         extension = kernels.compiled()
         if extension is None:
             raise ValueError("layers need native kernels")
         return extension.ExpertLayers(self.reads, layers, size, ahead_eps, rules)
 
     def begin_token(self) -> None:
-        """A token alone goes through bound layers next. Raises ExecutionError as `stream` does."""
+        """Prepare for a pass of one token through bound layers. Raises ExecutionError like `stream`."""
         self._require_process()
         self._require_kernels()
         if self._is_closed:
@@ -181,7 +184,7 @@ class NativeCache(StreamingCache):
         self._start_readers(are_needed=True)
 
     def check_end(self, state: str, index: int) -> None:
-        """Raise what `stream` raises, if a bound layer ended without its experts."""
+        """Raise the error that `stream` would raise, if a bound layer ended without its experts."""
         if state != "done":
             raise self._error(state, index)
 
@@ -195,7 +198,7 @@ class NativeCache(StreamingCache):
 
     def finish_warming(self) -> None:
         while not self.reads.wait_warmed():
-            pass  # signals are looked at here
+            pass  # Python handles signals here
 
     def resize(self, capacity_bytes: int) -> None:
         self._require_process()
@@ -225,7 +228,7 @@ class NativeCache(StreamingCache):
 
     def _start_readers(self, are_needed: bool = False) -> None:
         if self._stop is None and (are_needed or self.reads.has_work()):
-            # At the latest when the process ends: a thread that is in the extension cannot end with the interpreter.
+            # Stop them before the interpreter ends: a thread in the extension cannot end with it.
             stop = weakref.finalize(self, _stop_readers, self.reads, self._readers, self._process)
             self._readers.start()
             self._stop = stop
@@ -233,7 +236,7 @@ class NativeCache(StreamingCache):
     def _serve(self) -> None:
         try:
             self.reads.serve(self._load, self._check_new if self._storage.verifies else None)
-        except MemoryError:  # what it was at is not known any more, and nobody shall wait for it
+        except MemoryError:  # the failed read is not known, so no layer may wait for it
             self._has_no_memory = True
             self.reads.close()
 
@@ -243,7 +246,7 @@ class NativeCache(StreamingCache):
         return super()._closed_error()
 
     def _check_new(self, run: Sequence[int], addresses: Sequence[int]) -> list[int]:
-        """Compare what has been read with its checksum; which differs."""
+        """Compare experts that were read with their checksums. Returns those that differ."""
         failed = []
         for index, address in zip(run, addresses, strict=True):
             try:
@@ -254,7 +257,7 @@ class NativeCache(StreamingCache):
         return failed
 
     def _load(self, run: Sequence[int]) -> list[int]:
-        """Read experts into places of their own; which failed. Of several that fail together each is read again."""
+        """Read experts into new places. Returns those that failed. If a run fails, its experts are read one by one."""
         try:
             self._storage.follow_hand_overs(self.reads.take_places)
             self._storage.load(*run)
@@ -277,7 +280,7 @@ def _stop_readers(reads: Any, readers: ReaderThreads, process: int) -> None:
 
 
 def _finish(work: Callable[[], None]) -> None:
-    """Do something whole, also where a signal raises in the main thread meanwhile."""
+    """Run `work` to its end, even if a signal handler raises in the main thread meanwhile."""
     if threading.current_thread() is not threading.main_thread():
         work()
         return

@@ -36,9 +36,10 @@ def serve_layer(
     """Yield each expert of a layer once, when it is resident. It stays leased until the next ones are asked for.
 
     hits: leased experts that are resident.
-    misses: the others, their reads queued as far as there is room.
+    misses: the others. Their reads are queued as far as they fit.
     look_ahead: returns the experts likely to be needed next, likeliest first. It is called once, when the reads of this
-        layer are under way; if there are hits and misses, after the first hits, because its reads come after theirs.
+        layer are under way. If there are hits and misses, it is called after the first hits. Its reads come after those
+        of the misses.
     together: yield all resident experts in one list, else one at a time.
     Raises what `supply` raises. All experts are released in any case.
     """

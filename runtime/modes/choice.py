@@ -33,13 +33,18 @@ class ModeCounts:
 
     ranks: experts that decode passes chose, over all tokens and layers.
     missed: chosen experts that the logical cache lacked, if a mode reads it.
+
     replaced, dropped: chosen experts that cache routing replaced or dropped.
-    low, skipped: chosen experts computed as low version or skipped by dynamic precision. low includes experts whose low
-        version was already cached.
+
+    low, skipped: chosen experts that dynamic precision computed as low version or skipped. `low` includes experts whose
+        low version was already cached.
+
     tokens: decoded tokens.
     fallback_tokens: tokens computed again with all experts.
+
     foretold: experts that a discarded pass had chosen for a pass computed again.
     foretold_right: foretold experts that were chosen again.
+
     routings: tokens x layers.
     lower_half: sum over routings of the weight share of the lower-ranked half of the experts.
     """
@@ -139,8 +144,10 @@ class PassChoice:
 
     state: what all passes share.
     decides: False for prefill, which is lossless and only reports its requests to the logical cache.
+
     is_little: whether the pass uses the number of experts of the little model.
     recorded: receives the logits [T, E] of every layer that routes.
+
     foretold: experts [T, K] of each layer that the discarded pass would have chosen with all K.
     """
 

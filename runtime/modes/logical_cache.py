@@ -18,8 +18,10 @@ from ..expert_cache.instant_cache import InstantCache
 class LogicalCache:
     """Residency of N experts, with all their versions, as demand and advice determine it.
 
-    spec: its capacity is that of a full context, because memory that a short sequence leaves free does not count. The
-        uses in its records are not shared with the real cache.
+    spec: sizes, records and limits. The capacity is that of a full context: memory that a short sequence leaves free
+        does not count. The uses in the records are not shared with the real cache.
+    policy: score by which experts are kept.
+
     warm: experts in the cache at the start, in order, as far as they fit.
     on_device: experts that stay on an accelerator. They are resident and use no capacity.
     """

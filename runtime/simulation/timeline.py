@@ -1,7 +1,7 @@
-"""Replay a trace against a device's rates: when every read begins and ends, and so how long each token takes.
+"""Replay a trace with the rates of a device: when each read begins and ends, and so the time of each token.
 
-Event by event, in whole nanoseconds, without a clock: the same inputs give the same result. The cache decides as
-ExpertCache does (`simulated_cache.py`); reads go through one queue of storage while layers compute.
+Events have whole nanoseconds and there is no clock, so equal inputs give equal results. The cache decides as
+ExpertCache does (`simulated_cache.py`). Reads go through one queue of storage while layers compute.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from .replay import named_score, with_next_use
 
 _NS_PER_S = 10**9
 Advice = Callable[[TracedPass, int], Sequence[int]]
-"""What is read ahead while a layer of a pass runs: experts counted over all layers, likeliest first."""
+"""Maps a pass and a layer to the stored experts that are read ahead while the layer runs, likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """What a device does with a trace.
+    """Rates of the storage and the processor of a device.
 
-    storage_bytes_per_s, storage_latency_ns: of its storage; readers: reads under way at once. Bytes follow one another
-    whatever the number of readers; with more than one, the latency of a read passes while another's bytes arrive.
-    compute_scale: its time for what the recording machine computed in one unit of time.
+    storage_bytes_per_s: rate of all reads in sum, for any number of readers.
+    storage_latency_ns: time from the begin of a read to its first byte. Several readers overlap it with other reads.
+    readers: reads under way at once.
+
+    compute_scale: computing time on the device divided by that on the recording machine.
     """
 
     storage_bytes_per_s: int
@@ -63,11 +65,16 @@ class SimulatedMachine:
 
 @dataclass(frozen=True, slots=True)
 class TimedPass:
-    """One pass as a device sees it: per layer what it asks for and what is read ahead meanwhile, and its computing.
+    """Requests, advice and computing times of one pass. Times are in ns on the recording machine.
 
-    accesses: experts counted over all that are stored, low versions behind the others. preload: read ahead before the
-    first layer. Times are in nanoseconds of the recording machine, those of layers [L]; other_ns: of the whole pass.
-    loads: per layer the tokens of each expert that it asks for; empty where that is one each.
+    accesses: layer and stored experts of each request. Low versions come after all others.
+    advice: stored experts that are read ahead during each layer.
+
+    dense_ns, experts_ns, shared_ns: times of each layer, [L].
+    head_ns, other_ns: times of the whole pass.
+
+    preload: stored experts that are read ahead before the first layer.
+    loads: tokens of each requested expert, by layer; empty if each has one token.
     """
 
     tokens: int
@@ -82,17 +89,26 @@ class TimedPass:
     loads: tuple[tuple[int, ...], ...] = ()
 
     def tokens_of(self, at: int) -> dict[int, int]:
-        """Tokens of each expert that the at-th of its layers asks for."""
+        """Return the tokens of each expert that the at-th access requests."""
         experts = self.accesses[at][1]
         return dict(zip(experts, self.loads[at] if self.loads else (1,) * len(experts), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Predicted decoding: the passes behind the prompt's, as RunStatistics counts them; None: nothing to tell.
+    """Predicted times and counts. Decoding is all passes after the prompt, as in RunStatistics.
 
-    cache: counts of all passes. busy: share of decoding in which storage was reading; stall: in which a layer waited.
-    cooperation: who computed the experts of all passes, where an accelerator shares them.
+    policy, capacity_bytes: settings of the cache.
+    tokens: tokens that were generated, the first one included.
+    ttft_ns: time to the first token.
+    tpot_mean_ns, tpot_p50_ns, tpot_p95_ns: time per decoded token; None without one.
+
+    stall: share of decoding in which a layer waited for reads.
+    busy: share of decoding in which storage was reading.
+    decode_bytes_read_per_token: bytes read in decoding, per decoded token.
+
+    cache: counts of all passes.
+    cooperation: where the experts of all passes were computed; None without an accelerator.
     """
 
     policy: str
@@ -110,11 +126,11 @@ class Timeline:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The rate of decoding."""
+        """Decoded tokens per second; None without one."""
         return _NS_PER_S / self.tpot_mean_ns if self.tpot_mean_ns else None
 
     def to_plain(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the values for `--json`."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("cache", "cooperation")}
         shared = None if self.cooperation is None else asdict(self.cooperation)
         return {**own, **self.cache.counts(), "tokens_per_s": self.tokens_per_s, "experts": shared}
@@ -140,7 +156,7 @@ def predict_timeline(
 
 
 def timed_pass(each: TracedPass, first_expert: Sequence[int], advice: Advice) -> TimedPass:
-    """A pass as it was recorded, with advice of that kind. first_expert: [L + 1]."""
+    """Return a recorded pass with other advice. first_expert: offset of each layer's experts, [L + 1]."""
     return TimedPass(
         tokens=each.tokens,
         accesses=tuple(each.accesses(first_expert)),
@@ -188,7 +204,7 @@ def predict_steps(
 def _summary(
     cache: SimulatedCache, policy: str, prompt_passes: int, marks: Sequence[tuple[int, int, int, int]]
 ) -> Timeline:
-    """marks: after each pass the time, the stall so far, the reading so far, the bytes so far."""
+    """Return the timeline. marks: time, stall, busy time and bytes read at the end of each step."""
     start, end, count = marks[prompt_passes - 1], marks[-1], len(marks) - prompt_passes
     ends = [mark[0] for mark in marks[prompt_passes - 1 :]]
     steps = [later - earlier for earlier, later in pairwise(ends)]
@@ -209,7 +225,7 @@ def _summary(
 
 
 class _Storage:
-    """Readers that take what is most urgent, and one stream of bytes behind them."""
+    """Readers that take the most urgent reads, and one stream of bytes that they share."""
 
     def __init__(self, cache: SimulatedCache, rates: DeviceRates) -> None:
         self._cache, self._rates = cache, rates
@@ -218,7 +234,7 @@ class _Storage:
         self.busy_ns = 0
 
     def begin(self, now_ns: int) -> None:
-        """Idle readers begin what is queued now."""
+        """Let idle readers begin queued reads."""
         while len(self._under_way) < self._rates.readers:
             run = self._cache.next_read()
             if not run:
@@ -231,12 +247,12 @@ class _Storage:
             self._under_way.append((ends_ns, run))
 
     def run_until(self, now_ns: int) -> None:
-        """Everything that ends by then, and what begins in its place."""
+        """End all reads that end by then. Each end begins the next queued read."""
         while self._under_way and self._under_way[0][0] <= now_ns:
             self._end_first()
 
     def run_to_next(self) -> int | None:
-        """The next read to end: when it did; None if nothing is being read."""
+        """End the next read. Returns the time of its end, or None without reads."""
         return self._end_first() if self._under_way else None
 
     def _end_first(self) -> int:
@@ -248,7 +264,7 @@ class _Storage:
 
 
 class _Run:
-    """A model that computes nothing but the time it takes. counts: who computed its experts, beside a device."""
+    """A model of which only the time is simulated. counts: where its experts were computed."""
 
     def __init__(self, cache: SimulatedCache, machine: SimulatedMachine) -> None:
         self._cache, self._scale, self._shared = cache, machine.rates.compute_scale, machine.accelerator
@@ -256,7 +272,10 @@ class _Run:
         self.now_ns = self.stall_ns = 0
 
     def run_pass(self, each: TimedPass, accesses: Sequence[tuple[int, tuple[int, ...], np.ndarray]]) -> None:
-        """All layers, then the head. accesses: with the position of every expert's next use."""
+        """Run all layers, then the head.
+
+        accesses: layer, experts and the positions of their next uses.
+        """
         other_ns = each.other_ns / len(accesses)
         if preload := self._absent(each.preload):
             self._cache.advise(preload)
@@ -277,14 +296,15 @@ class _Run:
         return ReplayedSplit(self._shared, each.tokens_of(at), self._cache.holds, self.counts, self.now_ns)
 
     def _absent(self, experts: Sequence[int]) -> list[int]:
-        """Those that no device holds."""
+        """Return the experts that are not resident on the accelerator."""
         return [index for index in experts if self._shared is None or index not in self._shared.resident]
 
     def _run_experts(
         self, each: TimedPass, at: int, hits: list[int], misses: list[int], split: ReplayedSplit | None
     ) -> None:
-        """Compute hits, then misses as they arrive: together for one token, else one by one; the shared expert after
-        the first.
+        """Compute hits, then misses as they arrive. Experts of one token are computed at once, others one by one.
+
+        The shared expert is computed after the first ones.
         """
         times, shared_ns, advice = self._expert_times(each, at), each.shared_ns[at], self._absent(each.advice[at])
         is_one = each.tokens == 1 and (split is None or split.comes_together)
@@ -296,7 +316,10 @@ class _Run:
             self._go_on(split.finish(self.now_ns))
 
     def _expert_times(self, each: TimedPass, at: int) -> dict[int, float]:
-        """Of each expert on the recording machine's processor; beside a device, which takes some, by their tokens."""
+        """Return the time of each expert on the recording machine's processor.
+
+        They have equal times. With an accelerator, which takes some of them, their times depend on their tokens.
+        """
         tokens = each.tokens_of(at)
         if self._shared is None:
             return dict.fromkeys(tokens, each.experts_ns[at] / max(len(tokens), 1))
@@ -307,7 +330,7 @@ class _Run:
     def _take(
         self, experts: Sequence[int], times: Mapping[int, float], shared_ns: float, split: ReplayedSplit | None
     ) -> None:
-        """These are there: copies begin, the others are computed, and a shared expert behind them."""
+        """Begin the copies among experts in host memory. Compute the others, then the shared expert."""
         if split is not None:
             experts, begun_ns = split.take(experts, self.now_ns)
             self._go_on(begun_ns)
@@ -323,7 +346,7 @@ class _Run:
         self._cache.unlease(indices)
 
     def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
-        """Let time pass until a remaining expert can be computed."""
+        """Let time pass until a remaining expert is resident."""
         started_ns = self.now_ns
         while True:
             self._cache.issue(remaining)
@@ -338,10 +361,10 @@ class _Run:
             self.now_ns = arrived_ns
 
     def _compute(self, recorded_ns: float) -> None:
-        """So much of the recording machine's time, on this device; reads go on meanwhile."""
+        """Let a computation pass. recorded_ns: its time on the recording machine."""
         self._go_on(self.now_ns + recorded_ns * self._scale)
 
     def _go_on(self, until_ns: float) -> None:
-        """Time passes; reads go on."""
+        """Let time pass. Reads go on."""
         self.now_ns = round(until_ns)
         self.storage.run_until(self.now_ns)

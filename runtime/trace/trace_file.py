@@ -45,7 +45,7 @@ def write_trace(path: Path, trace: Trace) -> None:
     """
     has_encoder = trace.header.first_decoder_layer > 0
     if not has_encoder and any(each.first_layer for each in trace.passes):
-        raise ValueError("the header has no encoder, but passes begin behind one")
+        raise ValueError("the header has no encoder, but passes begin after one")
     header = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(trace.header)}
     lines = [header, *map(_pass_plain, trace.passes)]
     if not has_encoder:
@@ -73,7 +73,7 @@ def read_trace(path: Path) -> Trace:
                 passes.append(_pass(_object(data), header, plain["version"]))
         trace = Trace(header, tuple(passes))
         if any(each.tokens != 1 for each in passes[trace.prompt_passes :]):
-            raise ValueError("expected passes of one token behind the prompt")
+            raise ValueError("expected passes of one token after the prompt")
     except OSError as error:
         raise InputError(f"the trace `{path}` cannot be read: {error.strerror}", "check the path") from error
     except ValueError as error:

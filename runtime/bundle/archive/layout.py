@@ -181,7 +181,7 @@ def check_file_bytes(index: Index, place: str, file_bytes: int) -> None:
     if file_bytes < end:
         raise BundleIncomplete(f"`{place}` has {file_bytes} bytes, its index says {end}", AGAIN)
     if file_bytes > end:
-        raise ManifestInvalid(f"`{place}` has {file_bytes - end} bytes behind its last chunk", AGAIN)
+        raise ManifestInvalid(f"`{place}` has {file_bytes - end} bytes after its last chunk", AGAIN)
 
 
 def places_of(index: Index, members: Sequence[Member]) -> Iterator[Place]:
