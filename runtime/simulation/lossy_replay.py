@@ -120,8 +120,19 @@ class TracedModel:
             advice.append(tuple(ahead))
             experts_ns.append(self._experts_ns(layer, asked))
         each = self._recorded
-        own = (each.dense_ns, tuple(experts_ns), each.shared_ns, each.head_ns, each.other_ns)
-        self.passes.append(TimedPass(1, tuple(accesses), tuple(advice), *own, preload=self._preload))
+        self.passes.append(
+            TimedPass(
+                tokens=1,
+                accesses=tuple(accesses),
+                advice=tuple(advice),
+                dense_ns=each.dense_ns,
+                experts_ns=tuple(experts_ns),
+                shared_ns=each.shared_ns,
+                head_ns=each.head_ns,
+                other_ns=each.other_ns,
+                preload=self._preload,
+            )
+        )
         self._preload = ()
         return np.zeros((1, 1), np.float32)
 

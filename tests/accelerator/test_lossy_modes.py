@@ -88,7 +88,7 @@ def test_runs_repeat_to_the_bit(two_version_bundle: Path) -> None:
 
 def test_a_device_of_unknown_size_is_refused(two_version_bundle: Path) -> None:
     for modes in LOSSY:
-        with pytest.raises(OptionError, match="how many lie on an accelerator would depend on what is free"):
+        with pytest.raises(OptionError, match="How many an accelerator holds would depend on its free memory"):
             load(two_version_bundle, accelerator="cuda", **modes)
 
 
