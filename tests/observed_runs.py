@@ -65,7 +65,7 @@ def check_took_effect(engine: Engine, options: RuntimeOptions) -> None:
 
 
 def cache_kind(engine: Engine, options: RuntimeOptions) -> type[StreamingCache]:
-    """The native cache, or Python's: for experts that are mapped, for other policies, and behind an encoder."""
+    """Return the class of the cache: ExpertCache for mapped experts, other policies and encoders, else NativeCache."""
     is_native = options.policy in NATIVE_POLICIES and options.io != "mmap" and engine.model.spec.encoder is None
     return NativeCache if is_native and kernels.compiled() is not None else ExpertCache
 

@@ -1,4 +1,4 @@
-"""A replayed trace whose experts a device shares: by hand, beside the planner's own clock, beside a run."""
+"""A replayed trace with an accelerator, compared with results by hand, the clock of the planner, and a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def one_layer(
 
 
 def token(*experts: int, experts_ns: float = 20.0) -> TimedPass:
-    """10 ns of dense weights in front of experts."""
+    """A pass of one token: 10 ns of dense weights, then experts."""
     return TimedPass(1, ((0, experts),), ((),), (10.0,), (experts_ns,), (0.0,), 0.0, 0.0)
 
 
@@ -131,7 +131,7 @@ def test_decisions_and_places_are_those_of_a_run(two_version_bundle: Path, modes
         bytes_read = engine.cache.stats.bytes_read
     assert 4 < len(resident) < 20
     rates = DeviceRates(10**6, 1000, 1, 1.0)
-    # A run of the whole context on cuda, which the replay stands for, takes more beside the experts.
+    # The replay is of a run with the whole context on cuda, which takes more memory in addition to the experts.
     longest = min(1024, opened.manifest.model.default_context)
     stated = AcceleratorRates(memory_for(two_version_bundle, 0.4, longest) + LIBRARY_BYTES, 1000, 0, 10**9)
     shared = shared_device(opened, trace, rates, stated, "cpu")

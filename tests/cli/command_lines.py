@@ -1,8 +1,9 @@
-"""Command lines that give every option of the commands that run, measure and make bundles, and where each arrives.
+"""Command lines with every option of the commands that run, measure and make bundles, and the values that arrive.
 
-A `Line` is one call. It is followed to its seam: a function or class that the command hands its work to. There what the
-command passes is noted, and the call ends. `given` names the parameters of the command: the words on the command line,
-the way to the value from the arguments of the seam (attributes, keys and places in lists), and the value.
+A `Line` is one call. It runs up to its seam: a function or class that does the work of the command. The arguments of
+the seam are recorded, and the call ends.
+`given` has an entry for each parameter of the command: the words on the command line, the path to the value from the
+arguments of the seam, and the value. A path has attributes, keys and indices.
 """
 
 from __future__ import annotations

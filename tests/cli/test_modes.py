@@ -38,7 +38,7 @@ def two_versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def swept(two_versions: Path) -> dict[str, Any]:
-    """What a sweep says of the bundle; its record lies beside it. The texts are short: every token is one pass."""
+    """Return the output of a sweep. Its record is next to the bundle. Texts are short: a token is one pass."""
     data = two_versions.with_name("short.jsonl")
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("A first text", "x", "Another, longer")))
     arguments = ["eval", str(two_versions), "--data", str(data), "--modes", "sweep", "--expert-cache", "50%", "--json"]
@@ -56,7 +56,7 @@ def own(two_versions: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def recorded(own: Path, two_versions: Path, swept: dict[str, Any]) -> Path:
-    """A copy of the bundle, its record beside it."""
+    """A copy of the bundle, with its record next to it."""
     shutil.copy(record_path(two_versions), record_path(own))
     return own
 

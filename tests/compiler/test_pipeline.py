@@ -1,4 +1,4 @@
-"""Whole compiles of a tiny random model: every kind of target, what is refused, what is left behind."""
+"""Whole compiles of a tiny random model: all kinds of targets, refusals, and the files that remain."""
 
 from __future__ import annotations
 

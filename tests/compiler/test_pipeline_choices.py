@@ -1,4 +1,4 @@
-"""What a compile does with other quantizers, with little on offer, and with what others left beside its output."""
+"""Compiles with other quantizers, few formats, and unknown files next to the output."""
 
 from __future__ import annotations
 

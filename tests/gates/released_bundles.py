@@ -1,7 +1,7 @@
 """Tiny bundles to keep, each packed into one file, and the logits that the code which wrote them gives on numpy.
 
 `python -m tests.gates.released_bundles FOLDER [NAME ...]` writes all of them, or those, as `format-VERSION-NAME.moec`
-beside a `.json`. Weights are random; between them the bundles have every format and nearly every field.
+next to a `.json`. Weights are random; between them the bundles have every format and nearly every field.
 """
 
 from __future__ import annotations
@@ -184,9 +184,9 @@ MODELS: dict[str, tuple[Callable[[Path, int], Path], list[dict[str, Any]]]] = {
 
 
 def logits_of(bundle: Path, options: dict[str, Any], prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-    """Of every token one logit in STEP, beginning with another one each time: float32 [T x V / STEP].
+    """Return one in STEP logits of each token, float32 [T x V / STEP]. Each token begins with another logit.
 
-    The first pass takes the prompt, and where modes decide, which they do behind it, its first token.
+    The first pass takes the prompt. Lossy modes decide only after the first pass, so with modes it takes one token.
     """
     with load(bundle, **options) as engine:
         engine.begin_sequence()
@@ -199,12 +199,12 @@ def logits_of(bundle: Path, options: dict[str, Any], prompt: Sequence[int], toke
 
 
 def differ(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, as a share of the largest logit."""
+    """Return the largest difference, as a share of the largest logit."""
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
 def _uses_all(bundle: Path, prompt: Sequence[int]) -> bool:
-    """Whether every expert has a part in the logits."""
+    """Return whether every expert is used."""
     with load(bundle, **LOSSLESS, cache_state="cold", prefetch="off") as engine:
         stored = [entry for entry in engine.bundle.manifest.experts if not entry.is_pruned]
         engine.begin_sequence()
@@ -214,13 +214,15 @@ def _uses_all(bundle: Path, prompt: Sequence[int]) -> bool:
 
 
 def _are_apart(said: Sequence[np.ndarray]) -> bool:
-    """Whether each run says something else: low versions were taken, the long form was."""
+    """Return whether the runs differ: then low versions, or the long rotary form, were used."""
     return all(differ(one, other) > LEAST_CHANGE for one, other in combinations(said, 2))
 
 
 def _is_steady(bundle: Path, options: dict[str, Any], prompt: Sequence[int], expected: np.ndarray) -> bool:
-    """Whether logits stay where activations change in their last bits: then none is about to be rounded to 8 bits the
-    other way, and no token to have another expert, which would change logits by a hundredth.
+    """Return whether logits stay equal, up to TOLERANCE, if activations change in their last bits.
+
+    Then no activation is close to another 8-bit code, and no token is close to another expert. Both would change logits
+    by 1 %.
     """
     draw, exact = np.random.default_rng(0), reference.round_activations
 

@@ -1,6 +1,6 @@
 """G11: bundles of every format version open and say what they said, on every set of kernels.
 
-That versions nobody knows are refused is shown in tests/manifests/test_codec.py and tests/gates/test_g10_hostile.py.
+tests/manifests/test_codec.py and tests/gates/test_g10_hostile.py show that unknown versions are refused.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def each_set(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def said_by(name: str) -> dict[str, Any]:
-    """What is written beside a bundle: text, tokens, and the logits of its runs."""
+    """Return the content of the file next to a bundle: text, tokens, and the logits of its runs."""
     said: dict[str, Any] = json.loads((RELEASED / f"{name}.json").read_bytes())
     for run in said["runs"]:
         run["logits"] = np.frombuffer(base64.b64decode(run["logits"]), "<f4")

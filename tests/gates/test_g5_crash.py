@@ -87,7 +87,7 @@ def sample(scene: Scene) -> list[int]:
 
 
 def check_state(folder: Path, scene: Scene, has_old: bool = True) -> str:
-    """Old, new or none stands at the output; where an old one is gone, it lies beside it."""
+    """Check the output: the old bundle, the new one or none. If the old one was moved, it is next to the output."""
     output = folder / "out"
     if not output.exists():
         assert not has_old or contents(folder / "out.moec-replaced") == scene.old_contents

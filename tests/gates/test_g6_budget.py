@@ -1,7 +1,8 @@
 """G6: the budget is kept. A model larger than twice its budget is decoded in a process of its own.
 
-The peak of the process is read from the kernel (VmHWM, file mappings included). Where control groups can be made, the
-process also runs in one that takes page cache from it 64 MiB above the budget, and kills it where there is none left.
+The peak of the process is read from the kernel (VmHWM, file mappings included). If control groups can be made, the
+process also runs in one whose limit is 64 MiB above the budget. The group drops page cache, and kills the process if
+that is not enough.
 MOEC_SLOW=1 decodes 2,000 tokens.
 """
 
@@ -74,7 +75,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decode(
     bundle: Path, io: str, tokens: int, group: MemoryGroup | None = None, files: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """Run `DECODE` in a process, in a control group if one is given. files: read behind the last token."""
+    """Run `DECODE` in a process, in a control group if one is given. files: read after the last token."""
 
     def enter() -> None:
         if group is not None:
@@ -120,8 +121,9 @@ def assert_kept(told: dict[str, Any]) -> None:
     [("auto", 400), ("buffered", 200), ("mmap", 200), pytest.param("auto", 2000, marks=pytest.mark.slow)],
 )
 def test_a_group_with_64_mib_more_is_never_full(bundle: Path, io: str, tokens: int) -> None:
-    """Page cache that a read leaves behind is charged to the group, and would make it full long before anything is
-    killed; pages of the libraries are charged to this process, which has them already.
+    """Page cache of reads is charged to the group. If reads left it, the group would be full long before a kill.
+
+    Pages of the libraries are charged to this process, which has them already.
     """
     if tokens == 2000 and os.environ.get("MOEC_SLOW") != "1":
         pytest.skip("MOEC_SLOW=1 runs it")
@@ -161,7 +163,7 @@ def test_halves_of_huge_pages_are_charged_no_more_once_they_are_abandoned() -> N
     with memory_group() as group:
         command = [sys.executable, "-c", ABANDON, str(group.processes), str(group.usage)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert 32 << 20 <= int(done.stdout) <= 40 << 20, "32 MiB are held, beside what the process takes"
+        assert 32 << 20 <= int(done.stdout) <= 40 << 20, "32 MiB are held, in addition to the process itself"
 
 
 def test_a_budget_under_the_floor_is_refused_with_the_number(bundle: Path) -> None:

@@ -73,7 +73,7 @@ def logits_of(model: Any, tokens: list[int]) -> np.ndarray:
 
 
 def decoded(bundle: Path, context: int, tokens: list[int], prompt: int) -> np.ndarray:
-    """Logits of a prompt and of the tokens behind it, one by one."""
+    """Return the logits of a prompt and of the tokens after it, one by one."""
     with load(bundle, expert_cache="100%", context=context) as engine:
         rows = [engine.logits(tokens[:prompt])]
         for position in range(prompt, len(tokens)):

@@ -44,8 +44,13 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """stats: what the cache did. by_policy: what a replay of the same requests counts under each policy, no prefetch.
-    advice: experts read ahead in each layer of each pass. workers: threads of kernels besides the calling one.
+    """Results of one run.
+
+    stats: counts of the cache.
+    by_policy: counts of a replay of the same requests under each policy, without prefetch.
+
+    advice: experts read ahead in each layer of each pass.
+    workers: threads of kernels in addition to the calling one.
     """
 
     logits: np.ndarray
@@ -56,7 +61,7 @@ class Run:
 
 
 def run(bundle: Path, **options: Any) -> Run:
-    """A prefill and 20 decode steps, by options that are seen to take effect."""
+    """Run a prefill and 20 decode steps. The options are shown to take effect."""
     forget_mappings(bundle)
     before = threads()
     with load(bundle, context=128, **options) as engine:

@@ -84,7 +84,7 @@ def bundle(folder: Path, scoring: str, tmp_path_factory: pytest.TempPathFactory)
 
 
 def oracle(folder: Path, scoring: str, tokens: list[int]) -> np.ndarray:
-    """Logits of transformers' model whose routers are told the experts of these tokens."""
+    """Return the logits of transformers' model whose routers get the experts of these tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for at in (layer for layer in range(LAYERS) if layer != LEARNED):
         chosen = torch.from_numpy(TABLES[at][tokens])
@@ -101,7 +101,7 @@ def oracle(folder: Path, scoring: str, tokens: list[int]) -> np.ndarray:
 
 
 def run(bundle: Path, cache: str, prefetch: str) -> tuple[np.ndarray, Any]:
-    """Logits of a prompt and of 32 tokens behind it, and the engine's statistics."""
+    """Return the logits of a prompt and of 32 tokens after it, and the engine's statistics."""
     with load(bundle, expert_cache=cache, prefetch=prefetch, context=64) as engine:
         engine.cache.finish_warming()
         rows = [engine.logits(TOKENS[:28])]
@@ -125,7 +125,7 @@ def test_experts_are_known_ahead_and_change_nothing(bundle: Path, prefetch: str)
     part, (stats, layers) = run(bundle, str(3 * least), prefetch)
     assert np.array_equal(none, whole) and np.array_equal(part, whole)
     assert stats.evictions > 0 and stats.prefetch_used > 0 == off.prefetch_used
-    # Every expert that a layer behind another one asked for was named, and none other was.
+    # The experts that a later layer requested are exactly those that were predicted.
     for at in range(1, LAYERS):
         if at != LEARNED:
             assert layers[at].demanded == layers[at].predicted > 0, at

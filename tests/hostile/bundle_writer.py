@@ -112,11 +112,17 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class BundlePlan:
-    """What a bundle is to hold.
+    """Content of a bundle that is written.
 
-    dense: the format of every dense weight. experts: the formats of every routed expert, `q0` where it is left out.
-    low: those of second versions. tables: the calibration tables by name. files: other files by name.
-    read_share: expected bytes per token, as a share of the most that can be. calibration_seed: None for none.
+    dense: format of each dense weight.
+    experts: formats of each routed expert; `q0` if it is left out.
+    low: formats of low versions.
+
+    tables: calibration tables by name.
+    files: other files by name.
+
+    read_share: expected bytes per token, as a share of the largest possible value.
+    calibration_seed: None without calibration.
     """
 
     model: ModelSpec

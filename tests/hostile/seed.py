@@ -26,12 +26,14 @@ from moec.manifests.codec import DIGEST_FIELD, canonical_json
 class Seed:
     """One hostile input.
 
-    name: what is wrong with it.
-    arguments: of `moec`; `{bundle}` is the folder of the changed bundle, `{work}` an empty folder next to it.
-    exit_codes: that are right, of 0, 1, 2, 3 and 130.
-    change: what is done to a fresh tiny bundle; it may put other files next to the folder.
-    standard_input: what the command reads there.
-    seal: whether the digests are made right after the change.
+    name: the error in it.
+    arguments: arguments of `moec`. `{bundle}` is the folder of the changed bundle, `{work}` an empty folder next to it.
+
+    exit_codes: allowed exit codes, among 0, 1, 2, 3 and 130.
+    change: changes a new tiny bundle. It may write other files next to the folder.
+
+    standard_input: standard input of the command.
+    seal: whether the digests are corrected after the change.
     """
 
     name: str
@@ -43,7 +45,7 @@ class Seed:
 
 
 def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Change the fields of `moec.json`; its digest is made right."""
+    """Change the fields of `moec.json`, and correct its digest."""
     path = bundle / MANIFEST_NAME
     plain = json.loads(path.read_bytes())
     edit(plain)
@@ -51,7 +53,7 @@ def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 
 def sealed(plain: dict[str, Any]) -> bytes:
-    """The bytes of a manifest, with the digest that belongs to its fields."""
+    """Return the bytes of a manifest with the digest of its fields."""
     own = {name: value for name, value in plain.items() if name != DIGEST_FIELD}
     return canonical_json({**own, DIGEST_FIELD: hashlib.sha256(canonical_json(own)).hexdigest()})
 

@@ -116,7 +116,7 @@ UNRUNNABLE = (
 
 
 def _nested(field: tuple[Any, ...], depth: int) -> Callable[[Path], None]:
-    """A list in lists in the place of a word, with the right digest."""
+    """Replace a word by a list in lists, with the right digest."""
 
     def change(bundle: Path) -> None:
         value: list[Any] = []
@@ -157,7 +157,7 @@ def _nested_seeds() -> tuple[Seed, ...]:
 
 
 def _manifest_of(data: bytes) -> Callable[[Path], None]:
-    """These bytes in the place of the manifest."""
+    """Replace the manifest by these bytes."""
 
     def change(bundle: Path) -> None:
         (bundle / MANIFEST_NAME).write_bytes(data)

@@ -1,8 +1,10 @@
-"""DeepSeekMoE and MiniCPM-MoE as torch modules, from their published definitions: what their families are held against.
+"""DeepSeekMoE and MiniCPM-MoE as torch modules, from their published definitions, for comparison with their families.
 
-Attention, norms and rotary embeddings are those of transformers' Llama, which both definitions took over; routing,
-experts, plain layers and scales are written here, one module per expert, with the names that lie on disk. Nothing of
-the compiler is used. Shapes: B rows, T tokens, D hidden, N = B T, E experts, K top-k.
+Attention, norms and rotary embeddings are those of transformers' Llama, as in both definitions. Routing, experts, plain
+layers and scales are written here, one module per expert, with the names of the checkpoint files. No code of the
+compiler is used.
+
+Shapes: B rows, T tokens, D hidden, N = B T, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Swiglu(nn.Module):
 
 
 class Routed(nn.Module):
-    """Experts chosen by a softmax over all of them, token by token, and shared ones beside them."""
+    """Experts chosen by a softmax over all of them, token by token, and shared experts in addition."""
 
     def __init__(
         self, hidden: int, width: int, experts: int, top_k: int, names: tuple[str, str, str], divide: bool, shared: int
@@ -69,7 +71,7 @@ class Routed(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind a norm, each scaled before it is added."""
+    """Attention and feed-forward, each after a norm, each scaled before it is added."""
 
     def __init__(self, config: LlamaConfig, at: int, mlp: nn.Module, scale: float) -> None:
         super().__init__()

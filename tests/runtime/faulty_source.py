@@ -1,4 +1,4 @@
-"""Expert storage in memory that keeps an account of its own, and a cache over it."""
+"""Expert storage in memory with its own ledger, and a cache over it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ InTime = Callable[[Callable[[], Any]], Any]
 
 
 class FaultySource:
-    """Storage in memory. It keeps its own account of what is loaded, and complains of what must never happen.
+    """Storage in memory. It has its own ledger of loaded experts, and records errors of the cache.
 
-    is_contiguous: each expert lies behind the one before it. failing: experts whose reads fail. gate: reads wait until
-    it is set. held: experts that nobody may release.
+    is_contiguous: whether each expert follows the one before it.
+
+    failing: experts whose reads fail.
+    gate: reads wait until it is set.
+    held: experts that must not be released.
+    complaints: errors of the cache.
     """
 
     mode = "memory"
@@ -49,7 +53,7 @@ class FaultySource:
     def load(self, *run: int) -> None:
         self.begun += 1
         self.gate.wait(30)
-        if any(behind != self.successors[first] for first, behind in pairwise(run)):
+        if any(after != self.successors[first] for first, after in pairwise(run)):
             self.complaints.append(f"{run} do not follow one another")
         if twice := self.loaded.intersection(run):
             self.complaints.append(f"{sorted(twice)} read twice")
@@ -90,13 +94,13 @@ def make_cache(
 
 
 def warmed(cache: ExpertCache, indices: Sequence[int]) -> None:
-    """Start warm with these experts, and wait until they are there."""
+    """Start warm with these experts, and wait until they are in memory."""
     cache.warm(indices)
     cache.finish_warming()
 
 
 def each(stream: Iterable[list[int]]) -> list[int]:
-    """Every expert of a stream, in the order in which they came."""
+    """Return all experts of a stream, in order."""
     return [index for some in stream for index in some]
 
 
@@ -109,9 +113,9 @@ def consume(
     advice: Sequence[int] = (),
     together: bool = False,
 ) -> list[int]:
-    """Stream, hold each expert while it is used, and leave after `stop` of them or a few more that came together."""
+    """Stream, hold each expert while it is used, and end after at least `stop` of them."""
     found: list[int] = []
-    # What is there when the stream begins is leased until it has been used.
+    # An expert in memory at the begin of the stream is leased until it has been used.
     waiting = set(cache.resident().tolist()) & set(indices)
     source.held = set(waiting)
     try:

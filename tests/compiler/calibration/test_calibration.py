@@ -184,7 +184,7 @@ def test_paths_that_repeat_are_predicted_and_chance_is_not():
 
 
 def test_rare_pairs_back_off_to_the_layer_before_and_then_to_popularity():
-    # Expert 1 of layer 1 is followed by 3, whatever came before, except behind expert 0 of layer 0: there by 2.
+    # Expert 1 of layer 1 is followed by 3, except after expert 0 of layer 0: there by 2.
     routes = np.array([[[0], [1], [2]]] * 8 + [[[4], [1], [3]]] * 20 + [[[5], [6], [7]]] * 30)
     assert report_paths(routes, np.array([[[0], [1], [2]]]), 8).accuracy_pairs == 1.0
     assert report_paths(routes[1:], np.array([[[0], [1], [3]]]), 8).accuracy_pairs == 1.0  # seven: too few

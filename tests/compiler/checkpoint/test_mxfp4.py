@@ -36,7 +36,7 @@ VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
 def pack_experts(folder: Path) -> Path:
-    """Random blocks and scales in the place of a gpt-oss checkpoint's experts."""
+    """Replace the experts of a gpt-oss checkpoint by random blocks and scales."""
     tensors, draw = load_file(folder / WEIGHTS_NAME), torch.Generator().manual_seed(3)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape

@@ -1,4 +1,4 @@
-"""A checkpoint behind a URL: what is copied, what is not copied again, and what is refused."""
+"""A checkpoint at a URL: files that are copied, files that are not copied again, and refusals."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Listener:
 def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
     address: str, checkpoint: Path, home: Path, problems: Path, alone: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """Workers read the checkpoint behind a URL; the one machine has it as a folder."""
+    """Workers read the checkpoint at a URL. The single machine has it as a folder."""
     killed: set[int] = set()
 
     def kill() -> None:

@@ -1,4 +1,4 @@
-"""Work described as jobs, without Ray: whoever does it and however it is divided, not one bit differs."""
+"""Work as jobs, without Ray: any worker and any division give equal bits."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_the_runtime_certifies_the_same(
 
 
 def test_runtimes_share_a_node_and_are_closed(folder: Path, bundle: Path, tmp_path: Path) -> None:
-    """Two sides of a certificate stay open beside each other, each in its part of the node's memory."""
+    """Two sides of a certificate stay open at the same time, each in its part of the node's memory."""
     opened, closed = list[tuple[int, int]](), list[int]()
 
     @contextmanager

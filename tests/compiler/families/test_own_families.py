@@ -241,7 +241,7 @@ def test_a_weight_that_is_missing_or_has_another_shape_is_named(copy: Path, is_m
 
 
 def test_code_of_a_checkpoint_is_never_run(folder: Path, tmp_path: Path) -> None:
-    """config.json names Python files that lie beside it on the hub."""
+    """config.json names Python files that are next to it on the hub."""
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     named = set(json.loads((copy / "config.json").read_text())["auto_map"].values())
     for place in named:

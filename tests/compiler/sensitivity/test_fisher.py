@@ -31,7 +31,7 @@ FAMILIES = (
     "granite-scaled", "gpt-oss", "phimoe",
 )  # fmt: skip
 MEASURED_UNITS = 12
-"""Of the last layer, and of those in front of it."""
+"""Number of units of the last layer, and of the layers before it."""
 
 
 def pairs(count: int = 48) -> list[tuple[list[int], list[int]]]:
@@ -44,7 +44,7 @@ def pairs(count: int = 48) -> list[tuple[list[int], list[int]]]:
 
 
 def silent(done: int, total: int) -> None:
-    """Nobody watches."""
+    """Show no progress."""
 
 
 def open_model(folder: Path) -> tuple[ReferenceModel, UnitStore]:
@@ -79,17 +79,17 @@ def test_predictions_are_what_is_measured(model: tuple[ReferenceModel, UnitStore
         return np.array(found)
 
     fits = np.isfinite(predicted[:, 0])
-    # Behind the last layer no router can choose otherwise; in front of it, what flips of routers cost is not predicted.
-    behind = ratios(np.flatnonzero(fits & (layers == last)))
-    assert 0.75 < np.median(behind) < 1.33
-    assert np.abs(np.log(behind)).mean() < 0.45
+    # No router follows the last layer. Before it, the cost of other routing is not predicted.
+    last_ratios = ratios(np.flatnonzero(fits & (layers == last)))
+    assert 0.75 < np.median(last_ratios) < 1.33
+    assert np.abs(np.log(last_ratios)).mean() < 0.45
     if (fits & (layers < last)).any():
         front = np.median(ratios(np.flatnonzero(fits & (layers < last))))
         assert 0.3 < front < 1.2 if ranks_well(store.model) else 0.1 < front < 0.4
 
 
 def test_where_weights_of_a_router_jump_measured_gains_rank_better(tmp_path: Path) -> None:
-    """What `auto` goes by: beside each other, rank correlations with what every unit costs by itself."""
+    """Compare the rank correlations by which `auto` decides. The reference is the cost of each unit alone."""
     folder = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES["phimoe"])
     reference, texts, spec = ReferenceModel(folder), pairs(), SPECS[0]
     store = UnitStore(lower(open_checkpoint(str(folder))), calibrate(reference, texts).second_moments, "rtn")

@@ -1,8 +1,8 @@
 """A disk that fails or loses power at the n-th operation.
 
-At a power cut each file with unsynced bytes is kept, cut short, garbled or put back to what was last synced, and the
-unsynced changes of names (new, renamed, removed) are lost from some point on. After a cut every operation raises.
-Syncs are remembered, not passed on: hundreds of power cuts cost no real disk anything.
+At a power cut each file with unsynced bytes is kept, cut short, garbled, or reset to its last synced content. Unsynced
+changes of names (new, renamed, removed) are lost from some point on. After a cut every operation raises.
+Syncs are recorded and not passed on, so hundreds of power cuts do not load the real disk.
 """
 
 from __future__ import annotations

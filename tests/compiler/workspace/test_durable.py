@@ -106,7 +106,7 @@ def make_old(folder: Path) -> Content:
 
 
 def make_partial(disk: Disk, folder: Path) -> Path:
-    """A finished folder whose files nobody has synced."""
+    """A finished folder whose files are not synced."""
     partial = folder / "model-moec.partial"
     disk.make_directory(partial)
     for name in ("dense", "moec.json"):

@@ -37,7 +37,7 @@ def test_demand_overtakes_advice(
     asked: list[int],
     order: list[int],
 ) -> None:
-    """Advice is queued behind a read that is held; demand comes after it."""
+    """Advice is queued after a read that is held. Demand is requested later."""
     if kind is NativeCache and kernels.compiled() is None:
         pytest.skip("no extension")
     with load(tiny_bundle, expert_cache="100%", context=8, readers=1, cache_state="cold", policy=policy) as engine:

@@ -22,7 +22,7 @@ from tests.gates.damage import flip, write_tables
 from tests.observed_runs import begin_trace, forget_mappings, how_read, reader_threads, threads
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # torch computes what is beside the CPU
+pytestmark = pytest.mark.usefixtures("one_thread")  # torch computes on the device
 TOKENS = np.random.default_rng(3).integers(4, 260, 36).tolist()
 PREFILL = 20
 LAYERS, EXPERTS = 4, 8

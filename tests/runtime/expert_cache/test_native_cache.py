@@ -153,13 +153,13 @@ def test_most_reads_need_no_python(own_bundle: Path, outputs: list[bytes], monke
         for index in (same * 4)[:20]:
             assert each(own.cache.stream(0, [index])) == [index]
             assert own.output(index) == outputs[index]
-        # Until the room is full there is nobody to take a place from; what is new is compared with its checksum.
+        # No place can be taken over before the cache is full. A new expert is compared with its checksum.
         assert loads == same[:2] and checks == same[2:] and own.cache.stats.reads == 20
         own.check()
 
 
 def test_what_python_has_to_be_told_stays_bounded(tiny_bundle: Path) -> None:
-    """However many places go from one expert to the other before anybody asks."""
+    """Places go from one expert to the other many times before Python needs them."""
     sizes = [page_bytes(entry.size_bytes) for entry in open_bundle(tiny_bundle).manifest.stored_experts]
     same = [index for index in range(COUNT) if sizes[index] == sizes[0]]
     with opened(tiny_bundle, sizes[0]) as own:

@@ -187,7 +187,7 @@ def test_what_is_there_together_comes_together(in_time: InTime) -> None:
 
 
 def test_what_comes_next_is_looked_for_while_misses_load(in_time: InTime) -> None:
-    """Behind the first hits, since it is read behind the misses; at once where nothing is missed, or nothing hit."""
+    """After the first hits, because its reads come after the misses. At once without misses, or without hits."""
     source, cache = make_cache([10] * 12, 120)
     warmed(cache, [2, 3])
     seen: list[str] = []

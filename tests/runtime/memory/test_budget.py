@@ -134,9 +134,9 @@ def test_lossy_decisions_beside_an_accelerator_allow_for_torch() -> None:
     lossy: dict[str, Any] = {"context": 100, "cache_routing": "drop=0.1"}
     lossy["memory"] = str(bare.fixed_bytes + torch + least)
     alone = plan(**lossy)
-    beside = plan(**lossy, accelerator="cuda", accelerator_memory="1GB")
+    with_device = plan(**lossy, accelerator="cuda", accelerator_memory="1GB")
     assert alone.cache_bytes == alone.logical_cache_bytes == MANIFEST.cost.expert_padded_bytes
-    assert beside.cache_bytes == beside.logical_cache_bytes == least
+    assert with_device.cache_bytes == with_device.logical_cache_bytes == least
 
 
 def test_the_plan_is_the_nominal_one_until_the_process_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:

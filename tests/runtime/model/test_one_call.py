@@ -127,8 +127,8 @@ def test_one_call_decides_and_computes_as_the_steps_do(
         assert any(advice for _, layers, _ in one.passes for advice in layers) and sum(one.quality[1].values()) > 0
         assert one.thresholds != [0.4, 0.8, 0.4, 0.4]
     for run in runs:
-        before, behind = run.learned_over_prompt
-        assert before == behind
+        before, after = run.learned_over_prompt
+        assert before == after
     assert one.times.dense_ns > 0 and one.times.experts_ns > 0 and one.times.shared_ns == 0
 
 

@@ -64,14 +64,14 @@ def test_an_expert_of_no_score_is_never_likely() -> None:
 
 
 class _Sure(Predictor):
-    """Says 0, 1, 2, ... in this order, behind one of the layers the other way round."""
+    """Predicts experts 0, 1, 2, ... in this order, and after one of the layers in reverse order."""
 
-    def __init__(self, wrong_behind: int | None = None) -> None:
-        self.wrong_behind = wrong_behind
+    def __init__(self, wrong_after: int | None = None) -> None:
+        self.wrong_after = wrong_after
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray:
         found = np.exp(-np.arange(8, dtype=np.float64))
-        return found[::-1].copy() if state.layer == self.wrong_behind else found
+        return found[::-1].copy() if state.layer == self.wrong_after else found
 
 
 def test_advice_goes_by_the_threshold_for_one_token_and_by_count_for_many_or_where_a_count_is_given() -> None:
@@ -106,10 +106,10 @@ def thresholds_of(thresholds: LearnedThresholds | TokenExperts) -> list[float]:
 
 
 def test_what_looks_from_elsewhere_is_learned_apart() -> None:
-    """Behind the last layer popularity speaks for the first that routes, always wrong; in front of it a router does."""
+    """After the last layer popularity predicts the first layer that routes, always wrong. Before it a router does."""
     plain = replace(layer_spec(), experts=replace(layer_spec().experts, count=0, top_k=0), shared=SharedSpec(64))
     spec = model_spec((plain, *(layer_spec(experts=8, top_k=4),) * 2))
-    advisor = Advisor(spec, [0, 0, 8, 16], _Sure(wrong_behind=2))
+    advisor = Advisor(spec, [0, 0, 8, 16], _Sure(wrong_after=2))
     one, chosen = np.zeros((1, 1), np.float32), np.array([[0, 1, 2, 3]], np.int32)
     routes = [np.zeros((1, 0), np.int32), chosen, chosen]
     for _ in range(200):

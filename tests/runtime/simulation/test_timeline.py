@@ -1,4 +1,4 @@
-"""Timelines worked out by hand, and the simulated cache beside the real one."""
+"""Timelines computed by hand, and the simulated cache compared with the real one."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_neighbours_share_a_latency_and_arrive_together() -> None:
     steps = [(timed_pass(each, trace.header.first_expert, no_advice),) for each in trace.passes[:1]]
     apart = predict_steps(steps, 1, spec, "lru", SimulatedMachine(RATES))
     together = predict_steps(steps, 1, spec, "lru", SimulatedMachine(RATES, successors=[2, -1, -1]))
-    # Two latencies, the first expert's 10 ns under the second read; or one latency, and all computing behind the run.
+    # Two latencies, the first expert's 10 ns under the second read; or one latency, and all computing after the run.
     assert (apart.ttft_ns, together.ttft_ns) == (10 + 105 + 105 + 10, 10 + 5 + 200 + 20)
     assert together.cache.reads == 2 and together.cache.bytes_read == 200
 
@@ -142,7 +142,7 @@ def test_a_slower_processor_takes_longer_and_hides_more() -> None:
 def test_shared_experts_compute_under_the_reads_and_the_rest_between_layers() -> None:
     each = replace(one_token([[0]], head=7), shared_ns=(30,), elapsed_ns=10 + 20 + 30 + 7 + 3)
     assert each.other_ns == 3
-    # 3 other, 10 dense, 105 read, 20 expert, 30 shared behind it, 7 head.
+    # 3 other, 10 dense, 105 read, 20 expert, 30 shared after it, 7 head.
     assert small([each], 100).ttft_ns == 3 + 10 + 105 + 20 + 30 + 7
 
 

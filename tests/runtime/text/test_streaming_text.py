@@ -120,7 +120,7 @@ def test_parse_tokenizer() -> None:
 @settings(max_examples=80, deadline=None)
 @given(prompt=TEXT, text=TEXT, tokenizer=st.sampled_from([LEVEL, FALLBACK]))
 def test_text_behind_a_prompt(prompt: str, text: str, tokenizer: Tokenizer) -> None:
-    """Nothing of the prompt comes out, and the space in front of the first word is not lost."""
+    """Nothing of the prompt comes out, and the space before the first word is not lost."""
     prompt, text = ("x" + part.replace("\u2581", "").replace("\ufffd", "") for part in (prompt * 9, text))
     before, tokens = tokenizer.encode(prompt).ids, tokenizer.encode(text).ids
     running = TextStream(tokenizer, before)

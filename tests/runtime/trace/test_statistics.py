@@ -144,7 +144,7 @@ def test_a_failed_read_leaves_the_cache_usable(gated: tuple[GatedStorage, Expert
     storage, cache = gated
     with pytest.raises(StorageReadFailed):
         list(cache.stream(0, [0, 1, 2]))
-    # The reads behind the failed one still wait in the queue.
+    # The reads after the failed one still wait in the queue.
     threading.Timer(0.05, storage.gate.set).start()
     assert sorted(cache.stream(0, [1, 2])) == [[1], [2]]
     cache.check_invariants()

@@ -43,7 +43,7 @@ def scores(draw: st.DrawFn, experts: list[int]) -> PassScores:
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Of decoders, and of decoders behind an encoder."""
+    """Traces of decoders, and of decoders with an encoder."""
     layers = draw(st.integers(1, 3))
     encoder = draw(st.integers(0, layers - 1))
     experts = draw(st.lists(st.integers(0, 5), min_size=layers, max_size=layers))
