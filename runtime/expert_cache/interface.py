@@ -146,7 +146,7 @@ class StreamingCache(ABC):
 
     @property
     def _is_forked(self) -> bool:
-        """Whether this process was forked after the cache was opened.
+        """True if this process was forked after the cache was opened.
 
         Then it has no reader threads, and a lock may be held forever.
         """

@@ -31,7 +31,7 @@ class DynamicPrecision:
 
     @property
     def needs_low_versions(self) -> bool:
-        """Whether any unimportance selects a low version."""
+        """True if any unimportance selects a low version."""
         return self.low_above < self.skip_above
 
     def to_text(self) -> str:
@@ -87,12 +87,12 @@ class LossyModes:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether all modes are off."""
+        """True if all modes are off."""
         return not self.parts()
 
     @property
     def reads_cache(self) -> bool:
-        """Whether a decision depends on the cached experts, and so on earlier passes."""
+        """True if a decision depends on the cached experts, and so on earlier passes."""
         return self.dynamic_precision is not None or self.cache_routing is not None
 
     def parts(self) -> dict[str, str]:

@@ -71,7 +71,7 @@ class ReplayedSplit:
 
     @property
     def comes_together(self) -> bool:
-        """Whether all experts may be taken at once, as in LayerSplit."""
+        """True if all experts may be taken at once, as in LayerSplit."""
         return len(self._copied) <= COPY_SLOTS
 
     def take(self, experts: Sequence[int], now_ns: float) -> tuple[list[int], float]:

@@ -42,7 +42,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits_of(engine: Engine) -> np.ndarray:
-    """Of a prefill and 20 decode steps."""
+    """Return the logits of a prefill and 20 decode steps."""
     rows = [engine.logits(TOKENS[:PREFILL])]
     for position in range(PREFILL, len(TOKENS)):
         rows.append(engine.model.logits(engine.step([TOKENS[position]], [0], [position])))
@@ -154,7 +154,7 @@ def test_an_encoder_uses_the_device_too(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_slow_for_one_token_leaves_it_to_the_cpu(bundle: Path, on_cpu: np.ndarray) -> None:
-    """Where the host has room for all, experts of the device are read last, and computed where it is faster."""
+    """If the host holds all experts, those of the device are read last, and computed on the faster side."""
     options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle), **HERE}
     with load(bundle, context=128, expert_cache="100%", **options) as engine:
         engine.cache.finish_warming()

@@ -77,7 +77,7 @@ SLOTS = {"slots": Given("--slots 5", "options.slots", 5)}
 
 
 def of_auto(command: str, more: str) -> Line:
-    """What `auto` may cost."""
+    """Return the line of `--dynamic-precision auto` with its `--mode-loss`."""
     return Line(
         command,
         "moec.runtime.tuning.mode_records.choose_thresholds",

@@ -301,7 +301,7 @@ def test_a_device_that_is_too_small(run: Compile, model: Path, tmp_path: Path) -
 
 
 def shipped_profiles() -> Path:
-    """Where the shipped profiles lie."""
+    """Return the folder of the shipped profiles."""
     import moec.profiles.device
 
     return Path(moec.profiles.device.__file__).parent

@@ -1,4 +1,4 @@
-"""Where a compile writes: folders that it makes, one compile at a time, and a run that was cut off at the very end."""
+"""Output of a compile: new folders, one compile at a time, and a run that was stopped at the very end."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_file_of_ones_own_is_no_lock(tmp_path: Path) -> None:
 def test_a_lock_that_was_removed_while_it_was_opened_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What holds the first file locks nothing: its owner has removed it from its path."""
+    """A lock on the first file has no effect, because its owner has removed the file from its path."""
     flock, calls = output_lock.fcntl.flock, list[int]()
 
     def lock(descriptor: int, operation: int) -> None:

@@ -77,7 +77,7 @@ def test_an_interrupt_after_the_end_changes_nothing() -> None:
 
 
 def test_an_interrupt_that_is_ignored_stays_ignored(bundle: Path) -> None:
-    """As of a job in the background of a script."""
+    """A job in the background of a script ignores interrupts."""
     done = shell("trap '' INT; PYTHONSTARTUP= \"$@\" & sleep 0.05; kill -INT $!; wait $!; echo $?", "--version")
     assert done.stdout.splitlines()[-1] == "0" and done.stderr == ""
 

@@ -48,7 +48,7 @@ def test_run_prints_what_transformers_generates(invoke: Invoke, made: Path) -> N
 
 @pytest.mark.parametrize("task", ["samsum", "xsum"])
 def test_eval_of_summaries(invoke: Invoke, made: Path, task: str) -> None:
-    """The same answers from the bundle of 16 bits and from the checkpoint in transformers."""
+    """The bundle of 16 bits and the checkpoint in transformers give equal answers."""
     found = {}
     for name in ("plain", "model"):
         lines = made / f"{name}-{task}.jsonl"
@@ -110,7 +110,7 @@ def test_traces_are_recorded_simulated_and_fitted_to(invoke: Invoke, made: Path,
 
 
 def test_a_trace_of_other_stacks_is_refused(invoke: Invoke, made: Path, tmp_path: Path) -> None:
-    """As many layers and experts, but another of them is the decoder's first."""
+    """The trace has equal numbers of layers and experts, and another first layer of the decoder."""
     model, path = open_bundle(made / "bundle").manifest.model, tmp_path / "a.trace"
     counts = tuple(layer.experts.count for layer in model.layers)
     top_k = tuple(layer.experts.top_k for layer in model.layers)

@@ -50,7 +50,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def folder(checkpoint: Path, two_version_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command lines name: a bundle, a model, prompts, texts and a trace of a run."""
+    """Files that the command lines name: a bundle, a model, prompts, texts and a trace of a run."""
     folder = tmp_path_factory.mktemp("lines")
     (folder / "bundle").symlink_to(two_version_bundle)
     (folder / "model").symlink_to(checkpoint)
@@ -79,7 +79,7 @@ def words(text: str, folder: Path) -> list[str]:
 
 
 def follow(line: Line, folder: Path, is_silent: bool = False) -> SimpleNamespace:
-    """What a command hands to the seam of a line, by the names of its parameters; `kernels`: those that it chose.
+    """Return the arguments that a command passes to the seam of a line, by name. `kernels`: those that it chose.
 
     is_silent: leave out all that is `given` but positions and what the line needs.
     """
@@ -119,7 +119,7 @@ def located(seam: str) -> tuple[Any, str]:
 
 @pytest.fixture(scope="module")
 def arrived(folder: Path) -> Callable[[str], SimpleNamespace]:
-    """What the seam of each line was given; every line is followed once."""
+    """Return the arguments of the seam of each line. Every line is followed once."""
     found: dict[str, SimpleNamespace] = {}
 
     def of(name: str) -> SimpleNamespace:

@@ -35,7 +35,7 @@ def bundle(mixed_bundle: Path, tmp_path: Path) -> Path:
 
 
 def tuning_of(bundle: Path, options: dict[str, str | int], cache: str = "50%") -> Tuning:
-    """As `moec tune --expert-cache 50%` would have made it here."""
+    """Return a tuning as `moec tune --expert-cache 50%` writes it on this machine."""
     cache_bytes = parse_cache(cache, open_bundle(bundle).manifest.cost.expert_padded_bytes)
     return Tuning(machine_sha256(), storage_sha256(bundle), bundle_sha256(bundle), cache_bytes, options)
 

@@ -24,14 +24,14 @@ IO_MODES = ("direct", "buffered", "mmap")
 
 
 def check(bundle: Path) -> None:
-    """What `moec verify` does."""
+    """Check a bundle like `moec verify`."""
     opened = open_bundle(bundle)
     opened.tables()
     verify_bundle(opened)
 
 
 def run(bundle: Path, io: str = "auto", **options: Any) -> None:
-    """What `moec run` does: every expert is read, a text goes in, tokens come out."""
+    """Run a bundle like `moec run`. Every expert is read."""
     with load(bundle, **{"expert_cache": "100%", "context": 16, "threads": 1, "io": io, **options}) as engine:
         engine.encode("ab \U0001f600")
         assert len(list(engine.generate(PROMPT, max_new_tokens=2))) in (1, 2)

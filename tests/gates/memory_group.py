@@ -26,7 +26,7 @@ class MemoryGroup:
 
     @property
     def processes(self) -> Path:
-        """Whose number is written there is in the group from then on."""
+        """File that moves a process into the group when its number is written."""
         return self.path / "cgroup.procs"
 
     @property
@@ -35,14 +35,14 @@ class MemoryGroup:
         return self.path / ("memory.current" if self.is_version_2 else "memory.usage_in_bytes")
 
     def limit(self, size_bytes: int) -> None:
-        """Whoever would take more loses page cache, and is killed where none is left; nothing is swapped."""
+        """Limit the group. Above the limit the system drops page cache, then kills a process. Nothing is swapped."""
         names = ("max", "swap.max") if self.is_version_2 else ("limit_in_bytes", "swappiness")
         (self.path / f"memory.{names[0]}").write_text(str(size_bytes))
         with contextlib.suppress(FileNotFoundError):  # the system counts no swap
             (self.path / f"memory.{names[1]}").write_text("0")
 
     def times_full(self) -> int:
-        """How often the limit stood in the way, of page cache too."""
+        """Return how often the limit was reached, by page cache too."""
         if self.is_version_2:
             return self._counts("memory.events")["max"]
         return int((self.path / "memory.failcnt").read_text())
@@ -82,8 +82,10 @@ def _remove(path: Path) -> None:
 
 
 def parent_group(system: Path = SYSTEM) -> MemoryGroup:
-    """Where groups can be made: the one that this process is in, under version 2 the nearest above whose children have
-    the controller of memory. Raises OSError where there is none.
+    """Return the group in which groups can be made.
+
+    It is the group of this process. Under version 2 it is the nearest parent whose children have the memory controller.
+    Raises OSError without one.
     """
     root, own = system / "sys/fs/cgroup", ""
     for line in (system / "proc/self/cgroup").read_text().splitlines():

@@ -111,7 +111,7 @@ def test_a_flipped_byte_in_every_expert(bundle: Path) -> None:
 
 
 def lengths(path: Path) -> list[int]:
-    """Where to cut: around the prefix, the header, every tensor and every page, and some places between."""
+    """Return lengths to cut at: around the prefix, the header, each tensor and each page, and some between."""
     size, found = path.stat().st_size, {0, 1, 7, 8, 9}
     marks = [size, *range(4096, size, 4096), *places(size, 4)]
     if path.suffix == ".safetensors":
@@ -174,7 +174,7 @@ def test_an_extra_file(bundle: Path, name: str) -> None:
 
 
 def test_links(bundle: Path, tmp_path: Path) -> None:
-    """Also to the very same bytes: what a link points to can change after the check."""
+    """A link is refused even if it points to equal bytes, because its target can change after the check."""
     for name in names(bundle):
         target = tmp_path / name
         (bundle / name).rename(target)
@@ -287,7 +287,7 @@ def test_an_absurd_model_costs_no_memory(bundle: Path) -> None:
 
 
 def test_any_value_anywhere(bundle: Path) -> None:
-    """What is not refused makes sense: it runs, or the run is refused for what the manifest then says."""
+    """A bundle that is not refused is consistent: it runs, or the run is refused because of the manifest."""
     original, source = plain_manifest(bundle), random.Random(10)
     every = [path for path in paths(original) if not path.startswith("source.files")]
     model = [path for path in every if path.startswith(("model", "cost", "required"))]

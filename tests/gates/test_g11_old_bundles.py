@@ -87,7 +87,7 @@ def said_by(name: str) -> dict[str, Any]:
 
 
 def errors(bundle: Path, said: dict[str, Any]) -> list[float]:
-    """Of each run, by how much it says something else."""
+    """Return the difference of the logits of each run."""
     return [
         differ(logits_of(bundle, run["options"], said["prompt"], said["tokens"]), run["logits"]) for run in said["runs"]
     ]
@@ -115,7 +115,7 @@ def test_every_command_takes_it(name: str, unpacked: Unpacked) -> None:
 
 
 def test_every_version_and_every_format_is_kept(unpacked: Unpacked) -> None:
-    """What is new needs a bundle that has it: tests/gates/released/README.md."""
+    """A new version or format needs a bundle that has it: tests/gates/released/README.md."""
     assert {path.stem for path in RELEASED.glob("*.json")} == set(NAMES)
     kept = [open_bundle(bundle).manifest for bundle in map(unpacked, NAMES)]
     assert {manifest.format_version for manifest in kept} == set(range(1, FORMAT_VERSION + 1))

@@ -67,7 +67,7 @@ def test_two_processes_of_one_and_three_threads_in_two_places_write_the_same_bun
 
 @pytest.mark.gate("G4")
 def test_two_probes_of_one_machine_write_the_same_bundle(place: Path, tmp_path: Path) -> None:
-    """What a probe measures varies from run to run; a bundle for `host` holds and follows none of it."""
+    """Measurements of a probe vary from run to run. A bundle for `host` does not depend on them."""
     host = replace(pi(), name="host", is_probed=True, memory_budget_bytes=2_051_000_000)
     rates = {
         "memory_bytes_per_s": 6_200_000_000,

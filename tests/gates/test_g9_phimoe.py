@@ -103,7 +103,7 @@ def test_left_to_itself_a_run_has_the_original_context(folder: Path, bundle: Pat
 
 @pytest.mark.parametrize("prompt", [8, 40])
 def test_a_longer_context_takes_the_long_form_throughout(folder: Path, bundle: Path, prompt: int) -> None:
-    """Of a text longer than the original context, also where decoding passes it."""
+    """The text is longer than the original context, or becomes longer in decoding."""
     expected = logits_of(oracle(folder, is_long=True), TOKENS)
     assert differ(decoded(bundle, WHOLE, TOKENS, prompt), expected) <= TOLERANCE
     # A short text in a long context is not what transformers makes of it: what is cached cannot turn round later.

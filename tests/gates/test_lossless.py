@@ -136,7 +136,7 @@ def test_weights_of_a_policy_change_nothing(bundle: Path, resident: np.ndarray, 
 @pytest.mark.parametrize("io", ["direct", "buffered", "mmap"])
 @pytest.mark.parametrize("threads", range(1, MOST_THREADS + 1))
 def test_io_and_threads_change_nothing(wide: Path, resident_wide: np.ndarray, io: str, threads: int) -> None:
-    """How files are open, and how many threads work, `run` learns from the operating system."""
+    """The operating system shows how files are open and how many threads work."""
     found = run(wide, expert_cache="60%", io=io, threads=threads, prefetch="off")
     assert found.stats.evictions > 0
     assert len(found.workers) == (0 if kernels.compiled() is None else threads - 1)
@@ -169,7 +169,7 @@ def advised(bundle: Path) -> dict[tuple[str, str], Run]:
 def test_prefetch_changes_nothing(
     advised: dict[tuple[str, str], Run], resident: np.ndarray, prefetch: tuple[str, str]
 ) -> None:
-    """What was read ahead is used; whether it arrives before its layer asks depends on the storage of the moment."""
+    """Experts read ahead are used. Whether they arrive before their layer requests them depends on the storage."""
     found = advised[prefetch]
     assert found.stats.prefetch_used > 0
     check_equal(found, resident)

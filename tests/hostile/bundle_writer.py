@@ -183,7 +183,7 @@ def write_bundle(folder: Path, plan: BundlePlan, weights: Weights) -> BundleMani
 
 
 def smaller_than(model: ModelSpec, layer: int, specs: Specs, than: Specs) -> bool:
-    """Whether an expert of the layer takes fewer bytes in these formats."""
+    """Return whether an expert of the layer takes fewer bytes in these formats."""
     return unit_offsets(model, layer, specs)[1] < unit_offsets(model, layer, than)[1]
 
 

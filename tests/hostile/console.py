@@ -31,7 +31,7 @@ FAULTS = ("Traceback", "panicked at", "this is a fault in moec")
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a command ended. code: the exit code, negative for a signal, None if it was given up.
+    """End of a command. code: exit code, negative for a signal, None after the time limit.
 
     before, after: name -> bytes of everything in the folder of the bundle and next to it.
     """
@@ -77,7 +77,7 @@ def _contents(folder: Path) -> dict[str, int]:
 
 
 def problems(seed: Seed, ending: Ending) -> list[str]:
-    """What is wrong with an ending; nothing is right."""
+    """Return the errors of an ending; empty without one."""
     found = list[str]()
     if ending.code is None:
         found.append(f"still running after {PATIENCE_S} s")

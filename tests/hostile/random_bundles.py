@@ -47,7 +47,7 @@ def write_random_bundle(folder: Path, seed: int) -> BundleManifest:
 
 
 def draw_plan(seed: int) -> tuple[BundlePlan, Weights]:
-    """What the bundle of this seed holds."""
+    """Return the content of the bundle of a seed."""
     source = random.Random(seed)
     model = random_model(source)
     experts = _draw_experts(model, source)

@@ -105,7 +105,7 @@ def _draw_layer(source: random.Random, attention: AttentionSpec, experts: Expert
 
 
 def _draw_bare(source: random.Random) -> AttentionSpec:
-    """What attention over the encoder's states may be."""
+    """Draw an attention over the encoder's states."""
     heads = source.choice((1, 2, 4))
     kv_heads = source.choice([count for count in (1, 2, 4) if heads % count == 0])
     return AttentionSpec(heads, kv_heads, source.choice((8, 16, 5)), None, scale=source.choice((0.0, 1.0)))

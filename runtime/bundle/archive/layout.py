@@ -113,7 +113,7 @@ class Place:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the method can store this many raw bytes in this many stored bytes."""
+        """True if the method can store this many raw bytes in this many stored bytes."""
         if self.chunk.method == STORED:
             return self.chunk.stored_bytes == self.raw_bytes
         return 0 < self.chunk.stored_bytes < self.raw_bytes

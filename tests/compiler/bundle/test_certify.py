@@ -46,7 +46,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceMod
 
 
 class Coarse:
-    """The same model with one expert's projection scaled: stands for a bundle that lost something."""
+    """A model with one scaled projection of an expert, in place of a bundle with a loss."""
 
     def __init__(self, reference: ReferenceModel, scale: float) -> None:
         self._reference = reference
@@ -132,7 +132,7 @@ def test_looks_end_at_the_last_item(items: int, looks: list[int]) -> None:
 
 
 def test_a_clear_case_is_decided_at_an_early_look(reference: ReferenceModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on the first items alone, but for the wider bounds of several looks; an unclear one goes on to the end."""
+    """The verdict is that of the first items, with wider bounds. An unclear case goes on to the end."""
     monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (40, 80))
     texts = [f"{n} and one text more, {n * n}" for n in range(120)]
     equal, first = Coarse(reference, 1.0), certify(reference, Coarse(reference, 1.0), texts=texts[:40])

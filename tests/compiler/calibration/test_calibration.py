@@ -199,7 +199,7 @@ def test_the_frequent_share_counts_observed_paths():
 
 
 def test_unimportance_is_the_weight_of_the_experts_before() -> None:
-    """Of weights .5, .3, .2 the second expert's is .5, the third's .8; the order in which they come does not matter."""
+    """With weights 0.5, 0.3 and 0.2 the second expert has 0.5, the third 0.8. Their order does not matter."""
     counts = weight_summary(torch.tensor([[0.3, 0.5, 0.2], [0.2, 0.5, 0.3], [2.0, 1.0, 1.0]]))[1]
     assert counts.sum() == 6 and counts[int(0.5 * UNIMPORTANCE_BINS)] == 3
     assert counts[int(0.8 * UNIMPORTANCE_BINS) - 1 : int(0.8 * UNIMPORTANCE_BINS) + 1].sum() == 2

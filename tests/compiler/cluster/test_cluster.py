@@ -157,7 +157,7 @@ def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
 def test_layer_by_layer_the_bytes_are_those_of_one_machine(
     address: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, value: float
 ) -> None:
-    """As if the model did not fit in memory; a worker is killed when the first layer is done.
+    """The model is treated as too large for memory. A worker is killed after the first layer.
 
     Workers quantize and price experts; for a loss, plans and the certificate's two sides answer there as well.
     """

@@ -103,7 +103,7 @@ def text_pairs(count: int) -> list[tuple[str, str]]:
 
 
 def moments_of(model: ModelSpec) -> SecondMoments:
-    """Of inputs that were never seen, one expert without any."""
+    """Return second moments of random inputs. One expert has none."""
     generator, moments = torch.Generator().manual_seed(3), SecondMoments.zeros(model)
     for key in model.expert_keys()[1:]:
         width = model.layers[key.layer].experts.width
@@ -131,7 +131,7 @@ def test_units_are_quantized_to_the_same_codes(folder: Path, quantizer: str, wor
 
 @dataclass
 class Said:
-    """What the reference makes of these texts."""
+    """Output of the reference for these texts."""
 
     pairs: list[tuple[str, str]]
     requests: list[GenerationRequest]

@@ -1,4 +1,4 @@
-"""What a compile is said to take: pieces counted from shapes and texts, held against the compile itself."""
+"""The forecast of a compile: work counted from shapes and texts, compared with the compile itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def named(stages: list[StageForecast]) -> dict[str, StageForecast]:
 
 
 def seconds(tmp_path: Path, kind: Any = "kl", value: float = 0.05, **rates: float) -> dict[str, float]:
-    """Of each stage where nothing takes time but the named pieces."""
+    """Return the seconds of each stage if only the named work takes time."""
     texts = tmp_path / "texts" if (tmp_path / "texts").is_dir() else save_texts(tmp_path / "texts")
     model = tmp_path / "model"
     if not model.is_dir():
@@ -194,7 +194,7 @@ def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
 
 
 def test_bundles_that_answer_from_disk_are_read_once_a_pass(too_large: None, tmp_path: Path) -> None:
-    """Of a memory that holds nothing of either bundle: 2 bytes a weight of the checkpoint's, 4 bits of a plan's."""
+    """The memory holds nothing of either bundle. The checkpoint's has 2 bytes per weight, a plan's has 4 bits."""
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
     prepared = prepare(make_request(model, tmp_path / "out", "loss", 0.05, quick=False, data=str(texts), **SEARCHED))
     foreseen = SearchForecast(prepared, prepared.sweep_inputs(), replace(NO_DISK, digested_byte=1.0), NOTHING)

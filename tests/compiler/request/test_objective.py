@@ -1,4 +1,4 @@
-"""What a byte costs, and that two devices make two plans of one model."""
+"""The cost of a byte. Two devices get two plans of one model."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def silent(sentence: str) -> None:
 
 
 def cost(space: SearchSpace, plan: CompilePlan) -> float:
-    """What the search minimises; the weights of a toy space are even, so it is bytes."""
+    """Return the value that the search minimises. The weights of a toy space are equal, so it is bytes."""
     return plan.expert_packed_bytes + plan.dense_packed_bytes
 
 

@@ -1,4 +1,4 @@
-"""What comparisons may take of a compile is counted: a third of what is measured, or all where that is little."""
+"""Comparisons of a compile are limited: a third of the measurements, or all if there are few."""
 
 from __future__ import annotations
 

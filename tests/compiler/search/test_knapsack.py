@@ -38,7 +38,7 @@ def all_plans(table: ChoiceTable) -> list[tuple[float, float]]:
 
 
 def largest_step(table: ChoiceTable) -> tuple[float, float]:
-    """What the largest hull step saves in cost, and what it adds in loss."""
+    """Return the cost that the largest hull step saves, and the loss that it adds."""
     units = range(len(table.costs))
     steps = [step for unit in units for step in hull_steps(table.costs[unit], table.losses[unit], unit)[1]]
     return max((s.saved_cost for s in steps), default=0.0), max((s.added_loss for s in steps), default=0.0)

@@ -77,7 +77,7 @@ def test_no_plan_with_more_options_is_dearer_by_more_than_a_step(losses: list[fl
 
 
 def test_reads_that_move_to_other_experts_are_not_saved() -> None:
-    """Where reads count, leaving out a popular expert saves its size alone: its tokens read another."""
+    """If reads count, leaving out a popular expert saves only its size, because its tokens read another one."""
     weights = np.full((2, 4), 0.5)
     weights[1, 2] = 3.0
     space = toy_space(weights=ByteWeights(weights, 1.0, 0.1))
@@ -120,7 +120,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
 
 
 def test_the_reference_routes_among_the_others(reference: ReferenceModel, tmp_path: Path) -> None:
-    """As a checkpoint that never had those experts; and as before, to the bit, when they are back."""
+    """It routes like a checkpoint without those experts, and as before, to the bit, when they are back."""
     fewer = MixtralForCausalLM.from_pretrained(save_without(tmp_path / "fewer"), dtype=torch.float32)
     rows = [[5, 6, 7, 8, 9, 10, 11, 12]]
     with torch.no_grad():

@@ -216,7 +216,7 @@ class ScriptedModel:
 def scripted(
     wrong: Sequence[bool], tmp_path: Path, target: float, right: Sequence[bool] | None = None
 ) -> tuple[bool, Any, ScriptedModel]:
-    """Whether a plan that fails on `wrong` is accepted, its estimate, and the model that answered."""
+    """Return whether a plan that fails on `wrong` is accepted, its estimate, and the model that answered."""
     task = find_task("gsm8k")
     items = tuple({"question": f"#{n} ?", "answer": f"#### {n}"} for n in range(len(wrong)))
     model = ScriptedModel(wrong, right)

@@ -78,7 +78,7 @@ def test_the_same_bits_for_any_number_of_threads(mixtral: Model, tmp_path: Path)
 
 
 class _Killed(Exception):
-    """What a killed run ends with here."""
+    """The error that ends a killed run in these tests."""
 
 
 @pytest.mark.parametrize("stage", ["before-1", "before-3", "upstream-2", "gradients-2", "upstream-0", "gradients-0"])

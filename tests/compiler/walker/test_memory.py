@@ -1,4 +1,4 @@
-"""What a compile layer by layer says it takes is what it takes, and a deeper model does not take more."""
+"""A compile layer by layer takes the memory that it states, and a deeper model takes no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer asks for is read before what was advised, by the cache in the extension and by the one in Python."""
+"""Requested experts are read before advised ones, by the cache in the extension and by the one in Python."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def open_small(
 
 @pytest.fixture
 def read_by_python(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How often each expert has been read; the extension reads most by itself."""
+    """Count the reads of each expert by Python. The extension does most reads itself."""
     counts, load_some = Counter[int](), ReadStorage.load
 
     def counted(storage: ReadStorage, *run: int) -> None:
@@ -58,7 +58,7 @@ def test_a_prompt_reads_no_expert_twice(
     kind: type[StreamingCache],
     prefetch: Prefetch,
 ) -> None:
-    """Nor are they read for the token after it, of which nothing is known."""
+    """No expert is read ahead for the token after it, of which nothing is known."""
     with open_small(tiny_bundle, policy, kind, prefetch) as engine:
         engine.prefill(PROMPT)
     stored, stats = engine.bundle.manifest.experts, engine.cache.stats

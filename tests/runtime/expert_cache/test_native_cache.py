@@ -99,7 +99,7 @@ def opened(path: Path, capacity: int | None = None, **options: Any) -> Iterator[
 
 @pytest.fixture(scope="module")
 def outputs(tiny_bundle: Path) -> list[bytes]:
-    """What every expert makes of one input, all of them in memory."""
+    """Return the output of every expert for one input, with all experts in memory."""
     with opened(tiny_bundle) as own:
         assert sorted(each(own.cache.stream(0, list(range(COUNT))))) == list(range(COUNT))
         return [own.output(index) for index in range(COUNT)]
@@ -278,7 +278,7 @@ def test_a_process_may_end_while_experts_are_read(tiny_bundle: Path) -> None:
 
 
 class _Interrupted(Exception):
-    """What a handler of the user raises."""
+    """The error that a signal handler of the user raises."""
 
 
 @pytest.fixture

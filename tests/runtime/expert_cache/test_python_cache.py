@@ -145,7 +145,7 @@ def test_hits_come_first_and_misses_load_meanwhile(in_time: InTime) -> None:
 
 
 def test_neighbours_that_wait_are_read_at_once(in_time: InTime) -> None:
-    """Those of a layer that asks together; of advice as well, which gives way to what is asked for."""
+    """Neighbours that a layer requests are read at once. So are those of advice, which comes after requests."""
     source, cache = make_cache([10] * 12, 120, is_contiguous=True)
     assert in_time(lambda: each(cache.stream(0, [3, 0, 2]))) == [3, 0, 2]
     assert source.begun == 2 and source.runs == 1 and sorted(source.reads) == [0, 2, 3]

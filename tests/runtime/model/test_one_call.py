@@ -37,7 +37,7 @@ Way = Callable[[Engine], None]
 
 
 class Run:
-    """What an engine made of forced tokens, with a prompt between them, and what it decided."""
+    """Logits and decisions of an engine for forced tokens, with a prompt between them."""
 
     def __init__(self, engine: Engine, way: Way, *, reads_ahead: bool) -> None:
         way(engine)
@@ -166,7 +166,7 @@ def test_experts_are_read_ahead(bundle: Path) -> None:
 
 
 def test_who_takes_one_call(bundle: Path, tmp_path: Path) -> None:
-    """Where the extension does not know a model, a cache or a rule, the steps serve."""
+    """If the extension does not support a model, a cache or a rule, the steps are used."""
     plain = {"expert_cache": "50%", "context": 64}
     others: tuple[dict[str, Any], ...] = (
         {"policy": "edgemoe"},

@@ -1,4 +1,4 @@
-"""What one layer decides, by hand: which miss is replaced, dropped or read, and whose best expert is left alone."""
+"""Decisions of one layer, by hand: misses that are replaced, dropped or read, and best experts that stay."""
 
 from __future__ import annotations
 

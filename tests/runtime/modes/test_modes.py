@@ -280,7 +280,7 @@ def test_routers_that_a_mode_cannot_weigh_are_refused(
 def test_decisions_under_a_budget_do_not_go_by_what_the_process_takes(
     two_version_bundle: Path, decoded: Decoded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same budget where python takes 10 MiB more, and where it takes more than any run does: the same decisions."""
+    """Decisions stay equal if Python takes 10 MiB more of the budget, or more than any run does."""
     with load(two_version_bundle, context=64) as engine:
         plan, experts = engine.memory, engine.bundle.manifest.cost.expert_padded_bytes
         nominal = nominal_process_bytes(engine.bundle.manifest, engine.options)

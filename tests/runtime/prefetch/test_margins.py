@@ -1,4 +1,4 @@
-"""How sure a prediction must be: learned until it is right as often as it should."""
+"""Learned thresholds: predictions are right as often as intended."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_what_looks_from_elsewhere_is_learned_apart() -> None:
 
 
 def test_what_was_learned_is_unlearned() -> None:
-    """However long a guess was right, or wrong, before."""
+    """A threshold can be unlearned, for any number of earlier predictions that were right, or wrong."""
     thresholds = LearnedThresholds()
     scores = np.exp(-np.arange(8, dtype=np.float64))
     for chosen, expected in (([0, 1], 2), ([6, 7], 0), ([0, 1], 2)):
@@ -130,7 +130,7 @@ def test_what_was_learned_is_unlearned() -> None:
 
 
 def test_few_experts_with_a_score_are_no_proof() -> None:
-    """As tables of paths have it: nothing is known of all others, and what is known may be wrong each time."""
+    """Tables of paths score few experts. All others have no score, and the scored ones may be wrong each time."""
     thresholds, scores = LearnedThresholds(), np.array([0.0, 1.0, 0.0, 0.0])
     assert thresholds.likely(0, 1, 1, scores, 1) == [1]
     for _ in range(200):

@@ -72,7 +72,7 @@ def test_no_policy_misses_less_than_the_optimum(
 @settings(max_examples=60, deadline=None)
 @given(trace=traces(), slots=st.integers(TOP_K, COUNT - 1))
 def test_more_room_never_costs_the_optimum_a_miss(trace: list[Access], slots: int) -> None:
-    """Of other policies that is not true: LFU and its kin may keep the wrong experts in the larger cache."""
+    """For other policies this does not hold: LFU and similar ones may keep the wrong experts in the larger cache."""
     sizes, records = np.full(COUNT, 10, np.int64), expert_records(LAYER, np.zeros(COUNT), LAYERS)
     less, more = (replay(trace, CacheSpec(sizes, room * 10, records), OPTIMUM).misses for room in (slots, slots + 1))
     assert more <= less

@@ -211,7 +211,7 @@ NOT_ENCODED = {
 
 @pytest.mark.parametrize("count", [0, 1000, 30_000])
 def test_many_added_tokens_are_taken(count: int, tmp_path: Path) -> None:
-    """As models of speech and pictures have them."""
+    """Models of speech and pictures have many added tokens."""
     plain = changed(added_tokens=[{**added(f"<|visual token {at:06}|>"), "id": 500 + at} for at in range(count)])
     (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
     assert load(tmp_path).encode(TEXT).ids
@@ -323,7 +323,7 @@ def test_tables_of_replacements() -> None:
 
 
 def test_a_large_vocabulary_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where tokens look like members."""
+    """It is not parsed even if tokens look like members."""
     words = ['"normalizer": {', "normalizer", "decoder", "type", "model", '":{', ":{", '":["', "\\", '\\":{"', "merges"]
     plain = level_json()
     plain["model"]["vocab"] |= {word: 1000 + at for at, word in enumerate(words)}

@@ -97,7 +97,7 @@ def test_experts_of_the_encoder_are_read_once_and_go_first(bundle: Path, monkeyp
 
 @pytest.mark.parametrize("kind", ["path", "popularity"])
 def test_tables_advise_in_both_stacks(bundle: Path, kind: str) -> None:
-    """What was recorded under a prefetcher of tables is what its replay says, layer by layer."""
+    """Replayed advice of table predictors equals the recorded advice, layer by layer."""
     trace, _, capacity = record(bundle, "lrfu", 8, prefetch=kind)
     opened = open_bundle(bundle)
     advice = table_advice(kind, opened.tables(), opened.manifest.model, trace)  # type: ignore[arg-type]
