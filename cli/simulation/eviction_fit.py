@@ -94,7 +94,7 @@ class PolicyFit:
 
     def rows(self, capacities: Sequence[int]) -> list[FittedRow]:
         """Fit and compare at each capacity, bytes."""
-        found: list[FittedRow] = []
+        rows: list[FittedRow] = []
         fits = len(capacities) * len(self.fitted)
         with output.Progress("fitting") as progress:
             for at, capacity in enumerate(capacities):
@@ -102,8 +102,8 @@ class PolicyFit:
                 for which, name in enumerate(self.fitted):
                     tell = partial(_tell, progress, at * len(self.fitted) + which, fits)
                     policies[name] = self._fit(capacity, name, tell)
-                found += self._compare(capacity, policies)
-        return found
+                rows += self._compare(capacity, policies)
+        return rows
 
     def _fit(self, capacity: int, name: str, progress: Callable[[float], None]) -> tuple[PolicyScore, str]:
         """Return the score with the smallest penalty on the training traces, and its weights as text."""

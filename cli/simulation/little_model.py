@@ -28,10 +28,10 @@ class _Witness(LossyDecoder):
 
     def __init__(self, lossy: LossyDecoder) -> None:
         super().__init__(lossy.modes, lossy.model, lossy.versions, lossy.cache)
-        self.found: list[float] = []
+        self.confidences: list[float] = []
 
     def is_unsure(self, logits: np.ndarray, gamma: float) -> np.ndarray:
-        self.found.append(float(confidence(logits)[0]))
+        self.confidences.append(float(confidence(logits)[0]))
         return np.ones(len(logits), bool)
 
 
@@ -62,8 +62,8 @@ def with_little_model(
         tracer = new_tracer(engine)
         measure_decode(engine, sequence, prompt_tokens, title="asking the little model", tracer=tracer)
     passes = tracer.passes[: trace.prompt_passes] + tracer.passes[trace.prompt_passes :: 2]
-    told = [None] * trace.prompt_passes + witness.found
-    noted = zip(trace.passes, passes, told, strict=True)
+    confidences = [None] * trace.prompt_passes + witness.confidences
+    noted = zip(trace.passes, passes, confidences, strict=True)
     header = replace(trace.header, little_experts=0 if little_k == HALF else int(little_k))
     return replace(trace, header=header, passes=tuple(_noted(each, little, sure) for each, little, sure in noted))
 

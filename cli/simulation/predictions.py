@@ -72,7 +72,7 @@ class Simulation:
 
         A capacity that does not hold the experts of a layer is left out with a message.
         """
-        found: list[Row] = []
+        rows: list[Row] = []
         count = len(capacities) * len(policies) * len(settings)
         with output.Progress("simulating") as progress:
             for capacity in capacities:
@@ -87,9 +87,9 @@ class Simulation:
                         rate = timeline.tokens_per_s
                         lossless = rate if not options else lossless
                         gain = rate / lossless if rate and lossless else None
-                        found.append(Row(replace(timeline, policy=name), options, decisions, gain))
-                        progress(len(found), count)
-        return found
+                        rows.append(Row(replace(timeline, policy=name), options, decisions, gain))
+                        progress(len(rows), count)
+        return rows
 
     def _predict(
         self, capacity: int, policy: str | PolicyScore, options: dict[str, str]

@@ -83,7 +83,7 @@ def parse_accelerator(text: str) -> AcceleratorRates:
     if missing:
         raise OptionError(f"`--accelerator {text[:60]}` does not say {', '.join(missing)}", remedy)
     try:
-        found = AcceleratorRates(
+        rates = AcceleratorRates(
             memory_bytes=parse_bytes(given["memory"]),
             expert_ns=parse_time_ns(given["expert"]),
             token_ns=parse_time_ns(given.get("token", "0s")),
@@ -91,9 +91,9 @@ def parse_accelerator(text: str) -> AcceleratorRates:
         )
     except OptionError as error:
         raise OptionError(f"`--accelerator {text[:60]}`: {error.message}", remedy) from error
-    if found.link_bytes_per_s < 1:
+    if rates.link_bytes_per_s < 1:
         raise OptionError("`--accelerator`: the link must carry at least 1 byte per second", remedy)
-    return found
+    return rates
 
 
 def shared_device(

@@ -125,11 +125,11 @@ def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:
     shape = [(layer.experts.count, layer.experts.top_k) for layer in model.layers]
     for path in paths:
         trace = read_trace(path)
-        found = list(zip(trace.header.experts, trace.header.top_k, strict=True))
+        traced_shape = list(zip(trace.header.experts, trace.header.top_k, strict=True))
         encoder_layers = trace.header.first_decoder_layer
-        if (found, encoder_layers) != (shape, model.first_decoder_layer):
+        if (traced_shape, encoder_layers) != (shape, model.first_decoder_layer):
             raise InputError(
-                f"the trace `{path}` is of a model of {_shape_text(found, encoder_layers)}, the bundle has "
+                f"the trace `{path}` is of a model of {_shape_text(traced_shape, encoder_layers)}, the bundle has "
                 f"{_shape_text(shape, model.first_decoder_layer)}",
                 "record one with `moec bench BUNDLE --trace-out FILE`",
             )

@@ -248,10 +248,10 @@ def verify_bundle(bundle: Bundle, progress: Callable[[int, int], None] | None = 
 
     for entry in bundle.manifest.files:
         path, own = bundle.path / entry.name, sorted(parts[entry.name])
-        found, checksums = _digests(bundle.files[entry.name], own, report)
+        sha256, checksums = _digests(bundle.files[entry.name], own, report)
         wrong = [part.name for part, checksum in zip(own, checksums, strict=True) if checksum != part.xxh3]
         place = f"`{path}`, {wrong[0]}," if wrong else f"`{path}`"
-        if found != entry.sha256:
+        if sha256 != entry.sha256:
             raise ChecksumMismatch(f"{place} differs from its digest", "copy the bundle again")
         if wrong:
             raise ChecksumMismatch(f"{place} differs from its checksum", _COMPILE_AGAIN)

@@ -22,19 +22,19 @@ class InstantCache(SimulatedCache):
         experts: Sequence[int],
         advice: Sequence[int] = (),
         next_use: np.ndarray | None = None,
-        together: bool = True,
+        all_at_once: bool = True,
     ) -> None:
         """Serve one layer of one pass.
 
         advice: experts to read ahead, likeliest first.
         next_use: position of the next access of each expert, int64 [len(experts)]. Only the optimum needs it.
-        together: whether all resident experts are computed at once, as those of a single token are.
+        all_at_once: whether all resident experts are computed at once, as those of a single token are.
         Raises MemoryBudgetExceeded if an expert does not fit.
         """
         hits, misses = self.ask(layer, experts, next_use)
         self.issue(misses)
         self.end_reads()
-        for _ in serve_layer(self, hits, misses, lambda: advice, together):
+        for _ in serve_layer(self, hits, misses, lambda: advice, all_at_once):
             pass  # computing takes no time
 
     def prefetch(self, indices: Sequence[int]) -> None:
@@ -42,8 +42,8 @@ class InstantCache(SimulatedCache):
         self.advise(indices)
         self.end_reads()
 
-    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
-        """Return the first remaining expert that is resident; if `together`, all that are.
+    def wait_for_some(self, remaining: list[int], all_at_once: bool) -> list[int]:
+        """Return the first remaining expert that is resident; if `all_at_once`, all that are.
 
         Raises MemoryBudgetExceeded if there is none, because no read could begin.
         """
@@ -52,7 +52,7 @@ class InstantCache(SimulatedCache):
         ready = self.ready(remaining)
         if not ready:
             raise self.does_not_fit(remaining[0], self.remedy)
-        return ready if together else ready[:1]
+        return ready if all_at_once else ready[:1]
 
     def end_reads(self) -> None:
         """End every queued read."""

@@ -80,19 +80,19 @@ class StreamingCache(ABC):
         layer: int,
         indices: Sequence[int],
         look_ahead: Callable[[], Sequence[int]] = lambda: (),
-        together: bool = False,
+        all_at_once: bool = False,
     ) -> Generator[list[int], None, None]:
         """Yield each expert of a layer once, when it is resident. It stays leased until the next ones are requested.
 
         look_ahead: returns the experts likely to be needed next, likeliest first. `serve_layer` says when it is called.
-        together: yield all resident experts in one list, else one at a time.
+        all_at_once: yield all resident experts in one list, else one at a time.
         Raises StorageReadFailed or ChecksumMismatch from the reader, MemoryBudgetExceeded if an expert cannot fit,
         ExecutionError after `close`.
         """
         self._require_process()
         # Reads start before the hits compute, so that the two overlap.
         hits, misses = self._begin(layer, indices)
-        yield from serve_layer(self, hits, misses, look_ahead, together)
+        yield from serve_layer(self, hits, misses, look_ahead, all_at_once)
 
     @abstractmethod
     def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -102,8 +102,8 @@ class StreamingCache(ABC):
         """
 
     @abstractmethod
-    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
-        """Return the first remaining expert that is resident; if `together`, all that are. Block until there is one.
+    def wait_for_some(self, remaining: list[int], all_at_once: bool) -> list[int]:
+        """Return the first remaining expert that is resident; if `all_at_once`, all that are. Block until there is one.
 
         Reads that did not fit are started as memory becomes free.
         """

@@ -135,10 +135,10 @@ class NativeCache(StreamingCache):
 
     def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         self._require_kernels()
-        found = self.reads.begin(layer, indices)
-        if found is None:
+        hits_and_misses = self.reads.begin(layer, indices)
+        if hits_and_misses is None:
             raise self._closed_error()
-        hits, misses = found
+        hits, misses = hits_and_misses
         try:
             self._start_readers()
         except BaseException:
@@ -150,14 +150,14 @@ class NativeCache(StreamingCache):
         if kernels.compiled() is None:  # the reference does not follow experts to new places
             raise ExecutionError("the kernels were changed after the engine was loaded", "load the bundle again")
 
-    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+    def wait_for_some(self, remaining: list[int], all_at_once: bool) -> list[int]:
         while True:
             self._start_readers()
-            state, found = self.reads.wait(remaining, together)
+            state, experts = self.reads.wait(remaining, all_at_once)
             if state == "ready":
-                return list(found)
+                return list(experts)
             if state != "again":
-                raise self._error(state, found[0] if state == "failed" else remaining[0])
+                raise self._error(state, experts[0] if state == "failed" else remaining[0])
 
     def _error(self, state: str, index: int) -> Exception:
         """Return the error for a requested expert that could not be read."""

@@ -75,7 +75,7 @@ class ExpertCache(StreamingCache):
             self._wake_reader()
         return hits, misses
 
-    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+    def wait_for_some(self, remaining: list[int], all_at_once: bool) -> list[int]:
         start_ns = time.perf_counter_ns()
         with self._changed:
             while True:
@@ -87,7 +87,7 @@ class ExpertCache(StreamingCache):
                 self._wake_reader()
                 ready = [i for i in remaining if self._leases[i] and self._state[i] == RESIDENT]
                 if ready:
-                    some = ready if together else ready[:1]
+                    some = ready if all_at_once else ready[:1]
                     for index in some:
                         if self._ledger.is_ahead[index]:
                             self._ledger.count_use_of_advice(index)

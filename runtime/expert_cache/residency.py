@@ -133,13 +133,13 @@ class Residency:
 
     def _within_pin_limit(self, indices: Sequence[int]) -> list[int]:
         """Return the first experts, up to the pin limit."""
-        pinned, found = 0, list[int]()
+        pinned_bytes, within = 0, list[int]()
         for index in indices:
-            pinned += self.sizes[index]
-            if pinned > self.pin_limit_bytes:
+            pinned_bytes += self.sizes[index]
+            if pinned_bytes > self.pin_limit_bytes:
                 break
-            found.append(index)
-        return found
+            within.append(index)
+        return within
 
     def drop_advice(self) -> None:
         """Forget advised reads that have not begun."""

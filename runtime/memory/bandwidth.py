@@ -22,8 +22,8 @@ def buffer_bytes(working_set_bytes: int) -> int:
 
     They are the size of the model, 4 GiB for a large model, and at most half of free memory.
     """
-    wanted = MOST_BYTES if working_set_bytes > LARGE_BYTES else working_set_bytes
-    return max(LEAST_BYTES, min(wanted, available_memory_bytes() // 2))
+    size_bytes = MOST_BYTES if working_set_bytes > LARGE_BYTES else working_set_bytes
+    return max(LEAST_BYTES, min(size_bytes, available_memory_bytes() // 2))
 
 
 def read_bytes_per_s(size_bytes: int, threads: int) -> int:

@@ -126,7 +126,7 @@ def parse_mode_list(text: str) -> list[dict[str, str]]:
     Raises OptionError.
     """
     names = {"big-little": "big_little", "cache-routing": "cache_routing", "dynamic-precision": "dynamic_precision"}
-    found = []
+    settings = []
     for setting in text.split(";"):
         options: dict[str, str] = {}
         for part in setting.split("+"):
@@ -137,8 +137,8 @@ def parse_mode_list(text: str) -> list[dict[str, str]]:
                     "write `sweep`, or settings like `big-little gamma=0.7; dynamic-precision 0.6,1`",
                 )
             options[names[name]] = value.strip()
-        found.append(options)
-    return found
+        settings.append(options)
+    return settings
 
 
 def parse_dynamic_precision(text: str) -> DynamicPrecision:
@@ -166,21 +166,21 @@ def parse_cache_routing(text: str) -> CacheRouting:
     """Parse `margin=M,drop=D`. One of them is optional. Raises OptionError."""
     remedy = "write it like `margin=0.2,drop=0.1`"
     given = _assignments("cache-routing", text, {"margin": "0", "drop": "0"}, remedy)
-    found = CacheRouting(*(_share("cache-routing", given[name], remedy) for name in ("margin", "drop")))
-    if not (found.margin or found.drop):
+    routing = CacheRouting(*(_share("cache-routing", given[name], remedy) for name in ("margin", "drop")))
+    if not (routing.margin or routing.drop):
         raise OptionError("`--cache-routing` with neither margin nor drop changes nothing", remedy)
-    return found
+    return routing
 
 
 def _assignments(option: str, text: str, defaults: Mapping[str, str], remedy: str) -> dict[str, str]:
     """Return defaults updated by `name=value` pairs. Raises OptionError for an unknown or repeated name."""
-    found: dict[str, str] = {}
+    given: dict[str, str] = {}
     for part in text.split(","):
         name, sign, value = part.strip().partition("=")
-        if not sign or name not in defaults or name in found:
+        if not sign or name not in defaults or name in given:
             raise OptionError(f"`--{option} {text[:60]}`: `{part[:30]}` is not one of {', '.join(defaults)}", remedy)
-        found[name] = value.strip()
-    return {**defaults, **found}
+        given[name] = value.strip()
+    return {**defaults, **given}
 
 
 def _share(option: str, text: str, remedy: str) -> float:

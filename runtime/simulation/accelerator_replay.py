@@ -45,7 +45,7 @@ class ReplayedSplit:
     counts: receives the decisions.
     now_ns: time at which the layer begins.
 
-    wanted: experts whose bytes are needed in host memory, in the order of requests.
+    host_experts: experts whose bytes are needed in host memory, in the order of requests.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ReplayedSplit:
         for index, action in plan.actions.items():
             if action is Action.RESIDENT:
                 self._device.run_tokens(kept, tokens[index])
-        self.wanted = list(plan.order)
+        self.host_experts = list(plan.order)
         counts.add(plan, loads)
 
     @property
@@ -100,11 +100,11 @@ def traced_cpu_line(trace: Trace, scale: float = 1.0) -> tuple[float, float]:
     """
     first, times = trace.header.first_expert, dict[float, list[float]]()
     for each in trace.passes:
-        asked = sum(len(experts) for _, experts in each.accesses(first))
-        if asked and sum(each.experts_ns):
-            mean_tokens = round(sum(len(chosen) for chosen in each.chosen) / asked, 3)
-            times.setdefault(mean_tokens, []).append(scale * sum(each.experts_ns) / asked)
-    medians = [statistics.median(found) for found in times.values()]
+        requested = sum(len(experts) for _, experts in each.accesses(first))
+        if requested and sum(each.experts_ns):
+            mean_tokens = round(sum(len(chosen) for chosen in each.chosen) / requested, 3)
+            times.setdefault(mean_tokens, []).append(scale * sum(each.experts_ns) / requested)
+    medians = [statistics.median(own) for own in times.values()]
     if len(times) < 2:
         return (medians[0] if medians else 0.0), 0.0
     return fit_line(list(times), medians)  # type: ignore[arg-type]

@@ -37,9 +37,9 @@ class RecordedPredictor(Predictor):
         self._model, self.recorded = model, tuple[tuple[bytes, ...], ...]()
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        found = self.recorded[state.layer] if self.recorded else ()
+        by_rank = self.recorded[state.layer] if self.recorded else ()
         rank = routed_ahead(self._model, state.layer).index(ahead)
-        return as_floats(found[rank]) if rank < len(found) else None
+        return as_floats(by_rank[rank]) if rank < len(by_rank) else None
 
 
 @dataclass(slots=True)
@@ -105,20 +105,20 @@ class TracedModel:
         state = PassState(0, np.empty((1, 0), np.float32), [], choice=choice)
         accesses, advice, experts_ns = [], [], []
         for layer, router in enumerate(self._routers):
-            state.layer, asked = layer, list[int]()
+            state.layer, requested = layer, list[int]()
             if router is None:
                 state.chosen.append(np.empty((1, 0), np.int32))
             else:
                 first = self.first_expert[layer]
-                found, _ = choose_experts(state, layers[layer].experts, first, router.rule, logits[layer][None])
-                asked = list(found)
+                by_expert, _ = choose_experts(state, layers[layer].experts, first, router.rule, logits[layer][None])
+                requested = list(by_expert)
             _, ahead = self.advisor.advise(state)
-            choice.requested(layer, asked, ahead)
+            choice.requested(layer, requested, ahead)
             if self.unread is not None:
-                self.unread.request(layer, asked, ahead)
-            accesses.append((layer, tuple(asked)))
+                self.unread.request(layer, requested, ahead)
+            accesses.append((layer, tuple(requested)))
             advice.append(tuple(ahead))
-            experts_ns.append(self._experts_ns(layer, asked))
+            experts_ns.append(self._experts_ns(layer, requested))
         each = self._recorded
         self.passes.append(
             TimedPass(
@@ -136,14 +136,14 @@ class TracedModel:
         self._preload = ()
         return np.zeros((1, 1), np.float32)
 
-    def _experts_ns(self, layer: int, asked: Sequence[int]) -> float:
+    def _experts_ns(self, layer: int, requested: Sequence[int]) -> float:
         """Return the time of the requested experts, from that of the recorded ones, by bytes.
 
         A single token takes the time in which its weights are read from memory.
         """
         first = self.first_expert[layer]
         recorded = int(self.sizes[[first + expert for expert in self._recorded.chosen[layer]]].sum())
-        return self._recorded.experts_ns[layer] * int(self.sizes[list(asked)].sum()) / max(recorded, 1)
+        return self._recorded.experts_ns[layer] * int(self.sizes[list(requested)].sum()) / max(recorded, 1)
 
 
 class TracedDecoder(LossyDecoder):

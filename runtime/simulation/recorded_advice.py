@@ -42,10 +42,10 @@ def table_advice(kind: Prefetch, tables: Tables, model: ModelSpec, trace: Trace)
         return no_advice
     # Computed once for all replays, because margins are learned from pass to pass. The reference to each pass keeps its
     # id unique.
-    found = {id(each): (each, _advised(advisor, each)) for each in trace.passes}
+    by_pass = {id(each): (each, _advised(advisor, each)) for each in trace.passes}
 
     def advise(each: TracedPass, layer: int) -> Sequence[int]:
-        return found[id(each)][1][layer - each.first_layer]
+        return by_pass[id(each)][1][layer - each.first_layer]
 
     return advise
 

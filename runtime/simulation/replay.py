@@ -46,7 +46,7 @@ def replay(
     cache = _ReplayedCache(spec, named_score(policy), first_use)
     cache.fill(warm)
     for layer, experts, next_use in accesses:
-        cache.request(layer, experts, next_use=next_use, together=False)
+        cache.request(layer, experts, next_use=next_use, all_at_once=False)
     return cache.stats
 
 

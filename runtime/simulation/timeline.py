@@ -197,8 +197,8 @@ def predict_steps(
         for each in step:
             run.run_pass(each, [next(accesses) for _ in each.accesses])
         marks.append((run.now_ns, run.stall_ns, run.storage.busy_ns, cache.stats.bytes_read))
-    found = _summary(cache, policy if isinstance(policy, str) else "custom", prompt_steps, marks)
-    return found if machine.accelerator is None else replace(found, cooperation=run.counts)
+    timeline = _summary(cache, policy if isinstance(policy, str) else "custom", prompt_steps, marks)
+    return timeline if machine.accelerator is None else replace(timeline, cooperation=run.counts)
 
 
 def _summary(
@@ -283,8 +283,8 @@ class _Run:
         for at, (layer, experts, next_use) in enumerate(accesses):
             self._compute(each.dense_ns[at] + other_ns)
             split = self._split(each, at)
-            wanted = list(experts) if split is None else split.wanted
-            hits, misses = self._cache.ask(layer, wanted, next_use[[experts.index(expert) for expert in wanted]])
+            requested = list(experts) if split is None else split.host_experts
+            hits, misses = self._cache.ask(layer, requested, next_use[[experts.index(expert) for expert in requested]])
             self._cache.issue(misses)
             self.storage.begin(self.now_ns)
             self._run_experts(each, at, hits, misses, split)
@@ -345,7 +345,7 @@ class _Run:
         """Release experts that have been computed."""
         self._cache.unlease(indices)
 
-    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+    def wait_for_some(self, remaining: list[int], all_at_once: bool) -> list[int]:
         """Let time pass until a remaining expert is resident."""
         started_ns = self.now_ns
         while True:
@@ -354,7 +354,7 @@ class _Run:
             ready = self._cache.ready(remaining)
             if ready:
                 self.stall_ns += self.now_ns - started_ns
-                return ready if together else ready[:1]
+                return ready if all_at_once else ready[:1]
             arrived_ns = self.storage.run_to_next()
             if arrived_ns is None:
                 raise self._cache.does_not_fit(remaining[0], "simulate a larger cache")

@@ -111,7 +111,7 @@ def consume(
     indices: list[int],
     stop: int = COUNT,
     advice: Sequence[int] = (),
-    together: bool = False,
+    all_at_once: bool = False,
 ) -> list[int]:
     """Stream, hold each expert while it is used, and end after at least `stop` of them."""
     found: list[int] = []
@@ -119,9 +119,9 @@ def consume(
     waiting = set(cache.resident().tolist()) & set(indices)
     source.held = set(waiting)
     try:
-        with contextlib.closing(cache.stream(layer, indices, lambda: advice, together)) as stream:
+        with contextlib.closing(cache.stream(layer, indices, lambda: advice, all_at_once)) as stream:
             for some in stream:
-                assert some and (together or len(some) == 1)
+                assert some and (all_at_once or len(some) == 1)
                 assert not waiting or set(some) <= waiting, "hits come first"
                 for index in some:
                     assert index in source.loaded and index in cache.resident() and index in cache.leased()

@@ -145,12 +145,12 @@ def _look_through(partial: Path, manifest: BundleManifest) -> int:
     if partial.is_symlink():
         raise OptionError(f"`{partial}` is a link", "remove it")
     names = {entry.name for entry in manifest.files} | {MANIFEST_NAME, _UNFINISHED_MANIFEST}
-    found = 0
+    kept_bytes = 0
     for path in sorted(partial.iterdir()):
         if path.name not in names or path.is_symlink() or not path.is_file():
             raise OptionError(f"`{path}` is not part of this archive", f"remove `{partial}`")
-        found += path.stat().st_size
-    return found
+        kept_bytes += path.stat().st_size
+    return kept_bytes
 
 
 def _prepare(partial: Path) -> None:

@@ -50,20 +50,20 @@ class CacheMachine(RuleBasedStateMachine):
     chosen = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS, unique=True)
     advised = st.lists(st.integers(0, COUNT - 1), max_size=6)
 
-    @rule(layer=layers, experts=chosen, advice=advised, stop=st.integers(1, EXPERTS), together=st.booleans())
-    def stream(self, layer: int, experts: list[int], advice: list[int], stop: int, together: bool) -> None:
+    @rule(layer=layers, experts=chosen, advice=advised, stop=st.integers(1, EXPERTS), all_at_once=st.booleans())
+    def stream(self, layer: int, experts: list[int], advice: list[int], stop: int, all_at_once: bool) -> None:
         indices = [layer * EXPERTS + expert for expert in experts]
         resident = set(self.cache.resident().tolist()) & set(indices)
         before = self.cache.stats.copy()
         self.lookups += len(indices)
         try:
-            found = consume(self.source, self.cache, layer, indices, stop, advice, together)
+            found = consume(self.source, self.cache, layer, indices, stop, advice, all_at_once)
         except StorageReadFailed as error:
             assert int(error.message.split()[1]) in self.source.failing & set(indices)
         else:
             least = min(stop, len(indices))
             assert len(found) == len(set(found)) >= least and set(found) <= set(indices)
-            assert together or len(found) == least
+            assert all_at_once or len(found) == least
             assert not set(found) & self.source.failing - resident - set(self.source.reads)
         gained = self.cache.stats.since(before)
         assert gained.lookups == gained.hits + gained.misses == len(indices) and gained.hits >= len(resident)
@@ -177,7 +177,7 @@ def test_what_is_there_together_comes_together(in_time: InTime) -> None:
     source, cache = make_cache([10] * 6, 60)
     warmed(cache, [2, 3])
     source.gate.clear()
-    stream = cache.stream(0, [0, 2, 1, 3], together=True)
+    stream = cache.stream(0, [0, 2, 1, 3], all_at_once=True)
     assert next(stream) == [2, 3] and {2, 3} <= set(cache.leased().tolist())
     source.gate.set()
     in_time(lambda: wait_for(lambda: {0, 1} <= set(cache.resident().tolist())))
@@ -201,7 +201,7 @@ def test_what_comes_next_is_looked_for_while_misses_load(in_time: InTime) -> Non
         seen.clear()
         source.begun = 0
         source.gate.clear()
-        stream = cache.stream(0, indices, look_ahead, together=True)
+        stream = cache.stream(0, indices, look_ahead, all_at_once=True)
         waiter = threading.Thread(target=lambda own=stream: seen.extend(f"computed {some}" for some in own))
         waiter.start()
         in_time(lambda: wait_for(lambda: any("look" in each for each in seen)))

@@ -251,7 +251,7 @@ def test_with_advice_that_is_always_in_time_the_counts_are_those_of_the_real_cac
     cache = ExpertCache(MemoryStorage(), own, score)
     for each in trace.passes:
         for layer, experts in each.accesses(trace.header.first_expert):
-            for _ in cache.stream(layer, experts, partial(tuple, each.advice[layer]), together=True):
+            for _ in cache.stream(layer, experts, partial(tuple, each.advice[layer]), all_at_once=True):
                 wait_until_idle(cache, sizes)
     cache.close()
     assert found.cache.counts() == cache.stats.counts()
