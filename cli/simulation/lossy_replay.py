@@ -107,6 +107,6 @@ def require_scores(path: Path, trace: Trace, options: dict[str, str]) -> None:
     missing = missing_scores(trace, modes_of(options))
     if missing is not None:
         raise OptionError(
-            f"`--modes`: `{modes_of(options).to_text()}` decides by what `{path}` has not recorded, {missing}",
+            f"`--modes`: `{modes_of(options).to_text()}` needs scores that `{path}` has not recorded: {missing}",
             "record it with `moec bench BUNDLE --trace-out FILE`, `--trace-little` for the little model's experts",
         )

@@ -199,10 +199,10 @@ def missing_scores(trace: Trace, modes: LossyModes) -> str | None:
     if modes.big_little is None:
         return None
     if any(scores is None or scores.confidence is None for scores in decoded):
-        return "what the little model was sure of"
+        return "the confidence of the little model"
     if not _is_recorded(modes.big_little, trace.header):
-        told = trace.header.little_experts or "half of each layer's"
-        return f"a little model of so many experts: the one that was asked has {told}"
+        recorded = trace.header.little_experts or "half of each layer's"
+        return f"a little model of this size: the recorded one has {recorded} experts"
     return None
 
 
