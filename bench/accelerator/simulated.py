@@ -174,20 +174,7 @@ def main() -> None:
     shuffled = np.stack([np.random.default_rng(layer).permutation(ranks) for layer in range(shape.layers)])
     work = Workload(shuffled, shape.top_k, size, dense[0] / speed, dense[1] / speed, head / speed)
     residents = work.residents(shape.residents)
-    print(
-        f"SIMULATED device. {options.model}, {shape.spec}, {size / 1e6:.1f} MB per expert, {shape.residents} of",
-        end=" ",
-    )
-    print(
-        f"{shape.layers * shape.experts} on the device. {latency.to_text()}; a copy keeps the processor busy for",
-        end=" ",
-    )
-    print(
-        f"{latency.staging_ns(size) / 1e3:.0f} us and the link for {latency.link_ns(size) / 1e3:.0f} us; dense",
-        end=" ",
-    )
-    print(f"{work.dense_fixed_ns / 1e3:.0f} + {work.dense_token_ns / 1e3:.1f} us per token and layer, head", end=" ")
-    print(f"{work.head_ns / 1e6:.1f} ms.\n")
+    print(f"{conditions(options.model, size, work, latency)}\n")
     names = [
         "tokens/s",
         *(f"TTFT {tokens} [s]" for tokens in PROMPTS),
