@@ -143,7 +143,8 @@ def row_of(work: Workload, latency: LatencyModel, residents: np.ndarray, strateg
     return told + [1e9 / decode_ns(work, latency, residents, strategy, width, DECODED) for width in BEAMS]
 
 
-def parse_options() -> argparse.Namespace:
+def read_options() -> argparse.Namespace:
+    """Return what the command line says of the model and of the simulated device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="olmoe")
     parser.add_argument(
@@ -160,8 +161,23 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def conditions(model: str, size_bytes: int, work: Workload, latency: LatencyModel) -> str:
+    """Return one line that says what is simulated. size_bytes: of an expert."""
+    shape = MODELS[model]
+    experts = shape.layers * shape.experts
+    return (
+        f"SIMULATED device. {model}, {shape.spec}, {size_bytes / 1e6:.1f} MB per expert, "
+        f"{shape.residents} of {experts} on the device. {latency.to_text()}; "
+        f"a copy keeps the processor busy for {latency.staging_ns(size_bytes) / 1e3:.0f} us "
+        f"and the link for {latency.link_ns(size_bytes) / 1e3:.0f} us; "
+        f"dense {work.dense_fixed_ns / 1e3:.0f} + {work.dense_token_ns / 1e3:.1f} us per token and layer, "
+        f"head {work.head_ns / 1e6:.1f} ms."
+    )
+
+
 def main() -> None:
-    options = parse_options()
+    """Read the command line, measure this machine, simulate and print a table."""
+    options = read_options()
     kernels.set_threads(options.threads)
     shape = MODELS[options.model]
     cpu, staging, size = measured_expert(shape)

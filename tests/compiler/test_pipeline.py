@@ -11,15 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from moec.cli.commands.compile import open_partial
-from moec.compiler.families.lowering import Lowering
-from moec.compiler.request.options import Talk
-from moec.compiler.stages import bundle as bundle_stages
-from moec.compiler.stages import planning as planning_stages
-from moec.compiler.stages import whole_model
 from tests.tiny_compile import (
     check_bundle,
     compile_tiny,
