@@ -41,7 +41,7 @@ def state(counts: dict[str, int]) -> str:
 
 
 def not_run(skipped: list[pytest.TestReport]) -> dict[str, int]:
-    """How many tests were skipped for want of something that this machine lacks, by what they say."""
+    """Return the number of tests that were skipped because this machine lacks something, by reason."""
     reasons = [report.longrepr[2] for report in skipped if isinstance(report.longrepr, tuple)]
     return Counter(reason[reason.index("NOT RUN") :] for reason in reasons if "NOT RUN" in reason)
 

@@ -1,4 +1,4 @@
-"""What a run did, seen from outside of what its options say: by the operating system, and by a replay of its trace."""
+"""Observe the effect of options on a run: by the operating system, and by a replay of its trace."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mode_parts(engine: Engine) -> dict[str, str]:
 
 
 def check_took_effect(engine: Engine, options: RuntimeOptions) -> None:
-    """What was asked for is in use and in the `mode:` line. io `auto` may be either kind of read.
+    """Check that options are in use and in the `mode:` line. io `auto` may be either kind of read.
 
     Call `forget_mappings` before the engine is loaded.
     """
@@ -65,13 +65,13 @@ def check_took_effect(engine: Engine, options: RuntimeOptions) -> None:
 
 
 def cache_kind(engine: Engine, options: RuntimeOptions) -> type[StreamingCache]:
-    """The native cache, or Python's: for experts that are mapped, for other policies, and behind an encoder."""
+    """Return the class of the cache: ExpertCache for mapped experts, other policies and encoders, else NativeCache."""
     is_native = options.policy in NATIVE_POLICIES and options.io != "mmap" and engine.model.spec.encoder is None
     return NativeCache if is_native and kernels.compiled() is not None else ExpertCache
 
 
 def is_mapped(path: Path) -> bool:
-    """Whether this process has the file in its memory."""
+    """Return whether this process has mapped the file."""
     return any(line.endswith(str(path.resolve())) for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -84,7 +84,7 @@ def forget_mappings(bundle: Path) -> None:
 
 
 def how_read(path: Path) -> str:
-    """How this process has a file open, as the operating system tells: mmap, direct, buffered or closed.
+    """Return how a file is open, by the operating system: mmap, direct, buffered or closed.
 
     A bundle keeps its files open for what is not read directly, next to what reads experts.
     """
@@ -161,13 +161,13 @@ def begin_trace(engine: Engine) -> TraceRecorder:
 
 
 def replayed(engine: Engine, tracer: TraceRecorder, policy: str, weights: str | None = None) -> CacheStats:
-    """What a cache of the engine's size, warm, counts for what was asked for, by a policy and without prefetch."""
+    """Return the counts of a warm cache of the engine's size for its requests, with a policy, without prefetch."""
     known, first = replayed_bundle(engine.bundle), engine.model.first_expert
     accesses = [access for each in tracer.passes for access in each.accesses(first)]
     score = policy_score(policy, weights)
-    return replay(accesses, known.sizes, engine.cache.capacity_bytes, known.records, score, known.warm)
+    return replay(accesses, known.cache_spec(engine.cache.capacity_bytes), score, known.warm)
 
 
 def counts(stats: CacheStats) -> dict[str, int]:
-    """What a policy decides, of a run without prefetch."""
+    """Return the counts that a policy decides, for a run without prefetch."""
     return {name: value for name, value in stats.counts().items() if name != "late_hits"}

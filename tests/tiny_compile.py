@@ -94,7 +94,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def names(folder: Path) -> set[str]:
-    """What lies in a folder, hidden files included."""
+    """Return the names in a folder, hidden files included."""
     return {path.name for path in folder.iterdir()}
 
 

@@ -92,7 +92,7 @@ def save_tiny_qwen3_moe(folder: Path, tiny: TinyMixtral | None = None, **config:
 
 
 def _common(tiny: TinyMixtral) -> dict[str, Any]:
-    """What both configurations call by one name."""
+    """Return the settings that both configurations share."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": tiny.hidden_size,

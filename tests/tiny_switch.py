@@ -94,7 +94,7 @@ class Oracle:
 
     @torch.no_grad()
     def encoded(self, prompt: list[int]) -> MoEModelOutput:
-        """What the encoder makes of a prompt."""
+        """Return the output of the encoder for a prompt."""
         states = self.model.get_encoder()(input_ids=torch.tensor([prompt])).last_hidden_state
         return MoEModelOutput(last_hidden_state=states)
 

@@ -143,7 +143,8 @@ def row_of(work: Workload, latency: LatencyModel, residents: np.ndarray, strateg
     return told + [1e9 / decode_ns(work, latency, residents, strategy, width, DECODED) for width in BEAMS]
 
 
-def parse_options() -> argparse.Namespace:
+def read_options() -> argparse.Namespace:
+    """Return what the command line says of the model and of the simulated device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="olmoe")
     parser.add_argument(
@@ -160,8 +161,23 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def conditions(model: str, size_bytes: int, work: Workload, latency: LatencyModel) -> str:
+    """Return one line that says what is simulated. size_bytes: of an expert."""
+    shape = MODELS[model]
+    experts = shape.layers * shape.experts
+    return (
+        f"SIMULATED device. {model}, {shape.spec}, {size_bytes / 1e6:.1f} MB per expert, "
+        f"{shape.residents} of {experts} on the device. {latency.to_text()}; "
+        f"a copy keeps the processor busy for {latency.staging_ns(size_bytes) / 1e3:.0f} us "
+        f"and the link for {latency.link_ns(size_bytes) / 1e3:.0f} us; "
+        f"dense {work.dense_fixed_ns / 1e3:.0f} + {work.dense_token_ns / 1e3:.1f} us per token and layer, "
+        f"head {work.head_ns / 1e6:.1f} ms."
+    )
+
+
 def main() -> None:
-    options = parse_options()
+    """Read the command line, measure this machine, simulate and print a table."""
+    options = read_options()
     kernels.set_threads(options.threads)
     shape = MODELS[options.model]
     cpu, staging, size = measured_expert(shape)
@@ -174,20 +190,7 @@ def main() -> None:
     shuffled = np.stack([np.random.default_rng(layer).permutation(ranks) for layer in range(shape.layers)])
     work = Workload(shuffled, shape.top_k, size, dense[0] / speed, dense[1] / speed, head / speed)
     residents = work.residents(shape.residents)
-    print(
-        f"SIMULATED device. {options.model}, {shape.spec}, {size / 1e6:.1f} MB per expert, {shape.residents} of",
-        end=" ",
-    )
-    print(
-        f"{shape.layers * shape.experts} on the device. {latency.to_text()}; a copy keeps the processor busy for",
-        end=" ",
-    )
-    print(
-        f"{latency.staging_ns(size) / 1e3:.0f} us and the link for {latency.link_ns(size) / 1e3:.0f} us; dense",
-        end=" ",
-    )
-    print(f"{work.dense_fixed_ns / 1e3:.0f} + {work.dense_token_ns / 1e3:.1f} us per token and layer, head", end=" ")
-    print(f"{work.head_ns / 1e6:.1f} ms.\n")
+    print(f"{conditions(options.model, size, work, latency)}\n")
     names = [
         "tokens/s",
         *(f"TTFT {tokens} [s]" for tokens in PROMPTS),

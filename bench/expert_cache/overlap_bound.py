@@ -21,7 +21,7 @@ from pathlib import Path
 from moec.cli.simulation.traces import ReplayedBundle, open_traces, replayed_bundle
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice
-from moec.runtime.simulation.timeline import Advice, DeviceRates, Timeline, predict_steps, timed_pass
+from moec.runtime.simulation.timeline import Advice, DeviceRates, SimulatedMachine, Timeline, predict_steps, timed_pass
 from moec.runtime.trace.trace import Trace, TracedPass
 
 POLICY, READERS, DEPTHS = "lrfu", 2, (1, 2, 4)
@@ -49,8 +49,9 @@ def replayed_timeline(trace: Trace, replayed: ReplayedBundle, capacity: int, adv
     header = trace.header
     rates = DeviceRates(header.storage_bytes_per_s, header.storage_latency_ns, READERS, scale)
     steps = [(timed_pass(each, header.first_expert, advice),) for each in trace.passes]
-    own = (replayed.sizes, capacity, replayed.records, POLICY, rates, capacity - replayed.minimum_bytes)
-    return predict_steps(steps, trace.prompt_passes, *own, replayed.warm, None, replayed.successors)
+    machine = SimulatedMachine(rates, successors=replayed.successors)
+    spec = replayed.cache_spec(capacity)
+    return predict_steps(steps, trace.prompt_passes, spec, POLICY, machine, replayed.warm)
 
 
 def main() -> None:

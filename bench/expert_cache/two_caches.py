@@ -17,6 +17,7 @@ from pathlib import Path
 from moec.cli.simulation.traces import ReplayedBundle, open_traces, replayed_bundle
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.bundle.opening import Bundle, open_bundle
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.eviction import SCORES, ExpertRecords
 from moec.runtime.modes.choice import Versions, low_version_indices
 from moec.runtime.modes.logical_cache import LogicalCache
@@ -47,7 +48,8 @@ class DividedCache(LogicalCache):
             warm = [index - start for index in replayed.warm if start <= index < len(replayed.sizes[part]) + start]
             own = records_of(replayed.records, part)
             pins = max(0, min(room_bytes, capacity - int(replayed.sizes[part].max())))
-            parts.append(LogicalCache(replayed.sizes[part], capacity, own, SCORES["lrfu"], pins, warm))
+            spec = CacheSpec(replayed.sizes[part], capacity, own, pins)
+            parts.append(LogicalCache(spec, SCORES["lrfu"], warm))
         self.high, self.low = parts
 
     def _split(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -105,7 +107,7 @@ def main() -> None:
             continue
         room = capacity - replayed.minimum_bytes
         for thresholds in THRESHOLDS:
-            one = LogicalCache(replayed.sizes, capacity, replayed.records, SCORES["lrfu"], room, replayed.warm)
+            one = LogicalCache(replayed.cache_spec(capacity), SCORES["lrfu"], replayed.warm)
             row = replayed_row(bundle, trace, replayed, thresholds, one)
             print(f"| {share:.0%} | {thresholds} | one | {row} |", flush=True)
             for high in SHARES:

@@ -5,7 +5,7 @@
 Takes five minutes on two cores.
 
 Random Mixtral checkpoints differ in layers or in experts. Each is compiled in a process of its own with
-`--bits-per-weight 4`, one layer at a time whatever its size. Prints one JSON object per line: peak memory, wall time,
+`--bits-per-weight 4`, one layer at a time for any size. Prints one JSON object per line: peak memory, wall time,
 the memory estimate, and the memory that the whole model would take. The plot shows memory and time against layers times
 experts.
 """

@@ -293,7 +293,7 @@ def _simulate(bundle: Bundle, trace: Trace) -> list[dict[str, Any]]:
         if capacity is None:
             continue
         for policy in (*SCORES, POPULARITY, OPTIMUM):
-            counts = replay(accesses, replayed.sizes, capacity, replayed.records, policy, replayed.warm)
+            counts = replay(accesses, replayed.cache_spec(capacity), policy, replayed.warm)
             rows.append({"share": share, "policy": policy, "capacity_bytes": capacity, **counts.counts()})
     return rows
 

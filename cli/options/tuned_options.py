@@ -64,7 +64,7 @@ def planned_cache_bytes(bundle: Path, options: RuntimeOptions) -> int:
     import moec.runtime.engine.batch  # noqa: F401  # a run imports it, so its memory counts
     from moec.runtime.bundle.opening import open_bundle
     from moec.runtime.memory.budget import plan_memory
-    from moec.runtime.memory.elastic_cache import BudgetRoom
+    from moec.runtime.memory.elastic_cache import CacheBudget
 
     from .opening import bundle_folder, with_fitting_slots
 
@@ -74,6 +74,6 @@ def planned_cache_bytes(bundle: Path, options: RuntimeOptions) -> int:
         plan = plan_memory(manifest, fitting)
         if fitting.expert_cache is not None:
             return plan.cache_bytes
-        return BudgetRoom(manifest, plan, fitting).capacity_bytes(1, [0] * fitting.slots)
+        return CacheBudget(manifest, plan, fitting).capacity_bytes(1, [0] * fitting.slots)
 
     return with_fitting_slots(cache_bytes, options)

@@ -1,4 +1,4 @@
-"""Fitting the multidimensional policy to recorded traces, and what it is worth on others."""
+"""Fit the weights of HOBBIT's score to recorded traces, and compare them with other policies on held-out traces."""
 
 from __future__ import annotations
 
@@ -25,19 +25,26 @@ POPULARITY = "popularity"
 FITTED = ("hobbit", "hobbit-printed")
 WITHOUT_LHU = "hobbit, lhu 0"
 OPTIMUM = "optimum"
-USUAL_TRIALS = 40  # of a fit, for the bar
+USUAL_TRIALS = 40  # of a fit, for the progress bar
 
 
 @dataclass(frozen=True)
 class FittedRow:
     """One policy in a cache of one size, on the held-out traces.
 
-    penalty_bytes: mean over traces of the bytes that its misses read. ratio: mean over traces of its penalty over that
-    of `best`, the baseline of the least mean penalty, with the two-sided 95 % interval of that mean over traces.
-    gap_closed: share of the way from LRU to the offline optimum; None where there is none, as under lossy modes, which
-    decide without the future. worst: the most that its penalty is on any trace over the least of the baselines and of
-    keeping what calibration saw most, on that trace. weights: those fitted. decisions: what the modes decided on all
-    held-out traces, as ModeCounts tells it; None where no mode is on.
+    weights: fitted weights as text; None for a policy without weights.
+    best: baseline with the smallest mean penalty.
+    penalty_bytes: bytes read by misses, mean over traces.
+
+    ratio: penalty divided by that of `best`, mean over traces.
+    interval: two-sided 95 % interval of `ratio` over traces.
+
+    gap_closed: share of the difference between LRU and the offline optimum; None without an optimum. Lossy modes have
+        none, because they decide without knowledge of later requests.
+
+    worst: largest ratio on one trace between its penalty and the smallest penalty of the baselines and of `popularity`.
+
+    decisions: decisions of the modes on all held-out traces, as in ModeCounts; None without a mode.
     """
 
     capacity_bytes: int
@@ -53,9 +60,9 @@ class FittedRow:
 
 
 class PolicyFit:
-    """Replays on a bundle: weights are fitted on the training traces, everything is compared on the held-out ones.
+    """Replays of traces on a bundle. Weights are fitted to training traces, and compared on held-out traces.
 
-    options: of lossy modes, by which every replay decides again; none of a lossless run.
+    options: options of lossy modes, by which each replay decides again; None for lossless replays.
     """
 
     def __init__(
@@ -82,12 +89,12 @@ class PolicyFit:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """What they are compared with."""
+        """The policies that they are compared with."""
         return ("lrfu", *BASELINES, POPULARITY, *(() if self._options else (OPTIMUM,)))
 
     def rows(self, capacities: Sequence[int]) -> list[FittedRow]:
-        """Fit and compare at every size."""
-        found: list[FittedRow] = []
+        """Fit and compare at each capacity, bytes."""
+        rows: list[FittedRow] = []
         fits = len(capacities) * len(self.fitted)
         with output.Progress("fitting") as progress:
             for at, capacity in enumerate(capacities):
@@ -95,11 +102,11 @@ class PolicyFit:
                 for which, name in enumerate(self.fitted):
                     tell = partial(_tell, progress, at * len(self.fitted) + which, fits)
                     policies[name] = self._fit(capacity, name, tell)
-                found += self._compare(capacity, policies)
-        return found
+                rows += self._compare(capacity, policies)
+        return rows
 
     def _fit(self, capacity: int, name: str, progress: Callable[[float], None]) -> tuple[PolicyScore, str]:
-        """The score of the least penalty on the training traces, and its weights as text."""
+        """Return the score with the smallest penalty on the training traces, and its weights as text."""
         from moec.runtime.expert_cache.eviction import MultidimensionalScore
         from moec.runtime.simulation.fitting import fit_weights
 
@@ -118,14 +125,14 @@ class PolicyFit:
     def _replay(
         self, trace: tuple[Trace, Sequence[Access]], capacity: int, policy: str | PolicyScore
     ) -> CacheStats | Decided:
-        """HOBBIT's penalty is what misses cost, which is what they read: less for a low version."""
+        """Replay one trace. HOBBIT's penalty of a miss is its cost: the bytes read, fewer for a low version."""
         from moec.runtime.simulation.recorded_advice import no_advice
         from moec.runtime.simulation.replay import named_score, replay
 
-        known, score = self._replayed, named_score(policy)
+        score = named_score(policy)
         if self._options and score is not None:
             return self._lossy.decide(trace[0], capacity, score, self._options, no_advice)
-        return replay(trace[1], known.sizes, capacity, known.records, policy, known.warm)
+        return replay(trace[1], self._replayed.cache_spec(capacity), policy, self._replayed.warm)
 
     def _compare(self, capacity: int, policies: dict[str, tuple[str | PolicyScore, str | None]]) -> list[FittedRow]:
         import numpy as np
@@ -141,31 +148,34 @@ class PolicyFit:
         gap = penalties["lru"].mean() - penalties[OPTIMUM].mean() if OPTIMUM in penalties else 0
         least, rows = np.min([penalties[name] for name in (*BASELINES, POPULARITY)], axis=0), []
         for name, (_, weights) in policies.items():
-            # A trace on which nothing is missed says nothing of a ratio.
+            # A trace without misses of the baseline has no ratio.
             ratios = np.where(penalties[best] > 0, penalties[name] / np.maximum(penalties[best], 1), 1.0)
             closed = float((penalties["lru"].mean() - penalties[name].mean()) / gap) if gap > 0 else None
             mean, ratio, interval = float(penalties[name].mean()), float(ratios.mean()), mean_interval95(ratios)
             worst = float(np.where(least > 0, penalties[name] / np.maximum(least, 1), 1.0).max())
-            known = (closed, worst, _decisions(replays[name]))
-            rows.append(FittedRow(capacity, name, weights, best, mean, ratio, interval, *known))
+            decisions = _decisions(replays[name])
+            rows.append(FittedRow(capacity, name, weights, best, mean, ratio, interval, closed, worst, decisions))
         return rows
 
     def gain(self, capacity: int, policy: PolicyScore, other: PolicyScore) -> tuple[float, bool]:
-        """The share that a policy reads less than another, mean over held-out traces; whether that is so at 95 %."""
+        """Return how much less a policy reads than another, as a share, mean over held-out traces.
+
+        The second value is whether the share is above 0 with 95 % confidence.
+        """
         import numpy as np
 
         from moec.evaluation.statistics import mean_interval95
 
-        own, beside = (
+        own, reference = (
             np.array([self._replay(trace, capacity, each).bytes_read for trace in self._held_out], np.float64)
             for each in (policy, other)
         )
-        gains = 1 - np.where(beside > 0, own / np.maximum(beside, 1), 1.0)
+        gains = 1 - np.where(reference > 0, own / np.maximum(reference, 1), 1.0)
         return float(gains.mean()), mean_interval95(gains)[0] > 0
 
 
 def _decisions(replays: Sequence[CacheStats | Decided]) -> dict[str, Any] | None:
-    """Of all replays together."""
+    """Return the sum of the decisions of all replays; None if none of them decides."""
     from moec.runtime.modes.choice import ModeCounts
 
     counts = [each.counts for each in replays if isinstance(each, Decided)]
@@ -180,7 +190,7 @@ def _tell(progress: output.Progress, done: int, total: int, part: float) -> None
 
 
 def fit_table(rows: Sequence[FittedRow], total_bytes: int) -> str:
-    """For people: one line per size and policy."""
+    """Return a table for people, with one line per size and policy."""
     is_lossy, lines = any(row.decisions is not None for row in rows), list[tuple[str, ...]]()
     for row in rows:
         last = decisions_text(row.decisions) if is_lossy else output.human_share(row.gap_closed)
@@ -202,5 +212,5 @@ def fit_table(rows: Sequence[FittedRow], total_bytes: int) -> str:
 
 
 def fit_plain(rows: Sequence[FittedRow]) -> list[dict[str, Any]]:
-    """For `--json`."""
+    """Return the rows for `--json`."""
     return [{name: getattr(row, name) for name in row.__dataclass_fields__} for row in rows]

@@ -1,4 +1,4 @@
-"""What the little model of big-little says of a traced run's tokens, so that `moec simulate` can decide by it."""
+"""Record the output of the little model for the tokens of a traced run. `moec simulate` decides by it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _BIG_LITTLE = "gamma=1,k="
 
 
 class _Witness(LossyDecoder):
-    """Notes how sure the little model is of every token, and falls back each time: the text is the whole model's."""
+    """Records the confidence of the little model for each token. Always falls back to the whole model."""
 
     def __init__(self, lossy: LossyDecoder) -> None:
         super().__init__(lossy.modes, lossy.model, lossy.versions, lossy.cache)
-        self.found: list[float] = []
+        self.confidences: list[float] = []
 
     def is_unsure(self, logits: np.ndarray, gamma: float) -> np.ndarray:
-        self.found.append(float(confidence(logits)[0]))
+        self.confidences.append(float(confidence(logits)[0]))
         return np.ones(len(logits), bool)
 
 
@@ -44,8 +44,13 @@ def with_little_model(
     prompt_tokens: int,
     little_k: str = HALF,
 ) -> Trace:
-    """The trace with what fewer experts make of each token, by an engine of its own; without, where there is no little
-    model and none of a certain size was asked for. little_k: experts per token and layer, or `K/2`.
+    """Return a trace with the router logits and the confidence of the little model, computed by another engine.
+
+    If the model has no little model and little_k is `K/2`, the trace stays as it is.
+    sequence: tokens of the run, the prompt first.
+
+    little_k: experts of the little model per token and layer, or `K/2`.
+    Raises OptionError for a number that the model does not have.
     """
     if not has_little_model(path, little_k):
         return trace
@@ -57,8 +62,8 @@ def with_little_model(
         tracer = new_tracer(engine)
         measure_decode(engine, sequence, prompt_tokens, title="asking the little model", tracer=tracer)
     passes = tracer.passes[: trace.prompt_passes] + tracer.passes[trace.prompt_passes :: 2]
-    told = [None] * trace.prompt_passes + witness.found
-    noted = zip(trace.passes, passes, told, strict=True)
+    confidences = [None] * trace.prompt_passes + witness.confidences
+    noted = zip(trace.passes, passes, confidences, strict=True)
     header = replace(trace.header, little_experts=0 if little_k == HALF else int(little_k))
     return replace(trace, header=header, passes=tuple(_noted(each, little, sure) for each, little, sure in noted))
 
@@ -70,7 +75,7 @@ def _noted(each: TracedPass, little: TracedPass, sure: float | None) -> TracedPa
 
 
 def has_little_model(path: Path, little_k: str = HALF) -> bool:
-    """Whether a bundle's model has one. Raises OptionError for one of a certain size that it does not have."""
+    """Return whether a bundle's model has a little model. Raises OptionError if a given number is not possible."""
     from moec.runtime.bundle.opening import open_bundle
 
     if little_k != HALF and not re.fullmatch("[1-9][0-9]{0,5}", little_k):

@@ -1,4 +1,4 @@
-"""A trace decided again under lossy modes, in a cache of some size and policy."""
+"""Decide a trace again under lossy modes, with a cache of any size and policy."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decided:
-    """What a replay decided. steps: passes of the prompt, then those of each token; bytes_read: where reads take no
-    time.
+    """Result of a replay.
+
+    steps: passes of the prompt, then the passes of each token.
+    counts: decisions.
+    bytes_read: bytes that a cache reads if reads take no time.
     """
 
     steps: list[tuple[TimedPass, ...]]
@@ -38,7 +41,11 @@ class Decided:
 
 @dataclass(frozen=True)
 class LossyReplay:
-    """Traces of a bundle, experts guessed by a prefetcher. on_device: experts that stay on an accelerator."""
+    """Replays of traces of a bundle.
+
+    prefetch: predictor of the experts that are read ahead.
+    on_device: experts that stay on an accelerator.
+    """
 
     bundle: Bundle
     replayed: ReplayedBundle
@@ -47,23 +54,22 @@ class LossyReplay:
 
     @property
     def warm(self) -> list[int]:
-        """What the host's memory starts with: what a device holds comes behind the rest."""
+        """Experts in host memory at the start, in order. Those on the accelerator come last."""
         return sorted(self.replayed.warm, key=lambda index: index in self.on_device)
 
     def decide(
         self, trace: Trace, capacity: int, score: PolicyScore, options: dict[str, str], advice: Advice
     ) -> Decided:
-        """The passes of a trace under the modes of some options, all off where there are none.
+        """Return the passes of a trace under lossy modes. The trace must have the scores that the modes need.
 
-        advice: while the prompt runs. The trace must have what the modes need.
+        options: options of the modes; empty for a lossless run.
+        advice: advice during the prompt.
         """
         from moec.runtime.modes.choice import Versions, low_version_indices
         from moec.runtime.modes.logical_cache import LogicalCache
         from moec.runtime.simulation.lossy_replay import replay_modes
 
-        replayed = self.replayed
-        limits = (replayed.sizes, capacity, replayed.records, score, capacity - replayed.minimum_bytes, self.warm)
-        cache = LogicalCache(*limits, self.on_device)
+        cache = LogicalCache(self.replayed.cache_spec(capacity), score, self.warm, self.on_device)
         model = self._model(trace, cache, capacity)
         versions = Versions(model.first_expert, low_version_indices(self.bundle.manifest))
         steps, counts = replay_modes(trace, modes_of(options), model, versions, cache, advice)
@@ -95,12 +101,12 @@ class LossyReplay:
 
 
 def require_scores(path: Path, trace: Trace, options: dict[str, str]) -> None:
-    """Refuse modes that decide by what a trace lacks. Raises OptionError."""
+    """Refuse modes that need scores which a trace lacks. Raises OptionError."""
     from moec.runtime.simulation.lossy_replay import missing_scores
 
     missing = missing_scores(trace, modes_of(options))
     if missing is not None:
         raise OptionError(
-            f"`--modes`: `{modes_of(options).to_text()}` decides by what `{path}` has not recorded, {missing}",
+            f"`--modes`: `{modes_of(options).to_text()}` needs scores that `{path}` has not recorded: {missing}",
             "record it with `moec bench BUNDLE --trace-out FILE`, `--trace-little` for the little model's experts",
         )

@@ -1,4 +1,4 @@
-"""Predictions of `moec simulate`: every setting, cache size and policy on one trace and device."""
+"""Predictions of `moec simulate`: all settings, cache sizes and policies on one trace and device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One prediction. options: of the lossy modes, none of the lossless run. gain: its rate over the lossless one's."""
+    """One prediction.
+
+    options: options of the lossy modes; empty for the lossless run.
+    decisions: decisions of the modes; None for the lossless run.
+    gain: its tokens per second divided by those of the lossless run.
+    """
 
     timeline: Timeline
     options: dict[str, str]
@@ -32,20 +37,21 @@ class Row:
 
     @property
     def mode(self) -> str:
-        """As the `mode:` line of a run names it; empty where it is lossless."""
+        """Text of the `mode:` line of a run; empty if it is lossless."""
         return modes_of(self.options).to_text()
 
     def to_plain(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the values for `--json`."""
         own = {"mode": self.mode, "options": self.options, "decisions": self.decisions, "x_lossless": self.gain}
         return {**self.timeline.to_plain(), **own}
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A trace of a bundle on a device. advice: what is read ahead in passes as they were recorded.
+    """A trace of a bundle on a device.
 
-    shared: an accelerator that shares the experts.
+    advice: experts read ahead in passes that are replayed as recorded.
+    shared: accelerator that computes some of the experts; None without one.
     """
 
     bundle: Bundle
@@ -62,8 +68,11 @@ class Simulation:
         policies: dict[str, str | PolicyScore],
         settings: Sequence[dict[str, str]],
     ) -> list[Row]:
-        """One of each, settings innermost, the lossless one first; sizes that hold no layer are named and left out."""
-        found: list[Row] = []
+        """Return a row for each capacity, policy and setting. The lossless setting comes first.
+
+        A capacity that does not hold the experts of a layer is left out with a message.
+        """
+        rows: list[Row] = []
         count = len(capacities) * len(policies) * len(settings)
         with output.Progress("simulating") as progress:
             for capacity in capacities:
@@ -78,16 +87,16 @@ class Simulation:
                         rate = timeline.tokens_per_s
                         lossless = rate if not options else lossless
                         gain = rate / lossless if rate and lossless else None
-                        found.append(Row(replace(timeline, policy=name), options, decisions, gain))
-                        progress(len(found), count)
-        return found
+                        rows.append(Row(replace(timeline, policy=name), options, decisions, gain))
+                        progress(len(rows), count)
+        return rows
 
     def _predict(
         self, capacity: int, policy: str | PolicyScore, options: dict[str, str]
     ) -> tuple[Timeline, dict[str, Any] | None]:
         from moec.runtime.simulation.recorded_advice import no_advice
         from moec.runtime.simulation.replay import OPTIMUM
-        from moec.runtime.simulation.timeline import predict_steps, timed_pass
+        from moec.runtime.simulation.timeline import SimulatedMachine, predict_steps, timed_pass
 
         replayed, first = self.replayed, self.trace.header.first_expert
         held = min(capacity, replayed.total_bytes)
@@ -104,20 +113,15 @@ class Simulation:
         timeline = predict_steps(
             steps,
             self.trace.prompt_passes,
-            replayed.sizes,
-            held,
-            replayed.records,
+            replayed.cache_spec(held),
             policy,
-            self.rates,
-            capacity - replayed.minimum_bytes,
+            SimulatedMachine(self.rates, self.shared, replayed.successors),
             lossy.warm,
-            self.shared,
-            replayed.successors,
         )
         return timeline, decisions if options else None
 
     def _walks(self) -> bool:
-        """Whether what lookahead advises depends on what is cached, and the trace says what it found."""
+        """Return whether advice depends on the cache, as by rule `first-miss`, and can be decided again."""
         if has_static_routers(self.bundle):
             return False
         is_told = all(each.scores is not None for each in self.trace.passes[self.trace.prompt_passes :])
@@ -125,7 +129,7 @@ class Simulation:
 
 
 def has_static_routers(bundle: Bundle) -> bool:
-    """Whether a layer's experts follow from tokens, which a trace does not name: then nothing is decided again."""
+    """Return whether the tokens alone decide the experts of a layer. Such a trace is not decided again."""
     return any(layer.experts.router.static is not None for layer in bundle.manifest.model.layers)
 
 
@@ -134,5 +138,5 @@ def _score(policy: str | PolicyScore) -> PolicyScore:
 
     score = named_score(policy)
     if score is None:
-        raise ValueError("lossy modes decide without the future that the optimum knows")
+        raise ValueError("lossy modes decide without the later requests that the optimum knows")
     return score

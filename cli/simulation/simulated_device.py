@@ -1,4 +1,4 @@
-"""The device of `moec simulate`: its storage, how fast it computes, and an accelerator beside it."""
+"""The device of `moec simulate`: rates of its storage and processor, and an accelerator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STAGED_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorRates:
-    """What an accelerator is said to be. expert_ns, token_ns: of an expert there, fixed and per token."""
+    """Stated rates of an accelerator. expert_ns, token_ns: time of an expert, fixed and per token."""
 
     memory_bytes: int
     expert_ns: int
@@ -35,7 +35,11 @@ class AcceleratorRates:
 def device_rates(
     header: TraceHeader, profile: DeviceProfile | None, readers: int, read_rate: str | None, read_latency: str | None
 ) -> DeviceRates:
-    """A device's rates, or the recording machine's; read_rate and read_latency override. Raises OptionError."""
+    """Return the rates of a device profile, or those of the recording machine without one.
+
+    read_rate, read_latency: texts that override the rates of storage; None: not given.
+    Raises OptionError.
+    """
     from moec.runtime.simulation.timeline import DeviceRates
 
     if not 1 <= readers <= MAX_READERS:
@@ -56,7 +60,7 @@ def device_rates(
 
 
 def parse_time_ns(text: str) -> int:
-    """`150us`, `8ms`, `0s` -> nanoseconds. Raises OptionError."""
+    """Return the nanoseconds of a text like `150us`, `8ms` or `0s`. Raises OptionError."""
     units = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
     match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ns|us|ms|s)\s*", text)
     if match is None:
@@ -65,7 +69,7 @@ def parse_time_ns(text: str) -> int:
 
 
 def parse_accelerator(text: str) -> AcceleratorRates:
-    """`memory=8GiB,expert=600us,token=2us,link=12GB` -> rates; `token` may be left out for 0. Raises OptionError."""
+    """Parse `memory=8GiB,expert=600us,token=2us,link=12GB`. `token` is optional, 0 by default. Raises OptionError."""
     remedy = "write it like `memory=8GiB,expert=600us,token=2us,link=12GB`"
     given: dict[str, str] = {}
     for part in text.split(","):
@@ -79,7 +83,7 @@ def parse_accelerator(text: str) -> AcceleratorRates:
     if missing:
         raise OptionError(f"`--accelerator {text[:60]}` does not say {', '.join(missing)}", remedy)
     try:
-        found = AcceleratorRates(
+        rates = AcceleratorRates(
             memory_bytes=parse_bytes(given["memory"]),
             expert_ns=parse_time_ns(given["expert"]),
             token_ns=parse_time_ns(given.get("token", "0s")),
@@ -87,15 +91,15 @@ def parse_accelerator(text: str) -> AcceleratorRates:
         )
     except OptionError as error:
         raise OptionError(f"`--accelerator {text[:60]}`: {error.message}", remedy) from error
-    if found.link_bytes_per_s < 1:
+    if rates.link_bytes_per_s < 1:
         raise OptionError("`--accelerator`: the link must carry at least 1 byte per second", remedy)
-    return found
+    return rates
 
 
 def shared_device(
     bundle: Bundle, trace: Trace, device: DeviceRates, rates: AcceleratorRates, cooperation: Cooperation
 ) -> ReplayedDevice:
-    """The accelerator with the most popular experts of a bundle on it.
+    """Return the accelerator that holds the most popular experts of a bundle.
 
     Raises MemoryBudgetExceeded if its memory is under its floor.
     """

@@ -1,4 +1,4 @@
-"""Routing traces and bundles: what a replay needs of both, and whether they belong together."""
+"""Prepare traces and bundles for replays, and check that they fit each other."""
 
 from __future__ import annotations
 
@@ -17,15 +17,23 @@ if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
     from moec.runtime.bundle.opening import Bundle
     from moec.runtime.engine.engine import Engine
+    from moec.runtime.expert_cache.cache_spec import CacheSpec
     from moec.runtime.expert_cache.eviction import ExpertRecords
     from moec.runtime.trace.trace import Trace, TraceRecorder
 
 
 @dataclass(frozen=True)
 class ReplayedBundle:
-    """sizes: bytes of all that is stored as the cache counts them, int64 [N], low versions behind the `count` experts.
+    """Properties of a bundle that replays need.
 
-    warm: what a cache starts with, in order. successors: what lies behind each on storage.
+    sizes: bytes of each stored expert in whole pages, low versions last, int64 [N].
+    records: layers and calibration frequencies of the experts.
+
+    warm: experts in a cache at the start, in order.
+    minimum_bytes: bytes of the experts that one token needs in a layer.
+
+    count: number of experts without their low versions.
+    successors: expert that follows each one on storage, as in `read_runs`.
     """
 
     sizes: np.ndarray
@@ -37,11 +45,20 @@ class ReplayedBundle:
 
     @property
     def total_bytes(self) -> int:
-        """Of all experts, low versions left out."""
+        """Bytes of all experts without their low versions."""
         return int(self.sizes[: self.count].sum())
 
+    def cache_spec(self, capacity_bytes: int) -> CacheSpec:
+        """Return a cache of these experts. Experts read ahead leave room for those that one token needs in a layer."""
+        from moec.runtime.expert_cache.cache_spec import CacheSpec
+
+        return CacheSpec(self.sizes, capacity_bytes, self.records, capacity_bytes - self.minimum_bytes)
+
     def capacity_bytes(self, share: float) -> int | None:
-        """So much of all experts; None, said, where that is less than one layer of a token needs."""
+        """Return a share of the bytes of all experts.
+
+        Returns None with a message if that is less than a token needs in a layer.
+        """
         capacity = int(self.total_bytes * share)
         if capacity >= self.minimum_bytes:
             return capacity
@@ -50,7 +67,7 @@ class ReplayedBundle:
 
 
 def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
-    """What replays know of a bundle."""
+    """Return the properties of a bundle that replays need."""
     import numpy as np
 
     from moec.runtime.expert_cache.eviction import bundle_records, warm_order
@@ -61,15 +78,15 @@ def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
     sizes = np.array([page_bytes(entry.size_bytes) for entry in manifest.stored_experts], np.int64)
     records = bundle_records(bundle, bundle.tables(), manifest.stored_experts)
     warm = [index for index in warm_order(records).tolist() if index < count]
-    behind = successors(manifest.stored_experts)
-    return ReplayedBundle(sizes, records, warm, manifest.cost.minimum_expert_bytes, count, behind)
+    following = successors(manifest.stored_experts)
+    return ReplayedBundle(sizes, records, warm, manifest.cost.minimum_expert_bytes, count, following)
 
 
 def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, host: DeviceProfile) -> Trace:
-    """What an engine has done, as a trace. host: the rates measured just before.
+    """Return the recorded passes of an engine as a trace.
 
-    Where the run read enough, its own rate of storage counts instead: a probe of smaller reads, one at a time, told 20
-    to 30 % less than two readers of 3.4 MiB each then got.
+    host: rates of this machine, measured before the run. If the run read enough, its own rate of storage replaces the
+        measured one. A probe with smaller single reads showed 20 to 30 % less than two readers of 3.4 MiB reached.
     """
     from moec.runtime import kernels
     from moec.runtime.trace.trace import Trace, TraceHeader
@@ -97,7 +114,7 @@ def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, ho
 def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:
     """Read traces that fit a bundle. Raises InputError on a damaged file or one of another model.
 
-    A trace of another compile of the same model has the same routes, nearly, and other times: that is said.
+    A trace of another compile of the same model has nearly the same choices and other times. A message says so.
     """
     from moec.runtime.trace.trace_file import read_trace
     from moec.runtime.tuning.tune_file import bundle_sha256
@@ -108,11 +125,11 @@ def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:
     shape = [(layer.experts.count, layer.experts.top_k) for layer in model.layers]
     for path in paths:
         trace = read_trace(path)
-        found = list(zip(trace.header.experts, trace.header.top_k, strict=True))
+        traced_shape = list(zip(trace.header.experts, trace.header.top_k, strict=True))
         encoder_layers = trace.header.first_decoder_layer
-        if (found, encoder_layers) != (shape, model.first_decoder_layer):
+        if (traced_shape, encoder_layers) != (shape, model.first_decoder_layer):
             raise InputError(
-                f"the trace `{path}` is of a model of {_shape_text(found, encoder_layers)}, the bundle has "
+                f"the trace `{path}` is of a model of {_shape_text(traced_shape, encoder_layers)}, the bundle has "
                 f"{_shape_text(shape, model.first_decoder_layer)}",
                 "record one with `moec bench BUNDLE --trace-out FILE`",
             )

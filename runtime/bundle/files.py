@@ -1,6 +1,6 @@
 """Files of a bundle, opened once.
 
-Later reads use the descriptors of the files that were checked, whatever their names refer to by then.
+Later reads use the descriptors of the files that were checked, even if their names refer to other files by then.
 """
 
 from __future__ import annotations
@@ -157,10 +157,10 @@ def _allow_open_files(more: int) -> None:
     except OSError:
         already = 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = already + more + _OTHER_FILES
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
+    needed = already + more + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or needed <= soft:
         return
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if allowed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 

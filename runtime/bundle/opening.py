@@ -23,59 +23,14 @@ from moec.manifests.bundle import (
 )
 from moec.manifests.codec import decode_manifest
 from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid, StorageReadFailed
-from moec.manifests.files.limits import MAX_MANIFEST_BYTES, MAX_PATH_KEYS, MAX_PATH_SUCCESSORS
+from moec.manifests.files.limits import MAX_MANIFEST_BYTES
 from moec.manifests.safetensors_header import DATA_ALIGNMENT_BYTES, HeaderError, TensorEntry, header_of
 
 from .files import COPY_AGAIN, BundleFile, BundleFiles
+from .tables import TABLE_NAMES, Tables, read_tables
 
 CHUNK_BYTES = 4 << 20
 _COMPILE_AGAIN = "compile the bundle again"
-_TABLES = {
-    "popularity", "transitions", "path.keys", "path.offsets", "path.experts", "path.counts", "router_score_quantiles",
-}  # fmt: skip
-_DTYPES = {"U16": np.uint16, "U32": np.uint32, "I32": np.int32, "I64": np.int64}
-
-
-@dataclass(frozen=True, slots=True)
-class PathTables:
-    """The dictionary of activation paths.
-
-    transitions: uint32 [L-1, E, E].
-    keys: (layer x E + expert two layers back) x E + expert one layer back, increasing, int64 [N].
-    offsets: offsets into experts and counts, int64 [N+1].
-    experts: uint16 [P].
-    counts: uint32 [P].
-    """
-
-    transitions: np.ndarray
-    keys: np.ndarray
-    offsets: np.ndarray
-    experts: np.ndarray
-    counts: np.ndarray
-
-    def rows(self, layer: int, before: Sequence[int], chosen: Sequence[int]) -> list[int]:
-        """Return the existing rows with keys (layer, one of `before`, one of `chosen`), ordered by chosen expert."""
-        experts, known_keys = self.transitions.shape[1], self.keys.data
-        first = layer * experts * experts
-        wanted_keys = [first + one * experts + last for last in chosen for one in before]
-        # One search for all keys takes 1.8 us for 4 keys and 11.5 us for 64. A dict takes 0.4 us and 4.7 us, and 250
-        # bytes per key.
-        rows = self.keys.searchsorted(np.array(wanted_keys, np.int64)).tolist()
-        return [
-            row for row, key in zip(rows, wanted_keys, strict=True) if row < len(known_keys) and known_keys[row] == key
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """Tables from calibration.
-
-    popularity: uint32 [L, E].
-    paths: the path dictionary, None if it was not requested.
-    """
-
-    popularity: np.ndarray
-    paths: PathTables | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +112,12 @@ class Bundle:
 
         Raises ManifestInvalid if shapes or indices contradict the model.
         """
-        return _read_tables(self, has_paths)
+
+        def read_bytes(entry: TensorEntry) -> np.ndarray:
+            return self.read_tensor_bytes(TABLES_NAME, entry)
+
+        place = f"`{self.path / TABLES_NAME}`"
+        return read_tables(place, self.headers[TABLES_NAME], self.manifest.model, read_bytes, has_paths)
 
 
 def _read_direct(file: BundleFile, offset_bytes: int, data: np.ndarray) -> int:
@@ -194,7 +154,7 @@ def open_bundle(path: Path, *, allow_partial: bool = False) -> Bundle:
         raise BundleIncomplete(f"`{manifest_path}` is not certified", "run the compile again with `--resume`")
     _open_listed(files, manifest)
     headers = {}
-    tensors = Counter({DENSE_NAME: len(manifest.dense), TABLES_NAME: len(_TABLES)})
+    tensors = Counter({DENSE_NAME: len(manifest.dense), TABLES_NAME: len(TABLE_NAMES)})
     tensors.update(entry.file for entry in manifest.stored_experts)
     for name, count in sorted(tensors.items()):
         headers[name] = _checked_header(files[name], count)
@@ -267,79 +227,6 @@ def _check_headers(bundle: Bundle) -> None:
             )
 
 
-def _check_tables(bundle: Bundle) -> None:
-    """Compare names, types, shapes and numbers of rows with the model. Raises ManifestInvalid."""
-    header, layers = bundle.headers[TABLES_NAME], bundle.manifest.model.layers
-    experts = max(layer.experts.count for layer in layers)
-    place = f"`{bundle.path / TABLES_NAME}`"
-    extra = sorted(set(header) - _TABLES)
-    if extra:
-        raise ManifestInvalid(f"{place}: unknown tensor `{extra[0][:80]}`", _COMPILE_AGAIN)
-    expected: dict[str, tuple[str, tuple[int | None, ...]]] = {  # None: any extent
-        "popularity": ("U32", (len(layers), experts)),
-        "transitions": ("U32", (len(layers) - 1, experts, experts)),
-        "path.keys": ("I32", (None, 3)),
-        "path.offsets": ("I64", (None,)),
-        "path.experts": ("U16", (None,)),
-        "path.counts": ("U32", (None,)),
-    }
-    for name, (dtype, shape) in expected.items():
-        entry = header.get(name)
-        fits = entry is not None and entry.dtype == dtype and len(entry.shape) == len(shape)
-        if entry is None or not fits or any(w not in (None, n) for w, n in zip(shape, entry.shape, strict=True)):
-            raise ManifestInvalid(f"{place}: no tensor `{name}` of type and shape {dtype} {shape}", _COMPILE_AGAIN)
-    for name, most in (("path.keys", MAX_PATH_KEYS), ("path.experts", MAX_PATH_SUCCESSORS)):
-        rows = header[name].shape[0]
-        if rows > most:
-            raise ManifestInvalid(f"{place}: `{name}` has {rows} rows, more than the limit of {most}", _COMPILE_AGAIN)
-
-
-def _read_tables(bundle: Bundle, has_paths: bool) -> Tables:
-    _check_tables(bundle)
-    header, layers = bundle.headers[TABLES_NAME], bundle.manifest.model.layers
-
-    def read(name: str) -> np.ndarray:
-        entry = header[name]
-        return bundle.read_tensor_bytes(TABLES_NAME, entry).view(_DTYPES[entry.dtype]).reshape(entry.shape)
-
-    popularity = read("popularity")
-    if not has_paths:
-        return Tables(popularity)
-    experts = popularity.shape[1]
-    keys = _packed_keys(read("path.keys"), len(layers), experts)
-    if keys is not None:
-        others = (read(name) for name in ("path.offsets", "path.experts", "path.counts"))
-        paths = PathTables(read("transitions"), keys, *others)
-        if _is_consistent(paths, experts):
-            return Tables(popularity, paths)
-    place = bundle.path / TABLES_NAME
-    raise ManifestInvalid(f"`{place}`: the path dictionary contradicts itself or the model", _COMPILE_AGAIN)
-
-
-def _packed_keys(rows: np.ndarray, layers: int, experts: int) -> np.ndarray | None:
-    """Pack rows (layer, expert, expert), int32 [N, 3], into keys, int64 [N]. Returns None if one is out of range."""
-    if len(rows) and (rows.min() < 0 or rows[:, 0].max() >= layers or rows[:, 1:].max() >= experts):
-        return None
-    keys = rows[:, 0].astype(np.int64)
-    for column in (1, 2):
-        keys *= experts
-        keys += rows[:, column]
-    return keys
-
-
-def _is_consistent(paths: PathTables, experts: int) -> bool:
-    """Return whether keys increase strictly, offsets match them, and successors are experts."""
-    offsets = paths.offsets
-    return (
-        len(offsets) == len(paths.keys) + 1
-        and offsets[0] == 0
-        and bool(np.all(offsets[1:] >= offsets[:-1]))
-        and offsets[-1] == len(paths.experts) == len(paths.counts)
-        and (len(paths.experts) == 0 or int(paths.experts.max()) < experts)
-        and bool(np.all(paths.keys[1:] > paths.keys[:-1]))
-    )
-
-
 def verify_bundle(bundle: Bundle, progress: Callable[[int, int], None] | None = None) -> None:
     """Check the SHA-256 of every file and the checksum of every weight, in one read of each file.
 
@@ -361,10 +248,10 @@ def verify_bundle(bundle: Bundle, progress: Callable[[int, int], None] | None = 
 
     for entry in bundle.manifest.files:
         path, own = bundle.path / entry.name, sorted(parts[entry.name])
-        found, checksums = _digests(bundle.files[entry.name], own, report)
+        sha256, checksums = _digests(bundle.files[entry.name], own, report)
         wrong = [part.name for part, checksum in zip(own, checksums, strict=True) if checksum != part.xxh3]
         place = f"`{path}`, {wrong[0]}," if wrong else f"`{path}`"
-        if found != entry.sha256:
+        if sha256 != entry.sha256:
             raise ChecksumMismatch(f"{place} differs from its digest", "copy the bundle again")
         if wrong:
             raise ChecksumMismatch(f"{place} differs from its checksum", _COMPILE_AGAIN)

@@ -13,8 +13,9 @@ from moec.manifests.bundle import TABLES_NAME, BundleManifest
 
 from .. import kernels
 from ..accelerator import open_accelerator
-from ..bundle.opening import Bundle, Tables, verify_files
+from ..bundle.opening import Bundle, verify_files
 from ..expert_cache.bound_experts import bind_experts
+from ..expert_cache.cache_spec import CacheSpec
 from ..expert_cache.eviction import ExpertRecords, bundle_records, policy_score, warm_order
 from ..expert_cache.interface import StreamingCache
 from ..expert_cache.native_cache import open_cache
@@ -36,6 +37,7 @@ from ..text.tokenizer import BundleTokenizer
 if TYPE_CHECKING:
     from ..accelerator.cooperative import CooperativeExperts
     from ..accelerator.opening import OpenedAccelerator
+    from ..bundle.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ class ExpertSizes:
     def reads_ahead(self) -> bool:
         """Whether some experts have to be read while tokens are decoded."""
         return int(self.sizes[: self.count].sum()) > self.decision_bytes
+
+    def cache_spec(self, capacity_bytes: int, records: ExpertRecords) -> CacheSpec:
+        """Return a cache of these experts. Experts read ahead leave room for those that one token needs in a layer."""
+        return CacheSpec(self.sizes, capacity_bytes, records, capacity_bytes - self.minimum_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +114,7 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
         with storage.made_ready(is_wanted=options.cache_state == "warm"):  # a warm start fills all of it
             dense = load_dense(bundle, options.verify)
             bound = bind_experts(bundle, manifest.stored_experts, storage, dense)
-            pin_limit_bytes = memory.cache_bytes - experts.minimum_bytes
-            cache = open_cache(storage, bound, experts.sizes, memory.cache_bytes, records, options, pin_limit_bytes)
+            cache = open_cache(storage, bound, experts.cache_spec(memory.cache_bytes, records), options)
             on_failure.callback(cache.close)
             kv = KVCache(manifest.model, options.slots, memory.context, options.kv)
             model = Model(bundle, dense, bound.experts, cache, memory.context)
@@ -199,8 +204,7 @@ def _open_modes(
     if options.modes.reads_cache:
         on_device = () if accelerator is None else accelerator.placement.resident
         score = policy_score(options.policy, options.policy_weights)
-        pin_limit_bytes = experts.decision_bytes - experts.minimum_bytes
-        logical = LogicalCache(experts.sizes, experts.decision_bytes, records, score, pin_limit_bytes, warm, on_device)
+        logical = LogicalCache(experts.cache_spec(experts.decision_bytes, records), score, warm, on_device)
         model.advisor.holds = logical.holds  # advice must not depend on when a read ends either
     versions = Versions(model.first_expert, low_version_indices(manifest))
     return LossyDecoder(options.modes, model, versions, logical)

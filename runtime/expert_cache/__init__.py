@@ -1,1 +1,1 @@
-"""Which experts are in memory, and which one makes room for the next."""
+"""Keep experts in memory, and choose the ones to evict."""

@@ -1,4 +1,4 @@
-"""Experts as the kernels take them, over the bytes that storage holds."""
+"""Experts in the form of the kernels, over the bytes in storage."""
 
 from __future__ import annotations
 
@@ -20,13 +20,20 @@ _NO_GATE = -1
 
 @dataclass(frozen=True, slots=True)
 class BoundExperts:
-    """experts: kernels.Expert per manifest entry, None if left out. parts: where gate, up and down lie in its bytes."""
+    """Experts with their kernels.
+
+    experts: kernels.Expert of each manifest entry; None for one that is left out.
+    parts: start and end of gate, up and down in the bytes of each expert; None without a gate.
+    """
 
     experts: list[Any]
     parts: list[list[tuple[int, int] | None]]
 
     def native(self, index: int) -> tuple[Any, int, int, int]:
-        """What the extension knows of an expert, None if left out, and where gate (-1: none), up and down begin."""
+        """Return an expert for the extension, None if it is left out, and the offsets of gate, up and down.
+
+        The offset of the gate is -1 without a gate.
+        """
         if self.experts[index] is None:
             return None, _NO_GATE, 0, 0
         gate, up, down = (_NO_GATE if part is None else part[0] for part in self.parts[index])
@@ -36,9 +43,10 @@ class BoundExperts:
 def bind_experts(
     bundle: Bundle, entries: Sequence[ExpertEntry], storage: ExpertStorage, dense: dict[str, Any]
 ) -> BoundExperts:
-    """Kernels over the bytes of every manifest entry. Touches no page.
+    """Return kernels over the bytes of every manifest entry. Touches no page.
 
-    They follow to the places that storage gives them from now on: computing with one that is not there reads another.
+    The kernels follow each expert to its place in storage. An expert that is absent must not be computed, because its
+    place may hold another expert.
     """
     model, bound, parts = bundle.manifest.model, list[Any](), list[list[tuple[int, int] | None]]()
     for index, entry in enumerate(entries):
@@ -71,6 +79,6 @@ def bind_experts(
 
 
 def _expert_biases(dense: dict[str, Any], layer: int, expert: int, count: int) -> list[np.ndarray]:
-    """Of gate, up and down: the expert's part of what the layer holds one after the other."""
+    """Return the biases of gate, up and down of one expert. A layer stores those of all experts in a row."""
     whole = [dense[f"layers.{layer}.experts_{projection}_bias"] for projection in PROJECTIONS]
     return [part.reshape(count, -1)[expert] for part in whole]

@@ -1,4 +1,4 @@
-"""What an expert cache counts."""
+"""Counts of an expert cache."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class CacheStats:
-    """Counts since the last reset. A lookup is one expert asked for by one layer of one pass.
+    """Counts since the cache was opened. A lookup is one expert requested by one layer of one pass.
 
-    late_hits: misses whose read a prefetch had already begun (they count as misses). rereads: reads of an expert that
-    had been in memory before. prefetch_used: prefetched experts that a layer asked for before they were evicted.
-    busy_ns: time in which at least one read was under way. Reads of the warm start count there and in warm_reads.
+    hits: lookups of experts that were in memory.
+    misses: the other lookups.
+    late_hits: misses whose read a prefetch had already begun.
+
+    evictions: experts taken out of memory.
+    reads, bytes_read: reads that a layer or a prefetch requested, and their bytes.
+    rereads: those of experts that had been in memory before.
+
+    prefetch_reads: experts read ahead.
+    prefetch_used: those that a layer requested before they were evicted.
+    prefetch_hits: those that were in memory by then.
+
+    stall_ns: time in which a layer waited for reads.
+    busy_ns: time in which a read was under way, the warm start included.
+    warm_reads: reads of the warm start.
     """
 
     lookups: int = 0
@@ -30,7 +42,7 @@ class CacheStats:
     busy_ns: int = 0
 
     def add_read(self, size_bytes: int, is_reread: bool, is_ahead: bool) -> None:
-        """Count one read that a layer or a prediction asked for."""
+        """Count one read that a layer or a prefetch requested."""
         self.reads += 1
         self.bytes_read += size_bytes
         self.rereads += is_reread
@@ -38,7 +50,7 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Hits per lookup; 1 where nothing was looked up."""
+        """Hits per lookup; 1 without lookups."""
         return self.hits / self.lookups if self.lookups else 1.0
 
     @property
@@ -47,18 +59,18 @@ class CacheStats:
         return self.prefetch_used / self.prefetch_reads if self.prefetch_reads else None
 
     def counts(self) -> dict[str, int]:
-        """What the cache did, without times and the warm start: all that a replay can tell. For `--json`."""
+        """Return the counts that a replay can give, for `--json`: all but times and the warm start."""
         names = ("lookups", "hits", "misses", "late_hits", "rereads", "evictions", "bytes_read")
         return {name: getattr(self, name) for name in (*names, "prefetch_reads", "prefetch_used")}
 
     def copy(self) -> CacheStats:
-        """A snapshot."""
+        """Return a snapshot."""
         return CacheStats(*(getattr(self, field.name) for field in fields(self)))
 
     def since(self, earlier: CacheStats) -> CacheStats:
-        """Difference of two snapshots."""
+        """Return the difference of two snapshots."""
         return CacheStats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
     def plus(self, other: CacheStats) -> CacheStats:
-        """Sum of two counts."""
+        """Return the sum of two counts."""
         return CacheStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

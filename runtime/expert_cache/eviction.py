@@ -1,6 +1,6 @@
-"""Eviction policies: pure functions from what is known of the experts to a keep-score; the lowest goes first.
+"""Eviction policies: pure functions from the records of the experts to a score. The lowest score is evicted first.
 
-Index i counts the experts of the manifest in order. Ties fall to the least recently used.
+Index i is the i-th expert of the manifest. On ties the least recently used expert is evicted first.
 """
 
 from __future__ import annotations
@@ -16,28 +16,44 @@ from ..options.runtime import EvictionWeights, Policy, parse_weights
 if TYPE_CHECKING:
     from moec.manifests.bundle import ExpertEntry
 
-    from ..bundle.opening import Bundle, Tables
+    from ..bundle.opening import Bundle
+    from ..bundle.tables import Tables
 
-# After so many tokens a use counts half. Misses on 600 tokens of the yardstick, 50 % of the experts: 8 tokens 22,905,
-# 32 20,920, 64 20,700, 128 20,739; LRU 26,132, LFU 20,842
-# (docs/experiments/2026-11-21-eviction-half-life.md).
+# After this many tokens a use counts half. Misses of the benchmark model on 600 tokens, 50 % of the experts in memory
+# (docs/experiments/2026-11-21-eviction-half-life.md):
+# - half-life of 8 tokens: 22,905
+# - 32 tokens: 20,920
+# - 64 tokens: 20,700
+# - 128 tokens: 20,739
+# - LRU: 26,132
+# - LFU: 20,842
 HALF_LIFE_TOKENS = 64
-# Of `hobbit` where nothing was fitted: those of the example at 75 % of its experts. On held-out texts they read .997,
-# .983, .967 and .939 of the best of LRU, LFU and EdgeMoE at 10, 25, 50 and 75 %
-# (docs/experiments/2026-11-21-hobbit-eviction-on-the-example.md).
+# Weights of `hobbit` without a fit: those fitted to the example with 75 % of its experts in memory. Bytes read on
+# held-out texts, as a share of the best of LRU, LFU and EdgeMoE
+# (docs/experiments/2026-11-21-hobbit-eviction-on-the-example.md):
+# - 10 % of the experts in memory: 0.997
+# - 25 %: 0.983
+# - 50 %: 0.967
+# - 75 %: 0.939
 DEFAULT_WEIGHTS = EvictionWeights(lru=0.0625, lfu=0.75, lhu=0.0, fld=0.1875)
 
 
 @dataclass(slots=True)
 class ExpertRecords:
-    """Per expert: layer int32, calibration frequency float64 (share of its layer's tokens), last use, uses, heat.
+    """Uses of each expert of a cache. An acquisition is one request of a layer.
 
-    Arrays are [N]; last_used, int64, counts acquisitions of the cache, 0 is never; uses, int64. heat, float64: to the
-    base 2 the logarithm of the uses so far, each worth twice one that came HALF_LIFE_TOKENS before it; it starts with
-    what calibration saw.
-    encoder_layers: so many of the layers, the first, are an encoder's.
-    expert: int [N], the index of the high version of each; None where experts have one version.
-    clock: acquisitions so far. What counts within a sequence counts from the last `begin_sequence`.
+    layer: layer of each expert, int32 [N].
+    frequency: share of its layer's tokens that chose it in calibration, float64 [N].
+
+    last_used: acquisition that used it last, int64 [N]; 0 for never.
+    uses: number of uses, int64 [N].
+    heat: logarithm to base 2 of its weighted uses, float64 [N]. A use weighs twice as much as one that came
+        HALF_LIFE_TOKENS earlier. The first value comes from calibration.
+
+    num_layers: number of layers.
+    encoder_layers: number of layers of an encoder. They are the first ones.
+    expert: index of the high version of each expert, int [N]; None if experts have one version.
+    clock: acquisitions so far. Per-sequence counts start at the last `begin_sequence`.
     """
 
     layer: np.ndarray
@@ -59,7 +75,7 @@ class ExpertRecords:
         self._nearness = 1 - (self._distance(layers, layers[:, None]) - 1) / self.decoder_layers
 
     def use(self, indices: Sequence[int], clock: int) -> None:
-        """Count one use of each at this acquisition of the cache."""
+        """Count one use of each expert. clock: number of this acquisition."""
         which = np.array(indices, np.intp)
         self.heat[which] = np.logaddexp2(self.heat[which], clock / self.half_life)
         self.last_used[which] = clock
@@ -67,7 +83,7 @@ class ExpertRecords:
         self.clock = clock
 
     def begin_sequence(self) -> None:
-        """Count passes and uses of a sequence from here."""
+        """Restart the counts of passes and uses of a sequence."""
         self._sequence_start = self.clock
         np.copyto(self._uses_before, self.uses)
 
@@ -83,16 +99,16 @@ class ExpertRecords:
 
     @property
     def _first_pass(self) -> int:
-        """The first acquisition of the decoder in the sequence, behind one pass of an encoder."""
+        """Number of the decoder's first acquisition in the sequence, after one pass of an encoder."""
         return self._sequence_start + self.encoder_layers + 1
 
     def last_passes(self) -> np.ndarray:
-        """The pass of the decoder in the sequence, from 1, that used each expert last; int64 [N], 0 where none did."""
+        """Return the decoder pass of the sequence that used each expert last, int64 [N]. Counted from 1; 0: none."""
         last: np.ndarray = np.maximum(self.last_used - self._first_pass, -1) // self.decoder_layers + 1
         return last
 
     def sequence_uses(self) -> np.ndarray:
-        """Uses of each expert in the sequence, in any version, int64 [N]."""
+        """Return the uses of each expert in the sequence, in any version, int64 [N]."""
         since: np.ndarray = self.uses - self._uses_before
         if self.expert is None:
             return since
@@ -101,23 +117,25 @@ class ExpertRecords:
         return np.asarray(pooled[self.expert])
 
     def high_precision_uses(self) -> np.ndarray:
-        """Uses of each expert in the sequence at its high precision, int64 [N]: all, where it has one version."""
+        """Return the uses of each expert's high version in the sequence, int64 [N]."""
         since: np.ndarray = self.uses - self._uses_before
         return since if self.expert is None else np.asarray(since[self.expert])
 
     @property
     def half_life(self) -> int:
-        """In acquisitions: one per layer and token."""
+        """Half-life of a use, in acquisitions. A token has one acquisition per layer."""
         return HALF_LIFE_TOKENS * self.num_layers
 
     def unused(self) -> ExpertRecords:
-        """The same experts before the first use."""
+        """Return records of these experts without uses."""
         return _unused(self.layer, self.frequency, self.num_layers, self.encoder_layers, self.expert)
 
     def turn(self, running_layer: int) -> np.ndarray:
-        """What goes first whatever the policy, int [N]: 0 an encoder's layer that is over, of no use before the next
-        prompt; 1 one that is still to come, which can be read ahead in order; 2 the decoder's, which every token needs.
+        """Return the group of each expert, int [N]. A lower group is evicted first, under any policy.
 
+        0: a finished layer of an encoder. It is not needed before the next prompt.
+        1: a later layer of an encoder. It can be read ahead in order.
+        2: a layer of the decoder. Every token needs it.
         Source: EdgeMoE, expert buffer management: the encoder's experts go first
         (docs/experiments/2026-11-21-eviction-with-an-encoder.md).
         """
@@ -125,20 +143,20 @@ class ExpertRecords:
         return np.where(self.layer < self.encoder_layers, np.where(is_ahead, 1, 0), 2)
 
     def layer_nearness(self, running_layer: int) -> np.ndarray:
-        """1 - (d - 1)/L for every layer, d its `layer_distance`: 1 for the next one, 1/L for the running one."""
+        """Return 1 - (d - 1)/L of each layer, d its `layer_distance`: 1 for the next layer, 1/L for the running one."""
         nearness: np.ndarray = self._nearness[running_layer]
         return nearness
 
     def layer_distance(self, running_layer: int) -> np.ndarray:
-        """How many MoE layers ahead each expert's layer runs next: 1 for the next layer, L for the running one.
+        """Return the distance of each expert's layer, in layers that run: 1 for the next layer, L for the running one.
 
-        d = ((l - I - 1) mod L) + 1, L without the encoder's. Source: EdgeMoE, expert buffer management; the printed
-        modulus is the other way round and contradicts the text around it.
+        d = ((l - I - 1) mod L) + 1, where L does not count layers of an encoder.
+        Source: EdgeMoE, expert buffer management. The printed modulus is reversed and contradicts the text around it.
         """
         return self._distance(self.layer, np.int64(running_layer))
 
     def _distance(self, layer: np.ndarray, running: np.ndarray | np.int64) -> np.ndarray:
-        # Behind any layer of an encoder comes the decoder's first.
+        # After any layer of an encoder the next one that counts is the decoder's first.
         distance: np.ndarray = (layer - np.maximum(running, self.encoder_layers - 1) - 1) % self.decoder_layers + 1
         return distance
 
@@ -150,10 +168,11 @@ def expert_records(
     encoder_layers: int = 0,
     expert: np.ndarray | None = None,
 ) -> ExpertRecords:
-    """Records of experts that nothing has used yet. layer: int [N]; popularity: counts [N] over the same experts.
+    """Return records of experts without uses.
 
-    expert: int [N], the high version of each, where some have two. A layer whose counts are all zero gives frequency 0
-    to all of its experts.
+    layer: layer of each expert, int [N].
+    popularity: tokens that chose it in calibration, [N]. If all counts of a layer are 0, its frequencies are 0.
+    expert: index of the high version of each, int [N]; None if experts have one version.
     """
     counted = popularity if expert is None else np.where(expert == np.arange(len(expert)), popularity, 0)
     totals = np.maximum(np.bincount(layer, weights=counted, minlength=num_layers), 1)
@@ -163,16 +182,22 @@ def expert_records(
 def _unused(
     layer: np.ndarray, frequency: np.ndarray, num_layers: int, encoder_layers: int, expert: np.ndarray | None
 ) -> ExpertRecords:
-    """Heat as if each of the last HALF_LIFE_TOKENS tokens had used one expert of a layer, as calibration saw it."""
+    """Return records without uses.
+
+    The heat is that of HALF_LIFE_TOKENS tokens which used one expert per layer with the frequencies of calibration.
+    """
     zeros = np.zeros(len(layer), np.int64)
-    with np.errstate(divide="ignore"):  # never seen: the first to go
+    with np.errstate(divide="ignore"):  # an expert of frequency 0 is evicted first
         heat = np.log2(frequency * HALF_LIFE_TOKENS)
     return ExpertRecords(layer, frequency, zeros, zeros.copy(), heat, num_layers, encoder_layers, expert)
 
 
 def warm_order(records: ExpertRecords) -> np.ndarray:
-    """Expert indices in the order of the initial fill: what calibration saw most often first; before that an encoder,
-    layer by layer, as it runs. Source: EdgeMoE.
+    """Return the experts in the order of the warm start.
+
+    Layers of an encoder come first, in the order in which they run. Within a layer of an encoder, and within the whole
+    decoder, the expert with the largest calibration frequency comes first.
+    Source: EdgeMoE.
     """
     encoder = np.minimum(records.layer, records.encoder_layers)
     return np.lexsort((np.arange(len(records.layer)), -records.frequency, encoder))
@@ -182,23 +207,26 @@ PolicyScore = Callable[[ExpertRecords, int], np.ndarray]
 
 
 def edgemoe_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
-    """f[l, e] / d(l): rarely used and far away goes first. Source: EdgeMoE, expert buffer management."""
+    """f[l, e] / d(l): a rarely used expert of a distant layer is evicted first.
+
+    Source: EdgeMoE, expert buffer management.
+    """
     score: np.ndarray = records.frequency / records.layer_distance(running_layer)
     return score
 
 
 def lru_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
-    """Least recently used goes first."""
+    """The least recently used expert is evicted first."""
     return records.last_used.astype(np.float64)
 
 
 def lfu_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
-    """Least often used in this process goes first."""
+    """The expert with the fewest uses in this process is evicted first."""
     return records.uses.astype(np.float64)
 
 
 def lrfu_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
-    """Least recently and frequently used: the heat, which ranks experts at any later time as it does now.
+    """Least recently and frequently used: the heat. The ranking by heat does not change with time.
 
     Source: Lee et al., LRFU: A Spectrum of Policies that Subsumes the LRU and LFU Policies, section 3.
     """
@@ -209,10 +237,14 @@ def lrfu_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
 class MultidimensionalScore:
     """w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - (d - 1)/L), all within the sequence.
 
-    T: passes so far (tokens, in decoding); R: the pass that used this version last; F, H: uses of the expert, and those
-    at high precision, which are the same where experts have one version, so that LHU then adds to LFU; d: how many MoE
-    layers ahead its layer runs. as_printed: (l - I) mod L in place of d - 1. That protects the idle experts of the
-    running layer best, though they run last, and is kept for comparison.
+    T: passes so far; in decoding, tokens.
+    R: the pass that used this version last.
+    F: uses of the expert in any version.
+    H: uses of its high version. It equals F if experts have one version. Then w_lhu adds to w_lfu.
+    d: distance of its layer, `layer_distance`.
+
+    as_printed: use (l - I) mod L instead of d - 1, for comparison. This protects unused experts of the running layer
+        most, although they run last.
     Source: HOBBIT, sequence-level multidimensional cache management.
     """
 
@@ -225,7 +257,7 @@ class MultidimensionalScore:
         score += weights.lfu / passes * records.sequence_uses()
         if weights.lhu:
             score += weights.lhu / passes * records.high_precision_uses()
-        # As printed, distances are those that the layer before sees.
+        # The printed form has the distances of the layer before.
         nearness = records.layer_nearness((running_layer - self.as_printed) % records.num_layers)
         score += (weights.fld * nearness)[records.layer]
         return score
@@ -242,7 +274,11 @@ SCORES: dict[Policy, PolicyScore] = {
 
 
 def policy_score(policy: str, weights: str | None = None) -> PolicyScore:
-    """The score of a policy; weights: of the weighted ones, where they are not the default. Raises OptionError."""
+    """Return the score of a policy.
+
+    weights: weights of HOBBIT's score as text; None for the default.
+    Raises OptionError.
+    """
     if weights is None:
         return SCORES[cast(Policy, policy)]
     return MultidimensionalScore(parse_weights(weights), as_printed=policy == "hobbit-printed")
@@ -251,13 +287,15 @@ def policy_score(policy: str, weights: str | None = None) -> PolicyScore:
 def eviction_order(
     records: ExpertRecords, score: PolicyScore, running_layer: int, candidates: np.ndarray, count: int | None = None
 ) -> np.ndarray:
-    """Candidates (int indices), first to evict first; ties by least recent use, then by index. count: only so many.
+    """Return candidates in the order of eviction. Ties are broken by least recent use, then by index.
 
-    An encoder's turn comes before every score (ExpertRecords.turn).
+    Groups of ExpertRecords.turn come before every score.
+    candidates: int [C].
+    count: number of candidates to return; None: all.
     """
     scores = score(records, running_layer)[candidates]
     if count is not None and count < len(candidates) and not records.encoder_layers:
-        # A read needs one or two of some hundreds: these few are ordered, the rest is not.
+        # A read evicts one or two of some hundred candidates, so only these few are sorted.
         is_low = scores <= np.partition(scores, count)[count]
         candidates, scores = candidates[is_low], scores[is_low]
     keys = [candidates, records.last_used[candidates], scores]
@@ -267,9 +305,9 @@ def eviction_order(
 
 
 def bundle_records(bundle: Bundle, tables: Tables, entries: Sequence[ExpertEntry]) -> ExpertRecords:
-    """What is known of stored experts before the first token: their layers and how often calibration saw them.
+    """Return records of stored experts before the first token: their layers and calibration frequencies.
 
-    A low version counts as often as the expert.
+    A low version has the frequency of its expert.
     """
     layer = np.array([entry.layer for entry in entries], np.int32)
     popularity = np.array([tables.popularity[entry.layer, entry.expert] for entry in entries], np.float64)

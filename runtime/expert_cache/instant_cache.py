@@ -1,4 +1,4 @@
-"""InstantCache: a cache whose reads take no time, for decisions that must not depend on when a read ends."""
+"""InstantCache: a cache whose reads take no time, for decisions that must not depend on the end of a read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .simulated_cache import SimulatedCache
 
 
 class InstantCache(SimulatedCache):
-    """A SimulatedCache that is served like any other, each queued read ending at once."""
+    """A SimulatedCache with the loop of a real cache, in which each queued read ends at once."""
 
     remedy = "raise `--memory` or `--expert-cache`"
-    """What to do about an expert that is larger than the cache."""
+    """Hint for an expert that is larger than the cache."""
 
     def request(
         self,
@@ -22,28 +22,28 @@ class InstantCache(SimulatedCache):
         experts: Sequence[int],
         advice: Sequence[int] = (),
         next_use: np.ndarray | None = None,
-        together: bool = True,
+        all_at_once: bool = True,
     ) -> None:
         """Serve one layer of one pass.
 
         advice: experts to read ahead, likeliest first.
-        next_use: position of the next access of each expert, int64 [len(experts)], where the policy is the optimum.
-        together: whether all experts that are resident are computed at once, as those of a single token are.
+        next_use: position of the next access of each expert, int64 [len(experts)]. Only the optimum needs it.
+        all_at_once: whether all resident experts are computed at once, as those of a single token are.
         Raises MemoryBudgetExceeded if an expert does not fit.
         """
         hits, misses = self.ask(layer, experts, next_use)
         self.issue(misses)
         self.end_reads()
-        for _ in serve_layer(self, hits, misses, lambda: advice, together):
-            pass  # computing takes no time either
+        for _ in serve_layer(self, hits, misses, lambda: advice, all_at_once):
+            pass  # computing takes no time
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Read experts ahead, likeliest first, as far as room and the pin limit go. Replaces older advice."""
+        """Read experts ahead, likeliest first, as far as free memory and the pin limit allow. Replaces older advice."""
         self.advise(indices)
         self.end_reads()
 
-    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
-        """Return the first remaining expert that is resident; if `together`, all that are.
+    def wait_for_some(self, remaining: list[int], all_at_once: bool) -> list[int]:
+        """Return the first remaining expert that is resident; if `all_at_once`, all that are.
 
         Raises MemoryBudgetExceeded if there is none, because no read could begin.
         """
@@ -52,7 +52,7 @@ class InstantCache(SimulatedCache):
         ready = self.ready(remaining)
         if not ready:
             raise self.does_not_fit(remaining[0], self.remedy)
-        return ready if together else ready[:1]
+        return ready if all_at_once else ready[:1]
 
     def end_reads(self) -> None:
         """End every queued read."""

@@ -1,9 +1,10 @@
-"""StreamingCache: what the model asks of a cache of experts, whoever does the reading.
+"""StreamingCache: the interface of an expert cache to the model.
 
-`stream(keys)` yields experts ready to compute, hits first, misses as they arrive; an expert is leased while the
-caller holds it and is never evicted then. `prefetch(keys)` is advice: it may read, it never changes a result.
-`warm(keys)` fills free capacity behind everything else. A few reader threads serve all three in this order; advice that
-has gone stale is dropped unread.
+`stream` yields experts that are ready to compute: hits first, then misses as they arrive. An expert is leased while the
+caller holds it. A leased expert is never evicted.
+`prefetch` is advice. It may start reads, and it never changes a result. Newer advice replaces older advice.
+`warm` fills free capacity.
+Reader threads serve `stream` first, then `prefetch`, then `warm`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class StreamingCache(ABC):
     """Residency of all routed experts of one bundle.
 
     Invariant: bytes of queued, loading and resident experts never exceed the capacity.
-    sizes: padded bytes per expert, int64 [N]. state: int8 [N]. prefetches: int64 [2, N], as in Residency.
+
+    sizes: padded bytes per expert, int64 [N].
+    state: state of each expert, int8 [N].
+    prefetches: reads ahead of each expert, and those requested in time, int64 [2, N].
     """
 
     prefetches: np.ndarray
@@ -38,29 +42,29 @@ class StreamingCache(ABC):
     @property
     @abstractmethod
     def stats(self) -> CacheStats:
-        """Counts so far."""
+        """Counts since the cache was opened."""
 
     @property
     @abstractmethod
     def capacity_bytes(self) -> int:
-        """What queued, loading and resident experts may take together."""
+        """Bytes that queued, loading and resident experts may take in all."""
 
     @property
     @abstractmethod
     def used_bytes(self) -> int:
-        """What they take now."""
+        """Bytes that queued, loading and resident experts take now."""
 
     def holds(self, index: int) -> bool:
-        """Whether an expert is in memory or on its way; advice that has not begun may yet be dropped."""
+        """Return whether an expert is in memory or being read. A queued read does not count: it may be dropped."""
         return bool(self._state[index] in (LOADING, RESIDENT))
 
     def has(self, index: int) -> bool:
-        """Whether an expert is in memory now."""
+        """Return whether an expert is in memory now."""
         return bool(self._state[index] == RESIDENT)
 
     @abstractmethod
     def resident(self) -> np.ndarray:
-        """Indices now in memory."""
+        """Return the experts that are in memory now, ascending, int64."""
 
     @abstractmethod
     def leased(self) -> np.ndarray:
@@ -76,45 +80,47 @@ class StreamingCache(ABC):
         layer: int,
         indices: Sequence[int],
         look_ahead: Callable[[], Sequence[int]] = lambda: (),
-        together: bool = False,
+        all_at_once: bool = False,
     ) -> Generator[list[int], None, None]:
-        """Yield each index once, when it is resident; it stays leased until the next ones are asked for.
+        """Yield each expert of a layer once, when it is resident. It stays leased until the next ones are requested.
 
-        together: all that are resident at once come in one list, else each in its own.
-        look_ahead: experts likely to be needed next, likeliest first; asked once this layer's reads are under way, and
-        behind its first hits if there are any, because what it names waits for those reads.
+        look_ahead: returns the experts likely to be needed next, likeliest first. `serve_layer` says when it is called.
+        all_at_once: yield all resident experts in one list, else one at a time.
         Raises StorageReadFailed or ChecksumMismatch from the reader, MemoryBudgetExceeded if an expert cannot fit,
         ExecutionError after `close`.
         """
         self._require_process()
         # Reads start before the hits compute, so that the two overlap.
         hits, misses = self._begin(layer, indices)
-        yield from serve_layer(self, hits, misses, look_ahead, together)
+        yield from serve_layer(self, hits, misses, look_ahead, all_at_once)
 
     @abstractmethod
     def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
-        """A layer asks: what is there, leased, and what is not, its reads queued as far as there is room."""
+        """Request the experts of a layer. Returns hits and misses.
+
+        Hits are leased. Reads of misses are queued as far as they fit.
+        """
 
     @abstractmethod
-    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
-        """Block until one of the remaining experts is resident, and return it, or with `together` all that are.
+    def wait_for_some(self, remaining: list[int], all_at_once: bool) -> list[int]:
+        """Return the first remaining expert that is resident; if `all_at_once`, all that are. Block until there is one.
 
-        Reads that had no room are started as room appears.
+        Reads that did not fit are started as memory becomes free.
         """
 
     @abstractmethod
     def unlease(self, indices: Sequence[int]) -> None:
-        """These have been computed, or will not be."""
+        """Release experts that have been computed, or will not be."""
 
     @abstractmethod
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Read these experts ahead, likeliest first, as far as room and the pin limit go. Replaces older advice."""
+        """Read experts ahead, likeliest first, as far as free memory and the pin limit allow. Replaces older advice."""
 
     @abstractmethod
     def warm(self, indices: Sequence[int]) -> None:
-        """Fill free capacity, first index first, while nothing more urgent is to be read; evicts nothing.
+        """Fill free capacity in the given order, while there is no more urgent read. Evicts nothing.
 
-        An expert that cannot be read is left out: who asks for it is told why.
+        An expert that cannot be read is left out. A later `stream` of this expert raises the error.
         """
 
     @abstractmethod
@@ -123,9 +129,10 @@ class StreamingCache(ABC):
 
     @abstractmethod
     def resize(self, capacity_bytes: int) -> None:
-        """Change the capacity between passes: what no longer fits is evicted and its memory given back.
+        """Change the capacity between passes. Experts that no longer fit are evicted, and their memory is freed.
 
-        Blocks while reads that are under way stand in the way; capacity_bytes must hold a token's experts of a layer.
+        Blocks until reads have ended whose experts no longer fit.
+        capacity_bytes: must hold the experts that one token needs in a layer.
         Raises ExecutionError in a forked process.
         """
 
@@ -135,11 +142,14 @@ class StreamingCache(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the readers; a forked process has none."""
+        """Stop the readers. A forked process has none."""
 
     @property
     def _is_forked(self) -> bool:
-        """Then the reader threads, and perhaps a lock, stayed behind."""
+        """True if this process was forked after the cache was opened.
+
+        Then it has no reader threads, and a lock may be held forever.
+        """
         return os.getpid() != self._process
 
     def _require_process(self) -> None:

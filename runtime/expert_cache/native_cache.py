@@ -1,8 +1,8 @@
 """NativeCache: the expert cache whose decisions, reads and waits are in the C++ extension.
 
-It decides as ExpertCache does, call by call. Between two reads no Python runs, so that storage does not wait for the
-interpreter. Python reads what has no place of its size to take or failed. It compares what is new, or comes from a file
-that has changed, with its checksum.
+It decides as ExpertCache does, call by call. No Python runs between two reads, so storage does not wait for the
+interpreter. Python reads an expert if there is no free place of its size, or if its read failed.
+Python compares an expert with its checksum if it is new or its file has changed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from ..storage.read_runs import MAX_RUN_BYTES
 from ..storage.read_storage import ReadStorage
 from ..storage.readers import ReaderThreads
 from .bound_experts import BoundExperts
+from .cache_spec import CacheSpec
 from .counts import CacheStats
-from .eviction import ExpertRecords, policy_score
+from .eviction import policy_score
 from .interface import StreamingCache
 from .python_cache import ExpertCache
 from .residency import RESIDENT
@@ -37,18 +38,15 @@ NATIVE_POLICIES: tuple[Policy, ...] = ("lrfu", "lru", "lfu")
 def open_cache(
     storage: ExpertStorage,
     experts: BoundExperts,
-    sizes: np.ndarray,
-    capacity_bytes: int,
-    records: ExpertRecords,
+    spec: CacheSpec,
     options: RuntimeOptions,
-    pin_limit_bytes: int,
 ) -> StreamingCache:
-    """A NativeCache where it can be one, else an ExpertCache, which decides alike. Sizes and limits as in both."""
-    if why_not_native(options, bool(records.encoder_layers)) is None and isinstance(storage, ReadStorage):
-        limits = (sizes, capacity_bytes, records, options.policy, pin_limit_bytes, options.readers)
-        return NativeCache(storage, experts, *limits)
+    """Return a NativeCache if a run can have one, else an ExpertCache. Both make the same decisions."""
+    has_encoder = bool(spec.records.encoder_layers)
+    if why_not_native(options, has_encoder) is None and isinstance(storage, ReadStorage):
+        return NativeCache(storage, experts, spec, options.policy, options.readers)
     score = policy_score(options.policy, options.policy_weights)
-    return ExpertCache(storage, sizes, capacity_bytes, records, score, pin_limit_bytes, options.readers)
+    return ExpertCache(storage, spec, score, options.readers)
 
 
 def why_not_native(options: RuntimeOptions, has_encoder: bool) -> str | None:
@@ -65,24 +63,24 @@ def why_not_native(options: RuntimeOptions, has_encoder: bool) -> str | None:
 
 
 class NativeCache(StreamingCache):
-    """As ExpertCache, for policies of NATIVE_POLICIES and models without an encoder.
+    """ExpertCache in C++, for policies of NATIVE_POLICIES and models without an encoder.
 
-    reads: the extension's ExpertReads, which decides, reads and waits.
+    experts: kernels over the bytes of each expert.
+    The other parameters are those of ExpertCache.
+
+    reads: ExpertReads of the extension, which decides, reads and waits.
     """
 
     def __init__(
         self,
         storage: ReadStorage,
         experts: BoundExperts,
-        sizes: np.ndarray,
-        capacity_bytes: int,
-        records: ExpertRecords,
+        spec: CacheSpec,
         policy: Policy,
-        pin_limit_bytes: int,
         readers: int = 1,
     ) -> None:
-        count = len(sizes)
-        super().__init__(sizes, np.empty(count, np.int8))
+        records, count = spec.records, len(spec.sizes)
+        super().__init__(spec.sizes, np.empty(count, np.int8))
         self._leases, self.prefetches = np.zeros(count, bool), np.zeros((2, count), np.int64)
         self._counts = np.zeros(len(CacheStats.__slots__), np.int64)
         columns = {
@@ -99,23 +97,23 @@ class NativeCache(StreamingCache):
             {name: column.view(np.uint8) for name, column in columns.items()}
             | shared
             | {"prefetches": self.prefetches, "counts": self._counts},
-            sizes.tolist(),
+            spec.sizes.tolist(),
             records.layer.tolist(),
             storage.successors,
             readers,
             MAX_RUN_BYTES,
             records.half_life,
             policy,
-            capacity_bytes,
-            pin_limit_bytes,
+            spec.capacity_bytes,
+            spec.pin_limit_bytes,
             [(*storage.source(index), *experts.native(index)) for index in range(count)],
             storage.mode == "buffered",
         )
         self._storage = storage
         self._readers = ReaderThreads(readers, self._serve)
-        self._stop: Callable[[], object] | None = None  # once they run
+        self._stop: Callable[[], object] | None = None  # None until the readers run
         self._is_closed = self._has_no_memory = False
-        self._failures: dict[int, Exception] = {}  # the last of every expert that could not be read
+        self._failures: dict[int, Exception] = {}  # last error of each expert
 
     @property
     def stats(self) -> CacheStats:
@@ -137,10 +135,10 @@ class NativeCache(StreamingCache):
 
     def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         self._require_kernels()
-        found = self.reads.begin(layer, indices)
-        if found is None:
+        hits_and_misses = self.reads.begin(layer, indices)
+        if hits_and_misses is None:
             raise self._closed_error()
-        hits, misses = found
+        hits, misses = hits_and_misses
         try:
             self._start_readers()
         except BaseException:
@@ -149,20 +147,20 @@ class NativeCache(StreamingCache):
         return hits, misses
 
     def _require_kernels(self) -> None:
-        if kernels.compiled() is None:  # the reference does not see where experts have moved
+        if kernels.compiled() is None:  # the reference does not follow experts to new places
             raise ExecutionError("the kernels were changed after the engine was loaded", "load the bundle again")
 
-    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+    def wait_for_some(self, remaining: list[int], all_at_once: bool) -> list[int]:
         while True:
             self._start_readers()
-            state, found = self.reads.wait(remaining, together)
+            state, experts = self.reads.wait(remaining, all_at_once)
             if state == "ready":
-                return list(found)
+                return list(experts)
             if state != "again":
-                raise self._error(state, found[0] if state == "failed" else remaining[0])
+                raise self._error(state, experts[0] if state == "failed" else remaining[0])
 
     def _error(self, state: str, index: int) -> Exception:
-        """Why an expert that was asked for did not come."""
+        """Return the error for a requested expert that could not be read."""
         if state == "closed":
             return self._closed_error()
         return self._too_large_error(index) if state == "too large" else self._failures[index]
@@ -171,14 +169,14 @@ class NativeCache(StreamingCache):
         self.reads.unlease(indices)
 
     def bind_layers(self, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: dict[str, float]) -> Any:
-        """The extension's `ExpertLayers` over this cache; arguments as it takes them."""
+        """Return the extension's `ExpertLayers` over this cache, made from these arguments."""
         extension = kernels.compiled()
         if extension is None:
             raise ValueError("layers need native kernels")
         return extension.ExpertLayers(self.reads, layers, size, ahead_eps, rules)
 
     def begin_token(self) -> None:
-        """A token alone goes through bound layers next. Raises ExecutionError as `stream` does."""
+        """Prepare for a pass of one token through bound layers. Raises ExecutionError like `stream`."""
         self._require_process()
         self._require_kernels()
         if self._is_closed:
@@ -186,7 +184,7 @@ class NativeCache(StreamingCache):
         self._start_readers(are_needed=True)
 
     def check_end(self, state: str, index: int) -> None:
-        """Raise what `stream` raises, if a bound layer ended without its experts."""
+        """Raise the error that `stream` would raise, if a bound layer ended without its experts."""
         if state != "done":
             raise self._error(state, index)
 
@@ -200,7 +198,7 @@ class NativeCache(StreamingCache):
 
     def finish_warming(self) -> None:
         while not self.reads.wait_warmed():
-            pass  # signals are looked at here
+            pass  # Python handles signals here
 
     def resize(self, capacity_bytes: int) -> None:
         self._require_process()
@@ -230,7 +228,7 @@ class NativeCache(StreamingCache):
 
     def _start_readers(self, are_needed: bool = False) -> None:
         if self._stop is None and (are_needed or self.reads.has_work()):
-            # At the latest when the process ends: a thread that is in the extension cannot end with the interpreter.
+            # Stop them before the interpreter ends: a thread in the extension cannot end with it.
             stop = weakref.finalize(self, _stop_readers, self.reads, self._readers, self._process)
             self._readers.start()
             self._stop = stop
@@ -238,7 +236,7 @@ class NativeCache(StreamingCache):
     def _serve(self) -> None:
         try:
             self.reads.serve(self._load, self._check_new if self._storage.verifies else None)
-        except MemoryError:  # what it was at is not known any more, and nobody shall wait for it
+        except MemoryError:  # the failed read is not known, so no layer may wait for it
             self._has_no_memory = True
             self.reads.close()
 
@@ -248,7 +246,7 @@ class NativeCache(StreamingCache):
         return super()._closed_error()
 
     def _check_new(self, run: Sequence[int], addresses: Sequence[int]) -> list[int]:
-        """Compare what has been read with its checksum; which differs."""
+        """Compare experts that were read with their checksums. Returns those that differ."""
         failed = []
         for index, address in zip(run, addresses, strict=True):
             try:
@@ -259,7 +257,7 @@ class NativeCache(StreamingCache):
         return failed
 
     def _load(self, run: Sequence[int]) -> list[int]:
-        """Read experts into places of their own; which failed. Of several that fail together each is read again."""
+        """Read experts into new places. Returns those that failed. If a run fails, its experts are read one by one."""
         try:
             self._storage.follow_hand_overs(self.reads.take_places)
             self._storage.load(*run)
@@ -282,7 +280,7 @@ def _stop_readers(reads: Any, readers: ReaderThreads, process: int) -> None:
 
 
 def _finish(work: Callable[[], None]) -> None:
-    """Do something whole, also where a signal raises in the main thread meanwhile."""
+    """Run `work` to its end, even if a signal handler raises in the main thread meanwhile."""
     if threading.current_thread() is not threading.main_thread():
         work()
         return

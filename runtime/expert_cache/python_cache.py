@@ -14,8 +14,9 @@ import numpy as np
 from ..storage.interface import ExpertStorage
 from ..storage.read_runs import ReadRuns
 from ..storage.readers import BusyClock, ReaderThreads
+from .cache_spec import CacheSpec
 from .counts import CacheStats
-from .eviction import ExpertRecords, PolicyScore, eviction_order
+from .eviction import PolicyScore, eviction_order
 from .interface import StreamingCache
 from .residency import ABSENT, LOADING, QUEUED, RESIDENT, Residency
 
@@ -23,28 +24,28 @@ from .residency import ABSENT, LOADING, QUEUED, RESIDENT, Residency
 class ExpertCache(StreamingCache):
     """Residency of all routed experts of one bundle.
 
-    sizes: padded bytes per expert, int64 [N]. capacity_bytes must hold the experts that one token needs in a layer.
-    readers: threads that read. Invariant: bytes of queued, loading and resident experts never exceed the capacity.
+    storage: storage that holds the experts.
+    spec: sizes, records and limits. Each use is added to the records.
+    policy: score by which experts are kept.
+    readers: number of reader threads.
+    Invariant: bytes of queued, loading and resident experts never exceed the capacity.
     """
 
     def __init__(
         self,
         storage: ExpertStorage,
-        sizes: np.ndarray,
-        capacity_bytes: int,
-        records: ExpertRecords,
+        spec: CacheSpec,
         policy: PolicyScore,
-        pin_limit_bytes: int,
         readers: int = 1,
     ) -> None:
         self._storage = storage
-        order = partial(eviction_order, records, policy)
-        runs = ReadRuns(sizes.tolist(), storage.successors, readers)
-        ledger = Residency(sizes, capacity_bytes, records, order, pin_limit_bytes, storage.release, runs)
-        super().__init__(sizes, ledger.state)
+        order = partial(eviction_order, spec.records, policy)
+        runs = ReadRuns(spec.sizes.tolist(), storage.successors, readers)
+        ledger = Residency(spec, order, storage.release, runs)
+        super().__init__(spec.sizes, ledger.state)
         self._ledger, self._leases, self.prefetches = ledger, ledger.is_leased, ledger.prefetches
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # for those who wait for experts
+        self._changed = threading.Condition(self._lock)  # for layers that wait for experts
         self._work = threading.Condition(self._lock)  # for readers: a layer that only hits must not wake them
         self._warmup = deque[int]()
         self._readers = ReaderThreads(readers, self._read_loop)
@@ -74,7 +75,7 @@ class ExpertCache(StreamingCache):
             self._wake_reader()
         return hits, misses
 
-    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
+    def wait_for_some(self, remaining: list[int], all_at_once: bool) -> list[int]:
         start_ns = time.perf_counter_ns()
         with self._changed:
             while True:
@@ -86,7 +87,7 @@ class ExpertCache(StreamingCache):
                 self._wake_reader()
                 ready = [i for i in remaining if self._leases[i] and self._state[i] == RESIDENT]
                 if ready:
-                    some = ready if together else ready[:1]
+                    some = ready if all_at_once else ready[:1]
                     for index in some:
                         if self._ledger.is_ahead[index]:
                             self._ledger.count_use_of_advice(index)
@@ -97,7 +98,10 @@ class ExpertCache(StreamingCache):
                 self._changed.wait()
 
     def _is_reading(self) -> bool:
-        """Reads that are under way, also those of a stream that was given up, make room when they end."""
+        """Return whether a read is queued or under way, that of an abandoned stream included.
+
+        Its end can make memory free.
+        """
         return bool(np.any((self._state == LOADING) | (self._state == QUEUED)))
 
     def unlease(self, indices: Sequence[int]) -> None:
@@ -131,7 +135,7 @@ class ExpertCache(StreamingCache):
                 self._changed.wait()
 
     def _next_to_warm(self) -> int | None:
-        """The next expert that is absent and fits, its read begun; what does not fit in its turn is left out."""
+        """Begin the read of the next expert that is absent and fits. Experts before it that do not fit are left out."""
         while self._warmup:
             index = self._warmup.popleft()
             if self._ledger.fits_free(index):
@@ -140,7 +144,7 @@ class ExpertCache(StreamingCache):
         self._changed.notify_all()
         return None
 
-    # -- room --------------------------------------------------------------------------------------------------
+    # -- capacity ----------------------------------------------------------------------------------------------
 
     def resize(self, capacity_bytes: int) -> None:
         self._require_process()
@@ -154,7 +158,7 @@ class ExpertCache(StreamingCache):
                 self._storage.resize(capacity_bytes)
 
     def _shrink(self) -> None:
-        """Evict what no longer fits. The lock is held."""
+        """Evict the experts that no longer fit. The caller holds the lock."""
         ledger = self._ledger
         ledger.drop_advice()
         victims = ledger.victims(spares_pins=False)
@@ -193,7 +197,7 @@ class ExpertCache(StreamingCache):
                 self._changed.notify_all()
 
     def _next_read(self) -> tuple[list[int], bool]:
-        """Wait for the most urgent read: its experts, none once closed; whether the warm start asked for it."""
+        """Wait for the most urgent read. Returns its experts, none after `close`, and whether it is a warm one."""
         while not self._closed:
             if run := self._ledger.next_read():
                 return run, False
@@ -204,7 +208,7 @@ class ExpertCache(StreamingCache):
         return [], False
 
     def _load(self, run: Sequence[int]) -> dict[int, Exception]:
-        """Read experts; which failed, and why. Where one of several fails each is read again, alone."""
+        """Read experts. Returns the errors of those that failed. If a run fails, its experts are read one by one."""
         try:
             self._storage.load(*run)
         except Exception as error:
@@ -222,7 +226,7 @@ class ExpertCache(StreamingCache):
             self._storage.release(index)
 
     def _end_read(self, index: int, warms: bool, failure: Exception | None) -> None:
-        """A failure is kept for the stream that waits for the expert, if one does."""
+        """End the read of one expert. A failure is kept for the stream that waits for the expert, if there is one."""
         if failure is not None:
             self._give_up(index)
             self._ledger.withdraw(index)

@@ -1,7 +1,7 @@
-"""Residency: which of N experts are absent, queued, being read or in memory, and what makes room for another.
+"""Residency: state of each of N experts (absent, queued, loading, resident) and the choice of experts to evict.
 
-The decisions of ExpertCache and SimulatedCache. It knows no storage, threads or time: its owner begins the reads, says
-when they end, and holds a lock where several threads ask.
+ExpertCache and SimulatedCache decide by it. It has no storage, threads or time. The owner begins reads, reports their
+end, and holds a lock if several threads call.
 """
 
 from __future__ import annotations
@@ -12,60 +12,66 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ..storage.read_runs import NONE, ReadRuns
+from .cache_spec import CacheSpec
 from .counts import CacheStats
-from .eviction import ExpertRecords
 
 ABSENT, QUEUED, LOADING, RESIDENT = range(4)
 _FEW = 8
-"""Experts that are rarely all evicted at once."""
+"""Experts that are ordered first for eviction. One request rarely evicts more."""
 Order = Callable[[int, np.ndarray, int], np.ndarray]
-"""The running layer, candidates, int [C], and a count -> so many of these, first to evict first."""
+"""Maps the running layer, candidates, int [C], and a count to this many candidates, first to evict first."""
 
 
 class Residency:
     """A ledger. Invariant: bytes of queued, loading and resident experts never exceed the capacity.
 
-    sizes: bytes per expert, int64 [N]; an expert of none is left out of its model: always there.
-    records: told of every use. pin_limit_bytes: what advice may hold. evicted: told of every expert that goes.
-    runs: which of them are read together; None: one by one.
-    state, int8; is_leased; is_ahead: read ahead and not asked for since; is_seen: [N].
-    A predicted expert is pinned until its layer asks: it is leased then, or was guessed wrong.
-    demand, advice: queued reads, most urgent first. prefetches, int64 [2, N]: read ahead; of these, asked for in time.
+    spec: an expert of 0 bytes is always resident. Each use is added to the records.
+    order: chooses the experts to evict.
+    evicted: called with every evicted expert.
+    runs: experts that are read together; None: one by one.
+
+    state: int8 [N].
+    is_leased: held or awaited by a layer, bool [N].
+    is_ahead: read ahead and not requested since, bool [N].
+    is_seen: has been in memory, bool [N].
+
+    demand, advice: queued reads, most urgent first.
+    prefetches: reads ahead of each expert, and those requested in time, int64 [2, N].
+
+    A predicted expert is pinned until its layer requests experts. Then it is leased, or the prediction was wrong.
     """
 
     def __init__(
         self,
-        sizes: np.ndarray,
-        capacity_bytes: int,
-        records: ExpertRecords,
+        spec: CacheSpec,
         order: Order,
-        pin_limit_bytes: int,
         evicted: Callable[[int], None] = lambda index: None,
         runs: ReadRuns | None = None,
     ) -> None:
-        self.sizes: list[int] = sizes.tolist()
-        self.capacity_bytes, self.pin_limit_bytes, self.used_bytes = capacity_bytes, pin_limit_bytes, 0
-        self._records, self._order, self._evicted = records, order, evicted
-        self._is_stored = sizes > 0
+        count = len(spec.sizes)
+        self.sizes: list[int] = spec.sizes.tolist()
+        self.capacity_bytes, self.pin_limit_bytes, self.used_bytes = spec.capacity_bytes, spec.pin_limit_bytes, 0
+        self._records, self._order, self._evicted = spec.records, order, evicted
+        self._is_stored = spec.sizes > 0
         self.state = np.where(self._is_stored, ABSENT, RESIDENT).astype(np.int8)
-        self.is_leased = np.zeros(len(sizes), bool)
-        self.is_ahead = np.zeros(len(sizes), bool)
-        self.is_seen = np.zeros(len(sizes), bool)
-        self.prefetches = np.zeros((2, len(sizes)), np.int64)
+        self.is_leased = np.zeros(count, bool)
+        self.is_ahead = np.zeros(count, bool)
+        self.is_seen = np.zeros(count, bool)
+        self.prefetches = np.zeros((2, count), np.int64)
         self.demand, self.advice = deque[int](), deque[int]()
         self.stats = CacheStats()
-        self._runs = ReadRuns(self.sizes, [NONE] * len(sizes)) if runs is None else runs
-        self._layer_of: list[int] = records.layer.tolist()
+        self._runs = ReadRuns(self.sizes, [NONE] * count) if runs is None else runs
+        self._layer_of: list[int] = spec.records.layer.tolist()
         self._pins: list[int] = []
         self._clock = self._layer = 0
 
     def ask(self, layer: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """One layer of one pass asks for experts: those that are there, now leased, and those that are not."""
+        """Request experts for one layer of one pass. Returns hits, which are leased now, and misses."""
         hits: list[int] = []
         misses: list[int] = []
         self._layer = layer
         self._pins = [index for index in self._pins if self._layer_of[index] != layer]
-        for index in [i for i in self.advice if self._layer_of[i] == layer and i not in experts]:  # guessed wrong
+        for index in [i for i in self.advice if self._layer_of[i] == layer and i not in experts]:  # wrong prediction
             self.advice.remove(index)
             self.withdraw(index)
         self._clock += 1
@@ -85,7 +91,7 @@ class Residency:
         return hits, misses
 
     def issue(self, waiting: Sequence[int]) -> None:
-        """Queue the reads of as many waiting experts as fit now, and lease them."""
+        """Queue the reads of the waiting experts that fit now, and lease these experts."""
         victims = self.victims(spares_pins=False)
         for index in waiting:
             if self.is_leased[index]:
@@ -97,7 +103,7 @@ class Residency:
                 self._reserve(index)
                 self.demand.append(index)
             elif state == QUEUED:
-                # Advised but not begun: now a read on demand. An abandoned stream may have left it in demand already.
+                # Advised and not begun: now a read on demand. An abandoned stream may have put it into demand already.
                 if index in self.advice:
                     self.advice.remove(index)
                     self.is_ahead[index] = False
@@ -107,10 +113,9 @@ class Residency:
             self.is_leased[index] = True
 
     def advise(self, indices: Sequence[int]) -> None:
-        """Queue reads ahead, likeliest first, as far as room and the pin limit go. Replaces older advice.
+        """Queue reads ahead, likeliest first, as far as free memory and the pin limit allow. Replaces older advice.
 
-        What was predicted before of layers that are not among these stays pinned, as far as it is there, and yields
-        first.
+        Earlier predictions for other layers stay pinned as far as they are not absent. They lose their pin first.
         """
         self.drop_advice()
         layers = {self._layer_of[index] for index in indices}
@@ -127,14 +132,14 @@ class Residency:
             self.advice.append(index)
 
     def _within_pin_limit(self, indices: Sequence[int]) -> list[int]:
-        """The first of them, as many as advice may hold."""
-        pinned, found = 0, list[int]()
+        """Return the first experts, up to the pin limit."""
+        pinned_bytes, within = 0, list[int]()
         for index in indices:
-            pinned += self.sizes[index]
-            if pinned > self.pin_limit_bytes:
+            pinned_bytes += self.sizes[index]
+            if pinned_bytes > self.pin_limit_bytes:
                 break
-            found.append(index)
-        return found
+            within.append(index)
+        return within
 
     def drop_advice(self) -> None:
         """Forget advised reads that have not begun."""
@@ -142,7 +147,7 @@ class Residency:
             self.withdraw(self.advice.popleft())
 
     def next_read(self) -> list[int]:
-        """The most urgent queued read, which has now begun: an expert, or several in a row; none if there is none."""
+        """Begin the most urgent queued read. Returns its experts, which are adjacent in the file; empty without one."""
         if not (self.demand or self.advice):
             return []
         run = self._runs.take(self.demand or self.advice)
@@ -150,23 +155,23 @@ class Residency:
         return run
 
     def arrive(self, index: int) -> None:
-        """A read that a layer or advice asked for is complete."""
+        """End a read that a layer or advice requested."""
         is_ahead = bool(self.is_ahead[index])
         self.stats.add_read(self.sizes[index], bool(self.is_seen[index]), is_ahead)
         self.prefetches[0, index] += is_ahead
         self.arrive_warm(index)
 
     def fits_free(self, index: int) -> bool:
-        """Whether an expert is absent and fits beside all others."""
+        """Return whether an expert is absent and fits without an eviction."""
         return bool(self.state[index] == ABSENT and self.used_bytes + self.sizes[index] <= self.capacity_bytes)
 
     def begin_warm(self, index: int) -> None:
-        """A read of the warm start has begun."""
+        """Begin a read of the warm start."""
         self.state[index] = LOADING
         self.used_bytes += self.sizes[index]
 
     def arrive_warm(self, index: int) -> None:
-        """A read of the warm start is complete."""
+        """End a read of the warm start."""
         self.state[index] = RESIDENT
         self.is_seen[index] = True
 
@@ -183,18 +188,19 @@ class Residency:
         self.stats.evictions += 1
 
     def count_use_of_advice(self, index: int) -> None:
-        """An expert that was read ahead is asked for."""
+        """Count the request of an expert that was read ahead."""
         self.is_ahead[index] = False
         self.stats.prefetch_used += 1
         self.prefetches[1, index] += 1
 
     def victims(self, spares_pins: bool) -> Iterator[int]:
-        """What may be evicted, first to go first; demand takes pins as well, worst prediction first.
+        """Yield the experts that may be evicted, first to evict first.
 
-        The order is made when it is first needed, and serves all reads that are started together.
+        The order is computed when it is first needed. It serves all reads that are started by one call.
+        spares_pins: if not, pinned experts come last, least likely first.
         """
         candidates = np.flatnonzero((self.state == RESIDENT) & ~self.is_leased & self._is_stored)
-        pins = dict.fromkeys(reversed(self._pins))  # worst prediction first
+        pins = dict.fromkeys(reversed(self._pins))  # least likely first
         start, count = 0, _FEW
         while start < len(candidates):
             for index in self._order(self._layer, candidates, count)[start:].tolist():
@@ -213,9 +219,9 @@ class Residency:
         self.used_bytes += self.sizes[index]
 
     def _make_room(self, need_bytes: int, victims: Iterator[int], is_demand: bool) -> bool:
-        """Evict until need_bytes are free; demand withdraws advice first, likeliest last.
+        """Evict until need_bytes are free. Returns False if leases or reads have to end first.
 
-        Returns False if that cannot work before leases or reads end.
+        is_demand: withdraw queued advice before any eviction, least likely first.
         """
         missing = self.used_bytes + need_bytes - self.capacity_bytes
         while is_demand and self.advice and missing > 0:

@@ -13,8 +13,8 @@ from typing import Protocol
 class ExpertSupply(Protocol):
     """The operations of a cache that the loop needs."""
 
-    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
-        """Return the first remaining expert that is resident; if `together`, all that are. Block until there is one."""
+    def wait_for_some(self, remaining: list[int], all_at_once: bool) -> list[int]:
+        """Return the first resident one of the remaining experts; if `all_at_once`, all. Block until there is one."""
         ...
 
     def unlease(self, indices: Sequence[int]) -> None:
@@ -31,15 +31,16 @@ def serve_layer(
     hits: list[int],
     misses: list[int],
     look_ahead: Callable[[], Sequence[int]],
-    together: bool,
+    all_at_once: bool,
 ) -> Generator[list[int], None, None]:
     """Yield each expert of a layer once, when it is resident. It stays leased until the next ones are asked for.
 
     hits: leased experts that are resident.
-    misses: the others, their reads queued as far as there is room.
+    misses: the others. Their reads are queued as far as they fit.
     look_ahead: returns the experts likely to be needed next, likeliest first. It is called once, when the reads of this
-        layer are under way; if there are hits and misses, after the first hits, because its reads come after theirs.
-    together: yield all resident experts in one list, else one at a time.
+        layer are under way. If there are hits and misses, it is called after the first hits. Its reads come after those
+        of the misses.
+    all_at_once: yield all resident experts in one list, else one at a time.
     Raises what `supply` raises. All experts are released in any case.
     """
     hits, misses = list(hits), list(misses)
@@ -48,7 +49,7 @@ def serve_layer(
         if not looks_after_first_hits:
             _follow(supply, look_ahead())
         while hits:
-            ready = list(hits) if together else hits[:1]
+            ready = list(hits) if all_at_once else hits[:1]
             yield ready
             del hits[: len(ready)]
             supply.unlease(ready)
@@ -56,7 +57,7 @@ def serve_layer(
                 _follow(supply, look_ahead())
                 looks_after_first_hits = False
         while misses:
-            ready = supply.wait_for_some(misses, together)
+            ready = supply.wait_for_some(misses, all_at_once)
             yield ready
             misses = [index for index in misses if index not in ready]
             supply.unlease(ready)

@@ -1,11 +1,12 @@
 """SimulatedCache: the decisions of ExpertCache, without bytes, threads and time.
 
-Who drives it says when a read begins and when it ends: `replay.py` at once, `timeline.py` when a device would.
+The caller begins and ends each read: `instant_cache.py` at once, `timeline.py` at the times of a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,61 +14,63 @@ import numpy as np
 from moec.manifests.errors import MemoryBudgetExceeded
 
 from ..storage.read_runs import ReadRuns
-from .eviction import ExpertRecords, PolicyScore, eviction_order
+from .cache_spec import CacheSpec
+from .eviction import PolicyScore, eviction_order
 from .residency import RESIDENT, Residency
 
 
 class SimulatedCache(Residency):
-    """Residency of N experts. chosen None: what is needed again last is evicted first, whatever was advised.
+    """Residency of N experts.
 
-    sizes: bytes per expert, int64 [N]. records: layers and calibration frequencies; its counts are not touched.
-    first_use: int64 [N], position of each expert's first access; only read where chosen is None.
-    runs: as in Residency.
+    spec: the uses in its records stay as they are.
+    chosen: score of the policy; None for the optimum, which evicts the expert that is needed again last.
+    first_use: position of each expert's first access, int64 [N]. Only the optimum needs it.
+    runs: experts that are read together; None: one by one.
     """
 
     def __init__(
         self,
-        sizes: np.ndarray,
-        capacity_bytes: int,
-        records: ExpertRecords,
+        spec: CacheSpec,
         chosen: PolicyScore | None,
         first_use: np.ndarray,
-        pin_limit_bytes: int = 0,
         runs: ReadRuns | None = None,
     ) -> None:
-        records, self._next_use = records.unused(), first_use.copy()
+        records, self._next_use = spec.records.unused(), first_use.copy()
         order = self._farthest_use_first if chosen is None else partial(eviction_order, records, chosen)
-        super().__init__(sizes, capacity_bytes, records, order, pin_limit_bytes, runs=runs)
+        super().__init__(replace(spec, records=records), order, runs=runs)
 
     def fill(self, indices: Sequence[int]) -> None:
-        """The warm start: what fits, in order; evicts nothing and counts as seen."""
+        """Fill free capacity in the given order, as in a warm start. Evicts nothing."""
         for index in indices:
             if self.fits_free(index):
                 self.begin_warm(index)
                 self.arrive_warm(index)
 
     def holds(self, index: int) -> bool:
-        """Whether an expert is resident."""
+        """Return whether an expert is resident."""
         return bool(self.state[index] == RESIDENT)
 
     def begin_sequence(self) -> None:
-        """What the policy counts within a sequence counts from here."""
+        """Restart the per-sequence counts of the policy."""
         self._records.begin_sequence()
 
     def ask(
         self, layer: int, experts: Sequence[int], next_use: np.ndarray | None = None
     ) -> tuple[list[int], list[int]]:
-        """As in Residency. next_use: positions of the accesses after this one, int64, one per expert."""
+        """Request experts, as in Residency.
+
+        next_use: position of the next access of each expert after this one, int64 [len(experts)].
+        """
         if next_use is not None:
             self._next_use[list(experts)] = next_use
         return super().ask(layer, experts)
 
     def ready(self, waiting: Sequence[int]) -> list[int]:
-        """Those of the waiting experts that can be computed, in their order."""
+        """Return the waiting experts that can be computed, in their order."""
         return [index for index in waiting if self.is_leased[index] and self.state[index] == RESIDENT]
 
     def unlease(self, indices: Sequence[int]) -> None:
-        """These have been computed and may be evicted."""
+        """Release experts that have been computed."""
         for index in indices:
             if self.is_ahead[index]:
                 self.count_use_of_advice(index)

@@ -1,1 +1,1 @@
-"""The memory budget of a run, and the expert cache that fills what is left of it."""
+"""The memory budget of a run, and the part of it that the expert cache takes."""

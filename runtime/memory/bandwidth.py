@@ -1,4 +1,4 @@
-"""How fast memory can be read: the ceiling of decoding what is resident."""
+"""Rate at which memory can be read: the upper bound of decoding with resident weights."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from .budget import available_memory_bytes
 MOST_BYTES = 4 << 30  # several times any last-level cache
 LEAST_BYTES = 64 << 20
 LARGE_BYTES = 512 << 20
-"""What some last-level caches nearly hold: a larger model is read from memory, so that no smaller buffer tells."""
+"""Size that some last-level caches nearly hold. A larger model needs a buffer that no cache holds."""
 _PASSES = 3
 _PARTS_PER_THREAD = 8
 
 
 def buffer_bytes(working_set_bytes: int) -> int:
-    """What to read for a model of this size: as much as it has, 4 GiB for a large one; at most half of free memory."""
-    wanted = MOST_BYTES if working_set_bytes > LARGE_BYTES else working_set_bytes
-    return max(LEAST_BYTES, min(wanted, available_memory_bytes() // 2))
+    """Return the bytes to read for a model of this size.
+
+    They are the size of the model, 4 GiB for a large model, and at most half of free memory.
+    """
+    size_bytes = MOST_BYTES if working_set_bytes > LARGE_BYTES else working_set_bytes
+    return max(LEAST_BYTES, min(size_bytes, available_memory_bytes() // 2))
 
 
 def read_bytes_per_s(size_bytes: int, threads: int) -> int:
-    """Bytes per second that so many threads read from memory together: the best of three sums over a buffer."""
+    """Return the bytes per second that threads read from memory in sum: the best of three sums over a buffer."""
     buffer = np.ones(size_bytes // 8, np.uint64)
     parts = np.array_split(buffer, threads * _PARTS_PER_THREAD)
     best_s = float("inf")

@@ -1,4 +1,4 @@
-"""The memory budget: what a run needs, what it may have, and what is left for experts."""
+"""The memory budget: the needs of a run, its limit, and the rest for experts."""
 
 from __future__ import annotations
 
@@ -28,20 +28,28 @@ from ..layers.kv_cache import KV_TYPES
 from ..options.runtime import RuntimeOptions, parse_cache
 
 _MANIFEST_FACTOR = 13
-"""Peak memory while a manifest is read, by its bytes. Measured: 5 for 65,535 experts with low versions, 12.5 for
-as many numbers as a manifest can hold.
+"""Upper bound of the peak memory while a manifest is read, as a multiple of its bytes.
+
+Measured: 5 for 65,535 experts with low versions, 12.5 for a manifest with as many numbers as it can hold.
 """
 
 _SMALL_MANIFEST_BYTES = 4 << 20
-"""Smaller ones are read in what every process has, and the refusal that follows names the whole floor."""
+"""Size from which a manifest is checked before it is read.
+
+The memory of every process suffices for a smaller one. After it is read, a refusal can name the floor of the run.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan(FixedMemory):
-    """All bytes of one run. floor_bytes is the least `--memory` that works; cache_bytes is the experts' share.
+    """All bytes of one run. floor_bytes is the least `--memory` that works.
 
-    logical_cache_bytes: the share that lossy decisions go by, the same for the same options wherever they run; without
-    any, it is what this machine has free.
+    cache_bytes: capacity of the expert cache.
+    budget_bytes: budget of the process; None if only the expert cache is limited.
+    context: longest sequence, tokens.
+
+    logical_cache_bytes: capacity by which lossy modes decide. With `--memory` or `--expert-cache` it is equal on all
+        machines. Without both it depends on the free memory.
     """
 
     cache_bytes: int
@@ -50,12 +58,12 @@ class MemoryPlan(FixedMemory):
     logical_cache_bytes: int = 0
 
     def to_plain(self) -> dict[str, int | None]:
-        """For `--json`."""
+        """Return the values for `--json`."""
         return {**asdict(self), "floor_bytes": self.floor_bytes}
 
 
 def available_memory_bytes() -> int:
-    """Memory that may still be taken: the least of MemAvailable and the room under the control group's limit."""
+    """Return the memory that is free: the smaller of MemAvailable and the rest of the control group's limit."""
     available = [memory_limit_bytes() - resident_set_bytes()]
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -67,18 +75,19 @@ def available_memory_bytes() -> int:
 
 
 def chosen_context(model: ModelSpec, options: RuntimeOptions) -> int:
-    """Longest sequence of a run."""
+    """Return the longest sequence of a run, tokens."""
     return options.context or model.default_context
 
 
 def require_memory_for_manifest(bundle: Path, options: RuntimeOptions) -> None:
-    """Refuse a large manifest that could not be read inside the budget. Call before it is opened.
+    """Refuse a large manifest that cannot be read within the budget. Call before it is opened.
 
-    Whatever such a manifest holds, the floor of its run is above this. Raises MemoryBudgetExceeded, OptionError.
+    The floor of a run with such a manifest is higher in any case.
+    Raises MemoryBudgetExceeded, OptionError.
     """
     try:
         size = (bundle / MANIFEST_NAME).stat().st_size
-    except OSError:  # `open_bundle` says what is wrong
+    except OSError:  # `open_bundle` reports the error
         return
     need = PROCESS_BYTES + _MANIFEST_FACTOR * size
     if size > _SMALL_MANIFEST_BYTES and options.memory is not None and parse_bytes(options.memory) < need:
@@ -90,7 +99,7 @@ def require_memory_for_manifest(bundle: Path, options: RuntimeOptions) -> None:
 
 
 def nominal_process_bytes(manifest: BundleManifest, options: RuntimeOptions) -> int:
-    """Return what the process counts for, by the manifest alone: the same on every machine."""
+    """Return the memory of the process by the manifest alone. It is equal on every machine."""
     sizes = {entry.name: entry.size_bytes for entry in manifest.files}
     return process_bytes(
         manifest.model,
@@ -103,7 +112,7 @@ def nominal_process_bytes(manifest: BundleManifest, options: RuntimeOptions) -> 
 def nominal_memory(
     manifest: BundleManifest, options: RuntimeOptions | None = None, accelerator_bytes: int = 0
 ) -> FixedMemory:
-    """Return what a run takes by the manifest alone: what `moec inspect` prints, and `--memory` has to be at least.
+    """Return the memory of a run by the manifest alone. `moec inspect` prints it, and `--memory` must be at least this.
 
     options: None for the defaults.
     """
@@ -124,8 +133,8 @@ def nominal_memory(
 def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_bytes: int = 0) -> MemoryPlan:
     """Split the budget. Call after imports and before weights are read.
 
-    accelerator_bytes: what an accelerator takes of this process's memory, staging buffers for instance.
-    Raises MemoryBudgetExceeded with the floor when the budget is under it, OptionError when options conflict.
+    accelerator_bytes: memory of this process that an accelerator takes, for example staging buffers.
+    Raises MemoryBudgetExceeded with the floor if the budget is lower. Raises OptionError if options conflict.
     """
     cost, model = manifest.cost, manifest.model
     context = chosen_context(model, options)
@@ -134,7 +143,7 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
             f"`--context {context}` is longer than the {model.max_positions} positions of the model", "ask for less"
         )
     nominal = nominal_memory(manifest, options, accelerator_bytes)
-    # Whoever loads an engine into a larger process has that process to count.
+    # An engine may be loaded into a process that is larger already.
     taken = max(nominal.process_bytes, resident_set_bytes() + PROCESS_SLACK_BYTES)
     fixed: dict[str, Any] = {**asdict(nominal), "process_bytes": taken, "context": context}
     bare = MemoryPlan(cache_bytes=0, budget_bytes=None, **fixed)
@@ -168,7 +177,7 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
 
 
 def _under_floor(bare: MemoryPlan, options: RuntimeOptions, budget: int) -> MemoryBudgetExceeded:
-    """Return the refusal of a budget, with the option that would do."""
+    """Return the error for a budget under the floor, with an option that works."""
     least = memory_option(bare.floor_bytes)
     if options.memory is not None:
         return MemoryBudgetExceeded(

@@ -347,7 +347,7 @@ class Model:
         if split is not None and split.has_shared:
             shared = None
         # Closed at once if a kernel raises: leases must not wait for the garbage collector.
-        with closing(self.cache.stream(index, list(wanted), look_ahead, together=together)) as ready:
+        with closing(self.cache.stream(index, list(wanted), look_ahead, all_at_once=together)) as ready:
             for found in ready:
                 started_ns = time.perf_counter_ns()
                 experts = found if split is None else split.take(found)

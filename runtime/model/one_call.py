@@ -75,8 +75,8 @@ class TokenExperts:
         """What was predicted will not be compared: another pass comes first."""
         self.native.forget_guesses()
 
-    def margin(self, running: int, layer: int, rank: int) -> float:
-        """As of LearnedMargins."""
+    def threshold(self, running: int, layer: int, rank: int) -> float:
+        """Return the threshold of a predicted layer, as in LearnedThresholds."""
         return float(self.native.margin(running, layer, rank))
 
     def run(

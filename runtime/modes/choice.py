@@ -33,13 +33,18 @@ class ModeCounts:
 
     ranks: experts that decode passes chose, over all tokens and layers.
     missed: chosen experts that the logical cache lacked, if a mode reads it.
+
     replaced, dropped: chosen experts that cache routing replaced or dropped.
-    low, skipped: chosen experts computed as low version or skipped by dynamic precision. low includes experts whose low
-        version was already cached.
+
+    low, skipped: chosen experts that dynamic precision computed as low version or skipped. `low` includes experts whose
+        low version was already cached.
+
     tokens: decoded tokens.
     fallback_tokens: tokens computed again with all experts.
+
     foretold: experts that a discarded pass had chosen for a pass computed again.
     foretold_right: foretold experts that were chosen again.
+
     routings: tokens x layers.
     lower_half: sum over routings of the weight share of the lower-ranked half of the experts.
     """
@@ -118,27 +123,43 @@ def best_cached(
     return None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DecisionState:
+    """State that all passes of one engine decide with.
+
+    modes: lossy modes that are on.
+    versions: stored versions of the experts.
+    cache: logical cache; None if no mode reads it.
+    counts: decisions so far.
+    """
+
+    modes: LossyModes
+    versions: Versions
+    cache: LogicalCache | None
+    counts: ModeCounts
+
+
 class PassChoice:
     """Changes to the choice in one kind of pass: how many experts a token has, and which are computed.
 
+    state: what all passes share.
     decides: False for prefill, which is lossless and only reports its requests to the logical cache.
+
     is_little: whether the pass uses the number of experts of the little model.
     recorded: receives the logits [T, E] of every layer that routes.
+
     foretold: experts [T, K] of each layer that the discarded pass would have chosen with all K.
     """
 
     def __init__(
         self,
-        modes: LossyModes,
-        versions: Versions,
-        cache: LogicalCache | None,
-        counts: ModeCounts,
+        state: DecisionState,
         decides: bool = True,
         is_little: bool = False,
         recorded: dict[int, np.ndarray] | None = None,
         foretold: Mapping[int, np.ndarray] | None = None,
     ) -> None:
-        self._modes, self._versions, self._cache, self._counts = modes, versions, cache, counts
+        self._modes, self._versions, self._cache, self._counts = state.modes, state.versions, state.cache, state.counts
         self._decides, self._is_little = decides, is_little
         self._recorded, self._foretold = recorded, foretold
 

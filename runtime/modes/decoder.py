@@ -16,7 +16,7 @@ from ..options.lossy import LossyModes
 from ..prefetch.advisor import Advisor
 from ..prefetch.pass_state import PassState
 from ..prefetch.predictors import Predictor
-from .choice import ModeCounts, PassChoice, Versions
+from .choice import DecisionState, ModeCounts, PassChoice, Versions
 from .logical_cache import LogicalCache
 
 RunPass = Callable[[Sequence[int], Sequence[int], Sequence[int], PassChoice], np.ndarray]
@@ -75,7 +75,7 @@ class LossyDecoder:
     ) -> None:
         self.modes, self.model, self.versions, self.cache = modes, model, versions, cache
         self.counts = ModeCounts()
-        self._choice = partial(choices, modes, versions, cache, self.counts)
+        self._choice = partial(choices, DecisionState(modes, versions, cache, self.counts))
         self.prefill = self._choice(decides=False)
 
     def begin_sequence(self) -> None:

@@ -10,32 +10,31 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ..expert_cache.eviction import ExpertRecords, PolicyScore
+from ..expert_cache.cache_spec import CacheSpec
+from ..expert_cache.eviction import PolicyScore
 from ..expert_cache.instant_cache import InstantCache
 
 
 class LogicalCache:
     """Residency of N experts, with all their versions, as demand and advice determine it.
 
-    sizes: int64 [N], bytes.
-    capacity_bytes: capacity for a full context. Memory that a short sequence leaves free does not count.
-    records: layers and calibration frequencies; its counts are not shared with the real cache.
+    spec: sizes, records and limits. The capacity is that of a full context: memory that a short sequence leaves free
+        does not count. The uses in the records are not shared with the real cache.
+    policy: score by which experts are kept.
+
     warm: experts in the cache at the start, in order, as far as they fit.
     on_device: experts that stay on an accelerator. They are resident and use no capacity.
     """
 
     def __init__(
         self,
-        sizes: np.ndarray,
-        capacity_bytes: int,
-        records: ExpertRecords,
+        spec: CacheSpec,
         policy: PolicyScore,
-        pin_limit_bytes: int,
         warm: Sequence[int],
         on_device: Collection[int] = (),
     ) -> None:
         self._on_device = frozenset(on_device)
-        self._cache = InstantCache(sizes, capacity_bytes, records, policy, np.empty(0, np.int64), pin_limit_bytes)
+        self._cache = InstantCache(spec, policy, first_use=np.empty(0, np.int64))
         self._cache.fill([index for index in warm if index not in self._on_device])
 
     @property

@@ -1,1 +1,1 @@
-"""What a user can set about a run, checked in one place."""
+"""Options of a run, and their checks."""

@@ -1,4 +1,4 @@
-"""One check for all fields of a dataclass of options: each has the type that its declaration names."""
+"""Check that each field of a dataclass of options has the declared type."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: 
 
 
 def check_field_types(options: Any) -> None:
-    """Refuse a value of another type than its field's: True is no number, 1.0 no whole number, 1 is a number.
+    """Check the type of each field. True is not a number, 1.0 is not a whole number, and 1 is a number.
 
+    Values within a type are not checked.
     options: an instance of a dataclass whose fields are int, float, bool, str, a Literal of texts, or a union of them.
-    Raises OptionError that names the field. What a value may be within its type is not looked at.
+    Raises OptionError with the name of the field.
     """
     kind: Any = type(options)
     for name, allowed in _declared(kind):
@@ -28,7 +29,7 @@ def check_field_types(options: Any) -> None:
 
 @functools.cache
 def _declared(kind: Any) -> tuple[tuple[str, tuple[type, ...]], ...]:
-    """The types that each field may have."""
+    """Return the allowed types of each field."""
     hints = get_type_hints(kind)
     return tuple((field.name, tuple(dict.fromkeys(_allowed(hints[field.name])))) for field in fields(kind))
 
@@ -42,7 +43,7 @@ def _allowed(hint: Any) -> tuple[type, ...]:
 
 
 def _shown(value: object) -> str:
-    """A value of any kind for a message, short, without calling what a stranger's class makes of it."""
+    """Return a short text of a value for a message. No method of an unknown class is called."""
     if isinstance(value, str | int | float | list | tuple | dict | None):
         try:
             return repr(value)[:60]

@@ -1,4 +1,4 @@
-"""Which lossy modes are on, and how strong; all off is the default, and lossless."""
+"""Lossy modes of a run and their settings. By default all are off, and the run is lossless."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ HALF = "K/2"
 
 @dataclass(frozen=True, slots=True)
 class DynamicPrecision:
-    """low_above, T1: a miss less important than this takes the low version; skip_above, T2: it is skipped.
+    """Thresholds of an expert's unimportance, from 0 to 1.
 
-    Importance falls with the weights of the experts ranked before. Source: HOBBIT, token-level dynamic loading.
+    The unimportance of an expert is the weight share of the experts ranked before it.
+    low_above: T1. A missed expert above it is computed in its low version.
+    skip_above: T2. A missed expert above it is skipped.
+    Source: HOBBIT, token-level dynamic loading.
     """
 
     low_above: float
@@ -28,50 +31,55 @@ class DynamicPrecision:
 
     @property
     def needs_low_versions(self) -> bool:
-        """Whether any score asks for a low version."""
+        """True if any unimportance selects a low version."""
         return self.low_above < self.skip_above
 
     def to_text(self) -> str:
-        """As `parse_dynamic_precision` reads it."""
+        """Return the text that `parse_dynamic_precision` reads."""
         return f"{self.low_above:g},{self.skip_above:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class BigLittle:
-    """gamma: a token whose likeliest continuation is less probable is computed again with all K experts.
+    """A little model with fewer experts per token, and the fallback to all K experts.
 
-    experts: of the little model, per token and layer; 0: half of the layer's K. Source: MoBiLE, big-little experts.
+    gamma: least probability of the likeliest next token. Below it the token is computed again with all K experts.
+    experts: experts of the little model, per token and layer; 0: half of the layer's K.
+    Source: MoBiLE, big-little experts.
     """
 
     gamma: float
     experts: int = 0
 
     def little_top_k(self, top_k: int) -> int:
-        """Experts of the little model in a layer of so many; at least 1, never more than all."""
+        """Return the experts of the little model in a layer that has top_k: at least 1, at most top_k."""
         return min(self.experts or max(top_k // 2, 1), top_k)
 
     def to_text(self) -> str:
-        """As `parse_big_little` reads it."""
+        """Return the text that `parse_big_little` reads."""
         return f"gamma={self.gamma:g},k={self.experts or HALF}"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRouting:
-    """What a miss may become: a cached expert whose score is at most the share `margin` lower, or, where its weight is
-    below the share `drop` of the token's, nothing. The best expert of a token is never touched.
+    """Replacement of missed experts. The best expert of a token stays.
+
+    margin: a cached expert may replace a missed one if its score is lower by at most this share.
+
+    drop: a missed expert is dropped if its weight is below this share of the token's weight.
     """
 
     margin: float
     drop: float
 
     def to_text(self) -> str:
-        """As `parse_cache_routing` reads it."""
+        """Return the text that `parse_cache_routing` reads."""
         return f"margin={self.margin:g},drop={self.drop:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class LossyModes:
-    """The modes of one run; None is off."""
+    """Lossy modes of one run; None: off."""
 
     dynamic_precision: DynamicPrecision | None = None
     big_little: BigLittle | None = None
@@ -79,16 +87,16 @@ class LossyModes:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether all are off."""
+        """True if all modes are off."""
         return not self.parts()
 
     @property
     def reads_cache(self) -> bool:
-        """Whether a decision depends on what is cached, and so on what ran before."""
+        """True if a decision depends on the cached experts, and so on earlier passes."""
         return self.dynamic_precision is not None or self.cache_routing is not None
 
     def parts(self) -> dict[str, str]:
-        """The settings of those that are on, by the name of the option."""
+        """Return the settings of the modes that are on, by name of the option."""
         values = {
             "big-little": self.big_little,
             "cache-routing": self.cache_routing,
@@ -97,12 +105,12 @@ class LossyModes:
         return {name: value.to_text() for name, value in values.items() if value is not None}
 
     def to_text(self) -> str:
-        """For the `mode:` line."""
+        """Return the text of the `mode:` line."""
         return " + ".join(f"{name} {value}" for name, value in self.parts().items())
 
 
 def parse_modes(dynamic_precision: str | None, big_little: str | None, cache_routing: str | None) -> LossyModes:
-    """The modes of three options. Raises OptionError."""
+    """Return the modes of three options. Raises OptionError."""
     return LossyModes(
         None if dynamic_precision is None else parse_dynamic_precision(dynamic_precision),
         None if big_little is None else parse_big_little(big_little),
@@ -111,13 +119,14 @@ def parse_modes(dynamic_precision: str | None, big_little: str | None, cache_rou
 
 
 def parse_mode_list(text: str) -> list[dict[str, str]]:
-    """Settings apart by `;`, each of modes joined by `+`, as `to_text` writes them -> options of each.
+    """Return the options of each setting in a list.
 
+    Settings are separated by `;`, the modes of a setting by `+`. A mode is written as by `LossyModes.to_text`.
+    Two settings: `big-little gamma=0.7; dynamic-precision 0.6,1 + cache-routing margin=0.2`.
     Raises OptionError.
-    `big-little gamma=0.7; dynamic-precision 0.6,1 + cache-routing margin=0.2` are two.
     """
     names = {"big-little": "big_little", "cache-routing": "cache_routing", "dynamic-precision": "dynamic_precision"}
-    found = []
+    settings = []
     for setting in text.split(";"):
         options: dict[str, str] = {}
         for part in setting.split("+"):
@@ -128,12 +137,12 @@ def parse_mode_list(text: str) -> list[dict[str, str]]:
                     "write `sweep`, or settings like `big-little gamma=0.7; dynamic-precision 0.6,1`",
                 )
             options[names[name]] = value.strip()
-        found.append(options)
-    return found
+        settings.append(options)
+    return settings
 
 
 def parse_dynamic_precision(text: str) -> DynamicPrecision:
-    """`T1,T2`, like `0.6,0.9`. Raises OptionError."""
+    """Parse `T1,T2`, for example `0.6,0.9`. Raises OptionError."""
     remedy = "write T1,T2 with 0 <= T1 <= T2 <= 1, like `0.6,0.9`"
     parts = text.split(",")
     if len(parts) != 2:
@@ -145,7 +154,7 @@ def parse_dynamic_precision(text: str) -> DynamicPrecision:
 
 
 def parse_big_little(text: str) -> BigLittle:
-    """`gamma=G,k=N`, either may be left out; k `K/2` is half of every layer's. Raises OptionError."""
+    """Parse `gamma=G,k=N`. Both are optional. `k=K/2` is half of the experts of each layer. Raises OptionError."""
     remedy = "write it like `gamma=0.7,k=K/2`"
     given = _assignments("big-little", text, {"gamma": "0.7", "k": HALF}, remedy)
     if given["k"] != HALF and not _COUNT.fullmatch(given["k"]):
@@ -154,24 +163,24 @@ def parse_big_little(text: str) -> BigLittle:
 
 
 def parse_cache_routing(text: str) -> CacheRouting:
-    """`margin=M,drop=D`, either may be left out. Raises OptionError."""
+    """Parse `margin=M,drop=D`. One of them is optional. Raises OptionError."""
     remedy = "write it like `margin=0.2,drop=0.1`"
     given = _assignments("cache-routing", text, {"margin": "0", "drop": "0"}, remedy)
-    found = CacheRouting(*(_share("cache-routing", given[name], remedy) for name in ("margin", "drop")))
-    if not (found.margin or found.drop):
+    routing = CacheRouting(*(_share("cache-routing", given[name], remedy) for name in ("margin", "drop")))
+    if not (routing.margin or routing.drop):
         raise OptionError("`--cache-routing` with neither margin nor drop changes nothing", remedy)
-    return found
+    return routing
 
 
 def _assignments(option: str, text: str, defaults: Mapping[str, str], remedy: str) -> dict[str, str]:
-    """`name=value` pairs over their defaults. Raises OptionError for a name unknown or given twice."""
-    found: dict[str, str] = {}
+    """Return defaults updated by `name=value` pairs. Raises OptionError for an unknown or repeated name."""
+    given: dict[str, str] = {}
     for part in text.split(","):
         name, sign, value = part.strip().partition("=")
-        if not sign or name not in defaults or name in found:
+        if not sign or name not in defaults or name in given:
             raise OptionError(f"`--{option} {text[:60]}`: `{part[:30]}` is not one of {', '.join(defaults)}", remedy)
-        found[name] = value.strip()
-    return {**defaults, **found}
+        given[name] = value.strip()
+    return {**defaults, **given}
 
 
 def _share(option: str, text: str, remedy: str) -> float:

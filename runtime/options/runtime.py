@@ -1,4 +1,4 @@
-"""RuntimeOptions: everything a user can set about how a bundle runs. Only the lossy modes change a logit."""
+"""RuntimeOptions: all options of a run. Only the lossy modes and `kv` change a logit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_READERS = 32
 MAX_PREFETCH_LAYERS = 4
 MAX_PREFETCH_EXPERTS = 1024
 _WEIGHT = re.compile(r"\s*(?:[01]|0?\.[0-9]{1,9}|1\.0{1,9})\s*")
-_SUM_TOLERANCE = 1e-3  # three digits after the point are what `moec tune` writes
+_SUM_TOLERANCE = 1e-3  # `moec tune` writes three digits after the point
 
 Policy = Literal["lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed"]
 Prefetch = Literal["lookahead", "path", "popularity", "off"]
@@ -40,7 +40,7 @@ _ACCELERATOR = re.compile(r"cuda(?::[0-9]{1,3})?")
 
 
 def parse_cache(text: str, expert_bytes: int) -> int:
-    """`BYTES` or `PERCENT%` of this bundle's routed-expert bytes -> bytes. Raises OptionError."""
+    """Return the bytes of `SIZE` or `PERCENT%`. expert_bytes: bytes of all routed experts. Raises OptionError."""
     if text.strip().endswith("%"):
         number = text.strip()[:-1]
         if not re.fullmatch(r"\d+(\.\d+)?", number) or not 0 < float(number) <= 100:
@@ -51,7 +51,13 @@ def parse_cache(text: str, expert_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EvictionWeights:
-    """What recency, uses, uses at high precision and nearness of the layer count in HOBBIT's score: 1 together."""
+    """Weights of HOBBIT's score. Their sum is 1.
+
+    lru: recency.
+    lfu: uses.
+    lhu: uses at high precision.
+    fld: nearness of the layer.
+    """
 
     lru: float
     lfu: float
@@ -59,12 +65,15 @@ class EvictionWeights:
     fld: float
 
     def to_text(self) -> str:
-        """As `parse_weights` reads it."""
+        """Return the text that `parse_weights` reads."""
         return ",".join(f"{weight:g}" for weight in (self.lru, self.lfu, self.lhu, self.fld))
 
 
 def parse_weights(text: str) -> EvictionWeights:
-    """`LRU,LFU,LHU,FLD`, like `0.1,0.5,0,0.4`. Raises OptionError unless all are 0 to 1 and add up to 1 (to 0.001)."""
+    """Parse `LRU,LFU,LHU,FLD`, for example `0.1,0.5,0,0.4`.
+
+    Raises OptionError unless each is 0 to 1 and the sum is 1 with a tolerance of 0.001.
+    """
     parts = text.split(",")
     if len(parts) == len(fields(EvictionWeights)) and all(_WEIGHT.fullmatch(part) for part in parts):
         numbers = [float(part) for part in parts]
@@ -251,29 +260,29 @@ class RuntimeOptions:
         if self.accelerator != TORCH_CPU and not _ACCELERATOR.fullmatch(self.accelerator):
             raise OptionError(f"unknown accelerator `{self.accelerator[:40]}`", f"choose cuda, cuda:N or {TORCH_CPU}")
         if self.accelerator == TORCH_CPU and self.accelerator_memory is None:
-            raise OptionError(f"`{TORCH_CPU}` shares the host's memory", "say how much: `--accelerator-memory SIZE`")
+            raise OptionError(f"`{TORCH_CPU}` shares the host's memory", "set it: `--accelerator-memory SIZE`")
         if self.modes.reads_cache and self.accelerator_memory is None:
             raise OptionError(
-                "`--dynamic-precision` and `--cache-routing` decide by which experts are at hand, and how many lie on "
-                "an accelerator would depend on what is free there",
-                "say how much: `--accelerator-memory SIZE`",
+                "`--dynamic-precision` and `--cache-routing` decide by the experts in memory. How many an accelerator "
+                "holds would depend on its free memory",
+                "set it: `--accelerator-memory SIZE`",
             )
 
     @property
     def modes(self) -> LossyModes:
-        """The lossy modes. Raises OptionError for what they cannot mean."""
+        """Lossy modes of the run. Raises OptionError for values that are not valid."""
         return parse_modes(self.dynamic_precision, self.big_little, self.cache_routing)
 
     @property
     def prefetch_text(self) -> str:
-        """For the `mode:` line."""
+        """Text of the `mode:` line."""
         if self.prefetch == "off":
             return self.prefetch
         count = f" of {self.prefetch_experts}" if self.prefetch_experts else ""
         return self.prefetch + count + " to the first miss" * (self.prefetch_rule == "first-miss")
 
     def lossless(self) -> RuntimeOptions:
-        """The same without lossy modes."""
+        """Return these options without lossy modes."""
         return replace(self, dynamic_precision=None, big_little=None, cache_routing=None)
 
     def _check_weights(self) -> None:

@@ -16,18 +16,21 @@ Group = Literal["common", "memory and cache", "reading ahead", "lossy modes", "a
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How an option is shown and checked.
+    """Texts and checks of an option.
 
     text: one or two sentences for help texts and the docstring.
-    group: the section of a help text.
-    noun: its name in error messages; empty: the field's name in words.
-    metavar: the placeholder of its value.
-    choices: the values that it can have; empty: not a choice.
-    bounds: the least whole number, and the largest or None; None: not a number.
-    default_text: the default as a reader understands it; empty: the value itself.
-    flag, flag_text: name and text of the switch by which the command line turns it off.
+    group: section of a help text.
+    noun: name in error messages; empty: the field's name in words.
+
+    metavar: placeholder of its value.
+    choices: possible values; empty: not a choice.
+    bounds: least whole number, and largest one or None; None: not a number.
+
+    default_text: description of the default; empty: the value itself.
+    flag, flag_text: name and text of the switch that turns it off on the command line.
+
     is_tuned: whether `moec tune` measures it.
-    is_on_command_line: whether commands offer it under its own name.
+    is_on_command_line: whether commands have it under its own name.
     """
 
     text: str
@@ -43,7 +46,7 @@ class Setting:
     is_on_command_line: bool = True
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value that is no choice or out of bounds. Raises OptionError."""
+        """Check choices and bounds. Raises OptionError."""
         noun = self.noun or name.replace("_", " ")
         if self.choices and value not in self.choices:
             raise OptionError(f"unknown {noun} `{value}`", f"choose one of {', '.join(self.choices)}")
@@ -54,7 +57,7 @@ class Setting:
 
     @property
     def range_text(self) -> str:
-        """The bounds in words."""
+        """Bounds in words."""
         least, most = self.bounds or (None, None)
         return f"{least} or more" if most is None else f"{least} to {most}"
 

@@ -12,7 +12,7 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from .. import kernels
 from ..options.runtime import PrefetchRule, RuntimeOptions
-from .margins import LearnedMargins
+from .margins import LearnedThresholds
 from .pass_state import PassState
 from .predictors import Predictor
 
@@ -63,13 +63,15 @@ class Advisor:
     """Turns the scores of a predictor into experts to read ahead.
 
     first_expert: offset of each layer's experts among all experts, [L + 1].
-    layers: number of following layers that are looked at; layers without experts do not count.
-    experts: if not 0, the number of experts of the next layer per token. Rule `likely` then behaves like `spread`.
+    layers: number of following layers that are looked at. Layers without experts do not count.
+
+    experts: if not 0, the number of experts of the next layer per token. Rule `likely` then equals `spread`.
     rule: how experts are chosen for a single token, see below.
+
     holds: returns whether a stored expert need not be read.
     static: experts of each token in layers where the token alone decides, RoutingRule.static. They are exact.
 
-    Rule `likely` takes the experts that LearnedMargins finds certain enough.
+    Rule `likely` takes the experts whose margin reaches the learned threshold (LearnedThresholds).
     Rule `spread` takes a fixed share of top_k.
     Rule `first-miss` takes the same share, at least one, up to the first layer that misses an expert according to
     `holds`.
@@ -84,13 +86,13 @@ class Advisor:
     rule: PrefetchRule = "likely"
     holds: Callable[[int], bool] = lambda index: False
     static: Mapping[int, np.ndarray] = field(default_factory=dict)
-    margins: LearnedMargins = field(default_factory=LearnedMargins)
+    thresholds: LearnedThresholds = field(default_factory=LearnedThresholds)
     _followings: list[list[Following]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._followings = [self._behind(layer) for layer in range(self.spec.num_layers)]
+        self._followings = [self._layers_after(layer) for layer in range(self.spec.num_layers)]
 
-    def _behind(self, running: int) -> list[Following]:
+    def _layers_after(self, running: int) -> list[Following]:
         followings = []
         for rank, ahead in enumerate(routed_ahead(self.spec, running), 1):
             layer = self.spec.layer_after(running, ahead)
@@ -134,15 +136,15 @@ class Advisor:
         return nearest, advice
 
     def _learns(self, state: PassState) -> bool:
-        """Return whether the learned margins decide what is read ahead."""
+        """Return whether the learned thresholds decide what is read ahead."""
         return self.rule == "likely" and not self.experts and len(state.hidden) == 1
 
     def _learn(self, state: PassState) -> None:
         """Compare the choices of the running layer with their prediction."""
         if not self._learns(state):
-            self.margins.forget_guesses()
+            self.thresholds.forget_guesses()
         elif self.predictor is not None:
-            self.margins.observe(state.layer, state.chosen[state.layer][0].tolist())
+            self.thresholds.observe(state.layer, state.chosen[state.layer][0].tolist())
 
     def preload(self, tokens: np.ndarray, layers: range) -> list[int]:
         """Return experts that the first layers of `layers` will need, known before any of them runs.
@@ -190,8 +192,8 @@ class Advisor:
         count = len(state.hidden)
         if state.layer < self.spec.first_decoder_layer <= layer:
             return min(count, state.sequences)
-        is_behind_prompt = layer <= state.layer and state.sequences == 1 and count < MAX_PASS_TOKENS
-        return 1 if is_behind_prompt else count
+        is_after_prompt = layer <= state.layer and state.sequences == 1 and count < MAX_PASS_TOKENS
+        return 1 if is_after_prompt else count
 
     def _advised(self, state: PassState, following: Following) -> int:
         """Return the number of experts of the layer that are worth reading ahead."""
@@ -213,7 +215,7 @@ class Advisor:
             return None, []
         top_k = state.top_k(following.top_k)
         if self._learns(state):
-            experts = self.margins.likely(state.layer, layer, following.rank, scores, top_k)
+            experts = self.thresholds.likely(state.layer, layer, following.rank, scores, top_k)
         else:
             experts = candidates(scores, self._advised(state, following))
         if state.choice is not None and len(state.hidden) == 1:

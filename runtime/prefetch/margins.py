@@ -16,12 +16,12 @@ from .. import kernels
 # - 0.8: 1.045
 # - 0.9: 1.02
 PRECISION = 0.8
-# Change of the margin's logarithm for each wrong and right expert next to the margin.
+# Change of a threshold's logarithm for each wrong and right expert next to the threshold.
 _RATE = 0.2
 _WRONG, _RIGHT = exp(_RATE / 2 * PRECISION), exp(-_RATE / 2 * (1 - PRECISION))
-# Margin before anything is learned. Predictions of the second layer ahead are half as good as those of the first.
-_FIRST_MARGIN = 0.4
-# Bounds of a margin, so that it can be unlearned within some hundred tokens.
+# Threshold before anything is learned. Predictions of the second layer ahead are half as good as those of the first.
+_FIRST_THRESHOLD = 0.4
+# Bounds of a threshold, so that it can be unlearned within some hundred tokens.
 _LEAST, _MOST = 0.01, log(1e15)
 # Share of the largest score that replaces the score of the first expert that would not be chosen, if that is less.
 _FLOOR = 1e-9
@@ -29,7 +29,7 @@ _FLOOR = 1e-9
 RULES = {
     "wrong": _WRONG,
     "right": _RIGHT,
-    "first": _FIRST_MARGIN,
+    "first": _FIRST_THRESHOLD,
     "least": _LEAST,
     "most": _MOST,
     "floor": _FLOOR,
@@ -37,23 +37,26 @@ RULES = {
 """Constants of the rule, for the extension."""
 
 
-class LearnedMargins:
-    """Least log ratio between the score of an expert and that of the first expert that would not be chosen.
+class LearnedThresholds:
+    """Thresholds of the margin from which experts are read ahead.
 
-    An expert is read ahead if its ratio reaches the margin. There is a margin for each pair of running and predicted
-    layer, because each pair has another predictor or sees another stream. Of the top K experts, the two next to the
-    margin are remembered, one on each side. When the layer has chosen, each of them that it did not choose raises the
-    margin. Each one that it chose lowers the margin by a smaller factor. The margin settles where PRECISION of them are
-    chosen. This is a Robbins-Monro step for that quantile. It is proportional because routers differ in scale.
+    The margin of an expert is the logarithm of its score over the score of the first expert that would not be chosen.
+    An expert is read ahead if its margin reaches the threshold.
+    There is a threshold for each pair of running and predicted layer. Each pair has another predictor or another input.
+
+    Of the top K experts, the last one above the threshold and the first one below it are remembered. When the layer has
+    chosen, each of them that it did not choose raises the threshold. Each one that it chose lowers the threshold by a
+    smaller factor. The threshold settles where PRECISION of them are chosen. This is a Robbins-Monro step for that
+    quantile. It is proportional because routers differ in scale.
     """
 
     def __init__(self) -> None:
-        self._margins: dict[tuple[int, int], float] = {}
+        self._thresholds: dict[tuple[int, int], float] = {}
         self._nearest: dict[int, list[tuple[int, float, list[int]]]] = {}
 
-    def margin(self, running: int, layer: int, rank: int) -> float:
-        """Return the margin of a layer that is the rank-th one to route after the running layer, from 1."""
-        return self._margins.get((running, layer), _FIRST_MARGIN * rank)
+    def threshold(self, running: int, layer: int, rank: int) -> float:
+        """Return the threshold of a predicted layer. It is the rank-th layer to route after the running one, from 1."""
+        return self._thresholds.get((running, layer), _FIRST_THRESHOLD * rank)
 
     def likely(self, running: int, layer: int, rank: int, scores: np.ndarray, top_k: int) -> list[int]:
         """Return experts that the layer will choose with enough certainty, likeliest first, at most top_k.
@@ -61,20 +64,20 @@ class LearnedMargins:
         scores: [E], not negative. An expert of score 0 is never returned.
         """
         order, largest = kernels.largest(scores, top_k + 1)
-        margin = self.margin(running, layer, rank)
-        least = max(largest[top_k], largest[0] * _FLOOR) * exp(margin) if len(largest) > top_k else 0.0
+        threshold = self.threshold(running, layer, rank)
+        least = max(largest[top_k], largest[0] * _FLOOR) * exp(threshold) if len(largest) > top_k else 0.0
         count = sum(score >= least and score > 0 for score in largest[:top_k])
         nearest = order[max(count - 1, 0) : min(count + 1, top_k)]
-        self._nearest.setdefault(layer, []).append((running, margin, nearest))
+        self._nearest.setdefault(layer, []).append((running, threshold, nearest))
         return order[:count]
 
     def observe(self, layer: int, chosen: Collection[int]) -> None:
         """Learn from the experts that a layer has chosen for the token of its predictions."""
-        for running, margin, nearest in self._nearest.pop(layer, ()):
-            moved = margin
+        for running, threshold, nearest in self._nearest.pop(layer, ()):
+            moved = threshold
             for expert in nearest:
                 moved *= _RIGHT if expert in chosen else _WRONG
-            self._margins[running, layer] = min(max(moved, _LEAST), _MOST)
+            self._thresholds[running, layer] = min(max(moved, _LEAST), _MOST)
 
     def forget_guesses(self) -> None:
         """Drop the predictions that no choice will be compared with, because another pass comes first."""

@@ -47,10 +47,13 @@ class PassState:
     """State that a predictor may read while layer `layer` of a pass runs.
 
     hidden: residual stream at the router's input, float32 [T, D].
+
     chosen: experts of each layer that has run, as routed, int32 [T, K].
     tokens: int64 [T], None in the replay of a recorded pass.
+
     choice: how lossy modes change the routers' choice.
     sequences: number of sequences that the tokens belong to.
+
     logits: router logits of the running layer, float32 [T, E], None if it does not route.
     foreseen: scores [E] of the layers ahead that were predicted, nearest first.
     """

@@ -9,7 +9,7 @@ import numpy as np
 
 from moec.manifests.model import ModelSpec
 
-from ..bundle.opening import Tables
+from ..bundle.tables import Tables
 from ..layers.norms import Norm
 from ..layers.router_stack import RouterStack, stack_routers
 from ..layers.routing import Router

@@ -1,1 +1,1 @@
-"""A recorded run replayed without its bytes, on another cache, policy, device or clock."""
+"""Replay a recorded run without its bytes, on another cache, policy, device or clock."""

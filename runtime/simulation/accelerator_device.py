@@ -1,7 +1,7 @@
-"""A device that is not there: it has a clock, latencies and a memory of its own, and computes with the CPU's kernels.
+"""A simulated device. It has a clock, latencies and a memory of its own, and computes with the CPU's kernels.
 
-Its results are the CPU's bit for bit, so a run on it shows that splitting and bringing together change nothing; its
-clock tells what a schedule takes on a device of these latencies.
+Its results are bit-equal to those of the CPU. So a run on it shows that splitting a layer and merging the results
+change nothing. Its clock shows the time of a schedule on a device of these latencies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from ..accelerator.latency import LatencyModel
 
 @dataclass(slots=True, eq=False)
 class SimulatedExpert:
-    """An expert on the device. expert: None where only time passes. ready_ns: when it has arrived."""
+    """An expert on the device.
+
+    expert: its kernels; None if only time is simulated.
+    ready_ns: time at which it has arrived.
+    is_copy: whether it leaves the device after use.
+    """
 
     expert: kernels.Expert | None
     ready_ns: float
@@ -29,7 +34,7 @@ class SimulatedExpert:
 
 
 def _own(expert: kernels.Expert) -> kernels.Expert:
-    """The expert over bytes of its own."""
+    """Return the expert over a copy of its bytes."""
     gate, up, down = (
         None if matrix is None else kernels.PackedMatrix(matrix.data.copy(), matrix.rows, matrix.columns, matrix.spec)
         for matrix in (expert.gate, expert.up, expert.down)
@@ -40,7 +45,12 @@ def _own(expert: kernels.Expert) -> kernels.Expert:
 
 
 class SimulatedDevice:
-    """A device of these latencies and so many bytes. now_ns: the processor's time, which `advance` lets pass."""
+    """A device of given latencies and memory.
+
+    slots: number of copies that it can hold at once.
+
+    now_ns: time of the processor. `advance` lets it pass.
+    """
 
     name, host_bytes, counts_all = "simulated", 0, False
 
@@ -54,15 +64,15 @@ class SimulatedDevice:
 
     @property
     def used_bytes(self) -> int:
-        """Residents, and the slots of copies."""
+        """Bytes of resident experts and of the slots for copies."""
         return self._kept_bytes + self._slots * self._largest_copy
 
     def clock_ns(self) -> int:
-        """The processor's time, for `measure_latency`."""
+        """Return the time of the processor, for `measure_latency`."""
         return round(self.now_ns)
 
     def advance(self, elapsed_ns: float) -> None:
-        """The processor computes something."""
+        """Let the time of a computation on the processor pass."""
         self.now_ns += elapsed_ns
 
     def keep(self, expert: kernels.Expert) -> SimulatedExpert:
@@ -70,7 +80,7 @@ class SimulatedDevice:
         return self.keep_bytes(expert_bytes(expert), _own(expert))
 
     def keep_bytes(self, size_bytes: int, expert: kernels.Expert | None = None) -> SimulatedExpert:
-        """As `keep`, of an expert of which only the size is known."""
+        """Upload an expert of which only the size is known. Raises MemoryBudgetExceeded."""
         self._kept_bytes += size_bytes
         self._check()
         return SimulatedExpert(expert, 0.0, is_copy=False)
@@ -80,7 +90,7 @@ class SimulatedDevice:
         return self.copy_bytes(expert_bytes(expert), _own(expert))
 
     def copy_bytes(self, size_bytes: int, expert: kernels.Expert | None = None) -> SimulatedExpert:
-        """As `copy`, of an expert of which only the size is known."""
+        """Begin to copy an expert of which only the size is known. Raises MemoryBudgetExceeded."""
         self._largest_copy = max(self._largest_copy, size_bytes)
         self._check()
         if len(self._ends) == self._slots:
@@ -90,10 +100,10 @@ class SimulatedDevice:
         return SimulatedExpert(expert, self._link_ns, is_copy=True)
 
     def drop(self, expert: SimulatedExpert) -> None:
-        """Nothing is held for it."""
+        """Do nothing. An expert has no resources to free."""
 
     def begin(self, hidden_states: np.ndarray) -> None:
-        """Take the rows of a layer, float32 [T, D]."""
+        """Begin a layer. hidden_states: float32 [T, D]."""
         self._rows, self._results = hidden_states, []
 
     def run(self, expert: SimulatedExpert, tokens: np.ndarray, ranks: np.ndarray) -> None:
@@ -102,25 +112,25 @@ class SimulatedDevice:
         self._results.append((expert, tokens, ranks))
 
     def run_tokens(self, expert: SimulatedExpert, tokens: int) -> None:
-        """As `run`, of so many tokens of which nothing else is known."""
+        """Begin to compute an expert for a number of tokens."""
         begun_ns = max(self._device_ns, self.now_ns, expert.ready_ns)
         self._device_ns = begun_ns + self._latency.device_ns(tokens)
         if expert.is_copy:
             self._ends.append(self._device_ns)
 
     def collect(self, parts: np.ndarray) -> None:
-        """Wait, and write results to their places in float32 [T, K, D]."""
+        """Wait, and write the results into parts, float32 [T, K, D]."""
         self.synchronize()
         for expert, tokens, ranks in self._results:
             kernels.expert_ffn(expert.expert, self._rows, tokens, ranks, parts)  # type: ignore[arg-type]
         self._results = []
 
     def synchronize(self) -> None:
-        """Wait for everything that was begun."""
+        """Wait for all copies and computations."""
         self.now_ns = max(self.now_ns, self._link_ns, self._device_ns)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._kept_bytes, self._largest_copy = 0, 0
 
     def _check(self) -> None:

@@ -1,6 +1,7 @@
-"""The experts of a replayed trace shared with a device that is not there: the planner's split on a simulated clock.
+"""Split the experts of a replayed trace between processor and simulated device, with the planner of a run.
 
-The device's latencies are stated, the processor's come from the trace. Dense weights stay on the processor.
+The user states the latencies of the device. Those of the processor come from the trace. Dense weights stay on the
+processor.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from .accelerator_device import SimulatedDevice
 
 @dataclass(frozen=True, slots=True)
 class ReplayedDevice:
-    """sizes: bytes of a copy of every stored expert; resident: those that stay on the device."""
+    """An accelerator during a replay.
+
+    latency: latencies of device and processor.
+    sizes: bytes of a copy of each stored expert.
+    resident: experts that stay on the device.
+    cooperation: rule by which experts are split.
+    """
 
     latency: LatencyModel
     sizes: Sequence[int]
@@ -29,9 +36,16 @@ class ReplayedDevice:
 
 
 class ReplayedSplit:
-    """One layer under way, as LayerSplit in a run. wanted: experts that need their host bytes, in the order to ask.
+    """The split of one layer, as LayerSplit in a run. All times are absolute, in ns.
 
-    tokens: of each expert that the layer asks for. is_in_host: whether its bytes are there. All times are absolute, ns.
+    shared: the accelerator.
+    tokens: number of tokens of each requested expert.
+    is_in_host: returns whether the bytes of an expert are in host memory.
+
+    counts: receives the decisions.
+    now_ns: time at which the layer begins.
+
+    host_experts: experts whose bytes are needed in host memory, in the order of requests.
     """
 
     def __init__(
@@ -52,16 +66,19 @@ class ReplayedSplit:
         for index, action in plan.actions.items():
             if action is Action.RESIDENT:
                 self._device.run_tokens(kept, tokens[index])
-        self.wanted = list(plan.order)
+        self.host_experts = list(plan.order)
         counts.add(plan, loads)
 
     @property
     def comes_together(self) -> bool:
-        """Whether experts may be taken all at once, as in LayerSplit."""
+        """True if all experts may be taken at once, as in LayerSplit."""
         return len(self._copied) <= COPY_SLOTS
 
     def take(self, experts: Sequence[int], now_ns: float) -> tuple[list[int], float]:
-        """Experts whose host bytes are there: those that the processor computes, and when it has begun the copies."""
+        """Begin the copies among experts whose bytes are in host memory.
+
+        Returns the other experts, which the processor computes, and the time at which all copies have begun.
+        """
         self._device.now_ns = now_ns
         for index in experts:
             if index in self._copied:
@@ -69,25 +86,25 @@ class ReplayedSplit:
         return [index for index in experts if index not in self._copied], self._device.now_ns
 
     def finish(self, now_ns: float) -> float:
-        """When the device has ended too."""
+        """Return the time at which processor and device have ended."""
         self._device.now_ns = now_ns
         self._device.synchronize()
         return self._device.now_ns
 
 
 def traced_cpu_line(trace: Trace, scale: float = 1.0) -> tuple[float, float]:
-    """What an expert took where the trace was recorded: fixed ns and ns per token, times a scale.
+    """Return the time of an expert on the recording machine: fixed ns and ns per token, both times a scale.
 
-    A line through the passes, by the mean tokens of an expert in each; of a trace with passes of one length the fixed
-    part alone.
+    A line is fitted to the passes, over the mean number of tokens per expert. If all passes have the same mean, the
+    time per token is 0.
     """
     first, times = trace.header.first_expert, dict[float, list[float]]()
     for each in trace.passes:
-        asked = sum(len(experts) for _, experts in each.accesses(first))
-        if asked and sum(each.experts_ns):
-            mean_tokens = round(sum(len(chosen) for chosen in each.chosen) / asked, 3)
-            times.setdefault(mean_tokens, []).append(scale * sum(each.experts_ns) / asked)
-    medians = [statistics.median(found) for found in times.values()]
+        requested = sum(len(experts) for _, experts in each.accesses(first))
+        if requested and sum(each.experts_ns):
+            mean_tokens = round(sum(len(chosen) for chosen in each.chosen) / requested, 3)
+            times.setdefault(mean_tokens, []).append(scale * sum(each.experts_ns) / requested)
+    medians = [statistics.median(own) for own in times.values()]
     if len(times) < 2:
         return (medians[0] if medians else 0.0), 0.0
     return fit_line(list(times), medians)  # type: ignore[arg-type]

@@ -1,8 +1,9 @@
-"""What prefill, decoding and beam search would take on a simulated device, under every way to share the experts.
+"""Times of prefill, decoding and beam search on a simulated device, for each strategy of splitting the experts.
 
-Which experts a token chooses is drawn from their popularity, without replacement and independently of other tokens;
-every strategy sees the same draws. The host's memory holds all experts. A pass is its layers one after the other: dense
-weights on the processor, then the experts as planned, on the clock of a SimulatedDevice.
+The experts of a token are drawn from their popularity, without replacement and independently of other tokens. All
+strategies have the same draws. All experts are in host memory.
+The layers of a pass run one after the other on the clock of a SimulatedDevice. Dense weights run on the processor, then
+the experts as planned.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ STRATEGIES: dict[str, Cooperation | None] = {
     "published rule": "published",
     "planner": "auto",
 }
-"""By name: how missing experts are treated; None: there is no device. All others have the same residents."""
+"""Rule for experts that are not resident, by name of the strategy; None: no device. The others have equal residents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model as far as time depends on it. popularity: tokens that each expert received, [L, E].
+    """Properties of a model that its time depends on.
 
-    dense_fixed_ns, dense_token_ns: of a layer's other weights on the processor; head_ns: of the head, once a pass.
+    popularity: tokens that each expert received, [L, E].
+    top_k: experts per token.
+    expert_bytes: bytes of an expert.
+
+    dense_fixed_ns, dense_token_ns: time of a layer's dense weights on the processor, fixed and per token.
+    head_ns: time of the head, once per pass.
     """
 
     popularity: np.ndarray
@@ -44,20 +50,20 @@ class Workload:
     head_ns: float = 0.0
 
     def residents(self, count: int) -> np.ndarray:
-        """The most popular experts, bool [L, E]."""
+        """Return a mask of the most popular experts, bool [L, E]."""
         flat = np.zeros(self.popularity.size, bool)
         flat[np.argsort(-self.popularity.reshape(-1), kind="stable")[:count]] = True
         return flat.reshape(self.popularity.shape)
 
     def draw(self, layer: int, tokens: int, source: np.random.Generator) -> np.ndarray:
-        """Tokens that each expert of a layer receives, int [E]."""
+        """Draw the number of tokens that each expert of a layer receives, int [E]."""
         scores = np.log(self.popularity[layer] + 1e-9) + source.gumbel(size=(tokens, self.popularity.shape[1]))
         chosen = np.argpartition(-scores, self.top_k - 1, axis=1)[:, : self.top_k]
         return np.bincount(chosen.reshape(-1), minlength=self.popularity.shape[1])
 
 
 def layer_ns(loads: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Cooperation) -> float:
-    """The experts of one layer, from the first to begin to the last to end, on a device's clock."""
+    """Return the time from the first begin to the last end of a layer's experts, on the clock of a device."""
     plan, by_index = plan_layer(loads, latency, cooperation), {load.index: load for load in loads}
     device = SimulatedDevice(latency, memory_bytes=1 << 62)
     kept = device.keep_bytes(0)
@@ -77,7 +83,13 @@ def layer_ns(loads: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Co
 def pass_ns(
     work: Workload, latency: LatencyModel, residents: np.ndarray, strategy: str, tokens: int, seed: int
 ) -> float:
-    """One pass of so many tokens. residents: bool [L, E]; seed: of the draws. Raises KeyError on another strategy."""
+    """Return the time of one pass.
+
+    residents: experts that stay on the device, bool [L, E].
+    strategy: name in STRATEGIES.
+    seed: seed of the draws.
+    Raises KeyError for an unknown strategy.
+    """
     cooperation, source = STRATEGIES[strategy], np.random.default_rng([seed, tokens])
     layers, experts = work.popularity.shape
     total: float = work.head_ns + layers * (work.dense_fixed_ns + work.dense_token_ns * tokens)
@@ -96,7 +108,7 @@ def pass_ns(
 def prefill_ns(
     work: Workload, latency: LatencyModel, residents: np.ndarray, strategy: str, tokens: int, seed: int = 0
 ) -> float:
-    """A prompt, in passes as long as the engine makes them: the time to its first token."""
+    """Return the time to the first token of a prompt. Its passes are as long as those of the engine."""
     starts = range(0, tokens, MAX_PASS_TOKENS)
     return sum(
         pass_ns(work, latency, residents, strategy, min(MAX_PASS_TOKENS, tokens - start), seed + start)
@@ -107,5 +119,5 @@ def prefill_ns(
 def decode_ns(
     work: Workload, latency: LatencyModel, residents: np.ndarray, strategy: str, width: int, steps: int, seed: int = 0
 ) -> float:
-    """One step of so many sequences side by side, or of a beam search of this width: the mean of some steps."""
+    """Return the mean time of a decoding step of `width` sequences or beams, over `steps` steps."""
     return sum(pass_ns(work, latency, residents, strategy, width, seed + step) for step in range(steps)) / steps

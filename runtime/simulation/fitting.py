@@ -1,4 +1,4 @@
-"""Fit the weights of the multidimensional policy: a small deterministic search over the simplex. Pure functions."""
+"""Fit the weights of HOBBIT's score by a small deterministic search. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from itertools import permutations
 
 from ..options.runtime import EvictionWeights
 
-# The first grid has steps of a quarter; each step is halved around the best so far until it is one of these.
+# Weights are multiples of 1 / UNITS. The first grid has steps of 1/4; the step is halved until it is one unit.
 UNITS = 32
 _FIRST_STEP = UNITS // 4
 Point = tuple[int, int, int, int]
-"""Units of recency, uses, uses at high precision, nearness."""
+"""Units of recency, uses, uses at high precision and nearness; their sum is UNITS."""
 
 
 def fit_weights(
     penalty: Callable[[EvictionWeights], float], has_low_versions: bool = False
 ) -> tuple[EvictionWeights, float]:
-    """The weights of the least penalty that the search finds, and the penalty; penalty must be deterministic.
+    """Return the weights with the smallest penalty that the search visits, and this penalty.
 
-    Searches recency, uses and nearness in steps of 1/4, then moves 1/8, 1/16 and 1/32 of the weight from one to another
-    as long as that helps. Ties: the point that was tried first. At most a few dozen calls.
-    has_low_versions: search uses at high precision as well, two or three times the calls; with one precision they
-    equal uses.
+    The search tries recency, uses and nearness in steps of 1/4. Then it moves 1/8, 1/16 and 1/32 from one weight to
+    another as long as the penalty falls. On ties the first tried point is taken. It makes at most a few dozen calls.
+    penalty: must be deterministic.
+    has_low_versions: also search the weight of uses at high precision, which takes two or three times the calls. If
+        experts have one precision, these uses equal all uses.
     """
     known: dict[Point, float] = {}
 
@@ -51,7 +52,7 @@ def _grid(has_low_versions: bool) -> Iterator[Point]:
 
 
 def _neighbours(point: Point, step: int, has_low_versions: bool) -> Iterator[Point]:
-    """Points that have `step` less of one weight and as much more of another."""
+    """Yield the points that move `step` units from one weight to another."""
     for taken, given in permutations((0, 1, 2, 3) if has_low_versions else (0, 1, 3), 2):
         if point[taken] >= step:
             moved = list(point)

@@ -1,9 +1,8 @@
-"""What lossy modes would have made of a recorded run: a routing trace, decided again by the code that decides in a run.
+"""Decide a recorded run again under lossy modes, with the code that decides in a run.
 
-`LossyDecoder`, `PassChoice`, `LogicalCache` and `Advisor` are the runtime's own. What a trace stands in for is the
-arithmetic: logits of routers are those of the recorded, lossless run, and how sure the little model is of a token was
-noted beside it. So decisions differ from a run's as far as a lossy run's text of hidden states drifts from the lossless
-one.
+`LossyDecoder`, `PassChoice`, `LogicalCache` and `Advisor` are those of the runtime. The trace replaces the arithmetic.
+Router logits are those of the recorded, lossless run. The confidence of the little model was recorded with them.
+Decisions differ from those of a lossy run as far as its hidden states differ from the lossless ones.
 """
 
 from __future__ import annotations
@@ -32,23 +31,28 @@ _ONE = (0,)
 
 
 class RecordedPredictor(Predictor):
-    """What lookahead found while the trace was recorded."""
+    """Predicts with the scores of lookahead that were recorded."""
 
     def __init__(self, model: ModelSpec) -> None:
         self._model, self.recorded = model, tuple[tuple[bytes, ...], ...]()
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        found = self.recorded[state.layer] if self.recorded else ()
+        by_rank = self.recorded[state.layer] if self.recorded else ()
         rank = routed_ahead(self._model, state.layer).index(ahead)
-        return as_floats(found[rank]) if rank < len(found) else None
+        return as_floats(by_rank[rank]) if rank < len(by_rank) else None
 
 
 @dataclass(slots=True)
 class TracedModel:
-    """Where LossyDecoder has a model: it computes nothing, routes as the trace says, and notes what is asked for.
+    """The model of a LossyDecoder. It computes nothing, routes as recorded, and keeps the requests.
 
-    first_expert: [L + 1]; sizes: bytes of all stored experts, int64. unread: a cache that no mode reads, told of what
-    is asked for all the same, for the advisor. passes: of the token under way, as a device would see them.
+    first_expert: offset of each layer's experts among all stored experts, [L + 1].
+    sizes: bytes of all stored experts, int64 [N].
+
+    advisor: chooses the experts to read ahead.
+    unread: cache that no mode reads. It receives all requests, because the advisor reads it.
+
+    passes: passes of the current token, in the form of a timeline.
     """
 
     spec: ModelSpec
@@ -66,23 +70,23 @@ class TracedModel:
         self._routers = []
         for layer, first in zip(self.spec.layers, self.first_expert, strict=False):
             count = layer.experts.count
-            pruned = np.flatnonzero(self.sizes[first : first + count] == 0).tolist()  # nothing is stored of them
+            pruned = np.flatnonzero(self.sizes[first : first + count] == 0).tolist()
             self._routers.append(Router(layer.experts, None, None, pruned) if count else None)
 
     def begin(self, recorded: TracedPass, scores: PassScores) -> None:
-        """The next token is this pass."""
+        """Take this pass as the next token."""
         self._recorded, self._scores, self.passes = recorded, scores, []
 
     def routers(self) -> list[Router | None]:
-        """Rules alone, without their matrices."""
+        """Return routers with rules and without matrices."""
         return self._routers
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
-        """Nothing that anybody reads: how sure the token is, the trace says."""
+        """Return zeros. The decoder takes the confidence from the trace."""
         return np.zeros((len(hidden), 1), np.float32)
 
     def prefetch(self, experts: Sequence[int]) -> None:
-        """Read ahead before the next pass."""
+        """Read experts ahead before the next pass."""
         self._preload = tuple(experts)
         if self.unread is not None:
             self.unread.advise(experts)
@@ -90,7 +94,10 @@ class TracedModel:
     def run(
         self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int], choice: PassChoice
     ) -> np.ndarray:
-        """One pass over the token: what each layer asks for under the choice. Returns what stands for hidden states."""
+        """Run one pass over the current token: request the experts of each layer under the choice.
+
+        Returns zeros in place of hidden states, float32 [1, 1].
+        """
         layers = self.spec.layers
         is_little = any(choice.top_k(layer.experts.top_k) < layer.experts.top_k for layer in layers)
         counts = [layer.experts.count for layer in layers]
@@ -98,35 +105,49 @@ class TracedModel:
         state = PassState(0, np.empty((1, 0), np.float32), [], choice=choice)
         accesses, advice, experts_ns = [], [], []
         for layer, router in enumerate(self._routers):
-            state.layer, asked = layer, list[int]()
+            state.layer, requested = layer, list[int]()
             if router is None:
                 state.chosen.append(np.empty((1, 0), np.int32))
             else:
                 first = self.first_expert[layer]
-                found, _ = choose_experts(state, layers[layer].experts, first, router.rule, logits[layer][None])
-                asked = list(found)
+                by_expert, _ = choose_experts(state, layers[layer].experts, first, router.rule, logits[layer][None])
+                requested = list(by_expert)
             _, ahead = self.advisor.advise(state)
-            choice.requested(layer, asked, ahead)
+            choice.requested(layer, requested, ahead)
             if self.unread is not None:
-                self.unread.request(layer, asked, ahead)
-            accesses.append((layer, tuple(asked)))
+                self.unread.request(layer, requested, ahead)
+            accesses.append((layer, tuple(requested)))
             advice.append(tuple(ahead))
-            experts_ns.append(self._experts_ns(layer, asked))
+            experts_ns.append(self._experts_ns(layer, requested))
         each = self._recorded
-        own = (each.dense_ns, tuple(experts_ns), each.shared_ns, each.head_ns, each.other_ns)
-        self.passes.append(TimedPass(1, tuple(accesses), tuple(advice), *own, preload=self._preload))
+        self.passes.append(
+            TimedPass(
+                tokens=1,
+                accesses=tuple(accesses),
+                advice=tuple(advice),
+                dense_ns=each.dense_ns,
+                experts_ns=tuple(experts_ns),
+                shared_ns=each.shared_ns,
+                head_ns=each.head_ns,
+                other_ns=each.other_ns,
+                preload=self._preload,
+            )
+        )
         self._preload = ()
         return np.zeros((1, 1), np.float32)
 
-    def _experts_ns(self, layer: int, asked: Sequence[int]) -> float:
-        """As the recorded experts took, by bytes: reading weights is what a single token waits for."""
+    def _experts_ns(self, layer: int, requested: Sequence[int]) -> float:
+        """Return the time of the requested experts, from that of the recorded ones, by bytes.
+
+        A single token takes the time in which its weights are read from memory.
+        """
         first = self.first_expert[layer]
         recorded = int(self.sizes[[first + expert for expert in self._recorded.chosen[layer]]].sum())
-        return self._recorded.experts_ns[layer] * int(self.sizes[list(asked)].sum()) / max(recorded, 1)
+        return self._recorded.experts_ns[layer] * int(self.sizes[list(requested)].sum()) / max(recorded, 1)
 
 
 class TracedDecoder(LossyDecoder):
-    """Falls back where the little model was unsure when the trace was recorded."""
+    """Falls back where the little model was unsure during the recording."""
 
     confidence: float | None = None
 
@@ -144,10 +165,11 @@ def replay_modes(
     advice: Advice,
     choices: MakeChoice = PassChoice,
 ) -> tuple[list[tuple[TimedPass, ...]], ModeCounts]:
-    """The passes of a trace under lossy modes, those of a token together, and what was decided.
+    """Return the passes of a trace under lossy modes, grouped by token, and the decisions.
 
-    cache: fresh, of the simulated capacity; it says what is cached. advice: while the prompt runs, which decides
-    nothing. The trace must have what the modes need (`missing_scores`), and routes by scores alone (`check_modes`).
+    The trace must have the scores that the modes need (`missing_scores`). It must route by scores (`check_modes`).
+    cache: new logical cache of the simulated capacity.
+    advice: advice during the prompt, in which nothing is decided.
     """
     decoder = TracedDecoder(modes, model, versions, cache if modes.reads_cache else None, choices)
     model.unread = None if modes.reads_cache else cache
@@ -170,21 +192,21 @@ def replay_modes(
 
 
 def missing_scores(trace: Trace, modes: LossyModes) -> str | None:
-    """What a trace lacks that these modes decide by, for an error; None: nothing."""
+    """Return the scores that these modes need and a trace lacks, for an error; None if it has all."""
     decoded = [each.scores for each in trace.passes[trace.prompt_passes :]]
     if any(scores is None for scores in decoded):
         return "the scores of routers"
     if modes.big_little is None:
         return None
     if any(scores is None or scores.confidence is None for scores in decoded):
-        return "what the little model was sure of"
+        return "the confidence of the little model"
     if not _is_recorded(modes.big_little, trace.header):
-        told = trace.header.little_experts or "half of each layer's"
-        return f"a little model of so many experts: the one that was asked has {told}"
+        recorded = trace.header.little_experts or "half of each layer's"
+        return f"a little model of this size: the recorded one has {recorded} experts"
     return None
 
 
 def _is_recorded(little: BigLittle, header: TraceHeader) -> bool:
-    """Whether the trace's little model has as many experts in every layer."""
+    """Return whether the trace's little model has the same number of experts in every layer."""
     recorded = BigLittle(little.gamma, header.little_experts)
     return all(little.little_top_k(top_k) == recorded.little_top_k(top_k) for top_k in header.top_k if top_k)

@@ -1,4 +1,4 @@
-"""What a prefetcher would have advised while a recorded pass ran."""
+"""Advice of a prefetcher during recorded passes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from moec.manifests.model import ModelSpec
 
-from ..bundle.opening import Tables
+from ..bundle.tables import Tables
 from ..options.runtime import Prefetch
 from ..prefetch.advisor import Advisor
 from ..prefetch.pass_state import PassState
@@ -18,20 +18,21 @@ from .timeline import Advice
 
 
 def recorded_advice(each: TracedPass, layer: int) -> Sequence[int]:
-    """What was advised when the trace was made."""
+    """Return the recorded advice."""
     return each.advice[layer - each.first_layer]
 
 
 def no_advice(each: TracedPass, layer: int) -> Sequence[int]:
-    """Nothing is read ahead."""
+    """Return no advice."""
     return ()
 
 
 def table_advice(kind: Prefetch, tables: Tables, model: ModelSpec, trace: Trace) -> Advice:
-    """What a bundle's tables say of the layers of a trace, pass by pass, by the rule and as far as was recorded.
+    """Return advice from the tables of a bundle. Rule and distance are those of the recorded run.
 
-    What is sure enough is learned from the first pass of the trace on, whatever the recording engine knew before.
-    Raises KeyError for `lookahead`, which asks routers, and for passes of another trace.
+    Learned margins start with the first pass of the trace, even if the recording engine had learned before.
+    Raises KeyError for `lookahead`, which needs routers. The returned function raises KeyError for passes of another
+    trace.
     """
     header, predictor = trace.header, table_predictor(kind, tables, model)
     advisor = Advisor(
@@ -39,18 +40,19 @@ def table_advice(kind: Prefetch, tables: Tables, model: ModelSpec, trace: Trace)
     )
     if advisor.predictor is None:
         return no_advice
-    # Once for all replays: what is sure enough is learned from pass to pass. Passes are held, so that ids stay theirs.
-    found = {id(each): (each, _advised(advisor, each)) for each in trace.passes}
+    # Computed once for all replays, because margins are learned from pass to pass. The reference to each pass keeps its
+    # id unique.
+    by_pass = {id(each): (each, _advised(advisor, each)) for each in trace.passes}
 
     def advise(each: TracedPass, layer: int) -> Sequence[int]:
-        return found[id(each)][1][layer - each.first_layer]
+        return by_pass[id(each)][1][layer - each.first_layer]
 
     return advise
 
 
 def _advised(advisor: Advisor, each: TracedPass) -> list[list[int]]:
-    """Behind each layer of a pass."""
-    before = [np.empty((each.tokens, 0), np.int32)] * each.first_layer  # an encoder's layers chose for others
+    """Return the advice after each layer of a pass."""
+    before = [np.empty((each.tokens, 0), np.int32)] * each.first_layer  # a decoder pass has no choices of the encoder
     chosen = [*before, *(np.array(part, np.int32).reshape(each.tokens, -1) for part in each.chosen)]
     hidden = np.empty((each.tokens, 0), np.float32)
     layers = range(each.first_layer, each.first_layer + len(each.chosen))

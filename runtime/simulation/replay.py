@@ -1,8 +1,8 @@
-"""Replay a recorded expert trace under any policy and capacity, and under the offline optimum, without reading a byte.
+"""Replay a recorded trace of experts under any policy and capacity, and under the offline optimum. Reads no byte.
 
-The replay makes the decisions of ExpertCache with prefetch off, so its counts are those of a real run. The offline
-optimum evicts what is needed again last. That is the farthest-next-use rule: no policy misses less as long as experts
-have equal sizes and one access fits into the capacity; with unequal sizes it is a strong yardstick, not a bound.
+The replay makes the decisions of ExpertCache without prefetch, so its counts are those of a real run.
+The offline optimum evicts the expert that is needed again last: the farthest-next-use rule. If experts have equal sizes
+and one access fits into the capacity, no policy misses less. With unequal sizes it is a strong baseline and no bound.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..expert_cache.cache_spec import CacheSpec
 from ..expert_cache.counts import CacheStats
 from ..expert_cache.eviction import SCORES, ExpertRecords, PolicyScore
 from ..expert_cache.instant_cache import InstantCache
@@ -22,35 +23,35 @@ NEVER = np.iinfo(np.int64).max
 
 
 def popularity_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
-    """Least often seen in calibration goes first, wherever its layer is."""
+    """The expert with the lowest calibration frequency is evicted first, in any layer."""
     return records.frequency
 
 
 def replay(
     trace: Sequence[Access],
-    sizes: np.ndarray,
-    capacity_bytes: int,
-    records: ExpertRecords,
+    spec: CacheSpec,
     policy: str | PolicyScore,
     warm: Sequence[int] = (),
 ) -> CacheStats:
-    """Run a trace of global indices through a cache that starts with `warm`, as far as it fits, first index first.
+    """Run a trace through a cache. Returns its counts. As in a run, bytes_read does not include the warm start.
 
-    Returns its counts; bytes_read leaves the warm start out, as a run's does.
-    sizes: bytes per expert, int64 [N]. records: layers and calibration frequencies; its counts are not touched.
+    trace: layer and stored experts of each access.
+    spec: the uses in its records stay as they are.
+
     policy: a name of `eviction.SCORES`, `popularity`, `optimum`, or a score.
-    Raises MemoryBudgetExceeded if one expert does not fit, KeyError on another name.
+    warm: experts in the cache at the start, in order, as far as they fit.
+    Raises MemoryBudgetExceeded if one expert does not fit. Raises KeyError for another name.
     """
-    accesses, first_use = with_next_use(trace, len(sizes))
-    cache = _ReplayedCache(sizes, capacity_bytes, records, named_score(policy), first_use)
+    accesses, first_use = with_next_use(trace, len(spec.sizes))
+    cache = _ReplayedCache(spec, named_score(policy), first_use)
     cache.fill(warm)
     for layer, experts, next_use in accesses:
-        cache.request(layer, experts, next_use=next_use, together=False)
+        cache.request(layer, experts, next_use=next_use, all_at_once=False)
     return cache.stats
 
 
 def named_score(policy: str | PolicyScore) -> PolicyScore | None:
-    """The score of a name that `replay` takes; None for the optimum. Raises KeyError."""
+    """Return the score of a policy of `replay`; None for the optimum. Raises KeyError."""
     if not isinstance(policy, str):
         return policy
     scores = {**dict[str, PolicyScore](SCORES.items()), POPULARITY: popularity_score}
@@ -64,9 +65,10 @@ class _ReplayedCache(InstantCache):
 def with_next_use(
     trace: Sequence[Access], count: int
 ) -> tuple[list[tuple[int, tuple[int, ...], np.ndarray]], np.ndarray]:
-    """Each access with the position of the next access of its experts, and of every expert's first, [count].
+    """Return each access with the positions of the next accesses of its experts, and the first access of each expert.
 
-    Positions are int64; NEVER where there is none.
+    count: number of experts N.
+    Positions are int64, [experts of the access] and [N]; NEVER if there is no such access.
     """
     upcoming = np.full(count, NEVER, np.int64)
     rows: list[tuple[int, tuple[int, ...], np.ndarray]] = []

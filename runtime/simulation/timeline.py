@@ -1,7 +1,7 @@
-"""Replay a trace against a device's rates: when every read begins and ends, and so how long each token takes.
+"""Replay a trace with the rates of a device: when each read begins and ends, and so the time of each token.
 
-Event by event, in whole nanoseconds, without a clock: the same inputs give the same result. The cache decides as
-ExpertCache does (`simulated_cache.py`); reads go through one queue of storage while layers compute.
+Events have whole nanoseconds and there is no clock, so equal inputs give equal results. The cache decides as
+ExpertCache does (`simulated_cache.py`). Reads go through one queue of storage while layers compute.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..accelerator.cooperative import CooperationCounts
+from ..expert_cache.cache_spec import CacheSpec
 from ..expert_cache.counts import CacheStats
-from ..expert_cache.eviction import ExpertRecords, PolicyScore
+from ..expert_cache.eviction import PolicyScore
 from ..expert_cache.serve_layer import serve_layer
 from ..expert_cache.simulated_cache import SimulatedCache
 from ..storage.read_runs import ReadRuns
@@ -28,16 +29,18 @@ from .replay import named_score, with_next_use
 
 _NS_PER_S = 10**9
 Advice = Callable[[TracedPass, int], Sequence[int]]
-"""What is read ahead while a layer of a pass runs: experts counted over all layers, likeliest first."""
+"""Maps a pass and a layer to the stored experts that are read ahead while the layer runs, likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """What a device does with a trace.
+    """Rates of the storage and the processor of a device.
 
-    storage_bytes_per_s, storage_latency_ns: of its storage; readers: reads under way at once. Bytes follow one another
-    whatever the number of readers; with more than one, the latency of a read passes while another's bytes arrive.
-    compute_scale: its time for what the recording machine computed in one unit of time.
+    storage_bytes_per_s: rate of all reads in sum, for any number of readers.
+    storage_latency_ns: time from the begin of a read to its first byte. Several readers overlap it with other reads.
+    readers: reads under way at once.
+
+    compute_scale: computing time on the device divided by that on the recording machine.
     """
 
     storage_bytes_per_s: int
@@ -47,12 +50,31 @@ class DeviceRates:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedPass:
-    """One pass as a device sees it: per layer what it asks for and what is read ahead meanwhile, and its computing.
+class SimulatedMachine:
+    """Machine on which recorded passes are timed.
 
-    accesses: experts counted over all that are stored, low versions behind the others. preload: read ahead before the
-    first layer. Times are in nanoseconds of the recording machine, those of layers [L]; other_ns: of the whole pass.
-    loads: per layer the tokens of each expert that it asks for; empty where that is one each.
+    rates: rates of its storage and its processor.
+    accelerator: device that computes some of the experts; None without one.
+    successors: index of the expert that follows each one on storage, as in `read_runs`; None: a read brings one expert.
+    """
+
+    rates: DeviceRates
+    accelerator: ReplayedDevice | None = None
+    successors: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPass:
+    """Requests, advice and computing times of one pass. Times are in ns on the recording machine.
+
+    accesses: layer and stored experts of each request. Low versions come after all others.
+    advice: stored experts that are read ahead during each layer.
+
+    dense_ns, experts_ns, shared_ns: times of each layer, [L].
+    head_ns, other_ns: times of the whole pass.
+
+    preload: stored experts that are read ahead before the first layer.
+    loads: tokens of each requested expert, by layer; empty if each has one token.
     """
 
     tokens: int
@@ -67,17 +89,26 @@ class TimedPass:
     loads: tuple[tuple[int, ...], ...] = ()
 
     def tokens_of(self, at: int) -> dict[int, int]:
-        """Tokens of each expert that the at-th of its layers asks for."""
+        """Return the tokens of each expert that the at-th access requests."""
         experts = self.accesses[at][1]
         return dict(zip(experts, self.loads[at] if self.loads else (1,) * len(experts), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Predicted decoding: the passes behind the prompt's, as RunStatistics counts them; None: nothing to tell.
+    """Predicted times and counts. Decoding is all passes after the prompt, as in RunStatistics.
 
-    cache: counts of all passes. busy: share of decoding in which storage was reading; stall: in which a layer waited.
-    cooperation: who computed the experts of all passes, where an accelerator shares them.
+    policy, capacity_bytes: settings of the cache.
+    tokens: tokens that were generated, the first one included.
+    ttft_ns: time to the first token.
+    tpot_mean_ns, tpot_p50_ns, tpot_p95_ns: time per decoded token; None without one.
+
+    stall: share of decoding in which a layer waited for reads.
+    busy: share of decoding in which storage was reading.
+    decode_bytes_read_per_token: bytes read in decoding, per decoded token.
+
+    cache: counts of all passes.
+    cooperation: where the experts of all passes were computed; None without an accelerator.
     """
 
     policy: str
@@ -95,11 +126,11 @@ class Timeline:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The rate of decoding."""
+        """Decoded tokens per second; None without one."""
         return _NS_PER_S / self.tpot_mean_ns if self.tpot_mean_ns else None
 
     def to_plain(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the values for `--json`."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("cache", "cooperation")}
         shared = None if self.cooperation is None else asdict(self.cooperation)
         return {**own, **self.cache.counts(), "tokens_per_s": self.tokens_per_s, "experts": shared}
@@ -107,29 +138,25 @@ class Timeline:
 
 def predict_timeline(
     trace: Trace,
-    sizes: np.ndarray,
-    capacity_bytes: int,
-    records: ExpertRecords,
+    spec: CacheSpec,
     policy: str | PolicyScore,
     rates: DeviceRates,
     advice: Advice,
-    pin_limit_bytes: int,
     warm: Sequence[int] = (),
 ) -> Timeline:
-    """Run a trace on a device. sizes: bytes per expert, int64 [N]; warm: what the cache starts with, as far as it fits.
+    """Predict the times of a trace on a machine of these rates, without an accelerator.
 
-    records, policy: as in `simulate.replay`. pin_limit_bytes: what advice may hold, as in ExpertCache.
+    spec, policy, warm: as in `replay`.
+    advice: experts that are read ahead.
     Raises MemoryBudgetExceeded if one layer's experts of a token do not fit, KeyError on an unknown policy.
     """
     first = trace.header.first_expert
     steps = [(timed_pass(each, first, advice),) for each in trace.passes]
-    return predict_steps(
-        steps, trace.prompt_passes, sizes, capacity_bytes, records, policy, rates, pin_limit_bytes, warm
-    )
+    return predict_steps(steps, trace.prompt_passes, spec, policy, SimulatedMachine(rates), warm)
 
 
 def timed_pass(each: TracedPass, first_expert: Sequence[int], advice: Advice) -> TimedPass:
-    """A pass as it was recorded, with advice of that kind. first_expert: [L + 1]."""
+    """Return a recorded pass with other advice. first_expert: offset of each layer's experts, [L + 1]."""
     return TimedPass(
         tokens=each.tokens,
         accesses=tuple(each.accesses(first_expert)),
@@ -146,39 +173,38 @@ def timed_pass(each: TracedPass, first_expert: Sequence[int], advice: Advice) ->
 def predict_steps(
     steps: Sequence[Sequence[TimedPass]],
     prompt_steps: int,
-    sizes: np.ndarray,
-    capacity_bytes: int,
-    records: ExpertRecords,
+    spec: CacheSpec,
     policy: str | PolicyScore,
-    rates: DeviceRates,
-    pin_limit_bytes: int,
+    machine: SimulatedMachine,
     warm: Sequence[int] = (),
-    shared: ReplayedDevice | None = None,
-    successors: Sequence[int] | None = None,
 ) -> Timeline:
-    """`predict_timeline` of passes made ready: those of the prompt in the first steps, then each token in one step.
+    """Predict the times of passes that are ready to run.
 
-    shared: a device that shares the experts with the processor. successors: what lies behind each expert on storage,
-    as in `read_runs`; None: each read brings one.
+    steps: passes of each step. The prompt has the first steps, then each token has one.
+    prompt_steps: steps of the prompt.
+    spec, policy, warm: as in `replay`.
+    Raises what `predict_timeline` raises.
     """
     flat = [access for step in steps for each in step for access in each.accesses]
-    with_use, first_use = with_next_use(flat, len(sizes))
-    runs = None if successors is None else ReadRuns(sizes.tolist(), successors, rates.readers)
-    cache = SimulatedCache(sizes, capacity_bytes, records, named_score(policy), first_use, pin_limit_bytes, runs)
+    with_use, first_use = with_next_use(flat, len(spec.sizes))
+    runs = None
+    if machine.successors is not None:
+        runs = ReadRuns(spec.sizes.tolist(), machine.successors, machine.rates.readers)
+    cache = SimulatedCache(spec, named_score(policy), first_use, runs)
     cache.fill(warm)
-    run, accesses, marks = _Run(cache, rates, shared), iter(with_use), []
+    run, accesses, marks = _Run(cache, machine), iter(with_use), []
     for step in steps:
         for each in step:
             run.run_pass(each, [next(accesses) for _ in each.accesses])
         marks.append((run.now_ns, run.stall_ns, run.storage.busy_ns, cache.stats.bytes_read))
-    found = _summary(cache, policy if isinstance(policy, str) else "custom", prompt_steps, marks)
-    return found if shared is None else replace(found, cooperation=run.counts)
+    timeline = _summary(cache, policy if isinstance(policy, str) else "custom", prompt_steps, marks)
+    return timeline if machine.accelerator is None else replace(timeline, cooperation=run.counts)
 
 
 def _summary(
     cache: SimulatedCache, policy: str, prompt_passes: int, marks: Sequence[tuple[int, int, int, int]]
 ) -> Timeline:
-    """marks: after each pass the time, the stall so far, the reading so far, the bytes so far."""
+    """Return the timeline. marks: time, stall, busy time and bytes read at the end of each step."""
     start, end, count = marks[prompt_passes - 1], marks[-1], len(marks) - prompt_passes
     ends = [mark[0] for mark in marks[prompt_passes - 1 :]]
     steps = [later - earlier for earlier, later in pairwise(ends)]
@@ -199,7 +225,7 @@ def _summary(
 
 
 class _Storage:
-    """Readers that take what is most urgent, and one stream of bytes behind them."""
+    """Readers that take the most urgent reads, and one stream of bytes that they share."""
 
     def __init__(self, cache: SimulatedCache, rates: DeviceRates) -> None:
         self._cache, self._rates = cache, rates
@@ -208,7 +234,7 @@ class _Storage:
         self.busy_ns = 0
 
     def begin(self, now_ns: int) -> None:
-        """Idle readers begin what is queued now."""
+        """Let idle readers begin queued reads."""
         while len(self._under_way) < self._rates.readers:
             run = self._cache.next_read()
             if not run:
@@ -221,12 +247,12 @@ class _Storage:
             self._under_way.append((ends_ns, run))
 
     def run_until(self, now_ns: int) -> None:
-        """Everything that ends by then, and what begins in its place."""
+        """End all reads that end by then. Each end begins the next queued read."""
         while self._under_way and self._under_way[0][0] <= now_ns:
             self._end_first()
 
     def run_to_next(self) -> int | None:
-        """The next read to end: when it did; None if nothing is being read."""
+        """End the next read. Returns the time of its end, or None without reads."""
         return self._end_first() if self._under_way else None
 
     def _end_first(self) -> int:
@@ -238,15 +264,18 @@ class _Storage:
 
 
 class _Run:
-    """A model that computes nothing but the time it takes. counts: who computed its experts, beside a device."""
+    """A model of which only the time is simulated. counts: where its experts were computed."""
 
-    def __init__(self, cache: SimulatedCache, rates: DeviceRates, shared: ReplayedDevice | None = None) -> None:
-        self._cache, self._scale, self._shared = cache, rates.compute_scale, shared
-        self.storage, self.counts = _Storage(cache, rates), CooperationCounts()
+    def __init__(self, cache: SimulatedCache, machine: SimulatedMachine) -> None:
+        self._cache, self._scale, self._shared = cache, machine.rates.compute_scale, machine.accelerator
+        self.storage, self.counts = _Storage(cache, machine.rates), CooperationCounts()
         self.now_ns = self.stall_ns = 0
 
     def run_pass(self, each: TimedPass, accesses: Sequence[tuple[int, tuple[int, ...], np.ndarray]]) -> None:
-        """All layers, then the head. accesses: with the position of every expert's next use."""
+        """Run all layers, then the head.
+
+        accesses: layer, experts and the positions of their next uses.
+        """
         other_ns = each.other_ns / len(accesses)
         if preload := self._absent(each.preload):
             self._cache.advise(preload)
@@ -254,8 +283,8 @@ class _Run:
         for at, (layer, experts, next_use) in enumerate(accesses):
             self._compute(each.dense_ns[at] + other_ns)
             split = self._split(each, at)
-            wanted = list(experts) if split is None else split.wanted
-            hits, misses = self._cache.ask(layer, wanted, next_use[[experts.index(expert) for expert in wanted]])
+            requested = list(experts) if split is None else split.host_experts
+            hits, misses = self._cache.ask(layer, requested, next_use[[experts.index(expert) for expert in requested]])
             self._cache.issue(misses)
             self.storage.begin(self.now_ns)
             self._run_experts(each, at, hits, misses, split)
@@ -267,14 +296,15 @@ class _Run:
         return ReplayedSplit(self._shared, each.tokens_of(at), self._cache.holds, self.counts, self.now_ns)
 
     def _absent(self, experts: Sequence[int]) -> list[int]:
-        """Those that no device holds."""
+        """Return the experts that are not resident on the accelerator."""
         return [index for index in experts if self._shared is None or index not in self._shared.resident]
 
     def _run_experts(
         self, each: TimedPass, at: int, hits: list[int], misses: list[int], split: ReplayedSplit | None
     ) -> None:
-        """Compute hits, then misses as they arrive: together for one token, else one by one; the shared expert after
-        the first.
+        """Compute hits, then misses as they arrive. Experts of one token are computed at once, others one by one.
+
+        The shared expert is computed after the first ones.
         """
         times, shared_ns, advice = self._expert_times(each, at), each.shared_ns[at], self._absent(each.advice[at])
         is_one = each.tokens == 1 and (split is None or split.comes_together)
@@ -286,7 +316,10 @@ class _Run:
             self._go_on(split.finish(self.now_ns))
 
     def _expert_times(self, each: TimedPass, at: int) -> dict[int, float]:
-        """Of each expert on the recording machine's processor; beside a device, which takes some, by their tokens."""
+        """Return the time of each expert on the recording machine's processor.
+
+        They have equal times. With an accelerator, which takes some of them, their times depend on their tokens.
+        """
         tokens = each.tokens_of(at)
         if self._shared is None:
             return dict.fromkeys(tokens, each.experts_ns[at] / max(len(tokens), 1))
@@ -297,7 +330,7 @@ class _Run:
     def _take(
         self, experts: Sequence[int], times: Mapping[int, float], shared_ns: float, split: ReplayedSplit | None
     ) -> None:
-        """These are there: copies begin, the others are computed, and a shared expert behind them."""
+        """Begin the copies among experts in host memory. Compute the others, then the shared expert."""
         if split is not None:
             experts, begun_ns = split.take(experts, self.now_ns)
             self._go_on(begun_ns)
@@ -312,8 +345,8 @@ class _Run:
         """Release experts that have been computed."""
         self._cache.unlease(indices)
 
-    def wait_for_some(self, remaining: list[int], together: bool) -> list[int]:
-        """Let time pass until a remaining expert can be computed."""
+    def wait_for_some(self, remaining: list[int], all_at_once: bool) -> list[int]:
+        """Let time pass until a remaining expert is resident."""
         started_ns = self.now_ns
         while True:
             self._cache.issue(remaining)
@@ -321,17 +354,17 @@ class _Run:
             ready = self._cache.ready(remaining)
             if ready:
                 self.stall_ns += self.now_ns - started_ns
-                return ready if together else ready[:1]
+                return ready if all_at_once else ready[:1]
             arrived_ns = self.storage.run_to_next()
             if arrived_ns is None:
                 raise self._cache.does_not_fit(remaining[0], "simulate a larger cache")
             self.now_ns = arrived_ns
 
     def _compute(self, recorded_ns: float) -> None:
-        """So much of the recording machine's time, on this device; reads go on meanwhile."""
+        """Let a computation pass. recorded_ns: its time on the recording machine."""
         self._go_on(self.now_ns + recorded_ns * self._scale)
 
     def _go_on(self, until_ns: float) -> None:
-        """Time passes; reads go on."""
+        """Let time pass. Reads go on."""
         self.now_ns = round(until_ns)
         self.storage.run_until(self.now_ns)

@@ -11,7 +11,7 @@ from .read_storage import ReadStorage
 def open_storage(bundle: Bundle, io: IoMode, verify: bool, capacity_bytes: int | None = None) -> ExpertStorage:
     """Open the storage of a bundle.
 
-    `auto` uses direct reads if the file system allows them, otherwise buffered reads that drop the page cache.
+    `auto` uses direct reads if the file system allows them. Otherwise it uses buffered reads that drop the page cache.
     capacity_bytes: most bytes of all experts in memory, at least the largest expert; None for all experts.
     """
     if io == "mmap":

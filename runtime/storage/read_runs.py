@@ -47,15 +47,15 @@ class ReadRuns:
     """
 
     def __init__(self, sizes: Sequence[int], following: Sequence[int], readers: int = 1) -> None:
-        self._sizes, self._behind, self._readers = sizes, following, readers
-        self._before = predecessors(self._behind)
+        self._sizes, self._after, self._readers = sizes, following, readers
+        self._before = predecessors(self._after)
 
     def take(self, queue: deque[int]) -> list[int]:
         """Take the first expert of a queue and the queued experts adjacent to it, in file order."""
         most = math.ceil(len(queue) / self._readers)
         first = queue.popleft()
         run, room_bytes = deque([first]), MAX_RUN_BYTES - self._sizes[first]
-        for neighbours, add in ((self._behind, run.append), (self._before, run.appendleft)):
+        for neighbours, add in ((self._after, run.append), (self._before, run.appendleft)):
             index = neighbours[first]
             while len(run) < most and index != NONE and self._sizes[index] <= room_bytes and index in queue:
                 queue.remove(index)

@@ -23,8 +23,10 @@ class SamplingOptions:
 
     temperature: 0 is greedy.
     top_k: number of likeliest tokens to keep; 0 keeps all.
+
     top_p: probability of the likeliest tokens to keep; 1 keeps all.
     min_p: least probability of a token, as a share of the likeliest one; 0 keeps all.
+
     repetition_penalty: positive logits of tokens in the text are divided by it, negative ones multiplied.
     seed: seed of the random generator.
 

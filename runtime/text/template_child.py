@@ -161,8 +161,8 @@ def set_limits(memory_bytes: int, cpu_s: int) -> None:
 def _lower(kind: int, soft: int, hard: int) -> None:
     """Set a limit, but not above the current one."""
     limits = []
-    for wanted, held in zip((soft, hard), resource.getrlimit(kind), strict=True):
-        limits.append(wanted if held == resource.RLIM_INFINITY else min(wanted, held))
+    for new_limit, held in zip((soft, hard), resource.getrlimit(kind), strict=True):
+        limits.append(new_limit if held == resource.RLIM_INFINITY else min(new_limit, held))
     resource.setrlimit(kind, (limits[0], limits[1]))
 
 

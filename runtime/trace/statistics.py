@@ -74,7 +74,8 @@ class DecodeShares:
     experts: routed experts.
     dense: dense weights, shared experts included.
     other: routing, the cache and advice.
-    storage_busy: share of the time in which a read was in progress, whatever else ran.
+
+    storage_busy: share of the time in which a read was in progress, in addition to other work.
     """
 
     stall: float
@@ -89,8 +90,9 @@ class RunStatistics:
     """Statistics of one generation. Times are in nanoseconds; None means that there is no value.
 
     TPOT values and tokens_per_s cover the tokens after the first one.
-    bytes_read_per_token: padded expert bytes read over all passes, prefill and prefetches included, per emitted token.
-    decode_bytes_read_per_token: the same for the tokens after the first one.
+    bytes_read_per_token: padded expert bytes read per emitted token. All passes and prefetches count.
+
+    decode_bytes_read_per_token: padded expert bytes read per token after the first one.
     """
 
     prompt_tokens: int

@@ -27,16 +27,21 @@ class TraceHeader:
     """Origin of a trace.
 
     bundle: SHA-256 of the bundle's manifest file.
-    experts, top_k: of each layer.
+    experts, top_k: experts and experts per token of each layer.
     prompt_tokens: tokens of the first passes. Every pass after them has one token.
-    prefetch: the predictor whose advice was recorded.
-    prefetch_layers, prefetch_experts, prefetch_rule: how far, how much and by which rule, as in RuntimeOptions.
+
+    prefetch: predictor whose advice was recorded.
+    prefetch_layers, prefetch_experts, prefetch_rule: values of these RuntimeOptions.
+
     threads: computing threads of the run.
-    first_decoder_layer: layers below it belong to the encoder, whose single pass over the prompt is first; 0 without
-        one.
-    little_experts: experts of the little model per token and layer; 0 stands for half of each layer's.
-    memory_bytes_per_s, storage_latency_ns: of the recording machine, as in a device profile.
+    memory_bytes_per_s, storage_latency_ns: rates of the recording machine, as in a device profile.
+
     storage_bytes_per_s: rate that the reads of the run reached, if there were many, else that of the device profile.
+
+    first_decoder_layer: first layer of the decoder; 0 without an encoder. Layers before it belong to the encoder. Its
+        single pass over the prompt comes first.
+
+    little_experts: experts of the little model per token and layer; 0: half of the experts of each layer.
     """
 
     bundle: str
@@ -66,6 +71,7 @@ class PassScores:
 
     logits: logits of all layers that route, concatenated, [sum of E].
     ahead: for each layer, the scores [E] of the lookahead for the layers ahead, nearest first.
+
     little_logits: logits of the little model for this token, after a text computed with all experts; empty if not
         recorded.
     confidence: greatest output probability of the little model; None if not recorded.
@@ -83,15 +89,19 @@ class TracedPass:
 
     Fields with one entry per layer begin with first_layer.
     chosen: T x K experts of each layer, token by token, best first.
+
     advice: experts to read ahead, for each layer, likeliest first, as indices over all layers.
+
     dense_ns: time of each layer before its routed experts.
     shared_ns: time of each layer's shared expert.
     experts_ns: time of each layer's routed experts.
+
     head_ns: time after the last layer.
     elapsed_ns: time of the whole pass.
-    stall_ns: the part of elapsed_ns spent waiting for reads.
+    stall_ns: part of elapsed_ns spent waiting for reads.
+
     first_layer: first layer of the pass. It is 0, or first_decoder_layer for a decoder pass of a model with an encoder.
-    scores: for passes of one token in which routers decided; None in files of version 1.
+    scores: router outputs of a pass of one token; None if routers did not decide, and in files of version 1.
 
     The pass of an encoder ends before first_decoder_layer.
     """
@@ -147,7 +157,7 @@ class Trace:
             done += each.tokens
             if done == self.header.prompt_tokens:
                 return number
-        raise ValueError(f"no pass ends with the prompt, behind {self.header.prompt_tokens} tokens")
+        raise ValueError(f"no pass ends with the prompt, after {self.header.prompt_tokens} tokens")
 
     def _passes_with_encoder(self) -> int:
         first, tokens = self.header.first_decoder_layer, [each.tokens for each in self.passes]
@@ -238,6 +248,7 @@ class TraceRecorder:
         chosen: int32 [T, K].
         logits: router logits of the choice, [T, E].
         foreseen: predicted scores of layers ahead, [E] each, nearest first.
+
         times: phase times before any of its experts was computed; None for the current ones.
         """
         if layer in self._first_layers and self._layers:

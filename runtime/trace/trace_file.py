@@ -45,7 +45,7 @@ def write_trace(path: Path, trace: Trace) -> None:
     """
     has_encoder = trace.header.first_decoder_layer > 0
     if not has_encoder and any(each.first_layer for each in trace.passes):
-        raise ValueError("the header has no encoder, but passes begin behind one")
+        raise ValueError("the header has no encoder, but passes begin after one")
     header = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(trace.header)}
     lines = [header, *map(_pass_plain, trace.passes)]
     if not has_encoder:
@@ -73,7 +73,7 @@ def read_trace(path: Path) -> Trace:
                 passes.append(_pass(_object(data), header, plain["version"]))
         trace = Trace(header, tuple(passes))
         if any(each.tokens != 1 for each in passes[trace.prompt_passes :]):
-            raise ValueError("expected passes of one token behind the prompt")
+            raise ValueError("expected passes of one token after the prompt")
     except OSError as error:
         raise InputError(f"the trace `{path}` cannot be read: {error.strerror}", "check the path") from error
     except ValueError as error:
@@ -205,10 +205,10 @@ def _check_keys(plain: dict[str, Any], expected: set[str]) -> None:
 
 
 def _list(plain: dict[str, Any], name: str, length: int | None = None) -> list[Any]:
-    found = plain[name]
-    if not isinstance(found, list) or (length is not None and len(found) != length):
+    values = plain[name]
+    if not isinstance(values, list) or (length is not None and len(values) != length):
         raise ValueError(f"`{name}`: expected a list{'' if length is None else f' of {length}'}")
-    return found
+    return values
 
 
 def _numbers(plain: dict[str, Any], name: str, most: int, length: int | None = None) -> tuple[int, ...]:
@@ -230,7 +230,7 @@ def _checked(name: str, found: Iterable[Any], most: int) -> tuple[int, ...]:
 
 
 def _number(plain: dict[str, Any], name: str, least: int = 0) -> int:
-    found = plain[name]
-    if type(found) is not int or not least <= found <= _MAX_NUMBER:
-        raise ValueError(f"`{name}`: expected a whole number of {least} or more, found {shown(found)}")
-    return found
+    number = plain[name]
+    if type(number) is not int or not least <= number <= _MAX_NUMBER:
+        raise ValueError(f"`{name}`: expected a whole number of {least} or more, found {shown(number)}")
+    return number

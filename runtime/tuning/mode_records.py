@@ -37,7 +37,7 @@ def write_record(bundle: Path, record: dict[str, Any]) -> Path:
     """
     path = record_path(bundle)
     measured = {row["mode"] for row in record["rows"]}
-    rows = [*record["rows"], *(row for row in _rows(_beside(bundle)) if row["mode"] not in measured)]
+    rows = [*record["rows"], *(row for row in _rows(_record_next_to(bundle)) if row["mode"] not in measured)]
     plain = {"format_version": FORMAT_VERSION, "bundle": bundle_sha256(bundle), **record, "rows": rows}
     write_output(path, (json.dumps(plain, indent=1) + "\n").encode())
     return path
@@ -49,13 +49,13 @@ def measured_rows(bundle: Path) -> list[dict[str, Any]]:
     A record that cannot be read, or belongs to another bundle, has no rows.
     """
     rows: dict[str, dict[str, Any]] = {}
-    for record in (_load(bundle / QUALITY_NAME).get("modes"), _beside(bundle)):
+    for record in (_load(bundle / QUALITY_NAME).get("modes"), _record_next_to(bundle)):
         for row in _rows(record):
             rows[row["mode"]] = row
     return list(rows.values())
 
 
-def _beside(bundle: Path) -> dict[str, Any]:
+def _record_next_to(bundle: Path) -> dict[str, Any]:
     """Return the record next to a bundle; empty if it belongs to another bundle."""
     record = _load(record_path(bundle))
     is_of_bundle = record.get("bundle") == bundle_sha256(bundle) and record.get("format_version") == FORMAT_VERSION

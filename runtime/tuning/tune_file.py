@@ -51,6 +51,7 @@ class Tuning:
     storage: digest of the storage that holds the bundle (profiles.storage_identity.storage_sha256).
     bundle: SHA-256 of the bundle's manifest file.
     expert_cache_bytes: capacity of the measured cache, while a short text is decoded.
+
     options: options that differ from the defaults and were faster.
     trials: every comparison that was made.
     """

@@ -44,7 +44,7 @@ def two_version_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def memory_for(bundle: Path, share: float, tokens: int) -> int:
-    """Bytes of a device with room for so much of the experts, beside passes of so many tokens."""
+    """Return the memory of a device for a share of the experts and passes of this many tokens, bytes."""
     manifest = open_bundle(bundle).manifest
     sizes = [entry_bytes(manifest.model, entry) for entry in manifest.stored_experts]
     high = sum(sizes[: len(manifest.experts)])

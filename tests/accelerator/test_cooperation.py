@@ -1,4 +1,4 @@
-"""Whole runs with experts on both sides: the split changes nothing but rounding, whoever gets which experts."""
+"""Whole runs with experts on both sides: the split changes only rounding, for any placement."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits_of(engine: Engine) -> np.ndarray:
-    """Of a prefill and 20 decode steps."""
+    """Return the logits of a prefill and 20 decode steps."""
     rows = [engine.logits(TOKENS[:PREFILL])]
     for position in range(PREFILL, len(TOKENS)):
         rows.append(engine.model.logits(engine.step([TOKENS[position]], [0], [position])))
@@ -57,7 +57,7 @@ def on_cpu(bundle: Path) -> np.ndarray:
 
 
 def third(bundle: Path, slots: int = 1, extra_bytes: int = 0) -> str:
-    """A budget that a third of the experts fill, beside what is fixed."""
+    """Return a budget for a third of the experts, in addition to the fixed memory."""
     manifest = open_bundle(bundle).manifest
     sizes = [entry_bytes(manifest.model, entry) for entry in manifest.stored_experts]
     fixed = working_bytes(manifest, min(1024, slots * 128)) + COPY_SLOTS * max(sizes)
@@ -83,7 +83,7 @@ def test_splitting_and_bringing_together_change_no_bit(
     bundle: Path, on_cpu: np.ndarray, cooperation: str, cache: str
 ) -> None:
     """A device that computes with the CPU's kernels: what is left is the split."""
-    # Under this policy the cache is in Python, as beside an accelerator, which copies from where that says experts are.
+    # With this policy the cache is in Python, as with an accelerator, which copies from the places of that cache.
     with load(bundle, context=128, expert_cache=cache, cache_state="cold", policy="edgemoe") as engine:
         device = simulate_on(engine, cooperation)
         found = logits_of(engine)
@@ -105,9 +105,9 @@ def test_a_torch_device_computes_what_the_cpu_computes(
 ) -> None:
     """Equal to rounding, but where rounding moves an activation over the border between two of its 8-bit codes.
 
-    numpy's kernels, which have the same specification, differ from the native ones in the same way: by 0.2 % of the
-    largest logit here, behind one code of one token. Sums of other devices may flip others: ten times as much is
-    allowed.
+    The kernels of numpy have the same specification. They differ from the native ones in the same way: one code of one
+    token, which changes logits by 0.2 % of the largest one. Other devices may change other codes, so ten times as much
+    is allowed.
     """
     name = "torch-cpu" if device.type == "cpu" else "cuda"
     memory = third(bundle, extra_bytes=0 if name == "torch-cpu" else 64 << 20)
@@ -141,7 +141,7 @@ def test_sixteen_bits_differ_by_the_order_of_sums_alone(tmp_path: Path, device: 
 
 
 def test_an_encoder_uses_the_device_too(tmp_path: Path) -> None:
-    """Experts of two projections; tokens that find theirs full are computed by nobody."""
+    """Experts have two projections. Tokens whose expert is full are not computed."""
     routed = {"num_layers": 2, "num_sparse_encoder_layers": 2, "num_decoder_layers": 2, "num_sparse_decoder_layers": 2}
     tiny = TinySwitch({**routed, "num_experts": 4, "expert_capacity": 9}, seed=4)
     found = emit_bundle(save_tiny_switch(tmp_path / "model", tiny), tmp_path / "bundle")
@@ -154,7 +154,7 @@ def test_an_encoder_uses_the_device_too(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_slow_for_one_token_leaves_it_to_the_cpu(bundle: Path, on_cpu: np.ndarray) -> None:
-    """Where the host has room for all, experts of the device are read last, and computed where it is faster."""
+    """If the host holds all experts, those of the device are read last, and computed on the faster side."""
     options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle), **HERE}
     with load(bundle, context=128, expert_cache="100%", **options) as engine:
         engine.cache.finish_warming()

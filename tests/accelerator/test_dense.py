@@ -50,7 +50,7 @@ def on(device: torch.device, **options: Any) -> dict[str, Any]:
 
 
 def logits_of(engine: Engine) -> np.ndarray:
-    """Of a prefill and twenty decode steps."""
+    """Return the logits of a prefill and 20 decode steps."""
     rows = [engine.logits(TOKENS[:PREFILL])]
     rows += [engine.decode([TOKENS[at]], [0], [at]) for at in range(PREFILL, len(TOKENS))]
     return np.concatenate(rows)
@@ -219,7 +219,7 @@ def test_dense_weights_that_do_not_fit_stay_here_or_are_refused(bundle: Path) ->
 
 
 def test_dense_weights_come_before_experts(bundle: Path) -> None:
-    """What they take is missing for experts, and all of it together is inside the budget."""
+    """Their memory is not available to experts, and the sum is within the budget."""
     manifest = open_bundle(bundle).manifest
     needed = dense_bytes(manifest, longest_pass(manifest.model, 1, CONTEXT), 1, CONTEXT)
     placed = {}

@@ -1,4 +1,4 @@
-"""Lossy modes beside an accelerator: an expert that lies on it is at hand, never low, skipped or replaced."""
+"""Lossy modes with an accelerator: an expert in its memory counts as cached. It is never low, skipped or replaced."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PROMPT_TOKENS = 20
 LOSSY: list[dict[str, Any]] = [{"dynamic_precision": "0,0.5"}, {"cache_routing": "margin=0.9,drop=0.2"}]
 
 
-def beside(bundle: Path, share: float) -> dict[str, Any]:
-    """Options of a device with room for so much of the experts; what runs where is no matter of measured times."""
+def device_options(bundle: Path, share: float) -> dict[str, Any]:
+    """Return the options of a device with memory for a share of the experts. No measured time decides the placement."""
     memory = str(memory_for(bundle, share, 64))
     return {
         "accelerator": "torch-cpu",
@@ -43,7 +43,7 @@ def decoded(bundle: Path, **options: Any) -> tuple[np.ndarray, ModeCounts]:
 
 @pytest.mark.parametrize("modes", LOSSY, ids=str)
 def test_with_all_experts_on_the_device_nothing_is_given_up(two_version_bundle: Path, modes: dict[str, Any]) -> None:
-    on_device = beside(two_version_bundle, 1)
+    on_device = device_options(two_version_bundle, 1)
     found, counts = decoded(two_version_bundle, **on_device, **modes)
     assert counts.ranks and (counts.missed, counts.low, counts.skipped, counts.replaced, counts.dropped) == (0,) * 5
     again, _ = decoded(two_version_bundle, **on_device, big_little="gamma=1,k=3")
@@ -66,9 +66,9 @@ def test_residents_are_computed_as_they_are(
     monkeypatch.setattr(PassChoice, "select", noted)
     _, without = decoded(two_version_bundle, **modes)
     decided.clear()
-    _, counts = decoded(two_version_bundle, **beside(two_version_bundle, 0.4), **modes)
+    _, counts = decoded(two_version_bundle, **device_options(two_version_bundle, 0.4), **modes)
     assert 0 < counts.missed < without.missed
-    with load(two_version_bundle, context=64, **beside(two_version_bundle, 0.4), **modes) as engine:
+    with load(two_version_bundle, context=64, **device_options(two_version_bundle, 0.4), **modes) as engine:
         resident = set(engine.model.accelerator.placement.resident)  # type: ignore[union-attr]
     kept = 0
     for layer, chosen, found in decided:
@@ -80,7 +80,7 @@ def test_residents_are_computed_as_they_are(
 
 
 def test_runs_repeat_to_the_bit(two_version_bundle: Path) -> None:
-    options = {**beside(two_version_bundle, 0.4), **LOSSY[0]}
+    options = {**device_options(two_version_bundle, 0.4), **LOSSY[0]}
     first, counts = decoded(two_version_bundle, **options)
     repeated, same = decoded(two_version_bundle, **options)
     assert counts.missed and same == counts and np.array_equal(first, repeated)
@@ -88,7 +88,7 @@ def test_runs_repeat_to_the_bit(two_version_bundle: Path) -> None:
 
 def test_a_device_of_unknown_size_is_refused(two_version_bundle: Path) -> None:
     for modes in LOSSY:
-        with pytest.raises(OptionError, match="how many lie on an accelerator would depend on what is free"):
+        with pytest.raises(OptionError, match="How many an accelerator holds would depend on its free memory"):
             load(two_version_bundle, accelerator="cuda", **modes)
 
 

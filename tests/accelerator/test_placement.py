@@ -34,7 +34,7 @@ def test_what_is_placed_fits_and_nothing_more_popular_would_have(
     assert found.resident_bytes == sum(sizes[index] for index in found.resident)
     assert found.fixed_bytes == floor and found.fixed_bytes + found.resident_bytes <= budget
     room = budget - floor
-    for index in order:  # in order of popularity, whoever was left out did not fit in its turn
+    for index in order:  # in order of popularity, an expert that was left out did not fit
         assert (index in found.resident) == (sizes[index] <= room)
         room -= sizes[index] * (index in found.resident)
 

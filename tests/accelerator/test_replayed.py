@@ -1,4 +1,4 @@
-"""A replayed trace whose experts a device shares: by hand, beside the planner's own clock, beside a run."""
+"""A replayed trace with an accelerator, compared with results by hand, the clock of the planner, and a run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from moec.runtime.accelerator.placement import LIBRARY_BYTES
 from moec.runtime.accelerator.planner import ExpertLoad
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.engine import Engine
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.eviction import expert_records
 from moec.runtime.options.runtime import COOPERATIONS, Cooperation, RuntimeOptions
 from moec.runtime.simulation.accelerator_replay import ReplayedDevice, traced_cpu_line
 from moec.runtime.simulation.accelerator_workload import layer_ns
 from moec.runtime.simulation.recorded_advice import recorded_advice
-from moec.runtime.simulation.timeline import DeviceRates, TimedPass, Timeline, predict_steps
+from moec.runtime.simulation.timeline import DeviceRates, SimulatedMachine, TimedPass, Timeline, predict_steps
 from tests.runtime.simulation.test_timeline import RATES, one_token, trace_of
 
 from .conftest import memory_for
@@ -39,12 +40,12 @@ def one_layer(
 ) -> Timeline:
     """Four experts of 100 bytes, LRU; the first pass is the prompt."""
     records = expert_records(np.zeros(4, np.int64), np.zeros(4), 1)
-    sizes = np.full(4, 100, np.int64)
-    return predict_steps([(each,) for each in passes], 1, sizes, capacity, records, "lru", RATES, 0, warm, shared)
+    spec = CacheSpec(np.full(4, 100, np.int64), capacity, records)
+    return predict_steps([(each,) for each in passes], 1, spec, "lru", SimulatedMachine(RATES, shared), warm)
 
 
 def token(*experts: int, experts_ns: float = 20.0) -> TimedPass:
-    """10 ns of dense weights in front of experts."""
+    """A pass of one token: 10 ns of dense weights, then experts."""
     return TimedPass(1, ((0, experts),), ((),), (10.0,), (experts_ns,), (0.0,), 0.0, 0.0)
 
 
@@ -70,10 +71,8 @@ def test_a_copy_takes_the_processor_then_the_link_then_the_device() -> None:
 
 def test_without_residents_and_copies_the_device_changes_nothing() -> None:
     passes = [token(0, 1), token(1, 2), token(3, 0)]
-    alone = predict_steps(
-        [(each,) for each in passes], 1, np.full(4, 100, np.int64), 200,
-        expert_records(np.zeros(4, np.int64), np.zeros(4), 1), "lru", RATES, 0,
-    )  # fmt: skip
+    spec = CacheSpec(np.full(4, 100, np.int64), 200, expert_records(np.zeros(4, np.int64), np.zeros(4), 1))
+    alone = predict_steps([(each,) for each in passes], 1, spec, "lru", SimulatedMachine(RATES))
     found = one_layer(passes, on_device("cpu"), capacity=200)
     same = {**found.to_plain(), "experts": None}
     assert same == alone.to_plain()
@@ -132,7 +131,7 @@ def test_decisions_and_places_are_those_of_a_run(two_version_bundle: Path, modes
         bytes_read = engine.cache.stats.bytes_read
     assert 4 < len(resident) < 20
     rates = DeviceRates(10**6, 1000, 1, 1.0)
-    # A run of the whole context on cuda, which the replay stands for, takes more beside the experts.
+    # The replay is of a run with the whole context on cuda, which takes more memory in addition to the experts.
     longest = min(1024, opened.manifest.model.default_context)
     stated = AcceleratorRates(memory_for(two_version_bundle, 0.4, longest) + LIBRARY_BYTES, 1000, 0, 10**9)
     shared = shared_device(opened, trace, rates, stated, "cpu")

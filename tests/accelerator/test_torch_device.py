@@ -27,10 +27,10 @@ def opened(device: torch.device, experts: list[kernels.Expert], kept: int) -> To
 
 
 def computed_by_numpy(expert: kernels.Expert, x: np.ndarray) -> tuple[np.ndarray, float]:
-    """Results at TOKENS and RANKS, float32 [9, 2, D], and how far others may be from them.
+    """Return results at TOKENS and RANKS, float32 [9, 2, D], and the allowed difference of other results.
 
-    Sums differ in their last bits: 1e-5 of the largest result. Where that moves an input of `down` over the border
-    between two of its 8-bit codes, a step times a weight comes on top; one such input in a row is allowed.
+    Sums differ in their last bits: 1e-5 of the largest result. This can move an input of `down` to the next 8-bit code.
+    Then a step times a weight is added. One such input in a row is allowed.
     """
     out = np.zeros((9, 2, expert.down.rows), np.float32)
     reference.expert_ffn(expert, x, TOKENS, RANKS, out)

@@ -31,7 +31,7 @@ def called(function: ast.FunctionDef) -> set[str]:
 
 
 def can_fail_itself(function: ast.FunctionDef) -> bool:
-    """Whether it asserts or raises, be it in a function that it puts in the place of another."""
+    """Return whether it asserts or raises, also in a function that replaces another one."""
     for node in ast.walk(function):
         if isinstance(node, (ast.Assert, ast.Raise)):
             return True

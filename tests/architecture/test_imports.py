@@ -41,7 +41,7 @@ def probe(code: str) -> dict[str, object]:
 
 
 def fresh(program: str) -> str:
-    """What a program prints in a fresh interpreter."""
+    """Return the output of a program in a new interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", program],
         check=False,
@@ -64,14 +64,14 @@ def foreign(code: str) -> set[str]:
 
 
 def seconds(code: str) -> tuple[float, float]:
-    """What a fresh interpreter takes for `code`, ending it included: by the clock, and of a processor."""
+    """Return the wall time and processor time of a new interpreter that runs `code`, its end included, in seconds."""
     start = time.perf_counter()
     processor = float(fresh(f"{code}\nimport time\nprint(time.process_time())"))
     return time.perf_counter() - start, processor
 
 
 def more_seconds(code: str) -> tuple[float, float]:
-    """How much more that is than with no code: medians of three."""
+    """Return how much more that is than without code: medians of three."""
     runs = [(*seconds(code), *seconds("")) for _ in range(3)]
     clock, processor = (statistics.median(run[at] - run[at + 2] for run in runs) for at in (0, 1))
     print(f"{code}: {clock:.3f} s more than a bare start, {processor:.3f} s of a processor")

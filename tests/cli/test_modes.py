@@ -206,7 +206,7 @@ def test_a_sweep_leaves_out_what_is_refused(two_versions: Path) -> None:
     device = RuntimeOptions(accelerator="cuda")
     found = settings_of("sweep", manifest, (), device)
     assert [set(each) for each in found] == [set(), {"big_little"}, {"big_little"}, {"big_little"}]
-    with pytest.raises(OptionError, match="how many lie on an accelerator would depend on what is free"):
+    with pytest.raises(OptionError, match="How many an accelerator holds would depend on its free memory"):
         settings_of("dynamic-precision 0,1", manifest, (), device)
     sized = RuntimeOptions(accelerator="cuda", accelerator_memory="1GiB")
     assert len(settings_of("sweep", manifest, (), sized)) == len(settings_of("sweep", manifest, ()))

@@ -213,13 +213,13 @@ def test_modes_that_the_trace_cannot_decide_are_refused(
     old.write_text("\n".join(map(json.dumps, [first | {"version": 1}, *lines])) + "\n")
     first = json.loads(trace.read_text().splitlines()[0])
     for path, more, message in (
-        (old, ("--modes", "cache-routing drop=0.5"), "has not recorded, the scores of routers"),
+        (old, ("--modes", "cache-routing drop=0.5"), "has not recorded: the scores of routers"),
         (
             changed(confidence=None, little_logits=""),
             ("--modes", "big-little gamma=0.5"),
-            "what the little model was sure",
+            "the confidence of the little model",
         ),
-        (trace, ("--modes", "big-little gamma=0.5,k=1"), "a little model of so many experts"),
+        (trace, ("--modes", "big-little gamma=0.5,k=1"), "a little model of this size"),
         (trace, ("--modes", "big-little gamma=0.5", "--policy", "optimum"), "knows the future"),
         (trace, ("--modes", "magic 1"), "`magic 1` is not a mode"),
     ):

@@ -330,7 +330,7 @@ def test_weights_are_fitted_to_what_a_lossy_mode_decides(
         ("big-little gamma=0.5", "does not depend on the cache"),
         ("sweep", "weights are fitted to one setting"),
         ("dynamic-precision 0,1; dynamic-precision 0,0.5", "weights are fitted to one setting"),
-        ("dynamic-precision 0,1 + big-little gamma=0.5,k=3", "has not recorded, a little model of so many experts"),
+        ("dynamic-precision 0,1 + big-little gamma=0.5,k=3", "has not recorded: a little model of this size"),
     ]:
         refused = fitted("--modes", modes).exception
         assert isinstance(refused, MoecError) and message in refused.message

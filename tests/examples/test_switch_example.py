@@ -183,7 +183,7 @@ def test_buckets_of_distances_are_those_of_transformers(both_ways: bool) -> None
 def test_every_expert_is_used_and_no_prompt_exceeds_a_capacity(
     theirs, prompts: list[list[int]], tokenizer: Tokenizer
 ) -> None:  # type: ignore[no-untyped-def]
-    """What training computes is what transformers computes only as long as no token is dropped."""
+    """Training and transformers compute the same only if no token is dropped."""
     used: dict[str, Counter[int]] = {}
     for prompt, item in zip(prompts, dialogues(len(prompts)), strict=True):
         answer = [PAD, *tokenizer.encode(" " + item["summary"]).ids]

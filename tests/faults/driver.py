@@ -68,7 +68,7 @@ class Shim:
         self._library.fail_nth_arm(name, fault.kinds, ctypes.c_long(number), fault.errno, fault.way)
 
     def disarm(self) -> tuple[int, str]:
-        """How many calls there were, and which of them failed."""
+        """Return the number of calls, and the one that failed."""
         count = int(self._library.fail_nth_disarm())
         return count, self._library.fail_nth_call().decode(errors="replace").strip()
 
@@ -92,7 +92,7 @@ def call(arguments: list[str]) -> Outcome:
 
 
 def open_descriptors() -> int:
-    """How many descriptors this process has."""
+    """Return the number of descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 

@@ -1,4 +1,4 @@
-"""What runs while calls fail, and what must hold after it: no half result, what existed is whole, the next run works.
+"""Commands that run while calls fail, and their checks: no partial result, old files intact, the next run works.
 
 Each scene lives in a folder of its own, which holds its input. Calls count on files below that folder.
 """
@@ -18,7 +18,7 @@ PROMPT = "two pens and a green lamp"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended: exit code and what it printed."""
+    """End of a command: exit code and output."""
 
     code: int
     out: str
@@ -34,10 +34,10 @@ class Scene(Protocol):
         """Bring the folder back to what it was before the command."""
 
     def complaints(self, outcome: Outcome) -> list[str]:
-        """What is wrong after a run in which a call failed."""
+        """Return the errors after a run in which a call failed."""
 
     def complaints_after(self, outcome: Outcome) -> list[str]:
-        """What is wrong after one more run, without faults, over what the other left."""
+        """Return the errors after one more run without faults, on the files of the first one."""
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -25,13 +25,14 @@ def build_shim(folder: Path) -> Path:
 def sweep(
     shim: Path, scene: str, folder: Path, fault: str, first: int = 1, step: int = 1, last: int = 10**6
 ) -> list[dict[str, Any]]:
-    """Run the scene once for each number and return what `driver.py` says of each.
+    """Run the scene once for each number. Returns the results of `driver.py`.
 
-    Numbers go from `first` in steps of `step` up to `last`, or to the first that is more than there are calls; before
-    them comes a run without a fault, which is all with last=0. A process that dies counts as a run that is wrong.
+    Numbers go from `first` in steps of `step` up to `last`, or to the first number above the number of calls. A run
+    without a fault comes first. With last=0 it is the only one.
+    A process that dies counts as a wrong run.
     """
     told: list[dict[str, Any]] = []
-    # Allocations of the interpreter go past the shim: those that come from its own arenas cannot be told apart.
+    # The interpreter allocates through the shim. Allocations in its own arenas would not be visible one by one.
     env = {**os.environ, "LD_PRELOAD": str(shim), "PYTHONMALLOC": "malloc", "PYTHONPATH": str(ROOT)}
     while True:
         arguments = [shim, scene, folder, fault, *map(str, (first, step, last))]

@@ -69,7 +69,7 @@ def folder(original: Path, tmp_path: Path) -> Path:
 
 
 def step_of(shim: Path, scene: str, folder: Path, fault: str) -> int:
-    """How far apart the numbers are that a sweep takes."""
+    """Return the distance between the numbers of a sweep."""
     if IS_FULL and scene == "compile":
         return 20
     if IS_FULL and scene == "tune" and fault not in ("write", "sync"):

@@ -13,7 +13,7 @@ _LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def guarded(values: np.ndarray) -> np.ndarray:
-    """A copy of an array whose last byte is the last before a page that nobody may touch."""
+    """Return a copy of an array that ends directly before a page without access."""
     page = mmap.PAGESIZE
     space = -(-max(values.nbytes, 1) // page) * page
     mapped = mmap.mmap(-1, space + page)

@@ -69,7 +69,7 @@ class Draw:
 
 
 def fits(spec: QuantSpec, rows: int, columns: int) -> bool:
-    """Whether a matrix of that shape exists in that format."""
+    """Return whether a matrix of that shape exists in that format."""
     try:
         spec.packed_bytes(rows, columns)
     except ValueError:

@@ -356,7 +356,7 @@ def test_tables_that_are_well_formed_are_accepted(bundle: Path) -> None:
 def test_more_path_keys_than_the_limit(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The header is refused with every prefetcher."""
     write_tables(bundle, **PATHS)
-    monkeypatch.setattr("moec.runtime.bundle.opening.MAX_PATH_KEYS", 0)
+    monkeypatch.setattr("moec.runtime.bundle.tables.MAX_PATH_KEYS", 0)
     for action in (check, run):
         error = refused(lambda act=action: act(bundle), TABLES_NAME)
         assert "`path.keys` has 1 rows, more than the limit of 0" in error.message

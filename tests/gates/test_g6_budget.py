@@ -165,7 +165,7 @@ def test_halves_of_huge_pages_are_charged_no_more_once_they_are_abandoned() -> N
     with memory_group() as group:
         command = [sys.executable, "-c", ABANDON, str(group.processes), str(group.usage)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert 32 << 20 <= int(done.stdout) <= 40 << 20, "32 MiB are held, beside what the process takes"
+        assert 32 << 20 <= int(done.stdout) <= 40 << 20, "32 MiB are held, in addition to the process itself"
 
 
 def test_a_budget_under_the_floor_is_refused_with_the_number(bundle: Path) -> None:

@@ -170,7 +170,7 @@ CASES: dict[str, Callable[[], object]] = {
     "attention: negative": lambda: attend(position=-1),
     "attention: window": lambda: attend(window=-1),
     "attention: no end": lambda: attend(ends=np.array([0], I32)),
-    "attention: end behind the cache": lambda: attend(ends=np.array([6], I32)),
+    "attention: end after the cache": lambda: attend(ends=np.array([6], I32)),
     "attention: ends": lambda: attend(ends=np.array([1, 1], I32)),
     "attention: ends and a window": lambda: attend(ends=np.array([1], I32), window=2),
     "attention: bias of other positions": lambda: attend(bias=zeros(4, 10)),

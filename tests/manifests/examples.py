@@ -113,7 +113,7 @@ def plain_example() -> dict[str, Any]:
 
 
 def seal(plain: dict[str, Any]) -> bytes:
-    """What somebody writes who knows how the digest is made."""
+    """Return a manifest with a correct digest, as an attacker could write it."""
     return canonical_json({**plain, DIGEST_FIELD: hashlib.sha256(canonical_json(plain)).hexdigest()})
 
 
@@ -166,7 +166,7 @@ def get(plain: Any, path: str) -> Any:
 
 
 def paths(value: Any, prefix: str = "") -> list[str]:
-    """Of every field and every item."""
+    """Yield the path of every field and every item."""
     if isinstance(value, dict):
         found = [(f"{prefix}.{key}" if prefix else key, item) for key, item in value.items()]
     else:

@@ -133,7 +133,7 @@ def test_a_digest_that_is_wrong_or_missing_or_not_last() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_other_bytes_are_accepted(data: st.DataObject) -> None:
-    """Also white space that JSON does not care about."""
+    """White space that JSON allows is refused, too."""
     place = data.draw(st.integers(0, len(ENCODED) - 1))
     old = ENCODED[place : place + data.draw(st.integers(0, 3))]
     new = data.draw(st.one_of(st.binary(max_size=3), st.sampled_from([b" ", b"\t", b"\n", b"\r\n", b"0", b","])))

@@ -252,7 +252,7 @@ def test_a_socket_is_refused_and_stays(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_own_descriptor_is_written_to(old: Path) -> None:
-    """As `/dev/stdout` after `> file`: the file is not replaced, what is already written stays."""
+    """`/dev/stdout` after `> file` is written to: the file is not replaced, and its content stays."""
     with old.open("ab") as file:
         path = Path(f"/dev/fd/{file.fileno()}")
         inode = old.stat().st_ino

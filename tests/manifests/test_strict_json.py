@@ -1,4 +1,4 @@
-"""What JSON of a stranger asks for is counted before it is parsed; messages about it are short."""
+"""The needs of untrusted JSON are counted before it is parsed. Messages about it are short."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ except ManifestInvalid:
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_the_largest_manifest_takes_little_memory(name: str) -> None:
-    """As large as a manifest may be, of one kind of value: refused, with a few times its size of memory at most."""
+    """The largest manifest with one kind of value is refused, with a few times its size of memory at most."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))

@@ -1,4 +1,4 @@
-"""What a profile says about a bundle: time per token, cache, refusal, objective."""
+"""Predictions of a profile for a bundle: time per token, cache, refusal, objective."""
 
 from __future__ import annotations
 

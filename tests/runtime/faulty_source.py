@@ -1,4 +1,4 @@
-"""Expert storage in memory that keeps an account of its own, and a cache over it."""
+"""Expert storage in memory with its own ledger, and a cache over it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from moec.manifests.errors import StorageReadFailed
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.eviction import SCORES, expert_records
 from moec.runtime.expert_cache.python_cache import ExpertCache
 from moec.runtime.storage.read_runs import NONE
@@ -22,10 +23,14 @@ InTime = Callable[[Callable[[], Any]], Any]
 
 
 class FaultySource:
-    """Storage in memory. It keeps its own account of what is loaded, and complains of what must never happen.
+    """Storage in memory. It has its own ledger of loaded experts, and records errors of the cache.
 
-    is_contiguous: each expert lies behind the one before it. failing: experts whose reads fail. gate: reads wait until
-    it is set. held: experts that nobody may release.
+    is_contiguous: whether each expert follows the one before it.
+
+    failing: experts whose reads fail.
+    gate: reads wait until it is set.
+    held: experts that must not be released.
+    complaints: errors of the cache.
     """
 
     mode = "memory"
@@ -48,7 +53,7 @@ class FaultySource:
     def load(self, *run: int) -> None:
         self.begun += 1
         self.gate.wait(30)
-        if any(behind != self.successors[first] for first, behind in pairwise(run)):
+        if any(after != self.successors[first] for first, after in pairwise(run)):
             self.complaints.append(f"{run} do not follow one another")
         if twice := self.loaded.intersection(run):
             self.complaints.append(f"{sorted(twice)} read twice")
@@ -85,17 +90,17 @@ def make_cache(
     records = expert_records(layers, np.arange(len(array), dtype=np.float64), LAYERS)
     score = SCORES[policy]  # type: ignore[index]
     limit = capacity_bytes if pins is None else pins
-    return source, ExpertCache(source, array, capacity_bytes, records, score, limit, readers)
+    return source, ExpertCache(source, CacheSpec(array, capacity_bytes, records, limit), score, readers)
 
 
 def warmed(cache: ExpertCache, indices: Sequence[int]) -> None:
-    """Start warm with these experts, and wait until they are there."""
+    """Start warm with these experts, and wait until they are in memory."""
     cache.warm(indices)
     cache.finish_warming()
 
 
 def each(stream: Iterable[list[int]]) -> list[int]:
-    """Every expert of a stream, in the order in which they came."""
+    """Return all experts of a stream, in order."""
     return [index for some in stream for index in some]
 
 
@@ -106,17 +111,17 @@ def consume(
     indices: list[int],
     stop: int = COUNT,
     advice: Sequence[int] = (),
-    together: bool = False,
+    all_at_once: bool = False,
 ) -> list[int]:
-    """Stream, hold each expert while it is used, and leave after `stop` of them or a few more that came together."""
+    """Stream, hold each expert while it is used, and end after at least `stop` of them."""
     found: list[int] = []
-    # What is there when the stream begins is leased until it has been used.
+    # An expert in memory at the begin of the stream is leased until it has been used.
     waiting = set(cache.resident().tolist()) & set(indices)
     source.held = set(waiting)
     try:
-        with contextlib.closing(cache.stream(layer, indices, lambda: advice, together)) as stream:
+        with contextlib.closing(cache.stream(layer, indices, lambda: advice, all_at_once)) as stream:
             for some in stream:
-                assert some and (together or len(some) == 1)
+                assert some and (all_at_once or len(some) == 1)
                 assert not waiting or set(some) <= waiting, "hits come first"
                 for index in some:
                     assert index in source.loaded and index in cache.resident() and index in cache.leased()

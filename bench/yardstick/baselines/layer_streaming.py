@@ -32,11 +32,11 @@ class WholeLayers:
         self._cache, self._layers = cache, layers
 
     def stream(
-        self, layer: int, wanted: Sequence[int], look_ahead: Callable[[], Sequence[int]], together: bool
+        self, layer: int, wanted: Sequence[int], look_ahead: Callable[[], Sequence[int]], all_at_once: bool
     ) -> Generator[list[int], None, None]:
         """Read all experts of the layer, and yield the wanted ones as they arrive."""
         asked, following = set(wanted), self._layers[(layer + 1) % len(self._layers)]
-        with closing(self._cache.stream(layer, self._layers[layer], lambda: list(following), together)) as ready:
+        with closing(self._cache.stream(layer, self._layers[layer], lambda: list(following), all_at_once)) as ready:
             for experts in ready:
                 chosen = [expert for expert in experts if expert in asked]
                 if chosen:

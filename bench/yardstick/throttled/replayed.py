@@ -23,10 +23,9 @@ from moec.cli.measuring.decode_speed import measure_decode, sequence_of
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.layers.routing import NO_EXPERT, RoutingRule
-from moec.runtime.modes.choice import ModeCounts, PassChoice, Versions, best_cached
+from moec.runtime.modes.choice import DecisionState, PassChoice, best_cached
 from moec.runtime.modes.decoder import LossyDecoder
-from moec.runtime.modes.logical_cache import LogicalCache
-from moec.runtime.options.lossy import DynamicPrecision, LossyModes
+from moec.runtime.options.lossy import DynamicPrecision
 from moec.runtime.options.runtime import RuntimeOptions
 
 OPTION_NAMES = ("dynamic_precision", "big_little", "cache_routing")
@@ -93,10 +92,8 @@ class ReplayedDecoder(LossyDecoder):
     def __init__(self, lossy: LossyDecoder, engine: Engine, shares: Shares) -> None:
         draws = random.Random(0)
 
-        def choices(
-            modes: LossyModes, versions: Versions, cache: LogicalCache | None, counts: ModeCounts, **kind: Any
-        ) -> ReplayedChoice:
-            choice = ReplayedChoice(modes, versions, cache, counts, **kind)
+        def choices(state: DecisionState, **kind: Any) -> ReplayedChoice:
+            choice = ReplayedChoice(state, **kind)
             choice.shares, choice.draws = shares, draws
             return choice
 

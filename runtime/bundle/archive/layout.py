@@ -113,7 +113,7 @@ class Place:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the method can store this many raw bytes in this many stored bytes."""
+        """True if the method can store this many raw bytes in this many stored bytes."""
         if self.chunk.method == STORED:
             return self.chunk.stored_bytes == self.raw_bytes
         return 0 < self.chunk.stored_bytes < self.raw_bytes
@@ -181,7 +181,7 @@ def check_file_bytes(index: Index, place: str, file_bytes: int) -> None:
     if file_bytes < end:
         raise BundleIncomplete(f"`{place}` has {file_bytes} bytes, its index says {end}", AGAIN)
     if file_bytes > end:
-        raise ManifestInvalid(f"`{place}` has {file_bytes - end} bytes behind its last chunk", AGAIN)
+        raise ManifestInvalid(f"`{place}` has {file_bytes - end} bytes after its last chunk", AGAIN)
 
 
 def places_of(index: Index, members: Sequence[Member]) -> Iterator[Place]:

@@ -40,7 +40,7 @@ from .layout import (
     read_index,
 )
 
-_MANIFEST_BESIDE = f".{MANIFEST_NAME}.writing"
+_UNFINISHED_MANIFEST = f".{MANIFEST_NAME}.writing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +144,19 @@ def _look_through(partial: Path, manifest: BundleManifest) -> int:
         return 0
     if partial.is_symlink():
         raise OptionError(f"`{partial}` is a link", "remove it")
-    names = {entry.name for entry in manifest.files} | {MANIFEST_NAME, _MANIFEST_BESIDE}
-    found = 0
+    names = {entry.name for entry in manifest.files} | {MANIFEST_NAME, _UNFINISHED_MANIFEST}
+    kept_bytes = 0
     for path in sorted(partial.iterdir()):
         if path.name not in names or path.is_symlink() or not path.is_file():
             raise OptionError(f"`{path}` is not part of this archive", f"remove `{partial}`")
-        found += path.stat().st_size
-    return found
+        kept_bytes += path.stat().st_size
+    return kept_bytes
 
 
 def _prepare(partial: Path) -> None:
     """Make the folder. It has no manifest until the end, so it is not a valid bundle."""
     partial.mkdir(exist_ok=True)
-    for name in (MANIFEST_NAME, _MANIFEST_BESIDE):
+    for name in (MANIFEST_NAME, _UNFINISHED_MANIFEST):
         (partial / name).unlink(missing_ok=True)
 
 
@@ -212,7 +212,7 @@ class _Unpacker:
     def finish(self, raw_manifest: bytes) -> None:
         """Write `moec.json`, after all other files are on disk."""
         FileSystem().sync_directory(self._partial)
-        with AtomicFile(self._partial / MANIFEST_NAME, self._partial / _MANIFEST_BESIDE, FileSystem()) as file:
+        with AtomicFile(self._partial / MANIFEST_NAME, self._partial / _UNFINISHED_MANIFEST, FileSystem()) as file:
             file.write(raw_manifest)
         self._step(len(raw_manifest))
 

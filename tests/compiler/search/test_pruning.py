@@ -91,7 +91,7 @@ def test_reads_that_move_to_other_experts_are_not_saved() -> None:
     plain = replace(plan, units=units)
     per_token = cost_summary(plain).expected_read_bytes_per_token
     kept_size = plain.expert_padded_bytes(ExpertKey(0, 1))
-    assert per_token == 2 * 2 * kept_size, "two experts in each of two layers, whoever is left out"
+    assert per_token == 2 * 2 * kept_size, "two experts in each of two layers, for any pruning"
 
 
 def test_who_too_few_tokens_asked_for_stays() -> None:

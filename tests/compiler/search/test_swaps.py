@@ -85,15 +85,15 @@ def test_a_search_with_swaps_keeps_its_target_at_no_more_bytes_or_less_kl(target
 @pytest.mark.parametrize("seed", range(4))
 def test_behind_swaps_plans_are_no_dearer_and_kl_tells_those_of_one_cost_apart(seed: int, target: float) -> None:
     space = toy_space(toy_model(layers=4, experts=8), seed=seed)
-    trials, behind = ToyTrials(unforeseen(space)), list[int]()
-    talk = Talk(lambda sentence: behind.append(len(trials.generated)))
+    trials, after = ToyTrials(unforeseen(space)), list[int]()
+    talk = Talk(lambda sentence: after.append(len(trials.generated)))
     plan = search(space, trials.as_trials(), Target("loss", target), lambda sentence: None, Swaps(80, talk))
 
     def cost(plan: CompilePlan) -> int:
         return plan.expert_packed_bytes + plan.dense_packed_bytes
 
     judged = [(each, trials.accepts(each, target, "again")[0]) for each in list(trials.generated)]
-    first = behind[0]
+    first = after[0]
     before = min(cost(each) for each, kept in judged[:first] if kept)
     # The cheapest plan within a prediction is found to a fraction of a percent.
     most = 1.005 * CLOSE_COSTS_OF_LOSSES * before

@@ -1,4 +1,4 @@
-"""What is fuzzed: a module per parser of files that a stranger may have made.
+"""Fuzz targets: a module for each parser of untrusted files.
 
 Each has `target(data)`, which raises nothing but a fault of moec, and `seeds()`, well-formed inputs to start from.
 """

@@ -28,7 +28,7 @@ _FIELD_BYTES = HEADER_BYTES - hashlib.sha256().digest_size
 
 
 def sealed(data: bytes) -> bytes:
-    """The same archive with the digest that its index has."""
+    """Return an archive with the correct digest of its index."""
     count = int.from_bytes(data[16:24], "little")
     end = HEADER_BYTES + count * RECORD_BYTES
     if end > len(data):

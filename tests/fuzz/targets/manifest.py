@@ -13,7 +13,7 @@ from tests.runtime.tiny_bundle import files_and_experts, manifest_of
 
 
 def sealed(data: bytes) -> bytes:
-    """The same object in canonical form, with the digest that it then has."""
+    """Return an object in canonical form, with its correct digest."""
     try:
         plain: Any = load_strict_json(data, MANIFEST_JSON)
         if not isinstance(plain, dict):

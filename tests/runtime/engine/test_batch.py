@@ -87,7 +87,7 @@ def test_equal_to_one_by_one(
 def test_every_place_of_a_first_disagreement(
     engine: Engine, prompts: list[list[int]], alone: list[list[int]], pass_tokens: int
 ) -> None:
-    """Also where a pass ends right behind the disagreement: the next pass was computed from the wrong token."""
+    """A pass may end right after the disagreement. Then the next pass was computed from the wrong token."""
     for prompt, answer, limit in list(zip(prompts, alone, LIMITS, strict=True))[:5:2]:
         drafts = [wrong_at(answer, place) for place in range(len(answer))]
         found = generate_many(engine, [prompt] * len(drafts), drafts, [limit] * len(drafts))

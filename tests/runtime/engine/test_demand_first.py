@@ -1,4 +1,4 @@
-"""What a layer asks for is read before what was advised, by the cache in the extension and by the one in Python."""
+"""Requested experts are read before advised ones, by the cache in the extension and by the one in Python."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_demand_overtakes_advice(
     asked: list[int],
     order: list[int],
 ) -> None:
-    """Advice is queued behind a read that is held; demand comes after it."""
+    """Advice is queued after a read that is held. Demand is requested later."""
     if kind is NativeCache and kernels.compiled() is None:
         pytest.skip("no extension")
     with load(tiny_bundle, expert_cache="100%", context=8, readers=1, cache_state="cold", policy=policy) as engine:

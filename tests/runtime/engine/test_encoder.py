@@ -47,7 +47,7 @@ def bundle(folder: Path) -> Path:
 
 @contextmanager
 def counted(engine: Engine) -> Iterator[Counter[int]]:
-    """How often each expert is read inside the block."""
+    """Count the reads of each expert within the block."""
     reads: Counter[int] = Counter()
     load_one = engine.storage.load
 

@@ -22,7 +22,7 @@ from tests.gates.damage import flip, write_tables
 from tests.observed_runs import begin_trace, forget_mappings, how_read, reader_threads, threads
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # torch computes what is beside the CPU
+pytestmark = pytest.mark.usefixtures("one_thread")  # torch computes on the device
 TOKENS = np.random.default_rng(3).integers(4, 260, 36).tolist()
 PREFILL = 20
 LAYERS, EXPERTS = 4, 8
@@ -66,7 +66,7 @@ def advised(engine: Engine) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def decided(engine: Engine) -> dict[str, Any]:
-    """What lossy modes decided; nothing in a lossless run."""
+    """Return the decisions of lossy modes; empty for a lossless run."""
     run(engine)
     return {} if engine.mode_counts is None else {**engine.mode_counts.to_plain()}
 
@@ -83,7 +83,7 @@ def readers(engine: Engine) -> int:
 
 
 def shared(engine: Engine) -> dict[str, Any]:
-    """Where experts were computed; nothing without an accelerator."""
+    """Return where experts were computed; empty without an accelerator."""
     run(engine)
     used = engine.model.accelerator
     return {} if used is None else {"counts": used.counts, "resident": len(used.placement.resident)}
@@ -158,7 +158,7 @@ def test_every_field_has_an_effect() -> None:
 
 @pytest.mark.parametrize("field", EFFECTS)
 def test_a_field_has_its_effect(bundle: Path, field: str) -> None:
-    """The same options show the same twice, and another value of the field shows something else."""
+    """Equal options give equal results twice, and another value of the field gives other results."""
     value, others, seen, needs = EFFECTS[field]
     name = field.partition(",")[0]
 

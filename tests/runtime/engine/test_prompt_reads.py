@@ -38,7 +38,7 @@ def open_small(
 
 @pytest.fixture
 def read_by_python(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How often each expert has been read; the extension reads most by itself."""
+    """Count the reads of each expert by Python. The extension does most reads itself."""
     counts, load_some = Counter[int](), ReadStorage.load
 
     def counted(storage: ReadStorage, *run: int) -> None:
@@ -58,7 +58,7 @@ def test_a_prompt_reads_no_expert_twice(
     kind: type[StreamingCache],
     prefetch: Prefetch,
 ) -> None:
-    """Nor for the token behind it, of which nothing is known."""
+    """No expert is read ahead for the token after it, of which nothing is known."""
     with open_small(tiny_bundle, policy, kind, prefetch) as engine:
         engine.prefill(PROMPT)
     stored, stats = engine.bundle.manifest.experts, engine.cache.stats
@@ -81,7 +81,7 @@ def test_a_prompt_token_by_token_would_read_them_again(
 
 
 def test_a_rule_that_reads_for_the_next_token_reads_for_one(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its first layer, behind the prompt's last."""
+    """It reads for the first layer, after the last layer of the prompt."""
     advised, prefetch = list[list[int]](), ExpertCache.prefetch
 
     def noted(cache: ExpertCache, indices: Sequence[int]) -> None:

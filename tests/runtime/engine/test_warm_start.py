@@ -1,4 +1,4 @@
-"""The warm start and several readers: behind demand, inside the capacity, and harmless when reads fail."""
+"""The warm start and several readers: after demand, within the capacity, and harmless if reads fail."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_lrfu_starts_with_what_calibration_saw() -> None:
 @settings(max_examples=50)
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 12), levels=st.integers(1, 5))
 def test_the_first_of_an_order_are_those_of_the_whole_one(seed: int, count: int, levels: int) -> None:
-    """Also where many scores are equal, or none is known."""
+    """This holds if many scores are equal, or none is known."""
     random = np.random.default_rng(seed)
     known = records(random.integers(0, 2, 20).tolist(), random.integers(0, levels, 20).tolist(), 2)
     known.last_used[:] = random.integers(0, 3, 20)

@@ -155,7 +155,7 @@ def test_every_generation_is_a_sequence_of_its_own(tiny_bundle: Path) -> None:
         for _ in range(2):
             list(engine.generate([5, 6, 7], max_new_tokens=4))
             records = engine.records
-            assert records.sequence_passes == 4, "the prompt and three tokens behind it"
+            assert records.sequence_passes == 4, "the prompt and three tokens after it"
             assert records.last_passes().max() == 4
             layers = engine.model.spec.num_layers
             top_k = engine.model.spec.layers[0].experts.top_k

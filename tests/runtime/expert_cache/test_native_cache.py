@@ -24,6 +24,7 @@ from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudget
 from moec.runtime import kernels, load
 from moec.runtime.bundle.opening import Bundle, open_bundle
 from moec.runtime.expert_cache.bound_experts import BoundExperts, bind_experts
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.eviction import bundle_records
 from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES, NativeCache, open_cache
 from moec.runtime.expert_cache.python_cache import ExpertCache
@@ -60,9 +61,8 @@ class Opened:
         assert isinstance(storage, ReadStorage)
         self.storage, records = storage, bundle_records(self.bundle, self.bundle.tables(), stored)
         self.experts: BoundExperts = bind_experts(self.bundle, stored, storage, load_dense(self.bundle, verify=False))
-        opened = open_cache(
-            storage, self.experts, self.sizes, self.capacity, records, RuntimeOptions(**options), self.capacity
-        )
+        spec = CacheSpec(self.sizes, self.capacity, records, pin_limit_bytes=self.capacity)
+        opened = open_cache(storage, self.experts, spec, RuntimeOptions(**options))
         assert isinstance(opened, NativeCache)
         self.cache = opened
 
@@ -99,7 +99,7 @@ def opened(path: Path, capacity: int | None = None, **options: Any) -> Iterator[
 
 @pytest.fixture(scope="module")
 def outputs(tiny_bundle: Path) -> list[bytes]:
-    """What every expert makes of one input, all of them in memory."""
+    """Return the output of every expert for one input, with all experts in memory."""
     with opened(tiny_bundle) as own:
         assert sorted(each(own.cache.stream(0, list(range(COUNT))))) == list(range(COUNT))
         return [own.output(index) for index in range(COUNT)]
@@ -153,13 +153,13 @@ def test_most_reads_need_no_python(own_bundle: Path, outputs: list[bytes], monke
         for index in (same * 4)[:20]:
             assert each(own.cache.stream(0, [index])) == [index]
             assert own.output(index) == outputs[index]
-        # Until the room is full there is nobody to take a place from; what is new is compared with its checksum.
+        # No place can be taken over before the cache is full. A new expert is compared with its checksum.
         assert loads == same[:2] and checks == same[2:] and own.cache.stats.reads == 20
         own.check()
 
 
 def test_what_python_has_to_be_told_stays_bounded(tiny_bundle: Path) -> None:
-    """However many places go from one expert to the other before anybody asks."""
+    """Places go from one expert to the other many times before Python needs them."""
     sizes = [page_bytes(entry.size_bytes) for entry in open_bundle(tiny_bundle).manifest.stored_experts]
     same = [index for index in range(COUNT) if sizes[index] == sizes[0]]
     with opened(tiny_bundle, sizes[0]) as own:
@@ -278,7 +278,7 @@ def test_a_process_may_end_while_experts_are_read(tiny_bundle: Path) -> None:
 
 
 class _Interrupted(Exception):
-    """What a handler of the user raises."""
+    """The error that a signal handler of the user raises."""
 
 
 @pytest.fixture

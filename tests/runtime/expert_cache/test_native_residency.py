@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moec.runtime import kernels
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.counts import CacheStats
 from moec.runtime.expert_cache.eviction import SCORES, ExpertRecords, eviction_order, expert_records
 from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES
@@ -62,7 +63,7 @@ class BothMachine(RuleBasedStateMachine):
         following = [NONE if at in breaks or at + 1 == COUNT else at + 1 for at in range(COUNT)]
         own, array = fresh_records(), np.array(sizes, np.int64)
         order, runs = partial(eviction_order, own, SCORES[policy]), ReadRuns(sizes, following, readers)
-        self.spec, self.spec_records = Residency(array, capacity, own, order, pins, runs=runs), own
+        self.spec, self.spec_records = Residency(CacheSpec(array, capacity, own, pins), order, runs=runs), own
         self.reads, self.arrays, self.records = native(sizes, capacity, pins, policy, following, readers)
         self.waiting: list[int] = []
         self.loading: list[int] = []

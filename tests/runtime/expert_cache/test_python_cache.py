@@ -50,20 +50,20 @@ class CacheMachine(RuleBasedStateMachine):
     chosen = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS, unique=True)
     advised = st.lists(st.integers(0, COUNT - 1), max_size=6)
 
-    @rule(layer=layers, experts=chosen, advice=advised, stop=st.integers(1, EXPERTS), together=st.booleans())
-    def stream(self, layer: int, experts: list[int], advice: list[int], stop: int, together: bool) -> None:
+    @rule(layer=layers, experts=chosen, advice=advised, stop=st.integers(1, EXPERTS), all_at_once=st.booleans())
+    def stream(self, layer: int, experts: list[int], advice: list[int], stop: int, all_at_once: bool) -> None:
         indices = [layer * EXPERTS + expert for expert in experts]
         resident = set(self.cache.resident().tolist()) & set(indices)
         before = self.cache.stats.copy()
         self.lookups += len(indices)
         try:
-            found = consume(self.source, self.cache, layer, indices, stop, advice, together)
+            found = consume(self.source, self.cache, layer, indices, stop, advice, all_at_once)
         except StorageReadFailed as error:
             assert int(error.message.split()[1]) in self.source.failing & set(indices)
         else:
             least = min(stop, len(indices))
             assert len(found) == len(set(found)) >= least and set(found) <= set(indices)
-            assert together or len(found) == least
+            assert all_at_once or len(found) == least
             assert not set(found) & self.source.failing - resident - set(self.source.reads)
         gained = self.cache.stats.since(before)
         assert gained.lookups == gained.hits + gained.misses == len(indices) and gained.hits >= len(resident)
@@ -145,7 +145,7 @@ def test_hits_come_first_and_misses_load_meanwhile(in_time: InTime) -> None:
 
 
 def test_neighbours_that_wait_are_read_at_once(in_time: InTime) -> None:
-    """Those of a layer that asks together; of advice as well, which gives way to what is asked for."""
+    """Neighbours that a layer requests are read at once. So are those of advice, which comes after requests."""
     source, cache = make_cache([10] * 12, 120, is_contiguous=True)
     assert in_time(lambda: each(cache.stream(0, [3, 0, 2]))) == [3, 0, 2]
     assert source.begun == 2 and source.runs == 1 and sorted(source.reads) == [0, 2, 3]
@@ -177,7 +177,7 @@ def test_what_is_there_together_comes_together(in_time: InTime) -> None:
     source, cache = make_cache([10] * 6, 60)
     warmed(cache, [2, 3])
     source.gate.clear()
-    stream = cache.stream(0, [0, 2, 1, 3], together=True)
+    stream = cache.stream(0, [0, 2, 1, 3], all_at_once=True)
     assert next(stream) == [2, 3] and {2, 3} <= set(cache.leased().tolist())
     source.gate.set()
     in_time(lambda: wait_for(lambda: {0, 1} <= set(cache.resident().tolist())))
@@ -187,7 +187,7 @@ def test_what_is_there_together_comes_together(in_time: InTime) -> None:
 
 
 def test_what_comes_next_is_looked_for_while_misses_load(in_time: InTime) -> None:
-    """Behind the first hits, since it is read behind the misses; at once where nothing is missed, or nothing hit."""
+    """After the first hits, because its reads come after the misses. At once without misses, or without hits."""
     source, cache = make_cache([10] * 12, 120)
     warmed(cache, [2, 3])
     seen: list[str] = []
@@ -201,7 +201,7 @@ def test_what_comes_next_is_looked_for_while_misses_load(in_time: InTime) -> Non
         seen.clear()
         source.begun = 0
         source.gate.clear()
-        stream = cache.stream(0, indices, look_ahead, together=True)
+        stream = cache.stream(0, indices, look_ahead, all_at_once=True)
         waiter = threading.Thread(target=lambda own=stream: seen.extend(f"computed {some}" for some in own))
         waiter.start()
         in_time(lambda: wait_for(lambda: any("look" in each for each in seen)))

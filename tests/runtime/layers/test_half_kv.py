@@ -32,7 +32,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 FEW = TOKENS[:2]
-"""So few that none is close enough to another expert to choose it; a choice moves everything behind it."""
+"""So few tokens that none is close to the choice of another expert, which would change all later layers."""
 
 
 def largest_error(found: np.ndarray, expected: np.ndarray) -> float:
@@ -44,7 +44,7 @@ def test_logits_differ_by_the_rounding_of_keys_and_values(bundle: Path) -> None:
         assert 0 < largest_error(halves.logits(FEW), floats.logits(FEW)) < 4 * HALF_UNIT
         floats.logits(TOKENS)
         halves.logits(TOKENS)
-        # What the first layer keeps is rounded once, whatever the layers behind it make of it.
+        # Values of the first layer are rounded once. Later layers have no influence on them.
         keys, rounded = (engine.kv.keys[0][0, :, : len(TOKENS)] for engine in (floats, halves))
         assert rounded.dtype == np.float16 and np.array_equal(rounded, keys.astype(np.float16))
 
@@ -120,6 +120,6 @@ def test_beside_an_accelerator_attention_stays_here(tiny_bundle: Path) -> None:
         accelerator="torch-cpu",
         accelerator_memory="64MiB",
         cooperation="cpu",
-    ) as beside:
-        assert beside.kv.keys[0].dtype == np.float16
-        assert largest_error(beside.logits(FEW), expected) < 1e-4
+    ) as with_device:
+        assert with_device.kv.keys[0].dtype == np.float16
+        assert largest_error(with_device.logits(FEW), expected) < 1e-4

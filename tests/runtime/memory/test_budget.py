@@ -128,19 +128,19 @@ def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lossy_decisions_beside_an_accelerator_allow_for_torch() -> None:
-    """The same memory: alone all experts fit by the nominal process, with torch's in its place none do."""
+    """The memory is equal. All experts fit next to the nominal process, none fit next to that of torch."""
     bare, least = plan(context=100), MANIFEST.cost.minimum_expert_bytes
     torch = TORCH_PROCESS_BYTES - PROCESS_BYTES
     lossy: dict[str, Any] = {"context": 100, "cache_routing": "drop=0.1"}
     lossy["memory"] = str(bare.fixed_bytes + torch + least)
     alone = plan(**lossy)
-    beside = plan(**lossy, accelerator="cuda", accelerator_memory="1GB")
+    with_device = plan(**lossy, accelerator="cuda", accelerator_memory="1GB")
     assert alone.cache_bytes == alone.logical_cache_bytes == MANIFEST.cost.expert_padded_bytes
-    assert beside.cache_bytes == beside.logical_cache_bytes == least
+    assert with_device.cache_bytes == with_device.logical_cache_bytes == least
 
 
 def test_the_plan_is_the_nominal_one_until_the_process_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `inspect` and the compiler count on; a larger process has itself to count."""
+    """`inspect` and the compiler use the nominal process. A larger process counts in full."""
     nominal = nominal_memory(MANIFEST)
     assert plan(memory="1GB").floor_bytes == nominal.floor_bytes
     taken = nominal.process_bytes - PROCESS_SLACK_BYTES

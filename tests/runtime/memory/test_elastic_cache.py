@@ -28,7 +28,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """An engine whose budget leaves a quarter of the experts beside everything else."""
+    """An engine whose budget leaves memory for a quarter of the experts."""
     from moec.runtime.memory import budget
 
     own = budget.plan_memory

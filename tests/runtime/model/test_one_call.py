@@ -37,7 +37,7 @@ Way = Callable[[Engine], None]
 
 
 class Run:
-    """What an engine made of forced tokens, with a prompt between them, and what it decided."""
+    """Logits and decisions of an engine for forced tokens, with a prompt between them."""
 
     def __init__(self, engine: Engine, way: Way, *, reads_ahead: bool) -> None:
         way(engine)
@@ -51,11 +51,11 @@ class Run:
         for position, token in enumerate(drawn):
             if position == 60:  # guesses are forgotten there: about the first layer it has learned nothing since
                 engine.begin_sequence()
-                learned.append(self.margin(engine, LAYERS - 1, 0))
+                learned.append(self.threshold(engine, LAYERS - 1, 0))
                 rows.append(engine.prefill(drawn[:7]))
             rows.append(engine.decode([token], [0], [position % 60 + 7 * (position >= 60)]))
             if position == 60:
-                learned.append(self.margin(engine, LAYERS - 1, 0))
+                learned.append(self.threshold(engine, LAYERS - 1, 0))
         self.learned_over_prompt = learned
         model.trace.end()
         self.rows = [np.array(row) for row in rows]
@@ -63,16 +63,16 @@ class Run:
         self.decisions = [getattr(self.stats, name) for name in DECISIONS]
         self.passes = [(each.chosen, each.advice, each.scores) for each in model.trace.passes]
         self.quality = (dict(model.prefetch_quality.demanded), dict(model.prefetch_quality.predicted))
-        self.margins = [self.margin(engine, *pair) for pair in ((0, 1, 1), (0, 2, 2), (1, 2, 1), (2, 0, 1))]
+        self.thresholds = [self.threshold(engine, *pair) for pair in ((0, 1, 1), (0, 2, 2), (1, 2, 1), (2, 0, 1))]
         self.times = model.times
         assert not cache.leased().size
         cache.check_invariants()
 
     @staticmethod
-    def margin(engine: Engine, running: int, layer: int, rank: int = 1) -> float:
+    def threshold(engine: Engine, running: int, layer: int, rank: int = 1) -> float:
         model = engine.model
-        margins = model.advisor.margins if model.token_experts is None else model.token_experts
-        return margins.margin(running, layer, rank)
+        thresholds = model.advisor.thresholds if model.token_experts is None else model.token_experts
+        return thresholds.threshold(running, layer, rank)
 
 
 def opened(path: Path, change: Callable[[ModelSpec], ModelSpec] = lambda model: model, **options: Any) -> Engine:
@@ -122,13 +122,13 @@ def test_one_call_decides_and_computes_as_the_steps_do(
     assert all(np.array_equal(own, other) for own, other in zip(one.rows, steps.rows, strict=True))
     assert one.decisions == steps.decisions and one.stats.misses > TOKENS
     assert one.passes == steps.passes and one.quality == steps.quality
-    assert one.margins == pytest.approx(steps.margins, rel=1e-12)
+    assert one.thresholds == pytest.approx(steps.thresholds, rel=1e-12)
     if options.get("prefetch") != "off":
         assert any(advice for _, layers, _ in one.passes for advice in layers) and sum(one.quality[1].values()) > 0
-        assert one.margins != [0.4, 0.8, 0.4, 0.4]
+        assert one.thresholds != [0.4, 0.8, 0.4, 0.4]
     for run in runs:
-        before, behind = run.learned_over_prompt
-        assert before == behind
+        before, after = run.learned_over_prompt
+        assert before == after
     assert one.times.dense_ns > 0 and one.times.experts_ns > 0 and one.times.shared_ns == 0
 
 
@@ -166,7 +166,7 @@ def test_experts_are_read_ahead(bundle: Path) -> None:
 
 
 def test_who_takes_one_call(bundle: Path, tmp_path: Path) -> None:
-    """Where the extension does not know a model, a cache or a rule, the steps serve."""
+    """If the extension does not support a model, a cache or a rule, the steps are used."""
     plain = {"expert_cache": "50%", "context": 64}
     others: tuple[dict[str, Any], ...] = (
         {"policy": "edgemoe"},

@@ -91,7 +91,7 @@ def _one_token(engine: Engine) -> tuple[Any, ...]:
 
 
 class _Interrupted(Exception):
-    """What a handler of the user raises."""
+    """The error that a signal handler of the user raises."""
 
 
 @pytest.mark.parametrize("decodes", [False, True])

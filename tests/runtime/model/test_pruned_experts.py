@@ -38,7 +38,7 @@ def pruned(checkpoint: Path) -> Path:
 
 
 def run(bundle: Path, **options: Any) -> tuple[np.ndarray, Any]:
-    """Logits of forced tokens behind a prompt, and what the cache did."""
+    """Return the logits of forced tokens after a prompt, and the counts of the cache."""
     with load(bundle, context=64, **options) as engine:
         engine.cache.finish_warming()
         engine.begin_sequence()

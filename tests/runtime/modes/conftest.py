@@ -32,7 +32,7 @@ def two_version_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def decoded(two_version_bundle: Path) -> Callable[..., tuple[np.ndarray, ModeCounts | None]]:
-    """Logits of forced decode steps behind a prompt, and what the modes decided."""
+    """Return the logits of forced decode steps after a prompt, and the decisions of the modes."""
 
     def run(path: Path = two_version_bundle, **options: Any) -> tuple[np.ndarray, ModeCounts | None]:
         with load(path, context=64, **options) as engine:

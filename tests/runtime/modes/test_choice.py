@@ -1,4 +1,4 @@
-"""What one layer decides, by hand: which miss is replaced, dropped or read, and whose best expert is left alone."""
+"""Decisions of one layer, by hand: misses that are replaced, dropped or read, and best experts that stay."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from moec.manifests.model import ExpertsSpec
 from moec.manifests.router import RouterSpec
 from moec.runtime.layers.routing import NO_EXPERT, Routed, RoutingRule
-from moec.runtime.modes.choice import ModeCounts, PassChoice, Versions
+from moec.runtime.modes.choice import DecisionState, ModeCounts, PassChoice, Versions
 from moec.runtime.options.lossy import parse_modes
 
 EXPERTS = 4
@@ -37,7 +37,7 @@ def decided(
     names = ("dynamic_precision", "big_little", "cache_routing")
     counts, low = ModeCounts(), np.arange(LOW, 2 * LOW)
     parsed = parse_modes(*(modes.get(name) for name in names))
-    choice = PassChoice(parsed, Versions([0, EXPERTS], low), cast(Any, Holding(held)), counts)
+    choice = PassChoice(DecisionState(parsed, Versions([0, EXPERTS], low), cast(Any, Holding(held)), counts))
     found, shares = choice.select(Routed(0, rule, rows, chosen, weights))
     return found[0].tolist(), shares[0].tolist(), counts
 

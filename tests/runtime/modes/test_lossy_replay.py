@@ -101,7 +101,7 @@ def test_a_little_model_of_another_size(two_version_bundle: Path, count: int) ->
     assert told.header.little_experts == count
     assert simulated(two_version_bundle, told, mode)["decisions"] == counts
     asked = missing_scores(told, parse_modes(None, "gamma=0.99", None))
-    assert asked == f"a little model of so many experts: the one that was asked has {count}"
+    assert asked == f"a little model of this size: the recorded one has {count} experts"
 
 
 def with_little(path: Path, trace: Trace, little_k: str = "K/2") -> Trace:
@@ -148,10 +148,10 @@ def test_lookahead_walks_by_what_the_simulated_cache_holds(two_version_bundle: P
 def test_what_a_trace_lacks_is_named(two_version_bundle: Path) -> None:
     trace, _, _ = run(two_version_bundle)
     assert missing_scores(trace, parse_modes("0.5,0.9", None, "drop=0.1")) is None
-    assert "little model was sure" not in str(missing_scores(trace, parse_modes("0.5,0.9", None, None)))
-    assert "sure of" in str(missing_scores(trace, parse_modes(None, "gamma=0.5", None)))
+    assert "confidence of the little model" not in str(missing_scores(trace, parse_modes("0.5,0.9", None, None)))
+    assert "confidence of the little model" in str(missing_scores(trace, parse_modes(None, "gamma=0.5", None)))
     bare = replace(trace, passes=tuple(replace(each, scores=None) for each in trace.passes))
     assert missing_scores(bare, parse_modes("0.5,0.9", None, None)) == "the scores of routers"
     told = with_little(two_version_bundle, trace)
     assert missing_scores(told, parse_modes(None, "gamma=0.5,k=2", None)) is None, "half of four"
-    assert "so many experts" in str(missing_scores(told, parse_modes(None, "gamma=0.5,k=3", None)))
+    assert "a little model of this size" in str(missing_scores(told, parse_modes(None, "gamma=0.5,k=3", None)))

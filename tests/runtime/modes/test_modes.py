@@ -57,7 +57,7 @@ def test_where_nothing_is_missed_nothing_changes(decoded: Decoded, lossless: np.
 
 
 def test_a_token_computed_again_is_the_models_own(decoded: Decoded, lossless: np.ndarray) -> None:
-    """Also what it leaves in the KV cache: all tokens behind it are equal as well."""
+    """Its keys and values are, too: all tokens after it are equal as well."""
     logits, counts = decoded(expert_cache="60%", big_little="gamma=1")
     assert same(logits, lossless)
     found = counts_of(counts)
@@ -163,7 +163,7 @@ def test_the_logical_cache_is_the_cache_without_luck(two_version_bundle: Path) -
 
 
 def test_side_by_side_is_as_alone(two_version_bundle: Path) -> None:
-    """Big-little reads no cache: what a sequence gives does not depend on those beside it, forced or free."""
+    """Big-little reads no cache. The tokens of a sequence, forced or free, do not depend on other sequences."""
     alone: list[list[int]] = []
     options: dict[str, Any] = {"context": 64, "expert_cache": "60%", "big_little": "gamma=0.055"}
     with load(two_version_bundle, **options) as engine:
@@ -280,7 +280,7 @@ def test_routers_that_a_mode_cannot_weigh_are_refused(
 def test_decisions_under_a_budget_do_not_go_by_what_the_process_takes(
     two_version_bundle: Path, decoded: Decoded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same budget where python takes 10 MiB more, and where it takes more than any run does: the same decisions."""
+    """Decisions stay equal if Python takes 10 MiB more of the budget, or more than any run does."""
     with load(two_version_bundle, context=64) as engine:
         plan, experts = engine.memory, engine.bundle.manifest.cost.expert_padded_bytes
         nominal = nominal_process_bytes(engine.bundle.manifest, engine.options)

@@ -143,7 +143,7 @@ def test_what_is_drawn_is_allowed(logits: np.ndarray, top_k: int, top_p: float, 
     token = Sampler(SamplingOptions(temperature, top_k, top_p))(logits)
     ranked = np.argsort(-logits.astype(np.float64), kind="stable")
     assert token in (ranked[:top_k] if top_k else ranked)
-    # The odds of a token that lies this far behind underflow.
+    # The probability of a token with a logit this much lower underflows.
     assert logits.max() - logits[token] <= 1000 * temperature
 
 
@@ -178,7 +178,7 @@ def test_draws_follow_the_distribution_and_the_seed() -> None:
 def test_the_distribution_is_that_of_transformers(
     logits: np.ndarray, top_k: int, top_p: float, min_p: float, temperature: float, penalty: float, data: st.DataObject
 ) -> None:
-    assume(np.diff(np.sort(logits)).min() > 1e-4)  # which of two equal shares passes is nobody's promise
+    assume(np.diff(np.sort(logits)).min() > 1e-4)  # the order of two equal shares is not defined
     tokens = data.draw(st.lists(st.integers(0, len(logits) - 1), min_size=1, max_size=5))
     steps = [RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(temperature)]
     steps += [TopKLogitsWarper(top_k)] if top_k else []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moec.manifests.model import ModelSpec, SharedSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.runtime import load
-from moec.runtime.bundle.opening import PathTables, Tables
+from moec.runtime.bundle.tables import PathTables, Tables
 from moec.runtime.prefetch.advisor import Advisor, advised_experts, candidates, routed_ahead
 from moec.runtime.prefetch.pass_state import PassState
 from moec.runtime.prefetch.predictors import (
@@ -241,7 +241,7 @@ def test_nothing_is_predicted_where_all_experts_fit(tiny_bundle: Path) -> None:
 
 @given(st.sets(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)), max_size=30), st.data())
 def test_rows_of_path_keys(keys: set[tuple[int, int, int]], data: st.DataObject) -> None:
-    """Those that a dictionary would give, in the order of the experts asked for."""
+    """Rows are those of a dictionary, in the order of the requested experts."""
     paths = tables({key: {0: 9} for key in keys}, {}).paths
     assert paths is not None
     experts = st.lists(st.integers(0, 3), max_size=4)

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from moec.manifests.model import ExpertsSpec, RouterSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels, load
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.eviction import SCORES, expert_records
 from moec.runtime.expert_cache.simulated_cache import SimulatedCache
 from moec.runtime.layers.norms import Norm
 from moec.runtime.layers.router_stack import stack_routers
 from moec.runtime.layers.routing import Router
-from moec.runtime.modes.choice import ModeCounts, PassChoice, Versions
+from moec.runtime.modes.choice import DecisionState, ModeCounts, PassChoice, Versions
 from moec.runtime.modes.logical_cache import LogicalCache
 from moec.runtime.options.lossy import parse_modes
 from moec.runtime.prefetch.advisor import Advisor
@@ -150,9 +151,8 @@ def test_many_tokens_and_the_end_of_a_pass_look_one_layer_ahead() -> None:
 def cache_of(capacity: int, pins: int) -> SimulatedCache:
     """Experts of one byte, six a layer, least recently used first."""
     records = expert_records(np.repeat(np.arange(LAYERS), EXPERTS), np.zeros(LAYERS * EXPERTS), LAYERS)
-    return SimulatedCache(
-        np.ones(LAYERS * EXPERTS, np.int64), capacity, records, SCORES["lru"], np.empty(0, np.int64), pins
-    )
+    spec = CacheSpec(np.ones(LAYERS * EXPERTS, np.int64), capacity, records, pins)
+    return SimulatedCache(spec, SCORES["lru"], np.empty(0, np.int64))
 
 
 def run(cache: SimulatedCache, layer: int, experts: list[int], advice: list[int] | None = None) -> None:
@@ -233,8 +233,9 @@ def test_experts_are_prefetched_in_the_precision_that_their_scores_ask_for(
     low = np.arange(24, 48)
     sizes = np.ones(48, np.int64)
     records = expert_records(np.tile(np.repeat(np.arange(4), 6), 2), np.zeros(48), 4)
-    cache = LogicalCache(sizes, 48, records, SCORES["lru"], 40, held_versions)
-    choice = PassChoice(parse_modes("0.5,0.8", None, None), Versions(FIRST, low), cache, ModeCounts())
+    cache = LogicalCache(CacheSpec(sizes, 48, records, 40), SCORES["lru"], held_versions)
+    state = DecisionState(parse_modes("0.5,0.8", None, None), Versions(FIRST, low), cache, ModeCounts())
+    choice = PassChoice(state)
     advisor = Advisor(SPEC, FIRST, Foreseen(), 1, 4)
     assert advisor.advise(PassState(0, ONE, [], choice=choice))[1] == expected
 

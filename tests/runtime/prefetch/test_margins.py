@@ -1,4 +1,4 @@
-"""How sure a prediction must be: learned until it is right as often as it should."""
+"""Learned thresholds: predictions are right as often as intended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moec.manifests.model import SharedSpec
 from moec.runtime import load
 from moec.runtime.model.one_call import TokenExperts
 from moec.runtime.prefetch.advisor import Advisor
-from moec.runtime.prefetch.margins import PRECISION, LearnedMargins
+from moec.runtime.prefetch.margins import PRECISION, LearnedThresholds
 from moec.runtime.prefetch.pass_state import PassState
 from moec.runtime.prefetch.predictors import Predictor
 from tests.manifests.examples import layer_spec, model_spec
@@ -25,14 +25,14 @@ def precision(noise: float, scale: float, tokens: int = 4000) -> tuple[float, fl
 
     Of the second half of the tokens. scale: of all logits.
     """
-    random, margins = np.random.default_rng(3), LearnedMargins()
+    random, thresholds = np.random.default_rng(3), LearnedThresholds()
     right, advised = 0, 0
     for token in range(tokens):
         seen = random.standard_normal(EXPERTS) * scale
-        found = margins.likely(0, 1, 1, np.exp(seen), TOP_K)
+        found = thresholds.likely(0, 1, 1, np.exp(seen), TOP_K)
         true = seen + random.standard_normal(EXPERTS) * noise * scale
         chosen = np.argsort(-true)[:TOP_K].tolist()
-        margins.observe(1, chosen)
+        thresholds.observe(1, chosen)
         if token >= tokens // 2:
             right, advised = right + len(set(found) & set(chosen)), advised + len(found)
     return right / max(advised, 1), advised / (tokens / 2)
@@ -48,33 +48,33 @@ def test_the_least_sure_expert_is_right_as_often_as_it_should_whatever_the_scale
 
 
 def test_a_prediction_that_knows_nothing_comes_to_advise_nothing() -> None:
-    random, margins = np.random.default_rng(4), LearnedMargins()
+    random, thresholds = np.random.default_rng(4), LearnedThresholds()
     popularity = np.exp(-np.arange(EXPERTS, dtype=np.float64))
     advised = []
     for _ in range(600):
-        advised.append(len(margins.likely(2, 0, 1, popularity, TOP_K)))
-        margins.observe(0, random.choice(EXPERTS, TOP_K, replace=False).tolist())
+        advised.append(len(thresholds.likely(2, 0, 1, popularity, TOP_K)))
+        thresholds.observe(0, random.choice(EXPERTS, TOP_K, replace=False).tolist())
     assert advised[0] > 0 == sum(advised[300:])
 
 
 def test_an_expert_of_no_score_is_never_likely() -> None:
     scores = np.array([0.0, 0.7, 0.0, 0.3, 0.0])
-    assert LearnedMargins().likely(2, 0, 1, scores, 4) == [1, 3]
-    assert LearnedMargins().likely(2, 0, 1, np.ones(3), 3) == [0, 1, 2], "a layer that chooses all"
+    assert LearnedThresholds().likely(2, 0, 1, scores, 4) == [1, 3]
+    assert LearnedThresholds().likely(2, 0, 1, np.ones(3), 3) == [0, 1, 2], "a layer that chooses all"
 
 
 class _Sure(Predictor):
-    """Says 0, 1, 2, ... in this order, behind one of the layers the other way round."""
+    """Predicts experts 0, 1, 2, ... in this order, and after one of the layers in reverse order."""
 
-    def __init__(self, wrong_behind: int | None = None) -> None:
-        self.wrong_behind = wrong_behind
+    def __init__(self, wrong_after: int | None = None) -> None:
+        self.wrong_after = wrong_after
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray:
         found = np.exp(-np.arange(8, dtype=np.float64))
-        return found[::-1].copy() if state.layer == self.wrong_behind else found
+        return found[::-1].copy() if state.layer == self.wrong_after else found
 
 
-def test_advice_goes_by_the_margin_for_one_token_and_by_count_for_many_or_where_a_count_is_given() -> None:
+def test_advice_goes_by_the_threshold_for_one_token_and_by_count_for_many_or_where_a_count_is_given() -> None:
     advisor = Advisor(model_spec((layer_spec(experts=8, top_k=4),) * 3), [0, 8, 16, 24], _Sure())
     one, chosen = np.zeros((1, 1), np.float32), [np.array([[0, 1, 2, 3]], np.int32)]
     following, advice = advisor.advise(PassState(0, one, chosen))
@@ -91,26 +91,25 @@ def test_a_pass_of_many_tokens_in_between_teaches_nothing() -> None:
     one, many = np.zeros((1, 1), np.float32), np.zeros((2, 1), np.float32)
     wrong = np.array([[7, 6, 5, 4]], np.int32)
     advisor.advise(PassState(0, one, [wrong]))
-    before = advisor.margins.margin(0, 1, 1)
+    before = advisor.thresholds.threshold(0, 1, 1)
     advisor.advise(PassState(0, many, [np.repeat(wrong, 2, 0)]))
     advisor.advise(PassState(1, one, [wrong, wrong]))
-    assert advisor.margins.margin(0, 1, 1) == before
+    assert advisor.thresholds.threshold(0, 1, 1) == before
     advisor.advise(PassState(0, one, [wrong]))
     advisor.advise(PassState(1, one, [wrong, wrong]))
-    assert advisor.margins.margin(0, 1, 1) > before
+    assert advisor.thresholds.threshold(0, 1, 1) > before
 
 
-def margins_of(margins: LearnedMargins | TokenExperts) -> list[float]:
-    return [
-        margins.margin(running, layer, rank) for running, layer, rank in ((0, 1, 1), (0, 2, 2), (1, 2, 1), (2, 0, 1))
-    ]
+def thresholds_of(thresholds: LearnedThresholds | TokenExperts) -> list[float]:
+    pairs = ((0, 1, 1), (0, 2, 2), (1, 2, 1), (2, 0, 1))
+    return [thresholds.threshold(running, layer, rank) for running, layer, rank in pairs]
 
 
 def test_what_looks_from_elsewhere_is_learned_apart() -> None:
-    """Behind the last layer popularity speaks for the first that routes, always wrong; in front of it a router does."""
+    """After the last layer popularity predicts the first layer that routes, always wrong. Before it a router does."""
     plain = replace(layer_spec(), experts=replace(layer_spec().experts, count=0, top_k=0), shared=SharedSpec(64))
     spec = model_spec((plain, *(layer_spec(experts=8, top_k=4),) * 2))
-    advisor = Advisor(spec, [0, 0, 8, 16], _Sure(wrong_behind=2))
+    advisor = Advisor(spec, [0, 0, 8, 16], _Sure(wrong_after=2))
     one, chosen = np.zeros((1, 1), np.float32), np.array([[0, 1, 2, 3]], np.int32)
     routes = [np.zeros((1, 0), np.int32), chosen, chosen]
     for _ in range(200):
@@ -119,24 +118,24 @@ def test_what_looks_from_elsewhere_is_learned_apart() -> None:
 
 
 def test_what_was_learned_is_unlearned() -> None:
-    """However long a guess was right, or wrong, before."""
-    margins = LearnedMargins()
+    """A threshold can be unlearned, for any number of earlier predictions that were right, or wrong."""
+    thresholds = LearnedThresholds()
     scores = np.exp(-np.arange(8, dtype=np.float64))
     for chosen, expected in (([0, 1], 2), ([6, 7], 0), ([0, 1], 2)):
         for _ in range(5000):
-            margins.likely(0, 1, 1, scores, 2)
-            margins.observe(1, chosen)
-        assert len(margins.likely(0, 1, 1, scores, 2)) == expected
-        margins.forget_guesses()
+            thresholds.likely(0, 1, 1, scores, 2)
+            thresholds.observe(1, chosen)
+        assert len(thresholds.likely(0, 1, 1, scores, 2)) == expected
+        thresholds.forget_guesses()
 
 
 def test_few_experts_with_a_score_are_no_proof() -> None:
-    """As tables of paths have it: nothing is known of all others, and what is known may be wrong each time."""
-    margins, scores = LearnedMargins(), np.array([0.0, 1.0, 0.0, 0.0])
-    assert margins.likely(0, 1, 1, scores, 1) == [1]
+    """Tables of paths score few experts. All others have no score, and the scored ones may be wrong each time."""
+    thresholds, scores = LearnedThresholds(), np.array([0.0, 1.0, 0.0, 0.0])
+    assert thresholds.likely(0, 1, 1, scores, 1) == [1]
     for _ in range(200):
-        margins.observe(1, [3])
-        found = margins.likely(0, 1, 1, scores, 1)
+        thresholds.observe(1, [3])
+        found = thresholds.likely(0, 1, 1, scores, 1)
     assert len(found) == 0
 
 
@@ -146,8 +145,8 @@ def test_an_engine_learns_while_it_decodes_and_says_the_same(tiny_bundle: Path) 
     for rule in ("likely", "likely", "spread"):
         with load(tiny_bundle, expert_cache="50%", context=64, prefetch_rule=rule) as engine:
             rows.append(np.concatenate([engine.decode([4 + 7 * at % 200], [0], [at]) for at in range(24)]).tobytes())
-            margins = engine.model.advisor.margins if engine.model.token_experts is None else engine.model.token_experts
-            learned.append(margins_of(margins))
+            model = engine.model
+            learned.append(thresholds_of(model.token_experts or model.advisor.thresholds))
     assert rows[0] == rows[1] == rows[2] and learned[0] == learned[1]
-    fresh = LearnedMargins()
-    assert learned[2] == margins_of(fresh) != learned[0]
+    fresh = LearnedThresholds()
+    assert learned[2] == thresholds_of(fresh) != learned[0]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.manifests.errors import MemoryBudgetExceeded
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.eviction import SCORES, expert_records, warm_order
 from moec.runtime.expert_cache.python_cache import ExpertCache
 from moec.runtime.options.runtime import MAX_THREADS
@@ -59,9 +60,10 @@ def test_no_policy_misses_less_than_the_optimum(
 ) -> None:
     sizes, records = np.full(COUNT, 10, np.int64), expert_records(LAYER, popularity, LAYERS)
     start = warm_order(records).tolist() if warm else []
-    best = replay(trace, sizes, slots * 10, records, OPTIMUM, start)
+    spec = CacheSpec(sizes, slots * 10, records)
+    best = replay(trace, spec, OPTIMUM, start)
     for policy in POLICIES:
-        counts = replay(trace, sizes, slots * 10, records, policy, start)
+        counts = replay(trace, spec, policy, start)
         assert best.misses <= counts.misses
         assert counts.lookups == best.lookups == sum(len(experts) for _, experts in trace)
         assert counts.bytes_read == 10 * counts.misses
@@ -70,9 +72,9 @@ def test_no_policy_misses_less_than_the_optimum(
 @settings(max_examples=60, deadline=None)
 @given(trace=traces(), slots=st.integers(TOP_K, COUNT - 1))
 def test_more_room_never_costs_the_optimum_a_miss(trace: list[Access], slots: int) -> None:
-    """Of other policies that is not true: LFU and its kin may keep the wrong experts in the larger cache."""
+    """For other policies this does not hold: LFU and similar ones may keep the wrong experts in the larger cache."""
     sizes, records = np.full(COUNT, 10, np.int64), expert_records(LAYER, np.zeros(COUNT), LAYERS)
-    less, more = (replay(trace, sizes, room * 10, records, OPTIMUM).misses for room in (slots, slots + 1))
+    less, more = (replay(trace, CacheSpec(sizes, room * 10, records), OPTIMUM).misses for room in (slots, slots + 1))
     assert more <= less
 
 
@@ -90,11 +92,12 @@ def test_counts_are_those_of_the_real_cache(
     capacity = TOP_K * int(sizes.max()) + room
     records = expert_records(LAYER, popularity, LAYERS)
     warm = warm_order(records).tolist()
-    simulated = replay(trace, sizes, capacity, records, policy, warm)
+    simulated = replay(trace, CacheSpec(sizes, capacity, records), policy, warm)
     assert not records.uses.any(), "the replay touched its input"
 
     score = SCORES[policy]  # type: ignore[index]
-    cache = ExpertCache(MemoryStorage(), sizes, capacity, expert_records(LAYER, popularity, LAYERS), score, 0)
+    own = CacheSpec(sizes, capacity, expert_records(LAYER, popularity, LAYERS))
+    cache = ExpertCache(MemoryStorage(), own, score)
     cache.warm(warm)
     cache.finish_warming()
     before = cache.stats.copy()
@@ -111,21 +114,21 @@ def test_counts_are_those_of_the_real_cache(
 def test_the_optimum_keeps_what_is_needed_first() -> None:
     trace: list[Access] = [(0, (0,)), (0, (1,)), (0, (2,)), (0, (0,)), (0, (1,)), (0, (2,))]
     records = expert_records(np.zeros(3, np.int64), np.zeros(3), 1)
-    sizes = np.ones(3, np.int64)
-    assert replay(trace, sizes, 2, records, "lru").misses == 6
-    assert replay(trace, sizes, 2, records, OPTIMUM).misses == 4
+    spec = CacheSpec(np.ones(3, np.int64), 2, records)
+    assert replay(trace, spec, "lru").misses == 6
+    assert replay(trace, spec, OPTIMUM).misses == 4
 
 
 def test_static_popularity_keeps_the_popular() -> None:
     records = expert_records(np.zeros(3, np.int64), np.array([5.0, 1.0, 3.0]), 1)
     trace: list[Access] = [(0, (index,)) for index in (0, 1, 2, 0, 1, 0)]
-    assert replay(trace, np.ones(3, np.int64), 2, records, POPULARITY, warm=[0]).misses == 3
+    assert replay(trace, CacheSpec(np.ones(3, np.int64), 2, records), POPULARITY, warm=[0]).misses == 3
 
 
 def test_an_expert_that_cannot_fit_is_refused() -> None:
     records = expert_records(np.zeros(1, np.int64), np.zeros(1), 1)
     with pytest.raises(MemoryBudgetExceeded):
-        replay([(0, (0,))], np.array([10]), 5, records, "lru")
+        replay([(0, (0,))], CacheSpec(np.array([10]), 5, records), "lru")
 
 
 def test_options_and_kernels_agree_on_the_most_threads() -> None:

@@ -1,4 +1,4 @@
-"""Timelines worked out by hand, and the simulated cache beside the real one."""
+"""Timelines computed by hand, and the simulated cache compared with the real one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.manifests.errors import MemoryBudgetExceeded
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.eviction import SCORES, expert_records, warm_order
 from moec.runtime.expert_cache.python_cache import ExpertCache
 from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice
 from moec.runtime.simulation.replay import replay
-from moec.runtime.simulation.timeline import DeviceRates, Timeline, predict_steps, predict_timeline, timed_pass
+from moec.runtime.simulation.timeline import (
+    DeviceRates,
+    SimulatedMachine,
+    Timeline,
+    predict_steps,
+    predict_timeline,
+    timed_pass,
+)
 from moec.runtime.trace.trace import Trace, TracedPass, TraceHeader
 from tests.runtime.simulation.test_replay import MemoryStorage
 
@@ -57,7 +65,7 @@ def small(passes: list[TracedPass], capacity: int, rates: DeviceRates = RATES, p
     records = expert_records(np.repeat(np.arange(layers), 2), np.zeros(2 * layers), layers)
     sizes = np.full(2 * layers, 100, np.int64)
     trace = trace_of(passes, [2] * layers, 1)
-    return predict_timeline(trace, sizes, capacity, records, "lru", rates, recorded_advice, pins)
+    return predict_timeline(trace, CacheSpec(sizes, capacity, records, pins), "lru", rates, recorded_advice)
 
 
 def test_a_miss_waits_for_its_read_and_a_hit_does_not() -> None:
@@ -77,7 +85,7 @@ def test_hits_compute_while_misses_are_read() -> None:
     passes = [one_token([[0, 2]]), one_token([[0, 1]], experts=200)]
     records = expert_records(np.zeros(3, np.int64), np.zeros(3), 1)
     trace = trace_of(passes, [3], 2)
-    found = predict_timeline(trace, np.full(3, 100, np.int64), 200, records, "lru", RATES, no_advice, 0)
+    found = predict_timeline(trace, CacheSpec(np.full(3, 100, np.int64), 200, records), "lru", RATES, no_advice)
     # 10 dense, then the read of 105 under the 100 of expert 0, 5 more of waiting, 100 of expert 1.
     assert found.tpot_mean_ns == 10 + 105 + 100
     # Cold: one reader, both reads after one another, the first expert's 10 ns under the second read.
@@ -87,18 +95,17 @@ def test_hits_compute_while_misses_are_read() -> None:
 def test_two_readers_hide_a_latency_but_share_the_bandwidth() -> None:
     records = expert_records(np.zeros(3, np.int64), np.zeros(3), 1)
     trace = trace_of([one_token([[0, 2]])], [3], 2)
-    sizes = np.full(3, 100, np.int64)
-    two = replace(RATES, readers=2)
-    assert predict_timeline(trace, sizes, 200, records, "lru", two, no_advice, 0).ttft_ns == 10 + 5 + 100 + 100 + 10
+    spec, two = CacheSpec(np.full(3, 100, np.int64), 200, records), replace(RATES, readers=2)
+    assert predict_timeline(trace, spec, "lru", two, no_advice).ttft_ns == 10 + 5 + 100 + 100 + 10
 
 
 def test_neighbours_share_a_latency_and_arrive_together() -> None:
-    records = expert_records(np.zeros(3, np.int64), np.zeros(3), 1)
-    trace, sizes = trace_of([one_token([[0, 2]]), one_token([[0, 1]])], [3], 2), np.full(3, 100, np.int64)
+    spec = CacheSpec(np.full(3, 100, np.int64), 300, expert_records(np.zeros(3, np.int64), np.zeros(3), 1))
+    trace = trace_of([one_token([[0, 2]]), one_token([[0, 1]])], [3], 2)
     steps = [(timed_pass(each, trace.header.first_expert, no_advice),) for each in trace.passes[:1]]
-    apart = predict_steps(steps, 1, sizes, 300, records, "lru", RATES, 0)
-    together = predict_steps(steps, 1, sizes, 300, records, "lru", RATES, 0, successors=[2, -1, -1])
-    # Two latencies, the first expert's 10 ns under the second read; or one latency, and all computing behind the run.
+    apart = predict_steps(steps, 1, spec, "lru", SimulatedMachine(RATES))
+    together = predict_steps(steps, 1, spec, "lru", SimulatedMachine(RATES, successors=[2, -1, -1]))
+    # Two latencies, the first expert's 10 ns under the second read; or one latency, and all computing after the run.
     assert (apart.ttft_ns, together.ttft_ns) == (10 + 105 + 105 + 10, 10 + 5 + 200 + 20)
     assert together.cache.reads == 2 and together.cache.bytes_read == 200
 
@@ -135,7 +142,7 @@ def test_a_slower_processor_takes_longer_and_hides_more() -> None:
 def test_shared_experts_compute_under_the_reads_and_the_rest_between_layers() -> None:
     each = replace(one_token([[0]], head=7), shared_ns=(30,), elapsed_ns=10 + 20 + 30 + 7 + 3)
     assert each.other_ns == 3
-    # 3 other, 10 dense, 105 read, 20 expert, 30 shared behind it, 7 head.
+    # 3 other, 10 dense, 105 read, 20 expert, 30 shared after it, 7 head.
     assert small([each], 100).ttft_ns == 3 + 10 + 105 + 20 + 30 + 7
 
 
@@ -146,7 +153,7 @@ def test_an_encoder_runs_once_and_its_experts_go_first() -> None:
     steps = [replace(one_token([[expert]]), first_layer=1) for expert in (0, 1, 0)]
     header = replace(trace_of([encoded], [2, 2], 1).header, first_decoder_layer=1)
     trace = Trace(header, (encoded, *steps))
-    found = predict_timeline(trace, np.full(4, 100, np.int64), 200, records, "lru", RATES, recorded_advice, 0)
+    found = predict_timeline(trace, CacheSpec(np.full(4, 100, np.int64), 200, records), "lru", RATES, recorded_advice)
     # Encoder: 10 dense, 105 and 105 of reads with the first expert's 10 under the second, 10, 7 of the head. Then the
     # decoder's first token, for which an expert of the encoder goes: 10, 105, 20.
     assert found.ttft_ns == 10 + 105 + 105 + 10 + 7 + 10 + 105 + 20
@@ -191,14 +198,14 @@ def test_without_advice_time_changes_no_count(
 ) -> None:
     """The counts of the replay, which are those of the real cache; faster storage is never slower."""
     capacity, records = TOP_K * int(sizes.max()) + room, expert_records(LAYER, popularity, LAYERS)
-    warm = warm_order(records).tolist()
-    found = predict_timeline(trace, sizes, capacity, records, policy, device, no_advice, capacity, warm)
-    counts = replay(trace.accesses(), sizes, capacity, records, policy, warm)
+    spec, warm = CacheSpec(sizes, capacity, records, capacity), warm_order(records).tolist()
+    found = predict_timeline(trace, spec, policy, device, no_advice, warm)
+    counts = replay(trace.accesses(), spec, policy, warm)
     assert found.cache.counts() == counts.counts()
-    again = predict_timeline(trace, sizes, capacity, records, policy, device, no_advice, capacity, warm)
+    again = predict_timeline(trace, spec, policy, device, no_advice, warm)
     assert again == found
     faster = replace(device, storage_bytes_per_s=2 * device.storage_bytes_per_s)
-    better = predict_timeline(trace, sizes, capacity, records, policy, faster, no_advice, capacity, warm)
+    better = predict_timeline(trace, spec, policy, faster, no_advice, warm)
     # Reads end at whole nanoseconds: a first token that is one earlier may leave that one to the others.
     assert better.ttft_ns <= found.ttft_ns and (better.tpot_mean_ns or 0) <= (found.tpot_mean_ns or 0) + 1
 
@@ -209,7 +216,8 @@ def test_advice_keeps_the_ledger_and_bounds_the_time(
     trace: Trace, sizes: np.ndarray, popularity: np.ndarray, room: int, device: DeviceRates, pins: int
 ) -> None:
     capacity, records = TOP_K * int(sizes.max()) + room, expert_records(LAYER, popularity, LAYERS)
-    found = predict_timeline(trace, sizes, capacity, records, "lrfu", device, recorded_advice, min(pins, capacity))
+    spec = CacheSpec(sizes, capacity, records, min(pins, capacity))
+    found = predict_timeline(trace, spec, "lrfu", device, recorded_advice)
     assert found.cache.prefetch_used <= found.cache.prefetch_reads and found.cache.late_hits <= found.cache.misses
     assert 0 <= found.stall <= 1 and 0 <= found.busy <= 1
     steps = (found.tpot_mean_ns or 0) * (found.tokens - 1) + found.ttft_ns
@@ -236,13 +244,14 @@ def test_with_advice_that_is_always_in_time_the_counts_are_those_of_the_real_cac
     fast = DeviceRates(storage_bytes_per_s=10**12, storage_latency_ns=0, readers=1, compute_scale=1.0)
     slow = Trace(trace.header, tuple(replace(each, experts_ns=(10**6,) * LAYERS) for each in trace.passes))
     records = expert_records(LAYER, popularity, LAYERS)
-    found = predict_timeline(slow, sizes, capacity, records, policy, fast, recorded_advice, pins)
+    found = predict_timeline(slow, CacheSpec(sizes, capacity, records, pins), policy, fast, recorded_advice)
 
     score = SCORES[policy]  # type: ignore[index]
-    cache = ExpertCache(MemoryStorage(), sizes, capacity, expert_records(LAYER, popularity, LAYERS), score, pins)
+    own = CacheSpec(sizes, capacity, expert_records(LAYER, popularity, LAYERS), pins)
+    cache = ExpertCache(MemoryStorage(), own, score)
     for each in trace.passes:
         for layer, experts in each.accesses(trace.header.first_expert):
-            for _ in cache.stream(layer, experts, partial(tuple, each.advice[layer]), together=True):
+            for _ in cache.stream(layer, experts, partial(tuple, each.advice[layer]), all_at_once=True):
                 wait_until_idle(cache, sizes)
     cache.close()
     assert found.cache.counts() == cache.stats.counts()

@@ -168,7 +168,7 @@ def test_an_expert_file_that_has_become_shorter_is_refused(own: Path, io: str) -
 
 
 def open_files(bundle: Path) -> int:
-    """How many descriptors of this process are of the folder or of a file in it."""
+    """Return the number of descriptors of this process for the folder and its files."""
     links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
     return sum(str(bundle) in os.readlink(link) for link in links if os.path.islink(link))
 

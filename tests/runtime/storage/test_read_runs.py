@@ -64,12 +64,12 @@ def test_every_read_happens_once_and_runs_are_contiguous(data: st.DataObject) ->
 def test_successors_follow_the_bytes_of_files(tiny_bundle: Path) -> None:
     entries = open_bundle(tiny_bundle).manifest.stored_experts
     following = successors(entries)
-    for at, behind in enumerate(following):
+    for at, after in enumerate(following):
         ends = (entries[at].file, entries[at].offset_bytes + entries[at].size_bytes)
-        assert behind == NONE or ends == (entries[behind].file, entries[behind].offset_bytes)
+        assert after == NONE or ends == (entries[after].file, entries[after].offset_bytes)
     files = {entry.file for entry in entries}
     assert following.count(NONE) == len(files)  # the last of each file
-    assert [behind for behind in following if behind != NONE] == [
+    assert [after for after in following if after != NONE] == [
         at for at, before in enumerate(predecessors(following)) if before != NONE
     ]
 
@@ -78,5 +78,5 @@ def test_experts_that_are_left_out_neither_follow_nor_are_followed(tiny_bundle: 
     first, *rest = open_bundle(tiny_bundle).manifest.experts[:3]
     gone = QuantSpec(PRUNED)
     left_out = replace(rest[0], size_bytes=0, gate=gone, up=gone, down=gone)
-    behind = replace(rest[1], offset_bytes=first.offset_bytes + first.size_bytes)
-    assert successors([first, left_out, behind]) == [2, NONE, NONE]
+    after = replace(rest[1], offset_bytes=first.offset_bytes + first.size_bytes)
+    assert successors([first, left_out, after]) == [2, NONE, NONE]

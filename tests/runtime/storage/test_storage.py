@@ -42,7 +42,7 @@ def file_bytes(bundle: Bundle, index: int) -> bytes:
 
 
 def pages_present(view: np.ndarray) -> int:
-    """How many pages of a view this process holds, from its page table."""
+    """Return the number of pages of a view that this process holds, from its page table."""
     address = view.__array_interface__["data"][0]
     first, count = address // mmap.PAGESIZE, -(-view.nbytes // mmap.PAGESIZE)
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
@@ -68,7 +68,7 @@ def test_equal_to_the_file(tiny_bundle: Path, io: IoMode) -> None:
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 def test_neighbours_come_in_one_read(tiny_bundle: Path, io: IoMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the system returns less than was asked for, in the middle of an expert or at its end."""
+    """This holds if the system returns fewer bytes, in the middle of an expert or at its end."""
     bundle = open_bundle(tiny_bundle)
     storage = open_storage(bundle, io, verify=True)
     run = [2]
@@ -103,7 +103,7 @@ def test_neighbours_come_in_one_read(tiny_bundle: Path, io: IoMode, monkeypatch:
 
 
 def cached_bytes(bundle: Bundle) -> int:
-    """What the page cache has of the expert files."""
+    """Return the bytes of the expert files in the page cache."""
     names = {entry.file for entry in bundle.manifest.experts}
     return sum(resident_bytes(np.memmap(bundle.path / name, np.uint8, "r")) for name in names)
 
@@ -308,7 +308,7 @@ def arena_pages(storage: ReadStorage) -> int:
 
 
 def makes_pages() -> bool:
-    """Whether this system makes pages on advice (Linux 5.14)."""
+    """Return whether this system allocates pages on advice (Linux 5.14)."""
     page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
     return find_page_maker()(page.__array_interface__["data"][0], mmap.PAGESIZE)
 
@@ -338,7 +338,7 @@ def test_memory_is_made_ready_meanwhile_and_no_more_than_the_capacity(
 
 
 def test_making_ready_ends_with_the_work_beside_it(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much there is to do, and where the system refuses it at once."""
+    """It ends for any amount of work, and if the system refuses it at once."""
     asked = list[int]()
 
     def slowly(address: int, size_bytes: int) -> bool:

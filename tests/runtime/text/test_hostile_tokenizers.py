@@ -17,37 +17,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from moec.manifests.errors import ManifestInvalid
 from moec.manifests.tokenizer.charsmap import DamagedCharsmap, check_charsmap
-from moec.manifests.tokenizer.regex_cost import CostlyPattern, check_pattern
 from moec.manifests.tokenizer.tokenizer_file import UnsafeTokenizer, check_tokenizer
 from moec.runtime.text import tokenizer as bundle_tokenizer
 from moec.runtime.text.streaming_text import TextStream
 from moec.runtime.text.tokenizer import BundleTokenizer, parse_tokenizer
 from tests.runtime.limited_child import outcomes, report
+from tests.runtime.text.test_tokenizer_patterns import PATTERNS
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MARK = "\u2581"
 TEXT = "Question: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa! é"
-
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-O200K = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-CL100K = (
-    r"(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-)
-DEEPSEEK = (
-    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
-    "| ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-)
-PATTERNS = (GPT2, QWEN, O200K, CL100K, DEEPSEEK, "[一-龥]+", r"\p{N}{1,3}", r"\s+$", r"[\r\n]", " {2,}",
-            r"(?:\r?\n)+", r"\s?[A-Za-zµÀ-Ö]+", r" ?[^(\s|[.,!?])]+", r"[\p{Lo}&&[^\p{Han}]]+",
-            r"\d{1,3}(?=(?:\d{3})*\b)")  # fmt: skip
-COSTLY = ("(a+)+$", "(a|a)*b", "a*a*b", "(?:a?){40}b", r"(a)\1", "(?:a|b)*c", ".*.*=", "(?:x*)*y",
-          "a{1,9999}b{1,9999}c", "(" * 50, "[a", "a(?i)b|c", "(?=.*a.*b)x", "(?:.*a){3}b", "a" * 5000,
-          r"\X+")  # fmt: skip
 
 
 def load(folder: Path) -> BundleTokenizer:
@@ -232,7 +211,7 @@ NOT_ENCODED = {
 
 @pytest.mark.parametrize("count", [0, 1000, 30_000])
 def test_many_added_tokens_are_taken(count: int, tmp_path: Path) -> None:
-    """As models of speech and pictures have them."""
+    """Models of speech and pictures have many added tokens."""
     plain = changed(added_tokens=[{**added(f"<|visual token {at:06}|>"), "id": 500 + at} for at in range(count)])
     (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
     assert load(tmp_path).encode(TEXT).ids
@@ -309,46 +288,6 @@ def test_nothing_reached_standard_error(found: dict[str, dict[str, Any]]) -> Non
     assert found["process"] == {"status": 0, "stderr": ""}
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_patterns_of_published_models(pattern: str) -> None:
-    assert check_pattern(pattern) >= 1
-
-
-@pytest.mark.parametrize("pattern", COSTLY)
-def test_patterns_without_bound(pattern: str) -> None:
-    with pytest.raises(CostlyPattern):
-        check_pattern(pattern)
-
-
-ATOMS = st.sampled_from(["a", "b", "[ab]", r"\s", ".", r"\p{L}", "^", "$"])
-GRAMMAR = st.recursive(
-    ATOMS,
-    lambda inner: st.one_of(
-        st.tuples(inner, st.sampled_from(["*", "+", "?", "{1,3}", "+?", "++"])).map("".join),
-        st.tuples(inner, inner).map("".join),
-        st.tuples(inner, inner).map("|".join),
-        st.tuples(st.sampled_from(["(?:", "(?>", "(?=", "(?!"]), inner, st.just(")")).map("".join),
-    ),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(GRAMMAR)
-def test_accepted_patterns_never_reach_the_limit_of_the_library(pattern: str) -> None:
-    """The library panics after ten million steps at one position."""
-    try:
-        check_pattern(pattern)
-    except CostlyPattern:
-        return
-    try:
-        splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
-    except Exception:  # a form that the library refuses with an error
-        return
-    for text in ("a" * 3000 + "!", "ab" * 1500, " " * 3000):
-        splitter.pre_tokenize_str(text)
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_value_in_any_section(data: st.DataObject) -> None:
@@ -384,7 +323,7 @@ def test_tables_of_replacements() -> None:
 
 
 def test_a_large_vocabulary_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where tokens look like members."""
+    """It is not parsed even if tokens look like members."""
     words = ['"normalizer": {', "normalizer", "decoder", "type", "model", '":{', ":{", '":["', "\\", '\\":{"', "merges"]
     plain = level_json()
     plain["model"]["vocab"] |= {word: 1000 + at for at, word in enumerate(words)}

@@ -72,7 +72,7 @@ def test_byte_fallback(text: str) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, LEVEL.get_vocab_size() - 1), max_size=25))
 def test_any_tokens_at_all(tokens: list[int]) -> None:
-    """Also bytes that are no text, special tokens, and what ends in the middle."""
+    """Tokens may be bytes that are no text, special tokens, or parts of a character."""
     assert "".join(stream(LEVEL, tokens)) == LEVEL.decode(tokens)
 
 
@@ -120,7 +120,7 @@ def test_parse_tokenizer() -> None:
 @settings(max_examples=80, deadline=None)
 @given(prompt=TEXT, text=TEXT, tokenizer=st.sampled_from([LEVEL, FALLBACK]))
 def test_text_behind_a_prompt(prompt: str, text: str, tokenizer: Tokenizer) -> None:
-    """Nothing of the prompt comes out, and the space in front of the first word is not lost."""
+    """The prompt is not part of the text, and the space before the first word is not lost."""
     prompt, text = ("x" + part.replace("\u2581", "").replace("\ufffd", "") for part in (prompt * 9, text))
     before, tokens = tokenizer.encode(prompt).ids, tokenizer.encode(text).ids
     running = TextStream(tokenizer, before)

@@ -10,6 +10,7 @@ import pytest
 
 from moec.runtime import load
 from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.eviction import SCORES, bundle_records, warm_order
 from moec.runtime.expert_cache.residency import Residency
 from moec.runtime.simulation.recorded_advice import table_advice
@@ -62,7 +63,7 @@ def test_a_replay_counts_what_the_engine_counted(bundle: Path, policy: str) -> N
     entries = opened.manifest.experts
     sizes = np.array([page_bytes(entry.size_bytes) for entry in entries], np.int64)
     records = bundle_records(opened, opened.tables(), entries)
-    found = replay(trace.accesses(), sizes, capacity, records, policy, warm_order(records).tolist()).counts()
+    found = replay(trace.accesses(), CacheSpec(sizes, capacity, records), policy, warm_order(records).tolist()).counts()
     assert counted["evictions"] > 0
     for name in ("lookups", "hits", "misses", "evictions", "bytes_read"):
         assert found[name] == counted[name], name
@@ -87,7 +88,7 @@ def test_experts_of_the_encoder_are_read_once_and_go_first(bundle: Path, monkeyp
 
     monkeypatch.setattr(Residency, "arrive", arrive_and_count)
     monkeypatch.setattr(Residency, "evict", evict_and_tell)
-    replay(trace.accesses(), sizes, capacity, records, "lrfu", warm_order(records).tolist())
+    replay(trace.accesses(), CacheSpec(sizes, capacity, records), "lrfu", warm_order(records).tolist())
     assert {count for index, count in reads.items() if entries[index].layer < first} == {1}
     last = max(at for at, layer in enumerate(gone) if layer < first)
     assert last + 1 < len(gone), "the decoder evicts its own once the encoder's are gone"
@@ -96,7 +97,7 @@ def test_experts_of_the_encoder_are_read_once_and_go_first(bundle: Path, monkeyp
 
 @pytest.mark.parametrize("kind", ["path", "popularity"])
 def test_tables_advise_in_both_stacks(bundle: Path, kind: str) -> None:
-    """What was recorded under a prefetcher of tables is what its replay says, layer by layer."""
+    """Replayed advice of table predictors equals the recorded advice, layer by layer."""
     trace, _, capacity = record(bundle, "lrfu", 8, prefetch=kind)
     opened = open_bundle(bundle)
     advice = table_advice(kind, opened.tables(), opened.manifest.model, trace)  # type: ignore[arg-type]
@@ -106,5 +107,5 @@ def test_tables_advise_in_both_stacks(bundle: Path, kind: str) -> None:
     entries = opened.manifest.experts
     sizes = np.array([page_bytes(entry.size_bytes) for entry in entries], np.int64)
     records = bundle_records(opened, opened.tables(), entries)
-    found = predict_timeline(trace, sizes, capacity, records, "lrfu", RATES, advice, capacity // 2)
+    found = predict_timeline(trace, CacheSpec(sizes, capacity, records, capacity // 2), "lrfu", RATES, advice)
     assert found.cache.prefetch_reads > 0 and found.tokens == len(TOKENS)

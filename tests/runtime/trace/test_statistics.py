@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moec.manifests.errors import StorageReadFailed
+from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.counts import CacheStats
 from moec.runtime.expert_cache.eviction import SCORES, expert_records
 from moec.runtime.expert_cache.python_cache import ExpertCache
@@ -120,7 +121,7 @@ class GatedStorage:
 def gated() -> Iterator[tuple[GatedStorage, ExpertCache]]:
     storage = GatedStorage(closed={1}, broken={0})
     records = expert_records(np.zeros(6, np.int64), np.zeros(6), 1)
-    cache = ExpertCache(storage, np.full(6, 10, np.int64), 60, records, SCORES["lru"], 40)
+    cache = ExpertCache(storage, CacheSpec(np.full(6, 10, np.int64), 60, records, 40), SCORES["lru"])
     yield storage, cache
     storage.gate.set()
     cache.close()
@@ -143,7 +144,7 @@ def test_a_failed_read_leaves_the_cache_usable(gated: tuple[GatedStorage, Expert
     storage, cache = gated
     with pytest.raises(StorageReadFailed):
         list(cache.stream(0, [0, 1, 2]))
-    # The reads behind the failed one still wait in the queue.
+    # The reads after the failed one still wait in the queue.
     threading.Timer(0.05, storage.gate.set).start()
     assert sorted(cache.stream(0, [1, 2])) == [[1], [2]]
     cache.check_invariants()

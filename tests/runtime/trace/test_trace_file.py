@@ -43,7 +43,7 @@ def scores(draw: st.DrawFn, experts: list[int]) -> PassScores:
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Of decoders, and of decoders behind an encoder."""
+    """Traces of decoders, and of decoders with an encoder."""
     layers = draw(st.integers(1, 3))
     encoder = draw(st.integers(0, layers - 1))
     experts = draw(st.lists(st.integers(0, 5), min_size=layers, max_size=layers))
@@ -194,7 +194,7 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
         (header(top_k=[5, 1]), "`top_k`: expected at most a layer's experts"),
         (header(threads=0), "`threads`: expected a whole number of 1 or more, found 0"),
         (header(storage_latency_ns=1.5), "`storage_latency_ns`: expected a whole number"),
-        (header(prompt_tokens=1), "no pass ends with the prompt, behind 1 tokens"),
+        (header(prompt_tokens=1), "no pass ends with the prompt, after 1 tokens"),
         (token(tokens=0), "line 3 is not of a routing trace: `tokens`: expected a whole number of 1 or more"),
         (token(tokens=1 << 21), "`tokens`: expected at most 1048576"),
         (token(chosen=[[2, 0]]), "`chosen`: expected a list of 2"),
@@ -228,7 +228,7 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
         (lambda: [{**VERSION_3, "little_experts": -1}], "`little_experts`: expected a whole number"),
         (lambda: [VERSION_2, PROMPT], "unknown [], missing ['scores']"),
         (lambda: [HEADER, {**PROMPT, "scores": None}], "unknown ['scores'], missing []"),
-        (lambda: [HEADER, PROMPT, {**PROMPT}], "expected passes of one token behind the prompt"),
+        (lambda: [HEADER, PROMPT, {**PROMPT}], "expected passes of one token after the prompt"),
         (lambda: [HEADER], "no pass ends with the prompt"),
         (header(first_decoder_layer=0), "`first_decoder_layer`: expected a whole number of 1 or more"),
         (header(first_decoder_layer=2), "`first_decoder_layer`: expected less than the 2 layers, found 2"),
@@ -317,7 +317,7 @@ def test_passes_of_an_encoder_and_of_the_decoder_behind_it_are_kept_apart(tmp_pa
     write_trace(tmp_path / "a.trace", trace)
     assert read_trace(tmp_path / "a.trace") == trace
     (tmp_path / "a.trace").unlink()
-    with pytest.raises(ValueError, match="passes begin behind one"):
+    with pytest.raises(ValueError, match="passes begin after one"):
         write_trace(tmp_path / "a.trace", replace(trace, header=replace(header, first_decoder_layer=0)))
     assert not list(tmp_path.iterdir())
 

@@ -77,9 +77,9 @@ def test_truncation_at_every_boundary(packed: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.gate("G10")
-def test_bytes_behind_the_last_chunk(packed: bytes, tmp_path: Path) -> None:
+def test_bytes_after_the_last_chunk(packed: bytes, tmp_path: Path) -> None:
     error = refused(tmp_path, packed + b"x")
-    assert isinstance(error, ManifestInvalid) and "1 bytes behind" in error.message
+    assert isinstance(error, ManifestInvalid) and "1 bytes after" in error.message
 
 
 @pytest.mark.gate("G10")

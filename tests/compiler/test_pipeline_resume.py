@@ -1,0 +1,120 @@
+"""Compiles of a tiny random model that stop on the way, and what a resumed one takes from them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moec.compiler.families.lowering import Lowering
+from moec.compiler.request.options import Talk
+from moec.compiler.stages import bundle as bundle_stages
+from moec.compiler.stages import planning as planning_stages
+from moec.compiler.stages import whole_model
+from tests.tiny_compile import check_bundle, compile_tiny, contents, names
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+KL = 0.05
+
+
+class Halt(Exception):
+    """A fault of the machine."""
+
+
+@pytest.mark.parametrize(
+    ("module", "stage"),
+    [
+        (whole_model, "calibrate"),
+        (whole_model, "UnitStore"),
+        (planning_stages, "search"),
+        (bundle_stages, "emit"),
+        (whole_model, "certify_task"),
+        (bundle_stages, "finish"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_failed_stage_loses_nothing_and_resume_takes_up(
+    model: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    stage: str,
+    whole: dict[str, bytes],
+) -> None:
+    def halt(*arguments: Any, **options: Any) -> Any:
+        raise Halt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, stage, halt)
+        with pytest.raises(Halt):
+            compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts))
+    assert names(tmp_path) == {"out.work"}
+    done = len(names(tmp_path / "out.work"))
+    compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True)
+    assert contents(tmp_path / "out") == whole
+    assert names(tmp_path) == {"out"}
+    assert (done > 0) == (stage != "calibrate")
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The bundle of an uninterrupted run."""
+    output = tmp_path_factory.mktemp("whole") / "out"
+    compile_tiny(model, output, "kl", KL, data=str(texts))
+    return contents(output)
+
+
+def test_resume_measures_nothing_twice(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
+) -> None:
+    def fails(*_: object) -> Any:
+        raise Halt
+
+    with pytest.raises(Halt):
+        compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), open_runtime=fails)
+    monkeypatch.setattr(whole_model, "calibrate", fails)
+    monkeypatch.setattr("moec.compiler.sensitivity.trials.summarise_divergence", fails)
+    notes: list[str] = []
+    compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True, talk=Talk(notes.append))
+    assert contents(tmp_path / "out") == whole
+    (sentence,) = (note for note in notes if "taking up" in note)
+    assert re.search(r"taking up \d+ finished stages from `.*out.work`: calibration, fisher, \d+ x kl$", sentence)
+
+
+def test_resume_of_other_options_starts_anew(model: Path, texts: Path, tmp_path: Path) -> None:
+    def fails(*_: object) -> Any:
+        raise Halt
+
+    with pytest.raises(Halt):
+        compile_tiny(model, tmp_path / "out", "kl", 0.2, data=str(texts), open_runtime=fails)
+    notes: list[str] = []
+    compile_tiny(model, tmp_path / "out", "bits_per_weight", 3.0, resume=True, talk=Talk(notes.append))
+    assert any("no finished stage of these inputs" in note for note in notes)
+    assert names(tmp_path) == {"out"}
+    assert check_bundle(tmp_path / "out")["trials"] == []
+
+
+def test_weights_are_read_one_at_a_time_before_the_model_is_loaded(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    plain = Lowering.read
+
+    def counting(self: Lowering, source: Any) -> torch.Tensor:
+        read.append(source.name)
+        return plain(self, source)
+
+    def stop(root: Path) -> Any:
+        raise Halt
+
+    monkeypatch.setattr(Lowering, "read", counting)
+    monkeypatch.setattr(whole_model, "ReferenceModel", stop)
+    with pytest.raises(Halt):
+        compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts))
+    assert set(read) == set(load_file(model / "model.safetensors"))
