@@ -1,1 +1,1 @@
-"""Benchmarks. `README.md` says which script answers which question."""
+"""Benchmarks. The head of each script says which question it answers, docs/benchmarks.md shows results."""

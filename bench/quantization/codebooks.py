@@ -30,12 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moec.compiler.calibration.collect import calibrate
 from moec.compiler.quantization.output_error import output_error, row_errors
 from moec.compiler.quantization.quantizers.gptq import DAMPING, PreparedInputs, prepare_inputs
-from moec.manifests.model import PROJECTIONS
+from moec.manifests.model import PROJECTIONS, UnitKey
 
-from ..search.measured_example import measured_example
+from ..example import SEED, Example, moments_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CALIBRATION_ITEMS, HELD_OUT_ITEMS = 700, 300
@@ -228,21 +227,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Output errors of formats below 4 bits on the example.")
     parser.add_argument("--bits", default="2,3")
     options = parser.parse_args()
-    example = measured_example(str(EXAMPLES / "model"), str(EXAMPLES / "data"), "gsm8k", CALIBRATION_ITEMS)
-    held_texts = [(t.prompt(i), t.answer(i)) for t in [example.splits.task] for i in example.splits.validation.items]
-    pairs = example.reference.encode_pairs(held_texts[:HELD_OUT_ITEMS])
-    held, seen, model = calibrate(example.reference, pairs).second_moments, example.moments, example.lowering.model
+    example = Example(str(EXAMPLES / "model"), str(EXAMPLES / "data"), "gsm8k")
+    seen, _ = example.calibrated(example.splits.train.limit(CALIBRATION_ITEMS, SEED).items)
+    held, _ = example.calibrated(example.splits.validation.items[:HELD_OUT_ITEMS])
     for bits in map(int, options.bits.split(",")):
         for shape in sorted(formats(bits), key=lambda each: each.bits_per_weight):
             line: dict[str, object] = {"format": shape.kind, "bits": bits, "group": shape.group}
             line["bits_per_weight"] = round(shape.bits_per_weight, 3)
             for projection in PROJECTIONS:
                 shares = []
-                for layer, expert in list(model.expert_keys())[::EVERY]:
-                    weight = example.store.original(layer, projection)[expert].float()
-                    moment = seen.of(layer, projection)[expert]
-                    made = quantized(weight, moment, int(seen.tokens(layer)[expert]), shape)
-                    judged = held.of(layer, projection)[expert]
+                for layer, expert in list(example.model.expert_keys())[::EVERY]:
+                    weight = example.lowering.unit(UnitKey(layer, expert, projection)).float()
+                    moment = moments_of(seen[layer], projection)[expert]
+                    made = quantized(weight, moment, int(seen[layer].tokens[expert]), shape)
+                    judged = moments_of(held[layer], projection)[expert]
                     whole = output_error(weight, torch.zeros_like(weight), judged)
                     shares.append(float((output_error(weight, made, judged) / whole).sqrt()))
                 line[projection] = round(float(np.median(shares)), 4)

@@ -30,19 +30,17 @@ import torch
 from torch import Tensor
 
 from moec.cli.commands.compile import open_partial
-from moec.compiler.calibration.collect import calibrate
-from moec.compiler.calibration.second_moments import SecondMoments
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
-from moec.compiler.pipeline import compile_checkpoint
-from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.preflight.preparation import prepare
 from moec.compiler.reference.expert_module import intermediate
 from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.targets import Target
-from moec.compiler.workspace.durable import Disk
+from moec.compiler.stages.planning import make_plan
+from moec.compiler.stages.workbench import planning_bench
 from moec.evaluation.data import SplitData, load_splits
 from moec.evaluation.divergence import divergence, log_softmax
 from moec.evaluation.text_pairs import TokenPair
@@ -157,15 +155,20 @@ def read_back(path: Path) -> tuple[dict[UnitKey, Tensor], int, dict[str, int]]:
     return units, total, types
 
 
-def plan_for(model: str, data: str, bits_per_weight: float) -> CompilePlan:
-    """Return the plan of `moec compile --bits-per-weight`."""
+def plan_for(model: str, data: str, bits_per_weight: float) -> tuple[CompilePlan, dict[UnitKey, Tensor]]:
+    """Return the plan of `moec compile --bits-per-weight`, and its weights below 16 bits as float32."""
     options = CompileOptions(Target("bits_per_weight", bits_per_weight), data=data, dense_bits=16, comparisons=False)
     with tempfile.TemporaryDirectory() as folder:
         request = CompileRequest(
             model, Path(folder) / "out", options, profile=load_profile("laptop"), open_runtime=open_partial,
-            disk=Disk(), plan_only=True,
+            plan_only=True,
         )  # fmt: skip
-        return compile_checkpoint(request).plan
+        with planning_bench(prepare(request)) as bench:
+            planned = make_plan(bench)
+            if planned.searched is None:
+                raise RuntimeError("a plan of a number of bits is searched")
+            store, plan = planned.searched.measured.store, planned.plan
+            return plan, {unit: store.weight(unit, spec) for unit, spec in plan.units.items() if spec.bitwidth < 16}
 
 
 def item_kl(reference: ReferenceModel, own: list[np.ndarray], pairs: list[TokenPair], units: dict) -> np.ndarray:
@@ -191,13 +194,14 @@ def compare(model: str, splits: SplitData, data: str, mixtures: list[str]) -> No
     test = [(task.prompt(i, ()), task.answer(i)) for i in splits.test.items[:TEST_ITEMS]]
     pairs = reference.encode_pairs(test)
     importance = Importance(reference)
-    moments: SecondMoments = calibrate(reference, train).second_moments
+    with torch.inference_mode():
+        for prompt, answer in train:  # one text at a time, so that no padding is counted
+            reference.network.hidden([prompt + answer])
     counted = importance.finish()
     for index in range(lowering.model.num_layers):  # some mixtures need these tensors, which do not count here
         for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
             columns = lowering.model.dense_shapes()[f"layers.{index}.{PARTS[name]}"][1]
             counted[f"blk.{index}.{name}.weight"] = np.ones(columns, np.float32)
-    store = UnitStore(lowering, moments, "gptq")
     own = [log_softmax(logits) for logits in reference.forced_logits(pairs)]
     tokens = np.array([len(rows) for rows in own])
     weights = sum(
@@ -210,8 +214,7 @@ def compare(model: str, splits: SplitData, data: str, mixtures: list[str]) -> No
             file = Path(folder) / f"{name}.gguf"
             quantize(plain, file, MIXTURES[name], counted)
             peer, size, types = read_back(file)
-            plan = plan_for(model, data, 8 * size / weights)
-            units = {unit: store.weight(unit, spec) for unit, spec in plan.units.items() if spec.bitwidth < 16}
+            plan, units = plan_for(model, data, 8 * size / weights)
             theirs, ours = (item_kl(reference, own, pairs, found) for found in (peer, units))
             low, high = interval(ours, theirs, tokens)
             print(json.dumps({

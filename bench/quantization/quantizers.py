@@ -19,39 +19,39 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is import
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from moec.compiler.calibration.collect import ActivationStatistics, calibrate
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
-from moec.compiler.quantization.output_error import output_error
+from moec.compiler.calibration.layer_inputs import LayerInputs
+from moec.compiler.quantization.output_error import relative_output_error
 from moec.compiler.quantization.quantizers.gptq import quantize_gptq_batch
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
-from moec.compiler.quantization.unit_store import UnitStore
-from moec.compiler.reference.model import ReferenceModel
-from moec.evaluation.data import load_splits
-from moec.manifests.model import PROJECTIONS
+from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
+
+from ..example import Example, moments_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HELD_OUT_ITEMS = 1_000
 
 
 def relative_errors(
-    store: UnitStore, layer: int, projection: str, spec: QuantSpec, seen: ActivationStatistics, held: torch.Tensor
-) -> Iterator[tuple[float, float, float]]:
-    """Return the errors of every expert: rounded to nearest, with clip search, and by GPTQ.
+    weights: Tensor, projection: str, spec: QuantSpec, seen: LayerInputs, held: LayerInputs
+) -> Iterator[tuple[float, ...]]:
+    """Yield the errors of every expert: rounded to nearest, with clip search, and by GPTQ.
 
-    held: second moments to measure with, [E, K, K].
+    weights: of one projection of all experts, [E, N, K].
+    seen: inputs that the quantizers know.
+    held: inputs to measure with.
     """
-    weights, moments = store.original(layer, projection), seen.second_moments.of(layer, projection)
-    tokens = seen.second_moments.tokens(layer)
-    for expert, gptq in enumerate(quantize_gptq_batch(weights, spec, moments, tokens)):
+    moments, held_moments = moments_of(seen, projection), moments_of(held, projection)
+    for expert, gptq in enumerate(quantize_gptq_batch(weights, spec, moments, seen.tokens)):
         weight = weights[expert]
-        whole = float(output_error(weight, torch.zeros_like(weight), held[expert]))
         nearest = quantize_rtn(weight, spec)
         clipped = quantize_rtn(weight, spec, True, moments[expert].diagonal())
-        errors = [float(output_error(weight, q.dequantize(), held[expert])) for q in (nearest, clipped, gptq)]
-        yield tuple((error / whole) ** 0.5 for error in errors)  # type: ignore[misc]
+        yield tuple(
+            float(relative_output_error(weight, made.dequantize(), held_moments[expert]))
+            for made in (nearest, clipped, gptq)
+        )
 
 
 def main() -> None:
@@ -60,25 +60,20 @@ def main() -> None:
     parser.add_argument("--task", default="gsm8k")
     parser.add_argument("--formats", default="q2g128,q3g128,q4g64")
     options = parser.parse_args()
-    reference, splits = ReferenceModel(EXAMPLES / "model"), load_splits(str(EXAMPLES / "data"), options.task)
-    found = []
-    for items in (splits.train.items, splits.validation.items[:HELD_OUT_ITEMS]):
-        pairs = [(splits.task.prompt(item), splits.task.answer(item)) for item in items]
-        found.append(calibrate(reference, reference.encode_pairs(pairs)))
-    seen, held = found
-    shares = seen.popularity / seen.popularity.sum(axis=1, keepdims=True)
+    example = Example(str(EXAMPLES / "model"), str(EXAMPLES / "data"), options.task)
+    seen, statistics = example.calibrated(example.splits.train.items)
+    held, _ = example.calibrated(example.splits.validation.items[:HELD_OUT_ITEMS])
+    shares = statistics.popularity / statistics.popularity.sum(axis=1, keepdims=True)
     entropy = -(shares * np.log(np.maximum(shares, 1e-30))).sum(axis=1) / np.log(shares.shape[1])
-    print(json.dumps({**seen.path_report.to_json(), "popularity_entropy": entropy.round(4).tolist()}))
-    store = UnitStore(lower(open_checkpoint(str(EXAMPLES / "model"))), None, "rtn")
+    print(json.dumps({**statistics.path_report.to_json(), "popularity_entropy": entropy.round(4).tolist()}))
     for spec in map(QuantSpec.parse, options.formats.split(",")):
         for projection in PROJECTIONS:
-            rows = [
-                row
-                for layer in range(store.model.num_layers)
-                for row in relative_errors(
-                    store, layer, projection, spec, seen, held.second_moments.of(layer, projection)
-                )
-            ]
+            rows = list[tuple[float, ...]]()
+            for layer, inputs in enumerate(held):
+                experts = range(example.model.layers[layer].experts.count)
+                units = [example.lowering.unit(UnitKey(layer, expert, projection)) for expert in experts]
+                weights = torch.stack(units).float()
+                rows += relative_errors(weights, projection, spec, seen[layer], inputs)
             nearest, clipped, gptq = np.median(np.array(rows), axis=0).round(4).tolist()
             line = {"format": str(spec), "projection": projection, "nearest": nearest, "clipped": clipped, "gptq": gptq}
             print(json.dumps(line), flush=True)

@@ -1,80 +1,82 @@
-"""The calibrated example model, and trials that measure KL on its validation answers. Several benchmarks use it."""
+"""The example after a sweep and gradients, and the KL of its plans. The benchmarks of the search use it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from moec.compiler.calibration.collect import calibrate
-from moec.compiler.calibration.second_moments import SecondMoments
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
-from moec.compiler.families.lowering import Lowering
-from moec.compiler.quantization.unit_store import UnitStore
-from moec.compiler.reference.model import ReferenceModel
-from moec.compiler.request.plan import CompilePlan, plain_plan
-from moec.compiler.sensitivity.fisher import TEXTS, predict_units
-from moec.compiler.sensitivity.sensitivity import dense_formats
-from moec.compiler.sensitivity.trials import TaskData, Trials
+import numpy as np
+import torch
+
+from moec.compiler.quantization.swept_store import SweptStore
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.search.knapsack import least_loss
+from moec.compiler.search.space import SearchSpace
+from moec.compiler.sensitivity.answer_walk import AnswerWalk, planned_weights
+from moec.compiler.sensitivity.fisher import TEXTS, predictions
+from moec.compiler.sensitivity.gradients import LayerGradients
+from moec.compiler.sensitivity.sensitivity import SensitivityTable, with_gradients
+from moec.compiler.stages.sweep import Sweep
+from moec.compiler.stages.texts import CompileTexts
+from moec.compiler.walker.residency import LARGE_TEXTS
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
-from moec.evaluation.data import SplitData, load_splits
-from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
+
+from ..example import SEED, Example, silent
 
 CALIBRATION_ITEMS = 500
 
 
-def silent(done: int, total: int) -> None:
-    """Show no progress."""
-
-
 @dataclass(frozen=True)
 class MeasuredExample:
-    """The example model after calibration.
+    """The example with units in several formats and the cost of each.
 
-    texts: prompts and answers of the calibration; no trial measures them.
-    moments: second moments of these texts; `store` quantizes against them.
-    store: units in every format.
-    plain: plan with everything at 16 bits.
+    store: units in every format, quantized by GPTQ.
+    gains: prices of units from their errors.
+    prices: prices of units from gradients. Dense weights cost nothing in both.
+    popularity: uint32 [L, E], tokens of each expert.
+    walk: measures validation answers.
     """
 
-    lowering: Lowering
-    reference: ReferenceModel
-    splits: SplitData
-    texts: Sequence[tuple[str, str]]
-    moments: SecondMoments
-    store: UnitStore
-    plain: CompilePlan
+    example: Example
+    store: SweptStore
+    gains: SensitivityTable
+    prices: SensitivityTable
+    popularity: np.ndarray
+    walk: AnswerWalk
 
-    def trials(self, work: Path, kl_items: int) -> Trials:
-        """Return trials on `kl_items` validation answers. The folder `work` keeps measurements."""
-        data = (TaskData(self.splits.task, self.splits.validation, 1, ()),)
-        return Trials(self.reference, self.store, data, kl_items, silent, Journal(work, "bench", Disk()))
+    def kl(self, plan: CompilePlan) -> float:
+        """Return the mean KL of a plan to the unquantized model, nats per answer token."""
+        return float(self.walk.measure(planned_weights(plan, self.store)).kl.mean())
 
-    def fisher(self, specs: Sequence[QuantSpec], journal: Journal) -> dict[tuple[UnitKey, QuantSpec], float]:
-        """Return the predicted KL of every unit in every format, computed as in a compile."""
-        asked = [self.reference.encode_pairs(self.texts[:TEXTS])]
-        return predict_units(self.reference, self.store, specs, asked, 0, journal, silent)
 
-    def dense(self, bitwidth: int) -> Mapping[str, QuantSpec]:
-        """Return formats that give all dense weights one bitwidth."""
-        return dense_formats(self.plain, (bitwidth,), 64, self.lowering.float_type)[0]
+def plan_within(space: SearchSpace, bits_per_weight: float) -> CompilePlan | None:
+    """Return the plan of least predicted loss within the bytes of an average bitwidth, or None if no plan fits."""
+    choice = least_loss(space.size_table(), bits_per_weight * space.plain.expert_weights / 8)
+    return None if choice is None else space.plan(choice)
 
 
 def measured_example(
-    model: str, data: str, task: str | None = None, calibration_items: int = CALIBRATION_ITEMS
+    example: Example, specs: Sequence[QuantSpec], kl_items: int, work: Path, calibration_items: int = CALIBRATION_ITEMS
 ) -> MeasuredExample:
-    """Calibrate a model for GPTQ on the train split of a folder of splits.
+    """Quantize all units and price them, as in a compile.
 
-    model, data: folders.
-    task: None for the first task.
+    specs: formats below 16 bits. Pruning may be among them: experts may then be left out.
+    kl_items: number of validation answers.
+    work: folder of the quantized units.
     """
-    splits = load_splits(data, task)
-    splits = replace(splits, train=splits.train.limit(calibration_items, 0))
-    lowering, reference = lower(open_checkpoint(model)), ReferenceModel(model)
-    texts = [(splits.task.prompt(item, ()), splits.task.answer(item)) for item in splits.train.items]
-    moments = calibrate(reference, reference.encode_pairs(texts)).second_moments
-    plain = plain_plan(lowering.model, lowering.spec_16bit, "gptq")
-    return MeasuredExample(lowering, reference, splits, texts, moments, UnitStore(lowering, moments, "gptq"), plain)
+    train = example.splits.train.limit(calibration_items, SEED).items
+    calibration, answers = example.texts(train), example.answers(example.splits.validation.items[:kl_items])
+    texts = CompileTexts(
+        calibration, calibration.first(LARGE_TEXTS.probe), example.answers(train[:TEXTS]), answers, held_out={}
+    )
+    journal, threads = Journal(work, "bench", Disk()), torch.get_num_threads()
+    store = SweptStore(example.lowering, "gptq", [spec for spec in specs if not spec.is_pruned], journal)
+    swept = Sweep(example.slot, store, journal, example.plain.dense, SEED).run(texts, threads, silent)
+    gradients = LayerGradients(example.slot, store, texts.gradients, specs, journal).run(SEED, threads, silent)
+    predicted = predictions(gradients, example.model, specs)
+    prices = with_gradients(swept.sensitivity, store, store.specs, predicted)
+    walk = AnswerWalk(lambda: example.slot, answers, threads, silent, swept.answers)
+    return MeasuredExample(example, store, swept.sensitivity, prices, swept.statistics.popularity, walk)

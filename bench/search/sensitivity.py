@@ -8,8 +8,7 @@ Exact sensitivity is the measured KL on validation answers with one projection o
 with the predictions of the proxies:
 
 * Fisher, from gradients.
-* A measured gain per layer and projection, on the whole model.
-* The gain per layer of a compile layer by layer, on a few texts.
+* The output error times the gain of its layer, which the sweep measures on a few texts.
 * The output error alone.
 
 Prints Spearman's rank correlations over all units of the shipped example, and within layers.
@@ -24,16 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from moec.compiler.sensitivity.sensitivity import SensitivityTable, measure_gains
-from moec.compiler.walker.planning import sweep_inputs
-from moec.compiler.walker.sweep import Sweep
-from moec.compiler.workspace.durable import Disk
-from moec.compiler.workspace.journal import Journal
 from moec.manifests.quant import QuantSpec
 
-from .measured_example import measured_example, silent
+from ..example import Example
+from .measured_example import measured_example
 
 KL_ITEMS = 128
 
@@ -51,29 +45,17 @@ def main() -> None:
     parser.add_argument("--data", default="examples/data/gsm8k")
     parser.add_argument("--bits", type=int, default=2)
     options = parser.parse_args()
-    spec, probe_spec = QuantSpec(options.bits, 64), QuantSpec(3, 64)
-    example = measured_example(options.model, options.data)
-    lowering, store, plain = example.lowering, example.store, example.plain
+    spec = QuantSpec(options.bits, 64)
+    specs = tuple(dict.fromkeys((spec, QuantSpec(3, 64))))  # the sweep measures gains at 3 bits
+    example = Example(options.model, options.data)
+    plain, units = example.plain, list(example.plain.units)
     with tempfile.TemporaryDirectory() as folder:
-        trials = example.trials(Path(folder) / "work", KL_ITEMS)
-        gains = measure_gains(trials, plain, (spec, probe_spec), silent)
-        whole = SensitivityTable(
-            gains, {}, np.ones((lowering.model.num_layers, lowering.model.layers[0].experts.count))
-        )
-        fisher = example.fisher((spec,), trials.journal)
-        splits, dense = (example.splits,), example.dense(4)
-        inputs = sweep_inputs(
-            lowering, splits, {example.splits.task.name: ()}, (spec, probe_spec), dense, "gptq", 0, KL_ITEMS
-        )
-        swept = Sweep(lowering, inputs, Journal(Path(folder) / "sweep", "bench", Disk()), torch.get_num_threads())
-        found = swept.run(silent)
-        units = list(plain.units)
-        exact = [trials.kl(replace(plain, units={**plain.units, unit: spec}), str(unit)).mean for unit in units]
+        found = measured_example(example, specs, KL_ITEMS, Path(folder) / "work")
+        exact = [found.kl(replace(plain, units={**plain.units, unit: spec})) for unit in units]
         predicted = {
-            "Fisher": [fisher[(unit, spec)] for unit in units],
-            "gain per layer and projection, whole model": [whole.unit_loss(store, unit, spec) for unit in units],
-            "gain per layer, layer by layer": [found.sensitivity.unit_loss(found.store, unit, spec) for unit in units],
-            "output error alone": [store.error(unit, spec) for unit in units],
+            "Fisher": [found.prices.unit_loss(found.store, unit, spec) for unit in units],
+            "gain per layer": [found.gains.unit_loss(found.store, unit, spec) for unit in units],
+            "output error alone": [found.store.error(unit, spec) for unit in units],
         }
     measured, layers = np.array(exact), np.array([unit.layer for unit in units])
     told = {}

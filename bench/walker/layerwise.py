@@ -5,16 +5,15 @@
 Takes five minutes on two cores.
 
 Random Mixtral checkpoints differ in layers or in experts. Each is compiled in a process of its own with
-`--bits-per-weight 4`, one layer at a time for any size. Prints one JSON object per line: peak memory, wall time,
-the memory estimate, and the memory that the whole model would take. The plot shows memory and time against layers times
-experts.
+`--bits-per-weight 4`. It gets the least memory that a compile accepts, so no layer stays between passes. Prints one
+JSON object per line: peak memory, wall time, that least memory, and the memory with which all layers stay. The plot
+shows memory and time against layers times experts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,35 +24,23 @@ from typing import Any
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
-from moec.compiler.walker.memory import streamed_bytes, whole_bytes
-from moec.manifests.quant import QuantSpec
+from moec.cli.commands.compile import open_partial
+from moec.compiler.pipeline import compile_checkpoint
+from moec.compiler.preflight.preparation import prepare
+from moec.compiler.preflight.residency import MemoryNeed
+from moec.compiler.request.options import CompileOptions
+from moec.compiler.request.request import CompileRequest
+from moec.compiler.request.targets import Target
+from moec.compiler.walker.residency import LARGE_TEXTS, SMALL_TEXTS, resident_bytes
+from moec.profiles.loading import load_profile
+from moec.runtime.trace.statistics import peak_memory_bytes
 
 SHAPES = [(layers, 8) for layers in (2, 4, 8, 16)] + [(4, experts) for experts in (4, 16, 32)]
 SIZE = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
-SPECS = (QuantSpec(2, 32), QuantSpec(4, 32))
 TOKENIZER = Path(__file__).parents[2] / "examples" / "model"
 DATA = Path(__file__).parents[2] / "examples" / "data" / "gsm8k"
 ITEMS = 60
-CHILD = """
-import json, sys
-from pathlib import Path
-from moec.cli.commands.compile import open_partial
-from moec.compiler.walker import planning
-from moec.compiler.request.options import CompileOptions
-from moec.compiler.pipeline import compile_checkpoint
-from moec.compiler.request.request import CompileRequest
-from moec.compiler.request.targets import Target
-from moec.profiles.loading import load_profile
-from moec.runtime.trace.statistics import peak_memory_bytes
-planning.goes_layer_by_layer = lambda *_: True
-model, data, items, quantizer, out = sys.argv[1:]
-options = CompileOptions(Target("bits_per_weight", 4.0), data=data, bits=(2, 4, 16), group_sizes=(32,), dense_bits=8,
-                         limit=int(items), quantizer=quantizer, comparisons=False)
-compile_checkpoint(CompileRequest(model, Path(out), options, load_profile("raspberry-pi-4b-sd"), open_partial))
-print(json.dumps(peak_memory_bytes()))
-"""
+CHILD = "import sys; from bench.walker.layerwise import compile_here; compile_here(*sys.argv[1:])"
 
 
 def save(folder: Path, layers: int, experts: int) -> Path:
@@ -69,11 +56,38 @@ def save(folder: Path, layers: int, experts: int) -> Path:
     return folder
 
 
-def measure(folder: Path, quantizer: str, out: Path) -> tuple[int, float]:
+def request(model: str, quantizer: str, out: str, memory_bytes: int = 0) -> CompileRequest:
+    """Return the compile to measure.
+
+    memory_bytes: its memory; 0: that of the machine.
+    """
+    options = CompileOptions(
+        Target("bits_per_weight", 4.0), data=str(DATA), bits=(2, 4, 16), group_sizes=(32,), dense_bits=8, limit=ITEMS,
+        quantizer=quantizer, comparisons=False,
+    )  # fmt: skip
+    profile = load_profile("raspberry-pi-4b-sd")
+    return CompileRequest(model, Path(out), options, profile, open_partial, memory_bytes=memory_bytes)
+
+
+def compile_here(model: str, quantizer: str, out: str, memory_bytes: str) -> None:
+    """Compile in this process, and print its peak bytes."""
+    compile_checkpoint(request(model, quantizer, out, int(memory_bytes)))
+    print(json.dumps(peak_memory_bytes()))
+
+
+def estimates(model: str, quantizer: str, out: str) -> tuple[int, int]:
+    """Return the least memory that a compile accepts, and the memory with which all layers stay, in bytes."""
+    prepared = prepare(request(model, quantizer, out))
+    spec, threads, tasks = prepared.lowering.model, torch.get_num_threads(), len(prepared.splits)
+    need = MemoryNeed(spec, prepared.request.options, prepared.stored_specs, threads, tasks)
+    return need.bytes_with(SMALL_TEXTS), need.bytes_with(LARGE_TEXTS) + resident_bytes(spec, spec.num_layers)
+
+
+def measure(model: str, quantizer: str, out: str, memory_bytes: int) -> tuple[int, float]:
     """Return peak bytes and seconds of one compile."""
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(folder), str(DATA), str(ITEMS), quantizer, str(out)],
+        [sys.executable, "-c", CHILD, model, quantizer, out, str(memory_bytes)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:
@@ -95,7 +109,7 @@ def plot(rows: list[dict[str, Any]], target: Path) -> None:
         left.plot(work, [row["peak_bytes"] / 2**20 for row in chosen], marker, label=title)
         right.plot(work, [row["seconds"] for row in chosen], marker, label=title)
     whole = sorted((row["layers"] * row["experts"], row["whole_bytes"] / 2**20) for row in rows)
-    left.plot(*zip(*whole, strict=True), "k:", label="the whole model, estimated")
+    left.plot(*zip(*whole, strict=True), "k:", label="all layers stay, estimated")
     left.set_ylabel("peak memory, MiB")
     right.set_ylabel("wall time, s")
     for axis in (left, right):
@@ -114,13 +128,12 @@ def main() -> None:
     rows = []
     for layers, experts in SHAPES:
         with tempfile.TemporaryDirectory() as place:
-            folder = save(Path(place) / "model", layers, experts)
-            model = lower(open_checkpoint(str(folder))).model
-            peak, seconds = measure(folder, options.quantizer, Path(place) / "out")
+            model, out = str(save(Path(place) / "model", layers, experts)), str(Path(place) / "out")
+            least, whole = estimates(model, options.quantizer, out)
+            peak, seconds = measure(model, options.quantizer, out, least)
         rows.append({
             "layers": layers, "experts": experts, "seconds": round(seconds, 1), "peak_bytes": peak,
-            "announced_bytes": streamed_bytes(model, 4 * 16_384, SPECS, os.cpu_count() or 1),
-            "whole_bytes": whole_bytes(model, SPECS, torch.get_num_threads()),
+            "announced_bytes": least, "whole_bytes": whole,
         })  # fmt: skip
         print(json.dumps(rows[-1]), flush=True)
     if options.plot is not None:

@@ -151,7 +151,8 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     "--swaps",
     type=int,
     metavar="N",
-    help="Plans of equal bytes that the search measures to find a better one.  [default: 24; 0 if memory does not hold the model]",
+    help="Plans of equal bytes that the search measures to find a better one.  "
+    "[default: 24; 0 if memory does not hold the model]",
 )
 @mode_sweep_option("Measure all lossy modes, or these settings, on up to 500 held-out items, for quality.json.")
 @click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
@@ -166,7 +167,8 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 @click.option(
     "--memory",
     metavar="SIZE",
-    help="Memory for the compile. It loads one layer at a time, and keeps as many as fit.  [default: 7/8 of the machine's]",
+    help="Memory for the compile. It loads one layer at a time, and keeps as many as fit.  "
+    "[default: 7/8 of the machine's]",
 )
 @click.option(
     "--cluster", metavar="ADDRESS", help="Use the workers of a Ray cluster: `auto`, or an address like `10.0.0.1:6379`."

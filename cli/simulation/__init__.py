@@ -1,1 +1,1 @@
-"""Predict a run on a device that is not at hand."""
+"""Predict a run on a device that is not available."""
