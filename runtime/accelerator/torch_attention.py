@@ -19,8 +19,9 @@ import torch
 from moec.manifests.model import AttentionSpec, LatentSpec
 from moec.manifests.quant import ROWS_PER_BLOCK, round_up
 
+from .. import kernels
 from ..kernels.packed_matrix import PackedMatrix
-from ..layers.attention import TokenPlaces, Weights
+from ..layers.attention import Weights
 from ..layers.rotary import RotaryTables
 from .dense import CHUNK_FLOATS, UNPACKED_AT_ONCE
 from .torch_weights import round_activations, unpack
@@ -142,11 +143,11 @@ class PlacesOnDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._places: TokenPlaces | None = None
+        self._places: kernels.TokenPlaces | None = None
         self.slots = self.positions = torch.empty(0, dtype=torch.int64)
         self.parts: list[Part] = []
 
-    def take(self, places: TokenPlaces) -> None:
+    def take(self, places: kernels.TokenPlaces) -> None:
         """Set the pass whose layers follow."""
         if places is self._places:
             return
@@ -162,7 +163,7 @@ class PlacesOnDevice:
             end = int(places.positions[rows].max()) + 1
             self.parts.append(Part(self._upload(rows), slice(slot, slot + 1), end))
 
-    def _side_by_side(self, places: TokenPlaces) -> Part:
+    def _side_by_side(self, places: kernels.TokenPlaces) -> Part:
         """Return the part for a pass with one token in each of its slots."""
         slots, positions = places.slots, places.positions
         first, end, is_even = int(slots[0]), int(positions.max()) + 1, len(set(positions.tolist())) == 1
@@ -286,7 +287,7 @@ class TorchHeadAttention:
         vectors = ("query_norm", "key_norm", "sinks")
         self._vectors = {name: torch.from_numpy(weights[name]).to(device) for name in vectors if name in weights}
 
-    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
+    def __call__(self, normed: np.ndarray, places: kernels.TokenPlaces, keys: Any, values: Any) -> np.ndarray:
         """Implement `torch_dense.Attention`.
 
         keys, values: tensors of this device.
@@ -334,7 +335,7 @@ class TorchLatentAttention:
         self._key_up = unpacked(weights["key_up"], device).view(spec.num_heads, latent.rank, latent.plain_size)
         self._value_up = unpacked(weights["value_up"], device).view(spec.num_heads, latent.value_size, latent.rank)
 
-    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
+    def __call__(self, normed: np.ndarray, places: kernels.TokenPlaces, keys: Any, values: Any) -> np.ndarray:
         """Implement `torch_dense.Attention`.
 
         keys: a tensor of this device.

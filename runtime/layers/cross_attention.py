@@ -18,7 +18,7 @@ class CrossAttention:
     """Attention to another sequence: no positions, no norms, no biases."""
 
     def __init__(self, spec: AttentionSpec, weights: Weights) -> None:
-        self._spec, self._weights = spec, weights
+        self._spec, self._weights, self._rule = spec, weights, kernels.AttentionRule(spec.score_scale)
 
     def store(
         self, states: np.ndarray, slots: np.ndarray, positions: np.ndarray, keys: np.ndarray, values: np.ndarray
@@ -46,5 +46,6 @@ class CrossAttention:
         spec = self._spec
         query = linear_rows(self._weights["cross_query"], normed).reshape(-1, spec.num_heads, spec.head_size)
         mixed = np.empty_like(query)
-        kernels.attention(query, keys, values, slots, np.zeros_like(slots), spec.score_scale, 0, mixed, ends=ends)
+        places = kernels.TokenPlaces(slots, np.zeros_like(slots), ends)
+        kernels.attention(query, keys, values, places, self._rule, mixed)
         return linear_rows(self._weights["cross_output"], mixed.reshape(len(normed), -1))

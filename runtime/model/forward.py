@@ -18,7 +18,7 @@ from .. import kernels
 from ..bundle.opening import Bundle
 from ..expert_cache.interface import StreamingCache
 from ..expert_cache.native_cache import NativeCache
-from ..layers.attention import DensePart, TokenPlaces, layer_weights, linear_rows, make_block
+from ..layers.attention import DensePart, layer_weights, linear_rows, make_block
 from ..layers.cross_attention import CrossAttention
 from ..layers.kv_cache import KVCache
 from ..layers.norms import Norm, stream_norms
@@ -162,7 +162,7 @@ class Model:
         Returns the residual stream after the last layer, float32 [T, D]; `logits` takes rows of it.
         """
         layers = range(self._first_decoder, self.spec.num_layers)
-        return self._run(layers, tokens, TokenPlaces(slots, positions), kv, choice)
+        return self._run(layers, tokens, kernels.TokenPlaces(slots, positions), kv, choice)
 
     def encode(self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, kv: KVCache) -> None:
         """Run the whole prompts of some slots through the encoder, and keep what the decoder will see of them.
@@ -170,7 +170,7 @@ class Model:
         tokens int64 [T]; slots, positions int32 [T]; the tokens of a prompt lie together and in order. Every expert
         that they need is asked for once.
         """
-        places = TokenPlaces(slots, positions, kv.prompt_lengths[slots])
+        places = kernels.TokenPlaces(slots, positions, kv.prompt_lengths[slots])
         hidden = self._run(range(self._first_decoder), tokens, places, kv)
         started_ns = time.perf_counter_ns()
         with np.errstate(all="ignore"):
@@ -180,7 +180,12 @@ class Model:
         self.times.dense_ns += time.perf_counter_ns() - started_ns
 
     def _run(
-        self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache, choice: ExpertChoice | None = None
+        self,
+        layers: range,
+        tokens: np.ndarray,
+        places: kernels.TokenPlaces,
+        kv: KVCache,
+        choice: ExpertChoice | None = None,
     ) -> np.ndarray:
         """The layers of one stack, one after the other. Returns the residual stream, float32 [T, D].
 
@@ -195,7 +200,7 @@ class Model:
             return self._run_steps(layers, tokens, places, kv, choice)
 
     def _run_token(
-        self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache, one_call: TokenExperts
+        self, layers: range, tokens: np.ndarray, places: kernels.TokenPlaces, kv: KVCache, one_call: TokenExperts
     ) -> np.ndarray:
         """Run one token with one call of the extension for the experts of each layer."""
         hidden = self._embed(tokens)
@@ -208,7 +213,7 @@ class Model:
         return hidden
 
     def _run_steps(
-        self, layers: range, tokens: np.ndarray, places: TokenPlaces, kv: KVCache, choice: ExpertChoice | None
+        self, layers: range, tokens: np.ndarray, places: kernels.TokenPlaces, kv: KVCache, choice: ExpertChoice | None
     ) -> np.ndarray:
         """Run any tokens; each layer routes, reads and computes in steps."""
         hidden = self._embed(tokens)

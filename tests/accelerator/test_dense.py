@@ -25,8 +25,7 @@ from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.batch import generate_many
 from moec.runtime.engine.beam import BeamOptions, beam_search
 from moec.runtime.engine.engine import Engine
-from moec.runtime.kernels import reference
-from moec.runtime.layers.attention import TokenPlaces
+from moec.runtime.kernels import TokenPlaces, reference
 from moec.runtime.model.dense_weights import load_dense
 from tests.gates.bundles import emit_bundle
 from tests.kernels.packer import random_matrix
