@@ -198,8 +198,8 @@ def attend(
             is_one_slot = isinstance(slots, slice) and slots.stop == slots.start + 1
             queries = queries.unsqueeze(0) if is_one_slot else queries.unsqueeze(1)
             positions = places.positions[rows].view(queries.shape[:2])
-            seen = (keys[slots, :, : part.end], values[slots, :, : part.end])
-            mixed = _mix(queries, *seen, positions, scale, window, sinks, part.is_even)
+            seen = _Seen(keys[slots, :, : part.end], values[slots, :, : part.end], positions, part.is_even)
+            mixed = _mix(queries, seen, scale, window, sinks)
             out[rows] = mixed.reshape(len(rows), *out.shape[1:])
             del seen, mixed  # free them before the next ones are made
     return out
@@ -228,31 +228,36 @@ def _chunks(part: Part, step: int) -> Iterator[tuple[torch.Tensor, slice | torch
             yield rows, slice(slots.start + first, slots.start + first + len(rows))
 
 
-def _mix(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    window: int,
-    sinks: torch.Tensor | None,
-    is_even: bool,
-) -> torch.Tensor:
-    """Attend from some tokens of each sequence to its keys and values. Returns [B, t, H, Dv].
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Keys and values that some tokens of each sequence see.
 
-    query: [B, t, H, Dh].
     keys, values: [B, Hkv, E, Dh].
     positions: position of each token, [B, t].
-    is_even: whether all sequences have E positions. If not, values after the end of a sequence are set to 0.
-    An earlier sequence may have left NaN there, and a weight of 0 does not remove a NaN.
+    is_even: whether all sequences have E positions.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    is_even: bool
+
+
+def _mix(query: torch.Tensor, seen: _Seen, scale: float, window: int, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Attend from some tokens of each sequence to its keys and values. Returns [B, t, H, Dv].
+
+    Values after the end of a sequence are set to 0. An earlier sequence may have left NaN there, and a weight of 0 does
+    not remove a NaN.
+    query: [B, t, H, Dh].
     """
     batch, count, heads, size = query.shape
+    keys, values, positions = seen.keys, seen.values, seen.positions
     groups, end = keys.shape[1], keys.shape[2]
     rows = query.view(batch, count, groups, -1, size).permute(0, 2, 3, 1, 4).reshape(batch, groups, -1, size)
     scores = (rows @ keys.transpose(-1, -2)).mul_(scale).view(batch, groups, -1, count, end)
     at = torch.arange(end, device=query.device)
     hidden = at > positions.unsqueeze(-1)
-    if not is_even:
+    if not seen.is_even:
         values = values.masked_fill(hidden.all(dim=1)[:, None, :, None], 0)
     if window:
         hidden |= at <= positions.unsqueeze(-1) - window

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from ..bundle.opening import Bundle, open_bundle
 from ..layers.kv_cache import KVCache
 from ..memory.budget import require_memory_for_manifest
-from ..model.code_path import code_path
 from ..modes.choice import ModeCounts, PassChoice
 from ..options.runtime import RuntimeOptions
 from ..text.sampling import Sampler, SamplingOptions
@@ -29,9 +28,6 @@ from .exclusive_use import ExclusiveUse, exclusively
 from .generation_step import FinishReason, GenerationStep
 from .mode_line import CacheUse, mode_line
 from .opening import open_parts
-
-if TYPE_CHECKING:
-    pass
 
 _Ints: TypeAlias = Sequence[int]
 _Result = TypeVar("_Result")
@@ -73,7 +69,7 @@ class Engine:
         self.model, self.kv = parts.model, parts.kv
         self.lossy, self.accelerator = parts.lossy, parts.accelerator
         self._experts, self._elastic = parts.experts, parts.elastic
-        self.code_path = code_path(bundle.manifest, options, parts.experts.reads_ahead)
+        self.code_path = parts.path
         self._sequence, self.dense_on_host = 0, (self.model.dense_part, self.kv)
         if self.accelerator is not None:
             self.place_dense(on_device=self.accelerator.dense is not None)
