@@ -6,7 +6,6 @@ The model and the replays of its traces call this code, so that both decide in t
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,17 +15,6 @@ from ..layers.routing import NO_EXPERT, Routed, RoutingRule, within_capacity
 from ..prefetch.pass_state import PassState
 
 
-class ExpertRequests(NamedTuple):
-    """The stored experts that a layer needs.
-
-    places: by stored expert, the outputs that it computes, as token * top_k + rank, int [n].
-    weights: weight of each output, float32 [T, K].
-    """
-
-    places: dict[int, np.ndarray]
-    weights: np.ndarray
-
-
 def choose_experts(
     state: PassState,
     experts: ExpertsSpec,
@@ -34,8 +22,12 @@ def choose_experts(
     rule: RoutingRule,
     logits: np.ndarray,
     slots: np.ndarray | None = None,
-) -> ExpertRequests:
-    """Return the stored experts that the running layer needs. Stores the router's own choice and logits in `state`.
+) -> tuple[dict[int, np.ndarray], np.ndarray]:
+    """Choose the stored experts that the running layer needs. Stores the router's own choice and logits in `state`.
+
+    Returns two values:
+    1. For each stored expert the outputs that it computes, as token * top_k + rank, int [n].
+    2. The weight of each output, float32 [T, K].
 
     experts: experts of the layer.
     first_expert: index of its first expert among those of all layers.
@@ -54,8 +46,8 @@ def choose_experts(
     groups = _places_by_expert(chosen)
     groups.pop(NO_EXPERT, None)
     if choice is None:
-        return ExpertRequests({first_expert + expert: places for expert, places in groups.items()}, weights)
-    return ExpertRequests({choice.index(state.layer, expert): places for expert, places in groups.items()}, weights)
+        return {first_expert + expert: places for expert, places in groups.items()}, weights
+    return {choice.index(state.layer, expert): places for expert, places in groups.items()}, weights
 
 
 @cache

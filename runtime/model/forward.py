@@ -24,7 +24,7 @@ from ..prefetch.quality import LayerAdvice, PrefetchQuality
 from ..trace.statistics import PhaseTimes
 from ..trace.trace import TraceRecorder
 from .expert_offload import ExpertOffload
-from .expert_requests import ExpertRequests, choose_experts
+from .expert_requests import choose_experts
 from .layer_parts import layer_parts
 from .one_call import ModelLayers, TokenExperts, bind_token_experts
 
@@ -181,13 +181,16 @@ class Model:
         chosen = [np.empty((len(tokens), 0), np.int32)] * layers.start
         sequences = 1 if len(tokens) == 1 else len(set(places.slots.tolist()))
         state = PassState(0, hidden, chosen, tokens, choice, sequences)
+        prompts = places  # used only by cross attention
+        if self._cross:
+            prompts = kernels.TokenPlaces(places.slots, places.positions, kv.prompt_lengths[places.slots])
         predicted: list[int] | None = None
         try:
             for index in layers:
                 started_ns = time.perf_counter_ns()
                 self.dense_part.blocks[index](hidden, places, kv.keys[index], kv.values[index])
                 if index in self._cross:
-                    self._attend_to_prompt(index, hidden, places.slots, kv)
+                    self._attend_to_prompt(index, hidden, prompts, kv)
                 self.times.dense_ns += time.perf_counter_ns() - started_ns
                 state.layer = index
                 predicted = self._experts_layer(state, predicted, places.slots)
@@ -235,10 +238,13 @@ class Model:
             out *= np.float32(self.spec.logits_scale)
         return out
 
-    def _attend_to_prompt(self, index: int, hidden: np.ndarray, slots: np.ndarray, kv: KVCache) -> None:
+    def _attend_to_prompt(self, index: int, hidden: np.ndarray, prompts: kernels.TokenPlaces, kv: KVCache) -> None:
+        """Add the attention to the prompts.
+
+        prompts: slots of the tokens, with the lengths of their prompts as ends.
+        """
         normed = self._norms[f"layers.{index}.cross_attention_norm"](hidden)
-        ends = kv.prompt_lengths[slots]
-        self._add(hidden, self._cross[index](normed, slots, ends, kv.cross_keys[index], kv.cross_values[index]))
+        self._add(hidden, self._cross[index](normed, prompts, kv.cross_keys[index], kv.cross_values[index]))
 
     def _add(self, hidden: np.ndarray, out: np.ndarray) -> None:
         """Into the residual stream."""
@@ -251,7 +257,7 @@ class Model:
         index = state.layer
         started_ns = time.perf_counter_ns()
         normed = self._norms[f"layers.{index}.experts_norm"](state.hidden)
-        requests = self._route(state, normed, slots)
+        requested, weights = self._route(state, normed, slots)
         self.times.dense_ns += time.perf_counter_ns() - started_ns
 
         if predicted is not None:
@@ -267,31 +273,40 @@ class Model:
                 # Before a capacity drops tokens: it never drops all that chose an expert.
                 self.trace.add_layer(index, state.chosen[index], advice, state.logits, state.foreseen, times)
             if state.choice is not None:
-                state.choice.requested(index, list(requests.places), advice)
+                state.choice.requested(index, list(requested), advice)
             return self.absent(advice)
 
-        self._compute(state, normed, requests, look_ahead)
+        self._compute(state, normed, requested, weights, look_ahead)
         return following
 
-    def _route(self, state: PassState, normed: np.ndarray, slots: np.ndarray) -> ExpertRequests:
-        """Return the experts that the running layer needs."""
+    def _route(
+        self, state: PassState, normed: np.ndarray, slots: np.ndarray
+    ) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        """Return the stored experts that the running layer needs, and the weights, as `choose_experts` does."""
         index, router = state.layer, self._routers[state.layer]
         first, experts = self._first_expert[index], self.spec.layers[index].experts
         if router is None:
             state.chosen.append(np.empty((len(normed), 0), np.int32))
             state.logits = None
-            return ExpertRequests({}, np.empty((len(normed), 0), np.float32))
+            return {}, np.empty((len(normed), 0), np.float32)
         return choose_experts(state, experts, first, router.rule, router.logits(normed), slots)
 
     def _compute(
-        self, state: PassState, normed: np.ndarray, requests: ExpertRequests, look_ahead: Callable[[], list[int]]
+        self,
+        state: PassState,
+        normed: np.ndarray,
+        requested: dict[int, np.ndarray],
+        weights: np.ndarray,
+        look_ahead: Callable[[], list[int]],
     ) -> None:
         """Compute the experts of the running layer and add their weighted outputs to the residual stream.
 
         normed: input of the experts, float32 [T, D].
+        requested: for each stored expert its outputs, as token * top_k + rank, int [n].
+        weights: weight of each output, float32 [T, K].
         look_ahead: returns the experts to read after the requested ones.
         """
-        index, places, weights, is_one = state.layer, requests.places, requests.weights, len(normed) == 1
+        index, is_one = state.layer, len(normed) == 1
         shared, chosen_count = self.shared_experts.get(index), weights.shape[1]
         if shared is not None:  # one more rank, after the routed ones
             weights = np.concatenate([weights, shared.weights(normed)], axis=1)
@@ -299,8 +314,8 @@ class Model:
         if state.choice is not None or self.spec.layers[index].experts.router.capacity:
             # A rank may have no expert. It is added as well, with weight 0, and must be a number.
             parts.fill(0)
-        split = None if self.accelerator is None else self.accelerator.begin(places, normed, chosen_count, index)
-        in_host, together = (places, is_one) if split is None else (split.wanted, is_one and split.comes_together)
+        split = None if self.accelerator is None else self.accelerator.begin(requested, normed, chosen_count, index)
+        in_host, together = (requested, is_one) if split is None else (split.wanted, is_one and split.comes_together)
         if split is not None and split.has_shared:
             shared = None
         # Closed at once if a kernel raises: leases must not wait for the garbage collector.
@@ -309,10 +324,10 @@ class Model:
                 started_ns = time.perf_counter_ns()
                 experts = arrived if split is None else split.take(arrived)
                 if is_one and experts:
-                    ranks = np.concatenate([places[expert] for expert in experts])
+                    ranks = np.concatenate([requested[expert] for expert in experts])
                     kernels.experts_of_token([self.experts[expert] for expert in experts], normed, ranks, parts)
                 elif experts:
-                    self._compute_expert(experts[0], places[experts[0]], chosen_count, normed, parts)
+                    self._compute_expert(experts[0], requested[experts[0]], chosen_count, normed, parts)
                 self.times.experts_ns += time.perf_counter_ns() - started_ns
                 if shared is not None:  # while misses are read
                     self._compute_shared(shared, normed, parts)
