@@ -47,10 +47,11 @@ class CooperationCounts:
 
 @dataclass(frozen=True, slots=True)
 class HostExperts:
-    """Stored experts on the side of the CPU.
+    """Stored experts of the host.
 
     experts: all stored experts, by index, bound to host memory.
     sizes: bytes of each expert's copy on the device, int [N].
+
     is_in_host: returns whether the bytes of an expert are in host memory now.
     """
 
@@ -105,7 +106,7 @@ class CooperativeExperts:
     def begin(self, asked: dict[int, np.ndarray], hidden_states: np.ndarray, top_k: int, layer: int) -> LayerSplit:
         """Plan a layer and start the work that the device can do at once.
 
-        asked: for each expert, its results as token * top_k + rank, int [n].
+        asked: for each stored expert its results, as token * top_k + rank, int [n].
         hidden_states: float32 [T, D].
         """
         tokens = {index: len(places) for index, places in asked.items()}

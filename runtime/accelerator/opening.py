@@ -47,11 +47,12 @@ class OpenedAccelerator:
 
     name: name that the user gave.
     memory_bytes: its budget.
-    host_bytes: host memory that it takes of this process.
-    sizes: bytes of each stored expert on the device, 0 for an expert that is not stored.
+    host_bytes: memory of this process that it takes on the host.
+    sizes: bytes of each stored expert on the device; 0 for an expert that is not stored.
+
     working_bytes: device memory for a pass, in addition to the weights.
     dense_bytes: share of the budget for dense weights; 0 if they stay on the CPU.
-    dense_note: the reason, as text for people.
+    dense_note: why they stay on the CPU, as text for people.
     """
 
     name: str

@@ -54,14 +54,14 @@ def rounded_as_read(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
 
 
 class TorchLinear:
-    """x W^T for matrices that read the same rows, each with its bias if there is one."""
+    """Products x W^T of matrices that read the same rows, each with its bias if there is one."""
 
     def __init__(
         self, matrices: Sequence[PackedMatrix], biases: Sequence[np.ndarray | None], device: torch.device
     ) -> None:
         self._sizes, self._is_rounded = [matrix.rows for matrix in matrices], matrices[0].spec.bitwidth != 16
         if any((matrix.spec.bitwidth != 16) != self._is_rounded for matrix in matrices):
-            raise ValueError("matrices that are multiplied together must read the same rows")
+            raise ValueError("matrices of one product must read the same rows")
         shape = (sum(self._sizes), matrices[0].columns)
         self._weight = torch.empty(shape, dtype=torch.float32, device=device)
         for part, matrix in zip(torch.split(self._weight, self._sizes), matrices, strict=True):
@@ -83,7 +83,7 @@ class TorchLinear:
         return torch.split(out, self._sizes, dim=1)
 
 
-def together(
+def products_of(
     matrices: Sequence[PackedMatrix], biases: Sequence[np.ndarray | None], device: torch.device
 ) -> list[TorchLinear]:
     """Combine adjacent matrices that read the same rows into one product each, in order."""
@@ -97,7 +97,7 @@ def together(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """weight * (x / sqrt(mean(x^2) + eps)) over the last dimension."""
+    """Return weight * (x / sqrt(mean(x^2) + eps)) over the last dimension."""
     return weight * (x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + eps))
 
 
@@ -124,10 +124,11 @@ class TorchRotary:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens that attention computes together: all of one slot, or one token of each slot; in the order of rows.
+    """Tokens that attention computes at once: all of one slot, or one token of each slot, in the order of rows.
 
     rows: rows of the pass, int64 [n].
     slots: a slice of adjacent slots, whose cache need not be copied, or any slots, int64 [n].
+
     end: positions up to the last one that a token sees.
     is_even: whether all tokens see the same number of positions.
     """
@@ -155,7 +156,7 @@ class PlacesOnDevice:
         self.slots, self.positions = self._upload(places.slots), self._upload(places.positions)
         known = np.unique(places.slots)
         if len(known) == len(places.slots):
-            self.parts = [self._side_by_side(places)]
+            self.parts = [self._one_token_each(places)]
             return
         self.parts = []
         for slot in known.tolist():
@@ -163,7 +164,7 @@ class PlacesOnDevice:
             end = int(places.positions[rows].max()) + 1
             self.parts.append(Part(self._upload(rows), slice(slot, slot + 1), end))
 
-    def _side_by_side(self, places: kernels.TokenPlaces) -> Part:
+    def _one_token_each(self, places: kernels.TokenPlaces) -> Part:
         """Return the part for a pass with one token in each of its slots."""
         slots, positions = places.slots, places.positions
         first, end, is_even = int(slots[0]), int(positions.max()) + 1, len(set(positions.tolist())) == 1
@@ -287,7 +288,7 @@ class TorchHeadAttention:
     ) -> None:
         self._spec, self._norm_eps, self._rotary, self._places, self._device = spec, norm_eps, rotary, places, device
         names = ("query", "key", "value")
-        self._inputs = together([weights[name] for name in names], [weights.get(f"{n}_bias") for n in names], device)
+        self._inputs = products_of([weights[name] for name in names], [weights.get(f"{n}_bias") for n in names], device)
         self._output = TorchLinear([weights["output"]], [weights.get("output_bias")], device)
         vectors = ("query_norm", "key_norm", "sinks")
         self._vectors = {name: torch.from_numpy(weights[name]).to(device) for name in vectors if name in weights}

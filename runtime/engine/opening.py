@@ -44,7 +44,8 @@ class ExpertSizes:
 
     sizes: bytes of each stored expert in whole pages, int64 [N]. Low versions come last.
     count: number of experts without their low versions.
-    holds_all: whether all of these fit into the cache.
+    holds_all: whether they all fit into the cache.
+
     decision_bytes: cache size by which lossy modes decide and experts are read ahead.
     It must not depend on the memory that this process happens to use.
     minimum_bytes: bytes of the experts that one token needs in a layer.

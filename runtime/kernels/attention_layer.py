@@ -24,7 +24,7 @@ class AttentionLayer(StreamLayer):
 
     matrices: of queries [H Dh, D], keys [Hkv Dh, D], values [Hkv Dh, D], and of the output [D, H Dh].
     biases: float32, one per matrix.
-    head_norms: RMS norms of queries and keys. [Dh]: each head by itself. [H Dh] and [Hkv Dh]: all heads together.
+    head_norms: RMS norms of queries and keys. [Dh]: a norm of each head. [H Dh] and [Hkv Dh]: one norm of all heads.
 
     rotation: cosines and sines, [C, R / 2].
     interleaved: see `reference.rope`.

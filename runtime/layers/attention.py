@@ -42,7 +42,7 @@ def layer_weights(dense: Weights, index: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class DensePart:
-    """Computations that a device can take over.
+    """Computations that an accelerator can do instead of the CPU.
 
     blocks: attention of each layer.
     head: product of the head, float32 [n, D] -> [n, V].
@@ -95,7 +95,10 @@ class HeadAttention:
         rotary: RotaryTables | None,
         bias: np.ndarray | None = None,
     ) -> None:
-        """bias: as in `make_block`."""
+        """Bind the weights.
+
+        bias: as in `make_block`.
+        """
         self._layer = kernels.AttentionLayer(
             norm=norm.weight,
             norm_bias=norm.bias,

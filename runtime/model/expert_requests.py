@@ -32,6 +32,7 @@ def choose_experts(
     experts: experts of the layer.
     first_expert: index of its first expert among those of all layers.
     rule: rule of its router.
+
     logits: output of its router, float32 [T, E].
     slots: int32 [T]; needed if the layer has a capacity.
     """

@@ -247,7 +247,7 @@ class Model:
         self._add(hidden, self._cross[index](normed, prompts, kv.cross_keys[index], kv.cross_values[index]))
 
     def _add(self, hidden: np.ndarray, out: np.ndarray) -> None:
-        """Into the residual stream."""
+        """Add a result [T, D] to the residual stream. The result may be changed."""
         if self.spec.residual_scale != 1.0:
             out *= np.float32(self.spec.residual_scale)
         hidden += out
@@ -304,6 +304,7 @@ class Model:
         normed: input of the experts, float32 [T, D].
         requested: for each stored expert its outputs, as token * top_k + rank, int [n].
         weights: weight of each output, float32 [T, K].
+
         look_ahead: returns the experts to read after the requested ones.
         """
         index, is_one = state.layer, len(normed) == 1

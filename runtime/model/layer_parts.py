@@ -27,6 +27,7 @@ class LayerParts:
 
     dense_part: attention of each layer, and the product of the head.
     cross: attention to the prompt, by layer of a decoder with an encoder.
+
     norms: norms of the residual stream by the name of their weights.
     routers: router of each layer; None for a layer without routed experts.
     shared_experts: by layer.

@@ -1,4 +1,4 @@
-"""Experts of a layer in numpy: their choice, their outputs, and the weighted sum of these.
+"""Experts of a layer in numpy: their choice, their outputs, and the weighted sum of the outputs.
 
 Shape letters: T tokens, K ranks, D hidden, F expert width, E experts.
 """
