@@ -1,5 +1,5 @@
 // Eviction on the default path: `make_room` evicts until there is room, `next_victim` gives the expert to evict next,
-// `goes_before` is the order of the policy, and `evict` marks the expert absent. What happens to the memory: expert_reads.cpp.
+// `goes_before` is the order of the policy, and `evict` marks the expert absent. Where its memory goes: expert_readers.cpp.
 
 #include "experts/residency.h"
 
