@@ -181,7 +181,7 @@ class Model:
         chosen = [np.empty((len(tokens), 0), np.int32)] * layers.start
         sequences = 1 if len(tokens) == 1 else len(set(places.slots.tolist()))
         state = PassState(0, hidden, chosen, tokens, choice, sequences)
-        prompts = places  # used only by cross attention
+        prompts = places  # only cross attention reads them
         if self._cross:
             prompts = kernels.TokenPlaces(places.slots, places.positions, kv.prompt_lengths[places.slots])
         predicted: list[int] | None = None
@@ -200,14 +200,14 @@ class Model:
 
     def _token_experts(self, tokens: np.ndarray, choice: ExpertChoice | None) -> TokenExperts | None:
         """Return the object that computes this pass's experts in one call per layer; None if they take steps."""
-        found = self.token_experts
-        if found is None or not found.fits(self.cache, self.advisor):
+        one_call = self.token_experts
+        if one_call is None or not one_call.fits(self.cache, self.advisor):
             return None
         if len(tokens) != 1 or choice is not None or self.accelerator is not None:
-            found.forget_guesses()
+            one_call.forget_guesses()
             return None
-        found.begin()
-        return found
+        one_call.begin()
+        return one_call
 
     def _embed(self, tokens: np.ndarray) -> np.ndarray:
         hidden = np.empty((len(tokens), self.spec.hidden_size), np.float32)
