@@ -304,7 +304,6 @@ class Model:
         normed: input of the experts, float32 [T, D].
         requested: for each stored expert its outputs, as token * top_k + rank, int [n].
         weights: weight of each output, float32 [T, K].
-
         look_ahead: returns the experts to read after the requested ones.
         """
         index, is_one = state.layer, len(normed) == 1

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "experts/file_identity.h"
-#include "experts/operations.h"
+#include "operations/operations.h"
 #include "experts/residency.h"
 
 namespace moec {

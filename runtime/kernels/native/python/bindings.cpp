@@ -14,7 +14,7 @@
 #include "python/bound_weights.h"
 #include "python/cache_bindings.h"
 #include "python/lookahead_bindings.h"
-#include "experts/operations.h"
+#include "operations/operations.h"
 #include "threads/thread_pool.h"
 #include "python/vector_arguments.h"
 

@@ -6,11 +6,11 @@
 // - routes: threads x E floats
 // - rotations of adjacent pairs: threads x half of the rotated features, floats
 
-#include "experts/operations.h"
+#include "operations/operations.h"
 
 #include <algorithm>
 
-#include "threads/split_work.h"
+#include "operations/split_work.h"
 
 namespace moec {
 namespace {

@@ -2,11 +2,11 @@
 // A split never changes a result: one thread computes each output value, in an order that depends only on its own inputs.
 // The scratch of a product is at most 96 x (1.25 K + 5.25 F) bytes.
 
-#include "experts/operations.h"
+#include "operations/operations.h"
 
 #include <algorithm>
 
-#include "threads/split_work.h"
+#include "operations/split_work.h"
 
 namespace moec {
 namespace {

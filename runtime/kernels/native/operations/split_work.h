@@ -1,4 +1,4 @@
-// Splits an operation over threads by its tokens, and holds the scratch of operations. Used by experts/*operations.cpp.
+// Splits an operation over threads by its tokens, and holds the scratch of operations. Used by the files of this folder.
 
 #pragma once
 
