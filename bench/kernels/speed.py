@@ -123,7 +123,8 @@ def measure_attention(context: int, threads: int) -> Result:
     cache = np.ones((1, kv_heads, context, size), np.float32)
     q, index = np.ones((1, heads, size), np.float32), np.zeros(1, np.int32)
     position, out = np.array([context - 1], np.int32), np.empty((1, heads, size), np.float32)
-    seconds = best_seconds(lambda: kernels.attention(q, cache, cache, index, position, 0.1, 0, out))
+    places, rule = kernels.TokenPlaces(index, position), kernels.AttentionRule(0.1)
+    seconds = best_seconds(lambda: kernels.attention(q, cache, cache, places, rule, out))
     work = (seconds, 4 * heads * size * context, 2 * cache.nbytes)
     return result("attention", "float32", (heads, context, 1), threads, work)
 

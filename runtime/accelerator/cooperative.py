@@ -6,8 +6,8 @@ The split therefore changes only the rounding of each result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -45,34 +45,56 @@ class CooperationCounts:
         return f"{self.resident} resident, {self.copied} copied, {self.cpu} on the CPU"
 
 
+@dataclass(frozen=True, slots=True)
+class HostExperts:
+    """Stored experts of the host.
+
+    experts: all stored experts, by index, bound to host memory.
+    sizes: bytes of each expert's copy on the device, int [N].
+
+    is_in_host: returns whether the bytes of an expert are in host memory now.
+    """
+
+    experts: Sequence[kernels.Expert]
+    sizes: Sequence[int]
+    is_in_host: Callable[[int], bool] = lambda index: False
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceExperts:
+    """Experts that stay on the device.
+
+    placement: which ones, and how they fill the budget.
+    residents: by index.
+    shared: shared experts, by layer.
+    """
+
+    placement: Placement
+    residents: dict[int, DeviceExpert]
+    shared: dict[int, DeviceExpert] = field(default_factory=dict)
+
+
 class CooperativeExperts:
     """Experts of one bundle, some of them on a device.
 
-    experts: all stored experts, by index, bound to host memory.
-    sizes: size of each expert's copy on the device, int [N], bytes.
-    residents: experts that stay on the device, by index.
     cooperation: may be changed between passes.
-    is_in_host: returns whether the bytes of an expert are in host memory now.
-    shared: shared experts on the device, by layer.
+    dense: dense weights on the device; None if it has none.
+    uses_dense: whether the device computes them now.
     """
 
     def __init__(
         self,
         device: ExpertDevice,
-        experts: Sequence[kernels.Expert],
-        sizes: Sequence[int],
-        placement: Placement,
-        residents: dict[int, DeviceExpert],
+        host: HostExperts,
+        on_device: DeviceExperts,
         latency: LatencyModel,
         cooperation: Cooperation,
-        is_in_host: Callable[[int], bool] = lambda index: False,
-        shared: Mapping[int, DeviceExpert] | None = None,
     ) -> None:
-        self.device, self.latency, self.placement = device, latency, placement
+        self.device, self.latency, self.placement = device, latency, on_device.placement
         self.counts = CooperationCounts()
         self.cooperation: Cooperation = cooperation
-        self._experts, self._sizes, self._residents, self._is_in_host = experts, sizes, residents, is_in_host
-        self._shared = dict(shared or {})
+        self._host = host
+        self._residents, self._shared = dict(on_device.residents), dict(on_device.shared)
         self.dense: DenseOnDevice | None = None
         self.dense_latency: DenseLatency | None = None
         self.uses_dense, self.dense_note = False, ""
@@ -84,11 +106,11 @@ class CooperativeExperts:
     def begin(self, asked: dict[int, np.ndarray], hidden_states: np.ndarray, top_k: int, layer: int) -> LayerSplit:
         """Plan a layer and start the work that the device can do at once.
 
-        asked: for each expert, its results as token * top_k + rank, int [n].
+        asked: for each stored expert its results, as token * top_k + rank, int [n].
         hidden_states: float32 [T, D].
         """
         tokens = {index: len(places) for index, places in asked.items()}
-        loads = expert_loads(tokens, self._sizes, self._residents, self._is_in_host)
+        loads = expert_loads(tokens, self._host.sizes, self._residents, self._host.is_in_host)
         plan = plan_layer(loads, self.latency, self.cooperation)
         by_expert = {index: _at(places, top_k) for index, places in asked.items()}
         has_shared = self.uses_dense and layer in self._shared
@@ -99,7 +121,7 @@ class CooperativeExperts:
 
     def copy(self, index: int) -> DeviceExpert:
         """Begin to copy a stored expert. Its bytes are in host memory."""
-        return self.device.copy(self._experts[index])
+        return self.device.copy(self._host.experts[index])
 
     def resident(self, index: int) -> DeviceExpert:
         """Return an expert that stays on the device."""
@@ -119,7 +141,7 @@ class CooperativeExperts:
         return (
             f"accelerator {self.device.name} for {'dense weights and ' if self.uses_dense else ''}routed experts, "
             f"cooperation {self.cooperation}, "
-            f"{len(self.placement.resident)} of {len(self._sizes)} experts on it in "
+            f"{len(self.placement.resident)} of {len(self._host.sizes)} experts on it in "
             f"{self.placement.resident_bytes / 2**20:.1f} of {self.placement.budget_bytes / 2**20:.1f} MiB, measured: "
             f"{self.latency.to_text()}{self._dense_text()}{done}; its sums have another order, so logits are not the "
             f"CPU's to the bit"

@@ -20,7 +20,8 @@ from moec.manifests.bundle import BundleManifest
 from moec.manifests.model import LayerSpec, ModelSpec
 from moec.manifests.quant import UNIT_ALIGNMENT_BYTES, round_up
 
-from ..layers.attention import AttentionBlock, DensePart, TokenPlaces
+from .. import kernels
+from ..layers.attention import AttentionBlock, DensePart
 from ..layers.kv_cache import KVCache
 from .latency import fit_line, median_ns
 from .placement import UNPACKING_BYTES
@@ -156,7 +157,7 @@ class AttentionSide:
     def run(self, rows: np.ndarray) -> None:
         """Compute rows [T, D] at the first positions of the first slot. Overwrites the rows and the cache there."""
         positions = np.arange(len(rows), dtype=np.int32)
-        self.block(rows, TokenPlaces(np.zeros_like(positions), positions), self.keys, self.values)
+        self.block(rows, kernels.TokenPlaces(np.zeros_like(positions), positions), self.keys, self.values)
 
 
 def measure_dense(

@@ -25,9 +25,10 @@ DeviceExpert: TypeAlias = Any
 class ExpertDevice(Protocol):
     """A device that computes one layer at a time: `begin`, any number of `run`, `collect`. Not thread-safe.
 
-    name: the name that the user gave.
-    host_bytes: host memory that the device needs in addition to what the process has when the device is opened.
-    counts_all: whether used_bytes includes what others store on the device.
+    name: name that the user gave.
+    host_bytes: host memory that the device needs, without the memory that the process has when the device is opened.
+
+    counts_all: whether used_bytes includes memory that other code takes on the device.
     """
 
     name: str

@@ -1,14 +1,14 @@
 """Open the accelerator that the options name, and start cooperation on it.
 
 There are two steps. torch's share of host memory must be known before the budget is split: `open_device`.
-The experts can be read only after that: `start_cooperation` times a few on both sides and uploads the popular ones.
+The experts can be read only after that: `cooperate` times a few on both sides and uploads the popular ones.
 torch is imported here and not earlier.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,10 @@ from moec.manifests.sizes import parse_bytes
 from moec.profiles.memory_floor import longest_pass
 
 from .. import kernels
-from ..expert_cache.eviction import ExpertRecords
 from ..memory.budget import chosen_context
 from ..options.runtime import TORCH_CPU, RuntimeOptions
 from ..storage.interface import ExpertStorage
-from .cooperative import CooperativeExperts
+from .cooperative import CooperativeExperts, DeviceExperts, HostExperts
 from .dense import AttentionSide, DenseLatency, DenseOnDevice, dense_bytes, measure_dense, shared_bytes
 from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
 from .image import entry_bytes
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
     from ..layers.kv_cache import KVCache
     from ..model.forward import Model
+    from . import HostParts
 
 _SAMPLES = 3
 """Number of experts that are timed: the smallest, the median and the largest."""
@@ -43,14 +43,16 @@ _SAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class OpenedAccelerator:
-    """A device that was found.
+    """An accelerator that was opened.
 
+    name: name that the user gave.
     memory_bytes: its budget.
-    host_bytes: host memory that it takes of this process.
-    sizes: bytes of each stored expert on the device, 0 for an expert that is not stored.
+    host_bytes: memory of this process that it takes on the host.
+    sizes: bytes of each stored expert on the device; 0 for an expert that is not stored.
+
     working_bytes: device memory for a pass, in addition to the weights.
     dense_bytes: share of the budget for dense weights; 0 if they stay on the CPU.
-    dense_note: the reason, as text for people.
+    dense_note: why they stay on the CPU, as text for people.
     """
 
     name: str
@@ -142,26 +144,8 @@ def _cuda(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-@dataclass(frozen=True, slots=True)
-class HostParts:
-    """The side of the processor, as it is before the cache begins to read.
-
-    records: calibration frequencies of the experts.
-    is_in_host: whether the bytes of a stored expert are in memory now.
-    """
-
-    model: Model
-    kv: KVCache
-    storage: ExpertStorage
-    records: ExpertRecords
-    is_in_host: Callable[[int], bool]
-
-
-def start_cooperation(
-    opened: OpenedAccelerator,
-    manifest: BundleManifest,
-    options: RuntimeOptions,
-    host: HostParts,
+def cooperate(
+    opened: OpenedAccelerator, manifest: BundleManifest, options: RuntimeOptions, host: HostParts
 ) -> CooperativeExperts:
     """Measure latencies, then upload dense weights and the most popular experts.
 
@@ -175,8 +159,8 @@ def start_cooperation(
     order = [index for index in ranked if opened.sizes[index]]  # experts of size 0 are not stored
     dense, dense_latency = _bring_dense(opened, options, model, host.kv)
     try:
-        on_device, shared = (0, 0) if dense is None else (opened.dense_bytes, shared_bytes(manifest))
-        placement = place_experts(opened.sizes, order, opened.memory_bytes, COPY_SLOTS, opened.working_bytes, on_device)
+        kept, shared = (0, 0) if dense is None else (opened.dense_bytes, shared_bytes(manifest))
+        placement = place_experts(opened.sizes, order, opened.memory_bytes, COPY_SLOTS, opened.working_bytes, kept)
         from .torch_device import TorchDevice
 
         device = TorchDevice(opened.name, opened.device, placement.resident_bytes + shared, max(opened.sizes))
@@ -187,8 +171,9 @@ def start_cooperation(
     shared_experts = (
         {} if dense is None else {layer: device.keep(each.expert) for layer, each in model.shared_experts.items()}
     )
-    arguments = (placement, residents, latency, options.cooperation, host.is_in_host, shared_experts)
-    cooperative = CooperativeExperts(device, experts, opened.sizes, *arguments)
+    in_host = HostExperts(experts, opened.sizes, host.is_in_host)
+    on_device = DeviceExperts(placement, residents, shared_experts)
+    cooperative = CooperativeExperts(device, in_host, on_device, latency, options.cooperation)
     cooperative.dense, cooperative.dense_latency, cooperative.dense_note = dense, dense_latency, opened.dense_note
     return cooperative
 
@@ -217,24 +202,24 @@ def _bring_dense(
     # not decide in these modes.
     is_requested = options.accelerator_dense == "device" or options.modes.reads_cache
     at = model.spec.first_decoder_layer
-    found: DenseOnDevice | None = None
+    dense: DenseOnDevice | None = None
     try:
-        found = dense_on(opened.device, model.spec, model.dense, kv.slots, kv.context, opened.dense_bytes)
+        dense = dense_on(opened.device, model.spec, model.dense, kv.slots, kv.context, opened.dense_bytes)
     except RuntimeError as error:  # torch's own error if the device is full
         if is_requested:
             raise _full(opened, error) from error
     # The memory of a failed attempt is free only here, where the exception no longer holds references
-    if found is None:
+    if dense is None:
         give_back(opened.device)
         return None, None
     if kv.context < 2:  # one position gives no line to fit, and nothing to gain
-        return found if is_requested else None, None
+        return dense if is_requested else None, None
     on_host = AttentionSide(model.dense_part.blocks[at], kv.keys[at], kv.values[at])
-    on_device = AttentionSide(found.part.blocks[at], found.kv.keys[at], found.kv.values[at])
+    on_device = AttentionSide(dense.part.blocks[at], dense.kv.keys[at], dense.kv.values[at])
     latency = measure_dense(on_host, on_device, model.spec.hidden_size, kv.context, time.perf_counter_ns)
     if is_requested or latency.device_is_faster:
-        return found, latency
-    del found, on_device
+        return dense, latency
+    del dense, on_device
     give_back(opened.device)
     return None, latency
 

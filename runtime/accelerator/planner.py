@@ -64,6 +64,7 @@ class LayerPlan:
 
     actions: action of each expert.
     order: experts whose bytes are needed in host memory, in the order in which to begin them.
+
     predicted_ns: predicted time until the last expert is done.
     """
 
@@ -206,8 +207,9 @@ class _Split:
 class _Layer:
     """The experts of one layer.
 
-    missing: experts that are not on the device, most tokens first; copies are taken from the front.
-    movable: experts on the device and in host memory, most tokens first; moves are taken from the end.
+    missing: experts that are not on the device, most tokens first. The first ones are copied.
+
+    movable: experts on the device and in host memory, most tokens first. The last ones are moved to the CPU.
     """
 
     def __init__(self, loads: Sequence[ExpertLoad], latency: LatencyModel, slots: int) -> None:

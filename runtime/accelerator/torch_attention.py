@@ -19,8 +19,9 @@ import torch
 from moec.manifests.model import AttentionSpec, LatentSpec
 from moec.manifests.quant import ROWS_PER_BLOCK, round_up
 
+from .. import kernels
 from ..kernels.packed_matrix import PackedMatrix
-from ..layers.attention import TokenPlaces, Weights
+from ..layers.attention import Weights
 from ..layers.rotary import RotaryTables
 from .dense import CHUNK_FLOATS, UNPACKED_AT_ONCE
 from .torch_weights import round_activations, unpack
@@ -53,14 +54,14 @@ def rounded_as_read(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
 
 
 class TorchLinear:
-    """x W^T for matrices that read the same rows, each with its bias if there is one."""
+    """Products x W^T of matrices that read the same rows, each with its bias if there is one."""
 
     def __init__(
         self, matrices: Sequence[PackedMatrix], biases: Sequence[np.ndarray | None], device: torch.device
     ) -> None:
         self._sizes, self._is_rounded = [matrix.rows for matrix in matrices], matrices[0].spec.bitwidth != 16
         if any((matrix.spec.bitwidth != 16) != self._is_rounded for matrix in matrices):
-            raise ValueError("matrices that are multiplied together must read the same rows")
+            raise ValueError("matrices of one product must read the same rows")
         shape = (sum(self._sizes), matrices[0].columns)
         self._weight = torch.empty(shape, dtype=torch.float32, device=device)
         for part, matrix in zip(torch.split(self._weight, self._sizes), matrices, strict=True):
@@ -82,7 +83,7 @@ class TorchLinear:
         return torch.split(out, self._sizes, dim=1)
 
 
-def together(
+def products_of(
     matrices: Sequence[PackedMatrix], biases: Sequence[np.ndarray | None], device: torch.device
 ) -> list[TorchLinear]:
     """Combine adjacent matrices that read the same rows into one product each, in order."""
@@ -96,7 +97,7 @@ def together(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """weight * (x / sqrt(mean(x^2) + eps)) over the last dimension."""
+    """Return weight * (x / sqrt(mean(x^2) + eps)) over the last dimension."""
     return weight * (x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + eps))
 
 
@@ -123,10 +124,11 @@ class TorchRotary:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens that attention computes together: all of one slot, or one token of each slot; in the order of rows.
+    """Tokens that attention computes at once: all of one slot, or one token of each slot, in the order of rows.
 
     rows: rows of the pass, int64 [n].
     slots: a slice of adjacent slots, whose cache need not be copied, or any slots, int64 [n].
+
     end: positions up to the last one that a token sees.
     is_even: whether all tokens see the same number of positions.
     """
@@ -142,11 +144,11 @@ class PlacesOnDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._places: TokenPlaces | None = None
+        self._places: kernels.TokenPlaces | None = None
         self.slots = self.positions = torch.empty(0, dtype=torch.int64)
         self.parts: list[Part] = []
 
-    def take(self, places: TokenPlaces) -> None:
+    def take(self, places: kernels.TokenPlaces) -> None:
         """Set the pass whose layers follow."""
         if places is self._places:
             return
@@ -154,7 +156,7 @@ class PlacesOnDevice:
         self.slots, self.positions = self._upload(places.slots), self._upload(places.positions)
         known = np.unique(places.slots)
         if len(known) == len(places.slots):
-            self.parts = [self._side_by_side(places)]
+            self.parts = [self._one_token_each(places)]
             return
         self.parts = []
         for slot in known.tolist():
@@ -162,7 +164,7 @@ class PlacesOnDevice:
             end = int(places.positions[rows].max()) + 1
             self.parts.append(Part(self._upload(rows), slice(slot, slot + 1), end))
 
-    def _side_by_side(self, places: TokenPlaces) -> Part:
+    def _one_token_each(self, places: kernels.TokenPlaces) -> Part:
         """Return the part for a pass with one token in each of its slots."""
         slots, positions = places.slots, places.positions
         first, end, is_even = int(slots[0]), int(positions.max()) + 1, len(set(positions.tolist())) == 1
@@ -197,8 +199,8 @@ def attend(
             is_one_slot = isinstance(slots, slice) and slots.stop == slots.start + 1
             queries = queries.unsqueeze(0) if is_one_slot else queries.unsqueeze(1)
             positions = places.positions[rows].view(queries.shape[:2])
-            seen = (keys[slots, :, : part.end], values[slots, :, : part.end])
-            mixed = _mix(queries, *seen, positions, scale, window, sinks, part.is_even)
+            seen = _Seen(keys[slots, :, : part.end], values[slots, :, : part.end], positions, part.is_even)
+            mixed = _mix(queries, seen, scale, window, sinks)
             out[rows] = mixed.reshape(len(rows), *out.shape[1:])
             del seen, mixed  # free them before the next ones are made
     return out
@@ -227,31 +229,36 @@ def _chunks(part: Part, step: int) -> Iterator[tuple[torch.Tensor, slice | torch
             yield rows, slice(slots.start + first, slots.start + first + len(rows))
 
 
-def _mix(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    window: int,
-    sinks: torch.Tensor | None,
-    is_even: bool,
-) -> torch.Tensor:
-    """Attend from some tokens of each sequence to its keys and values. Returns [B, t, H, Dv].
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Keys and values that some tokens of each sequence see.
 
-    query: [B, t, H, Dh].
     keys, values: [B, Hkv, E, Dh].
     positions: position of each token, [B, t].
-    is_even: whether all sequences have E positions. If not, values after the end of a sequence are set to 0.
-    An earlier sequence may have left NaN there, and a weight of 0 does not remove a NaN.
+    is_even: whether all sequences have E positions.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    is_even: bool
+
+
+def _mix(query: torch.Tensor, seen: _Seen, scale: float, window: int, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Attend from some tokens of each sequence to its keys and values. Returns [B, t, H, Dv].
+
+    Values after the end of a sequence are set to 0. An earlier sequence may have left NaN there, and a weight of 0 does
+    not remove a NaN.
+    query: [B, t, H, Dh].
     """
     batch, count, heads, size = query.shape
+    keys, values, positions = seen.keys, seen.values, seen.positions
     groups, end = keys.shape[1], keys.shape[2]
     rows = query.view(batch, count, groups, -1, size).permute(0, 2, 3, 1, 4).reshape(batch, groups, -1, size)
     scores = (rows @ keys.transpose(-1, -2)).mul_(scale).view(batch, groups, -1, count, end)
     at = torch.arange(end, device=query.device)
     hidden = at > positions.unsqueeze(-1)
-    if not is_even:
+    if not seen.is_even:
         values = values.masked_fill(hidden.all(dim=1)[:, None, :, None], 0)
     if window:
         hidden |= at <= positions.unsqueeze(-1) - window
@@ -281,12 +288,12 @@ class TorchHeadAttention:
     ) -> None:
         self._spec, self._norm_eps, self._rotary, self._places, self._device = spec, norm_eps, rotary, places, device
         names = ("query", "key", "value")
-        self._inputs = together([weights[name] for name in names], [weights.get(f"{n}_bias") for n in names], device)
+        self._inputs = products_of([weights[name] for name in names], [weights.get(f"{n}_bias") for n in names], device)
         self._output = TorchLinear([weights["output"]], [weights.get("output_bias")], device)
         vectors = ("query_norm", "key_norm", "sinks")
         self._vectors = {name: torch.from_numpy(weights[name]).to(device) for name in vectors if name in weights}
 
-    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
+    def __call__(self, normed: np.ndarray, places: kernels.TokenPlaces, keys: Any, values: Any) -> np.ndarray:
         """Implement `torch_dense.Attention`.
 
         keys, values: tensors of this device.
@@ -334,7 +341,7 @@ class TorchLatentAttention:
         self._key_up = unpacked(weights["key_up"], device).view(spec.num_heads, latent.rank, latent.plain_size)
         self._value_up = unpacked(weights["value_up"], device).view(spec.num_heads, latent.value_size, latent.rank)
 
-    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
+    def __call__(self, normed: np.ndarray, places: kernels.TokenPlaces, keys: Any, values: Any) -> np.ndarray:
         """Implement `torch_dense.Attention`.
 
         keys: a tensor of this device.

@@ -11,8 +11,9 @@ import torch
 
 from moec.manifests.model import ModelSpec
 
+from .. import kernels
 from ..kernels.packed_matrix import PackedMatrix
-from ..layers.attention import DensePart, TokenPlaces, layer_weights
+from ..layers.attention import DensePart, layer_weights
 from ..layers.kv_cache import KVCache
 from ..layers.norms import Norm, stream_norms
 from ..layers.rotary import RotaryTables
@@ -23,7 +24,7 @@ from .torch_attention import PlacesOnDevice, TorchHeadAttention, TorchLatentAtte
 class Attention(Protocol):
     """Attention of one layer, without the norm before it and the sum after it."""
 
-    def __call__(self, normed: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> np.ndarray:
+    def __call__(self, normed: np.ndarray, places: kernels.TokenPlaces, keys: Any, values: Any) -> np.ndarray:
         """Compute attention like an AttentionBlock, but return the result, [T, D], instead of adding it.
 
         normed: [T, D].
@@ -39,7 +40,7 @@ class NormedAttention:
     attention: Attention
     residual_scale: float
 
-    def __call__(self, hidden: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> None:
+    def __call__(self, hidden: np.ndarray, places: kernels.TokenPlaces, keys: Any, values: Any) -> None:
         out = self.attention(self.norm(hidden), places, keys, values)
         out *= np.float32(self.residual_scale)
         hidden += out

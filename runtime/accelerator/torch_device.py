@@ -171,10 +171,9 @@ class TorchDevice:
         self._results.append((tokens, ranks, out))
 
     def _compute(self, expert: TorchExpert, at: torch.Tensor) -> torch.Tensor:
-        """down(activation(gate x, up x)), each with its bias.
+        """Return down(activation(gate x, up x)), each product with its bias, [n, D].
 
         at: rows of the layer, int64 [n].
-        Returns [n, D].
         """
         form = expert.form
         products = []

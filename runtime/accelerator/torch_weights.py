@@ -23,7 +23,10 @@ _SMALLEST_ROUNDED = 2.0**-110  # as in the kernels: 127 divided by less could ov
 
 @lru_cache
 def _shifts(bits: int, device: torch.device) -> torch.Tensor:
-    """First bit of each field of a byte, uint8 [8 / bits, 1]. Cached: making it would wait for the device."""
+    """Return the first bit of each field of a byte, uint8 [8 / bits, 1].
+
+    It is cached, because making it would wait for the device.
+    """
     return torch.arange(0, 8, bits, dtype=torch.uint8, device=device).unsqueeze(-1)
 
 

@@ -1,1 +1,1 @@
-"""An opened bundle that decodes: one sequence, many, or beams."""
+"""An opened bundle that decodes one sequence, many sequences, or beams."""

@@ -1,8 +1,8 @@
-"""Many sequences side by side: greedy generation for evaluation, with drafts verified in one pass.
+"""Many sequences at the same time: greedy generation for evaluation, with drafts verified in one pass.
 
-A draft is a guess of the answer. One pass over prompt and draft gives the greedy token at every position; as long as
-they agree the draft *is* the greedy answer, and decoding goes on from the first disagreement. Every row of a pass
-depends on its own sequence alone, so the result is the one that decoding token by token gives.
+A draft is a guess of the answer. One pass over prompt and draft gives the greedy token at every position. As long as
+they agree, the draft is the greedy answer. Decoding continues at the first difference.
+Every row of a pass depends only on its own sequence. So the answer is the one of decoding token by token.
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 from .engine import Engine
 
 STOP_WINDOW_TOKENS = 16
-"""A stop text is looked for in the text of so many last tokens."""
+"""Number of last tokens whose text is searched for stop texts."""
 
 
 @dataclass(slots=True)
 class RunningSequence:
-    """One sequence on its way. prompt: of the decoder's text, once it has begun. produced: greedy tokens so far."""
+    """One sequence in progress.
+
+    index: index of its prompt in the call.
+    prompt: after it has begun, the first tokens of the decoder's text.
+    limit: most new tokens.
+    produced: greedy tokens so far.
+    """
 
     index: int
     prompt: list[int]
@@ -36,7 +42,7 @@ class RunningSequence:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more is to come."""
+        """Whether the sequence gets no more tokens."""
         return self.has_ended or len(self.produced) >= self.limit
 
 
@@ -48,12 +54,14 @@ def generate_many(
     progress: Callable[[int, int], None] | None = None,
     stops: Sequence[Sequence[str]] | None = None,
 ) -> list[list[int]]:
-    """Greedy answers, eos left out, in the order of the prompts. An empty draft is no draft.
+    """Return the greedy answers without eos, in the order of the prompts.
 
-    limits: most new tokens of each. stops: texts that end each answer, with the token that completes one. Under lossy
-    modes drafts are left aside: a pass that verifies one is lossless.
-    Raises ContextOverflow for a prompt that does not fit, InputError for an empty one and for ids outside the
-    vocabulary.
+    drafts: one per prompt; empty for none. Lossy modes ignore them, because a pass that verifies drafts is lossless.
+    limits: most new tokens of each answer.
+    progress: called with the number of finished answers and of all answers.
+    stops: texts that end each answer. The token that completes such a text is the last one.
+    Raises ContextOverflow if a prompt does not fit.
+    Raises InputError if a prompt is empty, or an id is outside the vocabulary.
     """
     stops = [()] * len(prompts) if stops is None else stops
     if not engine.is_lossless:
@@ -73,7 +81,7 @@ def _answers(
     progress: Callable[[int, int], None] | None,
     stops: Sequence[Sequence[str]],
 ) -> list[list[int]]:
-    """Greedy answers to prompts that were checked, as `generate_many` returns them."""
+    """Return the answers of `generate_many` to prompts that were checked."""
     ends = _Ends(engine)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(drafts[i]))
     waiting = [_begin(engine, i, list(prompts[i]), list(drafts[i]), limits[i], stops[i]) for i in reversed(order)]
@@ -101,14 +109,14 @@ def _answers(
 
 
 class _Ends:
-    """What ends an answer before its limit."""
+    """The reasons that end an answer before its limit: end tokens and stop texts."""
 
     def __init__(self, engine: Engine) -> None:
         self.tokens = frozenset(engine.bundle.manifest.model.eos_token_ids)
         self._engine = engine
 
     def add(self, item: RunningSequence, token: int) -> None:
-        """The next token of a sequence."""
+        """Add the next token to a sequence."""
         item.produced.append(token)
         item.has_ended = token in self.tokens
         if item.stop and not item.has_ended:
@@ -120,7 +128,7 @@ def _begin(
     engine: Engine, index: int, prompt: list[int], draft: list[int], limit: int, stop: Sequence[str]
 ) -> RunningSequence:
     limit = engine.new_tokens_limit(prompt, limit)
-    # The draft may fill the room that is left, never more.
+    # The draft must not be longer than the room that is left.
     return RunningSequence(index, prompt, draft[: max(0, limit - 1)], limit, stop)
 
 
@@ -139,7 +147,7 @@ def _admit(waiting: list[RunningSequence], free: list[int]) -> list[RunningSeque
 
 
 def _prefill(engine: Engine, items: list[RunningSequence], ends: _Ends) -> None:
-    """Run prompts and drafts; keep the agreed part of each draft and the first token after it."""
+    """Run prompts and drafts. Keeps the part of each draft that is right, and the first token after it."""
     engine.begin_sequence()
     texts = engine.begin_texts([item.slot for item in items], [item.prompt for item in items])
     for item, text in zip(items, texts, strict=True):
@@ -147,16 +155,20 @@ def _prefill(engine: Engine, items: list[RunningSequence], ends: _Ends) -> None:
     for part, hidden in _passes(engine, [(item.slot, item.prompt + item.draft) for item in items]):
         for which, first, rows in part:
             item = items[which]
-            wanted = [row for row in range(rows.shape[0]) if first + row >= len(item.prompt) - 1]
-            if wanted:
-                greedy = _greedy(engine, hidden[rows[wanted]])
-                _accept(item, first + wanted[0], greedy, ends)
+            predicting = [row for row in range(rows.shape[0]) if first + row >= len(item.prompt) - 1]
+            if predicting:
+                greedy = _greedy(engine, hidden[rows[predicting]])
+                _accept(item, first + predicting[0], greedy, ends)
 
 
 def _passes(
     engine: Engine, sequences: list[tuple[int, list[int]]]
 ) -> Iterator[tuple[list[tuple[int, int, np.ndarray]], np.ndarray]]:
-    """Cut sequences into passes of at most MAX_PASS_TOKENS; yields (sequence, first position, rows) and the result."""
+    """Run sequences in passes of at most MAX_PASS_TOKENS.
+
+    sequences: slot and token ids of each.
+    Yields for each pass its parts, as (sequence, first position, rows), and the residual stream [T, D].
+    """
     tokens: list[int] = []
     slots: list[int] = []
     positions: list[int] = []
@@ -186,12 +198,15 @@ def _greedy(engine: Engine, hidden: np.ndarray) -> list[int]:
 
 
 def _accept(item: RunningSequence, position: int, greedy: list[int], ends: _Ends) -> None:
-    """greedy[i] follows position + i. Stops at the first token that is not the draft's."""
+    """Add greedy tokens to a sequence until one differs from the draft.
+
+    greedy: token i follows the token at `position` + i.
+    """
     for offset, token in enumerate(greedy):
         place = position + offset - (len(item.prompt) - 1)
         if place != len(item.produced) or item.is_finished:
             return
-        # The row was computed from the draft: it holds only as long as the draft is what was produced.
+        # The row was computed from the draft. It is valid only if the draft equals the produced tokens.
         if place and item.produced[-1] != item.draft[place - 1]:
             return
         ends.add(item, token)
@@ -208,17 +223,18 @@ def _decode_once(engine: Engine, running: list[RunningSequence], ends: _Ends) ->
 def forced_logits(
     engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], decodes: bool = False
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Logits that predict each answer token, float32 [A, V], as (index of the pair, logits).
+    """Yield for each pair its index and the logits that predict the tokens of its answer, float32 [A, V].
 
-    pairs: (prompt ids, answer ids). Several sequences go through a pass together; under lossy modes, or where `decodes`
-    asks for it, only the prompts, and the answers token by token.
+    Several sequences share a pass. Under lossy modes only the prompts do, and the answers run token by token.
+    pairs: (prompt ids, answer ids).
+    decodes: run the answers token by token in any case.
     """
     run_group = _decoded_group if decodes or not engine.is_lossless else _forced_group
     group: list[int] = []
     tokens = 0
     for index, (prompt, answer) in enumerate(pairs):
         need = len(prompt) + len(answer)
-        # Plain text is scored behind an empty prompt.
+        # Plain text is scored after an empty prompt.
         engine.check_pair(prompt, answer)
         if group and (tokens + need > MAX_PASS_TOKENS or len(group) == engine.options.slots):
             yield from run_group(engine, pairs, group)
@@ -252,16 +268,17 @@ def _collect_forced(
     sequences = [(slot, [*texts[slot], *pairs[index][1]][:-1]) for slot, index in enumerate(group)]
     for part, hidden in _passes(engine, sequences):
         for which, first, rows in part:
-            wanted = [row for row in range(rows.shape[0]) if first + row >= len(texts[which]) - 1]
+            predicting = [row for row in range(rows.shape[0]) if first + row >= len(texts[which]) - 1]
             step = LOGITS_ROWS_PER_SLOT * engine.options.slots
-            for start in range(0, len(wanted), step):
-                collected[group[which]].append(engine.model.logits(hidden[rows[wanted[start : start + step]]]))
+            for start in range(0, len(predicting), step):
+                chunk = rows[predicting[start : start + step]]
+                collected[group[which]].append(engine.model.logits(hidden[chunk]))
 
 
 def _decoded_group(
     engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], group: list[int]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """As `_forced_group`, with the answers decoded as a generation would decode them."""
+    """Yield the values of `_forced_group`. Answers are decoded token by token, as in a generation."""
     collected: list[list[np.ndarray]] = [[] for _ in group]
     with engine.exclusive:
         _collect_decoded(engine, pairs, group, collected)
@@ -280,7 +297,7 @@ def _collect_decoded(
     engine.begin_sequence()
     texts = engine.begin_texts(range(len(group)), [pairs[index][0] for index in group])
     answers = [list(pairs[index][1]) for index in group]
-    starts = [max(len(text), 1) for text in texts]  # behind an empty prompt the first token is not scored
+    starts = [max(len(text), 1) for text in texts]  # after an empty prompt the first token is not scored
     sequences = [[*text, *answer] for text, answer in zip(texts, answers, strict=True)]
     for part, hidden in _passes(engine, [(at, each[: starts[at]]) for at, each in enumerate(sequences)]):
         for which, first, rows in part:

@@ -1,6 +1,7 @@
-"""Beam search: the most likely answers as far as a few beams see, equal to transformers' `generate`.
+"""Beam search: the most likely answers that a few beams reach, equal to those of transformers' `generate`.
 
-Shapes: B beams, V vocabulary. Source: transformers, generation/utils.py (`_beam_search`).
+Shapes: B beams, V vocabulary.
+Source: transformers, generation/utils.py (`_beam_search`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ _NEVER = np.float32(-1e9)
 
 @dataclass(frozen=True, slots=True)
 class BeamOptions:
-    """beams: width. length_penalty: finished answers are judged by log-probability / length ** penalty.
+    """Options of a beam search.
 
-    early_stopping: end with the first B finished answers; otherwise when no running beam looks better than they do.
+    beams: number of beams, B.
+    length_penalty: the score of a finished answer is log-probability / length ** length_penalty.
+    early_stopping: end with the first B finished answers. Otherwise end when no running beam can get a better score.
     Raises OptionError outside the ranges.
     """
 
@@ -40,14 +43,18 @@ class BeamOptions:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """One answer. tokens: the end token included; score: log-probability / length ** penalty, nats."""
+    """One answer.
+
+    tokens: ids, including the end token.
+    score: log-probability / length ** length_penalty, nats.
+    """
 
     tokens: tuple[int, ...]
     score: float
 
 
 def beam_search(engine: Engine, prompt: Sequence[int], max_new_tokens: int, options: BeamOptions) -> list[Beam]:
-    """At most B answers, best first. The engine must have a slot for each beam.
+    """Return at most B answers, best first. The engine must have a slot for each beam.
 
     Raises ContextOverflow if the prompt leaves no room, InputError for ids outside the vocabulary, OptionError.
     """
@@ -68,7 +75,7 @@ class _Search:
     def __init__(self, engine: Engine, prompt: list[int], limit: int, options: BeamOptions) -> None:
         self._engine, self._prompt, self._limit, self._options = engine, prompt, limit, options
         self._ends = engine.bundle.manifest.model.eos_token_ids
-        # Only the first beam counts at the start: they are all the same.
+        # All beams are the same at the start, so only the first one counts.
         self._running: list[tuple[int, ...]] = [()] * options.beams
         self._scores = np.full(options.beams, _NEVER, np.float32)
         self._scores[0] = 0
@@ -96,33 +103,33 @@ class _Search:
             log_probs = self._log_probs(engine.decode(last, range(beams), [positions] * beams))
 
     def _log_probs(self, logits: np.ndarray) -> np.ndarray:
-        """[B, V] float32, of logits [B, V]."""
+        """Return the log-probabilities of logits: [B, V] -> float32 [B, V]. Raises ExecutionError for NaN."""
         if not np.isfinite(logits.max()):
             raise ExecutionError("the logits hold NaN or infinity", "check the bundle with `moec verify`")
         shifted = logits - logits.max(axis=1, keepdims=True)
         return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)), np.float32)
 
     def _advance(self, log_probs: np.ndarray) -> list[int]:
-        """One token further; which beam each new one comes from."""
+        """Add one token to each beam. Returns for each new beam the old one that it continues."""
         beams, vocabulary = self._options.beams, log_probs.shape[1]
         total = (log_probs + self._scores[:, None]).reshape(-1)
-        # Enough that B remain if every best one ends.
-        wanted = min(max(2, 1 + len(self._ends)) * beams, len(total))
-        best = np.argpartition(-total, wanted - 1)[:wanted]
+        # So many that B remain, even if each of the best B ends.
+        count = min(max(2, 1 + len(self._ends)) * beams, len(total))
+        best = np.argpartition(-total, count - 1)[:count]
         best = best[np.lexsort((best, -total[best]))]
-        found = [(int(at) // vocabulary, int(at) % vocabulary, total[at]) for at in best]
+        candidates = [(int(at) // vocabulary, int(at) % vocabulary, total[at]) for at in best]
         length = len(self._running[0]) + 1
-        ends = [token in self._ends or length >= self._limit for _, token, _ in found]
+        ends = [token in self._ends or length >= self._limit for _, token, _ in candidates]
         is_full = len(self._finished) >= beams and self._options.early_stopping
-        for (parent, token, score), is_end in list(zip(found, ends, strict=True))[:beams]:
+        for (parent, token, score), is_end in list(zip(candidates, ends, strict=True))[:beams]:
             if is_end and not is_full:
                 value = score / np.float32(length**self._options.length_penalty)
                 self._finished.append(Beam((*self._running[parent], token), float(value)))
         self._finished = sorted(self._finished, key=lambda beam: -beam.score)[:beams]
-        going = [entry for entry, is_end in zip(found, ends, strict=True) if not is_end][:beams]
+        going = [entry for entry, is_end in zip(candidates, ends, strict=True) if not is_end][:beams]
         if len(going) < beams:  # the limit ends all of them
-            self._running = [(*self._running[parent], token) for parent, token, _ in found[:beams]]
-            return [parent for parent, _, _ in found[:beams]]
+            self._running = [(*self._running[parent], token) for parent, token, _ in candidates[:beams]]
+            return [parent for parent, _, _ in candidates[:beams]]
         self._running = [(*self._running[parent], token) for parent, token, _ in going]
         self._scores = np.array([score for _, _, score in going], np.float32)
         return [parent for parent, _, _ in going]

@@ -1,6 +1,6 @@
 """Engine: one opened bundle that decodes inside its budget.
 
-Prefill and decode are the same pass over a flat batch of tokens; what differs is how many tokens go in.
+Prefill and decode are the same pass over a flat batch of tokens. They differ only in the number of tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from ..bundle.opening import Bundle, open_bundle
 from ..layers.kv_cache import KVCache
 from ..memory.budget import require_memory_for_manifest
-from ..model.code_path import code_path
 from ..modes.choice import ModeCounts, PassChoice
 from ..options.runtime import RuntimeOptions
 from ..text.sampling import Sampler, SamplingOptions
@@ -30,17 +29,15 @@ from .generation_step import FinishReason, GenerationStep
 from .mode_line import CacheUse, mode_line
 from .opening import open_parts
 
-if TYPE_CHECKING:
-    pass
-
 _Ints: TypeAlias = Sequence[int]
 _Result = TypeVar("_Result")
 _RunStack: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _Result]
 
 
 def load(path: str | Path, **options: Any) -> Engine:
-    """Open a bundle: `load("x-moec", memory="2GiB")`; options are the fields of RuntimeOptions.
+    """Open a bundle: `load("x-moec", memory="2GiB")`.
 
+    options: fields of RuntimeOptions.
     Raises BundleError, MemoryBudgetExceeded, OptionError.
     """
     try:
@@ -52,14 +49,17 @@ def load(path: str | Path, **options: Any) -> Engine:
 
 
 class Engine:
-    """Everything resident: dense weights, KV cache, expert cache.
+    """One opened bundle in memory: dense weights, KV cache, expert cache.
 
-    Threads may take turns. ExecutionError refuses a call while another thread is in one, or in `exclusive`, which
-    callers enter for whom several calls belong together.
+    Threads may take turns. A call raises ExecutionError while another thread is in a call, or holds `exclusive`.
+    A caller holds `exclusive` around several calls that must not be interrupted.
     """
 
     def __init__(self, bundle: Bundle, options: RuntimeOptions, closes_bundle: bool = False) -> None:
-        """closes_bundle: with the engine, also where it cannot be opened; else it is the caller's to close."""
+        """Open the engine.
+
+        closes_bundle: close the bundle with the engine, also if opening fails. Otherwise the caller closes it.
+        """
         self.bundle, self.options, self.exclusive = bundle, options, ExclusiveUse()
         self._closes_bundle = closes_bundle
         try:
@@ -73,7 +73,7 @@ class Engine:
         self.model, self.kv = parts.model, parts.kv
         self.lossy, self.accelerator = parts.lossy, parts.accelerator
         self._experts, self._elastic = parts.experts, parts.elastic
-        self.code_path = code_path(bundle.manifest, options, parts.experts.reads_ahead)
+        self.code_path = parts.path
         self._sequence, self.dense_on_host = 0, (self.model.dense_part, self.kv)
         if self.accelerator is not None:
             self.place_dense(on_device=self.accelerator.dense is not None)
@@ -85,11 +85,11 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Stop the readers, close files, give the accelerator's memory back; the rest is freed with the engine."""
+        """Stop the readers, close files and free the accelerator's memory. The rest is freed with the engine."""
         self.cache.close()
-        self.model.advisor.holds = bool  # no method of the engine: it would live until a collection of cycles
+        self.model.advisor.holds = bool  # a method would keep the engine alive until cycles are collected
         if self.accelerator is not None:
-            self.place_dense(on_device=False)  # or this engine would hold the device's memory as long as it lives
+            self.place_dense(on_device=False)  # otherwise this engine holds the device's memory as long as it lives
             self.accelerator.close()
         self.storage.close()
         if self._closes_bundle:
@@ -97,7 +97,7 @@ class Engine:
 
     @exclusively
     def place_dense(self, on_device: bool) -> None:
-        """Compute attention and head on the accelerator or on the CPU; sequences under way cannot go on.
+        """Compute attention and head on the accelerator or on the CPU. Sequences that have begun cannot continue.
 
         Raises OptionError if the accelerator does not have them.
         """
@@ -111,34 +111,35 @@ class Engine:
         self._sequence += 1
 
     def decoding_cache_bytes(self, positions: int) -> int:
-        """The experts' share while one sequence of so many positions is decoded."""
+        """Return the bytes of the expert cache while one sequence of so many positions is decoded."""
         if self._elastic is None:
             return self.memory.cache_bytes
         return self._elastic.capacity_bytes(1, [positions] + [0] * (self.options.slots - 1))
 
     @property
     def mode(self) -> str:
-        """One line that says what is on."""
+        """The `mode:` line: the options and code paths of this run."""
         kind = CacheUse(self.storage.mode, self._experts.holds_all, self._elastic is not None)
         line = mode_line(self.bundle.manifest, self.options, self.memory, kind, self.code_path)
         return line if self.accelerator is None else f"{line}; {self.accelerator.mode}"
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every token is the model's own."""
+        """Whether no lossy mode is on. Every token is then the model's own."""
         return self.lossy is None
 
     @property
     def mode_counts(self) -> ModeCounts | None:
-        """What the lossy modes decided so far; None where all are off."""
+        """Decisions of the lossy modes so far; None if all modes are off."""
         return None if self.lossy is None else self.lossy.counts
 
     # -- generation --------------------------------------------------------------------------------------------
 
     def encode(self, text: str, adds_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, special tokens as the tokenizer adds them; a rendered chat has them already.
+        """Return the token ids of a text.
 
-        Raises ContextOverflow for a text that is too long to be encoded, InputError for what is not Unicode.
+        adds_special_tokens: let the tokenizer add its special tokens. A rendered chat already has them.
+        Raises ContextOverflow if the text is too long to be encoded, InputError if it is not Unicode.
         """
         self.tokenizer.check_size(text, self.memory)
         return self.tokenizer.encode(text, adds_special_tokens).ids
@@ -150,9 +151,11 @@ class Engine:
         sampling: SamplingOptions | None = None,
         stop: Sequence[str] = (),
     ) -> Iterator[GenerationStep]:
-        """Decode one sequence; yields one step per token, the eos token included. stop: texts that end it, unshown.
+        """Decode one sequence. Yields one step per token, including the eos token.
 
-        Raises ContextOverflow if the prompt leaves no room; the generation stops where the context ends.
+        The generation stops at the end of the context.
+        stop: texts that end the generation. They are not part of the steps' texts.
+        Raises ContextOverflow if the prompt leaves no room.
         """
         tokens = self.encode(prompt) if isinstance(prompt, str) else checked_ids(prompt)
         self.check_tokens(tokens)
@@ -196,9 +199,9 @@ class Engine:
 
     @exclusively
     def begin_sequence(self) -> int:
-        """Take over the KV cache: a generation that was under way cannot go on. Returns the number of the sequence.
+        """Take over the KV cache. A generation that has begun cannot continue. Returns the number of the sequence.
 
-        Policies that count within a sequence begin anew, also where others go on beside it.
+        Eviction policies that count uses within a sequence begin again, also if other slots continue.
         """
         self.records.begin_sequence()
         if self.lossy is not None:
@@ -208,8 +211,10 @@ class Engine:
 
     @exclusively
     def begin_texts(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """What the decoder's text begins with in these slots: the prompt, or with an encoder, which reads it here, the
-        start token. Prompts share a pass as far as MAX_PASS_TOKENS goes; each is in one whole.
+        """Return the first tokens of the decoder's text in these slots: the prompt, or the start token.
+
+        With an encoder it is the start token, and the encoder reads the prompts here. Prompts share a pass of at most
+        MAX_PASS_TOKENS tokens. A prompt is never split.
         """
         encoder = self.model.spec.encoder
         if encoder is None:
@@ -226,7 +231,10 @@ class Engine:
         return [[encoder.start_token_id] for _ in prompts]
 
     def _encode(self, group: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """One pass of the encoder over whole prompts."""
+        """Run one pass of the encoder over whole prompts.
+
+        group: slot and prompt of each.
+        """
         tokens = [token for _, prompt in group for token in prompt]
         slots = [slot for slot, prompt in group for _ in prompt]
         positions = [position for _, prompt in group for position in range(len(prompt))]
@@ -234,10 +242,13 @@ class Engine:
             self.kv.begin_prompt(slot, len(prompt))
         self._pass(self.model.encode, tokens, slots, positions)
 
-    def new_tokens_limit(self, prompt: Sequence[int], wanted: int) -> int:
-        """How many of the wanted new tokens the context has room for; an encoder has its own."""
+    def new_tokens_limit(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+        """Return the number of new tokens that the context has room for, at most `max_new_tokens`.
+
+        An encoder has a context of its own. The decoder's text then begins with one token.
+        """
         own = len(prompt) if self.model.spec.encoder is None else 1
-        return min(wanted, self.memory.context - own + 1)
+        return min(max_new_tokens, self.memory.context - own + 1)
 
     @exclusively
     def prefill(self, tokens: Sequence[int]) -> np.ndarray:
@@ -249,9 +260,9 @@ class Engine:
         return hidden
 
     def _step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """One pass over a flat batch. Returns the residual stream [T, D]; `model.logits` turns rows into logits.
+        """Run one pass over a flat batch. Returns the residual stream [T, D]; `model.logits` turns rows into logits.
 
-        Raises ExecutionError for a slot whose prompt no encoder has read, of models with one.
+        Raises ExecutionError if the model has an encoder and it has not read the prompt of a slot.
         """
         if self.model.spec.encoder is not None and not self.kv.prompt_lengths[list(slots)].all():
             raise ExecutionError("a slot has no prompt that the decoder could attend to", "call `begin_texts` first")
@@ -260,11 +271,11 @@ class Engine:
     step = exclusively(_step)
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """Logits [T, V] behind the next token of some sequences, one each: where lossy modes decide.
+        """Run the next token of T sequences, one each, and return the logits after it, [T, V]. Lossy modes decide here.
 
         Raises ExecutionError as `step`.
         """
-        if not self.exclusive.acquire(False):  # written out: every token comes here
+        if not self.exclusive.acquire(False):  # without `with`, which takes longer: this runs for every token
             raise self.exclusive.refusal()
         try:
             if self.lossy is None:
@@ -280,7 +291,7 @@ class Engine:
         return self.model.forward if choice is None else partial(self.model.forward, choice=choice)
 
     def _pass(self, run: _RunStack[_Result], tokens: _Ints, slots: _Ints, positions: _Ints) -> _Result:
-        """A stack of the model over a flat batch, with the cache of experts sized for it."""
+        """Run a stack of the model over a flat batch. The expert cache gets the size that the batch leaves free."""
         if self._elastic is not None:
             self._elastic.before_pass(slots, positions)
         result = run(
@@ -294,8 +305,9 @@ class Engine:
 
     @exclusively
     def logits(self, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> np.ndarray:
-        """Logits after every token of one sequence, float32 [T, V]. prompt: what an encoder reads, of models with one.
+        """Return the logits after every token of one sequence, float32 [T, V].
 
+        prompt: for models with an encoder, the tokens that it reads.
         Raises ContextOverflow, InputError.
         """
         tokens = checked_ids(token_ids)
@@ -313,14 +325,18 @@ class Engine:
 
     @exclusively
     def copy_slots(self, parents: Sequence[int], positions: int) -> None:
-        """Slot i goes on from the first positions of slot parents[i]; all at once."""
+        """Copy to each slot i the first positions of slot parents[i], all at once."""
         if self._elastic is not None:
             longest = max(positions, int(self.kv.prompt_lengths.max()))
             self._elastic.before_pass(range(len(parents)), [longest - 1] * len(parents))
         self.kv.copy_slots(parents, positions)
 
     def check_tokens(self, tokens: Sequence[int], room: int = 1) -> None:
-        """Refuse an empty prompt, ids outside the vocabulary, and prompts that leave no room in the context."""
+        """Check a prompt.
+
+        room: new tokens that must fit after it.
+        Raises InputError if it is empty or has ids outside the vocabulary, ContextOverflow if it leaves no room.
+        """
         if not tokens:
             raise InputError("the prompt is empty", "give at least one token")
         self.check_vocabulary(tokens)
@@ -331,7 +347,7 @@ class Engine:
             )
 
     def check_pair(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Refuse a prompt and an answer that cannot be scored, for the reasons of `check_tokens`."""
+        """Check that an answer can be scored after a prompt. Raises the errors of `check_tokens`."""
         if self.model.spec.encoder is None:
             self.check_tokens([*prompt, *answer], room=0)
             return
@@ -340,7 +356,7 @@ class Engine:
             self.check_tokens(answer)
 
     def check_vocabulary(self, tokens: Sequence[int]) -> None:
-        """Refuse ids outside the vocabulary."""
+        """Raise InputError if an id is outside the vocabulary."""
         vocab_size = self.model.spec.vocab_size
         wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if wrong is not None:

@@ -1,4 +1,4 @@
-"""One thread at a time: a lock that is tried and not waited for."""
+"""Use by one thread at a time. A second thread gets an error and does not wait."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from moec.manifests.errors import ExecutionError
 
 
 class ExclusiveUse:
-    """Refuses a second thread while one is inside. The same thread may enter again.
+    """A lock that refuses a second thread while one is inside. The same thread may enter again.
 
-    A generator leaves before it yields, so that several can take turns in one thread or in several.
+    acquire: called with False, returns whether the caller may enter. Then the caller must call `release`.
+    `with` does the same and takes longer.
+    A generator leaves before it yields, so that several generators can take turns, in one thread or in several.
     """
 
     def __init__(self) -> None:
-        """acquire(False): whether the caller may enter, who then calls `release`; as `with`, which takes longer."""
         lock = threading.RLock()
         self.acquire, self.release = lock.acquire, lock.release
 
     def __enter__(self) -> None:
-        """Raises ExecutionError if another thread is inside."""
+        """Enter. Raises ExecutionError if another thread is inside."""
         if not self.acquire(False):
             raise self.refusal()
 
@@ -36,7 +37,7 @@ class ExclusiveUse:
         )
 
     def taken_over(self) -> ExecutionError:
-        """Return the error of a generation that another call came between."""
+        """Return the error of a generation that was interrupted by another call."""
         return ExecutionError(
             "another call has taken over the keys and values of this generation",
             "finish one generation before the next, or load a second engine",
@@ -55,7 +56,7 @@ _Result = TypeVar("_Result")
 def exclusively(
     method: Callable[Concatenate[_Self, _Parameters], _Result],
 ) -> Callable[Concatenate[_Self, _Parameters], _Result]:
-    """Decorate a method that one thread at a time may be in, of an object with a field `exclusive`."""
+    """Let one thread at a time run a method. Its object has a field `exclusive`."""
 
     @wraps(method)
     def call(self: _Self, /, *args: _Parameters.args, **options: _Parameters.kwargs) -> _Result:

@@ -14,8 +14,11 @@ FinishReason = Literal["stop", "length"]
 class GenerationStep:
     """One emitted token.
 
-    text: what can be shown now, may be empty. position: of the token in the sequence. elapsed_ns: since the step
-    before (the first includes prefill). cache: what the expert cache did for this token. finish_reason: on the last.
+    text: text that can be shown now; may be empty.
+    position: position of the token in the sequence.
+    elapsed_ns: time since the step before. For the first step it includes prefill.
+    cache: counts of the expert cache for this token.
+    finish_reason: set on the last step.
     """
 
     token_id: int

@@ -1,4 +1,4 @@
-"""The `mode:` line: what is on in a run, and which code it takes."""
+"""The `mode:` line: the options of a run, and the code that it takes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..options.runtime import RuntimeOptions
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """How the expert cache of a run is filled.
+    """The use of a run's expert cache.
 
-    io: how experts are read: `direct`, `buffered` or `mmap`.
+    io: way of reading experts: `direct`, `buffered` or `mmap`.
     holds_all: whether all experts fit.
-    grows: whether it takes what short sequences leave of the budget.
+    grows: whether it uses the part of the budget that short sequences leave free.
     """
 
     io: str
@@ -29,7 +29,7 @@ class CacheUse:
 def mode_line(
     manifest: BundleManifest, options: RuntimeOptions, memory: MemoryPlan, use: CacheUse, path: CodePath
 ) -> str:
-    """Return the line."""
+    """Return the `mode:` line."""
     share = min(memory.cache_bytes / max(manifest.cost.expert_padded_bytes, 1), 1)
     weights = f" {options.policy_weights}" if options.policy_weights else ""
     advice = "off (all fit)" if use.holds_all else options.prefetch_text

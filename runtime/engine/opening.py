@@ -1,4 +1,4 @@
-"""Open a bundle for running: every step between the checked files and an engine, in the order that they need."""
+"""Open a bundle for running: all steps between the checked files and an engine, in the order that they need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from moec.manifests.bundle import TABLES_NAME, BundleManifest
 
 from .. import kernels
-from ..accelerator import open_accelerator
+from ..accelerator import HostParts, open_accelerator, start_cooperation
 from ..bundle.opening import Bundle, verify_files
 from ..expert_cache.bound_experts import bind_experts
 from ..expert_cache.cache_spec import CacheSpec
@@ -22,6 +22,7 @@ from ..expert_cache.native_cache import open_cache
 from ..layers.kv_cache import KVCache
 from ..memory.budget import MemoryPlan, plan_memory
 from ..memory.elastic_cache import ElasticCache
+from ..model.code_path import CodePath, code_path
 from ..model.dense_weights import load_dense
 from ..model.forward import Model
 from ..modes.choice import Versions, low_version_indices
@@ -36,20 +37,20 @@ from ..text.tokenizer import BundleTokenizer
 
 if TYPE_CHECKING:
     from ..accelerator.cooperative import CooperativeExperts
-    from ..accelerator.opening import OpenedAccelerator
     from ..bundle.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """Bytes of the experts against the memory that a run has for them.
+    """Bytes of the experts, and the memory that a run has for them.
 
-    sizes: bytes of each stored expert in whole pages, low versions last, int64 [N].
-    count: experts without their low versions.
-    holds_all: whether all of these fit into the cache.
-    decision_bytes: the cache by which lossy modes decide and experts are read ahead. It must not depend on what this
-        process happens to take of the memory.
-    minimum_bytes: experts that one token needs in a layer.
+    sizes: bytes of each stored expert in whole pages, int64 [N]. Low versions come last.
+    count: number of experts without their low versions.
+    holds_all: whether they all fit into the cache.
+
+    decision_bytes: cache size by which lossy modes decide and experts are read ahead.
+    It must not depend on the memory that this process happens to use.
+    minimum_bytes: bytes of the experts that one token needs in a layer.
     """
 
     sizes: np.ndarray
@@ -70,11 +71,12 @@ class ExpertSizes:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """Everything that an opened bundle runs with.
+    """All parts of an opened bundle.
 
-    experts: their sizes.
-    records: the uses of each expert, from which the eviction policy decides.
-    elastic: sizes the cache before each pass; None where its size is fixed.
+    experts: sizes of the experts.
+    records: uses of each expert. The eviction policy reads them.
+    path: the code that the run takes.
+    elastic: sets the size of the cache before each pass; None if its size is fixed.
     accelerator: computes some experts; None without one.
     lossy: decides under the lossy modes; None for a lossless run.
     """
@@ -87,6 +89,7 @@ class EngineParts:
     cache: StreamingCache
     kv: KVCache
     model: Model
+    path: CodePath
     elastic: ElasticCache | None
     accelerator: CooperativeExperts | None
     lossy: LossyDecoder | None
@@ -117,21 +120,39 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
             cache = open_cache(storage, bound, experts.cache_spec(memory.cache_bytes, records), options)
             on_failure.callback(cache.close)
             kv = KVCache(manifest.model, options.slots, memory.context, options.kv)
-            model = Model(bundle, dense, bound.experts, cache, memory.context)
-        _look_ahead(model, manifest, options, experts, tables)
+            model = Model(manifest, dense, bound.experts, cache, memory.context)
+        path = _look_ahead(model, manifest, options, experts, tables)
         elastic = ElasticCache(manifest, memory, options, cache) if _is_elastic(memory, options, experts) else None
-        accelerator = _start_accelerator(device, manifest, options, (model, kv, storage, records, cache))
+        host = HostParts(model, kv, storage, records, is_in_host=cache.has)
+        accelerator = start_cooperation(device, manifest, options, host)  # the cache must not read yet
+        model.accelerator = accelerator
         warm = _warm_up(cache, model, records, options, experts)
-        lossy = _open_modes(manifest, options, experts, (records, model, accelerator, warm))
+        lossy = _open_modes(manifest, options, experts, records, model, accelerator, warm)
         on_failure.pop_all()
-    return EngineParts(tokenizer, memory, experts, records, storage, cache, kv, model, elastic, accelerator, lossy)
+    return EngineParts(
+        tokenizer=tokenizer,
+        memory=memory,
+        experts=experts,
+        records=records,
+        storage=storage,
+        cache=cache,
+        kv=kv,
+        model=model,
+        path=path,
+        elastic=elastic,
+        accelerator=accelerator,
+        lossy=lossy,
+    )
 
 
 def _plan(bundle: Bundle, options: RuntimeOptions, host_bytes: int) -> tuple[BundleTokenizer, MemoryPlan]:
-    """Load the tokenizer and divide the budget. host_bytes: taken by an accelerator."""
-    plan_memory(bundle.manifest, options, host_bytes)  # by the size of the tokenizer's file, before it is loaded
+    """Load the tokenizer and divide the budget.
+
+    host_bytes: host memory that an accelerator uses.
+    """
+    plan_memory(bundle.manifest, options, host_bytes)  # with the size of the tokenizer's file, before it is loaded
     tokenizer = load_tokenizer(bundle, options.verify)
-    return tokenizer, plan_memory(bundle.manifest, options, host_bytes)  # by the memory that it takes
+    return tokenizer, plan_memory(bundle.manifest, options, host_bytes)  # with the memory that the tokenizer uses
 
 
 def _sizes(manifest: BundleManifest, memory: MemoryPlan, options: RuntimeOptions) -> ExpertSizes:
@@ -147,43 +168,29 @@ def _sizes(manifest: BundleManifest, memory: MemoryPlan, options: RuntimeOptions
 
 
 def _is_elastic(memory: MemoryPlan, options: RuntimeOptions, experts: ExpertSizes) -> bool:
-    """Whether the cache takes what short sequences leave of the budget."""
+    """Return whether the cache uses the part of the budget that short sequences leave free."""
     return memory.budget_bytes is not None and options.expert_cache is None and not experts.holds_all
 
 
 def _look_ahead(
     model: Model, manifest: BundleManifest, options: RuntimeOptions, experts: ExpertSizes, tables: Tables
-) -> None:
+) -> CodePath:
     """Choose how experts are read ahead, and then whether a token takes one call of the extension per layer."""
     if experts.reads_ahead:
         model.advisor.predictor = make_predictor(
             options.prefetch, tables, manifest.model, model.router_norms(), model.routers()
         )
     model.advisor.set_options(options, model.needs_no_read)
-    model.bind_one_call(manifest, options, experts.reads_ahead)
-
-
-def _start_accelerator(
-    device: OpenedAccelerator | None,
-    manifest: BundleManifest,
-    options: RuntimeOptions,
-    host: tuple[Model, KVCache, ExpertStorage, ExpertRecords, StreamingCache],
-) -> CooperativeExperts | None:
-    """Bring the most popular experts to the accelerator, if one was opened. The cache must not read yet."""
-    if device is None:
-        return None
-    from ..accelerator.opening import HostParts, start_cooperation
-
-    model, kv, storage, records, cache = host
-    accelerator = start_cooperation(device, manifest, options, HostParts(model, kv, storage, records, cache.has))
-    model.accelerator = accelerator
-    return accelerator
+    path = code_path(manifest, options, experts.reads_ahead)
+    if path.why_not_one_call is None:
+        model.bind_one_call()
+    return path
 
 
 def _warm_up(
     cache: StreamingCache, model: Model, records: ExpertRecords, options: RuntimeOptions, experts: ExpertSizes
 ) -> list[int]:
-    """Begin to fill the cache with the most popular experts. Returns these; low versions come with a miss."""
+    """Begin to fill the cache with the most popular experts, and return them. Low versions are read at a miss."""
     order = warm_order(records).tolist() if options.cache_state == "warm" else []
     warm = model.absent_first([index for index in order if index < experts.count])
     cache.warm(warm)
@@ -194,12 +201,17 @@ def _open_modes(
     manifest: BundleManifest,
     options: RuntimeOptions,
     experts: ExpertSizes,
-    known: tuple[ExpertRecords, Model, CooperativeExperts | None, list[int]],
+    records: ExpertRecords,
+    model: Model,
+    accelerator: CooperativeExperts | None,
+    warm: list[int],
 ) -> LossyDecoder | None:
-    """Return what decides under the lossy modes; None if all are off."""
+    """Return the object that decides under the lossy modes; None if all are off.
+
+    warm: experts that fill the cache at the start.
+    """
     if options.modes.is_lossless:
         return None
-    records, model, accelerator, warm = known
     logical = None
     if options.modes.reads_cache:
         on_device = () if accelerator is None else accelerator.placement.resident

@@ -15,6 +15,7 @@ import numpy as np
 from moec.manifests.quant import QuantSpec
 
 from . import attention_layer, bound_layer, latent_layer, lookahead, packed_matrix, reference
+from .attention_call import AttentionRule, TokenPlaces
 from .expert_layers import experts_layer
 from .extension import (
     MAX_THREADS,
@@ -34,9 +35,11 @@ __all__ = [
     "MAX_THREADS",
     "NUMPY",
     "AttentionLayer",
+    "AttentionRule",
     "Expert",
     "LatentLayer",
     "PackedMatrix",
+    "TokenPlaces",
     "active",
     "attend",
     "attention",
@@ -263,54 +266,48 @@ def store_kv(k: Floats, v: Floats, k_cache: Floats, v_cache: Floats, slots: Int3
 
 
 def attention(
-    q: Floats,
-    k_cache: Floats,
-    v_cache: Floats,
-    slots: Int32s,
-    positions: Int32s,
-    scale: float,
-    window: int,
-    out: Floats,
-    sinks: Floats | None = None,
-    ends: Int32s | None = None,
-    bias: Floats | None = None,
+    q: Floats, k_cache: Floats, v_cache: Floats, places: TokenPlaces, rule: AttentionRule, out: Floats
 ) -> None:
-    """Compute attention of each token over the cache of its slot, with grouped heads. Causal unless `ends` is given.
+    """Compute attention of each token over the cache of its slot, with grouped heads.
 
-    q, out: [T, H, Dh], H a multiple of Hkv.
+    q: [T, H, Dh], H a multiple of Hkv.
     k_cache, v_cache: [S, Hkv, C, Dh], float32 or float16.
-    slots, positions: int32[T].
-
-    scale: factor of every score.
-    window: 0 for none, else its size. A token at position p sees positions max(0, p - window + 1) to p.
-    sinks: [H], an additional score of each head. It takes a share of the softmax and adds no value.
-    ends: int32[T], 1 to C. A token then sees positions 0 to end - 1. `window` must be 0.
-    bias: [H, 2 C - 1]. The entry C - 1 + j - p is added to the scaled score of position j for a token at position p.
+    out: [T, H, Dh], written.
     Raises ValueError.
     """
-    kernels = compiled() or reference
-    kernels.attention(q, k_cache, v_cache, slots, positions, scale, window, out, sinks, ends, bias)
+    native = compiled()
+    if native is None:
+        reference.attention(q, k_cache, v_cache, places, rule, out)
+    else:
+        native.attention(
+            q,
+            k_cache,
+            v_cache,
+            places.slots,
+            places.positions,
+            rule.scale,
+            rule.window,
+            out,
+            rule.sinks,
+            places.ends,
+            rule.bias,
+        )
 
 
 def attend(
-    layer: AttentionLayer | LatentLayer,
-    hidden: Floats,
-    k_cache: Floats,
-    v_cache: Floats,
-    slots: Int32s,
-    positions: Int32s,
-    ends: Int32s | None = None,
+    layer: AttentionLayer | LatentLayer, hidden: Floats, k_cache: Floats, v_cache: Floats, places: TokenPlaces
 ) -> None:
     """Add a layer's attention to the residual stream: norm, products, cache, attention, output.
 
     The bits are those of the single steps. The keys and values of the tokens are stored in the cache.
-    hidden: [T, D], read and written; the other arguments as in `attention`.
+    hidden: [T, D], read and written.
+    k_cache, v_cache: [S, cache heads, C, cache size], float32 or float16.
     Raises ValueError.
     """
     if compiled() is None:
-        layer.attend_in_steps(reference, hidden, k_cache, v_cache, slots, positions, ends)
+        layer.attend_in_steps(reference, hidden, k_cache, v_cache, places)
     else:
-        layer.native.attend(hidden, k_cache, v_cache, slots, positions, ends)
+        layer.native.attend(hidden, k_cache, v_cache, places.slots, places.positions, places.ends)
 
 
 def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats]:

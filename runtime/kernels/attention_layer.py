@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from .attention_call import AttentionRule, TokenPlaces
 from .packed_matrix import Floats, PackedMatrix, require
-from .stream_layer import StreamLayer, TokensInCache, product
+from .stream_layer import StreamLayer, product
 
 
 @dataclass(kw_only=True)
@@ -23,11 +24,11 @@ class AttentionLayer(StreamLayer):
 
     matrices: of queries [H Dh, D], keys [Hkv Dh, D], values [Hkv Dh, D], and of the output [D, H Dh].
     biases: float32, one per matrix.
-    head_norms: RMS norms of queries and keys. [Dh]: each head by itself. [H Dh] and [Hkv Dh]: all heads together.
+    head_norms: RMS norms of queries and keys. [Dh]: a norm of each head. [H Dh] and [Hkv Dh]: one norm of all heads.
 
     rotation: cosines and sines, [C, R / 2].
     interleaved: see `reference.rope`.
-    scale, window, sinks: see `reference.attention`; distance_bias is its `bias`.
+    scale, window, sinks: see `AttentionRule`; distance_bias is its `bias`.
     """
 
     matrices: tuple[PackedMatrix, ...]
@@ -43,7 +44,9 @@ class AttentionLayer(StreamLayer):
     sinks: Floats | None = None
     distance_bias: Floats | None = None
 
-    def _attend(self, steps: Any, normed: Floats, tokens: TokensInCache) -> Floats:
+    def _attend(
+        self, steps: Any, normed: Floats, k_cache: np.ndarray, v_cache: np.ndarray, places: TokenPlaces
+    ) -> Floats:
         count = len(normed)
         *sources, output = self.matrices
         flat = [np.empty((count, matrix.rows), np.float32) for matrix in sources]
@@ -57,11 +60,11 @@ class AttentionLayer(StreamLayer):
                 rows = heads.reshape(count * width // norm.size, norm.size)
                 steps.rms_norm(rows, norm, self.head_norm_eps, rows)
             if self.rotation is not None:
-                steps.rope(heads, *self.rotation, tokens.positions, self.interleaved)
-        steps.store_kv(key, value, *tokens[:4])
+                steps.rope(heads, *self.rotation, places.positions, self.interleaved)
+        steps.store_kv(key, value, k_cache, v_cache, places.slots, places.positions)
         mixed = np.empty_like(query)
-        seen = (self.scale, self.window, mixed, self.sinks, tokens.ends, self.distance_bias)
-        steps.attention(query, *tokens[:4], *seen)
+        rule = AttentionRule(self.scale, self.window, self.sinks, self.distance_bias)
+        steps.attention(query, k_cache, v_cache, places, rule, mixed)
         added = product(steps, output, mixed.reshape(count, output.columns))
         _add_biases([added], self.biases[3:])
         return added

@@ -45,7 +45,7 @@ def _load_extension() -> ModuleType | None:
 
 
 def loaded() -> ModuleType | None:
-    """Return the extension, in use or not; None if none is installed.
+    """Return the extension, also if its kernels are not in use; None if it is not installed.
 
     Raises KernelUnavailable if the extension does not load.
     """
@@ -74,8 +74,9 @@ def active() -> str:
 
 
 def require(features: Sequence[str]) -> None:
-    """Check that all these kernels, which a bundle requires, run here.
+    """Check that all kernels that a bundle requires run here.
 
+    features: names of kernels.
     Raises KernelUnavailable if one is missing.
     """
     missing = sorted(set(features) - set(available()))

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from .attention_call import AttentionRule, TokenPlaces
 from .packed_matrix import Floats, Int32s, PackedMatrix
-from .stream_layer import StreamLayer, TokensInCache, product
+from .stream_layer import StreamLayer, product
 
 
 @dataclass(kw_only=True)
@@ -48,26 +49,28 @@ class LatentLayer(StreamLayer):
     scale: float
     query_down: PackedMatrix | None = None
 
-    def _attend(self, steps: Any, normed: Floats, tokens: TokensInCache) -> Floats:
+    def _attend(
+        self, steps: Any, normed: Floats, k_cache: np.ndarray, v_cache: np.ndarray, places: TokenPlaces
+    ) -> Floats:
         """Compute attention. The cache is one array, [S, 1, C, Q + R], in both k_cache and v_cache."""
-        count, heads, (rank, plain) = len(normed), len(self.key_up), (self.key_up[0].rows, self.key_up[0].columns)
-        cache, slots, positions = tokens.k_cache, tokens.slots, tokens.positions
+        count, heads = len(normed), len(self.key_up)
+        rank, plain = self.key_up[0].rows, self.key_up[0].columns
         queries = self._queries(steps, normed).reshape(count, heads, self.query.rows // heads)
         query = np.empty((count, heads, self.latent_down.rows), np.float32)
         for head, matrix in enumerate(self.key_up):
             query[:, head, :rank] = product(steps, matrix, np.ascontiguousarray(queries[:, head, :plain]))
-        query[:, :, rank:] = self._rotated(steps, queries[:, :, plain:], positions)
+        query[:, :, rank:] = self._rotated(steps, queries[:, :, plain:], places.positions)
 
         shared = product(steps, self.latent_down, normed)
         key = np.empty((count, 1, self.latent_down.rows), np.float32)
         latent = np.ascontiguousarray(shared[:, :rank])
         steps.rms_norm(latent, self.inner_norms[1], self.inner_norm_eps, latent)
         key[:, 0, :rank] = latent
-        key[:, :, rank:] = self._rotated(steps, shared[:, None, rank:], positions)
-        steps.store_kv(key, key, cache, cache, slots, positions)
+        key[:, :, rank:] = self._rotated(steps, shared[:, None, rank:], places.positions)
+        steps.store_kv(key, key, k_cache, v_cache, places.slots, places.positions)
 
         mixed = np.empty_like(query)
-        steps.attention(query, cache, cache, slots, positions, self.scale, 0, mixed, None, tokens.ends)
+        steps.attention(query, k_cache, v_cache, places, AttentionRule(self.scale), mixed)
         seen = np.empty((count, heads, self.value_up[0].rows), np.float32)
         for head, matrix in enumerate(self.value_up):
             seen[:, head] = product(steps, matrix, np.ascontiguousarray(mixed[:, head, :rank]))

@@ -1,4 +1,4 @@
-"""Operations of looking ahead, in numpy: the specification of the extension's functions of the same names.
+"""Operations of looking ahead in numpy. They specify the extension's functions of the same names.
 
 Shape letters: M routers, E experts, D hidden.
 """

@@ -26,6 +26,7 @@ MXFP4_LEVELS = np.array([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4,
 
 
 def require(holds: bool, message: str) -> None:
+    """Raise ValueError with this message unless a condition holds."""
     if not holds:
         raise ValueError(message)
 

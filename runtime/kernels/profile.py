@@ -41,7 +41,7 @@ class KernelTimes:
 
     @property
     def total_ns(self) -> int:
-        """Nanoseconds in all kernels together."""
+        """Sum over all kernels, ns."""
         return sum(self.elapsed_ns.values())
 
     def clear(self) -> None:
@@ -57,7 +57,7 @@ class KernelTimes:
 
 @contextmanager
 def timed_kernels() -> Iterator[KernelTimes]:
-    """Time every kernel call of this process inside a `with` block. Adds about 0.3 us to each call."""
+    """Time every kernel call of this process inside a `with` block. This adds about 0.3 us to each call."""
     times, before = KernelTimes(), {name: getattr(kernels, name) for name in TIMED}
     for name, kernel in before.items():
         setattr(kernels, name, _timed(kernel, name, times))

@@ -6,21 +6,12 @@ Shape letters: T tokens, N rows, D hidden, S slots, C context.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from .packed_matrix import Floats, Int32s, PackedMatrix
-
-
-class TokensInCache(NamedTuple):
-    """The cache of keys and values, and the places of tokens in it. Fields: `kernels.attention`."""
-
-    k_cache: np.ndarray
-    v_cache: np.ndarray
-    slots: Int32s
-    positions: Int32s
-    ends: Int32s | None
+from .attention_call import TokenPlaces
+from .packed_matrix import Floats, PackedMatrix
 
 
 @dataclass(kw_only=True)
@@ -42,25 +33,20 @@ class StreamLayer:
         """Make the form that other kernels keep; numpy needs none."""
 
     def attend_in_steps(
-        self,
-        steps: Any,
-        hidden: Floats,
-        k_cache: np.ndarray,
-        v_cache: np.ndarray,
-        slots: Int32s,
-        positions: Int32s,
-        ends: Int32s | None = None,
+        self, steps: Any, hidden: Floats, k_cache: np.ndarray, v_cache: np.ndarray, places: TokenPlaces
     ) -> None:
         """Compute `kernels.attend` by single operations.
 
         steps: the module with the operations, `reference` or `kernels`.
         """
         normed = norm_stream(steps, hidden, self.norm, self.norm_bias, self.norm_eps)
-        added = self._attend(steps, normed, TokensInCache(k_cache, v_cache, slots, positions, ends))
+        added = self._attend(steps, normed, k_cache, v_cache, places)
         added *= np.float32(self.residual_scale)
         hidden += added
 
-    def _attend(self, steps: Any, normed: Floats, tokens: TokensInCache) -> Floats:
+    def _attend(
+        self, steps: Any, normed: Floats, k_cache: np.ndarray, v_cache: np.ndarray, places: TokenPlaces
+    ) -> Floats:
         """Return the attention of the normed stream, [T, D] -> [T, D], a new array. Stores keys and values."""
         raise NotImplementedError
 

@@ -22,24 +22,10 @@ Weights = Mapping[str, Any]
 """Weights of one layer by the last part of their names: kernels.PackedMatrix, or a vector as float32."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPlaces:
-    """Slots and positions of the T tokens of a pass.
-
-    slots, positions: int32 [T].
-    ends: for an encoder, end of each token's sequence, int32 [T]. A token sees its whole sequence.
-    None: a token sees the positions up to its own.
-    """
-
-    slots: np.ndarray
-    positions: np.ndarray
-    ends: np.ndarray | None = None
-
-
 class AttentionBlock(Protocol):
     """Attention of one layer, from the residual stream to the residual stream."""
 
-    def __call__(self, hidden: np.ndarray, places: TokenPlaces, keys: Any, values: Any) -> None:
+    def __call__(self, hidden: np.ndarray, places: kernels.TokenPlaces, keys: Any, values: Any) -> None:
         """Store keys and values of T tokens, and add the attention output to the residual stream.
 
         hidden: residual stream, float32 [T, D], changed in place.
@@ -56,7 +42,7 @@ def layer_weights(dense: Weights, index: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class DensePart:
-    """Computations that a device can take over.
+    """Computations that an accelerator can do instead of the CPU.
 
     blocks: attention of each layer.
     head: product of the head, float32 [n, D] -> [n, V].
@@ -109,7 +95,10 @@ class HeadAttention:
         rotary: RotaryTables | None,
         bias: np.ndarray | None = None,
     ) -> None:
-        """bias: as in `make_block`."""
+        """Bind the weights.
+
+        bias: as in `make_block`.
+        """
         self._layer = kernels.AttentionLayer(
             norm=norm.weight,
             norm_bias=norm.bias,
@@ -129,8 +118,8 @@ class HeadAttention:
             residual_scale=model.residual_scale,
         )
 
-    def __call__(self, hidden: np.ndarray, places: TokenPlaces, keys: np.ndarray, values: np.ndarray) -> None:
-        kernels.attend(self._layer, hidden, keys, values, places.slots, places.positions, places.ends)
+    def __call__(self, hidden: np.ndarray, places: kernels.TokenPlaces, keys: np.ndarray, values: np.ndarray) -> None:
+        kernels.attend(self._layer, hidden, keys, values, places)
 
 
 class LatentAttention:
@@ -163,8 +152,8 @@ class LatentAttention:
             residual_scale=residual_scale,
         )
 
-    def __call__(self, hidden: np.ndarray, places: TokenPlaces, keys: np.ndarray, values: np.ndarray) -> None:
-        kernels.attend(self._layer, hidden, keys, values, places.slots, places.positions, places.ends)
+    def __call__(self, hidden: np.ndarray, places: kernels.TokenPlaces, keys: np.ndarray, values: np.ndarray) -> None:
+        kernels.attend(self._layer, hidden, keys, values, places)
 
 
 def _by_head(matrix: kernels.PackedMatrix, heads: int) -> tuple[kernels.PackedMatrix, ...]:

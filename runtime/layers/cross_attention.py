@@ -18,7 +18,7 @@ class CrossAttention:
     """Attention to another sequence: no positions, no norms, no biases."""
 
     def __init__(self, spec: AttentionSpec, weights: Weights) -> None:
-        self._spec, self._weights = spec, weights
+        self._spec, self._weights, self._rule = spec, weights, kernels.AttentionRule(spec.score_scale)
 
     def store(
         self, states: np.ndarray, slots: np.ndarray, positions: np.ndarray, keys: np.ndarray, values: np.ndarray
@@ -36,15 +36,15 @@ class CrossAttention:
         kernels.store_kv(projected[0], projected[1], keys, values, slots, positions)
 
     def __call__(
-        self, normed: np.ndarray, slots: np.ndarray, ends: np.ndarray, keys: np.ndarray, values: np.ndarray
+        self, normed: np.ndarray, prompts: kernels.TokenPlaces, keys: np.ndarray, values: np.ndarray
     ) -> np.ndarray:
         """Attend from each token to the prompt of its slot. Returns [T, D].
 
         normed: [T, D].
-        ends: lengths of the prompts, int32 [T].
+        prompts: slots of the tokens, with the lengths of their prompts as ends. The positions have no effect.
         """
         spec = self._spec
         query = linear_rows(self._weights["cross_query"], normed).reshape(-1, spec.num_heads, spec.head_size)
         mixed = np.empty_like(query)
-        kernels.attention(query, keys, values, slots, np.zeros_like(slots), spec.score_scale, 0, mixed, ends=ends)
+        kernels.attention(query, keys, values, prompts, self._rule, mixed)
         return linear_rows(self._weights["cross_output"], mixed.reshape(len(normed), -1))

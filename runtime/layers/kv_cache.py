@@ -17,11 +17,12 @@ KV_TYPES: dict[KvType, type[np.floating[Any]]] = {"float32": np.float32, "float1
 
 
 class KVCache:
-    """Keys and values [S, Hkv, C, Dh] of each layer, float32 or float16; S slots (sequences), C context positions.
+    """Keys and values of each layer, [S, Hkv, C, Dh], float32 or float16. S slots (sequences), C context positions.
 
     The data that one head reads is contiguous. Positions become resident when they are written.
     Latent attention has one array for both: its values are the first features of its keys.
     All layers of an encoder share one pair of arrays.
+
     cross_keys, cross_values: keys and values of the prompt, by layer of a decoder with an encoder.
     prompt_lengths: positions of each slot's prompt, int32 [S].
     """
@@ -54,7 +55,7 @@ class KVCache:
         self._prompts[slot], self.prompt_lengths[slot] = self._known_prompts, length
 
     def copy_slots(self, parents: Sequence[int], positions: int) -> None:
-        """Copy to each slot i the first positions of slot parents[i], and its prompt; all at once."""
+        """Copy to each slot i the first positions and the prompt of slot parents[i], all at once."""
         steps = _copies(parents)
         for keys, values in zip(self.keys[self._first :], self.values[self._first :], strict=True) if steps else ():
             self._copy_runs(keys, steps, positions)
@@ -68,7 +69,7 @@ class KVCache:
             self._prompts, self.prompt_lengths = self._prompts[order], self.prompt_lengths[order]
 
     def _copy_runs(self, array: Any, steps: Sequence[tuple[int | None, int | None]], positions: int) -> None:
-        """Do the steps of `_copies` with the first positions of an array [S, H, C, Dh]."""
+        """Copy the first positions of an array [S, H, C, Dh], in the order of `_copies`."""
         kept = array[0, :, :0]
         for source, target in steps:
             if target is None:
@@ -90,7 +91,7 @@ class KVCache:
 def _copies(parents: Sequence[int]) -> list[tuple[int | None, int | None]]:
     """Return copies from slot to slot. Done in order, they have the effect of copying all slots at once.
 
-    (source, None) puts a copy of a slot aside, (None, target) stores it. At most one slot is put aside at a time.
+    (source, None) copies a slot to spare memory. (None, target) copies it from there. At most one slot is there.
     """
     waiting = {slot: parent for slot, parent in enumerate(parents) if parent != slot}
     steps: list[tuple[int | None, int | None]] = []
@@ -99,7 +100,7 @@ def _copies(parents: Sequence[int]) -> list[tuple[int | None, int | None]]:
         if free is not None:
             steps.append((waiting.pop(free), free))
             continue
-        first, source = next(iter(waiting.items()))  # only rings are left, where each waits for the next
+        first, source = next(iter(waiting.items()))  # only cycles are left: each slot waits for the next one
         steps.append((first, None))
         target = first
         while source != first:

@@ -20,7 +20,11 @@ class Norm:
     """An RMS norm, or with a bias a layer norm: the mean is subtracted first, the bias is added last."""
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> None:
-        """weight, bias: float32 [D]."""
+        """Create the norm.
+
+        weight: float32 [D].
+        bias: float32 [D]; None for an RMS norm.
+        """
         self.weight, self.bias, self.eps = weight, bias, eps
 
     def __call__(self, hidden: np.ndarray) -> np.ndarray:

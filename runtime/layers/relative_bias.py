@@ -16,9 +16,9 @@ from moec.manifests.model import RelativeBiasSpec
 def distance_buckets(distances: np.ndarray, spec: RelativeBiasSpec, sees_ahead: bool) -> np.ndarray:
     """Return the bucket of each distance, int64. A distance is key position - query position, int64.
 
-    sees_ahead: True in an encoder: half of the buckets are for keys after the query. Otherwise such keys have distance
-        0.
     Logarithms are float32, as in reference models. They decide for a distance at the edge of a bucket.
+    sees_ahead: whether a query sees later keys, as in an encoder. Half of the buckets are then for such keys.
+    Otherwise later keys have distance 0.
     """
     buckets, first = spec.buckets, np.zeros_like(distances)
     if sees_ahead:

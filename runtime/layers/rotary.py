@@ -8,9 +8,10 @@ from moec.manifests.model import RopeSpec
 
 
 class RotaryTables:
-    """cos and sin of every position, float32 [C, R/2]. Angles are float32, as in reference models.
+    """Cosines and sines of every position, float32 [C, R / 2]. Angles are float32, as in reference models.
 
-    A context longer than the original one uses the long form, for all positions.
+    If the context is longer than the original one, all positions use the long form.
+    context: number of positions, C.
     """
 
     def __init__(self, rope: RopeSpec, context: int) -> None:

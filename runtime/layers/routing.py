@@ -22,7 +22,10 @@ class RoutingRule:
     """The rule that turns a layer's logits into experts, prepared from its ExpertsSpec."""
 
     def __init__(self, experts: ExpertsSpec, pruned: Sequence[int] = ()) -> None:
-        """pruned: experts that are never chosen."""
+        """Prepare the rule.
+
+        pruned: experts that are never chosen.
+        """
         self._experts = experts
         self._kept: np.ndarray | None = None
         if pruned:
@@ -40,13 +43,13 @@ class RoutingRule:
     def route(
         self, logits: np.ndarray, tokens: np.ndarray | None = None, top_k: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Choose the top-k experts of each token, best first.
+        """Choose the top-k experts of each token, best first. Of equal scores the lowest expert wins.
 
-        Returns experts, int32 [T, K], and weights, float32 [T, K].
         logits: [T, E].
         tokens: token ids, int64 [T]; needed for static routing.
         top_k: experts per token, if not the layer's own number. For sparsemixer the weights remain those of the pair.
-        Equal scores: the lowest expert wins.
+
+        Returns experts, int32 [T, K], and weights, float32 [T, K].
         Raises ValueError for static routing without tokens.
         """
         router, top_k = self._experts.router, top_k or self._experts.top_k
@@ -106,7 +109,7 @@ class RoutingRule:
             chosen[is_wrong], weights[is_wrong] = self._by_score(logits[is_wrong], None, chosen.shape[1])
 
     def demand(self, logits: np.ndarray) -> np.ndarray:
-        """Return how much all tokens together demand each expert, float32 [E]; for predictions."""
+        """Return the sum of each expert's scores over all tokens, float32 [E]. Predictions rank experts by it."""
         ranked = self._ranked(self.scores(logits))
         return np.asarray(ranked.clip(min=0).sum(axis=0), np.float32)
 
@@ -115,7 +118,7 @@ class RoutingRule:
         return expert_scores(self._among_kept(logits), self._experts.router)
 
     def allowed(self, scores: np.ndarray) -> np.ndarray:
-        """Return which experts a token may choose, those of its best groups: scores [E] -> bool [E]."""
+        """Return for each expert whether a token may choose it, by its best groups: scores [E] -> bool [E]."""
         allowed: np.ndarray = self._ranked(scores[None])[0] > -np.inf
         return allowed
 
@@ -169,7 +172,7 @@ def sparsemixer(logits: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarr
         is_far = (largest - logits) / np.maximum(np.abs(logits), largest) > np.float32(margin)
     shares = np.exp(left - largest)
     shares[is_far] = 0
-    # The sum follows the order of experts, whatever the batch. The largest logit has the share exp(0).
+    # The sum follows the order of experts for any batch. The largest logit has the share exp(0).
     weights = np.float32(1) / np.add.accumulate(shares, axis=2)[:, :, -1]
     return chosen, np.ascontiguousarray(weights.T)
 
@@ -208,7 +211,7 @@ class Routed:
 
 
 class Router:
-    """Computes the logits of a layer's experts from its normed residual stream, and holds the rule for them."""
+    """The router of a layer: computes logits from the normed residual stream, and holds the rule for them."""
 
     def __init__(
         self,

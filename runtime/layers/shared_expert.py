@@ -16,7 +16,7 @@ from .. import kernels
 
 
 class SharedExpert:
-    """One shared expert. If it has a router of its own, a sigmoid weighs its output."""
+    """One shared expert. If it has a router of its own, the sigmoid of its logit weighs the output."""
 
     def __init__(self, weights: Mapping[str, Any], activation: str) -> None:
         """Create the expert.

@@ -1,4 +1,4 @@
-"""Which implementation a run takes: of the expert cache, and of a layer while one token is decoded."""
+"""The implementations that a run takes: of the expert cache, and of a layer while one token is decoded."""
 
 from __future__ import annotations
 

@@ -16,15 +16,19 @@ from ..storage.address_space import map_anonymous
 
 
 def _widen(raw: np.ndarray, float_type: str) -> np.ndarray:
-    """16-bit floats as raw bytes to float32."""
+    """Convert 16-bit floats to float32.
+
+    raw: uint8 [2 n].
+    """
     if float_type == "float16":
         return raw.view(np.float16).astype(np.float32)
     return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
-    """Dense weights by name: packed matrices as kernels.PackedMatrix, norms as float32 [D].
+    """Return the dense weights by name: matrices as kernels.PackedMatrix, vectors as float32 [n].
 
+    verify: compare each weight with its checksum.
     Raises ChecksumMismatch if a weight differs from its checksum.
     """
     header = bundle.headers[DENSE_NAME]

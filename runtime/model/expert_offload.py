@@ -1,4 +1,4 @@
-"""What the model asks of an accelerator that computes some experts of a layer. `accelerator/` implements it.
+"""The interface of the model to an accelerator that computes some experts of a layer. `accelerator/` implements it.
 
 Shapes: T tokens, D hidden, K ranks.
 """
@@ -12,9 +12,9 @@ import numpy as np
 
 
 class OffloadedLayer(Protocol):
-    """One layer that the CPU and the accelerator compute together.
+    """One layer that the CPU and the accelerator compute at the same time.
 
-    wanted: stored experts that need their bytes in the host's memory, in the order in which to ask for them.
+    wanted: stored experts whose bytes are needed in host memory, in the order in which to request them.
     has_shared: whether the accelerator computes the shared expert.
     """
 
@@ -23,11 +23,11 @@ class OffloadedLayer(Protocol):
 
     @property
     def comes_together(self) -> bool:
-        """Whether experts may be taken all at once."""
+        """Whether all experts may be taken at once."""
         ...
 
     def take(self, experts: Sequence[int]) -> list[int]:
-        """Hand over experts whose bytes are in memory. Returns those that the CPU computes."""
+        """Begin the copies among experts whose bytes are in host memory. Returns the experts that the CPU computes."""
         ...
 
     def finish(self, parts: np.ndarray) -> None:
@@ -39,13 +39,13 @@ class ExpertOffload(Protocol):
     """The experts of a bundle, some of them on an accelerator."""
 
     def absent(self, experts: Sequence[int]) -> list[int]:
-        """Return those of some stored experts that are not on the accelerator."""
+        """Return the experts of a list that are not on the accelerator."""
         ...
 
     def begin(self, asked: dict[int, np.ndarray], hidden_states: np.ndarray, top_k: int, layer: int) -> OffloadedLayer:
-        """Plan a layer and start what is on the accelerator.
+        """Plan a layer and start the experts that are on the accelerator.
 
-        asked: stored experts, each with its places (token x top_k + rank).
+        asked: for each stored expert its results, as token * top_k + rank, int [n].
         hidden_states: float32 [T, D].
         """
         ...

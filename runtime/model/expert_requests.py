@@ -1,6 +1,6 @@
-"""What a layer asks the cache for: the router's choice, as lossy modes leave it, by stored expert.
+"""The stored experts that a layer needs: the router's choice, after the changes of lossy modes.
 
-The model and replays of its traces decide here, so that both decide alike.
+The model and the replays of its traces call this code, so that both decide in the same way.
 """
 
 from __future__ import annotations
@@ -23,10 +23,18 @@ def choose_experts(
     logits: np.ndarray,
     slots: np.ndarray | None = None,
 ) -> tuple[dict[int, np.ndarray], np.ndarray]:
-    """The stored experts that the running layer asks for, each with its places (token x top-k + rank), and the weights.
+    """Choose the stored experts that the running layer needs. Stores the router's own choice and logits in `state`.
 
-    experts, first_expert: the layer's, and where they begin among all. logits: float32 [T, E], of its router. slots:
-    int32 [T], needed where a layer has a capacity. Notes the router's own choice and logits in `state`.
+    Returns two values:
+    1. For each stored expert the outputs that it computes, as token * top_k + rank, int [n].
+    2. The weight of each output, float32 [T, K].
+
+    experts: experts of the layer.
+    first_expert: index of its first expert among those of all layers.
+    rule: rule of its router.
+
+    logits: output of its router, float32 [T, E].
+    slots: int32 [T]; needed if the layer has a capacity.
     """
     choice = state.choice
     chosen, weights = rule.route(logits, state.tokens, state.top_k(experts.top_k))
@@ -45,14 +53,17 @@ def choose_experts(
 
 @cache
 def _single_places(count: int) -> tuple[np.ndarray, ...]:
-    """0 to count - 1, each alone, int32 [1]; read only."""
+    """Return the numbers 0 to count - 1 as single arrays, int32 [1], read-only."""
     places = np.arange(count, dtype=np.int32)
     places.flags.writeable = False
     return tuple(places[at : at + 1] for at in range(count))
 
 
 def _places_by_expert(chosen: np.ndarray) -> dict[int, np.ndarray]:
-    """Per expert the places that chose it, token x top-k + rank, ascending. chosen: int32 [T, K]."""
+    """Return for each expert the places that chose it, token * top_k + rank, ascending.
+
+    chosen: int32 [T, K].
+    """
     flat = chosen.reshape(-1)
     if len(chosen) == 1 or not len(flat):  # no expert twice: decoding need not sort
         return dict(zip(flat.tolist(), _single_places(len(flat)), strict=True))

@@ -1,7 +1,7 @@
-"""The experts of a layer for a token alone, in one call of the extension.
+"""The experts of a layer for a single token, in one call of the extension.
 
-It decides, computes and adds what Model does step by step for everything else, to the bit; where a model, its cache or
-its advice is of another kind than the extension knows, there is none, and Model's steps serve.
+The call routes, reads, computes and adds, with the bits of the steps in `Model`. Passes of several tokens take the
+steps. So do models, caches and rules of prefetching that the extension does not know.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ from ..trace.statistics import PhaseTimes
 from ..trace.trace import TraceRecorder
 
 MAX_ROUTERS = 8
-"""That the extension asks at once."""
+"""Most routers of later layers that the extension evaluates at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayers:
-    """What layers choose and compute with: norms in front of the experts and routers, of every layer; kernels.Expert,
-    counted over all layers; shared experts by layer.
+    """Parts that the layers of a model need to choose and compute experts.
+
+    norms: norm before the experts of each layer.
+    routers: router of each layer; None for a layer without routed experts.
+    experts: kernels.Expert, counted over all layers.
+    shared: shared experts by layer.
     """
 
     spec: ModelSpec
@@ -47,9 +51,10 @@ class ModelLayers:
 
 
 class TokenExperts:
-    """Layers of one model, bound to its cache. Raises ValueError where their shapes do not fit each other.
+    """Layers of one model, bound to its cache.
 
     native: the extension's ExpertLayers.
+    Raises ValueError if shapes do not fit each other.
     """
 
     def __init__(self, layers: ModelLayers, cache: NativeCache, advisor: Advisor) -> None:
@@ -60,19 +65,19 @@ class TokenExperts:
         self.native = cache.bind_layers(fields, layers.spec.hidden_size, layers.norms[0].eps, RULES)
 
     def fits(self, cache: StreamingCache, advisor: Advisor) -> bool:
-        """Whether experts come from this cache and are read ahead as this advisor does, and no layer runs already.
+        """Return whether the layers are bound to this cache and advisor, and no layer is running.
 
-        One does in a handler of a signal, and for another thread.
+        A layer may be running in another thread, or if this is called in a signal handler.
         """
         return self._bound == _bound_to(cache, advisor) and not self.native.is_running
 
     def begin(self) -> None:
-        """A token's pass begins. Raises ExecutionError after a fork, or with other kernels than the cache has."""
+        """Begin the pass of a token. Raises ExecutionError after a fork, or with other kernels than the cache has."""
         self._cache.begin_token()
         self.native.begin_pass()
 
     def forget_guesses(self) -> None:
-        """What was predicted will not be compared: another pass comes first."""
+        """Drop the predictions. They are not compared, because a pass in steps comes first."""
         self.native.forget_guesses()
 
     def threshold(self, running: int, layer: int, rank: int) -> float:
@@ -82,7 +87,12 @@ class TokenExperts:
     def run(
         self, layer: int, hidden: np.ndarray, times: PhaseTimes, quality: PrefetchQuality, trace: TraceRecorder | None
     ) -> None:
-        """Add to the residual stream, float32 [1, D], what the layer's experts make of it. Raises as `stream` does."""
+        """Add the output of the layer's experts to the residual stream.
+
+        hidden: float32 [1, D], read and written.
+        times, quality, trace: this call adds its times, predictions and choice.
+        Raises the errors of `StreamingCache.stream`.
+        """
         state, expert, dense_ns, experts_ns, shared_ns, predicted = kernels.experts_layer(self.native, layer, hidden)
         self._cache.check_end(state, expert)
         times.dense_ns += dense_ns - shared_ns
@@ -95,29 +105,32 @@ class TokenExperts:
         times.experts_ns += experts_ns
 
     def _record(self, trace: TraceRecorder, layer: int, times: PhaseTimes) -> None:
-        """The layer that ran last. times: before any of its experts was computed."""
+        """Record the layer that ran last.
+
+        times: times before any of its experts was computed.
+        """
         native = self.native
         chosen = np.array(native.chosen, np.int32)[None]
         logits = np.frombuffer(native.logits, np.float32)[None] if chosen.size else None
         trace.add_layer(layer, chosen, native.advice, logits, self._foreseen(layer), times.copy())
 
     def _foreseen(self, layer: int) -> list[np.ndarray]:
-        """The scores [E] of the layers ahead, nearest first."""
+        """Return the scores [E] of the layers ahead, nearest first."""
         followings = [] if self._predictor is None else self._advisor.followings(layer)
         known = [self._known(layer, each) for each in followings]
-        asked = sum(scores is None for scores in known)
-        rows = iter(np.frombuffer(self.native.shares, np.float32).reshape(asked, -1) if asked else ())
+        evaluated = sum(scores is None for scores in known)
+        rows = iter(np.frombuffer(self.native.shares, np.float32).reshape(evaluated, -1) if evaluated else ())
         return [next(rows) if scores is None else scores for scores in known]
 
     def _known(self, layer: int, following: Following) -> np.ndarray | None:
-        """Scores [E] of a layer whose router cannot be asked; None where it can."""
+        """Return the scores [E] of a layer whose router cannot be evaluated ahead; None if it can."""
         predictor = self._predictor
         if not isinstance(predictor, LookaheadPredictor) or predictor.router_ahead(layer, following.ahead) is not None:
             return None
         return predictor.scores_without_router(layer, following.ahead)[: following.count]
 
     def fields(self, at: int) -> dict[str, Any]:
-        """A layer as the extension takes it."""
+        """Return a layer in the form that the extension takes: a dictionary of `_native.ExpertLayers`."""
         layers, spec, first = self._layers, self._specs[at].experts, self._advisor.first_expert[at]
         followings = [] if self._predictor is None else self._advisor.followings(at)
         router, shared = layers.routers[at], layers.shared.get(at)
@@ -138,7 +151,7 @@ class TokenExperts:
         }
 
     def _ahead(self, at: int, following: Following) -> tuple[Any, ...]:
-        """A layer that is looked at while layer `at` runs, as the extension takes it."""
+        """Return a layer that is predicted while layer `at` runs, in the form that the extension takes."""
         layer, top_k = following.layer, following.top_k
         place = (following.rank, layer, self._advisor.first_expert[layer], top_k)
         scores = self._known(at, following)
@@ -148,6 +161,14 @@ class TokenExperts:
         if router is None:
             raise ValueError(f"layer {layer} routes nothing")
         return *place, _native(router.matrix), norm, router.bias, [], []
+
+
+def bind_token_experts(layers: ModelLayers, cache: StreamingCache, advisor: Advisor) -> TokenExperts | None:
+    """Bind layers to a cache of the extension. Returns None if the cache is in Python.
+
+    Raises ValueError if shapes do not fit each other.
+    """
+    return TokenExperts(layers, cache, advisor) if isinstance(cache, NativeCache) else None
 
 
 def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ahead: bool) -> str | None:
@@ -167,12 +188,15 @@ def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ah
 
 
 def _bound_to(cache: StreamingCache, advisor: Advisor) -> tuple[Any, ...]:
-    """What may be replaced behind loading: layers that are bound to another one must not run."""
+    """Return the parts that may be replaced after loading. Layers that are bound to other ones must not run."""
     return id(cache), id(advisor.predictor), advisor.rule, advisor.layers, advisor.experts
 
 
 def _why_not_layer(layer: LayerSpec, has_pruned_experts: bool) -> str | None:
-    """The extension knows layers that choose by softmax, compute and add, with a shared expert or without."""
+    """Return why the extension cannot compute a layer; None if it can.
+
+    It knows plain softmax routers without a capacity, and shared experts without a router.
+    """
     router = layer.experts.router
     if layer.experts.count and has_pruned_experts:
         return "experts left out"
@@ -184,7 +208,10 @@ def _why_not_layer(layer: LayerSpec, has_pruned_experts: bool) -> str | None:
 
 
 def _why_not_advice(model: ModelSpec, options: RuntimeOptions) -> str | None:
-    """The extension reads ahead what routers of later layers find likely, or nothing."""
+    """Return why the extension cannot read ahead by these options; None if it can, or if nothing is read ahead.
+
+    It knows prediction by the routers of later layers.
+    """
     if options.prefetch == "off":
         return None
     if options.prefetch != "lookahead":
@@ -196,5 +223,5 @@ def _why_not_advice(model: ModelSpec, options: RuntimeOptions) -> str | None:
 
 
 def _native(part: Any) -> Any:
-    """A matrix or an expert as the extension has it."""
+    """Return the extension's object of a matrix or an expert."""
     return part.native

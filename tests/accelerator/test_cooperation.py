@@ -11,7 +11,7 @@ import torch
 
 from moec.manifests.errors import AcceleratorUnavailable, MemoryBudgetExceeded, OptionError
 from moec.runtime import kernels, load
-from moec.runtime.accelerator.cooperative import CooperativeExperts
+from moec.runtime.accelerator.cooperative import CooperativeExperts, DeviceExperts, HostExperts
 from moec.runtime.accelerator.device import COPY_SLOTS
 from moec.runtime.accelerator.image import entry_bytes
 from moec.runtime.accelerator.latency import LatencyModel
@@ -72,7 +72,8 @@ def simulate_on(engine: Engine, cooperation: Any) -> SimulatedDevice:
     device = SimulatedDevice(EVEN, budget)
     placement = place_experts(sizes, range(0, len(sizes)), budget, COPY_SLOTS, 0, 0)
     residents = bring(device, placement, experts, storage)
-    engine.model.accelerator = CooperativeExperts(device, experts, sizes, placement, residents, EVEN, cooperation)
+    host, on_device = HostExperts(experts, sizes), DeviceExperts(placement, residents)
+    engine.model.accelerator = CooperativeExperts(device, host, on_device, EVEN, cooperation)
     return device
 
 

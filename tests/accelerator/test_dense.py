@@ -18,15 +18,14 @@ from moec.manifests.quant import QuantSpec
 from moec.profiles.memory_floor import longest_pass
 from moec.runtime import load
 from moec.runtime.accelerator.dense import DenseLatency, dense_bytes, shared_bytes
-from moec.runtime.accelerator.torch_attention import together, unpacked
+from moec.runtime.accelerator.torch_attention import products_of, unpacked
 from moec.runtime.accelerator.torch_dense import dense_on
 from moec.runtime.accelerator.torch_device import TorchDevice
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.batch import generate_many
 from moec.runtime.engine.beam import BeamOptions, beam_search
 from moec.runtime.engine.engine import Engine
-from moec.runtime.kernels import reference
-from moec.runtime.layers.attention import TokenPlaces
+from moec.runtime.kernels import TokenPlaces, reference
 from moec.runtime.model.dense_weights import load_dense
 from tests.gates.bundles import emit_bundle
 from tests.kernels.packer import random_matrix
@@ -161,7 +160,7 @@ def test_matrices_that_read_rows_differently_are_multiplied_apart(device: torch.
     texts = ("q4g32", "q8", "bf16", "fp16", "q4g32")
     matrices = [matrix_of(random_matrix(40 + at, 64, QuantSpec.parse(text), at)) for at, text in enumerate(texts)]
     biases = [np.full(matrix.rows, at, np.float32) if at % 2 else None for at, matrix in enumerate(matrices)]
-    x, linears = inputs(7, 64), together(matrices, biases, device)
+    x, linears = inputs(7, 64), products_of(matrices, biases, device)
     assert len(linears) == 3
     found = [rows.cpu().numpy() for linear in linears for rows in linear(torch.from_numpy(x).to(device))]
     for rows, matrix, bias in zip(found, matrices, biases, strict=True):

@@ -63,7 +63,7 @@ class Cache:
         self.arrays = tuple(draw.standard_normal(shape).astype(kind) for _ in range(2))
         places = draw.permutation(SLOTS * CONTEXT)[:tokens].astype(np.int32)
         places.sort()
-        self.places = (places // CONTEXT, places % CONTEXT)
+        self.places = kernels.TokenPlaces(places // CONTEXT, places % CONTEXT)
 
     def copy(self) -> list[np.ndarray]:
         return [array.copy() for array in self.arrays]
@@ -78,8 +78,8 @@ def test_it_is_its_steps(native: str, part: str, tokens: int) -> None:
         kernels.set_threads(threads)
         own, found, expected = layer(text, **PARTS[part]), inputs(tokens, HIDDEN), inputs(tokens, HIDDEN)
         arrays = [Cache(tokens, kind).copy() for _ in range(2)]
-        kernels.attend(own, found, *arrays[0], *cache.places)
-        own.attend_in_steps(kernels, expected, *arrays[1], *cache.places)
+        kernels.attend(own, found, *arrays[0], cache.places)
+        own.attend_in_steps(kernels, expected, *arrays[1], cache.places)
         assert np.array_equal(bits(found), bits(expected)) and not np.array_equal(found, inputs(tokens, HIDDEN))
         for one, other in zip(*arrays, strict=True):
             assert one.tobytes() == other.tobytes()
@@ -91,10 +91,11 @@ def test_of_an_encoder_too(native: str) -> None:
     """Every token sees the positions before its end, as in an encoder."""
     cache = Cache(30)
     ends = np.random.default_rng(1).integers(1, CONTEXT + 1, 30).astype(np.int32)
+    with_ends = kernels.TokenPlaces(cache.places.slots, cache.places.positions, ends)
     own, found, expected, causal = layer(), *(inputs(30, HIDDEN) for _ in range(3))
-    kernels.attend(own, found, *cache.copy(), *cache.places, ends)
-    own.attend_in_steps(kernels, expected, *cache.copy(), *cache.places, ends)
-    kernels.attend(own, causal, *cache.copy(), *cache.places)
+    kernels.attend(own, found, *cache.copy(), with_ends)
+    own.attend_in_steps(kernels, expected, *cache.copy(), with_ends)
+    kernels.attend(own, causal, *cache.copy(), cache.places)
     assert np.array_equal(bits(found), bits(expected)) and not np.array_equal(found, causal)
 
 
@@ -104,7 +105,7 @@ def test_every_instruction_set_gives_the_same_bits(pair: tuple[str, str]) -> Non
     for name in pair:
         kernels.select(name)
         found.append(inputs(50, HIDDEN))
-        kernels.attend(layer(**{**PARTS["together"], "window": 0}), found[-1], *cache.copy(), *cache.places)
+        kernels.attend(layer(**{**PARTS["together"], "window": 0}), found[-1], *cache.copy(), cache.places)
     assert np.array_equal(bits(found[0]), bits(found[1]))
 
 
@@ -141,7 +142,7 @@ def test_it_is_attention_as_it_is_defined(every: str, interleaved: bool) -> None
     expected = hidden + 0.5 * seen @ output.T
     arrays = Cache(1).copy()
     for part in (slice(9), slice(9, CONTEXT)):  # later tokens see what earlier calls stored
-        kernels.attend(own, hidden[part], *arrays, np.zeros_like(positions[part]), positions[part])
+        kernels.attend(own, hidden[part], *arrays, kernels.TokenPlaces(np.zeros_like(positions[part]), positions[part]))
     assert hidden == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
@@ -174,23 +175,24 @@ def test_a_layer_that_does_not_fit_is_refused(wrong: str) -> None:
         layer(**WRONG[wrong])
 
 
-PLACE = (np.zeros(1, np.int32), np.zeros(1, np.int32))
+ZERO = np.zeros(1, np.int32)
+PLACE = kernels.TokenPlaces(ZERO, ZERO)
 CALLS: dict[str, dict[str, Any]] = {
     "hidden": {"hidden": inputs(1, HIDDEN + 1)},
     "keys": {"k_cache": np.zeros((SLOTS, KV_HEADS, CONTEXT, HEAD_SIZE + 1), np.float32)},
     "heads": {name: np.zeros((SLOTS, HEADS, CONTEXT, HEAD_SIZE), np.float32) for name in ("k_cache", "v_cache")},
     "two types": {"v_cache": np.zeros((SLOTS, KV_HEADS, CONTEXT, HEAD_SIZE), np.float16)},
-    "slot": {"slots": np.full(1, SLOTS, np.int32)},
-    "position": {"positions": np.full(1, CONTEXT, np.int32)},
-    "positions": {"positions": np.zeros(2, np.int32)},
-    "end": {"ends": np.zeros(1, np.int32)},
+    "slot": {"places": kernels.TokenPlaces(np.full(1, SLOTS, np.int32), ZERO)},
+    "position": {"places": kernels.TokenPlaces(ZERO, np.full(1, CONTEXT, np.int32))},
+    "positions": {"places": kernels.TokenPlaces(ZERO, np.zeros(2, np.int32))},
+    "end": {"places": kernels.TokenPlaces(ZERO, ZERO, ZERO)},
 }
 
 
 @pytest.mark.parametrize("wrong", CALLS)
 def test_a_call_that_does_not_fit_is_refused_and_changes_nothing(native: str, wrong: str) -> None:
     keys, values = Cache(1).copy()
-    call = {"hidden": inputs(1, HIDDEN), "k_cache": keys, "v_cache": values, "slots": PLACE[0], "positions": PLACE[1]}
+    call = {"hidden": inputs(1, HIDDEN), "k_cache": keys, "v_cache": values, "places": PLACE}
     with pytest.raises(ValueError, match="expected"):
         kernels.attend(layer(), **{**call, **CALLS[wrong]})
     assert np.array_equal(call["hidden"], inputs(1, HIDDEN)) and np.array_equal(keys, Cache(1).arrays[0])
@@ -200,25 +202,25 @@ def test_a_call_that_does_not_fit_is_refused_and_changes_nothing(native: str, wr
 def test_it_follows_matrices_that_move(native: str) -> None:
     """Matrices may move as experts do. Their old memory then has another use."""
     own, cache, found, expected = layer(), Cache(7), inputs(7, HIDDEN), inputs(7, HIDDEN)
-    kernels.attend(own, expected, *cache.copy(), *cache.places)
+    kernels.attend(own, expected, *cache.copy(), cache.places)
     for matrix in own.matrices:
         before, now = matrix.data, matrix.data.copy()
         matrix.move_to(now)
         before[:] = 0
-    kernels.attend(own, found, *cache.copy(), *cache.places)
+    kernels.attend(own, found, *cache.copy(), cache.places)
     assert np.array_equal(bits(found), bits(expected))
 
 
 def test_no_tokens_are_no_work(every: str) -> None:
     cache = Cache(1)
-    places = (np.empty(0, np.int32), np.empty(0, np.int32))
-    kernels.attend(layer(**PARTS["together"]), np.empty((0, HIDDEN), np.float32), *cache.copy(), *places)
+    places = kernels.TokenPlaces(np.empty(0, np.int32), np.empty(0, np.int32))
+    kernels.attend(layer(**PARTS["together"]), np.empty((0, HIDDEN), np.float32), *cache.copy(), places)
 
 
 def test_tables_of_rotation_and_distances_hold_for_the_cache_they_are_used_with(native: str) -> None:
     longer = [np.zeros((1, KV_HEADS, CONTEXT + 1, HEAD_SIZE), np.float32) for _ in range(2)]
-    last = np.full(1, CONTEXT, np.int32)
+    last = kernels.TokenPlaces(ZERO, np.full(1, CONTEXT, np.int32))
     for part in ("rotation", "bias of distances"):
         with pytest.raises(ValueError, match="expected"):
-            kernels.attend(layer(**PARTS[part]), inputs(1, HIDDEN), *longer, PLACE[0], last)
-    kernels.attend(layer(), inputs(1, HIDDEN), *longer, PLACE[0], last)
+            kernels.attend(layer(**PARTS[part]), inputs(1, HIDDEN), *longer, last)
+    kernels.attend(layer(), inputs(1, HIDDEN), *longer, last)

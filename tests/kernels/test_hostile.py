@@ -102,11 +102,11 @@ def ffn(x: np.ndarray, tokens: list[int], ranks: list[int], out: np.ndarray) -> 
 
 
 def attend(
-    heads: int = 4, size: int = 8, slot: int = 0, position: int = 0, window: int = 0, kv_heads: int = 2, **more: Any
+    heads: int = 4, size: int = 8, slot: int = 0, position: int = 0, kv_heads: int = 2, ends: Any = None, **rule: Any
 ) -> None:
-    cache = zeros(2, kv_heads, 5, 8)
-    q, places = zeros(1, heads, size), (np.array([slot], I32), np.array([position], I32))
-    kernels.attention(q, cache, cache.copy(), *places, 1.0, window, q.copy(), **more)
+    cache, q = zeros(2, kv_heads, 5, 8), zeros(1, heads, size)
+    places = kernels.TokenPlaces(np.array([slot], I32), np.array([position], I32), ends)
+    kernels.attention(q, cache, cache.copy(), places, kernels.AttentionRule(1.0, **rule), q.copy())
 
 
 def store(slot: int, position: int, heads: int = 2, kind: Any = np.float32, other: Any = np.float32) -> None:
@@ -115,8 +115,8 @@ def store(slot: int, position: int, heads: int = 2, kind: Any = np.float32, othe
 
 
 def attend_mixed() -> None:
-    q, places, cache = zeros(1, 4, 8), (np.zeros(1, I32), np.zeros(1, I32)), zeros(2, 2, 5, 8)
-    kernels.attention(q, cache.astype(np.float16), cache, *places, 1.0, 0, q.copy())
+    q, cache, places = zeros(1, 4, 8), zeros(2, 2, 5, 8), kernels.TokenPlaces(np.zeros(1, I32), np.zeros(1, I32))
+    kernels.attention(q, cache.astype(np.float16), cache, places, kernels.AttentionRule(1.0), q.copy())
 
 
 def rope(position: int, half: int = 4) -> None:

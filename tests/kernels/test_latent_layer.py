@@ -44,9 +44,9 @@ def cache(kind: Any = np.float32) -> np.ndarray:
     return np.random.default_rng(1).standard_normal((SLOTS, 1, CONTEXT, RANK + ROTATED)).astype(kind)
 
 
-def places(tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def places(tokens: int, ends: np.ndarray | None = None) -> kernels.TokenPlaces:
     drawn = np.sort(np.random.default_rng(tokens).permutation(SLOTS * CONTEXT)[:tokens]).astype(np.int32)
-    return drawn // CONTEXT, drawn % CONTEXT
+    return kernels.TokenPlaces(drawn // CONTEXT, drawn % CONTEXT, ends)
 
 
 @gate
@@ -65,8 +65,8 @@ def test_it_is_its_steps(native: str, part: dict[str, Any], has_down: bool, toke
         kernels.set_threads(threads)
         own, found, expected = layer(text, has_down, **part), inputs(tokens, HIDDEN), inputs(tokens, HIDDEN)
         one, other = cache(kind), cache(kind)
-        kernels.attend(own, found, one, one, *places(tokens), seen)
-        own.attend_in_steps(kernels, expected, other, other, *places(tokens), seen)
+        kernels.attend(own, found, one, one, places(tokens, seen))
+        own.attend_in_steps(kernels, expected, other, other, places(tokens, seen))
         assert np.array_equal(bits(found), bits(expected)) and not np.array_equal(found, inputs(tokens, HIDDEN))
         assert one.tobytes() == other.tobytes() != cache(kind).tobytes(), "vectors are stored"
 
@@ -78,7 +78,7 @@ def test_every_instruction_set_gives_the_same_bits(pair: tuple[str, str]) -> Non
         kernels.select(name)
         found.append(inputs(50, HIDDEN))
         own = cache()
-        kernels.attend(layer(has_down=True), found[-1], own, own, *places(50))
+        kernels.attend(layer(has_down=True), found[-1], own, own, places(50))
     assert np.array_equal(bits(found[0]), bits(found[1]))
 
 
@@ -111,15 +111,16 @@ def test_a_layer_that_does_not_fit_is_refused(wrong: str) -> None:
 
 
 def test_a_call_that_does_not_fit_is_refused_and_changes_nothing(native: str) -> None:
-    hidden, own, (slots, positions) = inputs(2, HIDDEN), cache(), places(2)
+    hidden, own, right = inputs(2, HIDDEN), cache(), places(2)
+    slots, last = right.slots, np.full_like(right.positions, CONTEXT)
     other = np.zeros((SLOTS, 1, CONTEXT, RANK), np.float32)
     longer = np.zeros((SLOTS, 1, CONTEXT + 1, RANK + ROTATED), np.float32)
     for arguments in (
-        (inputs(2, HIDDEN + 1), own, own, slots, positions),
-        (hidden, other, other, slots, positions),
-        (hidden, longer, longer, slots, np.full_like(positions, CONTEXT)),
-        (hidden, own, own, slots + SLOTS, positions),
-        (hidden, own, own, slots, positions, np.zeros(2, np.int32)),
+        (inputs(2, HIDDEN + 1), own, own, right),
+        (hidden, other, other, right),
+        (hidden, longer, longer, kernels.TokenPlaces(slots, last)),
+        (hidden, own, own, kernels.TokenPlaces(slots + SLOTS, right.positions)),
+        (hidden, own, own, places(2, np.zeros(2, np.int32))),
     ):
         with pytest.raises(ValueError, match="expected"):
             kernels.attend(layer(), *arguments)

@@ -162,9 +162,9 @@ class Cache:
         self, q: np.ndarray, window: int = 0, sinks: np.ndarray | None = None, bias: np.ndarray | None = None
     ) -> np.ndarray:
         out = np.full_like(q, np.nan)
-        kernels.attention(
-            q, self.keys, self.values, self.slots, self.positions, 0.3, window, out, sinks, self.ends, bias
-        )
+        places = kernels.TokenPlaces(self.slots, self.positions, self.ends)
+        rule = kernels.AttentionRule(0.3, window, sinks, bias)
+        kernels.attention(q, self.keys, self.values, places, rule, out)
         return out
 
 

@@ -282,7 +282,8 @@ def test_attention_over_a_prompt_by_its_definition() -> None:
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     run.store(np.concatenate(states), slots, positions, keys, values)
     x, where = draw.normal(size=(4, hidden)).astype(np.float32), np.array([1, 0, 1, 0], np.int32)
-    found = run(x, where, np.array(lengths, np.int32)[where], keys, values)
+    prompts = kernels.TokenPlaces(where, np.zeros_like(where), np.array(lengths, np.int32)[where])
+    found = run(x, prompts, keys, values)
     for row, slot in enumerate(where):
         queries = (plain["query"] @ x[row]).reshape(heads, head_size)
         own_keys = (states[slot] @ plain["key"].T).reshape(-1, heads, head_size)

@@ -8,7 +8,7 @@ import pytest
 from moec.manifests.model import AttentionSpec, LatentSpec, RopeSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
-from moec.runtime.layers.attention import LatentAttention, TokenPlaces
+from moec.runtime.layers.attention import LatentAttention
 from moec.runtime.layers.norms import Norm
 from moec.runtime.layers.rotary import RotaryTables
 from tests.kernels.packer import pack_16_bit
@@ -55,7 +55,7 @@ def test_it_is_attention_over_keys_and_values_that_are_never_made(query_rank: in
     positions = np.arange(CONTEXT, dtype=np.int32)
     parts = [slice(5), *(slice(at, at + 1) for at in range(5, CONTEXT))]
     for part in parts:
-        run(found[part], TokenPlaces(slots[part], positions[part]), cache, cache)
+        run(found[part], kernels.TokenPlaces(slots[part], positions[part]), cache, cache)
 
     def norm(rows: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return weight * rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6)

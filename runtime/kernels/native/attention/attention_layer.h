@@ -1,11 +1,11 @@
 // Attention of one layer as a single operation, from the residual stream back to the residual stream. Start here: `attend`
-// calls the products (experts/operations.h), stores keys and values, and calls the kernels of cached_attention.h.
+// calls the products (operations/operations.h), stores keys and values, and calls the kernels of cached_attention.h.
 
 #pragma once
 
 #include <cstdint>
 
-#include "experts/operations.h"
+#include "operations/operations.h"
 
 namespace moec {
 

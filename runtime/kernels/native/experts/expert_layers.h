@@ -10,7 +10,7 @@
 
 #include "experts/expert_reads.h"
 #include "experts/margins.h"
-#include "experts/operations.h"
+#include "operations/operations.h"
 
 namespace moec {
 

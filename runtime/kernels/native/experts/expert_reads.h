@@ -2,6 +2,8 @@
 // experts that Residency queues, and callers wait for them. A place is the memory of one expert; a read goes into the place of
 // an evicted expert of the same size. Which expert is evicted is decided in residency.cpp.
 //
+// Functions of callers: expert_reads.cpp. Functions of reader threads: expert_readers.cpp.
+//
 // Python does three things: it provides a place where none of the right size is free, it handles failed reads, and it compares
 // checksums at the first read of an expert and after its file has changed (specification: runtime/storage/read_verifier.py).
 // Everything else is one pread and one fstat between two short holds of a lock.
@@ -17,7 +19,7 @@
 #include <vector>
 
 #include "experts/file_identity.h"
-#include "experts/operations.h"
+#include "operations/operations.h"
 #include "experts/residency.h"
 
 namespace moec {

@@ -1,5 +1,5 @@
 // Eviction on the default path: `make_room` evicts until there is room, `next_victim` gives the expert to evict next,
-// `goes_before` is the order of the policy, and `evict` marks the expert absent. What happens to the memory: expert_reads.cpp.
+// `goes_before` is the order of the policy, and `evict` marks the expert absent. Where its memory goes: expert_readers.cpp.
 
 #include "experts/residency.h"
 
@@ -41,9 +41,9 @@ Residency::Residency(ResidencyFacts facts, Columns columns, CacheCounts* counts,
     : capacity_bytes(capacity), pin_limit_bytes(pin_limit), facts_(std::move(facts)), columns_(columns), counts_(counts) {
     before_.assign(facts_.sizes.size(), -1);
     for (int64_t index = 0; index < count(); ++index) {
-        const int64_t behind = facts_.following[static_cast<size_t>(index)];
-        if (behind >= 0) {
-            before_[static_cast<size_t>(behind)] = index;
+        const int64_t next = facts_.following[static_cast<size_t>(index)];
+        if (next >= 0) {
+            before_[static_cast<size_t>(next)] = index;
         }
         columns_.state[index] = size(index) > 0 ? kAbsent : kResident;
     }

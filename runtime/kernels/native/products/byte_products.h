@@ -77,8 +77,8 @@ inline void multiply_panels(const MultiplyBytePanels* by_tokens, const PanelStep
     const int64_t parts = all_groups >= kAskSteps ? 1 : (kAskSteps + all_groups - 1) / all_groups;
     const int64_t ask_bytes = (next[0].end - next[0].begin) / (all_groups * parts) + 1;
     for (int token = 0; token < step.count;) {
-        const int beside = kRowsSideBySide - token % kRowsSideBySide,
-                  left = step.count - token < beside ? step.count - token : beside;
+        const int until_tile_end = kRowsSideBySide - token % kRowsSideBySide,
+                  left = step.count - token < until_tile_end ? step.count - token : until_tile_end;
         const int groups = (left + kRoundedTokens - 1) / kRoundedTokens, tokens = (left + groups - 1) / groups;
         for (int64_t part = 0; part < parts; ++part) {
             for (int b = 0; b < blocks; ++b) {

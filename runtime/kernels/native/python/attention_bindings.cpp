@@ -1,4 +1,4 @@
-// Bindings of the single steps of attention. Shapes and meanings: runtime/kernels/reference.py.
+// Bindings of the single steps of attention. Shapes and meanings: runtime/kernels/reference/.
 
 #include "python/attention_bindings.h"
 

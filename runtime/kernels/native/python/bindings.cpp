@@ -1,6 +1,6 @@
 // The module `_native`. Each function checks every argument, then releases the interpreter lock around the work.
 // Start here to find the C++ side of a function of runtime/kernels. The other *_bindings.cpp are called at the end.
-// Shapes and meanings: runtime/kernels/reference.py. Types: runtime/kernels/_native.pyi.
+// Shapes and meanings: runtime/kernels/reference/. Types: runtime/kernels/_native.pyi.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -14,7 +14,7 @@
 #include "python/bound_weights.h"
 #include "python/cache_bindings.h"
 #include "python/lookahead_bindings.h"
-#include "experts/operations.h"
+#include "operations/operations.h"
 #include "threads/thread_pool.h"
 #include "python/vector_arguments.h"
 

@@ -88,8 +88,8 @@ class BoundReads {
             readers < 1) {
             refuse("layers, following, sources: expected one per expert, and at least one reader");
         }
-        for (const int64_t behind : following) {
-            if (behind < -1 || behind >= count) {
+        for (const int64_t next : following) {
+            if (next < -1 || next >= count) {
                 refuse("following: expected experts or -1");
             }
         }

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "python/arguments.h"
-#include "experts/operations.h"
+#include "operations/operations.h"
 
 namespace moec {
 

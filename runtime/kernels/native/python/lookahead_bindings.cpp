@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "python/bound_weights.h"
-#include "experts/operations.h"
+#include "operations/operations.h"
 #include "python/vector_arguments.h"
 
 namespace moec {

@@ -1,4 +1,4 @@
-// Scratch memory that the operations of one thread share, one after the other.
+// Scratch memory of one thread.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace moec {
 
-// Memory of the calling thread. It is kept from call to call and only grows.
+// Memory that is kept from call to call and only grows.
 class Scratch {
   public:
     Scratch() = default;

@@ -1,39 +1,22 @@
-// Splits each operation over threads: products by row blocks, norms and routes by tokens, attention by tokens and heads.
+// Products of matrices and experts, split over threads by row blocks. Operations that are split by tokens: row_operations.cpp.
 // A split never changes a result: one thread computes each output value, in an order that depends only on its own inputs.
-//
-// One more thread is used per kFlopsPerThread of work, since waking one takes several microseconds. The scratch belongs to the
-// calling thread and only grows. Its size is at most:
-// - products: 96 x (1.25 K + 5.25 F) bytes
-// - attention: threads x 4 x positions floats
-// - routes: threads x E floats
-// - rotations of adjacent pairs: threads x half of the rotated features, floats
+// The scratch of a product is at most 96 x (1.25 K + 5.25 F) bytes.
 
-#include "experts/operations.h"
+#include "operations/operations.h"
 
 #include <algorithm>
 
-#include "threads/scratch.h"
-#include "threads/thread_pool.h"
+#include "operations/split_work.h"
 
 namespace moec {
 namespace {
 
-constexpr double kFlopsPerThread = 5e5;
-constexpr double kFlopsPerExp = 30;
-constexpr int64_t kPartsPerThread = 4;  // so that other threads can take work from a slow one
-constexpr double kFlopsPerPart = 4e6;     // or more parts, of about 10 us each: at the end a thread waits for half of one
-constexpr int64_t kPartsPerExpert = 4;  // at the end, a thread waits for half a part on average
-constexpr int64_t kBlocksPerUnit = 2;   // products over one token take two blocks at a time
-constexpr int64_t kTokensAtOnce = 96;   // tokens whose rounded and hidden values are kept at once
+constexpr double kFlopsPerPart = 4e6;  // largest part of a long product, about 10 us
+// At the end of an operation, a thread waits for half a part on average.
+constexpr int64_t kPartsPerExpert = 4;
+constexpr int64_t kBlocksPerUnit = 2;  // products over one token take two blocks at a time
+constexpr int64_t kTokensAtOnce = 96;  // tokens whose rounded and hidden values are kept at once
 constexpr double kFlopsPerRounded = 8;
-
-thread_local Scratch scratch;
-
-int threads_for(double flops) {
-    const int available = thread_count();
-    const double useful = 1 + flops / kFlopsPerThread;
-    return useful < available ? static_cast<int>(useful) : available;
-}
 
 // body(begin, end) over parts of the row blocks of a matrix.
 template <class Body>
@@ -87,15 +70,6 @@ void split_matrices(const MatrixView* const* matrices, int64_t count, int64_t to
     });
 }
 
-// body(first, last, worker) over parts of the tokens.
-template <class Body>
-void split_tokens(int64_t tokens, int threads, const Body& body) {
-    const int64_t parts = threads == 1 ? 1 : std::min<int64_t>(tokens, threads * kPartsPerThread);
-    parallel_for(parts, threads, [&](int64_t part, int worker) {
-        body(part * tokens / parts, (part + 1) * tokens / parts, worker);
-    });
-}
-
 // How rounded rows are multiplied: each with a matrix of its own, or all with the same matrix.
 enum class Used { kAlone, kTogether };
 
@@ -139,7 +113,7 @@ bool linears(const MatrixView* const* matrices, int64_t count, const float* x, i
     const int64_t columns = matrices[0]->columns, at_once = std::min(tokens, kTokensAtOnce);
     const bool rounds =
         std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
-    float* memory = rounds ? scratch.take(rounded_floats(Used::kTogether, at_once, columns)) : nullptr;
+    float* memory = rounds ? operation_scratch.take(rounded_floats(Used::kTogether, at_once, columns)) : nullptr;
     if (rounds && memory == nullptr && tokens > 0) {
         return false;
     }
@@ -166,7 +140,7 @@ bool linears_by_row(const MatrixView* const* matrices, int64_t count, const floa
         std::any_of(matrices, matrices + count, [](const MatrixView* matrix) { return matrix->bitwidth != 16; });
     RoundedRows rounded{};
     if (rounds) {
-        float* memory = scratch.take(rounded_floats(Used::kAlone, count, columns));
+        float* memory = operation_scratch.take(rounded_floats(Used::kAlone, count, columns));
         if (memory == nullptr) {
             return false;
         }
@@ -214,7 +188,7 @@ bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
     const int64_t at_once = std::min(call.count, kTokensAtOnce);
     const int64_t input_floats = rounds_input ? rounded_floats(Used::kTogether, at_once, size) : 0;
     const int64_t hidden_floats = rounds_hidden ? rounded_floats(Used::kTogether, at_once, width) : 0;
-    float* rounded_input = scratch.take(input_floats + hidden_floats + at_once * width);
+    float* rounded_input = operation_scratch.take(input_floats + hidden_floats + at_once * width);
     if (rounded_input == nullptr && call.count > 0) {
         return false;
     }
@@ -259,7 +233,7 @@ bool experts_of_token(const ExpertView* const* experts, int64_t count, const flo
     }
     const int64_t input_floats = rounds_input ? rounded_floats(Used::kAlone, 1, size) : 0;
     const int64_t hidden_floats = rounds_hidden ? rounded_floats(Used::kAlone, count, width) : 0;
-    float* rounded_input = scratch.take(input_floats + hidden_floats + count * width);
+    float* rounded_input = operation_scratch.take(input_floats + hidden_floats + count * width);
     if (rounded_input == nullptr) {
         return false;
     }
@@ -285,118 +259,6 @@ bool experts_of_token(const ExpertView* const* experts, int64_t count, const flo
         const OutputRows outputs{out + out_rows[i] * size, size, nullptr};
         kernels.linear(experts[i]->down, own, 1, outputs, begin, end);
         add_bias(*experts[i], 1, outputs, begin, end);
-    });
-    return true;
-}
-
-void combine(const float* parts, const float* weights, int64_t tokens, int64_t top_k, int64_t size, float* out) {
-    const KernelTable& kernels = active_kernels();
-    const double flops = 2.0 * static_cast<double>(tokens) * static_cast<double>(top_k) * static_cast<double>(size);
-    split_tokens(tokens, threads_for(flops), [&](int64_t first, int64_t last, int) {
-        for (int64_t t = first; t < last; ++t) {
-            kernels.combine(parts + t * top_k * size, weights + t * top_k, top_k, size, out + t * size);
-        }
-    });
-}
-
-void rms_norm(const float* x, const float* weight, float eps, int64_t tokens, int64_t size, float* out) {
-    const KernelTable& kernels = active_kernels();
-    const double flops = 4.0 * static_cast<double>(tokens) * static_cast<double>(size);
-    split_tokens(tokens, threads_for(flops), [&](int64_t first, int64_t last, int) {
-        for (int64_t t = first; t < last; ++t) {
-            kernels.rms_norm(x + t * size, weight, eps, size, out + t * size);
-        }
-    });
-}
-
-void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t tokens, int64_t size, float* out) {
-    const KernelTable& kernels = active_kernels();
-    const double flops = 7.0 * static_cast<double>(tokens) * static_cast<double>(size);
-    split_tokens(tokens, threads_for(flops), [&](int64_t first, int64_t last, int) {
-        for (int64_t t = first; t < last; ++t) {
-            kernels.layer_norm(x + t * size, weight, bias, eps, size, out + t * size);
-        }
-    });
-}
-
-// Moves adjacent pairs into halves: the first feature of each pair, then the second. spare: [half].
-static void part_pairs(float* pairs, int64_t half, float* spare) {
-    for (int64_t i = 0; i < half; ++i) {
-        spare[i] = pairs[2 * i + 1];
-        pairs[i] = pairs[2 * i];
-    }
-    std::copy(spare, spare + half, pairs + half);
-}
-
-bool rope(const RopeCall& call, int64_t tokens) {
-    const KernelTable& kernels = active_kernels();
-    const double flops = 6.0 * static_cast<double>(tokens) * static_cast<double>(call.heads) * static_cast<double>(call.half);
-    const int threads = threads_for(flops);  // read once: another thread may change the number
-    float* spare = call.is_interleaved ? scratch.take(threads * call.half) : nullptr;
-    if (call.is_interleaved && spare == nullptr && call.half > 0) {
-        return false;
-    }
-    split_tokens(tokens, threads, [&](int64_t first, int64_t last, int worker) {
-        for (int64_t t = first; t < last; ++t) {
-            for (int64_t head = 0; call.is_interleaved && head < call.heads; ++head) {
-                part_pairs(call.x + (t * call.heads + head) * call.head_size, call.half, spare + worker * call.half);
-            }
-            kernels.rope(call, t);
-        }
-    });
-    return true;
-}
-
-bool attention(const AttentionCall& call, int64_t tokens) {
-    const KernelTable& kernels = active_kernels();
-    int64_t longest = 0;
-    double pairs = 0;
-    for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t seen = int64_t{call.positions[t]} + 1;
-        const int64_t count = call.ends != nullptr ? call.ends[t] : call.window > 0 ? std::min(seen, call.window) : seen;
-        longest = std::max(longest, count);
-        pairs += static_cast<double>(count);
-    }
-    const int threads =
-        threads_for(pairs * static_cast<double>(call.heads) * (4.0 * static_cast<double>(call.head_size) + kFlopsPerExp));
-    float* scores = scratch.take(threads * kMaxAttentionQueries * longest);
-    if (scores == nullptr && longest > 0) {
-        return false;
-    }
-    // A part has heads that share keys and values, and consecutive tokens as far as there is room. The parts of one head
-    // follow one another, while its keys and values are in the processor's cache.
-    const int64_t sharing = call.heads / call.kv_heads, heads = std::min<int64_t>(sharing, kMaxAttentionQueries);
-    const int64_t runs = (sharing + heads - 1) / heads, tokens_at_once = kMaxAttentionQueries / heads;
-    const int64_t rows = (tokens + tokens_at_once - 1) / tokens_at_once;
-    parallel_for(call.kv_heads * runs * rows, threads, [&](int64_t item, int worker) {
-        const int64_t run = item / rows, head = run / runs * sharing + run % runs * heads;
-        const int64_t last = std::min(tokens, (item % rows + 1) * tokens_at_once);
-        AttentionPart part{item % rows * tokens_at_once, 0, head, std::min(heads, (run / runs + 1) * sharing - head)};
-        for (; part.first_token < last; part.first_token += part.tokens) {
-            part.tokens = 1;
-            while (part.first_token + part.tokens < last &&
-                   call.slots[part.first_token + part.tokens] == call.slots[part.first_token]) {
-                ++part.tokens;
-            }
-            kernels.attention(call, part, scores + worker * kMaxAttentionQueries * longest, longest);
-        }
-    });
-    return true;
-}
-
-bool route(const RouteCall& call, int64_t tokens) {
-    const KernelTable& kernels = active_kernels();
-    const double per_expert = kFlopsPerExp + 4.0 * static_cast<double>(call.top_k);
-    const double flops = per_expert * static_cast<double>(tokens) * static_cast<double>(call.expert_count);
-    const int threads = threads_for(flops);
-    float* shares = scratch.take(threads * call.expert_count);
-    if (shares == nullptr) {
-        return false;
-    }
-    split_tokens(tokens, threads, [&](int64_t first, int64_t last, int worker) {
-        for (int64_t t = first; t < last; ++t) {
-            kernels.route(call, t, shares + worker * call.expert_count);
-        }
     });
     return true;
 }

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <vector>
 
-#include "experts/operations.h"
+#include "operations/operations.h"
 
 namespace moec {
 

@@ -1,0 +1,239 @@
+// Reader threads of the expert cache, and the memory that they read into. On the default path an evicted expert gives up its
+// memory in `left`, and `give_places` hands that memory to the next expert of the same size. Callers: expert_reads.cpp.
+
+#include <algorithm>
+#include <chrono>
+
+#include "experts/expert_reads.h"
+#include "threads/clock.h"
+
+#if defined(__unix__) || defined(__APPLE__)
+#define MOEC_HAS_PREADV 1
+#include <fcntl.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+#endif
+
+namespace moec {
+namespace {
+
+// Age from which an identity is trusted. A younger file may change again without a new time stamp.
+constexpr std::chrono::seconds kSettled{2};
+
+bool is_settled(const FileIdentity& identity) {
+    const auto now = std::chrono::system_clock::now().time_since_epoch();
+    const int64_t now_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+    return identity.size_bytes >= 0 && now_ns - identity.changed_ns > std::chrono::nanoseconds(kSettled).count();
+}
+
+}  // namespace
+
+// An expert was evicted or its read failed. Its place becomes free for the next expert of its size.
+void ExpertReads::left(int64_t index) {
+    if (addresses_[static_cast<size_t>(index)] != nullptr) {
+        spare_[size(index)].push_back(index);
+    }
+}
+
+void ExpertReads::serve(const Load& load, const Check& check) {
+    for (;;) {
+        bool is_warm = false, has_places = false, is_known = false;
+        Indices run;
+        SourceFile before{};
+        FileIdentity after;
+        std::vector<uint8_t*> addresses;
+        {
+            Lock lock(mutex_);
+            run = next_run(lock, is_warm);
+            if (run.empty()) {
+                return;
+            }
+            warming_ += is_warm;
+            change_reading(1);
+            has_places = give_places(run);
+            before = file_of(run);
+            is_known = is_verified(run, before.state);
+            for (const int64_t index : run) {
+                addresses.push_back(addresses_[static_cast<size_t>(index)]);
+            }
+        }
+        Indices failed;
+        if (!has_places || !read(run, addresses)) {
+            failed = load(run);
+            after = before.identity;  // Python compared it; if the file changes, a later read notices
+        } else if (check) {
+            after = identity_of(before.descriptor);
+            if (!is_known || !(after == before.identity)) {
+                failed = check(run, addresses);
+            }
+        }
+        const Lock lock(mutex_);
+        if (check) {
+            note_verified(run, failed, before, after);
+        }
+        change_reading(-1);
+        warming_ -= is_warm;
+        end(run, failed, is_warm);
+        changed_.notify_all();
+    }
+}
+
+bool ExpertReads::is_verified(const Indices& run, uint32_t state) const {
+    return std::all_of(run.begin(), run.end(), [=](int64_t index) { return verified_[static_cast<size_t>(index)] == state; });
+}
+
+// Note a run that was read and compared, or that needed no comparison. before: its file when the read began.
+void ExpertReads::note_verified(const Indices& run, const Indices& failed, const SourceFile& before,
+                                const FileIdentity& after) {
+    SourceFile& file = file_of(run);
+    if (!(after == before.identity)) {
+        if (!(after == file.identity)) {
+            file.identity = after;
+            ++file.state;
+        }
+        return;
+    }
+    if (is_verified(run, before.state) || !is_settled(after)) {
+        return;
+    }
+    for (const int64_t index : run) {
+        if (std::find(failed.begin(), failed.end(), index) == failed.end()) {
+            verified_[static_cast<size_t>(index)] = before.state;
+        }
+    }
+}
+
+// Wait for the most urgent read. Returns an empty run once closed.
+ExpertReads::Indices ExpertReads::next_run(Lock& lock, bool& is_warm) {
+    while (!is_closed_) {
+        Indices run = next_read();
+        if (!run.empty()) {
+            return run;
+        }
+        bool had_warmup = !warmup_.empty();
+        while (!warmup_.empty()) {  // an expert that does not fit now is skipped
+            const int64_t index = warmup_.front();
+            warmup_.pop_front();
+            if (fits_free(index)) {
+                begin_warm(index);
+                is_warm = true;
+                return {index};
+            }
+        }
+        if (had_warmup) {
+            changed_.notify_all();
+        }
+        work_.wait(lock);
+    }
+    return {};
+}
+
+// Give every expert of a run the free place of an evicted expert of its size. Returns false, with nothing changed, if one of
+// them gets none.
+bool ExpertReads::give_places(const Indices& run) {
+    if (moved_.size() >= addresses_.size()) {
+        return false;  // Python must first learn of the earlier moves, so that their list stays bounded
+    }
+    for (const int64_t index : run) {
+        const auto spare = spare_.find(size(index));
+        const int64_t wanted = std::count_if(run.begin(), run.end(), [&](int64_t other) { return size(other) == size(index); });
+        if (sources_[static_cast<size_t>(index)].view == nullptr || spare == spare_.end() ||
+            static_cast<int64_t>(spare->second.size()) < wanted) {
+            return false;
+        }
+    }
+    for (const int64_t index : run) {
+        Indices& spare = spare_[size(index)];
+        const int64_t before = spare.back();
+        spare.pop_back();
+        if (before != index) {
+            std::swap(addresses_[static_cast<size_t>(index)], addresses_[static_cast<size_t>(before)]);
+            // If the expert's own place was free as well, the two experts swap their places: both still have one.
+            moved_.emplace_back(before, index);
+            const auto own = std::find(spare.begin(), spare.end(), index);
+            if (own != spare.end()) {
+                *own = before;
+            }
+        }
+        follow(index);
+    }
+    return true;
+}
+
+// Point the kernels' view of an expert to the place where it will be.
+void ExpertReads::follow(int64_t index) {
+    const ExpertSource& source = sources_[static_cast<size_t>(index)];
+    const uint8_t* const address = addresses_[static_cast<size_t>(index)];
+    source.view->up.data = address + source.up_bytes;
+    source.view->down.data = address + source.down_bytes;
+    source.view->gate.data = address + (source.gate_bytes < 0 ? source.up_bytes : source.gate_bytes);
+}
+
+bool ExpertReads::read(const Indices& run, const std::vector<uint8_t*>& addresses) const {
+#if defined(MOEC_HAS_PREADV)
+    std::vector<iovec> parts;
+    int64_t left_bytes = 0;
+    for (size_t i = 0; i < run.size(); ++i) {
+        const int64_t bytes = sources_[static_cast<size_t>(run[i])].size_bytes;
+        parts.push_back({addresses[i], static_cast<size_t>(bytes)});
+        left_bytes += bytes;
+    }
+    const ExpertSource& first = sources_[static_cast<size_t>(run[0])];
+    int64_t offset = first.offset_bytes;
+    size_t part = 0;
+    while (left_bytes > 0) {
+        const ssize_t count = ::preadv(first.descriptor, parts.data() + part, static_cast<int>(parts.size() - part), offset);
+        if (count < 0 && errno == EINTR) {
+            continue;
+        }
+        if (count <= 0) {
+            return false;
+        }
+        offset += count;
+        left_bytes -= count;
+        for (size_t rest = static_cast<size_t>(count); rest > 0;) {
+            const size_t step = std::min(rest, parts[part].iov_len);
+            parts[part].iov_base = static_cast<uint8_t*>(parts[part].iov_base) + step;
+            parts[part].iov_len -= step;
+            rest -= step;
+            part += parts[part].iov_len == 0;
+        }
+    }
+#if defined(POSIX_FADV_DONTNEED)
+    if (drops_pages_) {
+        ::posix_fadvise(first.descriptor, first.offset_bytes, offset - first.offset_bytes, POSIX_FADV_DONTNEED);
+    }
+#endif
+    return true;
+#else
+    static_cast<void>(run);
+    static_cast<void>(addresses);
+    return false;
+#endif
+}
+
+void ExpertReads::end(const Indices& run, const Indices& failed, bool is_warm) {
+    for (const int64_t index : run) {
+        if (std::find(failed.begin(), failed.end(), index) != failed.end()) {
+            left(index);
+            withdraw(index);
+            has_failed_[static_cast<size_t>(index)] = columns_.is_leased[index];  // for the stream that waits for it
+        } else if (is_warm) {
+            arrive_warm(index);
+            ++counts_->warm_reads;
+        } else {
+            arrive(index);
+        }
+    }
+}
+
+void ExpertReads::change_reading(int by) {
+    const int64_t now = now_ns();
+    counts_->busy_ns += reading_ > 0 ? now - last_change_ns_ : 0;
+    last_change_ns_ = now;
+    reading_ += by;
+}
+
+}  // namespace moec
