@@ -23,7 +23,7 @@ from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.tuning.mode_records import calibrated_deciles, calibrated_lower_half, measured_rows, record_path
 from tests.gates.bundles import emit_bundle
-from tests.tiny_compile import save_model, save_texts
+from tests.tiny_compile import little_memory, save_model, save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 from .conftest import Invoke
@@ -321,17 +321,16 @@ def test_a_checkpoint_has_no_modes(invoke: Invoke, checkpoint: Path, texts: Path
     assert result.exit_code != 0 and "holds no bundle" in result.stderr
 
 
-@pytest.mark.parametrize("is_layerwise", [False, True])
+@pytest.mark.parametrize("holds_model", [True, False])
 def test_a_compile_puts_what_modes_cost_into_the_bundle(
-    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_layerwise: bool
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds_model: bool
 ) -> None:
-    if is_layerwise:
-        monkeypatch.setattr("moec.compiler.walker.planning.goes_layer_by_layer", lambda *_: True)
+    if not holds_model:
+        little_memory(monkeypatch.setattr)
     target, data = tmp_path / "out", tmp_path / "texts"
     model = save_model(tmp_path / "model", layers=1, experts=8)
     save_texts(data, train=4, validation=4, test=3)
-    bits = "2,8" if is_layerwise else 8  # layer by layer, low versions are among the formats that are searched
-    common = ("compile", model, "--bits-per-weight", 9, "--bits", bits, "--sensitivity", "proxy", "-o", target)
+    common = ("compile", model, "--bits-per-weight", 9, "--bits", 8, "--sensitivity", "proxy", "-o", target)
     assert "`--modes` is measured on" in invoke("compile", model, "--uniform", 8, "--modes", "sweep").stderr
     result = invoke(
         *common, "--data", data, "--fallback-bits", 2, "--group-size", 32, "--no-comparisons", "--modes", "sweep"

@@ -14,17 +14,17 @@ from typing import Any
 
 from moec.compiler.request.result import CompileResult
 from moec.compiler.workspace.durable import Disk
-from tests.tiny_compile import compile_tiny
+from tests.tiny_compile import compile_tiny, little_memory
 
 OPERATIONS = ("open", "write", "sync", "sync_file", "sync_directory", "rename", "make_directory", "remove_tree")
 KILLED = 9
-WAYS = ("whole", "layer by layer")
+WAYS = ("all layers stay", "little memory")
 
 
 def go(way: str, patch: Callable[[str, Any], None]) -> None:
-    """Compile that way: the model at once, or one layer at a time as if it did not fit. patch: sets what has a name."""
+    """Compile that way: with all layers in memory, or with none between passes. patch: sets what has a name."""
     if way != WAYS[0]:
-        patch("moec.compiler.walker.planning.goes_layer_by_layer", lambda *_: True)
+        little_memory(patch)
 
 
 def compile_here(folder: Path, model: Path, data: Path, disk: Disk, **values: Any) -> CompileResult:
