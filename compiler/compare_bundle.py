@@ -17,6 +17,7 @@ from moec.manifests.errors import CheckpointError, DataError, ManifestInvalid, O
 from moec.manifests.quant import BITWIDTHS
 from moec.profiles.device import DeviceProfile
 
+from .bundle.plan_bundles import clear_trials
 from .checkpoint.checkpoint import Checkpoint, open_checkpoint
 from .families import lower
 from .preflight.finished import plan_of
@@ -63,8 +64,8 @@ class ComparisonRequest:
 def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
     """Measure the best uniform format and EdgeMoE's search; returns what quality.json holds under `comparison`.
 
-    Raises OptionError (a bundle that nothing can be compared with), CheckpointError and DataError (not those that it
-    was compiled from), DoesNotFit (the model does not fit in memory), and as a compile does.
+    Raises OptionError (a bundle that nothing can be compared with; one layer does not fit in memory), CheckpointError
+    and DataError (not those that it was compiled from), and as a compile does.
     """
     options = options_of(request)
     output = request.bundle.with_name(request.bundle.name + COMPARISON_SUFFIX)
@@ -87,10 +88,12 @@ def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
             "offer others with `--bits` when you compile",
         )
     identity = hashlib.sha256(f"{prepared.identity()} {plan.digest}".encode()).hexdigest()
-    with hold_output(output, inner.disk, request.talk.note), comparing_bench(prepared, output, identity) as bench:
-        trials = measure(bench).trials
-        specs, target = prepared.specs, options.target
-        return compare_with_baselines(plan, specs, trials, trials.store, target, request.talk).to_json()
+    with hold_output(output, inner.disk, request.talk.note):
+        clear_trials(output, inner.disk)
+        with comparing_bench(prepared, output, identity) as bench:
+            trials = measure(bench).trials
+            specs, target = prepared.specs, options.target
+            return compare_with_baselines(plan, specs, trials, trials.store, target, request.talk).to_json()
 
 
 def options_of(request: ComparisonRequest) -> CompileOptions:
@@ -130,6 +133,7 @@ def _options(plain: Mapping[str, str], target: Target, data: str) -> CompileOpti
         shots=int(plain["shots"]),
         limit=None if plain["limit"] == "none" else int(plain["limit"]),
         seed=int(plain["seed"]),
+        sensitivity="proxy",  # the plan is there: predictions decide nothing, and gradients take long
         comparisons=True,
     )
 
