@@ -26,6 +26,8 @@ from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save
 
 pytestmark = pytest.mark.gate("G5")
 STAGES = ("journal", "emit", "manifest", "certify", "publish", "replace", "clean up")
+OF_ALL_LAYERS = "temporary bundle"
+"""Where memory holds the model, the certificate also runs the checkpoint, from a temporary bundle."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Scene:
 
 def stage_of(name: str, path: Path, is_renamed: bool) -> str:
     """Which stage an operation belongs to."""
+    if ".work-" in str(path):
+        return OF_ALL_LAYERS
     if ".work" in str(path):
         return "clean up" if name == "remove_tree" else "journal"
     if path.name.startswith("out.moec-replaced") or path.name == "out":
@@ -66,13 +70,13 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def make_scene(way: str, root: Path) -> Scene:
     """Compile once without interruption, and note every operation."""
-    model = save_model(root / "tiny", layers=1 if way == "whole" else 2, experts=2)
+    model = save_model(root / "tiny", layers=1 if way == WAYS[0] else 2, experts=2)
     data = save_texts(root / "texts", train=3, validation=3, test=6)
     compile_tiny(model, root / "old", "uniform", 4)
     shutil.copytree(root / "old", root / "whole" / "out")
     disk = WatchedDisk()
     compile_here(root / "whole", model, data, disk)
-    stages: dict[str, list[int]] = {stage: [] for stage in STAGES}
+    stages: dict[str, list[int]] = {stage: [] for stage in (*STAGES, *([OF_ALL_LAYERS] if way == WAYS[0] else []))}
     for number, (name, path) in enumerate(disk.steps, 1):
         stages[stage_of(name, path, name == "rename" and path.name == "out.partial")].append(number)
     assert all(stages.values()), "every stage touches the disk"
