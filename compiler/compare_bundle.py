@@ -64,8 +64,9 @@ class ComparisonRequest:
 def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
     """Measure the best uniform format and EdgeMoE's search; returns what quality.json holds under `comparison`.
 
-    Raises OptionError (a bundle that nothing can be compared with; one layer does not fit in memory), CheckpointError
-    and DataError (not those that it was compiled from), and as a compile does.
+    Raises OptionError if the bundle can be compared with nothing, or if one layer does not fit in memory.
+    Raises CheckpointError and DataError for others than those that it was compiled from.
+    Raises the errors of a compile.
     """
     options = options_of(request)
     output = request.bundle.with_name(request.bundle.name + COMPARISON_SUFFIX)
