@@ -1,6 +1,6 @@
-"""Compare a finished bundle with the baselines of the search, without changing it.
+"""Compare a finished bundle with what people would pick instead, without changing it.
 
-The checkpoint and the data are measured again, with the options of the manifest. The plan is that of the bundle.
+The checkpoint and the data are measured again, under the options that the manifest records; the plan is the bundle's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from moec.manifests.errors import CheckpointError, DataError, ManifestInvalid, O
 from moec.manifests.quant import BITWIDTHS
 from moec.profiles.device import DeviceProfile
 
+from .bundle.plan_bundles import clear_trials
 from .checkpoint.checkpoint import Checkpoint, open_checkpoint
 from .families import lower
 from .preflight.finished import plan_of
@@ -36,17 +37,16 @@ COMPARISON_SUFFIX = ".comparison"
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRequest:
-    """A bundle to compare, and the inputs of its compile.
+    """What to compare, and with what.
 
-    bundle: the folder. Measurements are kept next to it until all are made.
-    manifest: manifest of the bundle.
-    quality: content of its quality.json.
-    source: checkpoint of its compile.
-    data: task data of its compile.
-    profile: the device. Its kernels decide the formats on offer.
+    bundle: the folder, next to which measurements are kept until all are made.
+    manifest, quality: of the bundle.
+    source: the checkpoint that it was compiled from.
+    data: the task data that it was compiled with.
+    profile: the device, whose kernels decide the formats on offer.
     open_runtime: opens the runtime on plans, whose answers a loss is about.
-    resume: whether to continue an interrupted comparison.
-    memory_bytes: memory for the comparison; 0: 7/8 of the machine's.
+    resume: whether measurements of an interrupted run are taken up.
+    memory_bytes: what the comparison may take; 0: 7/8 of the machine's.
     """
 
     bundle: Path
@@ -62,11 +62,10 @@ class ComparisonRequest:
 
 
 def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
-    """Measure the best uniform format and EdgeMoE's search. Return the entry `comparison` of quality.json.
+    """Measure the best uniform format and EdgeMoE's search; returns what quality.json holds under `comparison`.
 
-    Raises OptionError if no baseline exists.
-    Raises CheckpointError or DataError if the checkpoint or the data are not those of the compile.
-    Raises DoesNotFit if the model does not fit in memory.
+    Raises OptionError if the bundle can be compared with nothing, or if one layer does not fit in memory.
+    Raises CheckpointError and DataError for others than those that it was compiled from.
     Raises the errors of a compile.
     """
     options = options_of(request)
@@ -90,16 +89,18 @@ def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
             "offer others with `--bits` when you compile",
         )
     identity = hashlib.sha256(f"{prepared.identity()} {plan.digest}".encode()).hexdigest()
-    with hold_output(output, inner.disk, request.talk.note), comparing_bench(prepared, output, identity) as bench:
-        trials = measure(bench).trials
-        specs, target = prepared.specs, options.target
-        return compare_with_baselines(plan, specs, trials, trials.store, target, request.talk).to_json()
+    with hold_output(output, inner.disk, request.talk.note):
+        clear_trials(output, inner.disk)
+        with comparing_bench(prepared, output, identity) as bench:
+            trials = measure(bench).trials
+            specs, target = prepared.specs, options.target
+            return compare_with_baselines(plan, specs, trials, trials.store, target, request.talk).to_json()
 
 
 def options_of(request: ComparisonRequest) -> CompileOptions:
-    """Return the options of the bundle's compile that affect comparisons.
+    """The options of the bundle's compile, as far as comparisons depend on them.
 
-    Raises OptionError if there is nothing to compare, ManifestInvalid if no compile wrote such options.
+    Raises OptionError where there is nothing to compare, ManifestInvalid where no compile wrote such options.
     """
     try:
         kind, value = request.quality["target"]["kind"], float(request.quality["target"]["value"])
@@ -121,11 +122,7 @@ def options_of(request: ComparisonRequest) -> CompileOptions:
 
 
 def _options(plain: Mapping[str, str], target: Target, data: str) -> CompileOptions:
-    """Return the options.
-
-    plain: options as `CompileOptions.to_plain` writes them.
-    Raises KeyError, ValueError, OptionError.
-    """
+    """plain: options as `CompileOptions.to_plain` writes them. Raises KeyError, ValueError, OptionError."""
     groups = tuple(int(size) for size in plain["group_sizes"].split(","))
     return CompileOptions(
         target=target,
@@ -137,6 +134,7 @@ def _options(plain: Mapping[str, str], target: Target, data: str) -> CompileOpti
         shots=int(plain["shots"]),
         limit=None if plain["limit"] == "none" else int(plain["limit"]),
         seed=int(plain["seed"]),
+        sensitivity="proxy",  # the plan is there: predictions decide nothing, and gradients take long
         comparisons=True,
     )
 

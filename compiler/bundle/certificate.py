@@ -52,7 +52,7 @@ def certify(
     """Measure the KL of the bundle on each task's held-out answers, then the tasks.
 
     For the tasks the checkpoint answers as well, from a temporary bundle of its own weights. Each of the two runtimes
-    has half of the memory. A runtime counts all memory of its process, so the second is told what the first has taken.
+    has half of the memory that is left. A runtime counts all memory of its process, and the second that of the first.
     Other machines of a cluster may generate answers. The KL always comes from this machine.
     splits: the tasks to measure, or none. The KL then stands alone.
     """
@@ -65,10 +65,9 @@ def certify(
     certificates = {}
     plain = plain_plan(bundles.lowering.model, bundles.lowering.spec_16bit, request.options.quantizer)
     with ExitStack() as opened:
-        before = resident_set_bytes()
-        reference = opened.enter_context(bundles.opened(plain, None, UNQUANTIZED, share=2))
-        taken = max(resident_set_bytes() - before, 0)
-        engine = opened.enter_context(bundles.open_runtime(partial, bundles.room_bytes // 2 + taken))
+        half = (bundles.room_bytes - resident_set_bytes()) // 2
+        reference = opened.enter_context(bundles.opened(plain, None, UNQUANTIZED, bundles.room_bytes - half))
+        engine = opened.enter_context(bundles.open_runtime(partial, bundles.room_bytes))
         for split in splits:
             name = split.task.name
             certificates[name] = certify_task(

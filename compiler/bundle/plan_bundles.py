@@ -63,7 +63,7 @@ class PlanBundles:
     """Writes plans as temporary bundles and opens the runtime on them.
 
     request: its output names the bundles, which lie next to it.
-    room_bytes: memory of the runtime.
+    room_bytes: memory of the process with the runtime.
     open_runtime: opens a bundle.
     """
 
@@ -74,12 +74,12 @@ class PlanBundles:
 
     @contextmanager
     def opened(
-        self, plan: CompilePlan, store: UnitStore | None, name: str = TRIAL, share: int = 1
+        self, plan: CompilePlan, store: UnitStore | None, name: str = TRIAL, memory_bytes: int | None = None
     ) -> Iterator[BundleEngine]:
         """Open the runtime on the bundle of a plan. The bundle is removed afterwards.
 
         store: quantized units. None for a plan without any.
-        share: the runtime gets the room divided by this number.
+        memory_bytes: of the process with the runtime. None: room_bytes.
         Raises the errors of emit, and those of the runtime if it does not fit into the room.
         """
         with self._folder(name) as partial:
@@ -91,7 +91,7 @@ class PlanBundles:
                 disk=self.request.disk,
                 progress=self.request.talk.progress(f"writing a bundle of {plan.bits_per_weight:.3f} bits per weight"),
             )
-            with self.open_runtime(partial, self.room_bytes // share) as engine:
+            with self.open_runtime(partial, self.room_bytes if memory_bytes is None else memory_bytes) as engine:
                 yield engine
 
     @contextmanager

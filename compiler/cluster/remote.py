@@ -106,7 +106,9 @@ class RemoteAnswers:
         self, plans: Iterable[tuple[CompilePlan, UnitStore]], items: int | None = None
     ) -> Iterator[AnswerMeasures]:
         """Yield the measures of each plan, in order. Plans run at the same time. See MeasureAnswers."""
-        parts = self._parts.setdefault(items, self._divided(items))
+        if items not in self._parts:
+            self._parts[items] = self._divided(items)
+        parts = self._parts[items]
 
         def jobs() -> Iterator[Job]:
             for plan, store in plans:

@@ -220,7 +220,8 @@ class SearchForecast:
 
     def _reading_seconds(self) -> float:
         """Return the seconds of reads while bundles that exceed memory answer. Each pass reads what is missing once."""
-        room = runtime_bytes(self._model, self._prepared.residency, self._prepared.request.memory_limit_bytes)
+        resident = resident_bytes(self._model, self._model.num_layers) if self._prepared.residency.holds_model else 0
+        room = runtime_bytes(self._model, self._prepared.request.memory_limit_bytes) - resident
         answers = (self._validation.read + self._test.read) / MAX_PASS_TOKENS
         answers += (self._validation.decoded + self._test.decoded) / ROWS_PER_STEP
         tried = (MAX_GENERATED * self._validation.read + self._test.read) / MAX_PASS_TOKENS

@@ -47,10 +47,15 @@ class MemoryNeed:
         peak = sweep_bytes(model, texts.calibration + scored, texts.probe, specs, threads)
         if asks_gradients(self.options.sensitivity, model):
             peak = max(peak, gradients_bytes(model, texts.gradients, scored, specs, threads))
-        # The certificate of a loss runs two bundles. One of them holds the checkpoint's own weights.
-        runtimes = 1 + (self.options.target.kind == "loss")
+        # The certificate of tasks runs two bundles. One of them holds the checkpoint's own weights.
+        runtimes = 1 + measures_tasks(self.options, texts == LARGE_TEXTS)
         certified = runtimes * certifying_bytes(model, scored)
         return max(peak, certificate_bytes(model, SCORED_TOKENS) + certified)
+
+
+def measures_tasks(options: CompileOptions, holds_model: bool) -> bool:
+    """Return whether a certificate measures tasks: for a loss, and where memory holds the model."""
+    return options.target.kind == "loss" or holds_model
 
 
 def choose_residency(need: MemoryNeed, limit_bytes: int) -> Residency:
@@ -70,7 +75,9 @@ def choose_residency(need: MemoryNeed, limit_bytes: int) -> Residency:
     return Residency(fitting_layers(need.model, limit_bytes - least), holds_model=False)
 
 
-def runtime_bytes(model: ModelSpec, residency: Residency, limit_bytes: int) -> int:
-    """Return the budget of a runtime that answers for a compile. Without one it would take most of the machine."""
-    resident = resident_bytes(model, model.num_layers) if residency.holds_model else 0
-    return limit_bytes - resident - certificate_bytes(model, SCORED_TOKENS)
+def runtime_bytes(model: ModelSpec, limit_bytes: int) -> int:
+    """Return the budget of a runtime that answers for a compile. Without one it would take most of the machine.
+
+    A runtime counts all memory of its process, resident layers included.
+    """
+    return limit_bytes - certificate_bytes(model, SCORED_TOKENS)

@@ -103,7 +103,7 @@ def _boundary(ordered: Sequence[CompilePlan], target: TargetRule) -> int | None:
 def edgemoe(
     name: str,
     plan: CompilePlan,
-    formats: Mapping[int, QuantSpec],
+    formats: Mapping[float, QuantSpec],
     losses: Mapping[ExpertKey, float],
     trials: Trials,
     store: UnitStore,

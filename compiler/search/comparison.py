@@ -122,10 +122,11 @@ def compare_with_baselines(
     uniform = best_uniform(plan, specs, trials, target_rule(trials, target, size, UNIFORM, None))
     results: dict[str, BaselineResult] = {}
     for name, (formats, used) in _edgemoe_formats(plan, uniform, specs, store).items():
-        if name not in chosen:
+        if name not in chosen or len(formats) < 2:
             continue
         progress = talk.progress(f"{name}: importance of each expert")
-        losses = importance_list(plan, formats[2], formats[4], trials, used, progress)
+        lowest, second = sorted(formats)[:2]
+        losses = importance_list(plan, formats[lowest], formats[second], trials, used, progress)
         rule = target_rule(trials, target, size, name, used)
         results[name] = edgemoe(name, plan, formats, losses, trials, used, rule)
     return Comparison(plan, plan_kl, uniform, results.get(PUBLISHED), results.get(OURS), by_size)
@@ -133,23 +134,30 @@ def compare_with_baselines(
 
 def _edgemoe_formats(
     plan: CompilePlan, uniform: BaselineResult, specs: Sequence[QuantSpec], store: UnitStore
-) -> dict[str, tuple[dict[int, QuantSpec], UnitStore]]:
+) -> dict[str, tuple[dict[float, QuantSpec], UnitStore]]:
     """Return formats by bitwidth and quantized units for EdgeMoE's search, by the name of the baseline."""
     plain = next(spec for spec in [*specs, store.lowering.spec_16bit] if spec.bitwidth == 16)
-    group = edgemoe_group_size(plan, uniform, specs)
-    ours = {bits: _offered_format(plan, bits, group, specs) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
-    if store.quantizer == "quanto":
-        ours[8] = QuantSpec(8)  # the only 8-bit format of the package
+    ours = offered_to_edgemoe(plan, specs, edgemoe_group_size(plan, uniform, specs)) | {16.0: plain}
     # Linear quantization, scale per channel by max-abs. Source: EdgeMoE, expert-wise bitwidth adaptation.
-    published = {bits: QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS} | {16: plain}
+    published = {float(bits): QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS} | {16.0: plain}
     return {PUBLISHED: (published, UnitStore(store.lowering, "rtn")), OURS: (ours, store)}
 
 
-def _offered_format(plan: CompilePlan, bits: int, group_size: int, specs: Sequence[QuantSpec]) -> QuantSpec:
-    """Return the format on offer with this bitwidth whose groups are nearest in size, or one that is not on offer."""
-    own = [spec for spec in specs if spec.bitwidth == bits and fits_all(plan, spec)]
-    nearest = min(own, key=lambda spec: abs(spec.group_size - group_size), default=None)
-    return QuantSpec(bits, group_size) if nearest is None else nearest
+def offered_to_edgemoe(plan: CompilePlan, specs: Sequence[QuantSpec], group_size: int) -> dict[float, QuantSpec]:
+    """Return the formats below 16 bits, by bitwidth, that EdgeMoE's search takes from those on offer.
+
+    For each bitwidth of EdgeMoE it is the nearest that fits every unit. Units are quantized in no other format.
+    group_size: columns per scale to prefer. 8 bits may be on offer in wider groups alone.
+    """
+    fitting = [spec for spec in specs if spec.bitwidth < 16 and fits_all(plan, spec)]
+    if not fitting:
+        return {}
+
+    def nearest(bitwidth: float) -> QuantSpec:
+        distance = {spec: abs(spec.bitwidth - bitwidth) for spec in fitting}
+        return min(fitting, key=lambda spec: (distance[spec], spec.group_size != group_size, not spec.is_mxfp4))
+
+    return {spec.bitwidth: spec for spec in map(nearest, EDGEMOE_BITWIDTHS)}
 
 
 def fitting_formats(plan: CompilePlan, specs: Sequence[QuantSpec]) -> int:

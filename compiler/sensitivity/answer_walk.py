@@ -23,7 +23,7 @@ from ..reference.weights import WeightName
 from ..request.plan import CompilePlan
 from ..walker.output_head import OutputHead, divergence
 from ..walker.slot import LayerSlot, Replaced, embedded
-from ..walker.texts import AnswerTexts, TextStates
+from ..walker.texts import AnswerTexts, TextStates, text_batches
 from ..workspace.parallel import one_torch_thread, workers
 
 KEPT_LOG_PROBS = 1 << 25
@@ -49,12 +49,6 @@ class AnswerMeasures:
         counts: scored tokens of each text.
         """
         return distribution_summary(self.kl, self.agrees, np.repeat(np.arange(len(counts)), counts))
-
-
-def joined_measures(parts: Iterable[AnswerMeasures]) -> AnswerMeasures:
-    """Return the measures of several parts of the texts as one."""
-    kl, agrees, nll = zip(*((part.kl, part.agrees, part.nll) for part in parts), strict=True)
-    return AnswerMeasures(np.concatenate(kl), np.concatenate(agrees), np.concatenate(nll))
 
 
 def planned_weights(plan: CompilePlan, store: UnitStore) -> Replaced:
@@ -116,66 +110,82 @@ class AnswerWalk:
         self._own_states, self._keeps_slot = own_states, keeps_slot
         self._slot: LayerSlot | None = None
         self._own_log_probs: list[Tensor] = []
+        self._first: dict[int, AnswerWalk] = {}
 
     def release(self) -> None:
         """Give back the memory of the layers, unless they stay."""
         if not self._keeps_slot:
             self._slot = None
+        for walk in self._first.values():
+            walk.release()
 
     def measure_each(
         self, plans: Iterable[tuple[CompilePlan, UnitStore]], items: int | None = None
     ) -> Iterator[AnswerMeasures]:
         """See MeasureAnswers."""
+        walk = self if items is None or items >= len(self.answers.counts) else self._of_first(items)
         for plan, store in plans:
-            yield self.measure(planned_weights(plan, store), items)
+            yield walk.measure(planned_weights(plan, store))
 
-    def measure(self, weights: Replaced, items: int | None = None) -> AnswerMeasures:
-        """Return the measures under these weights.
+    def _of_first(self, items: int) -> AnswerWalk:
+        """Return the same for the first texts. Their batches, and so their bits, are those of no other texts."""
+        if items not in self._first:
+            answers, keeps = self.answers.first(items), self._keeps_slot
+            self._first[items] = AnswerWalk(self._opened, answers, self._threads, self._progress, None, keeps)
+        return self._first[items]
 
-        items: number of texts, from the first. None: all.
-        """
-        slot = self._slot = self._slot or self._make_slot()
+    def _opened(self) -> LayerSlot:
+        self._slot = self._slot or self._make_slot()
+        return self._slot
+
+    def measure(self, weights: Replaced) -> AnswerMeasures:
+        """Return the measures under these weights."""
+        slot = self._opened()
         if self._own_states is None:
-            self._own_states = self._states(slot, lambda name: None, self.answers)
-        answers = self.answers if items is None else self.answers.first(items)
-        states, own_head = self._states(slot, weights, answers), slot.head()
+            self._own_states = self._states(slot, lambda name: None)
+        states, own_head = self._states(slot, weights), slot.head()
         matrix = weights(slot.model.head_name)
         head = own_head if matrix is None else replace(own_head, matrix=matrix)
-        targets = torch.tensor([token for row in answers.targets for token in row])
-        parts = []
+        targets = torch.tensor([token for row in self.answers.targets for token in row])
+        kl, agrees, nll = np.empty(len(states)), np.empty(len(states), np.bool_), np.empty(len(states))
         with one_torch_thread():  # the same bits for any number of processors
-            for tokens, log_p in self._own(own_head, len(states)):
+            for tokens, log_p in self._own(own_head, self._own_states):
                 log_q = head.logits(states[tokens]).log_softmax(-1)
-                kl, agrees = divergence(log_p, log_q)
-                nll = -log_q.gather(1, targets[tokens].unsqueeze(1)).squeeze(1)
-                parts.append(AnswerMeasures(kl.double().numpy(), agrees.numpy(), nll.double().numpy()))
-        return joined_measures(parts)
+                token_kl, token_agrees = divergence(log_p, log_q)
+                kl[tokens], agrees[tokens] = token_kl.double().numpy(), token_agrees.numpy()
+                nll[tokens] = -log_q.gather(1, targets[tokens].unsqueeze(1)).squeeze(1).double().numpy()
+        return AnswerMeasures(kl, agrees, nll)
 
-    def _states(self, slot: LayerSlot, weights: Replaced, answers: AnswerTexts) -> Tensor:
+    def _states(self, slot: LayerSlot, weights: Replaced) -> Tensor:
         """Return the normed states at the scored tokens under these weights, [A, D]."""
         table, layers, scale = weights("embedding"), slot.model.num_layers, slot.model.embedding_scale
         texts = TextStates.begin(
-            answers.texts, lambda ids: embedded(ids, slot.own("embedding") if table is None else table, scale)
+            self.answers.texts, lambda ids: embedded(ids, slot.own("embedding") if table is None else table, scale)
         )
         with workers(self._threads) as pool:
             for layer in range(layers):
                 slot.load(layer, weights)
                 slot.run([texts], pool)
                 self._progress(layer + 1, layers)
-        return slot.normed(texts.answers(answers.counts))
+        return slot.normed(texts.answers(self.answers.counts))
 
-    def _own(self, head: OutputHead, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the unquantized model's log-probabilities of the first tokens, and which tokens they are of."""
-        states = self._own_states
-        if states is None:
-            raise RuntimeError("the states of the unquantized model are computed first")
+    def _own(self, head: OutputHead, states: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the unquantized model's log-probabilities of some tokens, and which tokens they are of."""
+        chunks = scored_chunks(self.answers, head)
         if len(states) * len(head) > KEPT_LOG_PROBS:
-            yield from head.log_probs(states[:count])
+            yield from ((tokens, head.logits(states[tokens]).log_softmax(-1)) for tokens in chunks)
             return
         if not self._own_log_probs:
-            self._own_log_probs = [log_p for _, log_p in head.log_probs(states)]
-        start = 0
-        for log_p in self._own_log_probs:
-            if start < count:
-                yield slice(start, min(start + len(log_p), count)), log_p[: count - start]
-            start += len(log_p)
+            self._own_log_probs = [head.logits(states[tokens]).log_softmax(-1) for tokens in chunks]
+        yield from zip(chunks, self._own_log_probs, strict=True)
+
+
+def scored_chunks(answers: AnswerTexts, head: OutputHead) -> list[Tensor]:
+    """Return the scored tokens whose logits are computed at once, as indices, int64 [a].
+
+    They belong to one batch of texts. Another machine that has some of the batches computes the same products.
+    """
+    ends = np.cumsum(answers.counts).tolist()
+    spans = [torch.arange(end - count, end) for end, count in zip(ends, answers.counts, strict=True)]
+    batches = (torch.cat([spans[text] for text in batch]) for batch in text_batches(answers.texts))
+    return [chunk for tokens in batches if len(tokens) for chunk in torch.split(tokens, head.tokens_at_once)]

@@ -30,6 +30,7 @@ from moec.evaluation.statistics import (
 from moec.evaluation.tasks import Item, Task
 from moec.manifests.errors import OptionError
 from moec.manifests.progress import Progress
+from moec.profiles.freed_memory import give_back_freed_memory
 
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan, plain_plan
@@ -245,6 +246,11 @@ class Trials:
         """Give back memory that only measurements of answers need."""
         if self.walk is not None:
             self.walk.release()
+
+    def close(self) -> None:
+        """Give back all memory. No answers are measured afterwards."""
+        self.walk = None
+        give_back_freed_memory()
 
     def require_baselines(self) -> None:
         """Measure the unquantized model on every task.

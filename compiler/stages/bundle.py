@@ -16,7 +16,7 @@ from ..calibration.collect import calibration_summary
 from ..calibration.tables import Tables
 from ..preflight.device_fit import summarise_device
 from ..preflight.preparation import Prepared
-from ..preflight.residency import runtime_bytes
+from ..preflight.residency import measures_tasks, runtime_bytes
 from ..request.ports import UnpublishedBundle
 from .measure import plan_bundles
 from .workbench import Certified, Planned, Workbench
@@ -51,8 +51,8 @@ def certify_bundle(bench: Workbench, planned: Planned, partial: Path) -> Certifi
             task: HeldOutAnswers(texts, measured.held_out_states[task])
             for task, texts in measured.texts.held_out.items()
         }
-        measured.trials.release()
-        with_tasks = request.options.target.kind == "loss" or bench.prepared.residency.holds_model
+        measured.trials.close()
+        with_tasks = measures_tasks(request.options, bench.prepared.residency.holds_model)
         splits = bench.prepared.splits if with_tasks else ()
         tasks, divergences = certify(request, partial, plan_bundles(bench), held_out, splits, bench.prepared.shots)
         certified = Certified(tasks, divergences)
@@ -92,6 +92,6 @@ def _unpublished(prepared: Prepared, planned: Planned, partial: Path) -> Unpubli
     """Return what lossy modes are measured on: the first task, and the memory that the compile leaves."""
     request, statistics, split = prepared.request, planned.statistics, prepared.splits[0]
     deciles = [] if statistics is None else unimportance_deciles(statistics.unimportance)
-    room = runtime_bytes(prepared.lowering.model, prepared.residency, request.memory_limit_bytes)
+    room = runtime_bytes(prepared.lowering.model, request.memory_limit_bytes)
     items, shots = split.test.items[:MODES_ITEMS], prepared.shots[split.task.name]
     return UnpublishedBundle(partial, split.task, items, shots, deciles, room)

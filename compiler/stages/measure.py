@@ -61,7 +61,7 @@ def measure(bench: Workbench) -> Measured:
 def plan_bundles(bench: Workbench) -> PlanBundles:
     """Return what opens the runtime on plans, on this machine or on workers."""
     prepared, request = bench.prepared, bench.prepared.request
-    room = runtime_bytes(prepared.lowering.model, prepared.residency, request.memory_limit_bytes)
+    room = runtime_bytes(prepared.lowering.model, request.memory_limit_bytes)
     opens = request.open_runtime if bench.cluster is None else bench.cluster.open_runtime
     return PlanBundles(request, prepared.lowering, room, opens)
 

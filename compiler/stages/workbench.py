@@ -135,6 +135,6 @@ def _workers(prepared: Prepared) -> Iterator[ClusterSession | None]:
     if request.cluster is None:
         yield None
         return
-    room = runtime_bytes(prepared.lowering.model, prepared.residency, request.memory_limit_bytes)
+    room = runtime_bytes(prepared.lowering.model, request.memory_limit_bytes)
     with cluster_session(request, prepared.lowering, prepared.stored_specs, room) as cluster:
         yield cluster

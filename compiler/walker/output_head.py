@@ -31,6 +31,11 @@ class OutputHead:
     def __len__(self) -> int:
         return len(self.matrix)
 
+    @property
+    def tokens_at_once(self) -> int:
+        """Number of tokens whose logits are held at once."""
+        return max(1, LOGITS_PER_CHUNK // len(self))
+
     def logits(self, states: Tensor) -> Tensor:
         """[A, D] -> [A, V] float32."""
         out = torch.empty(len(states), len(self))
@@ -48,9 +53,8 @@ class OutputHead:
 
     def log_probs(self, states: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield log-probabilities [a, V] of tokens [A, D], a bounded number at a time, and which tokens they are."""
-        chunk = max(1, LOGITS_PER_CHUNK // len(self))
-        for start in range(0, len(states), chunk):
-            tokens = slice(start, start + chunk)
+        for start in range(0, len(states), self.tokens_at_once):
+            tokens = slice(start, start + self.tokens_at_once)
             yield tokens, self.logits(states[tokens]).log_softmax(-1)
 
 

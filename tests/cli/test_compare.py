@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_compile import check_bundle, contents, names, save_model, save_texts
+from tests.tiny_compile import check_bundle, contents, little_memory, names, save_model, save_texts
 
 from .conftest import Invoke
 
@@ -60,6 +60,37 @@ def test_it_finds_what_a_compile_with_comparisons_finds(
     assert json.loads(told.stdout) == quality["comparison"]
 
 
+def test_with_little_memory_it_finds_the_same(
+    bundle: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few short texts. Longer ones would be cut where memory does not hold the model."""
+    found = []
+    for patched in (False, True):
+        if patched:
+            little_memory(monkeypatch.setattr)
+        result = invoke("compare", bundle, "--json")
+        assert result.exit_code == 0, result.stderr
+        found.append(json.loads(result.stdout))
+        (tmp_path / "out.comparison.json").unlink()
+    assert found[0] == found[1] and len(found[0]["baselines"]) == 3
+
+
+def test_a_loss_is_compared_on_answers_of_temporary_bundles(place: Path, tmp_path: Path, invoke: Invoke) -> None:
+    """What a killed comparison left of them is removed, and a folder that it did not leave is in the way."""
+    loss = ("--loss", "50%", *SMALL[2:], *PI, "--no-comparisons", "-o", tmp_path / "out")
+    assert invoke("compile", place / "tiny", "--data", place / "texts", *loss).exit_code == 0
+    left = tmp_path / "out.comparison.work-trial.partial"
+    left.mkdir()
+    (left / "letter.txt").write_text("mine")
+    result = invoke("compare", tmp_path / "out")
+    assert result.exit_code != 0 and "is in the way and was not left by a compile" in result.stderr
+    (left / "letter.txt").rename(left / "dense.safetensors")
+    result = invoke("compare", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert len(json.loads(result.stdout)["baselines"]) == 3
+    assert names(tmp_path) == {"out", "out.log.json", "out.report.png", "out.comparison.json"}
+
+
 def test_a_bundle_that_was_moved_says_what_it_needs(place: Path, bundle: Path, tmp_path: Path, invoke: Invoke) -> None:
     (tmp_path / "out.log.json").unlink()
     result = invoke("compare", bundle)
@@ -85,7 +116,7 @@ def test_another_checkpoint_and_other_data_are_refused(
     result = invoke("compare", bundle, "--data", data)
     assert result.exit_code == 1 and "is not the data that" in result.stderr
     result = invoke("compare", bundle, "--memory", "1MiB")
-    assert result.exit_code == 1 and "holds the whole model" in result.stderr
+    assert result.exit_code == 1 and "one layer at a time takes" in result.stderr
     assert "out.comparison.json" not in names(tmp_path) and "out.comparison.work" not in names(tmp_path)
 
 

@@ -11,14 +11,25 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from moec.compiler.bundle import certificate
 from moec.compiler.preflight.preparation import Prepared, prepare
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.result import CompileResult
-from moec.compiler.stages import planning, whole_model
+from moec.compiler.sensitivity.gradients import LayerGradients
+from moec.compiler.stages import planning
+from moec.compiler.stages import texts as stage_texts
 from tests.tiny_compile import compile_tiny, make_request, save_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WATCHED = ("calibrate", "predict_units", "choose_objective", "search", "certify_task", "compare_with_baselines")
+# A stage, and where the compile finds it.
+WATCHED: dict[str, Any] = {
+    "chosen_texts": stage_texts,
+    "run": LayerGradients,
+    "choose_objective": planning,
+    "search": planning,
+    "certify_task": certificate,
+    "compare_with_baselines": planning,
+}
 
 
 class Effect(NamedTuple):
@@ -102,8 +113,7 @@ def watched(
     """Run a whole compile, and return the arguments of its stages."""
     seen: dict[str, dict[str, Any]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        for name in WATCHED:
-            module = planning if hasattr(planning, name) else whole_model
+        for name, module in WATCHED.items():
             stage = getattr(module, name)
 
             def noted(*arguments: Any, stage: Callable[..., Any] = stage, name: str = name, **named: Any) -> Any:
@@ -121,7 +131,7 @@ Watched = tuple[CompileResult, dict[str, dict[str, Any]]]
 STAGES: dict[str, Callable[[CompileResult, dict[str, dict[str, Any]]], bool]] = {
     "target": lambda result, seen: (seen["search"]["target"].kind, seen["search"]["target"].value) == ("loss", 0.3),
     "objective": lambda result, seen: seen["choose_objective"]["asked"] == "size",
-    "seed": lambda result, seen: seen["calibrate"]["seed"] == seen["predict_units"]["seed"] == 7,
+    "seed": lambda result, seen: seen["chosen_texts"]["seed"] == seen["run"]["seed"] == 7,
     "swaps": lambda result, seen: seen["search"]["swaps"].measurements == 3,
     "confidence": lambda result, seen: seen["certify_task"]["confidence"] == 0.9,
     "comparisons": lambda result, seen: "compare_with_baselines" not in seen,

@@ -1,4 +1,4 @@
-"""Compiles that are killed at a disk operation. As a program: one killed process for each named operation.
+"""Compiles that are killed at a disk operation. As a program: one killed process for each operation that is named.
 
 python -m tests.gates.killed WAY FOLDER MODEL DATA OLD_BUNDLE N...
 """
@@ -14,34 +14,28 @@ from typing import Any
 
 from moec.compiler.request.result import CompileResult
 from moec.compiler.workspace.durable import Disk
-from tests.tiny_compile import compile_tiny
+from tests.tiny_compile import compile_tiny, little_memory
 
 OPERATIONS = ("open", "write", "sync", "sync_file", "sync_directory", "rename", "make_directory", "remove_tree")
 KILLED = 9
-WAYS = ("whole", "layer by layer")
+WAYS = ("all layers stay", "little memory")
 
 
 def go(way: str, patch: Callable[[str, Any], None]) -> None:
-    """Compile in one of two ways: the whole model in memory, or layer by layer.
-
-    patch: sets an attribute.
-    """
+    """Compile that way: with all layers in memory, or with none between passes. patch: sets what has a name."""
     if way != WAYS[0]:
-        patch("moec.compiler.walker.planning.goes_layer_by_layer", lambda *_: True)
+        little_memory(patch)
 
 
 def compile_here(folder: Path, model: Path, data: Path, disk: Disk, **values: Any) -> CompileResult:
-    """Run the compile that this gate interrupts: a search on data, over an existing bundle."""
+    """The compile that this gate interrupts: a search on data, over a bundle that is there already."""
     return compile_tiny(
         model, folder / "out", "kl", 0.05, data=str(data), disk=disk, bits=(3, 16), overwrite=True, **values
     )
 
 
 class WatchedDisk(Disk):
-    """A disk that records operation and path of every step.
-
-    before: called with the number of each step, counted from 1.
-    """
+    """Notes operation and path of every step; `before` is called with the number of each, counted from 1."""
 
     def __init__(self, before: Callable[[int, str, Any], None] = lambda number, name, subject: None) -> None:
         self.steps: list[tuple[str, Path]] = []
@@ -70,7 +64,7 @@ for _name in OPERATIONS:
 
 
 def kill_at(wanted: int) -> WatchedDisk:
-    """Return a disk whose process ends at once at that operation. A write is cut in half."""
+    """A disk whose process ends at once at that operation; a write is cut in half."""
 
     def check(number: int, name: str, subject: Any) -> None:
         if number == wanted:
@@ -83,7 +77,7 @@ def kill_at(wanted: int) -> WatchedDisk:
 
 
 def main(folder: Path, model: Path, data: Path, old: Path, numbers: list[int]) -> None:
-    """Run the killed processes. Each is a fork of this one, so imports are done once."""
+    """Imports are paid once: every killed process is a fork of this one."""
     for number in numbers:
         place = folder / str(number)
         place.mkdir()

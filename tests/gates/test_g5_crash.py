@@ -1,7 +1,7 @@
 """G5: a compile that fails or is killed at any disk operation leaves the old bundle, a complete one, or none.
 
-After a resume it gives the bytes of an uninterrupted run. The sample takes the first, a middle and the last operation
-of every stage. tests/compiler/workspace/test_durable.py tests every operation of the durable writes.
+Resumed, it ends in the bytes of a run that nothing interrupted. The sample takes the first, a middle and the last
+operation of every stage; durable writes themselves are swept in full in tests/compiler/workspace/test_durable.py.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save
 
 pytestmark = pytest.mark.gate("G5")
 STAGES = ("journal", "emit", "manifest", "certify", "publish", "replace", "clean up")
+OF_ALL_LAYERS = "temporary bundle"
+"""Where memory holds the model, the certificate also runs the checkpoint, from a temporary bundle."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A model, data, an old bundle, and the operations and bytes of an uninterrupted compile.
-
-    way: see killed.py.
-    """
+    """A model, data, an old bundle, and what an uninterrupted compile over it does and leaves. way: see killed.py."""
 
     way: str
     model: Path
@@ -45,7 +44,9 @@ class Scene:
 
 
 def stage_of(name: str, path: Path, is_renamed: bool) -> str:
-    """Return the stage of an operation."""
+    """Which stage an operation belongs to."""
+    if ".work-" in str(path):
+        return OF_ALL_LAYERS
     if ".work" in str(path):
         return "clean up" if name == "remove_tree" else "journal"
     if path.name.startswith("out.moec-replaced") or path.name == "out":
@@ -68,14 +69,14 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def make_scene(way: str, root: Path) -> Scene:
-    """Compile once without interruption, and record every operation."""
-    model = save_model(root / "tiny", layers=1 if way == "whole" else 2, experts=2)
+    """Compile once without interruption, and note every operation."""
+    model = save_model(root / "tiny", layers=1 if way == WAYS[0] else 2, experts=2)
     data = save_texts(root / "texts", train=3, validation=3, test=6)
     compile_tiny(model, root / "old", "uniform", 4)
     shutil.copytree(root / "old", root / "whole" / "out")
     disk = WatchedDisk()
     compile_here(root / "whole", model, data, disk)
-    stages: dict[str, list[int]] = {stage: [] for stage in STAGES}
+    stages: dict[str, list[int]] = {stage: [] for stage in (*STAGES, *([OF_ALL_LAYERS] if way == WAYS[0] else []))}
     for number, (name, path) in enumerate(disk.steps, 1):
         stages[stage_of(name, path, name == "rename" and path.name == "out.partial")].append(number)
     assert all(stages.values()), "every stage touches the disk"
@@ -84,13 +85,13 @@ def make_scene(way: str, root: Path) -> Scene:
 
 
 def sample(scene: Scene) -> list[int]:
-    """Return the first, middle and last operation of every stage."""
+    """First, middle and last operation of every stage, each once."""
     chosen = {numbers[at] for numbers in scene.stages.values() for at in (0, len(numbers) // 2, -1)}
     return sorted(chosen)
 
 
 def check_state(folder: Path, scene: Scene, has_old: bool = True) -> str:
-    """Check that the output is the old bundle, the new one or none. A missing old bundle must be next to it."""
+    """Old, new or none stands at the output; where an old one is gone, it lies beside it."""
     output = folder / "out"
     if not output.exists():
         assert not has_old or contents(folder / "out.moec-replaced") == scene.old_contents
@@ -118,10 +119,10 @@ def test_a_disk_that_fails_or_loses_power(scene: Scene, tmp_path: Path, has_old:
         disk = FaultyDisk(tmp_path / f"attic-{number}", number, MODES[(at + has_old) % len(MODES)], seed=number)
         with contextlib.suppress(MoecError, PowerCut):
             compile_here(folder, scene.model, scene.data, disk)
-        # Without an old bundle the run is a few operations shorter than that of the sample.
+        # Without an old bundle the run is a few operations shorter than the one the sample was taken from.
         assert disk.has_failed or not has_old
         states.append(check_state(folder, scene, has_old))
-        # Each takes a compile, so only every other one is resumed.
+        # A compile each: every other one says what the next run makes of what it finds.
         if at % 2 == 0 or (has_old and states[-1] == "none"):
             resume(folder, scene)
     assert {"old" if has_old else "none", "new"} <= set(states)

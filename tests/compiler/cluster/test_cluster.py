@@ -1,4 +1,4 @@
-"""A local cluster of two nodes that the test starts: equal bytes, a killed worker, refusals."""
+"""A local cluster of two nodes that the test starts: the same bytes, a worker that is killed, what is refused."""
 
 from __future__ import annotations
 
@@ -31,11 +31,20 @@ from moec.manifests.errors import (
     MissingDependency,
     OptionError,
 )
-from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save_model, save_problems, save_texts
+from tests.tiny_compile import (
+    check_bundle,
+    compile_tiny,
+    contents,
+    little_memory,
+    names,
+    save_model,
+    save_problems,
+    save_texts,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    # Ray closes sockets and files only at the end of its processes, and warns about its coming changes.
+    # Ray leaves sockets and files to the end of its processes, and warns of its own coming changes.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -44,7 +53,7 @@ OPTIONS: dict[str, Any] = {"kind": "kl", "value": 0.02, "comparisons": True, "li
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home folder for this process and the nodes, which inherit it. Checkpoints of URLs are stored there."""
+    """A home folder for this process and, since they inherit it, for the nodes: checkpoints from URLs go there."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("home")
         patch.setenv("HOME", str(folder))
@@ -75,7 +84,7 @@ def address(cluster: Any) -> str:
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Items whose answers are generated and scored."""
+    """Answers are generated for these, and scored."""
     return save_problems(tmp_path_factory.mktemp("data") / "problems", train=8, validation=8, test=8)
 
 
@@ -86,26 +95,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path, problems: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Return the files of the bundle that one machine compiles."""
+    """The files of the bundle that one machine compiles."""
     output = tmp_path_factory.mktemp("alone") / "tiny-moec"
     compile_tiny(checkpoint, output, data=str(problems), **OPTIONS)
     return contents(output)
 
 
 def worker_processes() -> set[int]:
-    """Return the worker processes on this machine that the cluster of this test started."""
+    """Processes of workers on this machine that this test's cluster started."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if path.read_bytes().startswith(b"ray::Worker"):
                 found.add(int(path.parent.name))
         except OSError:
-            continue  # the process has ended
+            continue  # it has ended
     return found
 
 
 class Listener:
-    """Records the messages of a compile, and calls a function when one of some stages begins."""
+    """Keeps what a compile says, and does something when the first part of one of these stages is done."""
 
     def __init__(self, stages: Collection[str], action: Callable[[], None]) -> None:
         self.notes: list[str] = []
@@ -118,7 +127,7 @@ class Listener:
 
     def _bar(self, title: str) -> Callable[[int, int], None]:
         def report(done: int, total: int) -> None:
-            is_first = title not in self.bars
+            is_first = done > 0 and self.bars.get(title, (0, 0))[0] == 0
             self.bars[title] = done, total
             self.processes |= worker_processes()
             if is_first and title in self._stages:
@@ -130,7 +139,7 @@ class Listener:
 def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
     address: str, checkpoint: Path, home: Path, problems: Path, alone: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """Workers read the checkpoint at a URL. One machine reads it in a folder."""
+    """Workers read the checkpoint behind a URL; the one machine has it as a folder."""
     killed: set[int] = set()
 
     def kill() -> None:
@@ -138,7 +147,7 @@ def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
         killed.add(process)
         os.kill(process, signal.SIGKILL)
 
-    stages = {"quantizing with gptq", "measuring sensitivity of dense weights"}
+    stages = {"calibrating and quantizing", "predicting what each unit costs"}
     listener, output = Listener(stages, kill), tmp_path / "tiny-moec"
     source = checkpoint.as_uri()
     compile_tiny(source, output, data=str(problems), cluster=address, talk=listener.talk(), **OPTIONS)
@@ -148,20 +157,20 @@ def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
     assert names(tmp_path) == {"tiny-moec"}
     check_bundle(output)
     assert "work goes to 2 of the 2 nodes of the cluster" in listener.notes
-    for title in ("quantizing", "measuring sensitivity", "baseline on gsm8k", "bundle on gsm8k"):
+    for title in (*stages, "baseline on gsm8k", "bundle on gsm8k"):
         done, total = next(bar for name, bar in listener.bars.items() if name.startswith(title))
         assert done == total, f"`{title}` went to its end"
 
 
 @pytest.mark.parametrize(("kind", "value"), [("bits_per_weight", 4.0), ("loss", 0.03)])
-def test_layer_by_layer_the_bytes_are_those_of_one_machine(
+def test_with_little_memory_the_bytes_are_those_of_one_machine(
     address: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, value: float
 ) -> None:
-    """The model is treated as too large for memory. A worker is killed after the first layer.
+    """No layer stays between passes. A worker is killed when the first layer is done.
 
-    Workers quantize and price experts. For a loss target they also answer for plans and both sides of the certificate.
+    Workers quantize and price experts; for a loss, plans and the certificate's two sides answer there as well.
     """
-    monkeypatch.setattr("moec.compiler.walker.planning.goes_layer_by_layer", lambda *_: True)
+    little_memory(monkeypatch.setattr)
     monkeypatch.setattr("moec.compiler.cluster.session.experts_priced_by", noted_prices(priced := list[int]()))
     answered, send = list[str](), ClusterSession.open_runtime
 
@@ -174,9 +183,7 @@ def test_layer_by_layer_the_bytes_are_those_of_one_machine(
     options: dict[str, Any] = {"data": str(texts), "tasks": ("perplexity",), "bits": (2, 3, 4, 8), "quick": False}
     options |= {"group_sizes": (32,), "dense_bits": 8}
     compile_tiny(checkpoint, tmp_path / "alone", kind, value, **options)
-    listener = Listener(
-        {"calibrating and quantizing layer by layer"}, lambda: os.kill(min(worker_processes()), signal.SIGKILL)
-    )
+    listener = Listener({"calibrating and quantizing"}, lambda: os.kill(min(worker_processes()), signal.SIGKILL))
     output, talk = tmp_path / "out", listener.talk()
     compile_tiny(checkpoint, output, kind, value, cluster=address, talk=talk, **options)
     assert contents(output) == contents(tmp_path / "alone")
@@ -189,7 +196,7 @@ def test_layer_by_layer_the_bytes_are_those_of_one_machine(
 
 
 def noted_prices(priced: list[int]) -> Callable[[Any], Any]:
-    """Wrap `experts_priced_by`, and return the layers of all experts with a price."""
+    """`experts_priced_by`, and the layer of every expert whose price came back."""
 
     def priced_by(pool: Any) -> Any:
         price = experts_priced_by(pool)
@@ -209,7 +216,7 @@ def test_a_node_that_goes_away_leaves_its_work_to_the_others(
     cluster: Any, checkpoint: Path, problems: Path, alone: dict[str, bytes], tmp_path: Path
 ) -> None:
     third = cluster.add_node(num_cpus=1)
-    listener = Listener({"quantizing with gptq"}, lambda: cluster.remove_node(third, allow_graceful=False))
+    listener = Listener({"calibrating and quantizing"}, lambda: cluster.remove_node(third, allow_graceful=False))
     output = tmp_path / "tiny-moec"
     compile_tiny(checkpoint, output, data=str(problems), cluster=cluster.address, talk=listener.talk(), **OPTIONS)
     assert "work goes to 3 of the 3 nodes of the cluster" in listener.notes
@@ -217,7 +224,7 @@ def test_a_node_that_goes_away_leaves_its_work_to_the_others(
 
 
 def test_a_node_that_does_not_see_the_checkpoint_is_named(address: str, checkpoint: Path, tmp_path: Path) -> None:
-    """Files in memory exist only for this process."""
+    """Files in memory are there for this process alone."""
     import fsspec
 
     url = f"memory://models-{tmp_path.name}/tiny"
@@ -230,27 +237,24 @@ def test_a_node_that_does_not_see_the_checkpoint_is_named(address: str, checkpoi
 
 @dataclass
 class Counting:
-    """A job that returns its value, or the kept value of another job.
-
-    It keeps three times its value, and refuses negative values.
-    """
+    """A job that gives its value, or what a handle names. It refuses negative values."""
 
     value: int
     of: Any = None
 
-    def run(self, site: Site) -> tuple[int, int]:
+    def run(self, site: Site) -> int:
         if self.value < 0:
             raise ContextOverflow("a text has 9 tokens", "shorten the text")
-        return self.value if self.of is None else site.fetch([self.of])[0], 3 * self.value
+        found: int = self.value if self.of is None else site.fetch([self.of])[0]
+        return found
 
 
 @dataclass
 class Dying:
-    """A job that ends its worker."""
+    """A job that no worker survives."""
 
-    def run(self, site: Site) -> tuple[None, None]:
+    def run(self, site: Site) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
-        return None, None
 
 
 def test_what_a_job_raises_is_raised_here_and_what_kills_workers_ends(
@@ -268,12 +272,10 @@ def test_what_a_job_raises_is_raised_here_and_what_kills_workers_ends(
     with pytest.raises(DoesNotFit, match=r"no node of the cluster at .+ has them"), too_much:
         pass
     with connected(worker_bytes=lambda cpus: cpus << 20) as pool:
-        answers = list(pool.in_order(Counting(value) for value in range(9)))
-        assert [answer.result for answer in answers] == list(range(9))
-        kept = list(pool.in_order(Counting(0, of=answer.kept) for answer in answers))
-        assert [answer.result for answer in kept] == [3 * value for value in range(9)], (
-            "what workers keep is found again"
-        )
+        assert list(pool.in_order(Counting(value) for value in range(9))) == list(range(9))
+        handles = [pool.put(3 * value) for value in range(9)]
+        fetched = list(pool.in_order(Counting(0, of=handle) for handle in handles))
+        assert fetched == [3 * value for value in range(9)], "workers fetch what a handle names"
         with pytest.raises(ContextOverflow, match=r"^node [0-9.]+: a text has 9 tokens") as caught:
             list(pool.in_order([Counting(1), Counting(-1)]))
         assert caught.value.hint == "shorten the text"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -14,8 +15,10 @@ from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.request.uniform import uniform_like
 from moec.compiler.search.baselines import BaselineResult, TargetRule, best_uniform, bytes_at_kl, edgemoe, last_kept
-from moec.compiler.sensitivity.exact import importance_list
+from moec.compiler.search.comparison import offered_to_edgemoe
+from moec.compiler.sensitivity.exact import EXACT_ITEMS, importance_list
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
+from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 from tests.compiler.search.toy_search import BF16, SPECS, ToyStore, ToyTrials, toy_model, uniform_number
 
@@ -24,7 +27,7 @@ PLAIN = replace(
     dense={name: QuantSpec(8) if len(shape) == 2 else BF16 for name, shape in toy_model().dense_shapes().items()},
 )
 STORE = cast(UnitStore, ToyStore())
-FORMATS = {2: QuantSpec(2, 32), 4: QuantSpec(4, 32), 8: QuantSpec(8, 32), 16: BF16}
+FORMATS: dict[float, QuantSpec] = {2: QuantSpec(2, 32), 4: QuantSpec(4, 32), 8: QuantSpec(8, 32), 16: BF16}
 
 
 def only_spec(plan: CompilePlan) -> QuantSpec:
@@ -147,20 +150,48 @@ def test_the_importance_list_puts_one_expert_at_2_bits_and_the_others_at_4() -> 
     seen: list[CompilePlan] = []
 
     class NllTrials(ToyTrials):
-        def answer_nll(self, plan: CompilePlan, store: object, items: int) -> float:
-            seen.append(plan)
+        def answer_nll_each(
+            self, plans: Sequence[CompilePlan], store: object, items: int, progress: Progress
+        ) -> list[float]:
+            assert store is STORE and items == EXACT_ITEMS
+            seen.extend(plans)
+            progress(len(plans), len(plans))
+            return [1.5 + self._increase(plan) for plan in plans]
+
+        @staticmethod
+        def _increase(plan: CompilePlan) -> float:
             low = [unit for unit, spec in plan.units.items() if spec.bitwidth == 2]
-            return 1.5 + (LOSSES[ExpertKey(low[0].layer, low[0].expert)] if low else 0.0)
+            return LOSSES[ExpertKey(low[0].layer, low[0].expert)] if low else 0.0
 
     progress: list[tuple[int, int]] = []
     trials = NllTrials(lambda plan: 0.0).as_trials()
     found = importance_list(PLAIN, FORMATS[2], FORMATS[4], trials, STORE, lambda *at: progress.append(at))
     assert found == pytest.approx(LOSSES)
-    assert progress == [(done, 8) for done in range(1, 9)]
+    assert progress == [(9, 9)], "the experts, and the plan that they are compared with"
     assert only_spec(seen[0]) == FORMATS[4]
     for key, plan in zip(PLAIN.model.expert_keys(), seen[1:], strict=True):
         low = {unit for unit, spec in plan.units.items() if spec == FORMATS[2]}
         assert low == {UnitKey(*key, projection) for projection in PROJECTIONS}
+
+
+@pytest.mark.parametrize(
+    ("offered", "group", "found"),
+    [
+        ("q2g64 q2g32 q4g64 q4g32 q8g64", 32, "q2g32 q4g32 q8g64"),  # 8 bits are on offer in the widest group alone
+        ("q2g64 q2g32 q3g64 q3g32 q4g64 q4g32 q8", 64, "q2g64 q4g64 q8"),
+        ("q2g64 q4g64", 64, "q2g64 q4g64"),
+        ("q3g64 q3g32", 32, "q3g32"),
+        ("q2g64 q4g32 mxfp4", 32, "q2g64 mxfp4"),  # the checkpoint's own format is exact
+        ("q4g128", 128, ""),  # its groups do not divide the columns
+        ("", 0, ""),
+    ],
+)
+def test_edgemoe_takes_formats_on_offer_alone(offered: str, group: int, found: str) -> None:
+    """Units are quantized in no other format."""
+    specs = [*map(QuantSpec.parse, offered.split()), BF16]
+    formats = offered_to_edgemoe(plain_plan(toy_model(), BF16, "gptq"), specs, group)
+    assert [str(spec) for _, spec in sorted(formats.items())] == found.split()
+    assert all(spec.bitwidth == bitwidth for bitwidth, spec in formats.items())
 
 
 def test_bytes_at_equal_kl_interpolate_in_log_kl() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -103,12 +103,15 @@ class ToyTrials:
         self.measured: list[CompilePlan] = []
         self.generated: list[CompilePlan] = []
 
-    kl_each, answer_nll_each = Trials.kl_each, Trials.answer_nll_each
-
     def kl(self, plan: CompilePlan, purpose: str, store: Any = None) -> DistributionSummary:
         self.measured.append(plan)
         mean = self._kl_of(plan)
         return DistributionSummary(mean, mean / 50, mean, mean * 5, mean * 9, math.exp(-mean), 1000)
+
+    def kl_each(
+        self, plans: Sequence[CompilePlan], purposes: Sequence[str], store: Any = None
+    ) -> list[DistributionSummary]:
+        return [self.kl(plan, purpose, store) for plan, purpose in zip(plans, purposes, strict=True)]
 
     def accepts(
         self, plan: CompilePlan, target: float, purpose: str, store: Any = None

@@ -1,12 +1,14 @@
-"""Trials: the measurements, an unchanged model afterwards, and early stops."""
+"""Trials: what is measured, that a measurement leaves no trace, and when it may stop early."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -15,247 +17,354 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
+from moec.compiler.bundle.plan_bundles import PlanBundles
+from moec.compiler.preflight.preparation import Prepared, prepare
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.request.plan import CompilePlan, plain_plan
-from moec.compiler.sensitivity.trials import LOOKS, Reference, TaskData, Trials, keeps, margin
+from moec.compiler.sensitivity.answer_walk import AnswerMeasures, AnswerWalk, planned_weights
+from moec.compiler.sensitivity.trials import LOOKS, TaskData, Trials, keeps, margin
+from moec.compiler.stages.measure import plan_bundles, task_data
+from moec.compiler.stages.texts import compile_texts
+from moec.compiler.stages.workbench import Workbench
+from moec.compiler.walker import output_head
+from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.texts import AnswerTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.data import ItemSet
-from moec.evaluation.divergence import divergence, log_softmax
-from moec.evaluation.engine import Generation, GenerationRequest
+from moec.evaluation.divergence import divergence, log_softmax, summarise_divergence
+from moec.evaluation.engine import Generation, GenerationRequest, TextEngine, no_progress
+from moec.evaluation.run import compare, evaluate
 from moec.evaluation.tasks import find_task
 from moec.manifests.errors import OptionError
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 from tests.compiler.search.toy_search import BF16, estimate, toy_model
-from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+from tests.tiny_compile import make_request, names, save_model, save_texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TEXTS = ("one small text", "another text, a little longer", "third", "and a fourth one here")
+
+
+def open_journal(folder: Path, identity: str = "one") -> Journal:
+    """Journal in a folder that is made if it is missing."""
+    folder.mkdir(exist_ok=True)
+    return Journal(folder / "model.work", identity, Disk())
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A checkpoint with texts, and everything that measures plans of it."""
+
+    prepared: Prepared
+    texts: AnswerTexts
+    store: UnitStore
+    plain: CompilePlan
+    coarse: CompilePlan
+
+    def walk(self, progress: Progress = no_progress) -> AnswerWalk:
+        return AnswerWalk(lambda: LayerSlot(self.prepared.lowering), self.texts, 1, progress)
+
+    def bundles(self, output: Path) -> PlanBundles:
+        """Temporary bundles next to an output."""
+        request = replace(self.prepared.request, output=output)
+        return plan_bundles(Workbench(replace(self.prepared, request=request), cast(Journal, None), None))
+
+    def trials(self, folder: Path, identity: str = "one", walk: Any = None, bundles: Any = None) -> Trials:
+        return Trials(
+            walk or self.walk(), bundles or self.bundles(folder / "out"), self.store, task_data(self.prepared),
+            no_progress, open_journal(folder, identity),
+        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_mixtral(tmp_path_factory.mktemp("trials") / "tiny", TinyMixtral(width=64))
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> ReferenceModel:
-    return ReferenceModel(folder)
-
-
-@pytest.fixture(scope="module")
-def store(folder: Path) -> UnitStore:
-    return UnitStore(lower(open_checkpoint(str(folder))), None, "rtn")
-
-
-def silent(done: int, total: int) -> None:
-    """Ignore the progress."""
-
-
-def task_data(texts: Sequence[str] = TEXTS, certification_items: int = 500) -> TaskData:
-    task = find_task("perplexity")
-    return TaskData(task, ItemSet(task, "made", tuple({"text": text} for text in texts)), certification_items)
-
-
-def make_trials(
-    reference: Any, store: Any, folder: Path, data: TaskData | None = None, identity: str = "one"
-) -> Trials:
-    journal = Journal(folder / "model.work", identity, Disk())
-    return Trials(cast(Reference, reference), store, (data or task_data(),), 64, silent, journal)
-
-
-def plans(store: UnitStore) -> tuple[CompilePlan, CompilePlan]:
-    """Return two plans: all weights at 16 bits, and 2 bits with 4-bit attention and embedding."""
-    plain = plain_plan(store.model, BF16, "rtn")
-    shapes = store.model.dense_shapes()
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    folder = tmp_path_factory.mktemp("trials")
+    data = save_texts(folder / "texts", train=4, validation=4, test=6)
+    model = save_model(folder / "tiny", layers=2, experts=4)
+    prepared = prepare(make_request(model, folder / "out", "loss", 0.02, data=str(data), tasks=("perplexity",)))
+    plain = plain_plan(prepared.lowering.model, prepared.lowering.spec_16bit, "rtn")
+    shapes = plain.model.dense_shapes()
     dense = {n: QuantSpec(4) if len(s) == 2 and not n.endswith("router") else BF16 for n, s in shapes.items()}
-    return plain, replace(plain, units=dict.fromkeys(plain.units, QuantSpec(2, 32)), dense=dense)
+    coarse = replace(plain, units=dict.fromkeys(plain.units, QuantSpec(2, 32)), dense=dense)
+    return Scene(prepared, compile_texts(prepared).answers, UnitStore(prepared.lowering, "rtn"), plain, coarse)
 
 
-def snapshot(reference: ReferenceModel) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in reference.network.model.named_parameters()}
+def finer(plan: CompilePlan) -> CompilePlan:
+    """The plan with 3 bits for each expert."""
+    return replace(plan, units=dict.fromkeys(plan.units, QuantSpec(3, 32)))
 
 
-def is_untouched(reference: ReferenceModel, before: dict[str, torch.Tensor]) -> bool:
-    after = dict(reference.network.model.named_parameters())
-    return before.keys() == after.keys() and all(
-        torch.equal(before[name].view(torch.int32), after[name].view(torch.int32)) for name in before
-    )
-
-
-def test_the_plain_plan_has_no_divergence(reference: ReferenceModel, store: UnitStore, tmp_path: Path) -> None:
-    plain, coarse = plans(store)
-    trials = make_trials(reference, store, tmp_path)
-    nothing, much = trials.kl(plain, "plain"), trials.kl(coarse, "coarse")
+def test_the_plain_plan_has_no_divergence(scene: Scene, tmp_path: Path) -> None:
+    trials = scene.trials(tmp_path)
+    nothing, much = trials.kl(scene.plain, "plain"), trials.kl(scene.coarse, "coarse")
     assert (nothing.mean, nothing.max, nothing.agreement) == (0.0, 0.0, 1.0)
     assert much.mean > 0.01 and much.agreement < 1.0
     assert [trial.purpose for trial in trials.log] == ["plain", "coarse"]
-    assert trials.log[1].expert_packed_bytes == coarse.expert_packed_bytes
-    assert trials.accepts(plain, 0.02, "plain")[1]["perplexity"].loss == 0.0
+    assert trials.log[1].expert_packed_bytes == scene.coarse.expert_packed_bytes
+    assert trials.accepts(scene.plain, 0.02, "plain")[1]["perplexity"].loss == 0.0
 
 
-def test_measuring_changes_no_weight(
-    reference: ReferenceModel, store: UnitStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, (_, coarse) = snapshot(reference), plans(store)
-    trials = make_trials(reference, store, tmp_path)
-    trials.kl(coarse, "coarse")
-    trials.accepts(coarse, 0.02, "coarse")
-    trials.answer_nll(coarse, store, 2)
-    assert is_untouched(reference, before)
+def test_a_plan_is_measured_as_the_reference_model_computes_it(scene: Scene, tmp_path: Path) -> None:
+    """KL and NLL of answers layer by layer, and the loss of a temporary bundle, against the model as a whole."""
+    trials, reference = scene.trials(tmp_path), ReferenceModel(scene.prepared.checkpoint.root)
+    data, weight = trials.tasks[0], planned_weights(scene.coarse, scene.store)
+    exchanged = {
+        name: matrix for name in (*scene.coarse.units, *scene.coarse.dense) if (matrix := weight(name)) is not None
+    }
+    log_p = [log_softmax(rows) for rows in reference.forced_logits(scene.texts.pairs)]
+    baseline = evaluate(data.task, data.validation.items, reference)
+    with reference.weights(exchanged):
+        logits = reference.forced_logits(scene.texts.pairs)
+        value = evaluate(data.task, data.validation.items, reference)
+    found, expected = trials.kl(scene.coarse, "coarse"), summarise_divergence(log_p, logits)
+    assert found.mean == pytest.approx(expected.mean, rel=1e-3) and found.agreement == expected.agreement
+    targets = [row for row, _ in zip(scene.texts.targets, logits, strict=True)]
+    nll = [-log_softmax(rows)[range(len(row)), row] for rows, row in zip(logits, targets, strict=True)]
+    (told,) = trials.answer_nll_each([scene.coarse], scene.store, len(nll), no_progress)
+    assert told == pytest.approx(float(np.concatenate(nll).mean()), rel=1e-4)
+    _, losses = trials.accepts(scene.coarse, 0.02, "coarse")
+    # The runtime rounds what quantized matrices read to 8 bits.
+    assert losses["perplexity"].loss == pytest.approx(compare(baseline, value).loss, abs=0.03)
+    assert trials.baseline(data).value == pytest.approx(baseline.value, rel=1e-4)
 
-    def fails(*arguments: Any, **options: Any) -> Any:
-        assert not is_untouched(reference, before), "the plan was not applied"
+
+def test_a_measurement_leaves_no_trace(scene: Scene, tmp_path: Path) -> None:
+    """Neither in the layers that later plans pass, nor next to the output, also if it fails."""
+    expected = scene.trials(tmp_path / "first").kl(finer(scene.coarse), "alone")
+    fails = False
+
+    def halt(done: int, total: int) -> None:
+        if fails and done == 1:
+            raise MemoryError
+
+    trials = scene.trials(tmp_path / "second", walk=scene.walk(halt))
+    trials.kl(scene.coarse, "coarse")
+    trials.answer_nll_each([scene.coarse], scene.store, 2, no_progress)
+    fails = True
+    with pytest.raises(MemoryError):
+        trials.kl(scene.plain, "plain")
+    fails = False
+    assert trials.kl(finer(scene.coarse), "again") == expected
+    assert trials.kl(scene.plain, "plain").mean == 0.0
+    trials.accepts(scene.coarse, 0.02, "coarse")
+    with pytest.raises(MemoryError), trials.planned(scene.coarse):
+        assert len(names(tmp_path / "second")) == 2, "the bundle of the plan lies next to the journal"
         raise MemoryError
-
-    monkeypatch.setattr(reference, "answer_log_probs", fails)
-    monkeypatch.setattr(reference, "forced_logits", fails)
-    other = replace(coarse, units=dict.fromkeys(coarse.units, QuantSpec(3, 32)))
-    for measure in (
-        lambda: trials.kl(other, "other"),
-        lambda: trials.accepts(other, 0.02, "other"),
-        lambda: trials.answer_nll(other, store, 2),
-    ):
-        with pytest.raises(MemoryError):
-            measure()
-        assert is_untouched(reference, before)
+    assert names(tmp_path / "second") == {"model.work"}
 
 
-def test_weights_are_those_of_the_plan(reference: ReferenceModel, store: UnitStore, tmp_path: Path) -> None:
-    plain, coarse = plans(store)
-    trials = make_trials(reference, store, tmp_path)
-    assert trials.weights_of(plain) == {}
-    weights = trials.weights_of(coarse)
-    assert set(weights) == set(coarse.units) | {n for n, spec in coarse.dense.items() if spec.bitwidth < 16}
-    unit = next(iter(coarse.units))
-    assert torch.equal(weights[unit], store.matrix(unit, QuantSpec(2, 32)).dequantize())
+def test_weights_are_those_of_the_plan(scene: Scene) -> None:
+    nothing, weight = planned_weights(scene.plain, scene.store), planned_weights(scene.coarse, scene.store)
+    assert all(nothing(name) is None for name in (*scene.plain.units, *scene.plain.dense))
+    for unit in scene.coarse.units:
+        made = weight(unit)
+        assert made is not None and torch.equal(made, scene.store.matrix(unit, QuantSpec(2, 32)).dequantize())
+    for name, spec in scene.coarse.dense.items():
+        made = weight(name)
+        assert (made is None) == (spec.bitwidth == 16)
+        assert made is None or torch.equal(made, scene.store.dense_matrix(name, spec).dequantize())
 
 
-class NoModel:
-    """A reference that only has a tokenizer."""
+class NothingMeasured:
+    """Answers and bundles of which nothing may be measured."""
 
-    def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-        return [], [1]
+    def __init__(self, answers: AnswerTexts) -> None:
+        self.answers = answers
 
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"`{name}` was called although the result is in the journal")
+    def measure_each(self, plans: Iterable[Any], items: int | None = None) -> Iterator[AnswerMeasures]:
+        assert not list(plans), "a plan was measured although its result is in the journal"
+        return iter(())
+
+    def release(self) -> None:
+        """There is no memory to give back."""
+
+    def opened(self, plan: CompilePlan, store: Any) -> Any:
+        raise AssertionError("a bundle was opened although its result is in the journal")
 
 
-def test_a_result_in_the_journal_is_taken_without_the_model(
-    reference: ReferenceModel, store: UnitStore, tmp_path: Path
-) -> None:
-    _, coarse = plans(store)
-    first, again = (make_trials(model, store, tmp_path) for model in (reference, NoModel()))
+def test_a_result_in_the_journal_is_taken_without_the_model(scene: Scene, tmp_path: Path) -> None:
+    nothing = NothingMeasured(scene.texts)
+    first, again = scene.trials(tmp_path), scene.trials(tmp_path, walk=nothing, bundles=nothing)
     found = [
         (
-            trials.kl(coarse, "coarse"),
-            trials.accepts(coarse, 0.02, "coarse"),
-            trials.answer_nll(coarse, store, 2),
+            trials.kl_each([scene.coarse, scene.plain], ["coarse", "plain"]),
+            trials.accepts(scene.coarse, 0.02, "coarse"),
+            trials.answer_nll_each([scene.coarse], scene.store, 2, no_progress),
             trials.baseline(trials.tasks[0]),
+            trials.measured_items,
         )
         for trials in (first, again)
     ]
     assert found[0] == found[1]
     assert first.log == again.log
-    with pytest.raises(AssertionError, match="was called"):
-        make_trials(NoModel(), store, tmp_path, identity="two").kl(coarse, "coarse")
+    other = scene.trials(tmp_path, "two", nothing, nothing)
+    with pytest.raises(AssertionError, match="a plan was measured"):
+        other.kl(scene.coarse, "coarse")
+    with pytest.raises(AssertionError, match="a bundle was opened"):
+        other.accepts(scene.coarse, 0.02, "coarse")
 
 
-def test_without_data_nothing_can_be_measured(store: UnitStore, tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "model.work", "one", Disk())
-    trials = Trials(None, store, (), 0, silent, journal)
-    assert not trials.has_data
-    _, coarse = plans(store)
-    for refused in (lambda: trials.kl(coarse, "x"), lambda: trials.accepts(coarse, 0.02, "x")):
+class CountedWalk(NothingMeasured):
+    """Measures made-up numbers: every plan has its own KL. Notes the plans of each call."""
+
+    def __init__(self, answers: AnswerTexts) -> None:
+        super().__init__(answers)
+        self.calls: list[tuple[list[str], int | None]] = []
+
+    def measure_each(
+        self, plans: Iterable[tuple[CompilePlan, Any]], items: int | None = None
+    ) -> Iterator[AnswerMeasures]:
+        own = [plan for plan, _ in plans]
+        self.calls.append(([plan.digest for plan in own], items))
+        count = sum(self.answers.counts)
+        for plan in own:
+            number = np.full(count, plan.bits_per_weight)
+            yield AnswerMeasures(number, np.ones(count, bool), 2 * number)
+
+
+def test_only_missing_plans_are_measured_and_all_are_told_in_order(scene: Scene, tmp_path: Path) -> None:
+    """A plan that is named twice is measured once. Plans of one call may be measured at the same time."""
+    walk, plain, coarse = CountedWalk(scene.texts), scene.plain, scene.coarse
+    trials, bits = scene.trials(tmp_path, walk=walk), [scene.coarse.bits_per_weight, 16.0]
+    trials.kl(coarse, "alone")
+    found = trials.kl_each([plain, coarse, plain, finer(coarse)], ["a", "b", "c", "d"])
+    assert walk.calls == [([coarse.digest], None), ([plain.digest, finer(coarse).digest], None)]
+    assert [summary.mean for summary in found[:3]] == pytest.approx([bits[1], bits[0], bits[1]])
+    assert [trial.purpose for trial in trials.log] == ["alone", "a", "b", "c", "d"]
+    assert trials.measured_items == 3 * trials.kl_texts, "a measurement counts once"
+    seen: list[tuple[int, int]] = []
+    told = [
+        trials.answer_nll_each(plans, scene.store, 3, lambda *at: seen.append(at))
+        for plans in ([coarse], [plain, coarse])
+    ]
+    assert told == [[2 * bits[0]], [2 * bits[1], 2 * bits[0]]]
+    assert walk.calls[2:] == [([coarse.digest], 3), ([plain.digest], 3)]
+    assert seen == [(1, 1), (2, 2)], "what the journal has is done"
+    assert trials.measured_items == 3 * trials.kl_texts + 2 * 3
+
+
+def test_without_data_nothing_can_be_measured(scene: Scene, tmp_path: Path) -> None:
+    trials = Trials(None, scene.bundles(tmp_path / "out"), scene.store, (), no_progress, open_journal(tmp_path))
+    assert not trials.has_data and trials.kl_texts == 0
+    for refused in (
+        lambda: trials.kl(scene.coarse, "x"),
+        lambda: trials.accepts(scene.coarse, 0.02, "x"),
+        lambda: trials.answer_nll_each([scene.coarse], scene.store, 1, no_progress),
+    ):
         with pytest.raises(OptionError) as caught:
             refused()
         assert "--data" in str(caught.value.hint)
 
 
 def test_divergence_against_its_definition() -> None:
+    """Both that of numpy, for logits of the runtime, and that of torch, for the layers."""
     random = np.random.default_rng(1)
     p, q = random.normal(size=(2, 5, 11)).astype(np.float32) * 3
-    kl, same = divergence(log_softmax(p), q)
     probabilities = [np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum(1, keepdims=True) for x in (p, q)]
     expected = np.sum(probabilities[0] * np.log(probabilities[0] / probabilities[1]), axis=1)
-    assert kl == pytest.approx(expected, rel=1e-5)
-    assert same.tolist() == (p.argmax(1) == q.argmax(1)).tolist()
+    log_p, log_q = (torch.from_numpy(x).log_softmax(-1) for x in (p, q))
+    kl, agrees = output_head.divergence(log_p, log_q)
+    for found, same in (divergence(log_softmax(p), q), (kl.numpy(), agrees.numpy())):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert same.tolist() == (p.argmax(1) == q.argmax(1)).tolist()
     assert np.all(divergence(log_softmax(p), p)[0] < 1e-6)
+    assert output_head.divergence(log_p, log_p)[0].tolist() == [0.0] * 5
     assert np.isfinite(log_softmax(np.array([[1e4, -1e4]], np.float32))).all()
 
 
-class ScriptedModel:
-    """Answers `right` until weights are exchanged, then wrongly if `wrong` is true for the item. Counts requests."""
+class ScriptedBundles:
+    """Bundles that answer from a script: the checkpoint `right`, and a plan wrongly where `wrong` says so as well.
+
+    generated: number of answers of plans.
+    """
 
     def __init__(self, wrong: Sequence[bool], right: Sequence[bool] | None = None) -> None:
         self._wrong, self._right = wrong, right or [True] * len(wrong)
-        self._is_exchanged = False
         self.generated = 0
 
-    def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-        return [1], [2]
-
     @contextmanager
-    def weights(self, mapping: Any) -> Iterator[None]:
-        self._is_exchanged = True
-        yield
-        self._is_exchanged = False
+    def opened(self, plan: CompilePlan, store: Any) -> Iterator[TextEngine]:
+        yield cast(TextEngine, SimpleNamespace(generate=partial(self._answers, is_planned=store is not None)))
 
-    def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
+    def _answers(self, requests: Sequence[GenerationRequest], progress: Progress, is_planned: bool) -> list[Generation]:
         numbers = [int(request.prompt.split("#")[1].split()[0]) for request in requests]
-        self.generated += len(requests) if self._is_exchanged else 0
-        faults = [(self._is_exchanged and self._wrong[n]) or not self._right[n] for n in numbers]
+        self.generated += len(requests) if is_planned else 0
+        faults = [(is_planned and self._wrong[n]) or not self._right[n] for n in numbers]
         return [Generation(f"#### {n + fault}", 3, 5) for n, fault in zip(numbers, faults, strict=True)]
+
+
+def scripted_trials(bundles: Any, folder: Path, *tasks: TaskData) -> Trials:
+    """Trials of a toy model of which only answers are measured."""
+    lowering = SimpleNamespace(model=toy_model(), spec_16bit=BF16)
+    store = cast(UnitStore, SimpleNamespace(lowering=lowering, quantizer="rtn"))
+    return Trials(None, bundles, store, tasks, no_progress, open_journal(folder))
+
+
+def sums(first: int, count: int, name: str = "gsm8k") -> TaskData:
+    """Numbered sums, and a certificate of 4000 of them."""
+    task = replace(find_task("gsm8k"), name=name)
+    items = tuple({"question": f"#{n} ?", "answer": f"#### {n}"} for n in range(first, first + count))
+    return TaskData(task, ItemSet(task, "made", items), 4000)
 
 
 def scripted(
     wrong: Sequence[bool], tmp_path: Path, target: float, right: Sequence[bool] | None = None
-) -> tuple[bool, Any, ScriptedModel]:
-    """Return whether a plan that fails on `wrong` is accepted, its estimate, and the model."""
-    task = find_task("gsm8k")
-    items = tuple({"question": f"#{n} ?", "answer": f"#### {n}"} for n in range(len(wrong)))
-    model = ScriptedModel(wrong, right)
-    plain = plain_plan(toy_model(), BF16, "rtn")
-    trials = make_trials(model, None, tmp_path, TaskData(task, ItemSet(task, "made", items), 4000))
-    accepted, losses = trials.accepts(plain, target, "scripted")
-    return accepted, losses["gsm8k"], model
+) -> tuple[bool, Any, ScriptedBundles]:
+    """Whether a plan that fails on `wrong` is accepted, its estimate, and the bundles that answered."""
+    bundles = ScriptedBundles(wrong, right)
+    trials = scripted_trials(bundles, tmp_path, sums(0, len(wrong)))
+    accepted, losses = trials.accepts(plain_plan(toy_model(), BF16, "rtn"), target, "scripted")
+    return accepted, losses["gsm8k"], bundles
 
 
 @pytest.mark.parametrize(
     ("every", "accepted", "looked_at"),
     [
-        (2, False, LOOKS[0]),  # half of the answers wrong: decided at the first look
-        (20, False, LOOKS[0]),  # 5 % and a target of 2 %: just decided
-        (62, False, 1400),  # 1.6 % and its margin are near 2 %: takes all items
-        (120, True, 1400),  # 0.8 %: kept, but by less than three standard errors
+        (2, False, LOOKS[0]),  # half of the answers gone: clear after the first look
+        (20, False, LOOKS[0]),  # 5 % against 2 %: clear, just so
+        (62, False, 1400),  # 1.6 % and its margin are near 2 %: to the end
+        (120, True, 1400),  # 0.8 %: kept, and not by three standard errors
     ],
 )
 def test_stopping_early_only_where_it_is_clear(every: int, accepted: bool, looked_at: int, tmp_path: Path) -> None:
     wrong = [n % every == every - 1 for n in range(1400)]
-    found, loss, model = scripted(wrong, tmp_path, 0.02)
-    assert (found, loss.n, model.generated) == (accepted, looked_at, looked_at)
+    found, loss, bundles = scripted(wrong, tmp_path, 0.02)
+    assert (found, loss.n, bundles.generated) == (accepted, looked_at, looked_at)
     assert loss.loss == pytest.approx(sum(wrong[:looked_at]) / looked_at)
     if looked_at < len(wrong):
         assert abs(loss.loss + margin(loss, 4000) - 0.02) > 3 * loss.standard_error
 
 
+def test_every_task_must_keep_the_target_and_the_first_that_does_not_ends_the_trial(tmp_path: Path) -> None:
+    plan, tasks = plain_plan(toy_model(), BF16, "rtn"), (sums(0, 40, "first"), sums(40, 40, "second"))
+    for wrong, told in (
+        ([*[True] * 40, *[False] * 40], ["first"]),
+        ([*[False] * 40, *[True] * 40], ["first", "second"]),
+    ):
+        bundles = ScriptedBundles(wrong)
+        accepted, losses = scripted_trials(bundles, tmp_path / told[-1], *tasks).accepts(plan, 0.02, "scripted")
+        assert not accepted and list(losses) == told and bundles.generated == 40 * len(told)
+    fine = scripted_trials(ScriptedBundles([False] * 80), tmp_path / "fine", *tasks)
+    assert fine.accepts(plan, 0.02, "scripted")[0] and fine.log[-1].accepted
+
+
 def test_bounds_that_cannot_be_told_survive_the_journal(tmp_path: Path) -> None:
-    """One of eight baseline answers is right. In a third of the resamples it is 0, and the loss has no value."""
+    """A baseline of one right answer in eight: in a third of the resamples it is 0 and the loss has no value."""
     accepted, loss, _ = scripted([False] * 7 + [True], tmp_path, 0.5, right=[False] * 7 + [True])
     assert not accepted
     assert loss.interval95 == (-math.inf, math.inf) and loss.upper95 == math.inf
-    again, same, model = scripted([False] * 8, tmp_path, 0.5, right=[False] * 7 + [True])
-    assert (again, same, model.generated) == (accepted, loss, 0)
+    again, same, bundles = scripted([False] * 8, tmp_path, 0.5, right=[False] * 7 + [True])
+    assert (again, same, bundles.generated) == (accepted, loss, 0)
 
 
 def test_a_baseline_of_zero_is_refused_with_the_other_targets(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="baseline scores 0") as caught:
-        scripted([False] * 40, tmp_path, 0.02, right=[False] * 40)
-    assert all(option in str(caught.value.hint) for option in ("--kl", "--bits-per-weight", "--size"))
+    bundles = ScriptedBundles([False] * 40, right=[False] * 40)
+    trials = scripted_trials(bundles, tmp_path, sums(0, 40))
+    for refused in (trials.require_baselines, lambda: trials.accepts(plain_plan(toy_model(), BF16, "rtn"), 0.02, "x")):
+        with pytest.raises(OptionError, match="baseline scores 0") as caught:
+            refused()
+        assert all(option in str(caught.value.hint) for option in ("--kl", "--bits-per-weight", "--size"))
 
 
 @given(st.floats(-0.5, 1), st.floats(0, 0.5), st.integers(1, 5000), st.integers(0, 9000), st.floats(0.0001, 0.9999))

@@ -1,0 +1,129 @@
+"""How much of a model stays in memory: all where there is room, else as many layers as fit, else a refusal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moec.compiler.preflight.preparation import prepare
+from moec.compiler.preflight.residency import MemoryNeed, choose_residency, measures_tasks, runtime_bytes
+from moec.compiler.request.options import CompileOptions, Sensitivity
+from moec.compiler.request.targets import Target, TargetKind
+from moec.compiler.walker.memory import certificate_bytes, layer_weights
+from moec.compiler.walker.residency import (
+    LARGE_TEXTS,
+    NOTHING_RESIDENT,
+    SCORED_TOKENS,
+    SMALL_TEXTS,
+    Residency,
+    fitting_layers,
+    resident_bytes,
+)
+from moec.manifests.errors import OptionError
+from tests.compiler.search.toy_search import SPECS, toy_model
+from tests.tiny_compile import make_request
+
+MODEL = toy_model(layers=8, experts=64, hidden=256, width=1024)
+
+
+def need(kind: TargetKind = "kl", sensitivity: Sensitivity = "auto", tasks: int = 1) -> MemoryNeed:
+    options = CompileOptions(Target(kind, 0.05), data="x", sensitivity=sensitivity)
+    return MemoryNeed(MODEL, options, SPECS, 2, tasks)
+
+
+@pytest.mark.parametrize("kind", ["kl", "loss"])
+def test_more_memory_keeps_more_layers(kind: TargetKind) -> None:
+    asked, layer = need(kind), resident_bytes(MODEL, 1)
+    least, whole = asked.bytes_with(SMALL_TEXTS), asked.bytes_with(LARGE_TEXTS) + resident_bytes(MODEL, 8)
+    assert layer == 2 * layer_weights(MODEL, 0) and least + layer < whole
+    assert choose_residency(asked, whole) == Residency(8, holds_model=True)
+    assert not choose_residency(asked, whole - 1).holds_model
+    assert choose_residency(asked, least) == NOTHING_RESIDENT
+    assert choose_residency(asked, least + layer - 1) == NOTHING_RESIDENT
+    assert choose_residency(asked, least + layer) == Residency(1, holds_model=False)
+    kept = [choose_residency(asked, size).resident_layers for size in range(least, whole, layer // 3)]
+    assert kept == sorted(kept) and set(kept) >= {0, 1, 2}
+    assert Residency(8, holds_model=True).texts == LARGE_TEXTS and NOTHING_RESIDENT.texts == SMALL_TEXTS
+
+
+def test_a_layer_that_does_not_fit_is_refused_with_the_memory_that_would_do() -> None:
+    least = need().bytes_with(SMALL_TEXTS)
+    with pytest.raises(OptionError, match=f"one layer at a time takes {least} bytes of memory, found {least - 1}") as e:
+        choose_residency(need(), least - 1)
+    told = int(str(e.value.hint).split("--memory ")[1].split("MiB")[0]) << 20
+    assert least <= told < least + (1 << 20) and choose_residency(need(), told)
+
+
+def test_memory_grows_with_what_a_compile_does() -> None:
+    """With tasks, with gradients, with formats, and with a certificate of tasks, which runs two bundles."""
+    plain = need("size", "proxy").bytes_with(SMALL_TEXTS)
+    assert need("size", "proxy", tasks=3).bytes_with(SMALL_TEXTS) >= plain
+    assert need("size", "fisher").bytes_with(SMALL_TEXTS) >= plain
+    assert need("loss", "proxy").bytes_with(SMALL_TEXTS) > plain
+    assert need("loss", "proxy").bytes_with(LARGE_TEXTS) == need("kl", "proxy").bytes_with(LARGE_TEXTS)
+    loss, kl = (CompileOptions(Target(kind, 0.05), data="x") for kind in ("loss", "kl"))
+    assert [measures_tasks(asked, holds) for asked in (loss, kl) for holds in (False, True)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_layers_fit_whole() -> None:
+    layer = resident_bytes(MODEL, 1)
+    assert [fitting_layers(MODEL, size) for size in (0, layer - 1, layer, 3 * layer + 1)] == [0, 0, 1, 3]
+    assert fitting_layers(MODEL, 100 * layer) == 8
+
+
+def test_a_runtime_has_what_a_certificate_leaves() -> None:
+    assert runtime_bytes(MODEL, 8 << 30) == (8 << 30) - certificate_bytes(MODEL, SCORED_TOKENS)
+
+
+def test_a_compile_says_how_many_layers_stay(model: Path, texts: Path, tmp_path: Path) -> None:
+    """Text limits decide results, so a run with other ones is another run. How many layers stay decides nothing."""
+    notes: list[str] = []
+
+    def prepared(memory_bytes: int) -> str:
+        request = make_request(model, tmp_path / "out", "kl", 0.05, data=str(texts), memory_bytes=memory_bytes)
+        request.talk.note = lambda note: notes.append(note) if "memory holds" in note else None
+        return prepare(request).identity()
+
+    much = [prepared(size << 30) for size in (8, 16)]
+    assert much[0] == much[1] and notes == []
+    with pytest.raises(OptionError, match="one layer at a time takes") as caught:
+        prepared(1 << 20)
+    least = int(str(caught.value.hint).split("--memory ")[1].split("MiB")[0]) << 20
+    little = prepared(least)
+    assert little != much[0] and len(notes) == 1 and "of 1 layers between passes" in notes[0]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from moec.compiler.pipeline import compile_checkpoint
+from moec.compiler.preflight.preparation import prepare
+from moec.compiler.preflight.residency import MemoryNeed
+from moec.compiler.walker.residency import LARGE_TEXTS, resident_bytes
+from tests.tiny_compile import make_request
+model, texts, output = map(Path, sys.argv[1:])
+torch.set_num_threads(1)
+request = make_request(model, output, "kl", 0.05, data=str(texts))
+found = prepare(request)
+need = MemoryNeed(found.lowering.model, request.options, found.stored_specs, 1, 1)
+request.memory_bytes = need.bytes_with(LARGE_TEXTS) + resident_bytes(found.lowering.model, 1)
+assert prepare(request).residency.holds_model
+print(list(compile_checkpoint(request).quality["tasks"]))
+"""
+
+
+def test_the_least_memory_that_holds_a_model_is_enough(model: Path, texts: Path, tmp_path: Path) -> None:
+    """To the end: the certificate runs the checkpoint and the bundle next to each other. In a process of its own."""
+    command = [sys.executable, "-c", SCRIPT, str(model), str(texts), str(tmp_path / "out")]
+    root = Path(__file__).parents[3]
+    finished = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    assert finished.stdout.strip() == "['perplexity']", finished.stderr
