@@ -24,6 +24,8 @@ def stage_name(layer: int, spec: QuantSpec) -> str:
 class SweptStore(UnitStore):
     """The units of a sweep in the journal's folder, one file for each layer and format.
 
+    Units in other formats, which EdgeMoE's search may take, are rounded when they are needed, without knowledge of
+    their inputs.
     specs: formats below 16 bits.
     """
 
@@ -67,12 +69,16 @@ class SweptStore(UnitStore):
     def for_bundle(self, unit: UnitKey, spec: QuantSpec) -> np.ndarray:
         if spec.is_pruned:
             return np.empty(0, np.uint8)
+        if spec not in self.specs:
+            return super().for_bundle(unit, spec)
         size = spec.packed_bytes(*self.model.unit_shape(unit.layer, unit.projection))
         return self._files[(unit.layer, spec)].read(self._starts[spec][unit], size)
 
     def matrix(self, unit: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
         if spec.is_pruned:
             return left_out(self.model.unit_shape(unit.layer, unit.projection)[0])
+        if spec not in self.specs:
+            return super().matrix(unit, spec)
         return unpack(self.for_bundle(unit, spec), *self.model.unit_shape(unit.layer, unit.projection), spec)
 
 
