@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.result import CompileResult
 from moec.compiler.request.targets import Target, TargetKind
+from moec.compiler.walker.residency import NOTHING_RESIDENT
 from moec.compiler.workspace.durable import Disk
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
@@ -70,6 +72,14 @@ def _save(folder: Path, rows: list[dict[str, str]], counts: dict[str, int]) -> P
 def pi() -> DeviceProfile:
     """A named device: nothing is probed."""
     return load_profile("raspberry-pi-4b-sd")
+
+
+def little_memory(patch: Callable[[str, Any], None]) -> None:
+    """Let every later compile keep no layer between passes, as if memory did not hold the model.
+
+    patch: sets what has a name, like `monkeypatch.setattr`.
+    """
+    patch("moec.compiler.preflight.preparation.choose_residency", lambda *_: NOTHING_RESIDENT)
 
 
 def make_request(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moec.compiler.calibration.collect import calibrate
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import FAMILIES, lower
 from moec.compiler.quantization.quantized import left_out
@@ -18,6 +17,7 @@ from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.reference.weights import WeightStore
 from moec.manifests.model import ExpertKey
 from moec.runtime import load
+from tests.compiler.swept import swept
 from tests.gates.bundles import emit_bundle
 from tests.lossless_runs import check_lossless
 from tests.tiny_compile import compile_tiny, save_texts
@@ -51,7 +51,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path) -> None:
+def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path, tmp_path: Path) -> None:
     """Counted anew, from what transformers' own router hands to its experts."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     seen: dict[int, list[np.ndarray]] = {}
@@ -66,7 +66,8 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path)
     for prompt, answer in pairs:
         with torch.no_grad():
             model(torch.tensor([prompt + answer]))
-    found = calibrate(reference, pairs)
+    found = swept(lower(open_checkpoint(str(folder))), pairs, tmp_path / "out.work")[0].statistics
+    assert found is not None
     spec = reference.model
     assert tuple(sorted(seen)) == spec.expert_layers
     for layer in range(spec.num_layers):

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import SwitchTransformersForConditionalGeneration
 
-from moec.compiler.calibration.collect import calibrate
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.reference.weights import WeightStore
@@ -24,6 +23,7 @@ from moec.manifests.model import RelativeBiasSpec, UnitKey
 from moec.runtime import load
 from moec.runtime.bundle.opening import open_bundle
 from tests.compiler.configured import configured, lowered
+from tests.compiler.swept import swept
 from tests.lossless_runs import WAYS
 from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, contents, names, save_dialogues, save_texts
 from tests.tiny_models import VOCABULARY, tiny_tokenizer
@@ -145,7 +145,7 @@ def test_a_start_token_is_needed(copy: Path) -> None:
 # -- reference and statistics ------------------------------------------------------------------------------------------
 
 
-def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path) -> None:
+def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path, tmp_path: Path) -> None:
     """Counted anew from what transformers' own routers say: prompts to the encoder, answers to the decoder."""
     model = SwitchTransformersForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     reference = ReferenceModel(folder)
@@ -166,7 +166,9 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path)
     for prompt, answer in pairs:
         with torch.no_grad():
             model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[START, *answer]]))
-    found = calibrate(reference, pairs)
+    result, _, journal = swept(lowered(folder), pairs, tmp_path / "out.work")
+    found = result.statistics
+    assert found is not None
     assert tuple(sorted(seen)) == spec.expert_layers
     assert found.num_tokens == sum(len(prompt) + len(answer) + 1 for prompt, answer in pairs)
     chosen = {layer: np.concatenate(rows) for layer, rows in seen.items()}
@@ -183,7 +185,8 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path)
             np.add.at(expected, (chosen[before], chosen[after]), 1)
         assert np.array_equal(found.transitions[before], expected)
     for layer in spec.expert_layers:  # what an expert was too full for taught it nothing
-        assert found.second_moments.tokens(layer).tolist() == received[layer].tolist()
+        tokens = journal.arrays(f"layer-{layer}", dict)["tokens"]
+        assert tokens.tolist() == received[layer].tolist()
     if spec.layers[spec.expert_layers[0]].experts.router.capacity < 20:
         assert received[spec.expert_layers[0]].sum() < len(chosen[spec.expert_layers[0]])
 
