@@ -25,7 +25,16 @@ from moec.runtime.bundle.opening import open_bundle
 from tests.compiler.configured import configured, lowered
 from tests.compiler.swept import swept
 from tests.lossless_runs import WAYS
-from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, contents, names, save_dialogues, save_texts
+from tests.tiny_compile import (
+    SUMMARY,
+    check_bundle,
+    compile_tiny,
+    contents,
+    little_memory,
+    names,
+    save_dialogues,
+    save_texts,
+)
 from tests.tiny_models import VOCABULARY, tiny_tokenizer
 from tests.tiny_switch import START, TINY_SWITCHES, Oracle, TinySwitch, save_tiny_switch
 
@@ -37,6 +46,7 @@ TEXTS = [
     ("tall", " of the box under"),
 ]
 BITS = (3, 4, 16)  # 2 bits, whose scales are fitted again and again, take four fifths of a tiny compile
+KL = 0.02
 TOKENS = np.random.default_rng(4).integers(4, 260, 40).tolist()
 
 
@@ -274,7 +284,12 @@ def answering(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder, save_dialogues(root / "samsum", validation=24)
 
 
-def test_a_loss_target_is_searched_and_certified(answering: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_a_loss_target_is_searched_and_certified(
+    answering: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool
+) -> None:
+    if not has_memory:
+        little_memory(monkeypatch.setattr)
     model, data = answering
     result = compile_tiny(model, tmp_path / "out", "loss", 0.3, data=str(data), tasks=("samsum",))
     quality = check_bundle(tmp_path / "out")
@@ -331,19 +346,33 @@ def test_compiling_twice_gives_the_same_bytes(plain: Path, tmp_path: Path) -> No
     assert contents(tmp_path / "threads-1") == contents(tmp_path / "threads-2")
 
 
-def test_layer_by_layer_is_refused(plain: Path, tmp_path: Path) -> None:
-    data = save_dialogues(tmp_path / "samsum")
-    with pytest.raises(OptionError, match="a model with an encoder is searched in memory as a whole"):
-        compile_tiny(
-            plain,
-            tmp_path / "out",
-            "bits_per_weight",
-            4.5,
-            data=str(data),
-            tasks=("samsum",),
-            memory_bytes=1 << 20,
-        )
-    assert not (tmp_path / "out").exists()
+@pytest.mark.gate("G4")
+def test_little_memory_changes_no_weight(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a KL: searched, and certified with the encoder's and the decoder's layers loaded one after the other."""
+    data = save_dialogues(tmp_path / "samsum", train=4, validation=6, test=6)
+    options: dict[str, Any] = {"data": str(data), "tasks": ("samsum",), "bits": BITS, "swaps": 0, "dense_bits": 16}
+    compile_tiny(plain, tmp_path / "all", "kl", KL, **options)
+    little_memory(monkeypatch.setattr)
+    result = compile_tiny(plain, tmp_path / "few", "kl", KL, **options)
+    assert len({spec.bitwidth for spec in result.plan.units.values()}) > 1
+    few, every = check_bundle(tmp_path / "few"), check_bundle(tmp_path / "all")
+    for name in ("sensitivity", "trials", "sizes", "target"):
+        assert few[name] == every[name], name
+    measured = [trial["kl"]["mean"] for trial in few["trials"]]
+    assert min(measured) <= KL < max(measured)
+    held_out, task = few["held_out_kl"]["samsum"], every["tasks"]["samsum"]
+    assert held_out["items"] == task["n"] == 6 and held_out["mean"] == task["kl"]["mean"] < 4 * KL
+    weights = [{name: data for name, data in contents(tmp_path / folder).items() if name.endswith(".safetensors")}
+               for folder in ("few", "all")]  # fmt: skip
+    assert weights[0] == weights[1] and len(weights[0]) > 1
+
+
+def test_memory_for_no_layer_is_refused_with_what_would_do(plain: Path, tmp_path: Path) -> None:
+    save_dialogues(tmp_path / "samsum")
+    options: dict[str, Any] = {"data": str(tmp_path / "samsum"), "tasks": ("samsum",), "memory_bytes": 1 << 20}
+    with pytest.raises(OptionError, match=r"one layer at a time takes \d+ bytes of memory, found 1048576") as caught:
+        compile_tiny(plain, tmp_path / "out", "bits_per_weight", 4.5, **options)
+    assert "--memory" in str(caught.value.hint) and names(tmp_path) == {"samsum"}
 
 
 def test_text_without_a_prompt_is_refused(plain: Path, tmp_path: Path) -> None:
@@ -353,22 +382,27 @@ def test_text_without_a_prompt_is_refused(plain: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"sensitivity": "fisher"}, "gradients of a decoder alone, .*take `--sensitivity proxy`"),
-        ({"cluster": "auto"}, "`--cluster` hands out passes of a decoder alone"),
-    ],
-)
-def test_what_takes_a_decoder_alone_is_refused(
-    plain: Path, tmp_path: Path, values: dict[str, Any], message: str
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_units_are_priced_by_gradients(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool
 ) -> None:
-    save_dialogues(tmp_path / "data")
-    with pytest.raises(OptionError, match=message):
-        compile_tiny(
-            plain, tmp_path / "out", "bits_per_weight", 5, data=str(tmp_path / "data"), tasks=("samsum",), **values
-        )
-    assert names(tmp_path) == {"data"}
+    """Gradients go through the decoder into the encoder, whose units are searched as well."""
+    if not has_memory:
+        little_memory(monkeypatch.setattr)
+    data = save_dialogues(tmp_path / "samsum", train=8, validation=4, test=4)
+    options: dict[str, Any] = {"data": str(data), "tasks": ("samsum",), "bits": BITS, "quantizer": "rtn"}
+    found = {
+        kind: compile_tiny(plain, tmp_path / kind, "bits_per_weight", 5, sensitivity=kind, **options)
+        for kind in ("fisher", "proxy")
+    }
+    quality = check_bundle(tmp_path / "fisher")
+    assert quality["trials"][-1]["kl"]["mean"] > 0
+    formats = [result.plan.units for result in found.values()]
+    first = lowered(plain).model.first_decoder_layer
+    for is_decoder in (False, True):
+        own = [unit for unit in formats[0] if (unit.layer >= first) == is_decoder]
+        assert any(formats[0][unit] != formats[1][unit] for unit in own), "gradients tell more than one gain per layer"
+        assert len({formats[0][unit] for unit in own}) > 1
 
 
 def test_auto_is_proxy_and_exact_corrects_it(plain: Path, tmp_path: Path) -> None:
