@@ -11,14 +11,26 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from moec.compiler.bundle import certificate
 from moec.compiler.preflight.preparation import Prepared, prepare
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.result import CompileResult
-from moec.compiler.stages import planning, whole_model
+from moec.compiler.sensitivity.gradients import LayerGradients
+from moec.compiler.stages import measure, planning
+from moec.compiler.stages import texts as compile_texts
 from tests.tiny_compile import compile_tiny, make_request, save_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WATCHED = ("calibrate", "predict_units", "choose_objective", "search", "certify_task", "compare_with_baselines")
+WATCHED = {
+    "chosen_texts": compile_texts,
+    "Sweep": measure,
+    "run": LayerGradients,
+    "choose_objective": planning,
+    "search": planning,
+    "certify_task": certificate,
+    "compare_with_baselines": planning,
+}
+"""Names of stages, and where each is looked up."""
 
 
 class Effect(NamedTuple):
@@ -97,15 +109,14 @@ def watched(
     """A whole compile, and what its stages were given; every stage does its work."""
     seen: dict[str, dict[str, Any]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        for name in WATCHED:
-            module = planning if hasattr(planning, name) else whole_model
-            stage = getattr(module, name)
+        for name, place in WATCHED.items():
+            stage = getattr(place, name)
 
             def noted(*arguments: Any, stage: Callable[..., Any] = stage, name: str = name, **named: Any) -> Any:
                 seen[name] = inspect.signature(stage).bind(*arguments, **named).arguments
                 return stage(*arguments, **named)
 
-            patch.setattr(module, name, noted)
+            patch.setattr(place, name, noted)
         asked = {"objective": "size", "seed": 7, "swaps": 3, "confidence": 0.9, "sensitivity": "fisher"}
         data = {"data": str(texts), "tasks": ("perplexity",)}
         result = compile_tiny(model, tmp_path_factory.mktemp("watched") / "out", "loss", 0.3, **data, **asked)
@@ -116,7 +127,7 @@ Watched = tuple[CompileResult, dict[str, dict[str, Any]]]
 STAGES: dict[str, Callable[[CompileResult, dict[str, dict[str, Any]]], bool]] = {
     "target": lambda result, seen: (seen["search"]["target"].kind, seen["search"]["target"].value) == ("loss", 0.3),
     "objective": lambda result, seen: seen["choose_objective"]["asked"] == "size",
-    "seed": lambda result, seen: seen["calibrate"]["seed"] == seen["predict_units"]["seed"] == 7,
+    "seed": lambda result, seen: {seen[name]["seed"] for name in ("chosen_texts", "Sweep", "run")} == {7},
     "swaps": lambda result, seen: seen["search"]["swaps"].measurements == 3,
     "confidence": lambda result, seen: seen["certify_task"]["confidence"] == 0.9,
     "comparisons": lambda result, seen: "compare_with_baselines" not in seen,
