@@ -16,6 +16,7 @@ from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.reference.weights import WeightStore
 from moec.compiler.request.objective import byte_weights
+from moec.compiler.workspace.durable import Disk
 from moec.evaluation.engine import GenerationRequest
 from moec.manifests.errors import InputError, OptionError
 from moec.manifests.model import UnitKey
@@ -272,6 +273,54 @@ def test_little_memory_changes_no_weight(plain: Path, tmp_path: Path, monkeypatc
     weights = [{name: data for name, data in contents(tmp_path / folder).items() if name.endswith(".safetensors")}
                for folder in ("few", "all")]  # fmt: skip
     assert weights[0] == weights[1] and len(weights[0]) > 1
+
+
+class Killed(Exception):
+    """What a killed compile ends with here."""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Options of a compile, and the files that it wrote."""
+    root = tmp_path_factory.mktemp("uninterrupted")
+    data = save_dialogues(root / "samsum", train=4, validation=4, test=4)
+    options: dict[str, Any] = {"data": str(data), "tasks": ("samsum",), "bits": BITS, "sensitivity": "fisher"}
+    compile_tiny(plain, root / "out", "bits_per_weight", 4.5, swaps=0, **options)
+    return {"swaps": 0, **options}, contents(root / "out")
+
+
+@pytest.mark.gate("G5")
+@pytest.mark.parametrize("stage", ["layer-1", "states-3", "layer-3", "layer-5", "encoded", "gradients-3"])
+def test_a_killed_compile_goes_on(
+    plain: Path, tmp_path: Path, uninterrupted: tuple[dict[str, Any], dict[str, bytes]], stage: str
+) -> None:
+    """Within the encoder, between encoder and decoder, within the decoder, and on the way back."""
+
+    class Killing(Disk):
+        def rename(self, source: Path, target: Path) -> None:
+            super().rename(source, target)
+            if target.name.startswith(f"{stage}-"):
+                raise Killed
+
+    options, expected = uninterrupted
+    with pytest.raises(Killed):
+        compile_tiny(plain, tmp_path / "out", "bits_per_weight", 4.5, disk=Killing(), **options)
+    assert names(tmp_path) == {"out.work"}
+    compile_tiny(plain, tmp_path / "out", "bits_per_weight", 4.5, resume=True, **options)
+    assert contents(tmp_path / "out") == expected and names(tmp_path) == {"out"}
+
+
+def test_experts_are_left_out(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 bits in groups of 32 take 3 bits per weight, so 2.75 cannot be had with every expert."""
+    little_memory(monkeypatch.setattr)
+    data = save_dialogues(tmp_path / "samsum", train=8, validation=6, test=6)
+    options: dict[str, Any] = {"data": str(data), "tasks": ("samsum",), "bits": (2, 3), "sensitivity": "fisher"}
+    result = compile_tiny(plain, tmp_path / "out", "bits_per_weight", 2.75, prune=True, **options)
+    quality, manifest = check_bundle(tmp_path / "out"), open_bundle(tmp_path / "out").manifest
+    assert result.plan.bits_per_weight <= 2.75
+    assert any(manifest.pruned_experts)
+    walked, held_out = quality["trials"][-1]["kl"]["mean"], quality["held_out_kl"]["samsum"]["mean"]
+    assert 0.2 < walked / held_out < 5, "the runtime chooses among the experts that are left, as the compile did"
 
 
 def test_memory_for_no_layer_is_refused_with_what_would_do(plain: Path, tmp_path: Path) -> None:
