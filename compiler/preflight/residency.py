@@ -40,15 +40,16 @@ class MemoryNeed:
     def bytes_with(self, texts: TextLimits) -> int:
         """Return the peak memory with one loaded layer: of the passes, or of the certificate.
 
-        texts: sizes of the texts. Shorter data needs less.
+        texts: sizes of the texts. Shorter data needs less. With LARGE_TEXTS tasks are certified for every target.
         """
         model, specs, threads = self.model, self.specs, self.threads
         scored = texts.scored(self.tasks)
         peak = sweep_bytes(model, texts.calibration + scored, texts.probe, specs, threads)
         if asks_gradients(self.options.sensitivity, model):
             peak = max(peak, gradients_bytes(model, texts.gradients, scored, specs, threads))
-        # The certificate of a loss runs two bundles. One of them holds the checkpoint's own weights.
-        runtimes = 1 + (self.options.target.kind == "loss")
+        # The certificate of tasks runs two bundles. One of them holds the checkpoint's own weights.
+        has_tasks = self.options.target.kind == "loss" or (self.tasks > 0 and texts == LARGE_TEXTS)
+        runtimes = 2 if has_tasks else 1
         certified = runtimes * certifying_bytes(model, scored)
         return max(peak, certificate_bytes(model, SCORED_TOKENS) + certified)
 
