@@ -40,7 +40,7 @@ class MemoryNeed:
     def bytes_with(self, texts: TextLimits) -> int:
         """Return the peak memory with one loaded layer: of the passes, or of the certificate.
 
-        texts: sizes of the texts. Shorter data needs less.
+        texts: sizes of the texts. Shorter data needs less. With LARGE_TEXTS tasks are certified for every target.
         """
         model, specs, threads = self.model, self.specs, self.threads
         scored = texts.scored(self.tasks)

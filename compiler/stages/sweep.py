@@ -274,7 +274,8 @@ class Sweep:
                 layer = int(name.split(".")[1])
                 probes = ((unit, self._probe_spec(unit)) for unit in self._model.units_of_layer(layer))
                 cost = sum(self._store.error(unit, spec) for unit, spec in probes if spec is not None)
-                gains[layer, :] = kl / cost if cost > 0 else 0.0
+                own = [PROJECTIONS.index(name) for name in self._model.layers[layer].experts.projections]
+                gains[layer, own] = kl / cost if cost > 0 else 0.0
             else:
                 cost = sum(self._store.dense_error(part, self._dense_probe[part]) for part in self._groups[name])
                 dense_gains[name] = kl / cost if cost > 0 else 0.0

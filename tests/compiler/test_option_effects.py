@@ -1,4 +1,4 @@
-"""Every field of the options of a compile has a visible effect on the compile."""
+"""Every field of the options of a compile changes something that can be seen in the compile."""
 
 from __future__ import annotations
 
@@ -16,29 +16,25 @@ from moec.compiler.preflight.preparation import Prepared, prepare
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.result import CompileResult
 from moec.compiler.sensitivity.gradients import LayerGradients
-from moec.compiler.stages import planning
-from moec.compiler.stages import texts as stage_texts
+from moec.compiler.stages import measure, planning
+from moec.compiler.stages import texts as compile_texts
 from tests.tiny_compile import compile_tiny, make_request, save_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# A stage, and where the compile finds it.
-WATCHED: dict[str, Any] = {
-    "chosen_texts": stage_texts,
+WATCHED = {
+    "chosen_texts": compile_texts,
+    "Sweep": measure,
     "run": LayerGradients,
     "choose_objective": planning,
     "search": planning,
     "certify_task": certificate,
     "compare_with_baselines": planning,
 }
+"""Names of stages, and where each is looked up."""
 
 
 class Effect(NamedTuple):
-    """A change of a field and its effect.
-
-    value: another value than the default.
-    others: further options of both compiles.
-    seen: the difference between the two.
-    """
+    """value: that is not the default. others: what both have besides. seen: what differs between the two."""
 
     value: Any
     others: dict[str, Any]
@@ -49,7 +45,7 @@ def texts_of(found: Prepared) -> list[object]:
     return [list(split.train.items) for split in found.splits]
 
 
-# Options that are checked and data that is read before any work.
+# What is checked and read before any work.
 PREPARED: dict[str, Effect] = {
     "data": Effect("{data}", {}, lambda found: len(found.splits)),
     "tasks": Effect(("perplexity",), {"data": "{data}"}, lambda found: [each.task.name for each in found.splits]),
@@ -67,7 +63,7 @@ PREPARED: dict[str, Effect] = {
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Items of two tasks: sums, which fit the fields better, and plain text."""
+    """Items of two tasks at once: sums, which are what their fields are taken for, and plain text."""
     folder = save_problems(tmp_path_factory.mktemp("problems") / "data", train=8)
     for path in folder.iterdir():
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -86,7 +82,7 @@ def test_a_field_changes_what_is_prepared(model: Path, problems: Path, tmp_path:
     assert shown() == shown() != shown(**{field: value})
 
 
-# Options of a uniform target, without a search.
+# Of a uniform target, which takes no search.
 UNIFORM: dict[str, Effect] = {
     "symmetric": Effect(True, {}, lambda result: set(result.plan.units.values())),
     "fallback_bits": Effect(2, {}, lambda result: len(result.plan.low_units)),
@@ -110,17 +106,17 @@ def test_a_field_changes_a_uniform_plan(model: Path, tmp_path: Path, field: str)
 def watched(
     model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[CompileResult, dict[str, dict[str, Any]]]:
-    """Run a whole compile, and return the arguments of its stages."""
+    """A whole compile, and what its stages were given; every stage does its work."""
     seen: dict[str, dict[str, Any]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in WATCHED.items():
-            stage = getattr(module, name)
+        for name, place in WATCHED.items():
+            stage = getattr(place, name)
 
             def noted(*arguments: Any, stage: Callable[..., Any] = stage, name: str = name, **named: Any) -> Any:
                 seen[name] = inspect.signature(stage).bind(*arguments, **named).arguments
                 return stage(*arguments, **named)
 
-            patch.setattr(module, name, noted)
+            patch.setattr(place, name, noted)
         asked = {"objective": "size", "seed": 7, "swaps": 3, "confidence": 0.9, "sensitivity": "fisher"}
         data = {"data": str(texts), "tasks": ("perplexity",)}
         result = compile_tiny(model, tmp_path_factory.mktemp("watched") / "out", "loss", 0.3, **data, **asked)
@@ -131,7 +127,7 @@ Watched = tuple[CompileResult, dict[str, dict[str, Any]]]
 STAGES: dict[str, Callable[[CompileResult, dict[str, dict[str, Any]]], bool]] = {
     "target": lambda result, seen: (seen["search"]["target"].kind, seen["search"]["target"].value) == ("loss", 0.3),
     "objective": lambda result, seen: seen["choose_objective"]["asked"] == "size",
-    "seed": lambda result, seen: seen["chosen_texts"]["seed"] == seen["run"]["seed"] == 7,
+    "seed": lambda result, seen: {seen[name]["seed"] for name in ("chosen_texts", "Sweep", "run")} == {7},
     "swaps": lambda result, seen: seen["search"]["swaps"].measurements == 3,
     "confidence": lambda result, seen: seen["certify_task"]["confidence"] == 0.9,
     "comparisons": lambda result, seen: "compare_with_baselines" not in seen,
@@ -143,7 +139,7 @@ def test_a_field_arrives_at_its_stages(watched: Watched, field: str) -> None:
     assert STAGES[field](*watched)
 
 
-# Whole compiles in test_pipeline.py show these.
+# Shown by whole compiles in test_pipeline.py.
 WHOLE = {
     "sensitivity": "test_exact_sensitivity_corrects_each_expert",
     "search": "test_edgemoes_own_search_decides_by_whole_experts",

@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moec.compiler.preflight.preparation import prepare
+from moec.compiler.preflight.residency import MemoryNeed
+from moec.compiler.request.targets import TargetKind
+from moec.compiler.walker.residency import LARGE_TEXTS, SMALL_TEXTS, TextLimits
 from moec.manifests.errors import OptionError
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.options.runtime import RuntimeOptions
-from tests.tiny_compile import check_bundle, compile_tiny, save_model
+from tests.tiny_compile import check_bundle, compile_tiny, make_request, save_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,6 +29,24 @@ def test_a_search_with_quanto_ends_in_a_bundle(model: Path, texts: Path, tmp_pat
     assert manifest["options"]["quantizer"] == "quanto"
     names = [row["name"] for row in result.quality["comparison"]["baselines"]]
     assert "EdgeMoE with our quantizer" in names
+
+
+def test_memory_for_the_model_is_memory_for_both_bundles_of_the_certificate(
+    model: Path, texts: Path, tmp_path: Path
+) -> None:
+    """Memory that holds the model certifies tasks for every target: the checkpoint answers next to the bundle."""
+
+    def least(kind: TargetKind, limits: TextLimits, **data: Any) -> int:
+        prepared = prepare(make_request(model, tmp_path / "out", kind, 4, **data))
+        tasks = len(prepared.splits)
+        return MemoryNeed(prepared.lowering.model, prepared.request.options, prepared.specs, 2, tasks).bytes_with(
+            limits
+        )
+
+    data = {"data": str(texts), "tasks": ("perplexity",), "sensitivity": "proxy"}
+    assert least("kl", LARGE_TEXTS, **data) == least("loss", LARGE_TEXTS, **data)
+    assert least("kl", SMALL_TEXTS, **data) < least("loss", SMALL_TEXTS, **data)
+    assert least("bits_per_weight", LARGE_TEXTS) < least("bits_per_weight", LARGE_TEXTS, **data)
 
 
 def test_eight_bits_of_quanto_have_one_scale_a_row(model: Path, tmp_path: Path) -> None:

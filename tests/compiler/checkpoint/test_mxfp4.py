@@ -121,7 +121,8 @@ def test_four_bits_are_the_checkpoint_s_own_and_lose_nothing(folder: Path, tmp_p
     result = compile_tiny(folder, tmp_path / "own", "uniform", 4, dense_bits=16)
     assert result.path is not None and {str(spec) for spec in result.plan.units.values()} == {"mxfp4"}
     assert result.plan.bits_per_weight == 4.25
-    store, lowering = UnitStore(lower(open_checkpoint(str(folder))), None, "gptq"), lower(open_checkpoint(str(folder)))
+    lowering = lower(open_checkpoint(str(folder)))
+    store = UnitStore(lowering, "gptq")
     for key in lowering.units:
         assert torch.equal(store.weight(key, MXFP4), lowering.unit(key).float())
         assert store.error(key, MXFP4) == 0.0

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moec.compiler.calibration.collect import calibrate
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, Checkpoint
 from moec.compiler.families import lower
 from moec.compiler.reference.model import ReferenceModel
@@ -23,6 +22,7 @@ from moec.manifests.errors import CheckpointError
 from moec.manifests.model import PROJECTIONS
 from moec.runtime.text.chat import render_chat
 from tests.compiler.configured import configured, lowered
+from tests.compiler.swept import swept
 from tests.lossless_runs import check_lossless
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.oracles.models import load_oracle
@@ -191,13 +191,14 @@ def test_a_tied_checkpoint_with_an_output_matrix(copy: Path) -> None:
 # -- the reference model ---------------------------------------------------------------------------------------------
 
 
-def test_statistics_are_those_of_the_oracle(folder: Path, reference: ReferenceModel) -> None:
+def test_statistics_are_those_of_the_oracle(folder: Path, reference: ReferenceModel, tmp_path: Path) -> None:
     oracle, seen = load_oracle(folder), dict[int, list[np.ndarray]]()
     oracle.watch(lambda layer, chosen: seen.setdefault(layer, []).append(chosen.sort(-1).values.numpy()))
     pairs = reference.encode_pairs(TEXTS)
     for prompt, answer in pairs:
         oracle(torch.tensor([prompt + answer]))
-    found, spec = calibrate(reference, pairs), reference.model
+    found, spec = swept(lowered(folder), pairs, tmp_path / "out.work")[0].statistics, reference.model
+    assert found is not None
     assert tuple(sorted(seen)) == spec.expert_layers
     chosen = {layer: np.concatenate(parts) for layer, parts in seen.items()}
     for layer in range(spec.num_layers):

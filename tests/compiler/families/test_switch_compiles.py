@@ -1,8 +1,7 @@
-"""Switch Transformers through the whole compile: names, settings, statistics, search and certificate."""
+"""Switch Transformers through the whole compile: statistics, search and certificate."""
 
 from __future__ import annotations
 
-import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,29 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import SwitchTransformersForConditionalGeneration
 
-from moec.compiler.calibration.collect import calibrate
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.reference.weights import WeightStore
 from moec.compiler.request.objective import byte_weights
+from moec.compiler.workspace.durable import Disk
 from moec.evaluation.engine import GenerationRequest
-from moec.manifests.errors import CheckpointError, InputError, OptionError
-from moec.manifests.model import RelativeBiasSpec, UnitKey
+from moec.manifests.errors import InputError, OptionError
+from moec.manifests.model import UnitKey
 from moec.runtime import load
 from moec.runtime.bundle.opening import open_bundle
-from tests.compiler.configured import configured, lowered
+from tests.compiler.configured import lowered
+from tests.compiler.swept import swept
 from tests.lossless_runs import WAYS
-from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, contents, names, save_dialogues, save_texts
+from tests.tiny_compile import (
+    SUMMARY,
+    check_bundle,
+    compile_tiny,
+    contents,
+    little_memory,
+    names,
+    save_dialogues,
+    save_texts,
+)
 from tests.tiny_models import VOCABULARY, tiny_tokenizer
 from tests.tiny_switch import START, TINY_SWITCHES, Oracle, TinySwitch, save_tiny_switch
 
@@ -36,7 +45,8 @@ TEXTS = [
     ("seven green pens and two red ones", "two red ones"),
     ("tall", " of the box under"),
 ]
-BITS = (3, 4, 16)  # 2 bits take four fifths of a tiny compile, because their scales are fitted several times
+BITS = (3, 4, 16)  # 2 bits, whose scales are fitted again and again, take four fifths of a tiny compile
+KL = 0.02
 TOKENS = np.random.default_rng(4).integers(4, 260, 40).tolist()
 
 
@@ -50,103 +60,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_switch(tmp_path_factory.mktemp("plain") / "model")
 
 
-@pytest.fixture
-def copy(plain: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(plain, tmp_path / "copy"))
-
-
-# -- lowering ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_model_is_what_the_configuration_says(tmp_path: Path) -> None:
-    tiny = TINY_SWITCHES["switch-capacity"]
-    lowering = lowered(save_tiny_switch(tmp_path / "model", tiny))
-    model = lowering.model
-    assert (model.family, model.num_layers, model.first_decoder_layer) == ("switch_transformers", 8, 3)
-    assert model.expert_layers == (1, 3, 4, 5, 6, 7) and model.tie_embeddings and model.logits_scale == 64**-0.5
-    routers = [model.layers[layer].experts.router for layer in model.expert_layers]
-    assert [router.capacity for router in routers] == [6, 0, 0, 0, 0, 0]
-    assert all(router.has_bias and not router.renormalize for router in routers)
-    attention = model.layers[0].attention
-    assert (attention.num_heads, attention.head_size, attention.score_scale) == (3, 32, 1.0)
-    assert attention.relative_bias == RelativeBiasSpec(32, 128) and attention.rope is None
-    assert model.max_positions == 512 and model.eos_token_ids == (2,)
-    untied = lowered(save_tiny_switch(tmp_path / "untied", TINY_SWITCHES["switch-all-routed-half"])).model
-    assert not untied.tie_embeddings and untied.logits_scale == 1.0 and untied.expert_layers == (0, 1, 2, 3, 4)
-
-
-def test_units_are_the_tensors_on_disk(plain: Path) -> None:
-    lowering, on_disk = lowered(plain), load_file(plain / WEIGHTS_NAME)
-    places = {1: "encoder.block.1.layer.1", 3: "encoder.block.3.layer.1", 5: "decoder.block.1.layer.2"}
-    places[7] = "decoder.block.3.layer.2"
-    assert {key.layer for key in lowering.units} == set(places)
-    for key in lowering.units:
-        letter = {"up": "wi", "down": "wo"}[key.projection]
-        name = f"{places[key.layer]}.mlp.experts.expert_{key.expert}.{letter}.weight"
-        assert torch.equal(lowering.unit(key), on_disk[name])
-    for name, shape in lowering.model.dense_shapes().items():
-        assert lowering.dense_weight(name).shape == shape
-    assert {source.name for source in (*lowering.dense.values(), *lowering.units.values())} == set(on_disk)
-
-
-def test_older_checkpoints_hold_copies_of_the_embedding(plain: Path, copy: Path) -> None:
-    """They also hold a table that no release of transformers reads. A copy that differs is refused."""
-    tensors = load_file(plain / WEIGHTS_NAME)
-    shared = tensors["shared.weight"]
-    names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
-    unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    copies = {name: shared.clone() for name in names}
-    save_file({**tensors, **copies, unread: torch.ones(32, 4)}, copy / WEIGHTS_NAME)
-    lowering = lowered(copy)
-    assert lowering.model == lowered(plain).model and lowering.ignored == {*names, unread}
-    save_file({**tensors, "encoder.embed_tokens.weight": shared + 1}, copy / WEIGHTS_NAME)
-    with pytest.raises(CheckpointError, match=r"`encoder.embed_tokens.weight` .* differs from `shared.weight`"):
-        lowered(copy)
-    save_file({**tensors, "lm_head.weight": shared + 1}, copy / WEIGHTS_NAME)
-    model = lowered(copy).model
-    assert not model.tie_embeddings and model.logits_scale == 64**-0.5  # the key decides the scale, not the weights
-
-
-def test_keys_of_older_configurations(copy: Path) -> None:
-    before = lowered(copy).model
-    older = {
-        "n_positions": 77, "feed_forward_proj": "relu", "is_gated_act": False, "output_past": True,
-        "batch_prioritized_routing": False, "router_type": "tokens_masked", "encoder_sparse_step": ...,
-    }  # fmt: skip
-    model = lowered(configured(copy, **older)).model
-    assert model.max_positions == 77 and model.layers == before.layers
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dense_act_fn": "gated-gelu"}, "key `dense_act_fn`"), ({"is_gated_act": True}, "key `is_gated_act`"),
-        ({"feed_forward_proj": "gelu"}, "key `feed_forward_proj`"), ({"d_kv": 0}, "key `d_kv`"),
-        ({"is_encoder_decoder": False}, "key `is_encoder_decoder`"), ({"mystery": 1}, "key `mystery`"),
-        ({"encoder_sparse_step": 1}, "key `encoder_sparse_step`"), ({"num_experts": ...}, "key `num_experts`"),
-        ({"decoder_sparse_step": 4}, "key `decoder_sparse_step`"), ({"expert_capacity": -1}, "key `expert_capacity`"),
-        ({"num_sparse_decoder_layers": 5}, "key `num_sparse_decoder_layers`"),
-        ({"num_decoder_layers": 1025}, "key `num_decoder_layers`"), ({"router_dtype": "float16"}, "key `router_dtype`"),
-        ({"relative_attention_max_distance": 9}, "max_distance must exceed 16"),
-        ({"tie_encoder_decoder": True}, "key `tie_encoder_decoder`"),
-    ],
-)  # fmt: skip
-def test_settings_that_cannot_be_expressed_are_named(copy: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        lowered(configured(copy, **changes))
-
-
-def test_a_start_token_is_needed(copy: Path) -> None:
-    (copy / "generation_config.json").unlink()
-    with pytest.raises(CheckpointError, match="key `decoder_start_token_id`"):
-        lowered(configured(copy, decoder_start_token_id=...))
-
-
 # -- reference and statistics ------------------------------------------------------------------------------------------
 
 
-def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path) -> None:
-    """The counts are made again from transformers' routers: prompts in the encoder, answers in the decoder."""
+def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path, tmp_path: Path) -> None:
+    """Counted anew from what transformers' own routers say: prompts to the encoder, answers to the decoder."""
     model = SwitchTransformersForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     reference = ReferenceModel(folder)
     spec, pairs = reference.model, reference.encode_pairs(TEXTS)
@@ -156,7 +74,7 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path)
         if name.endswith(".router"):
             layer = int(name.split(".")[2]) + (spec.first_decoder_layer if name.startswith("decoder") else 0)
             if layer >= spec.first_decoder_layer:
-                module.expert_capacity = 1 << 30  # called with whole answers here, and with single tokens by `generate`
+                module.expert_capacity = 1 << 30  # called with whole answers here, with single tokens by `generate`
 
             def record(_: Any, __: Any, found: tuple[torch.Tensor, ...], at: int = layer) -> None:
                 seen.setdefault(at, []).append(found[2][0].argmax(-1).numpy())
@@ -166,7 +84,9 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path)
     for prompt, answer in pairs:
         with torch.no_grad():
             model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[START, *answer]]))
-    found = calibrate(reference, pairs)
+    result, _, journal = swept(lowered(folder), pairs, tmp_path / "out.work")
+    found = result.statistics
+    assert found is not None
     assert tuple(sorted(seen)) == spec.expert_layers
     assert found.num_tokens == sum(len(prompt) + len(answer) + 1 for prompt, answer in pairs)
     chosen = {layer: np.concatenate(rows) for layer, rows in seen.items()}
@@ -182,14 +102,15 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path)
         if before in chosen and after is not None:
             np.add.at(expected, (chosen[before], chosen[after]), 1)
         assert np.array_equal(found.transitions[before], expected)
-    for layer in spec.expert_layers:  # tokens over the capacity of an expert do not count
-        assert found.second_moments.tokens(layer).tolist() == received[layer].tolist()
+    for layer in spec.expert_layers:  # what an expert was too full for taught it nothing
+        tokens = journal.arrays(f"layer-{layer}", dict)["tokens"]
+        assert tokens.tolist() == received[layer].tolist()
     if spec.layers[spec.expert_layers[0]].experts.router.capacity < 20:
         assert received[spec.expert_layers[0]].sum() < len(chosen[spec.expert_layers[0]])
 
 
 def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
-    """A weight of another model changes the reference and a bundle in the same way."""
+    """A weight set to what another model holds changes the reference as it changes a bundle."""
     reference, lowering = ReferenceModel(folder), lowered(folder)
     weights = WeightStore(reference.network, torch.bfloat16 if lowering.float_type == "bfloat16" else torch.float16)
 
@@ -202,7 +123,7 @@ def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
             own = lowering.dense_weight(name).float()
             assert torch.equal(weights.original(name), own), name
             weights.set(name, own * 1.5 + 0.01)
-            # A constant added to all biases does not change a softmax, so these are stretched too.
+            # A softmax is the same for biases that are all raised; these are stretched as well.
             assert not torch.equal(hidden(), before), name
             weights.restore()
         for layer in lowering.model.expert_layers:
@@ -217,7 +138,7 @@ def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
 
 
 def test_the_reference_generates_what_transformers_generates(folder: Path) -> None:
-    """This holds for all drafts, in batches of prompts with different lengths."""
+    """Whatever drafts say, in batches of unequal prompts."""
     reference, oracle = ReferenceModel(folder, threads=2), Oracle(folder)
     prompts, ends = [prompt for prompt, _ in TEXTS], set(reference.model.eos_token_ids)
     answers = [[token for token in oracle.greedy(reference.encode(p), 12) if token not in ends] for p in prompts]
@@ -255,7 +176,7 @@ def test_bytes_of_an_encoder_are_paid_once(plain: Path) -> None:
 def answering(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint that answers every dialogue with its summary, and the dialogues.
 
-    It is not trained. The layers disturb the embedding of each letter. The output matrix maps it to the next letter.
+    No training: the output matrix turns the embedding of each letter, which the layers disturb, into the next letter.
     """
     root = tmp_path_factory.mktemp("answering")
     folder = save_tiny_switch(root / "model", TinySwitch({"tie_word_embeddings": False}, seed=5))
@@ -271,7 +192,12 @@ def answering(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder, save_dialogues(root / "samsum", validation=24)
 
 
-def test_a_loss_target_is_searched_and_certified(answering: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_a_loss_target_is_searched_and_certified(
+    answering: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool
+) -> None:
+    if not has_memory:
+        little_memory(monkeypatch.setattr)
     model, data = answering
     result = compile_tiny(model, tmp_path / "out", "loss", 0.3, data=str(data), tasks=("samsum",))
     quality = check_bundle(tmp_path / "out")
@@ -306,15 +232,15 @@ def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp
     for way in WAYS:
         part, evictions, _ = logits(f"{least}", **way)
         assert evictions > 0 and np.array_equal(part, whole)
-        # With cache space for the next routed layer, advice is used and changes no result. The rule has a fixed share,
-        # because with random weights the rule `likely` stops prefetching.
+        # With room for what the next layer that routes may ask for, advice is of use, and changes nothing. By a fixed
+        # share: random weights make popularity no guide, which the rule `likely` finds out.
         part, evictions, used = logits(f"{3 * least}", prefetch_rule="spread", **way)
         assert evictions > 0 and np.array_equal(part, whole) and (used > 0) == (way["prefetch"] != "off")
 
 
 @pytest.mark.gate("G4")
 def test_compiling_twice_gives_the_same_bytes(plain: Path, tmp_path: Path) -> None:
-    """With one thread and with two. The passes of two threads use the same routers at the same time."""
+    """With one thread and with two, whose passes go through the same routers side by side."""
     data = save_dialogues(tmp_path / "samsum", train=4, validation=4, test=6)
     before = torch.get_num_threads()
     try:
@@ -328,19 +254,81 @@ def test_compiling_twice_gives_the_same_bytes(plain: Path, tmp_path: Path) -> No
     assert contents(tmp_path / "threads-1") == contents(tmp_path / "threads-2")
 
 
-def test_layer_by_layer_is_refused(plain: Path, tmp_path: Path) -> None:
-    data = save_dialogues(tmp_path / "samsum")
-    with pytest.raises(OptionError, match="a model with an encoder is searched in memory as a whole"):
-        compile_tiny(
-            plain,
-            tmp_path / "out",
-            "bits_per_weight",
-            4.5,
-            data=str(data),
-            tasks=("samsum",),
-            memory_bytes=1 << 20,
-        )
-    assert not (tmp_path / "out").exists()
+@pytest.mark.gate("G4")
+def test_little_memory_changes_no_weight(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a KL: searched, and certified with the encoder's and the decoder's layers loaded one after the other."""
+    data = save_dialogues(tmp_path / "samsum", train=4, validation=6, test=6)
+    options: dict[str, Any] = {"data": str(data), "tasks": ("samsum",), "bits": BITS, "swaps": 0, "dense_bits": 16}
+    compile_tiny(plain, tmp_path / "all", "kl", KL, **options)
+    little_memory(monkeypatch.setattr)
+    result = compile_tiny(plain, tmp_path / "few", "kl", KL, **options)
+    assert len({spec.bitwidth for spec in result.plan.units.values()}) > 1
+    few, every = check_bundle(tmp_path / "few"), check_bundle(tmp_path / "all")
+    for name in ("sensitivity", "trials", "sizes", "target"):
+        assert few[name] == every[name], name
+    measured = [trial["kl"]["mean"] for trial in few["trials"]]
+    assert min(measured) <= KL < max(measured)
+    held_out, task = few["held_out_kl"]["samsum"], every["tasks"]["samsum"]
+    assert held_out["items"] == task["n"] == 6 and held_out["mean"] == task["kl"]["mean"] < 4 * KL
+    weights = [{name: data for name, data in contents(tmp_path / folder).items() if name.endswith(".safetensors")}
+               for folder in ("few", "all")]  # fmt: skip
+    assert weights[0] == weights[1] and len(weights[0]) > 1
+
+
+class Killed(Exception):
+    """What a killed compile ends with here."""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Options of a compile, and the files that it wrote."""
+    root = tmp_path_factory.mktemp("uninterrupted")
+    data = save_dialogues(root / "samsum", train=4, validation=4, test=4)
+    options: dict[str, Any] = {"data": str(data), "tasks": ("samsum",), "bits": BITS, "sensitivity": "fisher"}
+    compile_tiny(plain, root / "out", "bits_per_weight", 4.5, swaps=0, **options)
+    return {"swaps": 0, **options}, contents(root / "out")
+
+
+@pytest.mark.gate("G5")
+@pytest.mark.parametrize("stage", ["layer-1", "states-3", "layer-3", "layer-5", "encoded", "gradients-3"])
+def test_a_killed_compile_goes_on(
+    plain: Path, tmp_path: Path, uninterrupted: tuple[dict[str, Any], dict[str, bytes]], stage: str
+) -> None:
+    """Within the encoder, between encoder and decoder, within the decoder, and on the way back."""
+
+    class Killing(Disk):
+        def rename(self, source: Path, target: Path) -> None:
+            super().rename(source, target)
+            if target.name.startswith(f"{stage}-"):
+                raise Killed
+
+    options, expected = uninterrupted
+    with pytest.raises(Killed):
+        compile_tiny(plain, tmp_path / "out", "bits_per_weight", 4.5, disk=Killing(), **options)
+    assert names(tmp_path) == {"out.work"}
+    compile_tiny(plain, tmp_path / "out", "bits_per_weight", 4.5, resume=True, **options)
+    assert contents(tmp_path / "out") == expected and names(tmp_path) == {"out"}
+
+
+def test_experts_are_left_out(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 bits in groups of 32 take 3 bits per weight, so 2.75 cannot be had with every expert."""
+    little_memory(monkeypatch.setattr)
+    data = save_dialogues(tmp_path / "samsum", train=8, validation=6, test=6)
+    options: dict[str, Any] = {"data": str(data), "tasks": ("samsum",), "bits": (2, 3), "sensitivity": "fisher"}
+    result = compile_tiny(plain, tmp_path / "out", "bits_per_weight", 2.75, prune=True, **options)
+    quality, manifest = check_bundle(tmp_path / "out"), open_bundle(tmp_path / "out").manifest
+    assert result.plan.bits_per_weight <= 2.75
+    assert any(manifest.pruned_experts)
+    walked, held_out = quality["trials"][-1]["kl"]["mean"], quality["held_out_kl"]["samsum"]["mean"]
+    assert 0.2 < walked / held_out < 5, "the runtime chooses among the experts that are left, as the compile did"
+
+
+def test_memory_for_no_layer_is_refused_with_what_would_do(plain: Path, tmp_path: Path) -> None:
+    save_dialogues(tmp_path / "samsum")
+    options: dict[str, Any] = {"data": str(tmp_path / "samsum"), "tasks": ("samsum",), "memory_bytes": 1 << 20}
+    with pytest.raises(OptionError, match=r"one layer at a time takes \d+ bytes of memory, found 1048576") as caught:
+        compile_tiny(plain, tmp_path / "out", "bits_per_weight", 4.5, **options)
+    assert "--memory" in str(caught.value.hint) and names(tmp_path) == {"samsum"}
 
 
 def test_text_without_a_prompt_is_refused(plain: Path, tmp_path: Path) -> None:
@@ -350,22 +338,27 @@ def test_text_without_a_prompt_is_refused(plain: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"sensitivity": "fisher"}, "gradients of a decoder alone, .*take `--sensitivity proxy`"),
-        ({"cluster": "auto"}, "`--cluster` hands out passes of a decoder alone"),
-    ],
-)
-def test_what_takes_a_decoder_alone_is_refused(
-    plain: Path, tmp_path: Path, values: dict[str, Any], message: str
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_units_are_priced_by_gradients(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool
 ) -> None:
-    save_dialogues(tmp_path / "data")
-    with pytest.raises(OptionError, match=message):
-        compile_tiny(
-            plain, tmp_path / "out", "bits_per_weight", 5, data=str(tmp_path / "data"), tasks=("samsum",), **values
-        )
-    assert names(tmp_path) == {"data"}
+    """Gradients go through the decoder into the encoder, whose units are searched as well."""
+    if not has_memory:
+        little_memory(monkeypatch.setattr)
+    data = save_dialogues(tmp_path / "samsum", train=8, validation=4, test=4)
+    options: dict[str, Any] = {"data": str(data), "tasks": ("samsum",), "bits": BITS, "quantizer": "rtn"}
+    found = {
+        kind: compile_tiny(plain, tmp_path / kind, "bits_per_weight", 5, sensitivity=kind, **options)
+        for kind in ("fisher", "proxy")
+    }
+    quality = check_bundle(tmp_path / "fisher")
+    assert quality["trials"][-1]["kl"]["mean"] > 0
+    formats = [result.plan.units for result in found.values()]
+    first = lowered(plain).model.first_decoder_layer
+    for is_decoder in (False, True):
+        own = [unit for unit in formats[0] if (unit.layer >= first) == is_decoder]
+        assert any(formats[0][unit] != formats[1][unit] for unit in own), "gradients tell more than one gain per layer"
+        assert len({formats[0][unit] for unit in own}) > 1
 
 
 def test_auto_is_proxy_and_exact_corrects_it(plain: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The forecast of a compile: counts from shapes and texts, compared with the compile."""
+"""What a compile is said to take: pieces counted from shapes and texts, held against the compile itself."""
 
 from __future__ import annotations
 
@@ -17,23 +17,37 @@ from moec.compiler.forecast.rates import DiskRates, LayerRates, measure_layer
 from moec.compiler.forecast.stages import SearchForecast
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.preflight.preparation import prepare
+from moec.compiler.preflight.residency import runtime_bytes
 from moec.compiler.request.options import Talk
-from moec.compiler.sensitivity.sensitivity import dense_groups
-from moec.compiler.walker import planning
+from moec.compiler.stages.texts import compile_texts
+from moec.compiler.walker.memory import variant_count
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import MoecError, OptionError
-from tests.tiny_compile import compile_tiny, contents, make_request, names, save_model, save_texts
+from tests.tiny_compile import (
+    compile_tiny,
+    contents,
+    little_memory,
+    make_request,
+    names,
+    save_dialogues,
+    save_model,
+    save_texts,
+)
+from tests.tiny_switch import save_tiny_switch
 
 SEARCHED: dict[str, Any] = {"tasks": ("perplexity",), "bits": (2, 3, 4), "group_sizes": (32,), "dense_bits": 8}
 NOTHING = LayerRates(0, *[0.0] * (len(fields(LayerRates)) - 1))
 NO_DISK = DiskRates(0.0, 0.0)
 
 
+SWEEP, MEASURING = "calibrating and quantizing", "measuring layer by layer"
+
+
 @pytest.fixture
 def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat every model as too large for memory."""
-    monkeypatch.setattr("moec.compiler.walker.planning.goes_layer_by_layer", lambda *_: True)
+    """No layer stays in memory between passes."""
+    little_memory(monkeypatch.setattr)
 
 
 def named(stages: list[StageForecast]) -> dict[str, StageForecast]:
@@ -41,40 +55,37 @@ def named(stages: list[StageForecast]) -> dict[str, StageForecast]:
 
 
 def seconds(tmp_path: Path, kind: Any = "kl", value: float = 0.05, **rates: float) -> dict[str, float]:
-    """Return the seconds of each stage if only the named parts take time."""
+    """Of each stage where nothing takes time but the named pieces."""
     texts = tmp_path / "texts" if (tmp_path / "texts").is_dir() else save_texts(tmp_path / "texts")
     model = tmp_path / "model"
     if not model.is_dir():
         save_model(model, layers=3, experts=4)
     prepared = prepare(make_request(model, tmp_path / "out", kind, value, quick=False, data=str(texts), **SEARCHED))
-    found = SearchForecast(prepared, prepared.sweep_inputs(), NO_DISK, replace(NOTHING, **rates))
-    return {stage.title: stage.seconds for stage in found.layerwise()}
+    found = SearchForecast(prepared, compile_texts(prepared), NO_DISK, replace(NOTHING, **rates))
+    return {stage.title: stage.seconds for stage in found.stages()}
 
 
 def test_pieces_are_counted(too_large: None, tmp_path: Path) -> None:
-    sweep, measuring, held_out = (
-        "calibrating and quantizing layer by layer", "measuring layer by layer", "KL on perplexity"
-    )  # fmt: skip
+    held_out = "KL on perplexity"
     quantized = seconds(tmp_path, expert=1.0)
-    assert quantized[sweep] == 3 * 4 and quantized[measuring] == 0
+    assert quantized[SWEEP] == 3 * 4 and quantized[MEASURING] == 0
     loaded = seconds(tmp_path, loaded_layer=1.0)
-    assert loaded[sweep] == pytest.approx(3) and loaded[measuring] == pytest.approx(8 * 3), "at most 8 plans for a KL"
-    assert seconds(tmp_path, "bits_per_weight", 4.0, loaded_layer=1.0)[measuring] == pytest.approx(3)
+    assert loaded[SWEEP] == pytest.approx(3) and loaded[MEASURING] == pytest.approx(8 * 3), "at most 8 plans for a KL"
+    assert seconds(tmp_path, "bits_per_weight", 4.0, loaded_layer=1.0)[MEASURING] == pytest.approx(3)
     restored = seconds(tmp_path, restored_expert=1.0)
-    assert restored[measuring] == 8 * 12
-    calibrated = seconds(tmp_path, calibration_token=1.0)[sweep]
-    inputs = prepare(
-        make_request(tmp_path / "model", tmp_path / "out", "kl", 0.05, quick=False, data=str(tmp_path / "texts"),
-                     **SEARCHED)
-    ).sweep_inputs()  # fmt: skip
-    assert calibrated == pytest.approx(3 * sum(map(len, inputs.calibration)))
-    held = inputs.held_out["perplexity"]
-    assert seconds(tmp_path, token=1.0)[held_out] == pytest.approx(3 * sum(map(len, held.rows)))
+    assert restored[MEASURING] == 8 * 12
+    calibrated = seconds(tmp_path, calibration_token=1.0)[SWEEP]
+    options: dict[str, Any] = {"quick": False, "data": str(tmp_path / "texts"), **SEARCHED}
+    texts = compile_texts(prepare(make_request(tmp_path / "model", tmp_path / "out", "kl", 0.05, **options)))
+    assert calibrated == pytest.approx(3 * sum(map(len, texts.calibration.rows)))
+    passing = seconds(tmp_path, token=1.0)
+    assert passing[held_out] == pytest.approx(3 * sum(map(len, texts.held_out["perplexity"].texts.rows)))
+    assert passing[MEASURING] == pytest.approx(8 * 3 * sum(map(len, texts.answers.texts.rows)))
     for_a_loss = seconds(tmp_path, "loss", 0.05, token=1.0)
-    assert held_out not in for_a_loss
-    # Checkpoint and at most 8 plans on validation items, checkpoint and bundle on test items. Texts are only scored.
-    texts = {name: (tmp_path / "texts" / f"{name}.jsonl").read_text().splitlines() for name in ("validation", "test")}
-    tokens = {name: sum(len(json.loads(line)["text"]) for line in lines) for name, lines in texts.items()}
+    assert for_a_loss[held_out] == passing[held_out] and "measuring the tasks" not in passing
+    # Checkpoint and at most 8 plans on validation items, checkpoint and bundle on the others: texts are only scored.
+    lines = {name: (tmp_path / "texts" / f"{name}.jsonl").read_text().splitlines() for name in ("validation", "test")}
+    tokens = {name: sum(len(json.loads(line)["text"]) for line in own) for name, own in lines.items()}
     expected = 3 * (9 * tokens["validation"] + 2 * tokens["test"])
     assert for_a_loss["measuring the tasks"] == pytest.approx(expected, rel=0.05)
     assert seconds(tmp_path, "loss", 0.05, decoded_token=1.0)["measuring the tasks"] == 0
@@ -100,7 +111,7 @@ def test_disk_and_stages_are_those_of_the_compile(
     options = {"data": str(texts), "quick": False, **SEARCHED}
     foreseen = named(forecast(make_request(model, tmp_path / "out", "bits_per_weight", 4.0, **options)))
     compile_checkpoint(make_request(model, tmp_path / "out", "bits_per_weight", 4.0, talk=talk, **options))
-    work = foreseen["calibrating and quantizing layer by layer"].disk_bytes
+    work = foreseen[SWEEP].disk_bytes
     assert 0.5 * work < sizes[-1] <= work, "the journal, its second set of residual streams apart"
     written = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
     assert written <= foreseen["writing the bundle"].disk_bytes - work < 1.5 * written
@@ -108,23 +119,36 @@ def test_disk_and_stages_are_those_of_the_compile(
     assert all(stage.memory_bytes > 0 for stage in foreseen.values())
 
 
-def test_every_piece_of_a_layer_takes_time(tmp_path: Path) -> None:
-    model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
-    prepared = prepare(make_request(model, tmp_path / "out", "kl", 0.05, quick=False, data=str(texts), **SEARCHED))
-    inputs, told = prepared.sweep_inputs(), list[tuple[int, int]]()
+@pytest.mark.parametrize("has_encoder", [False, True])
+def test_every_piece_of_a_layer_takes_time(tmp_path: Path, has_encoder: bool) -> None:
+    if has_encoder:
+        model, data = save_tiny_switch(tmp_path / "model"), save_dialogues(tmp_path / "texts")
+    else:
+        model, data = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
+    options = {**SEARCHED, "tasks": ("samsum",) if has_encoder else SEARCHED["tasks"], "data": str(data)}
+    prepared = prepare(make_request(model, tmp_path / "out", "kl", 0.05, quick=False, **options))
+    texts, told = compile_texts(prepared), list[tuple[int, int]]()
     rates = measure_layer(
-        prepared.lowering, inputs.calibration, inputs.specs, "gptq", lambda done, total: told.append((done, total))
+        prepared.lowering,
+        texts.calibration,
+        prepared.stored_specs,
+        "gptq",
+        lambda done, total: told.append((done, total)),
     )
     times = [getattr(rates, field.name) for field in fields(rates) if field.name != "layer"]
     assert min(times) > 0
     assert told[0][0] == 0 and told[-1][0] == told[-1][1]
 
 
-def test_a_whole_model_is_foreseen_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_memory_holds_is_foreseen_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more stages: swaps, comparisons, and generated answers in the certificate."""
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
-    request = make_request(model, tmp_path / "out", "loss", 0.5, quick=False, data=str(texts), **SEARCHED)
+    titles = list[str]()
+    talk = Talk(lambda sentence: None, lambda title: lambda done, total: titles.append(title))
+    request = make_request(model, tmp_path / "out", "loss", 0.5, quick=False, data=str(texts), talk=talk, **SEARCHED)
     found = named(forecast(request))
-    assert {"checking weights", "calibrating", "quantizing with gptq", "predicting what each unit costs"} < {*found}
+    assert {SWEEP, "predicting what each unit costs", MEASURING, "KL on perplexity"} < {*found}
+    assert {"swapping formats at equal bytes", "comparing with uniform formats and EdgeMoE"} < {*found}
     assert found["measuring the tasks"].seconds > 0
     assert (names(tmp_path)) == {"model", "texts"}, "nothing stays"
     journal, remove = list[int](), Journal.remove
@@ -135,8 +159,9 @@ def test_a_whole_model_is_foreseen_as_well(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Journal, "remove", removed)
     compile_checkpoint(request)
-    moments = 2 * 3 * 2 * 64 * 64 * 4
-    assert moments < journal[-1] <= found["calibrating"].disk_bytes
+    predicted = found["predicting what each unit costs"].disk_bytes
+    assert 0.3 * predicted < journal[-1] <= predicted
+    assert {SWEEP, "predicting what each unit costs", MEASURING, "KL on perplexity"} < {*titles}
 
 
 @pytest.mark.parametrize("bits", [4, 16])
@@ -173,19 +198,22 @@ def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
         pairs = encode_pairs(tokenizer, [(split.task.prompt(item), split.task.answer(item)) for item in items])
         assert found.decoded == pytest.approx(sum(len(answer) for _, answer in pairs), rel=0.1)
         assert found.read == pytest.approx(sum(len(prompt) + len(answer) for prompt, answer in pairs), rel=0.1)
-    through = replace(NOTHING, decoded_token=1.0)
-    stages = SearchForecast(prepared, prepared.sweep_inputs(), NO_DISK, through).whole(1)
-    layers = prepared.lowering.model.num_layers
+    texts, layers = compile_texts(prepared), prepared.lowering.model.num_layers
+    stages = SearchForecast(prepared, texts, NO_DISK, replace(NOTHING, decoded_token=1.0)).stages()
     expected = layers * (validation.decoded + test.decoded)
     assert named(stages)["measuring the tasks"].seconds == pytest.approx(expected, rel=1e-6)
-    # At one token per second and layer: the KL measurements on 256 answers, and those of a comparison.
-    stages = SearchForecast(prepared, prepared.sweep_inputs(), NO_DISK, replace(NOTHING, token=1.0)).whole(1)
+    # Of one token a second and layer: what is measured by KL on 256 answers, and what a comparison adds.
+    stages = SearchForecast(prepared, texts, NO_DISK, replace(NOTHING, token=1.0)).stages()
     assert validation.answered == validation.read, "one answer for each"
-    found, one = named(stages), layers * validation.answered * 256 / len(split.validation.items)
-    assert found["measuring plans by their KL"].seconds == pytest.approx(4 * one)
+    answers = texts.answers.texts.num_tokens
+    assert answers == pytest.approx(validation.answered * 256 / len(split.validation.items), rel=0.1)
+    found, one = named(stages), layers * answers
+    assert found[MEASURING].seconds == pytest.approx(4 * one)
     assert found["swapping formats at equal bytes"].seconds == pytest.approx(25 * one)
-    groups = len(dense_groups(prepared.lowering.model))
-    assert found["measuring sensitivity of dense weights"].seconds == pytest.approx(groups * one)
+    # Each group of dense weights and the experts of each layer make a variant, which passes the layers after it.
+    variants, probe = variant_count(prepared.lowering.model), texts.probe.num_tokens
+    swept = layers * (texts.scored_tokens + probe) + variants * probe * (layers + 1) / 2
+    assert found[SWEEP].seconds == pytest.approx(swept)
     formats, experts = len([spec for spec in prepared.specs if spec.bitwidth < 16]), 48
     divergences = (formats + 2 * (3 + 6) + 2 * (1 + experts) * 64 / 256) * one
     answered = (formats.bit_length() + 2 * (3 + 6)) * layers * validation.read
@@ -194,20 +222,21 @@ def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
 
 
 def test_bundles_that_answer_from_disk_are_read_once_a_pass(too_large: None, tmp_path: Path) -> None:
-    """The memory holds no part of either bundle: 2 bytes per weight of the checkpoint's, 4 bits of a plan's."""
+    """Of a memory that holds nothing of either bundle: 2 bytes a weight of the checkpoint's, 4 bits of a plan's."""
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
     prepared = prepare(make_request(model, tmp_path / "out", "loss", 0.05, quick=False, data=str(texts), **SEARCHED))
-    foreseen = SearchForecast(prepared, prepared.sweep_inputs(), replace(NO_DISK, digested_byte=1.0), NOTHING)
-    assert named(foreseen.layerwise())["measuring the tasks"].seconds == 0, "both fit"
+    disk, answers = replace(NO_DISK, digested_byte=1.0), compile_texts(prepared)
+    foreseen = SearchForecast(prepared, answers, disk, NOTHING)
+    assert named(foreseen.stages())["measuring the tasks"].seconds == 0, "both fit"
     prepared = replace(prepared, request=replace(prepared.request, memory_bytes=1))
-    foreseen = SearchForecast(prepared, prepared.sweep_inputs(), replace(NO_DISK, digested_byte=1.0), NOTHING)
+    foreseen = SearchForecast(prepared, answers, disk, NOTHING)
     validation, test = count_answers(prepared)
     passes = (validation.read + test.read) / 1024, (8 * validation.read + test.read) / 1024
     spec = prepared.lowering.model
     units = sum(prod(spec.unit_shape(unit.layer, unit.projection)) for unit in spec.unit_keys())
-    weights, room = units + sum(map(prod, spec.dense_shapes().values())), planning.runtime_bytes(spec, 1)
+    weights, room = units + sum(map(prod, spec.dense_shapes().values())), runtime_bytes(spec, prepared.residency, 1)
     expected = passes[0] * (2 * weights - room) + passes[1] * (weights // 2 - room)
-    assert room < 0 and named(foreseen.layerwise())["measuring the tasks"].seconds == pytest.approx(expected)
+    assert room < 0 and named(foreseen.stages())["measuring the tasks"].seconds == pytest.approx(expected)
 
 
 def test_of_several_choices_only_the_right_one_tells_a_kl(tmp_path: Path) -> None:

@@ -4,17 +4,17 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
-from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.workspace.parallel import one_torch_thread, workers
 from moec.evaluation.engine import GenerationRequest
-from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
+from tests.compiler.swept import swept
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 
@@ -120,19 +120,17 @@ def test_the_number_of_threads_changes_no_bit(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("quantizer", ["gptq", "rtn"])
-def test_the_number_of_threads_changes_no_code(folder: Path, quantizer: str) -> None:
-    spec, before = QuantSpec.parse("q3g32"), torch.get_num_threads()
-    stores = []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            stores.append(UnitStore(lower(open_checkpoint(str(folder))), None, quantizer))
-            stores[-1].prepare([spec], lambda done, total: None)
-    finally:
-        torch.set_num_threads(before)
-    for layer in range(2):
-        for projection in ("gate", "up", "down"):
-            unit = UnitKey(layer, 1, projection)
-            one, three = (store.matrix(unit, spec) for store in stores)
+def test_the_number_of_threads_changes_no_code(folder: Path, tmp_path: Path, quantizer: str) -> None:
+    """With the second moments of texts that pass in parallel, and without any texts."""
+    spec, lowering = QuantSpec.parse("q3g32"), lower(open_checkpoint(str(folder)))
+    random = np.random.default_rng(0)
+    pairs = [(random.integers(4, 250, 90).tolist(), random.integers(4, 250, 9).tolist()) for _ in range(60)]
+    for texts in (pairs, None):
+        found = [
+            swept(lowering, texts, tmp_path / f"{threads}-{texts is None}.work", [spec], quantizer, threads)[1]
+            for threads in (1, 3)
+        ]
+        for unit in lowering.model.unit_keys():
+            one, three = (store.matrix(unit, spec) for store in found)
             assert (one.codes == three.codes).all()
-            assert stores[0].error(unit, spec) == stores[1].error(unit, spec)
+            assert found[0].error(unit, spec) == found[1].error(unit, spec)
