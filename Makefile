@@ -13,7 +13,7 @@ ROOMS := manifests profiles evaluation runtime compiler cli
 NATIVE := $(shell find runtime/kernels/native -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test tests test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs figures clean links
+.PHONY: help venv demo test tests test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs example-bundle figures clean links
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -114,6 +114,13 @@ docs: $(READY)  ## Write docs/cli.md from the commands
 	@mkdir -p build
 	$(BIN)/python -m moec.cli.documents commands > build/cli.md
 	mv build/cli.md docs/cli.md
+
+example-bundle: $(READY)  ## Compile examples/bundle anew: 5 to 20 minutes on 2 cores
+	$(BIN)/moec compile examples/model --loss 2% --data examples/data --task gsm8k -o build/example-bundle --overwrite
+	$(BIN)/python -m tests.gates.shipped_bundle > build/machine.json
+	rm -rf examples/bundle
+	cp -r build/example-bundle examples/bundle
+	mv build/machine.json examples/bundle.machine.json
 
 figures: $(READY)  ## Draw docs/pictures from bench/results
 	$(BIN)/python -m bench.figures
