@@ -13,7 +13,7 @@ ROOMS := manifests profiles evaluation runtime compiler cli
 NATIVE := $(shell find runtime/kernels/native -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test tests test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs figures clean links
+.PHONY: help venv demo test tests test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs site example-bundle figures clean links
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -115,11 +115,23 @@ docs: $(READY)  ## Write docs/cli.md from the commands
 	$(BIN)/python -m moec.cli.documents commands > build/cli.md
 	mv build/cli.md docs/cli.md
 
+# zensical needs Python 3.11. It reads mkdocs.yml, and so does mkdocs-material, which takes its place elsewhere.
+site: $(READY)  ## Build the documents as a site in build/site
+	@test -x $(BIN)/zensical || $(PIP_INSTALL) "mkdocs-material>=9.5"
+	@if test -x $(BIN)/zensical; then $(BIN)/zensical build --strict; else $(BIN)/mkdocs build --strict; fi
+
+example-bundle: $(READY)  ## Compile examples/bundle anew: 5 to 20 minutes on 2 cores
+	$(BIN)/moec compile examples/model --loss 2% --data examples/data --task gsm8k -o build/example-bundle --overwrite
+	$(BIN)/python -m tests.gates.shipped_bundle > build/machine.json
+	rm -rf examples/bundle
+	cp -r build/example-bundle examples/bundle
+	mv build/machine.json examples/bundle.machine.json
+
 figures: $(READY)  ## Draw docs/pictures from bench/results
 	$(BIN)/python -m bench.figures
 
 clean:  ## Remove what was built, .venv included
-	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: fuzz sanitize gates-full gate-seconds

@@ -1,18 +1,30 @@
-"""Documents point to files that exist, and every experiment has the fixed head and a row in the index."""
+"""Documents point to files that exist. Every experiment has the fixed head and a row in the index. Commands parse, and
+Python blocks print what the page shows.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
+import yaml
+
+from moec.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
-EXPERIMENTS = ROOT / "docs" / "experiments"
+DOCS = ROOT / "docs"
+EXPERIMENTS = DOCS / "experiments"
+GUIDES = [DOCS / "tutorial.md", *(DOCS / "guides").glob("*.md")]
 # Records of their date: they name files as they were.
 RECORDS = ("bench/results/", "CHANGELOG.md")
 FIELDS = ("Question", "Setup", "Command", "Result", "Verdict", "Superseded by")
@@ -27,6 +39,10 @@ FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 NAMED_PATH = re.compile(r"(?:\./)?((?:docs|bench)/[^\s:]*|(?:runtime|compiler)/[^\s:]*\.py)(?::\d+)?[.,;)]*")
 MODULE = re.compile(r"bench(?:\.\w+)+")
 HEAD_FIELD = re.compile(r"^- \*\*(.+?)\*\*:(.*?)(?=^- \*\*|^\S|\Z)", re.MULTILINE | re.DOTALL)
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+# Generated from the commands: its command lines have explanations and placeholders.
+GENERATED = "docs/cli.md"
+BETWEEN_BLOCKS = "# next block"
 INDEX_ROW = re.compile(r"^\| \[[^\]]+\]\(([^()]+\.md)\) \| (.+?) \| (.+?) \| (\S+) \|$", re.MULTILINE)
 
 
@@ -79,6 +95,84 @@ def exists(path: str) -> bool:
     return any(ROOT.glob(pattern)) or any(ROOT.glob(f"{pattern}.py"))
 
 
+def shell_commands(text: str) -> Iterator[list[str]]:
+    """Yield the words after `moec` of every command in shell text: lines with comments, pipes and continuations."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if "moec " not in line:
+            continue
+        lexer = shlex.shlex(line.strip().removeprefix("$ "), posix=True, punctuation_chars="|&;")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in (*lexer, ";"):
+            if not set(word) <= set("|&;"):
+                words.append(word)
+                continue
+            if words[:1] == ["moec"] and not words[1].isupper():
+                yield words[1:]
+            words = []
+
+
+def command_error(words: list[str]) -> str:
+    """Return why the command line does not read these words, empty if it does. Nothing runs, no file is opened."""
+    name, *arguments = words
+    outer = click.Context(cli, info_name="moec")
+    command = cli.get_command(outer, name)
+    if command is None:
+        return f"no command {name}"
+    context = click.Context(command, outer, info_name=name)
+    try:
+        values, left, _ = command.make_parser(context).parse_args(arguments)
+        for option in command.params:
+            given = values.get(str(option.name))
+            if isinstance(option.type, click.Choice) and given is not None:
+                for value in given if isinstance(given, list) else [given]:
+                    option.type.convert(value, option, context)
+    except click.UsageError as error:
+        return error.format_message()
+    return f"unexpected {' '.join(left)}" if left else ""
+
+
+def wrong_commands(text: str) -> Iterator[str]:
+    """Yield command lines of a document that `moec` does not read.
+
+    Text in a code span may end with the option that it is about.
+    """
+    blocks = ["\n".join(block.splitlines()[1:-1]) for block in FENCED.findall(text)]
+    spans = CODE_SPAN.findall(FENCED.sub("", text))
+    for words in (words for block in blocks for words in shell_commands(block)):
+        if error := command_error(words):
+            yield f"moec {shlex.join(words)}: {error}"
+    for words in (words for span in spans for words in shell_commands(" ".join(span.split()))):
+        error = command_error(words)
+        if error and command_error([*words, "1"]):
+            yield f"moec {shlex.join(words)}: {error}"
+
+
+def python_blocks(text: str) -> list[tuple[str, str | None]]:
+    """Return the Python blocks of a page, each with the block of text that follows it at once: its output."""
+    return [(code, output or None) for code, output in PYTHON_BLOCK.findall(text)]
+
+
+def failing_blocks(text: str) -> list[str]:
+    """Return the fenced blocks that show a command and its error."""
+    return [block for block in FENCED.findall(text) if re.search(r"^error: ", block, re.MULTILINE)]
+
+
+def messages(text: str) -> list[str]:
+    """Return errors, hints and warnings, also of several lines. Numbers become 0: bytes depend on the machine."""
+    found = re.findall(r"^(?:error|hint|warning): .*(?:\n(?!\w+: |\$ |\[|```).+)*", text, re.MULTILINE)
+    return [re.sub(r"\d+", "0", " ".join(message.split())) for message in found]
+
+
+def pages_of(navigation: Any) -> Iterator[str]:
+    """Yield the pages of a navigation of mkdocs.yml."""
+    if isinstance(navigation, str):
+        yield navigation
+        return
+    for part in navigation.values() if isinstance(navigation, dict) else navigation:
+        yield from pages_of(part)
+
+
 def head_of(text: str) -> dict[str, str]:
     """Return the fields before the first paragraph of the text, in their order."""
     return {name: " ".join(value.split()) for name, value in HEAD_FIELD.findall(text)}
@@ -129,6 +223,70 @@ def test_named_paths_exist() -> None:
             if not exists(path):
                 missing.append(f"{document.relative_to(ROOT)}: {path}")
     assert missing == [] and seen > 50
+
+
+def test_links_of_the_site_stay_inside_it() -> None:
+    """The site has the pages below docs/ alone."""
+    pages = [path for path in documents() if path.is_relative_to(DOCS)]
+    links = [
+        (path, link.partition("#")[0])
+        for path in pages
+        for link in LINK.findall(CODE_SPAN.sub("", FENCED.sub("", path.read_text(encoding="utf-8"))))
+        if not re.match(r"[a-z]+:", link)
+    ]
+    outside = [(path, link) for path, link in links if not (path.parent / link).resolve().is_relative_to(DOCS)]
+    folders = [(path, link) for path, link in links if (path.parent / link).is_dir() and link]
+    assert outside == folders == [] and len(links) > 100
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    pages = [path.relative_to(DOCS).as_posix() for path in documents() if path.is_relative_to(DOCS)]
+    shown = [page for page in pages if not page.startswith("experiments/")] + ["experiments/README.md"]
+    assert sorted(pages_of(settings["nav"])) == sorted(shown)
+
+
+def test_command_lines_parse() -> None:
+    found, seen = [], 0
+    for document in documents():
+        if document.is_relative_to(EXPERIMENTS) or document == ROOT / GENERATED:
+            continue
+        text = document.read_text(encoding="utf-8")
+        seen += len(list(shell_commands("\n".join(FENCED.findall(text)))))
+        found += [f"{document.relative_to(ROOT)}: {error}" for error in wrong_commands(text)]
+    assert found == [] and seen > 30
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_python_blocks_print_what_the_page_shows(page: str) -> None:
+    """All blocks of a page run in one process, in their order, with the bundle of the examples."""
+    blocks = python_blocks((ROOT / page).read_text(encoding="utf-8"))
+    marked = [f"{code}\nprint({BETWEEN_BLOCKS!r}, flush=True)\n" for code, _ in blocks]
+    run = subprocess.run([sys.executable, "-c", "".join(marked)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    printed = [part.removeprefix("\n").rstrip() for part in run.stdout.split(BETWEEN_BLOCKS)[:-1]]
+    assert len(printed) == len(blocks) > 0
+    shown = [(text or "").rstrip() if text is not None else out for (_, text), out in zip(blocks, printed, strict=True)]
+    assert printed == shown
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in GUIDES))
+def test_errors_in_the_guides_are_those_of_the_commands(page: str, tmp_path: Path) -> None:
+    """Commands of a block that shows an error run in a folder with the examples. Their messages are compared."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    (path,) = (path for path in GUIDES if path.name == page)
+    for block in failing_blocks(path.read_text(encoding="utf-8")):
+        commands = re.findall(r"^\$ (.*)$", block.replace("\\\n", " "), re.MULTILINE)
+        run = subprocess.run(
+            ["bash", "-c", "\n".join(commands)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert commands and messages(run.stderr) == messages(block), block
 
 
 def test_experiments_have_the_fixed_head() -> None:
@@ -195,6 +353,30 @@ def test_broken_links_are_found(tmp_path: Path, link: str, is_broken: bool) -> N
 )
 def test_named_paths_are_found(text: str, paths: list[str]) -> None:
     assert list(named_paths(text)) == paths
+
+
+@pytest.mark.parametrize(
+    ("text", "is_wrong"),
+    [
+        ("```\nmoec run x --prompt $'a\\nb' --memory 2GiB  # a comment\n```\n", False),
+        ("```\necho hello | moec run x --prompt - && moec verify x\n```\n", False),
+        ("```\nmoec run x \\\n    --prompt y\n```\n", False),
+        ("`moec bench --trace-out`, `moec compile --fallback-bits` and `moec COMMAND --help`", False),
+        ("```\n$ moec inspect x y\n```\n", True),
+        ("```\nmoec run x --promt y\n```\n", True),
+        ("```\nmoec run x --policy newest\n```\n", True),
+        ("```\nmoec run x --memory\n```\n", True),
+        ("```\nmoec start x\n```\n", True),
+        ("`moec bench --trace-to`", True),
+    ],
+)
+def test_wrong_command_lines_are_found(text: str, is_wrong: bool) -> None:
+    assert bool(list(wrong_commands(text))) == is_wrong
+
+
+def test_python_blocks_have_the_output_that_follows_at_once() -> None:
+    page = "```python\na\n```\n\n```text\n1\n```\n\n```python\nb\n```\n\nWords.\n\n```text\n2\n```\n"
+    assert python_blocks(page) == [("a\n", "1\n"), ("b\n", None)]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from moec.cli.commands.compile import open_partial
 from moec.cli.main import cli
 from moec.compiler.reference.model import ReferenceModel
 from moec.evaluation.data import item_key, load_splits
+from tests.gates.shipped_bundle import RENEW, SHIPPED, differences
 from tests.tiny_compile import check_bundle, compile_tiny, save_model, save_texts
 
 pytestmark = [pytest.mark.gate("G12"), pytest.mark.usefixtures("one_thread")]
@@ -100,8 +101,10 @@ def test_moec_eval_repeats_the_certified_values(compiled: tuple[Path, Path, set[
 
 
 @pytest.mark.slow
+@pytest.mark.gate("G4")
 @pytest.mark.skipif(os.environ.get("MOEC_SLOW") != "1", reason="four minutes: set MOEC_SLOW=1, or run `make demo`")
-def test_the_example_keeps_two_percent_on_4000_problems(tmp_path: Path) -> None:
+def test_the_example_keeps_two_percent_on_4000_problems_and_is_the_shipped_bundle(tmp_path: Path) -> None:
+    """`differences` says what is compared with examples/bundle, here and on other processors."""
     torch.set_num_threads(os.cpu_count() or 1)
     output = tmp_path / "example-moec"
     arguments = ["compile", str(EXAMPLE / "model"), "--loss", "2%", "--data", str(EXAMPLE / "data")]
@@ -111,3 +114,17 @@ def test_the_example_keeps_two_percent_on_4000_problems(tmp_path: Path) -> None:
     task = quality["tasks"]["gsm8k"]
     assert (quality["verdict"], task["verdict"]["status"], task["n"]) == ("supported", "supported", 4000)
     assert task["loss"]["upper95"] <= 0.02
+    assert differences(output) == [], RENEW
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("MOEC_SLOW") != "1", reason="half a minute: set MOEC_SLOW=1")
+def test_the_shipped_bundle_answers_4000_problems_as_certified_on_any_processor() -> None:
+    """All instruction sets of the runtime give the same bits, so the score is exactly the one of `quality.json`."""
+    data = EXAMPLE / "data" / "gsm8k" / "test.jsonl"
+    result = CliRunner().invoke(cli, ["eval", str(SHIPPED), "--data", str(data), "--task", "gsm8k", "--json"])
+    assert result.exit_code == 0, result.stderr
+    found, task = json.loads(result.stdout), check_bundle(SHIPPED)["tasks"]["gsm8k"]
+    assert {name: found[name] for name in ("n", "value", "data_sha256")} == {
+        "n": 4000, "value": task["value"], "data_sha256": task["data_sha256"],
+    }  # fmt: skip
