@@ -47,7 +47,7 @@ def fresh(program: str) -> str:
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([p for p in sys.path if p])},
     )
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ from moec.runtime.storage.read_runs import NONE
 LAYERS, EXPERTS = 3, 4
 COUNT = LAYERS * EXPERTS
 InTime = Callable[[Callable[[], Any]], Any]
+PATIENCE_S = 120
 
 
 class FaultySource:
@@ -47,7 +48,7 @@ class FaultySource:
 
     def load(self, *run: int) -> None:
         self.begun += 1
-        self.gate.wait(30)
+        self.gate.wait(PATIENCE_S)
         if any(behind != self.successors[first] for first, behind in pairwise(run)):
             self.complaints.append(f"{run} do not follow one another")
         if twice := self.loaded.intersection(run):
@@ -135,3 +136,15 @@ def consume(
 def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.001)
+
+
+def after(condition: Callable[[], bool], action: Callable[[], object]) -> threading.Thread:
+    """Start a thread that does the action as soon as the condition holds, and return it."""
+
+    def run() -> None:
+        wait_for(condition)
+        action()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread

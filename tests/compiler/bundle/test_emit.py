@@ -104,7 +104,7 @@ def test_threads_pack_side_by_side_to_the_same_bytes(
     def offsets(*arguments: Any) -> tuple[dict[str, int], int]:
         seen.add(threading.current_thread().name)
         with suppress(threading.BrokenBarrierError):
-            both.wait(10)  # experts are tiny here: the first thread would be done with all before a second begins
+            both.wait(120)  # experts are tiny here: the first thread would be done with all before a second begins
         both.abort()
         return unit_offsets(*arguments)
 
