@@ -2,7 +2,7 @@
 the seconds that their tests took, set-up included. Tests that were skipped with a reason that begins with NOT RUN are
 counted there, too.
 
-And `one_thread`, for tests whose results or times depend on torch's threads.
+And `one_thread`, for tests whose results or times depend on torch's threads, and the settings of hypothesis.
 """
 
 from __future__ import annotations
@@ -13,11 +13,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # As the console script does, before torch is imported: two test processes whose threads spin while they wait starve
 # each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+# An example on a busy machine takes as long as it takes: no time limit of hypothesis fails a test.
+settings.register_profile(
+    "untimed",
+    parent=settings.default,
+    deadline=None,
+    suppress_health_check=[*settings.default.suppress_health_check, HealthCheck.too_slow],
+)
+settings.load_profile("untimed")
 
 _results: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
 _seconds: dict[str, float] = defaultdict(float)

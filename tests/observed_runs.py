@@ -29,7 +29,7 @@ _MODE = re.compile(
     r"threads (?P<threads>\d+), cache (?P<cache_kind>native|python).*, layers in (?P<layers>one call|steps).*"
 )
 _TASKS = Path("/proc/self/task")
-PATIENCE_S = 60
+PATIENCE_S = 120
 _PREDICTORS = {"lookahead": LookaheadPredictor, "path": PathPredictor, "popularity": PopularityPredictor}
 
 

@@ -215,6 +215,9 @@ def save_tiny_family(folder: Path, tiny: TinyFamily) -> Path:
                 parameter.data.uniform_(0.5, 1.5)
             elif name.endswith(("bias", "sinks")):
                 parameter.data.normal_(std=0.3)
+            elif name.endswith("gate.weight") and not parameter.any():
+                # Releases of transformers before 5.23 leave the routers of Ernie at zero: all experts would tie.
+                parameter.data.normal_(std=INITIALIZER_RANGE)
             if name.endswith("e_score_correction_bias"):
                 corrections[name] = parameter.data.clone()
     transformers_logging.disable_progress_bar()

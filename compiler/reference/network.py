@@ -198,6 +198,7 @@ def load_model(lowering: Lowering, loader: Any) -> Any:
             f"`{root}`: {len(faults)} weights are missing or have another shape, first `{faults[0]}`",
             "copy the checkpoint again",
         )
+    model.float()  # releases of transformers before 5.23 unpack MXFP4 weights to bfloat16, whatever `dtype` says
     _round_to_16_bits(model, lowering)
     return model
 

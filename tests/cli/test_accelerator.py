@@ -103,7 +103,7 @@ def test_without_a_gpu_cuda_is_one_sentence(invoke: Invoke, bundle: Path) -> Non
 def test_without_torch_the_extra_is_named(bundle: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, "run", str(bundle), *map(str, (*PROMPT, *ON_TORCH))],
-        check=False, capture_output=True, text=True, timeout=120,
+        check=False, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 1
     assert 'pip install "moec[cuda]"' in done.stderr and "needs the package `torch`" in done.stderr

@@ -62,7 +62,7 @@ def test_a_second_compile_into_one_output_is_refused(invoke: Invoke, model: Path
         assert "hint: " in second.stderr
     other = invoke("compile", model, "--uniform", "2", *UNIFORM[2:], "-o", tmp_path / "other")
     assert other.exit_code == 0, other.stderr
-    _, said = first.communicate("go on\n", timeout=120)
+    _, said = first.communicate("go on\n", timeout=600)
     assert first.returncode == 0, said
     assert check_bundle(out)["bits"]["formats"] == {"q4g64": 6}
     suffixes = ("", ".log.json", ".report.png")
@@ -72,7 +72,7 @@ def test_a_second_compile_into_one_output_is_refused(invoke: Invoke, model: Path
 def test_a_kill_releases_the_output(invoke: Invoke, model: Path, tmp_path: Path) -> None:
     first = start(model, *UNIFORM, "-o", tmp_path / "out")
     first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=120)
+    first.communicate(timeout=600)
     assert "out.lock" in names(tmp_path) and "out" not in names(tmp_path)
     again = invoke("compile", model, *UNIFORM, "-o", tmp_path / "out")
     assert again.exit_code == 0, again.stderr
@@ -85,7 +85,7 @@ def test_a_plan_that_takes_up_a_work_folder_holds_it(invoke: Invoke, model: Path
     assert second.exit_code == 1 and "another compile is writing" in second.stderr
     third = invoke("compile", model, *UNIFORM, "-o", tmp_path / "out", "--plan-only")
     assert third.exit_code == 0, "it neither reads nor writes there"
-    first.communicate("go on\n", timeout=120)
+    first.communicate("go on\n", timeout=600)
     assert first.returncode == 0
 
 
@@ -185,7 +185,7 @@ def test_a_complete_bundle_is_finished_by_a_resumed_run(
     cut = subprocess.run(
         [sys.executable, "-c", CUT_OFF, place, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert cut.returncode == 9, cut.stderr
     whole = contents(tmp_path / "out")

@@ -177,7 +177,7 @@ def test_forced_kernels_are_reported(invoke: Invoke, bundle: Path) -> None:
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )
     assert done.returncode == 0 and "kernels numpy" in done.stderr.splitlines()[0]

@@ -99,7 +99,7 @@ def open_descriptors() -> int:
 def check_after(baseline: int) -> list[str]:
     """Descriptors and threads that a failed command did not give back."""
     gc.collect()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while threading.active_count() > 1 and time.monotonic() < end:
         time.sleep(0.001)
     found = []

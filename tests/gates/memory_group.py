@@ -73,7 +73,7 @@ def memory_group(limit_bytes: int | None = None) -> Iterator[MemoryGroup]:
 
 
 def _remove(path: Path) -> None:
-    for _ in range(50):  # the last thread of a process leaves its group after the end of the process
+    for _ in range(600):  # the last thread of a process leaves its group after the end of the process
         with contextlib.suppress(OSError):
             path.rmdir()
             return

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-PATIENCE_S = 60
+from tests.runtime.faulty_source import PATIENCE_S
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from moec.runtime.storage.read_runs import NONE
 LAYERS, EXPERTS = 3, 4
 COUNT = LAYERS * EXPERTS
 InTime = Callable[[Callable[[], Any]], Any]
+PATIENCE_S = 120
 
 
 class FaultySource:
@@ -52,7 +53,7 @@ class FaultySource:
 
     def load(self, *run: int) -> None:
         self.begun += 1
-        self.gate.wait(30)
+        self.gate.wait(PATIENCE_S)
         if any(after != self.successors[first] for first, after in pairwise(run)):
             self.complaints.append(f"{run} do not follow one another")
         if twice := self.loaded.intersection(run):
@@ -140,3 +141,15 @@ def consume(
 def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.001)
+
+
+def after(condition: Callable[[], bool], action: Callable[[], object]) -> threading.Thread:
+    """Start a thread that does the action as soon as the condition holds, and return it."""
+
+    def run() -> None:
+        wait_for(condition)
+        action()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread

@@ -103,7 +103,7 @@ def test_threads_pack_side_by_side_to_the_same_bytes(
     def offsets(*arguments: Any) -> tuple[dict[str, int], int]:
         seen.add(threading.current_thread().name)
         with suppress(threading.BrokenBarrierError):
-            both.wait(10)  # experts are tiny, so one thread could do all of them before a second one begins
+            both.wait(120)  # experts are tiny, so one thread could do all of them before a second one begins
         both.abort()
         return unit_offsets(*arguments)
 

@@ -149,10 +149,10 @@ def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
 
     stages = {"calibrating and quantizing", "predicting what each unit costs"}
     listener, output = Listener(stages, kill), tmp_path / "tiny-moec"
-    source = checkpoint.as_uri()
+    source, before = checkpoint.as_uri(), set((home / CACHE).glob("*"))  # another test may have fetched before
     compile_tiny(source, output, data=str(problems), cluster=address, talk=listener.talk(), **OPTIONS)
     assert contents(output) == alone
-    assert [path.name.split("-")[0] for path in (home / CACHE).iterdir()] == ["tiny"]
+    assert [path.name.split("-")[0] for path in (home / CACHE).iterdir() if path not in before] == ["tiny"]
     assert len(killed) == 2 and len(listener.processes) > 2, "other processes took the places of those killed"
     assert names(tmp_path) == {"tiny-moec"}
     check_bundle(output)

@@ -13,7 +13,7 @@ from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.expert_cache.python_cache import ExpertCache
 from moec.runtime.options.runtime import Policy
 from moec.runtime.storage.interface import page_bytes
-from tests.runtime.faulty_source import InTime, each, wait_for
+from tests.runtime.faulty_source import PATIENCE_S, InTime, each, wait_for
 
 ADVISED = [6, 9, 13, 16]
 """Of three layers of six experts those that are no neighbours: each is read alone."""
@@ -46,7 +46,7 @@ def test_demand_overtakes_advice(
 
         def held(*run: int) -> None:
             reads.extend(run)
-            gate.wait(30)
+            gate.wait(PATIENCE_S)
             read(*run)
 
         monkeypatch.setattr(engine.storage, "load", held)

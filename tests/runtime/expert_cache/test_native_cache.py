@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from moec.runtime.options.runtime import IoMode, Policy, RuntimeOptions
 from moec.runtime.storage.interface import page_bytes
 from moec.runtime.storage.opening import open_storage
 from moec.runtime.storage.read_storage import ReadStorage
-from tests.runtime.faulty_source import InTime, each, wait_for
+from tests.runtime.faulty_source import PATIENCE_S, InTime, after, each, wait_for
 from tests.runtime.settled import wait_until_settled
 
 LAYERS, EXPERTS = 3, 6
@@ -273,7 +272,7 @@ def test_a_process_may_end_while_experts_are_read(tiny_bundle: Path) -> None:
     """Nobody has closed the engine; its readers are between Python and the extension."""
     for _ in range(3):
         command = [sys.executable, "-c", ENDS, str(tiny_bundle)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
@@ -297,18 +296,19 @@ def test_an_interrupt_leaves_no_half_of_a_resize(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, interrupt: signal.Signals
 ) -> None:
     with opened(tiny_bundle) as own:
-        done, resize = threading.Event(), own.storage.resize
+        done, is_interrupted, resize = threading.Event(), threading.Event(), own.storage.resize
 
         def resize_slowly(capacity_bytes: int) -> None:
-            time.sleep(0.5)
+            os.kill(os.getpid(), interrupt)
+            assert is_interrupted.wait(PATIENCE_S)
             resize(capacity_bytes)
             done.set()
 
         monkeypatch.setattr(own.storage, "resize", resize_slowly)
-        threading.Timer(0.1, os.kill, [os.getpid(), interrupt]).start()
         with pytest.raises(_Interrupted):
             own.cache.resize(int(own.sizes.max()))
-        assert done.wait(30)
+        is_interrupted.set()
+        assert done.wait(PATIENCE_S)
         assert own.storage.memory_bytes <= own.sizes.max()
 
 
@@ -332,12 +332,18 @@ def test_too_small_closed_and_forked(tiny_bundle: Path, in_time: InTime, monkeyp
 
 
 def test_closing_wakes_who_waits(tiny_bundle: Path, in_time: InTime, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, gate = Opened(tiny_bundle), threading.Event()
-    monkeypatch.setattr(own.storage, "load", lambda *run: gate.wait(30))
-    threading.Timer(0.1, own.cache.close).start()
-    threading.Timer(0.3, gate.set).start()
+    own, gate, is_reading = Opened(tiny_bundle), threading.Event(), threading.Event()
+
+    def load_late(*run: int) -> None:
+        is_reading.set()
+        gate.wait(PATIENCE_S)
+
+    monkeypatch.setattr(own.storage, "load", load_late)
+    closing = after(is_reading.is_set, own.cache.close)
     with pytest.raises(ExecutionError, match="closed"):
         in_time(lambda: each(own.cache.stream(0, [0])))
+    gate.set()
+    in_time(closing.join)
     own.close()
 
 

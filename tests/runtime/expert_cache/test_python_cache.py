@@ -19,6 +19,7 @@ from tests.runtime.faulty_source import (
     EXPERTS,
     LAYERS,
     InTime,
+    after,
     consume,
     each,
     make_cache,
@@ -154,7 +155,7 @@ def test_neighbours_that_wait_are_read_at_once(in_time: InTime) -> None:
     cache.prefetch([8, 5, 9, 10])
     in_time(lambda: wait_for(lambda: source.begun == 3))
     stream = cache.stream(1, [5, 4])
-    threading.Timer(0.05, source.gate.set).start()
+    after(lambda: {4, 5} <= set(cache.leased().tolist()), source.gate.set)
     assert sorted(in_time(lambda: each(stream))) == [4, 5]
     assert source.reads[3:] == [8, 9, 10, 4, 5] and cache.stats.prefetch_reads == 3
     cache.close()
@@ -330,7 +331,8 @@ def test_a_closed_cache_says_so(in_time: InTime) -> None:
 def test_closing_wakes_who_waits(in_time: InTime) -> None:
     source, cache = make_cache([10] * 4, 40)
     source.gate.clear()
-    threading.Timer(0.1, cache.close).start()
-    threading.Timer(0.2, source.gate.set).start()
+    closing = after(lambda: source.begun > 0, cache.close)
     with pytest.raises(ExecutionError, match="closed"):
         in_time(lambda: each(cache.stream(0, [0, 1])))
+    source.gate.set()
+    in_time(closing.join)

@@ -18,7 +18,7 @@ from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.prefetch.margins import RULES
 from moec.runtime.storage.readers import ReaderThreads
-from tests.runtime.faulty_source import InTime
+from tests.runtime.faulty_source import PATIENCE_S, InTime
 from tests.runtime.one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only
 
 __all__ = ["bundle", "calls"]  # fixtures
@@ -116,14 +116,15 @@ def test_a_signal_comes_through_while_a_layer_waits(
             engines.append(engine)
             cache = engine.cache
             assert isinstance(cache, NativeCache)
-            load_one = engine.storage.load
+            load_one, first = engine.storage.load, threading.Lock()
 
             def load_late(*run: int) -> None:
-                gate.wait(30)
+                if first.acquire(blocking=False):
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                gate.wait(PATIENCE_S)
                 load_one(*run)
 
             monkeypatch.setattr(engine.storage, "load", load_late)
-            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
             if decodes:
                 found = engine.model.forward(*_one_token(engine))
                 assert np.array_equal(found, found_meanwhile[0])

@@ -253,7 +253,7 @@ def test_the_limit_of_open_files(own: Path, soft: int, hard: int) -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096:
         pytest.skip("NOT RUN: the hard limit is lower")
     command = [sys.executable, "-c", LIMITED, str(own), str(soft), str(hard)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
     if hard > soft:
         assert (done.returncode, done.stdout.split()[0]) == (0, "ran"), done.stderr
         assert soft < int(done.stdout.split()[1]) <= hard

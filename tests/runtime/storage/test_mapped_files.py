@@ -104,7 +104,7 @@ with open(sys.argv[2], "w+b") as file:
 
 def child(script: str, *arguments: object, given: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(command, check=False, input=given, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, check=False, input=given, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture

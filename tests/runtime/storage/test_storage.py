@@ -26,6 +26,7 @@ from moec.runtime.storage.address_space import find_page_maker
 from moec.runtime.storage.mapped_storage import resident_bytes
 from moec.runtime.storage.opening import open_storage
 from moec.runtime.storage.read_storage import ReadStorage
+from tests.runtime.faulty_source import PATIENCE_S, InTime, wait_for
 
 MODES: tuple[Literal["direct", "buffered", "mmap"], ...] = ("direct", "buffered", "mmap")
 every_mode = pytest.mark.parametrize("io", MODES)
@@ -314,7 +315,7 @@ def makes_pages() -> bool:
 
 
 def test_memory_is_made_ready_meanwhile_and_no_more_than_the_capacity(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, in_time: InTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arena_module, "CLEARED_AT_ONCE_BYTES", mmap.PAGESIZE)  # many parts
     bundle = open_bundle(tiny_bundle)
@@ -328,9 +329,7 @@ def test_memory_is_made_ready_meanwhile_and_no_more_than_the_capacity(
         time.sleep(0.02)
     assert arena_pages(storage) == 0
     with storage.made_ready(is_wanted=True):
-        deadline = time.monotonic() + 20
-        while arena_pages(storage) < pages and time.monotonic() < deadline:
-            time.sleep(0.001)
+        in_time(lambda: wait_for(lambda: arena_pages(storage) == pages))
     assert arena_pages(storage) == pages
     storage.load(5)
     assert storage.block(5).tobytes() == file_bytes(bundle, 5) and arena_pages(storage) == pages
@@ -339,20 +338,27 @@ def test_memory_is_made_ready_meanwhile_and_no_more_than_the_capacity(
 
 def test_making_ready_ends_with_the_work_beside_it(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends for any amount of work, and if the system refuses it at once."""
-    asked = list[int]()
+    asked, has_begun = list[int](), threading.Event()
 
     def slowly(address: int, size_bytes: int) -> bool:
+        time.sleep(0.05)
+        return refused(address, size_bytes) or True
+
+    def refused(address: int, size_bytes: int) -> bool:
         asked.append(size_bytes)
-        time.sleep(0.01)
-        return True
+        has_begun.set()
+        return False
 
     monkeypatch.setattr(arena_module, "CLEARED_AT_ONCE_BYTES", mmap.PAGESIZE)
-    for make, most in ((slowly, 20), (lambda address, size_bytes: bool(asked.append(size_bytes)), 1)):
+    for make in (slowly, refused):
         monkeypatch.setattr(arena_module, "find_page_maker", lambda make=make: make)
         asked.clear()
+        has_begun.clear()
         storage = open_storage(open_bundle(tiny_bundle), "auto", verify=True)
+        assert isinstance(storage, ReadStorage)
         with storage.made_ready(is_wanted=True):
-            time.sleep(0.05)
+            assert has_begun.wait(PATIENCE_S)
+        most = 1 if make is refused else storage.arena.view.nbytes // mmap.PAGESIZE - 1
         assert 0 < len(asked) <= most and set(asked) == {mmap.PAGESIZE}
         assert "moec-pages" not in {thread.name for thread in threading.enumerate()}
         storage.close()

@@ -171,8 +171,9 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     )
     code = (
         "import sys; from pathlib import Path; from moec.runtime.text import chat; chat.MAX_TEMPLATE_CPU_S = 20\n"
-        "renderer = chat.ChatRenderer(); print(renderer.process.pid, flush=True)\n"
-        "with renderer: renderer.render(chat.folder_files(Path(sys.argv[1])), [])"
+        "with chat.ChatRenderer() as renderer:\n"
+        "    print(renderer.process.pid, flush=True)\n"
+        "    renderer.render(chat.folder_files(Path(sys.argv[1])), [])"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(

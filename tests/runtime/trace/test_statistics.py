@@ -18,6 +18,7 @@ from moec.runtime.expert_cache.python_cache import ExpertCache
 from moec.runtime.memory.bandwidth import LEAST_BYTES, MOST_BYTES, buffer_bytes, read_bytes_per_s
 from moec.runtime.storage.read_runs import NONE
 from moec.runtime.trace.statistics import PhaseTimes, RunRecorder, quantile
+from tests.runtime.faulty_source import PATIENCE_S, after
 
 
 def test_quantiles_are_values_that_occur() -> None:
@@ -105,7 +106,7 @@ class GatedStorage:
             raise StorageReadFailed(f"expert {index}")
         if index in self.closed:
             self.is_loading.set()
-            assert self.gate.wait(30)
+            assert self.gate.wait(PATIENCE_S)
 
     def release(self, index: int) -> None:
         pass
@@ -130,9 +131,9 @@ def gated() -> Iterator[tuple[GatedStorage, ExpertCache]]:
 def test_advice_that_was_not_begun_is_no_prefetch(gated: tuple[GatedStorage, ExpertCache]) -> None:
     storage, cache = gated
     cache.prefetch([1, 2])
-    assert storage.is_loading.wait(30)
+    assert storage.is_loading.wait(PATIENCE_S)
     stream = cache.stream(0, [2])
-    threading.Timer(0.05, storage.gate.set).start()
+    after(lambda: 2 in cache.leased(), storage.gate.set)
     assert list(stream) == [[2]]
     assert (cache.stats.misses, cache.stats.late_hits, cache.stats.prefetch_used) == (1, 0, 0)
     assert list(cache.stream(0, [1])) == [[1]]
@@ -145,6 +146,6 @@ def test_a_failed_read_leaves_the_cache_usable(gated: tuple[GatedStorage, Expert
     with pytest.raises(StorageReadFailed):
         list(cache.stream(0, [0, 1, 2]))
     # The reads after the failed one still wait in the queue.
-    threading.Timer(0.05, storage.gate.set).start()
+    after(lambda: 2 in cache.leased(), storage.gate.set)
     assert sorted(cache.stream(0, [1, 2])) == [[1], [2]]
     cache.check_invariants()
