@@ -146,7 +146,7 @@ def test_auto_is_alone_and_its_loss_is_its_own(invoke: Invoke, recorded: Path) -
         assert "measured without other modes" in invoke(*run, "--dynamic-precision", "auto", *other).stderr
     for modes in ((), ("--dynamic-precision", "0,1")):
         refused = invoke(*run, *modes, "--mode-loss", "2%")
-        assert refused.exit_code == 1 and "is what `auto` may cost" in refused.stderr
+        assert refused.exit_code == 1 and "has no effect without `auto`" in refused.stderr
 
 
 def test_what_was_measured_before_stays(invoke: Invoke, recorded: Path, texts: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_sweep_leaves_out_what_is_refused(two_versions: Path) -> None:
     device = RuntimeOptions(accelerator="cuda")
     found = settings_of("sweep", manifest, (), device)
     assert [set(each) for each in found] == [set(), {"big_little"}, {"big_little"}, {"big_little"}]
-    with pytest.raises(OptionError, match="how many lie on an accelerator would depend on what is free"):
+    with pytest.raises(OptionError, match="How many an accelerator holds would depend on its free memory"):
         settings_of("dynamic-precision 0,1", manifest, (), device)
     sized = RuntimeOptions(accelerator="cuda", accelerator_memory="1GiB")
     assert len(settings_of("sweep", manifest, (), sized)) == len(settings_of("sweep", manifest, ()))

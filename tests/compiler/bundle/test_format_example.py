@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moec.compiler.bundle.emit import emit, finish
+from moec.compiler.bundle.emit import BundleContent, emit, finish
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.request.uniform import uniform_plan
@@ -70,13 +70,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
         assert tensors[name].shape == matrix.shape
         tensors[name] = torch.from_numpy(matrix).to(torch.bfloat16)
     save_file(tensors, weights, {"format": "pt"})
-    checkpoint = open_checkpoint(str(root / "tiny"))
-    lowering = lower(checkpoint)
-    plan = uniform_plan(lowering.model, 4, SIZE, 16, lowering.float_type)
+    lowering = lower(open_checkpoint(str(root / "tiny")))
+    plan = uniform_plan(lowering.model, QuantSpec(4, SIZE), lowering.spec_16bit, lowering.float_type)
     units = {UnitKey(0, 0, projection): QuantSpec.parse(text) for projection, text in FORMATS.items()}
     plan = replace(plan, units={**plan.units, **units})
     partial, disk = root / "tiny-moec.partial", Disk()
-    finish(partial, emit(checkpoint, lowering, plan, partial, device=NO_DEVICE, disk=disk), b"{}\n", b"# x\n", disk)
+    finish(partial, emit(lowering, BundleContent(plan, NO_DEVICE), partial, disk=disk), b"{}\n", b"# x\n", disk)
     publish_directory(disk, partial, root / "tiny-moec")
     with open_bundle(root / "tiny-moec") as opened:
         yield opened

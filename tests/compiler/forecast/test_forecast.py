@@ -41,7 +41,7 @@ NOTHING = LayerRates(0, *[0.0] * (len(fields(LayerRates)) - 1))
 NO_DISK = DiskRates(0.0, 0.0)
 
 
-SWEEP, MEASURING = "calibrating and quantizing", "measuring layer by layer"
+SWEEP, MEASURING = "calibrating and quantizing", "measuring plans by their KL"
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_bundles_that_answer_from_disk_are_read_once_a_pass(too_large: None, tmp
     passes = (validation.read + test.read) / 1024, (8 * validation.read + test.read) / 1024
     spec = prepared.lowering.model
     units = sum(prod(spec.unit_shape(unit.layer, unit.projection)) for unit in spec.unit_keys())
-    weights, room = units + sum(map(prod, spec.dense_shapes().values())), runtime_bytes(spec, prepared.residency, 1)
+    weights, room = units + sum(map(prod, spec.dense_shapes().values())), runtime_bytes(spec, 1)
     expected = passes[0] * (2 * weights - room) + passes[1] * (weights // 2 - room)
     assert room < 0 and named(foreseen.stages())["measuring the tasks"].seconds == pytest.approx(expected)
 

@@ -222,8 +222,8 @@ def _fits(lowering: Lowering, unit: UnitKey, spec: QuantSpec) -> bool:
 def test_the_first_texts_alone_measure_alike(lowering: Lowering, whole: tuple[Swept, SweptStore]) -> None:
     swept, store = whole
     plain = plain_plan(lowering.model, lowering.spec_16bit, "gptq")
-    weights = planned_weights(replace(plain, units=dict.fromkeys(plain.units, SPECS[0])), store)
-    every, first = walk_of(lowering, swept).measure(weights), walk_of(lowering, swept).measure(weights, items=1)
+    plans = [(replace(plain, units=dict.fromkeys(plain.units, SPECS[0])), store)]
+    (every,), (first,) = (list(walk_of(lowering, swept).measure_each(plans, items)) for items in (None, 1))
     count = answer_texts(lowering).counts[0]
     assert len(first.kl) == count < len(every.kl)
     assert first.kl == pytest.approx(every.kl[:count], rel=2e-3)  # other batches: other last bits
