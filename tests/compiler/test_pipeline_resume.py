@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,9 +15,10 @@ from safetensors.torch import load_file
 from moec.compiler.families.lowering import Lowering
 from moec.compiler.request.options import Talk
 from moec.compiler.stages import bundle as bundle_stages
+from moec.compiler.stages import measure as measure_stages
 from moec.compiler.stages import planning as planning_stages
-from moec.compiler.stages import whole_model
-from tests.tiny_compile import check_bundle, compile_tiny, contents, names
+from moec.compiler.walker.slot import LayerSlot
+from tests.tiny_compile import check_bundle, compile_tiny, contents, little_memory, names, save_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KL = 0.05
@@ -29,11 +31,11 @@ class Halt(Exception):
 @pytest.mark.parametrize(
     ("module", "stage"),
     [
-        (whole_model, "calibrate"),
-        (whole_model, "UnitStore"),
+        (measure_stages, "Sweep"),
+        (measure_stages, "LayerGradients"),
         (planning_stages, "search"),
         (bundle_stages, "emit"),
-        (whole_model, "certify_task"),
+        (bundle_stages, "certify"),
         (bundle_stages, "finish"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -59,7 +61,7 @@ def test_a_failed_stage_loses_nothing_and_resume_takes_up(
     compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True)
     assert contents(tmp_path / "out") == whole
     assert names(tmp_path) == {"out"}
-    assert (done > 0) == (stage != "calibrate")
+    assert (done > 0) == (stage != "Sweep")
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +80,13 @@ def test_resume_measures_nothing_twice(
 
     with pytest.raises(Halt):
         compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), open_runtime=fails)
-    monkeypatch.setattr(whole_model, "calibrate", fails)
-    monkeypatch.setattr("moec.compiler.sensitivity.trials.summarise_divergence", fails)
+    monkeypatch.setattr(LayerSlot, "load", fails)
     notes: list[str] = []
     compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True, talk=Talk(notes.append))
     assert contents(tmp_path / "out") == whole
     (sentence,) = (note for note in notes if "taking up" in note)
-    assert re.search(r"taking up \d+ finished stages from `.*out.work`: calibration, fisher, \d+ x kl$", sentence)
+    stages = r"before, gradients, \d+ x kl, layer, states, \d x units"
+    assert re.search(rf"taking up \d+ finished stages from `.*out.work`: {stages}", sentence)
 
 
 def test_resume_of_other_options_starts_anew(model: Path, texts: Path, tmp_path: Path) -> None:
@@ -100,21 +102,28 @@ def test_resume_of_other_options_starts_anew(model: Path, texts: Path, tmp_path:
     assert check_bundle(tmp_path / "out")["trials"] == []
 
 
-def test_weights_are_read_one_at_a_time_before_the_model_is_loaded(
-    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_every_weight_is_read_layer_by_layer_before_the_search(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool
 ) -> None:
-    read: list[str] = []
-    plain = Lowering.read
+    model, read, plain = save_model(tmp_path / "tiny", layers=3, experts=2), list[str](), Lowering.read
 
     def counting(self: Lowering, source: Any) -> torch.Tensor:
         read.append(source.name)
         return plain(self, source)
 
-    def stop(root: Path) -> Any:
+    def stop(*arguments: Any) -> Any:
         raise Halt
 
+    if not has_memory:
+        little_memory(monkeypatch.setattr)
     monkeypatch.setattr(Lowering, "read", counting)
-    monkeypatch.setattr(whole_model, "ReferenceModel", stop)
+    monkeypatch.setattr(planning_stages, "search", stop)
     with pytest.raises(Halt):
         compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts))
     assert set(read) == set(load_file(model / "model.safetensors"))
+    units = [name for name in read if ".experts." in name]
+    layers = [int(name.split(".")[2]) for name in dict.fromkeys(units)]
+    assert layers == sorted(layers) and len(set(layers)) == 3
+    # Once where memory holds them; otherwise for the sweep, and forward and backward for the gradients.
+    assert set(Counter(units).values()) == {1 if has_memory else 3}
