@@ -37,7 +37,7 @@ COMPARISON_SUFFIX = ".comparison"
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRequest:
-    """What to compare, and with what.
+    """A bundle to compare, and the inputs of its compile.
 
     bundle: the folder, next to which measurements are kept until all are made.
     manifest, quality: of the bundle.
