@@ -1,4 +1,4 @@
-"""Every field of the options of a compile changes something that can be seen in the compile."""
+"""Every field of the options of a compile has a visible effect on the compile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ WATCHED = {
 
 
 class Effect(NamedTuple):
-    """value: that is not the default. others: what both have besides. seen: what differs between the two."""
+    """A change of a field and its effect.
+
+    value: another value than the default.
+    others: further options of both compiles.
+    seen: the difference between the two.
+    """
 
     value: Any
     others: dict[str, Any]
@@ -45,7 +50,7 @@ def texts_of(found: Prepared) -> list[object]:
     return [list(split.train.items) for split in found.splits]
 
 
-# What is checked and read before any work.
+# Options that are checked and data that is read before any work.
 PREPARED: dict[str, Effect] = {
     "data": Effect("{data}", {}, lambda found: len(found.splits)),
     "tasks": Effect(("perplexity",), {"data": "{data}"}, lambda found: [each.task.name for each in found.splits]),
@@ -63,7 +68,7 @@ PREPARED: dict[str, Effect] = {
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Items of two tasks at once: sums, which are what their fields are taken for, and plain text."""
+    """Items of two tasks: sums, which fit the fields better, and plain text."""
     folder = save_problems(tmp_path_factory.mktemp("problems") / "data", train=8)
     for path in folder.iterdir():
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -82,7 +87,7 @@ def test_a_field_changes_what_is_prepared(model: Path, problems: Path, tmp_path:
     assert shown() == shown() != shown(**{field: value})
 
 
-# Of a uniform target, which takes no search.
+# Options of a uniform target, without a search.
 UNIFORM: dict[str, Effect] = {
     "symmetric": Effect(True, {}, lambda result: set(result.plan.units.values())),
     "fallback_bits": Effect(2, {}, lambda result: len(result.plan.low_units)),
@@ -106,7 +111,7 @@ def test_a_field_changes_a_uniform_plan(model: Path, tmp_path: Path, field: str)
 def watched(
     model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[CompileResult, dict[str, dict[str, Any]]]:
-    """A whole compile, and what its stages were given; every stage does its work."""
+    """Run a whole compile, and return the arguments of its stages."""
     seen: dict[str, dict[str, Any]] = {}
     with pytest.MonkeyPatch.context() as patch:
         for name, place in WATCHED.items():
@@ -139,7 +144,7 @@ def test_a_field_arrives_at_its_stages(watched: Watched, field: str) -> None:
     assert STAGES[field](*watched)
 
 
-# Shown by whole compiles in test_pipeline.py.
+# Whole compiles in test_pipeline.py show these.
 WHOLE = {
     "sensitivity": "test_exact_sensitivity_corrects_each_expert",
     "search": "test_edgemoes_own_search_decides_by_whole_experts",

@@ -1,4 +1,4 @@
-"""Every family through the whole compile: statistics that are the reference's, mixed formats, a fraction in memory."""
+"""Every family through the whole compile: statistics of the reference, mixed formats, experts partly in memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.tiny_models import VOCABULARY
 
 pytestmark = pytest.mark.oracle
 
-# One configuration of each family, the one with most of what is its own.
+# One configuration of each family: the one with most of its special parts.
 CHOSEN = {
     "qwen2_moe": "qwen2-plain-between", "qwen3_moe": "qwen3-plain-first", "deepseek_v2": "deepseek-v2-groups-yarn",
     "deepseek_v3": "deepseek-v3", "glm4_moe": "glm4-bias", "ernie4_5_moe": "ernie", "granitemoe": "granite-scaled",
     "gpt_oss": "gpt-oss", "phimoe": "phimoe",
 }  # fmt: skip
 TEXTS = [("a lamp near a ", "box"), ("seven green pens and ", "two red ones"), ("tall", " of the box under")]
-BITS = (3, 4, 16)  # 2 bits, whose scales are fitted again and again, take four fifths of a tiny compile
+BITS = (3, 4, 16)  # 2 bits take four fifths of a tiny compile, because their scales are fitted several times
 TOKENS = np.random.default_rng(4).integers(4, 260, 40).tolist()
 
 
@@ -52,7 +52,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path, tmp_path: Path) -> None:
-    """Counted anew, from what transformers' own router hands to its experts."""
+    """The counts are made again from the output of transformers' router."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     seen: dict[int, list[np.ndarray]] = {}
     for name, module in model.named_modules():
@@ -83,7 +83,7 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path,
 
 
 def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
-    """A weight set to what another model holds changes the reference as it changes a bundle."""
+    """A weight of another model changes the reference and a bundle in the same way."""
     reference, lowering = ReferenceModel(folder), lower(open_checkpoint(str(folder)))
     weights = WeightStore(reference.network, torch.bfloat16 if lowering.float_type == "bfloat16" else torch.float16)
     tokens = torch.tensor([TOKENS])
@@ -101,12 +101,12 @@ def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
 
 
 def test_routers_choose_among_the_experts_that_are_kept(folder: Path, tmp_path: Path) -> None:
-    """In the reference model, whose router is transformers' own, and in the runtime alike."""
+    """This holds in the reference model, with transformers' router, and in the runtime."""
     reference = ReferenceModel(folder)
     spec, chosen = reference.model, list[np.ndarray]()
     losing = [at for at, layer in enumerate(spec.layers) if layer.experts.count and layer.experts.can_lose_experts]
     if not losing:
-        return  # corrections or groups decide as well: nothing may be left out
+        return  # corrections or groups decide too, so no expert may be left out
     left = [ExpertKey(layer, expert) for layer in losing for expert in range(spec.layers[layer].experts.count // 3)]
     units = [unit for key in left for unit in spec.units_of(key)]
     for module in reference.network.experts.values():

@@ -45,7 +45,7 @@ TEXTS = [
     ("seven green pens and two red ones", "two red ones"),
     ("tall", " of the box under"),
 ]
-BITS = (3, 4, 16)  # 2 bits, whose scales are fitted again and again, take four fifths of a tiny compile
+BITS = (3, 4, 16)  # 2 bits take four fifths of a tiny compile, because their scales are fitted several times
 KL = 0.02
 TOKENS = np.random.default_rng(4).integers(4, 260, 40).tolist()
 
@@ -64,7 +64,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path, tmp_path: Path) -> None:
-    """Counted anew from what transformers' own routers say: prompts to the encoder, answers to the decoder."""
+    """The counts are made again from transformers' routers: prompts in the encoder, answers in the decoder."""
     model = SwitchTransformersForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     reference = ReferenceModel(folder)
     spec, pairs = reference.model, reference.encode_pairs(TEXTS)
@@ -74,7 +74,7 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path,
         if name.endswith(".router"):
             layer = int(name.split(".")[2]) + (spec.first_decoder_layer if name.startswith("decoder") else 0)
             if layer >= spec.first_decoder_layer:
-                module.expert_capacity = 1 << 30  # called with whole answers here, with single tokens by `generate`
+                module.expert_capacity = 1 << 30  # called with whole answers here, and with single tokens by `generate`
 
             def record(_: Any, __: Any, found: tuple[torch.Tensor, ...], at: int = layer) -> None:
                 seen.setdefault(at, []).append(found[2][0].argmax(-1).numpy())
@@ -102,7 +102,7 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path,
         if before in chosen and after is not None:
             np.add.at(expected, (chosen[before], chosen[after]), 1)
         assert np.array_equal(found.transitions[before], expected)
-    for layer in spec.expert_layers:  # what an expert was too full for taught it nothing
+    for layer in spec.expert_layers:  # tokens over the capacity of an expert do not count
         tokens = journal.arrays(f"layer-{layer}", dict)["tokens"]
         assert tokens.tolist() == received[layer].tolist()
     if spec.layers[spec.expert_layers[0]].experts.router.capacity < 20:
@@ -110,7 +110,7 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path,
 
 
 def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
-    """A weight set to what another model holds changes the reference as it changes a bundle."""
+    """A weight of another model changes the reference and a bundle in the same way."""
     reference, lowering = ReferenceModel(folder), lowered(folder)
     weights = WeightStore(reference.network, torch.bfloat16 if lowering.float_type == "bfloat16" else torch.float16)
 
@@ -123,7 +123,7 @@ def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
             own = lowering.dense_weight(name).float()
             assert torch.equal(weights.original(name), own), name
             weights.set(name, own * 1.5 + 0.01)
-            # A softmax is the same for biases that are all raised; these are stretched as well.
+            # A constant added to all biases does not change a softmax, so these are stretched too.
             assert not torch.equal(hidden(), before), name
             weights.restore()
         for layer in lowering.model.expert_layers:
@@ -138,7 +138,7 @@ def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
 
 
 def test_the_reference_generates_what_transformers_generates(folder: Path) -> None:
-    """Whatever drafts say, in batches of unequal prompts."""
+    """This holds for all drafts, in batches of prompts with different lengths."""
     reference, oracle = ReferenceModel(folder, threads=2), Oracle(folder)
     prompts, ends = [prompt for prompt, _ in TEXTS], set(reference.model.eos_token_ids)
     answers = [[token for token in oracle.greedy(reference.encode(p), 12) if token not in ends] for p in prompts]
@@ -176,7 +176,7 @@ def test_bytes_of_an_encoder_are_paid_once(plain: Path) -> None:
 def answering(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint that answers every dialogue with its summary, and the dialogues.
 
-    No training: the output matrix turns the embedding of each letter, which the layers disturb, into the next letter.
+    It is not trained. The layers disturb the embedding of each letter. The output matrix maps it to the next letter.
     """
     root = tmp_path_factory.mktemp("answering")
     folder = save_tiny_switch(root / "model", TinySwitch({"tie_word_embeddings": False}, seed=5))
@@ -232,15 +232,15 @@ def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp
     for way in WAYS:
         part, evictions, _ = logits(f"{least}", **way)
         assert evictions > 0 and np.array_equal(part, whole)
-        # With room for what the next layer that routes may ask for, advice is of use, and changes nothing. By a fixed
-        # share: random weights make popularity no guide, which the rule `likely` finds out.
+        # With cache space for the next routed layer, advice is used and changes no result. The rule has a fixed share,
+        # because with random weights the rule `likely` stops prefetching.
         part, evictions, used = logits(f"{3 * least}", prefetch_rule="spread", **way)
         assert evictions > 0 and np.array_equal(part, whole) and (used > 0) == (way["prefetch"] != "off")
 
 
 @pytest.mark.gate("G4")
 def test_compiling_twice_gives_the_same_bytes(plain: Path, tmp_path: Path) -> None:
-    """With one thread and with two, whose passes go through the same routers side by side."""
+    """With one thread and with two. The passes of two threads use the same routers at the same time."""
     data = save_dialogues(tmp_path / "samsum", train=4, validation=4, test=6)
     before = torch.get_num_threads()
     try:

@@ -61,7 +61,7 @@ def test_units_are_the_tensors_on_disk(plain: Path) -> None:
 
 
 def test_older_checkpoints_hold_copies_of_the_embedding(plain: Path, copy: Path) -> None:
-    """And a table that no release of transformers reads; a copy that is another matrix is refused."""
+    """They also hold a table that no release of transformers reads. A copy that differs is refused."""
     tensors = load_file(plain / WEIGHTS_NAME)
     shared = tensors["shared.weight"]
     names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
@@ -75,7 +75,7 @@ def test_older_checkpoints_hold_copies_of_the_embedding(plain: Path, copy: Path)
         lowered(copy)
     save_file({**tensors, "lm_head.weight": shared + 1}, copy / WEIGHTS_NAME)
     model = lowered(copy).model
-    assert not model.tie_embeddings and model.logits_scale == 64**-0.5  # the key scales, whatever the weights are
+    assert not model.tie_embeddings and model.logits_scale == 64**-0.5  # the key decides the scale, not the weights
 
 
 def test_keys_of_older_configurations(copy: Path) -> None:

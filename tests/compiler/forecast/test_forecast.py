@@ -1,4 +1,4 @@
-"""What a compile is said to take: pieces counted from shapes and texts, held against the compile itself."""
+"""The forecast of a compile: counts from shapes and texts, compared with the compile."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def named(stages: list[StageForecast]) -> dict[str, StageForecast]:
 
 
 def seconds(tmp_path: Path, kind: Any = "kl", value: float = 0.05, **rates: float) -> dict[str, float]:
-    """Of each stage where nothing takes time but the named pieces."""
+    """Return the seconds of each stage if only the named parts take time."""
     texts = tmp_path / "texts" if (tmp_path / "texts").is_dir() else save_texts(tmp_path / "texts")
     model = tmp_path / "model"
     if not model.is_dir():
@@ -83,7 +83,7 @@ def test_pieces_are_counted(too_large: None, tmp_path: Path) -> None:
     assert passing[MEASURING] == pytest.approx(8 * 3 * sum(map(len, texts.answers.texts.rows)))
     for_a_loss = seconds(tmp_path, "loss", 0.05, token=1.0)
     assert for_a_loss[held_out] == passing[held_out] and "measuring the tasks" not in passing
-    # Checkpoint and at most 8 plans on validation items, checkpoint and bundle on the others: texts are only scored.
+    # Checkpoint and at most 8 plans on validation items, checkpoint and bundle on test items. Texts are only scored.
     lines = {name: (tmp_path / "texts" / f"{name}.jsonl").read_text().splitlines() for name in ("validation", "test")}
     tokens = {name: sum(len(json.loads(line)["text"]) for line in own) for name, own in lines.items()}
     expected = 3 * (9 * tokens["validation"] + 2 * tokens["test"])
@@ -202,7 +202,7 @@ def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
     stages = SearchForecast(prepared, texts, NO_DISK, replace(NOTHING, decoded_token=1.0)).stages()
     expected = layers * (validation.decoded + test.decoded)
     assert named(stages)["measuring the tasks"].seconds == pytest.approx(expected, rel=1e-6)
-    # Of one token a second and layer: what is measured by KL on 256 answers, and what a comparison adds.
+    # At one token per second and layer: the KL measurements on 256 answers, and those of a comparison.
     stages = SearchForecast(prepared, texts, NO_DISK, replace(NOTHING, token=1.0)).stages()
     assert validation.answered == validation.read, "one answer for each"
     answers = texts.answers.texts.num_tokens
@@ -222,7 +222,7 @@ def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
 
 
 def test_bundles_that_answer_from_disk_are_read_once_a_pass(too_large: None, tmp_path: Path) -> None:
-    """Of a memory that holds nothing of either bundle: 2 bytes a weight of the checkpoint's, 4 bits of a plan's."""
+    """The memory holds no part of either bundle: 2 bytes per weight of the checkpoint's, 4 bits of a plan's."""
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
     prepared = prepare(make_request(model, tmp_path / "out", "loss", 0.05, quick=False, data=str(texts), **SEARCHED))
     disk, answers = replace(NO_DISK, digested_byte=1.0), compile_texts(prepared)
