@@ -147,7 +147,7 @@ def calibrate_layer(
 
 
 class _Handed(threading.local):
-    """What the pass of this thread handed to the experts: inputs, chosen experts and router weights."""
+    """Inputs, chosen experts and router weights that the pass of this thread handed to the experts."""
 
     arguments: tuple[Tensor, ...] = ()
 

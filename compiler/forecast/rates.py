@@ -21,7 +21,7 @@ from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
-from ..calibration.layer_inputs import calibrate_layer
+from ..calibration.layer_inputs import LayerInputs, calibrate_layer
 from ..checkpoint.checkpoint import Checkpoint
 from ..families import Lowering
 from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer
@@ -156,16 +156,8 @@ def measure_layer(
             inputs, _ = calibrate_layer(slot, many, pool, quantizer == "gptq")
         calibration_token = clock.seconds / many.num_moving
         progress(3, pieces)
-        chosen = torch.argsort(inputs.tokens, descending=True)[:threads].tolist()
-        packed: dict[tuple[UnitKey, QuantSpec], np.ndarray] = {}
         quantizing = LayerQuantizer(slot.experts, ExpertQuantizer(layer, quantizer, tuple(formats)))
-        for _ in range(2):
-            with clock.running():
-                for _, matrices, _ in quantizing.run(inputs, pool, chosen):
-                    packed |= {key: pack(matrix) for key, matrix in matrices.items()}
-            if clock.seconds > _LONG_SECONDS:
-                break  # the start of threads and pages is negligible then
-        expert = clock.seconds / len(chosen)
+        expert, packed = _quantized_expert(quantizing, inputs, pool, threads)
         progress(4, pieces)
     with clock.running():
         for (unit, spec), data in packed.items():
@@ -180,6 +172,21 @@ def measure_layer(
     progress(6, pieces)
     logit = clock.seconds / _LOGIT_TOKENS
     return LayerRates(layer, loaded, token, calibration_token, expert, restored, rounded, logit, decoded)
+
+
+def _quantized_expert(
+    quantizing: LayerQuantizer, inputs: LayerInputs, pool: Workers, threads: int
+) -> tuple[float, dict[tuple[UnitKey, QuantSpec], np.ndarray]]:
+    """Return the seconds of one expert in every format, and its packed units. Each thread takes an expert."""
+    clock, packed = _Clock(), dict[tuple[UnitKey, QuantSpec], np.ndarray]()
+    chosen = torch.argsort(inputs.tokens, descending=True)[:threads].tolist()
+    for _ in range(2):
+        with clock.running():
+            for _, matrices, _ in quantizing.run(inputs, pool, chosen):
+                packed |= {key: pack(matrix) for key, matrix in matrices.items()}
+        if clock.seconds > _LONG_SECONDS:
+            break  # the start of threads and pages is negligible then
+    return clock.seconds / len(chosen), packed
 
 
 def _states(slot: LayerSlot, texts: TokenTexts, tokens: int) -> TextStates:

@@ -61,7 +61,7 @@ class _Upstream:
 
 
 class _Handed(threading.local):
-    """What the pass of this thread handed to the experts, and the sum of their outputs, with its graph."""
+    """Inputs that the pass of this thread handed to the experts, and the sum of their outputs, with its graph."""
 
     tokens: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 

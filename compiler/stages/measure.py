@@ -28,7 +28,7 @@ from .workbench import Measured, Workbench
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """What every pass over the layers works with."""
+    """The workbench of every pass over the layers."""
 
     bench: Workbench
     slot: LayerSlot

@@ -396,9 +396,3 @@ def test_memory_grows_with_a_layer_not_with_the_model() -> None:
     specs = (QuantSpec(2, 32), QuantSpec(4, 32))
     grown = sweep_bytes(deep, 1000, 512, specs, 2) - sweep_bytes(flat, 1000, 512, specs, 2)
     assert grown < 40 * 2 * 512 * 4 * deep.hidden_size
-
-
-def test_first_texts_are_those_that_fit() -> None:
-    texts = TokenTexts([[1] * 4, [1] * 3, [1] * 5], [[2] * 2, [2], [2]])
-    assert [len(texts.first(tokens).rows) for tokens in (0, 6, 9, 10, 15, 16, 99)] == [1, 1, 1, 2, 2, 3, 3]
-    assert texts.num_tokens == 16 and texts.first(10).prompts == [[2] * 2, [2]]
