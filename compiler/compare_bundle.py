@@ -1,6 +1,6 @@
-"""Compare a finished bundle with what people would pick instead, without changing it.
+"""Compare a finished bundle with the baselines of the search, without changing it.
 
-The checkpoint and the data are measured again, under the options that the manifest records; the plan is the bundle's.
+The checkpoint and the data are measured again, with the options of the manifest. The plan is that of the bundle.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ COMPARISON_SUFFIX = ".comparison"
 class ComparisonRequest:
     """A bundle to compare, and the inputs of its compile.
 
-    bundle: the folder, next to which measurements are kept until all are made.
-    manifest, quality: of the bundle.
-    source: the checkpoint that it was compiled from.
-    data: the task data that it was compiled with.
-    profile: the device, whose kernels decide the formats on offer.
+    bundle: the folder. Measurements are kept next to it until all are made.
+    manifest: manifest of the bundle.
+    quality: content of its quality.json.
+    source: checkpoint of its compile.
+    data: task data of its compile.
+    profile: the device. Its kernels decide the formats on offer.
     open_runtime: opens the runtime on plans, whose answers a loss is about.
-    resume: whether measurements of an interrupted run are taken up.
-    memory_bytes: what the comparison may take; 0: 7/8 of the machine's.
+    resume: whether to continue an interrupted comparison.
+    memory_bytes: memory for the comparison; 0: 7/8 of the machine's.
     """
 
     bundle: Path
@@ -62,10 +63,10 @@ class ComparisonRequest:
 
 
 def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
-    """Measure the best uniform format and EdgeMoE's search; returns what quality.json holds under `comparison`.
+    """Measure the best uniform format and EdgeMoE's search. Return the entry `comparison` of quality.json.
 
-    Raises OptionError if the bundle can be compared with nothing, or if one layer does not fit in memory.
-    Raises CheckpointError and DataError for others than those that it was compiled from.
+    Raises OptionError if no baseline exists, or if one layer does not fit in memory.
+    Raises CheckpointError or DataError if the checkpoint or the data are not those of the compile.
     Raises the errors of a compile.
     """
     options = options_of(request)
@@ -98,9 +99,9 @@ def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
 
 
 def options_of(request: ComparisonRequest) -> CompileOptions:
-    """The options of the bundle's compile, as far as comparisons depend on them.
+    """Return the options of the bundle's compile that affect comparisons.
 
-    Raises OptionError where there is nothing to compare, ManifestInvalid where no compile wrote such options.
+    Raises OptionError if there is nothing to compare, ManifestInvalid if no compile wrote such options.
     """
     try:
         kind, value = request.quality["target"]["kind"], float(request.quality["target"]["value"])
@@ -122,7 +123,11 @@ def options_of(request: ComparisonRequest) -> CompileOptions:
 
 
 def _options(plain: Mapping[str, str], target: Target, data: str) -> CompileOptions:
-    """plain: options as `CompileOptions.to_plain` writes them. Raises KeyError, ValueError, OptionError."""
+    """Return the options.
+
+    plain: options as `CompileOptions.to_plain` writes them.
+    Raises KeyError, ValueError, OptionError.
+    """
     groups = tuple(int(size) for size in plain["group_sizes"].split(","))
     return CompileOptions(
         target=target,

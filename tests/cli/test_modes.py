@@ -1,4 +1,4 @@
-"""Lossy modes on the command line: sweeps, what they cost, thresholds that are chosen."""
+"""Lossy modes on the command line: sweeps, measured losses, chosen thresholds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def two_versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def swept(two_versions: Path) -> dict[str, Any]:
-    """What a sweep says of the bundle; its record lies beside it. The texts are short: every token is one pass."""
+    """Return the record of a sweep, which is also next to the bundle. Texts are short, so every token is a pass."""
     data = two_versions.with_name("short.jsonl")
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("A first text", "x", "Another, longer")))
     arguments = ["eval", str(two_versions), "--data", str(data), "--modes", "sweep", "--expert-cache", "50%", "--json"]
@@ -50,13 +50,13 @@ def swept(two_versions: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def own(two_versions: Path, tmp_path: Path) -> Path:
-    """A copy of the bundle alone."""
+    """A copy of the bundle without a record."""
     return Path(shutil.copytree(two_versions, tmp_path / "own-moec"))
 
 
 @pytest.fixture
 def recorded(own: Path, two_versions: Path, swept: dict[str, Any]) -> Path:
-    """A copy of the bundle, its record beside it."""
+    """A copy of the bundle with its record next to it."""
     shutil.copy(record_path(two_versions), record_path(own))
     return own
 
@@ -69,9 +69,9 @@ def test_a_sweep_of_quality_is_kept_and_quoted(
     assert rows[""]["loss"]["loss"] == 0 and rows[""]["kl"]["mean"] == 0 and rows[""]["decisions"] is None
     low = rows["dynamic-precision 0,1"]
     assert low["decisions"]["low"] > 0 and low["kl"]["mean"] > 0 and low["loss"]["loss"] != 0
-    assert rows["big-little gamma=0.9,k=K/2"]["decisions"]["fallback_share"] == 1  # random weights are never sure
+    assert rows["big-little gamma=0.9,k=K/2"]["decisions"]["fallback_share"] == 1  # random weights: no token is certain
     assert rows["big-little gamma=0.9,k=K/2"]["kl"]["mean"] < 1e-6
-    # Every setting does the same work: given answers pass token by token, and there is no prompt to wait for.
+    # Every setting does the same work: answers are scored token by token, and there is no prompt.
     nothing = rows["dynamic-precision 0.95,0.95"]
     assert nothing["bytes_read_per_token"] == pytest.approx(rows[""]["bytes_read_per_token"], rel=0.2)
     assert all(row["ttft_ns"] is None for row in rows.values())
@@ -91,7 +91,7 @@ def test_a_sweep_of_quality_is_kept_and_quoted(
 @pytest.mark.parametrize(
     ("statistics", "expected"),
     [
-        ({"lower_half_share": [0.0, 0.45, 0.41]}, 0.43),  # the first layer routes nothing
+        ({"lower_half_share": [0.0, 0.45, 0.41]}, 0.43),  # the first layer has no router
         ({"lower_half_share": [0.0, 0.0]}, None),
         ({"lower_half_share": ["much"]}, None),
         ({}, None),
@@ -194,7 +194,7 @@ def test_a_sweep_takes_its_thresholds_from_calibration(two_versions: Path, tmp_p
 
 
 def test_a_sweep_leaves_out_what_is_refused(two_versions: Path) -> None:
-    """Sparsemixer weighs the two it chose; what is on a device of unknown size is unknown."""
+    """Sparsemixer always weighs two experts. The experts on a device of unknown size are unknown."""
     manifest = open_bundle(two_versions).manifest
     router = RouterSpec("sparsemixer", False, margin=0.02)
     layers = tuple(
@@ -359,5 +359,5 @@ def test_so_many_tokens_of_an_answer_are_held(two_versions: Path, texts: Path, m
     monkeypatch.setattr("moec.cli.lossy_modes.mode_sweep.KL_TOKENS", 5)
     items, _ = load_items(texts, "perplexity")
     record = ModesMeasurement("big-little gamma=0.5")(UnpublishedBundle(two_versions, items.task, items.items, (), []))
-    # Of the first and the third text five tokens and the end, of the single token the end; the first is not scored.
+    # The texts have five tokens, one, and five, and an end token each. The first token of a text has no score.
     assert all(row["kl"]["n"] == 5 + 1 + 5 for row in record["rows"])

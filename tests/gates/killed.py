@@ -1,4 +1,4 @@
-"""Compiles that are killed at a disk operation. As a program: one killed process for each operation that is named.
+"""Compiles that are killed at a disk operation. As a program: one killed process for each named operation.
 
 python -m tests.gates.killed WAY FOLDER MODEL DATA OLD_BUNDLE N...
 """
@@ -22,20 +22,26 @@ WAYS = ("all layers stay", "little memory")
 
 
 def go(way: str, patch: Callable[[str, Any], None]) -> None:
-    """Compile that way: with all layers in memory, or with none between passes. patch: sets what has a name."""
+    """Compile in one of two ways: all layers stay in memory, or none stays between passes.
+
+    patch: sets an attribute.
+    """
     if way != WAYS[0]:
         little_memory(patch)
 
 
 def compile_here(folder: Path, model: Path, data: Path, disk: Disk, **values: Any) -> CompileResult:
-    """The compile that this gate interrupts: a search on data, over a bundle that is there already."""
+    """Run the compile that this gate interrupts: a search on data, over an existing bundle."""
     return compile_tiny(
         model, folder / "out", "kl", 0.05, data=str(data), disk=disk, bits=(3, 16), overwrite=True, **values
     )
 
 
 class WatchedDisk(Disk):
-    """Notes operation and path of every step; `before` is called with the number of each, counted from 1."""
+    """A disk that records operation and path of every step.
+
+    before: called with the number of each step, counted from 1.
+    """
 
     def __init__(self, before: Callable[[int, str, Any], None] = lambda number, name, subject: None) -> None:
         self.steps: list[tuple[str, Path]] = []
@@ -64,7 +70,7 @@ for _name in OPERATIONS:
 
 
 def kill_at(wanted: int) -> WatchedDisk:
-    """A disk whose process ends at once at that operation; a write is cut in half."""
+    """Return a disk whose process ends at once at that operation. A write is cut in half."""
 
     def check(number: int, name: str, subject: Any) -> None:
         if number == wanted:
@@ -77,7 +83,7 @@ def kill_at(wanted: int) -> WatchedDisk:
 
 
 def main(folder: Path, model: Path, data: Path, old: Path, numbers: list[int]) -> None:
-    """Imports are paid once: every killed process is a fork of this one."""
+    """Run the killed processes. Each is a fork of this one, so imports are done once."""
     for number in numbers:
         place = folder / str(number)
         place.mkdir()

@@ -1,7 +1,7 @@
 """G5: a compile that fails or is killed at any disk operation leaves the old bundle, a complete one, or none.
 
-Resumed, it ends in the bytes of a run that nothing interrupted. The sample takes the first, a middle and the last
-operation of every stage; durable writes themselves are swept in full in tests/compiler/workspace/test_durable.py.
+After a resume it gives the bytes of an uninterrupted run. The sample takes the first, a middle and the last operation
+of every stage. tests/compiler/workspace/test_durable.py tests every operation of the durable writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ OF_ALL_LAYERS = "temporary bundle"
 
 @dataclass(frozen=True)
 class Scene:
-    """A model, data, an old bundle, and what an uninterrupted compile over it does and leaves. way: see killed.py."""
+    """A model, data, an old bundle, and the operations and bytes of an uninterrupted compile.
+
+    way: see killed.py.
+    """
 
     way: str
     model: Path
@@ -44,7 +47,7 @@ class Scene:
 
 
 def stage_of(name: str, path: Path, is_renamed: bool) -> str:
-    """Which stage an operation belongs to."""
+    """Return the stage of an operation."""
     if ".work-" in str(path):
         return OF_ALL_LAYERS
     if ".work" in str(path):
@@ -69,7 +72,7 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def make_scene(way: str, root: Path) -> Scene:
-    """Compile once without interruption, and note every operation."""
+    """Compile once without interruption, and record every operation."""
     model = save_model(root / "tiny", layers=1 if way == WAYS[0] else 2, experts=2)
     data = save_texts(root / "texts", train=3, validation=3, test=6)
     compile_tiny(model, root / "old", "uniform", 4)
@@ -85,13 +88,13 @@ def make_scene(way: str, root: Path) -> Scene:
 
 
 def sample(scene: Scene) -> list[int]:
-    """First, middle and last operation of every stage, each once."""
+    """Return the first, middle and last operation of every stage."""
     chosen = {numbers[at] for numbers in scene.stages.values() for at in (0, len(numbers) // 2, -1)}
     return sorted(chosen)
 
 
 def check_state(folder: Path, scene: Scene, has_old: bool = True) -> str:
-    """Old, new or none stands at the output; where an old one is gone, it lies beside it."""
+    """Check that the output is the old bundle, the new one or none. A missing old bundle must be next to it."""
     output = folder / "out"
     if not output.exists():
         assert not has_old or contents(folder / "out.moec-replaced") == scene.old_contents
@@ -119,10 +122,10 @@ def test_a_disk_that_fails_or_loses_power(scene: Scene, tmp_path: Path, has_old:
         disk = FaultyDisk(tmp_path / f"attic-{number}", number, MODES[(at + has_old) % len(MODES)], seed=number)
         with contextlib.suppress(MoecError, PowerCut):
             compile_here(folder, scene.model, scene.data, disk)
-        # Without an old bundle the run is a few operations shorter than the one the sample was taken from.
+        # Without an old bundle the run is a few operations shorter than that of the sample.
         assert disk.has_failed or not has_old
         states.append(check_state(folder, scene, has_old))
-        # A compile each: every other one says what the next run makes of what it finds.
+        # Each takes a compile, so only every other one is resumed.
         if at % 2 == 0 or (has_old and states[-1] == "none"):
             resume(folder, scene)
     assert {"old" if has_old else "none", "new"} <= set(states)

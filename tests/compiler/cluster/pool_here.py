@@ -31,7 +31,7 @@ FAMILIES = ("deepseek-v2-groups-yarn", "gpt-oss", "qwen2-plain-between", "granit
 
 
 class PoolHere(Pool):
-    """Sites of this process that take turns; everything on its way is pickled, as between machines."""
+    """Sites in this process that take turns. Everything between them is pickled, as between machines."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ def save_family(folder: Path, name: str) -> Path:
 
 
 def text_pairs(count: int) -> list[tuple[str, str]]:
-    """Prompts and answers of many lengths, some answers empty."""
+    """Return prompts and answers of many lengths. Some answers are empty."""
     draw = random.Random(count)
     return [
         (" ".join(draw.choices(WORDS, k=draw.randint(1, 12))), " ".join(draw.choices(WORDS, k=draw.randint(0, 6))))
@@ -83,13 +83,13 @@ def text_pairs(count: int) -> list[tuple[str, str]]:
 
 
 def token_pairs(count: int) -> list[tuple[list[int], list[int]]]:
-    """`text_pairs` as tokens."""
+    """Return `text_pairs` as tokens."""
     encode = tiny_tokenizer().encode
     return [(encode(prompt), encode(answer) if answer else []) for prompt, answer in text_pairs(count)]
 
 
 def scored(model: ModelSpec, count: int) -> AnswerTexts:
-    """Texts whose answers are scored, end token included; the first half of one task, the rest of another."""
+    """Return texts whose answers are scored, end token included. Half of them are of each of two tasks."""
     pairs = token_pairs(count)
     prompts, decoded = divided_pairs(model, pairs)
     rows, answers, counts = forced_rows(decoded, model.eos_token_ids[:1])

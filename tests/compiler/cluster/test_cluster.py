@@ -1,4 +1,4 @@
-"""A local cluster of two nodes that the test starts: the same bytes, a worker that is killed, what is refused."""
+"""A local cluster of two nodes that the test starts: equal bytes, a killed worker, refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.tiny_compile import (
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    # Ray leaves sockets and files to the end of its processes, and warns of its own coming changes.
+    # Ray closes sockets and files only at the end of its processes, and warns about its coming changes.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -53,7 +53,7 @@ OPTIONS: dict[str, Any] = {"kind": "kl", "value": 0.02, "comparisons": True, "li
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home folder for this process and, since they inherit it, for the nodes: checkpoints from URLs go there."""
+    """A home folder for this process and the nodes, which inherit it. Checkpoints of URLs are stored there."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("home")
         patch.setenv("HOME", str(folder))
@@ -84,7 +84,7 @@ def address(cluster: Any) -> str:
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers are generated for these, and scored."""
+    """Items whose answers are generated and scored."""
     return save_problems(tmp_path_factory.mktemp("data") / "problems", train=8, validation=8, test=8)
 
 
@@ -95,26 +95,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path, problems: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of the bundle that one machine compiles."""
+    """Return the files of the bundle that one machine compiles."""
     output = tmp_path_factory.mktemp("alone") / "tiny-moec"
     compile_tiny(checkpoint, output, data=str(problems), **OPTIONS)
     return contents(output)
 
 
 def worker_processes() -> set[int]:
-    """Processes of workers on this machine that this test's cluster started."""
+    """Return the worker processes on this machine that the cluster of this test started."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if path.read_bytes().startswith(b"ray::Worker"):
                 found.add(int(path.parent.name))
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     return found
 
 
 class Listener:
-    """Keeps what a compile says, and does something when the first part of one of these stages is done."""
+    """Records the messages of a compile, and calls a function when the first part of one of some stages is done."""
 
     def __init__(self, stages: Collection[str], action: Callable[[], None]) -> None:
         self.notes: list[str] = []
@@ -139,7 +139,7 @@ class Listener:
 def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
     address: str, checkpoint: Path, home: Path, problems: Path, alone: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """Workers read the checkpoint behind a URL; the one machine has it as a folder."""
+    """Workers read the checkpoint at a URL. One machine reads it in a folder."""
     killed: set[int] = set()
 
     def kill() -> None:
@@ -166,9 +166,9 @@ def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
 def test_with_little_memory_the_bytes_are_those_of_one_machine(
     address: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, value: float
 ) -> None:
-    """No layer stays between passes. A worker is killed when the first layer is done.
+    """No layer stays in memory between passes. A worker is killed after the first layer.
 
-    Workers quantize and price experts; for a loss, plans and the certificate's two sides answer there as well.
+    Workers quantize and price experts. For a loss target they also answer for plans and both sides of the certificate.
     """
     little_memory(monkeypatch.setattr)
     monkeypatch.setattr("moec.compiler.cluster.session.experts_priced_by", noted_prices(priced := list[int]()))
@@ -196,7 +196,7 @@ def test_with_little_memory_the_bytes_are_those_of_one_machine(
 
 
 def noted_prices(priced: list[int]) -> Callable[[Any], Any]:
-    """`experts_priced_by`, and the layer of every expert whose price came back."""
+    """Wrap `experts_priced_by`, and return the layers of all experts with a price."""
 
     def priced_by(pool: Any) -> Any:
         price = experts_priced_by(pool)
@@ -224,7 +224,7 @@ def test_a_node_that_goes_away_leaves_its_work_to_the_others(
 
 
 def test_a_node_that_does_not_see_the_checkpoint_is_named(address: str, checkpoint: Path, tmp_path: Path) -> None:
-    """Files in memory are there for this process alone."""
+    """Files in memory exist only for this process."""
     import fsspec
 
     url = f"memory://models-{tmp_path.name}/tiny"
@@ -237,7 +237,7 @@ def test_a_node_that_does_not_see_the_checkpoint_is_named(address: str, checkpoi
 
 @dataclass
 class Counting:
-    """A job that gives its value, or what a handle names. It refuses negative values."""
+    """A job that returns its value, or the object of a handle. It refuses negative values."""
 
     value: int
     of: Any = None
@@ -251,7 +251,7 @@ class Counting:
 
 @dataclass
 class Dying:
-    """A job that no worker survives."""
+    """A job that ends its worker."""
 
     def run(self, site: Site) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Work described as jobs, without Ray: whoever does it and however it is divided, not one bit differs."""
+"""Work as jobs, without Ray: equal bits for every division of the work and every worker."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from tests.tiny_compile import compile_tiny
 
 
 def random_inputs(model: ModelSpec, experts: Any) -> LayerInputs:
-    """Of tokens that were never seen, one expert without any."""
+    """Return the inputs of random tokens. One expert has none."""
     generator, inputs = torch.Generator().manual_seed(3), LayerInputs(model.layers[0].experts, model.hidden_size)
     tokens = torch.randn(40, model.hidden_size, generator=generator)
     chosen = torch.randint(1, model.layers[0].experts.count, (40, 1), generator=generator)
@@ -81,13 +81,13 @@ def test_experts_are_quantized_to_the_same_codes(
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two matrices have the same codes, scales and minima."""
+    """Return whether two matrices have equal codes, scales and minima."""
     parts = [(getattr(one, name), getattr(other, name)) for name in ("codes", "scales", "minima")]
     return all(a is b if a is None else torch.equal(a, b) for a, b in parts)
 
 
 def compile_texts(model: ModelSpec) -> CompileTexts:
-    """A few texts for all stages."""
+    """Return a few texts for all stages."""
     pairs = [([5, 6, 200, 7], [90, 33]), ([1, 2], [3]), ([9, 8, 7, 6, 5], [4, 3])]
     prompts, decoded = divided_pairs(model, pairs)
     rows, answers, counts = forced_rows(decoded, model.eos_token_ids[:1])
@@ -101,7 +101,7 @@ def compile_texts(model: ModelSpec) -> CompileTexts:
 def test_a_sweep_over_the_layers_is_the_same_with_experts_quantized_elsewhere(
     name: str, quantizer: str, tmp_path: Path
 ) -> None:
-    """Codes, costs, gains and prices, to the last bit. Some families store experts transposed, or plain layers."""
+    """Codes, costs, gains and prices have equal bits. Some families store experts transposed, or have plain layers."""
     folder = save_family(tmp_path / "tiny", name)
     lowering, pool = lowered(folder), PoolHere(folder, 3, 2)
     model, texts = lowering.model, compile_texts(lowering.model)
@@ -159,7 +159,7 @@ def test_the_runtime_certifies_the_same(folder: Path, bundle: Path, count: int, 
 
 
 def test_runtimes_share_a_node_and_are_closed(folder: Path, bundle: Path, tmp_path: Path) -> None:
-    """Two sides of a certificate stay open beside each other, each in its part of the node's memory."""
+    """Two sides of a certificate are open at the same time, each with its part of the node's memory."""
     opened, closed = list[tuple[int, int]](), list[int]()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Answers that workers measure: whoever does it and however texts are divided, not one bit differs."""
+"""Answers that workers measure: equal bits for every division of the texts and every worker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.compiler.configured import lowered
 
 
 def is_equal(one: AnswerMeasures, other: AnswerMeasures) -> bool:
-    """Whether two measurements have the same bits."""
+    """Return whether two measurements have equal bits."""
     return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("kl", "agrees", "nll"))
 
 
@@ -50,7 +50,7 @@ def mixed(
 
 
 def some_plans(lowering: Lowering) -> list[CompilePlan]:
-    """Plans of units, of dense weights, of everything, and of nothing below 16 bits."""
+    """Return four plans. Below 16 bits are all weights, half of the units, the dense weights, and none."""
     plain, shapes = plain_plan(lowering.model, lowering.spec_16bit, "rtn"), lowering.model.dense_shapes()
     units = list(plain.units)
     matrices = [name for name, shape in shapes.items() if len(shape) == 2 and QuantSpec(4, 32).fits(shape[1])]
@@ -61,7 +61,7 @@ def some_plans(lowering: Lowering) -> list[CompilePlan]:
 
 @pytest.fixture(scope="module")
 def told(lowering: Lowering) -> list[list[AnswerMeasures]]:
-    """What one machine measures of 400 answers, and of the first 37, under each plan."""
+    """Return the measures by one machine of 400 answers, and of the first 37, under each plan."""
     answers, store = scored(lowering.model, 400), UnitStore(lowering, "rtn")
     walk = AnswerWalk(lambda: LayerSlot(lowering, 2), answers, 1, no_progress)
     plans = [(plan, store) for plan in some_plans(lowering)]
@@ -84,7 +84,7 @@ def test_answers_are_measured_to_the_last_bit(
 
 
 def test_what_was_tested_spans_batches(lowering: Lowering) -> None:
-    """Else the test above would pass with any division."""
+    """Otherwise the test above would pass with any division."""
     answers = scored(lowering.model, 400)
     assert len(text_batches(answers.texts)) > 4 and len(text_batches(answers.first(37).texts)) > 1
 
@@ -148,7 +148,7 @@ def test_what_the_journal_has_is_not_measured_again(folder: Path, lowering: Lowe
 
 
 def test_a_weight_is_sent_once_for_all_plans(folder: Path, lowering: Lowering) -> None:
-    """Also the texts. What plans of another store hold under the same name is sent again."""
+    """The texts are sent once, too. The weights of another store are sent again."""
     pool, plans, store = PoolHere(folder, 2, 1), some_plans(lowering)[:1], UnitStore(lowering, "rtn")
     remote, sent = RemoteAnswers(pool, scored(lowering.model, 20)), list[int]()
     for own in (store, store, UnitStore(lowering, "rtn")):

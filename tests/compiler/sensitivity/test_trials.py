@@ -1,4 +1,4 @@
-"""Trials: what is measured, that a measurement leaves no trace, and when it may stop early."""
+"""Trials: the measurements, no traces of them, and early stops."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def open_journal(folder: Path, identity: str = "one") -> Journal:
-    """Journal in a folder that is made if it is missing."""
+    """Return a journal in a folder, which is made if it is missing."""
     folder.mkdir(exist_ok=True)
     return Journal(folder / "model.work", identity, Disk())
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A checkpoint with texts, and everything that measures plans of it."""
+    """A checkpoint with texts, and two plans: all weights at 16 bits, and 2 bits with 4-bit attention."""
 
     prepared: Prepared
     texts: AnswerTexts
@@ -66,7 +66,7 @@ class Scene:
         return AnswerWalk(lambda: LayerSlot(self.prepared.lowering), self.texts, 1, progress)
 
     def bundles(self, output: Path) -> PlanBundles:
-        """Temporary bundles next to an output."""
+        """Return what writes temporary bundles next to an output."""
         request = replace(self.prepared.request, output=output)
         return plan_bundles(Workbench(replace(self.prepared, request=request), cast(Journal, None), None))
 
@@ -91,7 +91,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 def finer(plan: CompilePlan) -> CompilePlan:
-    """The plan with 3 bits for each expert."""
+    """Return the plan with 3 bits for each expert."""
     return replace(plan, units=dict.fromkeys(plan.units, QuantSpec(3, 32)))
 
 
@@ -106,7 +106,7 @@ def test_the_plain_plan_has_no_divergence(scene: Scene, tmp_path: Path) -> None:
 
 
 def test_a_plan_is_measured_as_the_reference_model_computes_it(scene: Scene, tmp_path: Path) -> None:
-    """KL and NLL of answers layer by layer, and the loss of a temporary bundle, against the model as a whole."""
+    """KL and NLL of answers layer by layer, and the loss of a temporary bundle, equal those of the whole model."""
     trials, reference = scene.trials(tmp_path), ReferenceModel(scene.prepared.checkpoint.root)
     data, weight = trials.tasks[0], planned_weights(scene.coarse, scene.store)
     exchanged = {
@@ -130,7 +130,7 @@ def test_a_plan_is_measured_as_the_reference_model_computes_it(scene: Scene, tmp
 
 
 def test_a_measurement_leaves_no_trace(scene: Scene, tmp_path: Path) -> None:
-    """Neither in the layers that later plans pass, nor next to the output, also if it fails."""
+    """A failed measurement changes no later one, and leaves no file next to the output."""
     expected = scene.trials(tmp_path / "first").kl(finer(scene.coarse), "alone")
     fails = False
 
@@ -167,7 +167,7 @@ def test_weights_are_those_of_the_plan(scene: Scene) -> None:
 
 
 class NothingMeasured:
-    """Answers and bundles of which nothing may be measured."""
+    """Answers and bundles that refuse every measurement."""
 
     def __init__(self, answers: AnswerTexts) -> None:
         self.answers = answers
@@ -177,7 +177,7 @@ class NothingMeasured:
         return iter(())
 
     def release(self) -> None:
-        """There is no memory to give back."""
+        """Do nothing."""
 
     def opened(self, plan: CompilePlan, store: Any) -> Any:
         raise AssertionError("a bundle was opened although its result is in the journal")
@@ -206,7 +206,7 @@ def test_a_result_in_the_journal_is_taken_without_the_model(scene: Scene, tmp_pa
 
 
 class CountedWalk(NothingMeasured):
-    """Measures made-up numbers: every plan has its own KL. Notes the plans of each call."""
+    """Returns the bits of a plan as its KL, and records the plans of each call."""
 
     def __init__(self, answers: AnswerTexts) -> None:
         super().__init__(answers)
@@ -224,7 +224,7 @@ class CountedWalk(NothingMeasured):
 
 
 def test_only_missing_plans_are_measured_and_all_are_told_in_order(scene: Scene, tmp_path: Path) -> None:
-    """A plan that is named twice is measured once. Plans of one call may be measured at the same time."""
+    """A plan that is given twice is measured once."""
     walk, plain, coarse = CountedWalk(scene.texts), scene.plain, scene.coarse
     trials, bits = scene.trials(tmp_path, walk=walk), [scene.coarse.bits_per_weight, 16.0]
     trials.kl(coarse, "alone")
@@ -258,7 +258,7 @@ def test_without_data_nothing_can_be_measured(scene: Scene, tmp_path: Path) -> N
 
 
 def test_divergence_against_its_definition() -> None:
-    """Both that of numpy, for logits of the runtime, and that of torch, for the layers."""
+    """The runtime's logits use numpy, the layers use torch. Both agree with the definition."""
     random = np.random.default_rng(1)
     p, q = random.normal(size=(2, 5, 11)).astype(np.float32) * 3
     probabilities = [np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum(1, keepdims=True) for x in (p, q)]
@@ -274,7 +274,7 @@ def test_divergence_against_its_definition() -> None:
 
 
 class ScriptedBundles:
-    """Bundles that answer from a script: the checkpoint `right`, and a plan wrongly where `wrong` says so as well.
+    """Bundles with given answers. The checkpoint fails unless `right`, and a plan also where `wrong`.
 
     generated: number of answers of plans.
     """
@@ -295,14 +295,14 @@ class ScriptedBundles:
 
 
 def scripted_trials(bundles: Any, folder: Path, *tasks: TaskData) -> Trials:
-    """Trials of a toy model of which only answers are measured."""
+    """Return trials of a toy model. Only its answers are measured."""
     lowering = SimpleNamespace(model=toy_model(), spec_16bit=BF16)
     store = cast(UnitStore, SimpleNamespace(lowering=lowering, quantizer="rtn"))
     return Trials(None, bundles, store, tasks, no_progress, open_journal(folder))
 
 
 def sums(first: int, count: int, name: str = "gsm8k") -> TaskData:
-    """Numbered sums, and a certificate of 4000 of them."""
+    """Return numbered sums, with 4000 items of the certificate."""
     task = replace(find_task("gsm8k"), name=name)
     items = tuple({"question": f"#{n} ?", "answer": f"#### {n}"} for n in range(first, first + count))
     return TaskData(task, ItemSet(task, "made", items), 4000)
@@ -311,7 +311,7 @@ def sums(first: int, count: int, name: str = "gsm8k") -> TaskData:
 def scripted(
     wrong: Sequence[bool], tmp_path: Path, target: float, right: Sequence[bool] | None = None
 ) -> tuple[bool, Any, ScriptedBundles]:
-    """Whether a plan that fails on `wrong` is accepted, its estimate, and the bundles that answered."""
+    """Return whether a plan that fails on `wrong` is accepted, its estimate, and the bundles."""
     bundles = ScriptedBundles(wrong, right)
     trials = scripted_trials(bundles, tmp_path, sums(0, len(wrong)))
     accepted, losses = trials.accepts(plain_plan(toy_model(), BF16, "rtn"), target, "scripted")
@@ -321,10 +321,10 @@ def scripted(
 @pytest.mark.parametrize(
     ("every", "accepted", "looked_at"),
     [
-        (2, False, LOOKS[0]),  # half of the answers gone: clear after the first look
-        (20, False, LOOKS[0]),  # 5 % against 2 %: clear, just so
-        (62, False, 1400),  # 1.6 % and its margin are near 2 %: to the end
-        (120, True, 1400),  # 0.8 %: kept, and not by three standard errors
+        (2, False, LOOKS[0]),  # half of the answers wrong: decided at the first look
+        (20, False, LOOKS[0]),  # 5 % and a target of 2 %: just decided
+        (62, False, 1400),  # 1.6 % and its margin are near 2 %: takes all items
+        (120, True, 1400),  # 0.8 %: kept, but by less than three standard errors
     ],
 )
 def test_stopping_early_only_where_it_is_clear(every: int, accepted: bool, looked_at: int, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_every_task_must_keep_the_target_and_the_first_that_does_not_ends_the_tr
 
 
 def test_bounds_that_cannot_be_told_survive_the_journal(tmp_path: Path) -> None:
-    """A baseline of one right answer in eight: in a third of the resamples it is 0 and the loss has no value."""
+    """One of eight baseline answers is right. In a third of the resamples it is 0, and the loss has no value."""
     accepted, loss, _ = scripted([False] * 7 + [True], tmp_path, 0.5, right=[False] * 7 + [True])
     assert not accepted
     assert loss.interval95 == (-math.inf, math.inf) and loss.upper95 == math.inf
