@@ -210,7 +210,7 @@ class LayerSplit:
 
     @property
     def comes_together(self) -> bool:
-        """Whether all copies fit in the copy slots.
+        """True if all copies fit in the copy slots.
 
         Then all experts can be taken in one call, without a wait for a slot.
         """

@@ -129,7 +129,7 @@ class DenseLatency:
 
     @property
     def device_is_faster(self) -> bool:
-        """Whether the device is faster for a prompt of PROMPT_TOKENS and NEW_TOKENS after it."""
+        """True if the device is faster for a prompt of PROMPT_TOKENS and NEW_TOKENS after it."""
         passes, tokens = 1 + NEW_TOKENS, PROMPT_TOKENS + NEW_TOKENS
         fixed_ns, token_ns = self.device_fixed_ns - self.cpu_fixed_ns, self.device_token_ns - self.cpu_token_ns
         return passes * fixed_ns + tokens * token_ns < 0

@@ -42,7 +42,7 @@ class RunningSequence:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the sequence gets no more tokens."""
+        """True if the sequence gets no more tokens."""
         return self.has_ended or len(self.produced) >= self.limit
 
 

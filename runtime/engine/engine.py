@@ -125,7 +125,7 @@ class Engine:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether no lossy mode is on. Every token is then the model's own."""
+        """True if no lossy mode is on. Every token is then the model's own."""
         return self.lossy is None
 
     @property

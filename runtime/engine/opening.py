@@ -61,7 +61,7 @@ class ExpertSizes:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether some experts have to be read while tokens are decoded."""
+        """True if some experts have to be read while tokens are decoded."""
         return int(self.sizes[: self.count].sum()) > self.decision_bytes
 
     def cache_spec(self, capacity_bytes: int, records: ExpertRecords) -> CacheSpec:

@@ -124,12 +124,12 @@ class RoutingRule:
 
     @property
     def is_softmax(self) -> bool:
-        """Whether the score of an expert is its softmax share over all experts, without any other rule."""
+        """True if the score of an expert is its softmax share over all experts, without any other rule."""
         return self._is_plain and self._kept is None
 
     @property
     def can_weigh(self) -> bool:
-        """Whether a choice that differs from the router's own can be weighed: each expert has a score of its own."""
+        """True if a choice that differs from the router's own can be weighed: each expert has a score of its own."""
         return self.static is None and self._experts.router.scoring != "sparsemixer"
 
     def weigh(self, scores: np.ndarray, chosen: np.ndarray) -> np.ndarray:

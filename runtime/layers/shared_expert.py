@@ -30,7 +30,7 @@ class SharedExpert:
 
     @property
     def is_weighed(self) -> bool:
-        """Whether its weight depends on the token."""
+        """True if its weight depends on the token."""
         return self._router is not None
 
     def weights(self, normed: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ class OffloadedLayer(Protocol):
 
     @property
     def comes_together(self) -> bool:
-        """Whether all experts may be taken at once."""
+        """True if all experts may be taken at once."""
         ...
 
     def take(self, experts: Sequence[int]) -> list[int]:

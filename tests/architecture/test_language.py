@@ -16,8 +16,6 @@ from moec.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
 CODE_FOLDERS = ("manifests", "profiles", "evaluation", "runtime", "compiler", "cli", "bench", "examples")
-# Folders whose docstrings are not rewritten yet. Empty this list.
-NOT_YET = ("runtime",)
 # Records of their date.
 RECORDS = ("bench/results/",)
 
@@ -122,8 +120,7 @@ def docstring_faults(path: Path) -> Iterator[str]:
 
 def sources() -> list[Path]:
     """Return the Python files whose docstrings are checked."""
-    found = [path for folder in CODE_FOLDERS for path in tracked(f"{folder}/*.py")]
-    return [path for path in found if not str(path.relative_to(ROOT)).startswith(tuple(f"{each}/" for each in NOT_YET))]
+    return [path for folder in CODE_FOLDERS for path in tracked(f"{folder}/*.py")]
 
 
 def help_texts(command: click.Command) -> Iterator[tuple[str, str]]:
@@ -158,10 +155,6 @@ def test_help_texts_are_plain() -> None:
             seen += 1
             found += [f"{place}: {fault}" for fault in faults(text)]
     assert found == [] and seen > 200
-
-
-def test_folders_of_the_list_exist() -> None:
-    assert [folder for folder in NOT_YET if not (ROOT / folder).is_dir()] == []
 
 
 @pytest.mark.parametrize(
