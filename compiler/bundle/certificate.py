@@ -1,4 +1,4 @@
-"""The certificate of a compile: KL on held-out answers, and for a loss target the tasks."""
+"""The certificate of a compile: KL on held-out answers, and the tasks if they are measured (`measures_tasks`)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
 from ..preflight.preflight import reachable_bytes
 from ..preflight.preparation import Prepared
-from ..preflight.residency import MemoryNeed, runtime_bytes
+from ..preflight.residency import MemoryNeed, may_compare, measures_tasks, runtime_bytes
 from ..reference.decode import ROWS_PER_STEP
 from ..request.options import UNIFORM_DENSE_BITS
 from ..request.uniform import uniform_spec
@@ -107,8 +107,12 @@ class SearchForecast:
         """Return the stages, in order."""
         model, specs, experts = self._model, self._specs, len(self._model.expert_keys())
         work, calibration = self._work_bytes(), self._texts.calibration.num_tokens
-        # For a loss, the disk also holds bundles of the checkpoint and of the tried plan.
-        tried = self._weights() * _HALF + self._bundle if self._measures_tasks() else 0
+        # For tasks, the disk also holds bundles of the checkpoint and of the tried plan.
+        tried = (
+            self._weights() * _HALF + self._bundle
+            if measures_tasks(self._prepared.request.options, self._holds_model)
+            else 0
+        )
         resident = resident_bytes(model, self._prepared.residency.resident_layers)
         need = MemoryNeed(model, self._prepared.request.options, specs, self._threads, len(self._prepared.splits))
         memory = need.bytes_with(self._prepared.residency.texts) + resident
@@ -136,9 +140,6 @@ class SearchForecast:
             ),
             *([self._answers(memory, work + tried)] if tried else []),
         ]
-
-    def _measures_tasks(self) -> bool:
-        return self._target == "loss" or self._holds_model
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -169,8 +170,8 @@ class SearchForecast:
         per_row = QuantSpec(EDGEMOE_BITWIDTHS[0])
         shapes = {self._model.unit_shape(unit.layer, unit.projection) for unit in self._model.unit_keys()}
         asked = prepared.request.options.comparisons
-        is_off = not self._holds_model if asked is None else not asked
-        if is_off or not formats or not all(per_row.fits(c) for _, c in shapes):
+        is_possible = bool(formats) and all(per_row.fits(columns) for _, columns in shapes)
+        if not is_possible or not may_compare(prepared.request.options, self._holds_model):
             return []
         validation = [len(split.validation.items) for split in prepared.splits]
         counts = ItemCounts.of(self._kl_items(), validation[0], sum(validation), is_loss)

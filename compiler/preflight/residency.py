@@ -54,8 +54,13 @@ class MemoryNeed:
 
 
 def measures_tasks(options: CompileOptions, holds_model: bool) -> bool:
-    """Return whether a certificate measures tasks: for a loss, and where memory holds the model."""
+    """Return whether a certificate measures tasks: for a loss, and if memory holds the model."""
     return options.target.kind == "loss" or holds_model
+
+
+def may_compare(options: CompileOptions, holds_model: bool) -> bool:
+    """Return whether baselines may be measured: on request, and by default if memory holds the model."""
+    return holds_model if options.comparisons is None else options.comparisons
 
 
 def choose_residency(need: MemoryNeed, limit_bytes: int) -> Residency:

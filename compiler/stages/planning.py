@@ -8,6 +8,7 @@ from moec.manifests.errors import TargetUnreachable
 
 from ..preflight.device_fit import choose_objective, summarise_device
 from ..preflight.preparation import Prepared
+from ..preflight.residency import may_compare
 from ..request.low_versions import with_low_versions
 from ..request.objective import byte_weights
 from ..request.plan import CompilePlan
@@ -74,8 +75,8 @@ def open_space(prepared: Prepared, measured: Measured) -> SearchSpace:
 def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Comparison | None:
     """Measure what people would pick instead; unasked, only what takes a third of all measurements at most."""
     options, talk = prepared.request.options, prepared.request.talk
-    is_off = not prepared.residency.holds_model if options.comparisons is None else not options.comparisons
-    if not prepared.splits or (is_off and options.search != "edgemoe"):
+    has_comparisons = may_compare(options, prepared.residency.holds_model) or options.search == "edgemoe"
+    if not prepared.splits or not has_comparisons:
         return None
     if not can_compare(plan, prepared.specs):
         return None
@@ -104,7 +105,7 @@ def make_curve(bench: Workbench, planned: Planned) -> LossCurve:
     if planned.searched is None:
         raise ValueError("a plan without a search has no curve")
     space, measured = planned.searched.space, planned.searched.measured
-    specs = () if request.options.comparisons is False or not prepared.residency.holds_model else prepared.specs
+    specs = prepared.specs if may_compare(request.options, prepared.residency.holds_model) else ()
     if specs and request.options.comparisons is None:
         is_free = affordable_here(measured.trials, len(specs), is_loss=True) == EVERY
         specs = specs if is_free else ()

@@ -22,7 +22,6 @@ from torch import Tensor
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
-from moec.profiles.freed_memory import give_back_freed_memory
 
 from ..calibration.collect import ActivationStatistics, count_statistics
 from ..calibration.layer_inputs import LayerInputs, calibrate_layer
@@ -223,7 +222,7 @@ class Sweep:
         if units:
             row_of = {unit: row for row, unit in enumerate(units)}
             quantizer = ExpertQuantizer(layer, self._store.quantizer, specs)
-            give_back_freed_memory()
+            self._slot.give_back_memory()
             with ExitStack() as stack:
                 files = {spec: stack.enter_context(self._journal.stream(stage_name(layer, spec))) for spec in specs}
                 quantized = LayerQuantizer(self._slot.experts, quantizer, self._elsewhere)
@@ -236,7 +235,7 @@ class Sweep:
                         probe = self._probe_spec(unit)
                         if probe is not None:
                             self._slot.set(unit, matrices[(unit, probe)].dequantize())
-                    give_back_freed_memory()
+                    self._slot.give_back_memory()
         if not self._store.add_layer(layer, costs):
             raise RuntimeError(f"layer {layer} was written and cannot be read")
         return costs

@@ -73,7 +73,7 @@ class LayerSlot:
         replaced: weights in place of the checkpoint's own. A unit without columns stands for a pruned expert: the
             router chooses among the others.
         """
-        give_back_freed_memory()  # what the passes of another layer have left
+        self.give_back_memory()  # what the passes of another layer have left
         self._choose_among_all()
         self._take(layer)
         self.layer = layer
@@ -90,6 +90,11 @@ class LayerSlot:
             router = self.single.parameter_name(f"layers.{layer}.router")
             self._mask = RouterMasks(self.single.network), router
             self._mask[0].leave_out(router, left_out)
+
+    def give_back_memory(self) -> None:
+        """Return freed memory to the system, unless all layers stay: then there is enough, and passes need it again."""
+        if self._resident_layers < self.model.num_layers:
+            give_back_freed_memory()
 
     def _set_own_or(self, name: WeightName, weight: Tensor | None) -> None:
         self.set(name, self.own(name) if weight is None else weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from moec.cli.commands.compile import open_partial
-from moec.manifests.errors import MoecError
 from tests.tiny_compile import (
     check_bundle,
     compile_tiny,
@@ -177,19 +176,6 @@ def test_every_task_must_meet_the_target(model: Path, texts: Path, tmp_path: Pat
     assert tasks["gsm8k"]["baseline"] == 0 and tasks["gsm8k"]["loss"] is None
     assert tasks["gsm8k"]["kl"]["mean"] > 0 and tasks["perplexity"]["loss"]["n"] == 40
     assert "| gsm8k (4 items) | exact_match | 0.0000 | 0.0000 | - | - |" in (tmp_path / "out/README.md").read_text()
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-def refused(kind: type[MoecError], folder: Path, act: Callable[[], Any]) -> MoecError:
-    """The error; the folder is as it was before."""
-    before = contents(folder), names(folder)
-    with pytest.raises(kind) as caught:
-        act()
-    assert (contents(folder), names(folder)) == before
-    assert caught.value.hint
-    return caught.value
 
 
 # -- output ------------------------------------------------------------------------------------------------------------
