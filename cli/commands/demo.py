@@ -74,10 +74,10 @@ def demo_command(example: Path, task: str, loss: str, target_path: Path) -> None
     output.say(f"running the bundle with room for {HALF} of its experts")
     bench = _bench(target_path)
     streamed = _evaluate_streamed(target_path, example / "data" / task / "test.jsonl", task, STREAMED_ITEMS)
-    second = second_example(example, target_path.parent) if (example / SECOND_MODEL).is_dir() else ""
-    _print(result, bench, streamed, target_path)
-    if second:
-        output.data(f"\n{second}")
+    _print_result(result, bench, streamed, target_path)
+    _print_comparisons(result)
+    if (example / SECOND_MODEL).is_dir():
+        output.data(f"\n{second_example(example, target_path.parent)}")
     output.data(f"time  {output.human_seconds(time.monotonic() - started)}")
 
 
@@ -171,12 +171,12 @@ def _evaluate_streamed(bundle: Path, data: Path, task: str, count: int) -> dict[
         return {**result.to_json(), "evictions": stats.evictions, "hit_rate": stats.hit_rate}
 
 
-def _print(result: CompileResult, bench: dict[str, Any], streamed: dict[str, Any], bundle: Path) -> None:
+def _print_result(result: CompileResult, bench: dict[str, Any], streamed: dict[str, Any], bundle: Path) -> None:
+    """Print what the demo is for: the bundle, its loss with the verdict, and its speed with half of the experts."""
     quality, measured = result.quality, bench["measured"]
-    for part in (plan_heat_map(quality), loss_table(quality), comparison_table(quality)):
-        output.data(f"{part}\n")
     low, high = streamed["interval95"]
     rows = [
+        ("bundle", str(bundle)),
         ("room for half of the experts", bench["mode"]),
         ("decode", f"{measured['tokens_per_s']:.0f} tokens/s, one sequence"),
         ("hit rate", output.human_share(measured["hit_rate"])),
@@ -186,8 +186,14 @@ def _print(result: CompileResult, bench: dict[str, Any], streamed: dict[str, Any
             f"{streamed['metric']} so, {streamed['n']} items",
             f"{streamed['value']:.4f} ({low:.4f} to {high:.4f}), {streamed['evictions']} evictions",
         ),
-        ("bundle", str(bundle)),
         ("report", f"{bundle / 'quality.json'} and {bundle}.report.png"),
     ]
+    output.data(f"{loss_table(quality)}\n")
     output.data(output.facts(rows))
-    output.data(verdict_line(quality))
+    output.data(f"{verdict_line(quality)}\n")
+
+
+def _print_comparisons(result: CompileResult) -> None:
+    """Print what other searches make of the same model, and the plan of this one."""
+    for part in (comparison_table(result.quality), plan_heat_map(result.quality)):
+        output.data(f"{part}\n")
