@@ -132,9 +132,11 @@ def checkpoint_engine(
     from moec.compiler.bundle.plan_bundles import unquantized_bundle
     from moec.compiler.checkpoint.checkpoint import open_checkpoint
     from moec.compiler.families import lower
+    from moec.compiler.preflight.preflight import preflight
     from moec.runtime.modes.decoder import check_modes
 
     lowering = lower(open_checkpoint(str(path)))
+    preflight(lowering)
     check_modes(options.modes, lowering.model, low_versions=0)
     with ExitStack() as opened:
         with output.Progress("writing a temporary bundle of 16 bits per weight") as progress:
