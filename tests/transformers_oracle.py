@@ -42,6 +42,7 @@ class TransformersOracle:
         self.model = self.lowering.model
         self._tokenizer = load_tokenizer(folder)
         self.network = _loaded(self.lowering).eval().requires_grad_(False)
+        self.network.set_input_embeddings(self.network.get_input_embeddings())  # one for encoder and decoder
         self.experts: dict[int, Any] = {}
         for name, module in list(self.network.named_modules()):
             match = _LAYER.search(name)

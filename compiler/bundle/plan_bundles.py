@@ -68,7 +68,7 @@ def unquantized_bundle(lowering: Lowering, progress: Progress) -> Iterator[Path]
     """
     plan = plain_plan(lowering.model, lowering.spec_16bit, "rtn")
     with tempfile.TemporaryDirectory(prefix="moec-eval-") as folder:
-        partial = trial_folder(Path(folder) / lowering.checkpoint.root.name, UNQUANTIZED)
+        partial = Path(folder) / f"{UNQUANTIZED}{PARTIAL_SUFFIX}"
         try:
             emit(lowering, BundleContent(plan, _NO_DEVICE), partial, progress=progress)
         except DoesNotFit as error:
