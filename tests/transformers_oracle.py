@@ -21,16 +21,17 @@ from moec.compiler.reference.expert_module import projection_of
 from moec.compiler.reference.routed_layers import RoutedLayer
 from moec.compiler.reference.routers import RouterMasks
 from moec.compiler.walker.slot import WeightName
-from moec.compiler.walker.texts import divided_pairs
+from moec.compiler.walker.texts import divided_pairs, padded
 from moec.evaluation.engine import AnswerScore
 from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
 from moec.manifests.model import UnitKey
 
+_TEXTS_AT_ONCE = 32
 _LAYER = re.compile(r"(?:^|\.)(layers|encoder\.block|decoder\.block)\.(\d+)\.")
 
 
 class TransformersOracle:
-    """Computes one text at a time. Weights can be exchanged.
+    """Computes logits. Weights can be exchanged.
 
     model: the ModelSpec.
     network: the model of transformers.
@@ -68,20 +69,28 @@ class TransformersOracle:
 
     def logits(self, row: Sequence[int], prompt: Sequence[int] = ()) -> Tensor:
         """Return the logits [T, V] of a text. prompt: what an encoder reads."""
-        text = {"input_ids": torch.tensor([row])}
-        if prompt:
-            text = {"input_ids": torch.tensor([prompt]), "decoder_input_ids": text["input_ids"]}
-        found: Tensor = self.network(**text, use_cache=False).logits[0]
+        return self._logits([row], [prompt] if prompt else [])[0]
+
+    def _logits(self, rows: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Return the logits [B, T, V] of texts. Those at padding, on the right, have no meaning."""
+        text = {"input_ids": padded(rows)[0]}
+        if prompts:
+            ids, real = padded(prompts)
+            text = {"input_ids": ids, "attention_mask": real, "decoder_input_ids": text["input_ids"]}
+        found: Tensor = self.network(**text, use_cache=False).logits
         return found
 
     def forced_logits(self, pairs: Sequence[TokenPair], with_end: bool = True) -> list[np.ndarray]:
         """Return the logits [A, V] that predict the tokens of each answer, and the end token."""
         prompts, decoded = divided_pairs(self.model, pairs)
         rows, _, counts = forced_rows(decoded, self.model.eos_token_ids[:1] if with_end else ())
-        found = []
-        for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            every = self.logits(row, prompts[at] if prompts else ()) if row else torch.empty(0, self.model.vocab_size)
-            found.append(every[len(row) - count :].numpy())
+        found: list[np.ndarray] = []
+        for start in range(0, len(rows), _TEXTS_AT_ONCE):
+            some = slice(start, start + _TEXTS_AT_ONCE)
+            for logits, row, count in zip(
+                self._logits(rows[some], prompts[some]), rows[some], counts[some], strict=True
+            ):
+                found.append(logits[len(row) - count : len(row)].numpy())
         return found
 
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Any = None) -> list[AnswerScore]:

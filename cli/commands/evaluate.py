@@ -79,9 +79,10 @@ def eval_command(
 ) -> None:
     """Evaluate a bundle or a model folder with the runtime: same prompts, greedy decoding, same scores.
 
-    The loss of a bundle is relative to its checkpoint. Evaluate both to check the promise of a bundle. A model folder
-    is first written as a bundle with its own 16-bit weights. That bundle lies in the folder for temporary files, which
-    `TMPDIR` names, takes 2 bytes per weight, and is removed afterwards.
+    The loss of a bundle is relative to its checkpoint. Evaluate both to check the promise of a bundle.
+
+    A model folder is first written as a bundle with its own 16-bit weights. That bundle takes 2 bytes per weight in the
+    folder for temporary files, which `TMPDIR` names. It is removed afterwards.
 
     \b
     moec eval mixtral-moec --data data/gsm8k --json

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,8 +113,12 @@ def test_routers_choose_among_the_experts_that_are_kept(folder: Path, tmp_path: 
     units = [unit for key in left for unit in spec.units_of(key)]
     nothing = {unit: left_out(spec.unit_shape(unit.layer, unit.projection)[0]).dequantize() for unit in units}
     slot = LayerSlot(lowering)
-    slot.load(losing[0])
-    slot.experts.register_forward_pre_hook(lambda _, given: chosen.update({slot.layer: given[1].numpy()}))
+    modules = list[Any]()  # one for each kind of layer
+    for layer in losing:
+        slot.load(layer)
+        modules += [slot.experts] if slot.experts not in modules else []
+    for module in modules:
+        module.register_forward_pre_hook(lambda _, given: chosen.update({slot.layer: given[1].numpy()}))
     expected = walked_logits(lowering, [TOKENS], weights=nothing, slot=slot)[0].numpy()
     assert set(losing) <= set(chosen)
     for layer, found in chosen.items():

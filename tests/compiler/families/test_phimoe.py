@@ -163,7 +163,7 @@ def test_settings_that_cannot_be_expressed_are_named(copy: Path, changes: dict[s
 def test_evaluations_stay_within_the_original_context(folder: Path, tmp_path: Path) -> None:
     """Beyond it, transformers rotates in another way than the runtime."""
     with bundle_engine(emit_bundle(folder, tmp_path / "bundle"), RuntimeOptions()) as engine:
-        assert len(engine.forced_logits([([5] * 64, [6] * 64)])) == 1
+        assert len(engine.forced_logits([([5] * 64, [6] * 63)])) == 1
         with pytest.raises(ContextOverflow, match="expected 1 to 127"):
             engine.generate([GenerationRequest("p" * 200, None, 1)], no_progress)
 
