@@ -1,4 +1,4 @@
-"""Interface of evaluation to an engine. The compiler's reference model and the runtime both implement it."""
+"""Interface of evaluation to an engine. The runtime implements it, for bundles and for checkpoints."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from transformers import (
 from transformers.modeling_outputs import MoEModelOutput
 from transformers.utils import logging as transformers_logging
 
-from moec.compiler.reference.network import cache_argument
 from tests.tiny_models import INITIALIZER_RANGE, VOCABULARY, tiny_tokenizer
 
 START = 0
@@ -84,6 +84,11 @@ def save_tiny_switch(folder: Path, tiny: TinySwitch | None = None, **config: Any
     model.to(getattr(torch, tiny.dtype)).save_pretrained(folder, max_shard_size=tiny.shard_size)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def cache_argument(module: Any) -> str:
+    """Return the name under which the forward pass takes its cache: releases before 5.24 call it `past_key_values`."""
+    return "cache" if "cache" in signature(module.forward).parameters else "past_key_values"
 
 
 class Oracle:

@@ -6,8 +6,8 @@ Takes ten minutes on two cores.
 
 llama.cpp quantizes the routed experts of the example in its own mixtures. Its importance data come from the train
 split, counted as by its own tool: mean squares of the inputs of each expert. The quantized weights are read back and
-put into the reference model. The side of moec is the plan of `moec compile --bits-per-weight` for the same bytes of the
-same tensors, calibrated on the same texts. All other weights keep 16 bits.
+put into the layers of the unquantized model. The side of moec is the plan of `moec compile --bits-per-weight` for the
+same bytes of the same tensors, calibrated on the same texts. All other weights keep 16 bits.
 
 The figure is KL(reference || quantized) in nats per answer token, teacher-forced, with paired 95 % intervals. The test
 items were seen by neither side. Only weights are quantized; activations are float32 on both sides. Prints one JSON
@@ -22,6 +22,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import llama_cpp
@@ -31,20 +32,24 @@ from torch import Tensor
 
 from moec.cli.commands.compile import open_partial
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.families import Lowering, lower
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.reference.expert_module import intermediate
-from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.targets import Target
+from moec.compiler.sensitivity.answer_walk import AnswerWalk
 from moec.compiler.stages.planning import make_plan
 from moec.compiler.stages.workbench import planning_bench
+from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.texts import AnswerTexts, TextStates, TokenTexts
+from moec.compiler.workspace.parallel import workers
 from moec.evaluation.data import SplitData, load_splits
-from moec.evaluation.divergence import divergence, log_softmax
-from moec.evaluation.text_pairs import TokenPair
-from moec.manifests.model import UnitKey
+from moec.evaluation.engine import no_progress
+from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
+from moec.manifests.model import ModelSpec, UnitKey
 from moec.profiles.loading import load_profile
 
 MIXTURES = {"Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "IQ2_XS": 20, "IQ3_XXS": 23}  # enum llama_ftype
@@ -57,38 +62,32 @@ TEST_ITEMS = 500
 RESAMPLES = 2_000
 
 
-class Importance:
-    """Mean squares of the inputs of each expert, [E, K] per layer and projection, as llama.cpp counts them."""
+def importance_of(lowering: Lowering, rows: list[list[int]]) -> dict[str, np.ndarray]:
+    """Return mean squares of the inputs of each expert, [E, K] per layer and projection, as llama.cpp counts them.
 
-    def __init__(self, reference: ReferenceModel) -> None:
-        self._sums: dict[tuple[int, str], Tensor] = {}
-        self._counts: dict[int, Tensor] = {}
-        self._handles = [
-            module.register_forward_pre_hook(lambda m, given, at=layer: self._add(at, m, *given[:2]))
-            for layer, module in reference.network.experts.items()
-        ]
-
-    def _add(self, layer: int, module: torch.nn.Module, inputs: Tensor, chosen: Tensor) -> None:
+    They go by the name of the tensor in a GGUF file. An expert without tokens has ones.
+    """
+    slot, found, held = LayerSlot(lowering), dict[str, np.ndarray](), list[tuple[Tensor, Tensor]]()
+    states = TextStates.begin(TokenTexts(rows), slot.embed, tokens_per_batch=1)  # so that no padding is counted
+    for layer in range(lowering.model.num_layers):
+        slot.load(layer)
+        module, sums, held = slot.experts, dict[str, Tensor](), []
+        handle = module.register_forward_pre_hook(lambda _, given, held=held: held.append(given[:2]))
+        with workers(1) as pool:
+            slot.run([states], pool)
+        handle.remove()
+        inputs, chosen = (torch.cat(parts) for parts in zip(*held, strict=True))
+        counts = torch.bincount(chosen.flatten(), minlength=module.num_experts).unsqueeze(1)
         for expert in range(module.num_experts):
-            rows = inputs[torch.where(chosen == expert)[0]]
-            gated = intermediate(module, expert, rows)
-            for projection, values in (("gate", rows), ("up", rows), ("down", gated)):
-                shape = (module.num_experts, values.shape[1])
-                sums = self._sums.setdefault((layer, projection), torch.zeros(shape))
-                sums[expert] += values.square().sum(0)
-            counts = self._counts.setdefault(layer, torch.zeros(module.num_experts))
-            counts[expert] += len(rows)
-
-    def finish(self) -> dict[str, np.ndarray]:
-        """Return the mean squares by the name of the tensor in a GGUF file. An expert without tokens has ones."""
-        for handle in self._handles:
-            handle.remove()
-        found = {}
-        for (layer, projection), sums in self._sums.items():
-            counts = self._counts[layer].unsqueeze(1)
-            mean = torch.where(counts > 0, sums / counts.clamp(min=1), 1.0)
+            read = inputs[torch.where(chosen == expert)[0]]
+            gated = intermediate(module, expert, read)
+            for projection, values in (("gate", read), ("up", read), ("down", gated)):
+                sums.setdefault(projection, torch.zeros(module.num_experts, values.shape[1]))
+                sums[projection][expert] = values.square().sum(0)
+        for projection, squares in sums.items():
+            mean = torch.where(counts > 0, squares / counts.clamp(min=1), 1.0)
             found[f"blk.{layer}.{TENSORS[projection]}.weight"] = mean.numpy().astype(np.float32)
-        return found
+    return found
 
 
 def write_gguf(lowering: Lowering, target: Path) -> None:
@@ -171,11 +170,17 @@ def plan_for(model: str, data: str, bits_per_weight: float) -> tuple[CompilePlan
             return plan, {unit: store.weight(unit, spec) for unit, spec in plan.units.items() if spec.bitwidth < 16}
 
 
-def item_kl(reference: ReferenceModel, own: list[np.ndarray], pairs: list[TokenPair], units: dict) -> np.ndarray:
+def scored_answers(model: ModelSpec, pairs: list[TokenPair]) -> AnswerTexts:
+    """Return texts with every token of their answers scored, the end token included."""
+    rows, answers, counts = forced_rows(pairs, model.eos_token_ids[:1])
+    targets = [answer[len(answer) - count :] for answer, count in zip(answers, counts, strict=True)]
+    return AnswerTexts(TokenTexts(rows), counts, targets, pairs, [len(pairs)])
+
+
+def item_kl(walk: AnswerWalk, units: Mapping[Any, Tensor]) -> np.ndarray:
     """Return the sum of KL over the answer tokens of each item."""
-    with reference.weights(units):
-        found = reference.forced_logits(pairs)
-    return np.array([divergence(p, q)[0].sum() for p, q in zip(own, found, strict=True)])
+    starts = np.cumsum([0, *walk.answers.counts[:-1]])
+    return np.add.reduceat(walk.measure(units.get).kl, starts)
 
 
 def interval(ours: np.ndarray, theirs: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
@@ -188,22 +193,19 @@ def interval(ours: np.ndarray, theirs: np.ndarray, tokens: np.ndarray) -> tuple[
 
 def compare(model: str, splits: SplitData, data: str, mixtures: list[str]) -> None:
     """Print one line per mixture."""
-    lowering, reference = lower(open_checkpoint(model)), ReferenceModel(model)
-    task = splits.task
-    train = reference.encode_pairs([(task.prompt(i, ()), task.answer(i)) for i in splits.train.items])
-    test = [(task.prompt(i, ()), task.answer(i)) for i in splits.test.items[:TEST_ITEMS]]
-    pairs = reference.encode_pairs(test)
-    importance = Importance(reference)
-    with torch.inference_mode():
-        for prompt, answer in train:  # one text at a time, so that no padding is counted
-            reference.network.hidden([prompt + answer])
-    counted = importance.finish()
+    lowering, task, tokenizer = lower(open_checkpoint(model)), splits.task, load_tokenizer(Path(model))
+    train, test = (
+        encode_pairs(tokenizer, [(task.prompt(item, ()), task.answer(item)) for item in items])
+        for items in (splits.train.items, splits.test.items[:TEST_ITEMS])
+    )
+    counted = importance_of(lowering, [prompt + answer for prompt, answer in train])
+    answers, threads = scored_answers(lowering.model, test), torch.get_num_threads()
+    walk = AnswerWalk(lambda: LayerSlot(lowering, lowering.model.num_layers), answers, threads, no_progress)
     for index in range(lowering.model.num_layers):  # some mixtures need these tensors, which do not count here
         for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
             columns = lowering.model.dense_shapes()[f"layers.{index}.{PARTS[name]}"][1]
             counted[f"blk.{index}.{name}.weight"] = np.ones(columns, np.float32)
-    own = [log_softmax(logits) for logits in reference.forced_logits(pairs)]
-    tokens = np.array([len(rows) for rows in own])
+    tokens = np.array(answers.counts)
     weights = sum(
         3 * layer.experts.count * layer.experts.width * lowering.model.hidden_size for layer in lowering.model.layers
     )
@@ -215,7 +217,7 @@ def compare(model: str, splits: SplitData, data: str, mixtures: list[str]) -> No
             quantize(plain, file, MIXTURES[name], counted)
             peer, size, types = read_back(file)
             plan, units = plan_for(model, data, 8 * size / weights)
-            theirs, ours = (item_kl(reference, own, pairs, found) for found in (peer, units))
+            theirs, ours = (item_kl(walk, found) for found in (peer, units))
             low, high = interval(ours, theirs, tokens)
             print(json.dumps({
                 "mixture": name, "types": types, "bytes": size, "bits_per_weight": round(8 * size / weights, 3),

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 LOG_SUFFIX = ".log.json"
 LONGEST_SUFFIX = ".moec-replaced"
 """The longest suffix of a file or folder next to a bundle."""
-CERTIFY_SLOTS = 64
 MAX_DIGITS = 9
 """Digits of a number in a list."""
 MAX_SHOWN = 80
@@ -341,6 +340,7 @@ def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
 
     memory_bytes: the budget; 0: the default of the runtime.
     """
+    from moec.manifests.runtime_limits import ANSWER_SLOTS
     from moec.runtime.bundle.opening import open_bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.options.runtime import RuntimeOptions
@@ -349,7 +349,7 @@ def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
     from ..options.opening import with_fitting_slots
 
     bundle = open_bundle(path, allow_partial=True)
-    options = RuntimeOptions(slots=CERTIFY_SLOTS, memory=str(memory_bytes) if memory_bytes else None)
+    options = RuntimeOptions(slots=ANSWER_SLOTS, memory=str(memory_bytes) if memory_bytes else None)
     with with_fitting_slots(lambda fitting: Engine(bundle, fitting), options) as engine:
         if memory_bytes:  # another engine shares the memory, so all pages of this one must be resident
             engine.cache.finish_warming()

@@ -19,9 +19,6 @@ from ..lossy_modes.mode_sweep import decisions_text, mode_sweep_option
 from ..options.opening import accelerator_facts, bundle_folder, is_bundle, mode_facts
 from ..options.paths import PATH, PLACE, output_option, write_json_lines
 from ..options.runtime_options import (
-    ACCELERATOR_NAMES,
-    MODE_NAMES,
-    OPTION_NAMES,
     accelerator_options,
     build_options,
     mode_options,
@@ -32,12 +29,12 @@ from ..terminal import output
 from ..terminal.help_sections import SectionCommand
 
 if TYPE_CHECKING:
-    from moec.evaluation.engine import TextEngine
     from moec.evaluation.results import EvaluationResult
     from moec.evaluation.tasks import Item, Task
 
+    from ..measuring.text_engines import BundleEngine
+
 DEFAULT_SLOTS = 32
-_FOR_CHECKPOINTS = ("threads",)
 
 
 @click.command("eval", cls=SectionCommand, short_help="Score a bundle or a checkpoint on a task.")
@@ -80,9 +77,12 @@ def eval_command(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Evaluate a bundle with the runtime, or a model folder with transformers: same prompts, greedy, same scores.
+    """Evaluate a bundle or a model folder with the runtime: same prompts, greedy decoding, same scores.
 
     The loss of a bundle is relative to its checkpoint. Evaluate both to check the promise of a bundle.
+
+    A model folder is first written as a bundle with its own 16-bit weights. That bundle takes 2 bytes per weight in the
+    folder for temporary files, which `TMPDIR` names. It is removed afterwards.
 
     \b
     moec eval mixtral-moec --data data/gsm8k --json
@@ -103,20 +103,20 @@ def eval_command(
         output.say(told_items)
         _sweep(model, modes, items.task, items.items, examples, values, as_json)
         return
-    with _engine(ctx, model, slots, values) as (engine, facts):
+    with _engine(ctx, model, slots, values) as engine:
         output.say(told_items)
-        result, run_facts = _evaluate(engine, items.task, items.items, examples)
+        result, facts = _evaluate(engine, items.task, items.items, examples)
     if per_item is not None:
         rows = result.to_json(per_item=True)["items"]
         write_json_lines(per_item, rows if isinstance(rows, list) else [])
     if as_json:
-        output.data_json({**result.to_json(), "skipped": items.skipped, **facts, **run_facts})
+        output.data_json({**result.to_json(), "skipped": items.skipped, **facts})
     else:
         output.data(_page(result))
 
 
 def _evaluate(
-    engine: TextEngine, task: Task, items: Sequence[Item], shots: Sequence[Item]
+    engine: BundleEngine, task: Task, items: Sequence[Item], shots: Sequence[Item]
 ) -> tuple[EvaluationResult, dict[str, Any]]:
     """Evaluate the items. Return the result, and the facts of the run for the JSON output."""
     from moec.evaluation.run import evaluate
@@ -144,9 +144,9 @@ def _sweep(
 
     from ..lossy_modes.mode_sweep import QualitySweep, quality_page, settings_of, sweep_options
 
-    path = record_path(model)
+    folder, path = bundle_folder(model), record_path(model)
     check_output(path)
-    options, folder = sweep_options(build_options(values, bundle=model)), bundle_folder(model)
+    options = sweep_options(build_options(values, bundle=model))
     settings = settings_of(modes, open_bundle(folder).manifest, calibrated_deciles(folder), options)
     sweep = QualitySweep(model, options, values["kernels"], task, items, shots)
     record = sweep.run(settings, keep=partial(write_record, model))
@@ -158,39 +158,36 @@ def _sweep(
 
 
 @contextmanager
-def _engine(
-    ctx: click.Context, model: Path, slots: int | None, values: dict[str, Any]
-) -> Iterator[tuple[TextEngine, dict[str, Any]]]:
-    """Open the engine for a folder. Yield it with its entries for the JSON output."""
+def _engine(ctx: click.Context, model: Path, slots: int | None, values: dict[str, Any]) -> Iterator[BundleEngine]:
+    """Open the runtime on a bundle or on a checkpoint."""
     from ..measuring.text_engines import bundle_engine, checkpoint_engine
 
-    if is_bundle(model):
-        options = build_options(values, DEFAULT_SLOTS if slots is None else slots, model)
-        with bundle_engine(model, options, values["kernels"], shrinks=slots is None) as bundle:
-            output.say(bundle.engine.mode)
-            say_mode_cost(model, bundle.engine)
-            yield bundle, {"engine": "runtime", "slots": bundle.engine.options.slots}
-        return
-    names = (*OPTION_NAMES, *MODE_NAMES, *ACCELERATOR_NAMES, "slots")
-    without_effect = [name for name in names if name not in _FOR_CHECKPOINTS]
-    refuse_given(ctx, without_effect, f"`{model}` is a checkpoint, which transformers runs")
-    output.say("mode: checkpoint in transformers, float32")
-    yield checkpoint_engine(model, values["threads"]), {"engine": "transformers"}
+    is_own, count, kernels = is_bundle(model), DEFAULT_SLOTS if slots is None else slots, values["kernels"]
+    if not is_own:
+        reason = f"`{model}` is a checkpoint, for which no lossy mode was measured"
+        names = ["mode_loss"]
+        if values["dynamic_precision"] == "auto":
+            names.append("dynamic_precision")
+        refuse_given(ctx, names, reason)
+    options = build_options(values, count, model if is_own else None)
+    opened = (bundle_engine if is_own else checkpoint_engine)(model, options, kernels, shrinks=slots is None)
+    with opened as engine:
+        output.say(engine.engine.mode)
+        if is_own:
+            say_mode_cost(model, engine.engine)
+        yield engine
 
 
-def _runtime_facts(engine: TextEngine) -> dict[str, Any]:
+def _runtime_facts(running: BundleEngine) -> dict[str, Any]:
     from moec.runtime.trace.statistics import peak_memory_bytes
 
-    from ..measuring.text_engines import BundleEngine
-
-    facts: dict[str, Any] = {"peak_memory_bytes": peak_memory_bytes()}
-    if isinstance(engine, BundleEngine):
-        stats = engine.engine.cache.stats
-        counts = engine.engine.mode_counts
-        facts |= mode_facts(engine.engine) | {"hit_rate": stats.hit_rate, "bytes_read": stats.bytes_read}
-        facts |= {} if counts is None else {"decisions": counts.to_plain()}
-        facts |= accelerator_facts(engine.engine)
-    return facts
+    engine = running.engine
+    stats, counts = engine.cache.stats, engine.mode_counts
+    facts: dict[str, Any] = {"engine": "runtime", "slots": engine.options.slots}
+    facts |= {"peak_memory_bytes": peak_memory_bytes()} | mode_facts(engine)
+    facts |= {"hit_rate": stats.hit_rate, "bytes_read": stats.bytes_read}
+    facts |= {} if counts is None else {"decisions": counts.to_plain()}
+    return facts | accelerator_facts(engine)
 
 
 def _page(result: EvaluationResult) -> str:

@@ -1,15 +1,15 @@
-"""Engines for evaluation with one protocol: a bundle in the runtime, and a checkpoint in transformers."""
+"""Engines for evaluation with one protocol: the runtime on a bundle, or on a checkpoint as a temporary bundle."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, TextEngine
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
 from moec.manifests.errors import ContextOverflow
 from moec.manifests.progress import Progress
@@ -17,6 +17,7 @@ from moec.runtime.engine.batch import forced_logits, generate_many
 from moec.runtime.options.runtime import RuntimeOptions
 
 from ..options.opening import open_engine, with_fitting_slots
+from ..terminal import output
 
 if TYPE_CHECKING:
     from moec.runtime.engine.engine import Engine
@@ -25,7 +26,7 @@ R = TypeVar("R")
 
 
 class BundleEngine:
-    """A runtime Engine as a TextEngine of the evaluation. Texts become tokens as in the reference model.
+    """A runtime Engine as a TextEngine of the evaluation. Texts become tokens as in a compile.
 
     decodes: score given answers token by token. Lossy modes do that, so the times are comparable.
     """
@@ -105,27 +106,39 @@ def _nll(logits: np.ndarray, targets: Sequence[int]) -> float:
 
 @contextmanager
 def bundle_engine(
-    path: Path, options: RuntimeOptions, kernels: str | None = None, shrinks: bool = False
+    path: Path, options: RuntimeOptions, kernels: str | None = None, shrinks: bool = False, allow_partial: bool = False
 ) -> Iterator[BundleEngine]:
     """Open a bundle for evaluation.
 
     shrinks: halve the slots until they fit into the memory budget.
+    allow_partial: whether to open a bundle that is not certified.
     Raises the errors of `open_engine`.
     """
-    opened = with_fitting_slots(lambda fitting: open_engine(path, fitting, kernels), options, shrinks)
+    opened = with_fitting_slots(
+        lambda fitting: open_engine(path, fitting, kernels, allow_partial=allow_partial), options, shrinks
+    )
     with opened as engine:
         yield BundleEngine(engine)
 
 
-def checkpoint_engine(path: Path, threads: int) -> TextEngine:
-    """Open a model folder in transformers, with its own weights and float32 arithmetic.
+@contextmanager
+def checkpoint_engine(
+    path: Path, options: RuntimeOptions, kernels: str | None = None, shrinks: bool = False
+) -> Iterator[BundleEngine]:
+    """Write a model folder as a temporary bundle with its own 16-bit weights, and open it like `bundle_engine`.
 
-    threads: number of threads, 0 for all.
-    Raises CheckpointError, OptionError; ModuleNotFoundError if the extra is not installed.
+    Raises CheckpointError, DoesNotFit, and the errors of `open_engine`; ModuleNotFoundError if the extra is missing.
     """
-    from moec.compiler.reference.model import ReferenceModel
-    from moec.manifests.errors import OptionError
+    from moec.compiler.bundle.plan_bundles import unquantized_bundle
+    from moec.compiler.checkpoint.checkpoint import open_checkpoint
+    from moec.compiler.families import lower
+    from moec.compiler.preflight.preflight import preflight
+    from moec.runtime.modes.decoder import check_modes
 
-    if threads < 0:
-        raise OptionError(f"`--threads` must be 0 or more, found {threads}", "leave it out for all")
-    return ReferenceModel(path, threads or None)
+    lowering = lower(open_checkpoint(str(path)))
+    preflight(lowering)
+    check_modes(options.modes, lowering.model, low_versions=0)
+    with ExitStack() as opened:
+        with output.Progress("writing a temporary bundle of 16 bits per weight") as progress:
+            folder = opened.enter_context(unquantized_bundle(lowering, progress))
+        yield opened.enter_context(bundle_engine(folder, options, kernels, shrinks, allow_partial=True))

@@ -34,11 +34,13 @@ def open_engine(
     options: RuntimeOptions,
     kernels: str | None = None,
     before_load: Callable[[Bundle], None] | None = None,
+    allow_partial: bool = False,
 ) -> Engine:
     """Open a bundle for a run.
 
     kernels: instruction set, or None for the best one.
     before_load: called with the opened bundle before memory is planned and weights are read.
+    allow_partial: whether to open a bundle that is not certified.
     Raises InputError, BundleError, MemoryBudgetExceeded, OptionError, KernelUnavailable, and errors of `before_load`.
     """
     folder = bundle_folder(path)
@@ -50,7 +52,7 @@ def open_engine(
     if kernels is not None:
         runtime_kernels.select(kernels)
     require_memory_for_manifest(folder, options)
-    bundle = open_bundle(folder)
+    bundle = open_bundle(folder, allow_partial=allow_partial)
     if before_load is not None:
         before_load(bundle)
     return Engine(bundle, options, closes_bundle=True)

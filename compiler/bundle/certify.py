@@ -1,6 +1,6 @@
 """The certificate: the runtime runs the written bundle on items that no other stage uses.
 
-Its results are compared with those of the reference model.
+Its results are compared with those of the unquantized model.
 """
 
 from __future__ import annotations

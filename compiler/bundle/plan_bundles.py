@@ -1,6 +1,7 @@
 """Plans as temporary bundles: how a plan answers on the runtime that ships.
 
-The bundle lies next to the output while the runtime reads it, within the memory of the compile.
+The bundle lies next to the output while the runtime reads it, within the memory of the compile. For `moec eval` a
+checkpoint becomes a temporary bundle, too.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from math import prod
 from pathlib import Path
 
 from moec.manifests.bundle import PARTIAL_SUFFIX, DeviceSummary
-from moec.manifests.errors import OptionError
+from moec.manifests.errors import DoesNotFit, OptionError
 from moec.manifests.model import ModelSpec
+from moec.manifests.progress import Progress
 
 from ..families import Lowering
 from ..quantization.unit_store import UnitStore
-from ..request.plan import CompilePlan
+from ..request.plan import CompilePlan, plain_plan
 from ..request.ports import BundleEngine, OpenRuntime
 from ..request.request import CompileRequest
 from ..workspace.durable import Disk, disk_errors, require_free_bytes
@@ -56,6 +58,22 @@ def require_trials(request: CompileRequest, model: ModelSpec) -> None:
         raise OptionError(f"there is no folder `{parent}`, where plans are tried", "make it, or name another output")
     experts = sum(prod(model.unit_shape(unit.layer, unit.projection)) for unit in model.unit_keys())
     require_free_bytes(parent, 2 * (experts + sum(prod(shape) for shape in model.dense_shapes().values())))
+
+
+@contextmanager
+def unquantized_bundle(lowering: Lowering, progress: Progress) -> Iterator[Path]:
+    """Write a checkpoint with its own 16-bit weights as a bundle into a temporary folder. It is removed afterwards.
+
+    Raises DoesNotFit, before any work if the disk of temporary folders lacks room, and the other errors of emit.
+    """
+    plan = plain_plan(lowering.model, lowering.spec_16bit, "rtn")
+    with tempfile.TemporaryDirectory(prefix="moec-eval-") as folder:
+        partial = Path(folder) / f"{UNQUANTIZED}{PARTIAL_SUFFIX}"
+        try:
+            emit(lowering, BundleContent(plan, _NO_DEVICE), partial, progress=progress)
+        except DoesNotFit as error:
+            raise DoesNotFit(error.message, "free space, or name another temporary folder with `TMPDIR`") from error
+        yield partial
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
+from moec.manifests.runtime_limits import ANSWER_SLOTS
 
 from ..calibration.layer_inputs import LayerInputs, calibrate_layer
 from ..checkpoint.checkpoint import Checkpoint
@@ -28,11 +29,9 @@ from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer
 from ..quantization.packing import pack, unpack
 from ..quantization.quantizers import quantizer as find_quantizer
 from ..quantization.quantizers.rtn import rounded_rows
-from ..reference.decode import ROWS_PER_STEP
-from ..reference.network import TOKENS_PER_FORWARD
 from ..walker.memory import layer_weights
 from ..walker.slot import LayerSlot
-from ..walker.texts import TextStates, TokenTexts
+from ..walker.texts import TOKENS_PER_FORWARD, TextStates, TokenTexts
 from ..workspace.durable import Disk, disk_errors
 from ..workspace.parallel import Workers, workers
 
@@ -77,7 +76,7 @@ class LayerRates:
     restored_expert: one format of an expert is unpacked and dequantized by one thread.
     rounded_weight: one dense weight is rounded with clip search.
     logit_token: the logits of one token.
-    decoded_token: one of ROWS_PER_STEP tokens that are decoded together, without attention to earlier tokens.
+    decoded_token: one of ANSWER_SLOTS tokens that are decoded together, without attention to earlier tokens.
     """
 
     layer: int
@@ -189,25 +188,26 @@ def _quantized_expert(
     return clock.seconds / len(chosen), packed
 
 
-def _states(slot: LayerSlot, texts: TokenTexts, tokens: int) -> TextStates:
+def _states(slot: LayerSlot, texts: TokenTexts, tokens: int, tokens_per_batch: int = TOKENS_PER_FORWARD) -> TextStates:
     """Return the first texts before the loaded layer. A decoder reads the embeddings of the prompts."""
-    states = TextStates.begin(texts.first(tokens), slot.embed)
+    states = TextStates.begin(texts.first(tokens), slot.embed, tokens_per_batch)
     if states.is_encoding and slot.layer >= slot.model.first_decoder_layer:
         states.begin_decoding(slot.encoder_normed)
     return states
 
 
 def _decoded_token(slot: LayerSlot, texts: TokenTexts, pool: Workers, threads: int) -> float:
-    """Return the seconds of a token through the layer, while each thread runs a batch of single tokens."""
-    clock, count = _Clock(), threads * ROWS_PER_STEP
-    chosen = list(islice(cycle(range(len(texts.rows))), count))
+    """Return the seconds of one of ANSWER_SLOTS single tokens through the layer. Each thread takes a part of them."""
+    clock = _Clock()
+    chosen = list(islice(cycle(range(len(texts.rows))), ANSWER_SLOTS))
     prompts = [texts.prompts[at][:1] for at in chosen] if texts.prompts else []
     single = TokenTexts([texts.rows[at][:1] for at in chosen], prompts)
-    states = _states(slot, single, 2 * count)
+    size = single.size(0)
+    states = _states(slot, single, size * ANSWER_SLOTS, size * -(-ANSWER_SLOTS // threads))
     for _ in range(2):
         with clock.running():
             slot.run([states], pool)
-    return clock.seconds / count
+    return clock.seconds / ANSWER_SLOTS
 
 
 def measure_expert(lowering: Lowering, specs: Sequence[QuantSpec], quantizer: str) -> ExpertRates:

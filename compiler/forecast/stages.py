@@ -14,13 +14,12 @@ import torch
 
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES, QuantSpec
-from moec.manifests.runtime_limits import MAX_PASS_TOKENS
+from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
 
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
 from ..preflight.preflight import reachable_bytes
 from ..preflight.preparation import Prepared
 from ..preflight.residency import MemoryNeed, may_compare, measures_tasks, runtime_bytes
-from ..reference.decode import ROWS_PER_STEP
 from ..request.options import UNIFORM_DENSE_BITS
 from ..request.uniform import uniform_spec
 from ..search.bisect import CALIBRATING_KL, MAX_GENERATED, MAX_KL
@@ -224,7 +223,7 @@ class SearchForecast:
         resident = resident_bytes(self._model, self._model.num_layers) if self._prepared.residency.holds_model else 0
         room = runtime_bytes(self._model, self._prepared.request.memory_limit_bytes) - resident
         answers = (self._validation.read + self._test.read) / MAX_PASS_TOKENS
-        answers += (self._validation.decoded + self._test.decoded) / ROWS_PER_STEP
+        answers += (self._validation.decoded + self._test.decoded) / ANSWER_SLOTS
         tried = (MAX_GENERATED * self._validation.read + self._test.read) / MAX_PASS_TOKENS
         read = answers * max(self._weights() * _HALF - room, 0) + tried * max(self._tried_bytes() - room, 0)
         return read * self._disk.digested_byte

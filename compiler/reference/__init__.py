@@ -1,1 +1,1 @@
-"""The unquantized model in torch."""
+"""Layers of the unquantized model in torch."""

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .network import Network
-
 
 class _FewerExperts(Tensor):
     """A router's weight [E, D] whose products leave experts out. A subclass per layer holds the list."""
@@ -32,20 +30,21 @@ class _FewerExperts(Tensor):
 
 
 class RouterMasks:
-    """The experts that the routers of one network leave out."""
+    """The experts that the routers of one model leave out."""
 
-    def __init__(self, network: Network) -> None:
-        self._network = network
+    def __init__(self, model: Any) -> None:
+        """model: the transformers model."""
+        self._model = model
         self._plain: dict[str, nn.Parameter] = {}
 
     def leave_out(self, router: str, experts: Collection[int]) -> None:
         """Leave out these experts from now on. An empty list restores all experts.
 
-        router: name of the router's weight in the network.
+        router: name of the router's weight in the model.
         experts: indices of the experts to leave out.
         """
         path, _, attribute = router.rpartition(".")
-        module = self._network.model.get_submodule(path)
+        module = self._model.get_submodule(path)
         plain = self._plain.setdefault(router, module.get_parameter(attribute))
         if experts:
             own: Any = type("_FewerExperts", (_FewerExperts,), {"left_out": sorted(experts)})

@@ -5,18 +5,24 @@ Shapes: B rows of a batch, T tokens of the longest row, S tokens of the longest 
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM
+from transformers.utils import logging as transformers_logging
+
+from moec.manifests.errors import CheckpointError
 
 from ..checkpoint.stand_ins import build_model, read_config
 from ..families import Lowering
-from .network import Network, network_of, quiet_transformers
-from .seq2seq import seq2seq_network
+from .routed_layers import replace_routed_layer, take_sorted_experts
 
 # Keys of transformers' configurations that decide which layers are routed, with values that make layer 0 routed.
 _ROUTED = {
@@ -27,7 +33,10 @@ _PLAIN = {
     **_ROUTED, "mlp_only_layers": [0], "first_k_dense_replace": 1, "moe_layer_start_index": 1,
     "encoder_sparse_step": 0,
 }  # fmt: skip
-_LAYER_NUMBER = re.compile(r"\.(layers|block)\.\d+\.")
+_FOREIGN_ERRORS = (
+    OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,
+    StrictDataclassError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +55,14 @@ class Prompts:
 class SingleLayer:
     """A model of one layer.
 
-    network: the model; its only layer has the number 0.
+    model: the transformers model; its only layer has the number 0.
     stack: the part of the model that runs the layer.
+    experts: the module of the routed experts, None if the layer has none.
     """
 
-    network: Network
+    model: Any
     stack: Any
+    experts: Any
 
     def __call__(self, states: Tensor, prompts: Prompts | None = None) -> Tensor:
         """Run the layer: [B, T, D] -> [B, T, D]. A causal mask hides the padding of rows from real tokens.
@@ -69,13 +80,6 @@ class SingleLayer:
         out: Tensor = self.stack(**inputs).last_hidden_state
         return out
 
-    def parameter_name(self, name: str) -> str:
-        """Return the parameter of this model that holds a dense weight of any layer.
-
-        name: canonical name. Raises KeyError.
-        """
-        return _LAYER_NUMBER.sub(r".\1.0.", self.network.parameters[name][0], count=1)
-
 
 def build_single_layer(lowering: Lowering, layer: int = 0) -> SingleLayer:
     """Build a layer like this one in float32, with unset weights and a vocabulary of one token.
@@ -84,32 +88,60 @@ def build_single_layer(lowering: Lowering, layer: int = 0) -> SingleLayer:
     Raises CheckpointError if transformers cannot build the model.
     """
     is_routed = lowering.model.layers[layer].experts.count > 0
-    with quiet_transformers(lowering.checkpoint.root, "build a layer of the model"):
+    with _quiet_transformers(lowering.checkpoint.root):
         config = read_config(lowering.checkpoint)
         config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 1, None
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         changes = dict(_ROUTED if is_routed else _PLAIN)
         if lowering.model.encoder is not None:
-            return _build_stack_layer(lowering, layer, config, changes)
-        kind = (getattr(config, "layer_types", None) or [None])[layer:][:1]
-        for name, value in {**changes, "layer_types": kind, "embedding_multiplier": 1.0}.items():
-            if getattr(config, name, None) is not None:
-                setattr(config, name, value)
-        model = build_model(config, lowering.checkpoint)
-    model.get_decoder().norm = nn.Identity()
-    network = network_of(model, lowering, [0] if is_routed else [])
-    return SingleLayer(network, network.backbone)
+            single = _build_stack_layer(lowering, layer, config, changes)
+        else:
+            kind = (getattr(config, "layer_types", None) or [None])[layer:][:1]
+            for name, value in {**changes, "layer_types": kind, "embedding_multiplier": 1.0}.items():
+                if getattr(config, name, None) is not None:
+                    setattr(config, name, value)
+            model = build_model(config, lowering.checkpoint)
+            model.get_decoder().norm = nn.Identity()
+            single = SingleLayer(model, model.get_decoder(), take_sorted_experts(model))
+    single.model.eval().requires_grad_(False)
+    if (single.experts is not None) != is_routed:
+        raise CheckpointError(
+            f"`{lowering.checkpoint.root}`: layer {layer} of `{type(single.model).__name__}` "
+            f"{'lacks' if is_routed else 'has'} routed experts, expected as in `config.json`",
+            "install a release of transformers that pyproject.toml allows",
+        )
+    return single
 
 
 def _build_stack_layer(lowering: Lowering, layer: int, config: Any, changes: dict[str, Any]) -> SingleLayer:
     """Build a layer of an encoder, or of the decoder that reads the encoder's output."""
-    is_encoder = layer < lowering.model.first_decoder_layer
     config.num_layers, config.num_decoder_layers = 1, 1
     config.encoder_sparse_step = config.decoder_sparse_step = changes["encoder_sparse_step"]
     loader: Any = AutoModelForSeq2SeqLM
     model = loader.from_config(config, dtype=torch.float32)
     model.get_encoder().final_layer_norm = nn.Identity()
     model.get_decoder().final_layer_norm = nn.Identity()
-    network = seq2seq_network(model, lowering, layer)
-    return SingleLayer(network, model.get_encoder() if is_encoder else model.get_decoder())
+    stack = model.get_encoder() if layer < lowering.model.first_decoder_layer else model.get_decoder()
+    has_capacity = lowering.model.layers[layer].experts.router.capacity > 0
+    return SingleLayer(model, stack, replace_routed_layer(stack, has_capacity))
+
+
+@contextmanager
+def _quiet_transformers(root: Path) -> Iterator[None]:
+    """Silence progress bars and warnings of transformers, and turn its errors into CheckpointError."""
+    settings: Any = transformers_logging
+    bars, level = settings.is_progress_bar_enabled(), settings.get_verbosity()
+    settings.disable_progress_bar()
+    settings.set_verbosity_error()
+    try:
+        yield
+    except _FOREIGN_ERRORS as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"`{root}`: transformers cannot build a layer of the model: {reason}", "check that the folder is complete"
+        ) from error
+    finally:
+        settings.set_verbosity(level)
+        if bars:
+            settings.enable_progress_bar()

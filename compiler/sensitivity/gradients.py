@@ -286,7 +286,7 @@ class LayerGradients:
     @contextmanager
     def _differentiable(self) -> Iterator[None]:
         """Let the experts of the loaded layer compute with gradients, and record what they are handed."""
-        module, model = self._slot.experts, self._slot.single.network.model
+        module, model = self._slot.experts, self._slot.single.model
         if module is None:
             yield
             return

@@ -16,12 +16,11 @@ from moec.manifests.model import ModelSpec
 from ..calibration.collect import chosen_texts
 from ..checkpoint.tokenizer import load_tokenizer
 from ..preflight.preparation import KL_ITEMS, Prepared
-from ..reference.seq2seq import divided_pairs
 from ..request.task_data import train_texts
 from ..sensitivity.fisher import TEXTS
 from ..sensitivity.gradients import TOKENS_PER_TEXT
 from ..walker.residency import SCORED_TOKENS
-from ..walker.texts import AnswerTexts, TokenTexts
+from ..walker.texts import AnswerTexts, TokenTexts, divided_pairs
 
 HELD_OUT_ITEMS = 500
 """Maximum number of held-out answers for the KL of the certificate. Means over tokens need fewer items than a task."""

@@ -12,7 +12,7 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
-from ..reference.network import TOKENS_PER_FORWARD
+from .texts import TOKENS_PER_FORWARD
 
 SKETCHES = 2
 """Gaussian vectors per text. Each needs one more backward pass. A quarter less variance would double the time."""

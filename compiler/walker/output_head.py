@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..families import Lowering
-from ..reference.network import LOGITS_PER_CHUNK
 
+LOGITS_PER_CHUNK = 1 << 24
+"""Number of logits held at once (64 MiB), where only the maximum or one entry of each row is needed."""
 _ROWS_PER_CHUNK = 4096  # of the vocabulary matrix, converted to float32 at a time
 
 

@@ -5,6 +5,7 @@ Shapes: B rows of a batch, T tokens of the longest row, D hidden, V vocabulary, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,17 +17,20 @@ from moec.manifests.model import UnitKey
 from moec.profiles.freed_memory import give_back_freed_memory
 
 from ..families import Lowering
+from ..reference.expert_module import projection_of
 from ..reference.routers import RouterMasks
 from ..reference.single_layer import SingleLayer, build_single_layer
-from ..reference.weights import WeightName, weight_view
 from ..workspace.parallel import Workers
 from .output_head import OutputHead, output_head
 from .texts import TextStates
 
+WeightName = UnitKey | str
+"""One projection of one expert, or the canonical name of a dense weight (manifests.model, dense_shapes)."""
 Replaced = Callable[[WeightName], Tensor | None]
 """The weight that takes the place of the checkpoint's own; None for its own."""
 LayerKind = tuple[bool, bool, int]
 """Whether a layer routes, whether it decodes, and its sliding window. Layers of a kind differ only in their weights."""
+_LAYER_NUMBER = re.compile(r"\.(layers|block)\.\d+\.")
 
 
 def _own_weights(name: WeightName) -> None:
@@ -57,15 +61,15 @@ class LayerSlot:
             self._kinds[kind] = build_single_layer(self._lowering, layer)
         self.single = self._kinds[kind]
         if spec.experts.router.correction:
-            network = self.single.network.model
-            for name, values in (*network.named_buffers(), *network.named_parameters()):
+            model = self.single.model
+            for name, values in (*model.named_buffers(), *model.named_parameters()):
                 if name.endswith("e_score_correction_bias"):
                     values.data.copy_(torch.tensor(spec.experts.router.correction).view(values.shape))
 
     @property
     def experts(self) -> Any:
         """The module of the routed experts of the loaded layer, None if it has none."""
-        return next(iter(self.single.network.experts.values()), None)
+        return self.single.experts
 
     def load(self, layer: int, replaced: Replaced = _own_weights) -> None:
         """Take the weights of a layer.
@@ -87,8 +91,8 @@ class LayerSlot:
             else:
                 self._set_own_or(unit, weight)
         if left_out:
-            router = self.single.parameter_name(f"layers.{layer}.router")
-            self._mask = RouterMasks(self.single.network), router
+            router = self._parameter_name(f"layers.{layer}.router")
+            self._mask = RouterMasks(self.single.model), router
             self._mask[0].leave_out(router, left_out)
 
     def give_back_memory(self) -> None:
@@ -126,11 +130,13 @@ class LayerSlot:
 
     def view(self, name: WeightName) -> Tensor:
         """Return the memory of one weight of the loaded layer, float32, shaped like TensorSource.view."""
-        network = self.single.network
         if isinstance(name, UnitKey):
-            return weight_view(network, UnitKey(0, name.expert, name.projection))
-        source = network.parameters[name][1]
-        return source.view(network.model.get_parameter(self.single.parameter_name(name)).data)
+            return projection_of(self.experts, name.expert, name.projection)
+        return self._lowering.dense[name].view(self.single.model.get_parameter(self._parameter_name(name)).data)
+
+    def _parameter_name(self, name: str) -> str:
+        """Return the parameter of the loaded layer that holds a dense weight."""
+        return _LAYER_NUMBER.sub(r".\1.0.", self._lowering.loaded[name], count=1)
 
     def dense_names(self, layer: int) -> list[str]:
         """Return the canonical names of the layer's weights outside the experts.

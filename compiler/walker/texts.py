@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from moec.evaluation.text_pairs import TokenPair
+from moec.manifests.errors import InputError
+from moec.manifests.model import ModelSpec
 
-from ..reference.network import TOKENS_PER_FORWARD, length_batches, padded
 from ..reference.single_layer import Prompts
+
+TOKENS_PER_FORWARD = 2048
+"""Tokens of one forward pass. More tokens are slower on a CPU, because their activations exceed the cache."""
 
 Embed = Callable[[Tensor], Tensor]
 """Token ids [...] -> residual stream [..., D]."""
@@ -80,6 +84,44 @@ class AnswerTexts:
             [self.pairs[at] for at in indices],
             [],
         )
+
+
+def divided_pairs(model: ModelSpec, pairs: Sequence[TokenPair]) -> tuple[list[list[int]], list[TokenPair]]:
+    """Split each pair into the tokens for an encoder and the pair for the decoder.
+
+    Without an encoder its tokens are empty, and the pairs do not change.
+    Raises InputError if an encoder's prompt is empty.
+    """
+    if model.encoder is None:
+        return [], list(pairs)
+    if not all(prompt for prompt, _ in pairs):
+        raise InputError("a prompt is empty, and the model has an encoder that reads it", "take a task with prompts")
+    start = model.encoder.start_token_id
+    return [prompt for prompt, _ in pairs], [([start], answer) for _, answer in pairs]
+
+
+def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return token ids [B, T] with zeros on the right, and a mask of real tokens, [B, T] of 0 and 1."""
+    width = max(len(row) for row in rows)
+    ids, real = torch.zeros((len(rows), width), dtype=torch.long), torch.zeros((len(rows), width), dtype=torch.long)
+    for at, row in enumerate(rows):
+        ids[at, : len(row)], real[at, : len(row)] = torch.tensor(row, dtype=torch.long), 1
+    return ids, real
+
+
+def length_batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Group indices into batches of similar length, longest first.
+
+    A batch has at most `tokens` tokens, padding included. A longer row forms its own batch. Ties keep the input order.
+    """
+    batches: list[list[int]] = []
+    width = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not batches or (len(batches[-1]) + 1) * width > tokens:
+            batches.append([])
+            width = lengths[index]
+        batches[-1].append(index)
+    return batches
 
 
 def text_batches(texts: TokenTexts, tokens_per_batch: int = TOKENS_PER_FORWARD) -> list[list[int]]:

@@ -58,7 +58,9 @@ def test_json_has_counts_and_measured_constants(invoke: Invoke, bundle: Path, co
     assert told["memory"]["accelerator_bytes"] == 20 << 20
 
 
-def test_beams_generate_eval_and_bench_take_it(invoke: Invoke, bundle: Path, texts: Path, tmp_path: Path) -> None:
+def test_beams_generate_eval_and_bench_take_it(
+    invoke: Invoke, bundle: Path, checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
     beams = invoke("run", bundle, *PROMPT, *ON_TORCH, "--beams", 4, "--json")
     assert json.loads(beams.stdout)["accelerator"]["experts"]["resident"] > 0
     prompts = tmp_path / "prompts.jsonl"
@@ -71,18 +73,17 @@ def test_beams_generate_eval_and_bench_take_it(invoke: Invoke, bundle: Path, tex
     alone = json.loads(invoke("eval", bundle, "--data", texts, "--json").stdout)
     assert scored["accelerator"]["experts"]["resident"] > 0 and "accelerator" not in alone
     assert scored["value"] == pytest.approx(alone["value"], rel=1e-5)
+    unquantized = json.loads(invoke("eval", checkpoint, "--data", texts, *ON_TORCH, "--json").stdout)
+    assert unquantized["value"] == scored["value"]
     timed = invoke("bench", bundle, "--tokens", 3, *ON_TORCH, "--json")
     assert json.loads(timed.stdout)["accelerator"]["experts"]["resident"] > 0
 
 
-def test_what_an_accelerator_cannot_do_is_refused(
-    invoke: Invoke, bundle: Path, checkpoint: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_what_an_accelerator_cannot_do_is_refused(invoke: Invoke, bundle: Path, tmp_path: Path) -> None:
     refused = {
         "a routing trace tells how long the CPU took": (
             "bench", bundle, "--tokens", 3, "--trace-out", tmp_path / "t", *ON_TORCH
         ),
-        "which transformers runs": ("eval", checkpoint, "--data", texts, *ON_TORCH),
         "shares the host's memory": ("run", bundle, *PROMPT, "--accelerator", "torch-cpu"),
         "under its floor": ("run", bundle, *PROMPT, "--accelerator", "torch-cpu", "--accelerator-memory", "1KiB"),
         "have no effect without one": ("run", bundle, *PROMPT, "--cooperation", "gpu"),

@@ -48,7 +48,7 @@ def test_run_prints_what_transformers_generates(invoke: Invoke, made: Path) -> N
 
 @pytest.mark.parametrize("task", ["samsum", "xsum"])
 def test_eval_of_summaries(invoke: Invoke, made: Path, task: str) -> None:
-    """The bundle at 16 bits and the checkpoint in transformers give the same answers."""
+    """The bundle at 16 bits and the checkpoint give the same answers."""
     found = {}
     for name in ("plain", "model"):
         lines = made / f"{name}-{task}.jsonl"

@@ -1,16 +1,22 @@
-"""`moec eval`: bundle and checkpoint in the same way."""
+"""`moec eval`: bundle and checkpoint in the same way, and what the checkpoint's temporary bundle leaves behind."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from moec.cli.measuring.text_engines import bundle_engine, checkpoint_engine
+from moec.cli.measuring.text_engines import checkpoint_engine
+from moec.evaluation.data import load_items
 from moec.evaluation.engine import GenerationRequest, no_progress
+from moec.evaluation.run import evaluate as evaluation
+from moec.manifests.errors import OptionError
 from moec.runtime.options.runtime import RuntimeOptions
+from tests.transformers_oracle import TransformersOracle
 
 from .conftest import Invoke
 
@@ -27,16 +33,15 @@ def test_a_16_bit_bundle_scores_what_the_checkpoint_scores(
     invoke: Invoke, bundle: Path, checkpoint: Path, texts: Path
 ) -> None:
     compiled = evaluate(invoke, bundle, "--data", texts, "--expert-cache", "50%")
-    reference = evaluate(invoke, checkpoint, "--data", texts)
-    assert (compiled["engine"], reference["engine"]) == ("runtime", "transformers")
+    reference = evaluate(invoke, checkpoint, "--data", texts, "--expert-cache", "50%")
     for name in ("task", "metric", "n", "data_sha256"):
         assert compiled[name] == reference[name]
     assert compiled["task"] == "perplexity" and compiled["n"] == 3
-    assert compiled["value"] == pytest.approx(reference["value"], rel=1e-4)
+    assert compiled["value"] == reference["value"] and reference["mode"] == compiled["mode"]
     assert {"value", "interval95", "seconds", "tokens_per_s"} <= set(compiled) & set(reference)
 
 
-def test_both_engines_write_the_same_answers(invoke: Invoke, bundle: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_both_write_the_same_answers(invoke: Invoke, bundle: Path, checkpoint: Path, tmp_path: Path) -> None:
     # Long prompts in a context of 128 leave room for some 20 tokens of answer.
     problems = tmp_path / "long.jsonl"
     question = "How many pens are in {} boxes of a dozen pens each, if none has been lost so far?"
@@ -53,19 +58,65 @@ def test_both_engines_write_the_same_answers(invoke: Invoke, bundle: Path, check
     assert found["bundle"] == found["checkpoint"]
 
 
-def test_a_stop_text_ends_the_answers_of_both_engines(bundle: Path, checkpoint: Path) -> None:
-    """A first run gives the text. The second run, with a stop text, ends early and equally in both engines."""
-    prompts, tokens = ["a lamp", "Question: how many?"], []
-    with bundle_engine(bundle, RuntimeOptions(slots=2)) as runtime:
-        for engine in (runtime, checkpoint_engine(checkpoint, 1)):
-            whole = engine.generate([GenerationRequest(prompt, None, 40) for prompt in prompts], no_progress)
-            stops = [found.text[3:6] for found in whole]
-            requests = [GenerationRequest(p, None, 40, (stop,)) for p, stop in zip(prompts, stops, strict=True)]
-            ended = engine.generate(requests, no_progress)
-            for found, before, stop in zip(ended, whole, stops, strict=True):
-                assert found.tokens < before.tokens and before.text.startswith(found.text) and stop in found.text
-            tokens.append([found.tokens for found in ended])
-    assert tokens[0] == tokens[1]
+def test_a_checkpoint_scores_what_transformers_scores(checkpoint: Path, texts: Path) -> None:
+    items = load_items(str(texts))[0]
+    expected = evaluation(items.task, items.items, TransformersOracle(checkpoint))
+    with checkpoint_engine(checkpoint, RuntimeOptions(slots=2)) as engine:
+        found = evaluation(items.task, items.items, engine)
+    assert found.value == pytest.approx(expected.value, rel=1e-4) and found.n == expected.n == 3
+
+
+def test_a_stop_text_ends_the_answers(checkpoint: Path) -> None:
+    """A first run gives the text. The second run, with a stop text, ends early."""
+    prompts = ["a lamp", "Question: how many?"]
+    with checkpoint_engine(checkpoint, RuntimeOptions(slots=2)) as engine:
+        whole = engine.generate([GenerationRequest(prompt, None, 40) for prompt in prompts], no_progress)
+        stops = [found.text[3:6] for found in whole]
+        requests = [GenerationRequest(p, None, 40, (stop,)) for p, stop in zip(prompts, stops, strict=True)]
+        for found, before, stop in zip(engine.generate(requests, no_progress), whole, stops, strict=True):
+            assert found.tokens < before.tokens and before.text.startswith(found.text) and stop in found.text
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    return tmp_path / "temporary"
+
+
+def test_the_temporary_bundle_of_a_checkpoint_is_removed(
+    invoke: Invoke, checkpoint: Path, texts: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a run, an error while it is open, and an interrupt while it is written or open."""
+    seen = []
+
+    def opened(path: Path, *_: object, **__: object) -> None:
+        seen.append([entry.name for entry in temporary.iterdir()])
+        raise raised
+
+    evaluate(invoke, checkpoint, "--data", texts)
+    assert not list(temporary.iterdir())
+    for raised in (OptionError("no"), KeyboardInterrupt()):
+        for place in ("moec.cli.measuring.text_engines.open_engine", "moec.compiler.bundle.emit._manifest"):
+            with monkeypatch.context() as patched:
+                patched.setattr(place, opened)
+                result = invoke("eval", checkpoint, "--data", texts)
+            assert result.exit_code == (1 if isinstance(raised, OptionError) else 130), result.stderr
+            assert not list(temporary.iterdir())
+    assert len(seen) == 4 and all(len(names) == 1 and names[0].startswith("moec-eval-") for names in seen)
+
+
+def test_a_full_disk_is_told_before_any_work(
+    invoke: Invoke, checkpoint: Path, texts: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(temporary)
+    monkeypatch.setattr("moec.compiler.workspace.durable.shutil.disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr("moec.compiler.bundle.emit._Emitter.write_dense", lambda _: pytest.fail("work was done"))
+    result = invoke("eval", checkpoint, "--data", texts)
+    assert result.exit_code == 1 and not list(temporary.iterdir())
+    assert f"the disk of `{temporary}" in result.stderr and "has 1000 bytes free, the bundle needs" in result.stderr
+    assert "TMPDIR" in result.stderr
 
 
 def test_slots_change_nothing(invoke: Invoke, bundle: Path, problems: Path, tmp_path: Path) -> None:
@@ -110,9 +161,40 @@ def test_shots_come_from_the_data(invoke: Invoke, bundle: Path, tmp_path: Path) 
     assert evaluate(invoke, bundle, "--data", tmp_path, "--split", "train", "--shots", 1)["shots"] == 1
 
 
-def test_options_of_the_runtime_have_no_effect_on_a_checkpoint(invoke: Invoke, checkpoint: Path, texts: Path) -> None:
-    result = invoke("eval", checkpoint, "--data", texts, "--memory", "2GiB")
-    assert result.exit_code == 1 and "`--memory` has no effect" in result.stderr
+def test_options_of_the_runtime_work_for_a_checkpoint(invoke: Invoke, checkpoint: Path, texts: Path) -> None:
+    options = ("--memory", "4GiB", "--slots", 3, "--threads", 1, "--kernels", "scalar", "--context", 64)
+    values = evaluate(invoke, checkpoint, "--data", texts, *options)
+    assert values["slots"] == 3 and "kernels scalar, threads 1" in values["mode"]
+    result = invoke("eval", checkpoint, "--data", texts, "--memory", "1MiB")
+    assert result.exit_code == 1 and "under the floor" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        (("--mode-loss", "2%"), "`--mode-loss` has no effect"),
+        (("--dynamic-precision", "auto"), "`--dynamic-precision` has no effect"),
+        (("--dynamic-precision", "0.5,0.9"), "asks for low versions"),
+        (("--modes", "sweep"), "holds no bundle"),
+    ],
+)
+def test_what_a_checkpoint_cannot_have_is_refused(
+    invoke: Invoke, checkpoint: Path, texts: Path, option: tuple[str, str], sentence: str
+) -> None:
+    result = invoke("eval", checkpoint, "--data", texts, *option)
+    assert result.exit_code == 1 and sentence in result.stderr and "hint: " in result.stderr
+    assert "temporary bundle" not in result.stderr
+
+
+def test_a_checkpoint_without_a_weight_is_refused(
+    invoke: Invoke, checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    broken = Path(shutil.copytree(checkpoint, tmp_path / "broken"))
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    result = invoke("eval", broken, "--data", texts)
+    assert result.exit_code == 1 and "missing tensor `model.norm.weight`" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -314,9 +314,9 @@ def test_what_does_not_go_together(
     assert result.exit_code != 0 and told in result.stderr
 
 
-def test_a_checkpoint_has_no_modes(invoke: Invoke, checkpoint: Path, texts: Path) -> None:
-    result = invoke("eval", checkpoint, "--data", texts, "--big-little", "gamma=0.5")
-    assert result.exit_code != 0 and "`--big-little` has no effect" in result.stderr
+def test_a_checkpoint_takes_modes_and_has_no_record_of_them(invoke: Invoke, checkpoint: Path, texts: Path) -> None:
+    result = invoke("eval", checkpoint, "--data", texts, "--cache-routing", "margin=0.5", "--json")
+    assert result.exit_code == 0 and "LOSSY" in result.stderr and json.loads(result.stdout)["decisions"]
     result = invoke("eval", checkpoint, "--data", texts, "--modes", "sweep")
     assert result.exit_code != 0 and "holds no bundle" in result.stderr
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from moec.compiler.families import Lowering
 from moec.compiler.quantization.swept_store import SweptStore
-from moec.compiler.reference.seq2seq import divided_pairs
 from moec.compiler.stages.sweep import Sweep, Swept
 from moec.compiler.stages.texts import CompileTexts
 from moec.compiler.walker.slot import LayerSlot
-from moec.compiler.walker.texts import AnswerTexts, TokenTexts
+from moec.compiler.walker.texts import AnswerTexts, TokenTexts, divided_pairs
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.engine import no_progress

@@ -21,18 +21,19 @@ from moec.compiler.bundle.certify import (
     look_counts,
 )
 from moec.compiler.bundle.quality import overall_verdict
-from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.request.options import Talk
 from moec.compiler.request.ports import BundleEngine
 from moec.compiler.request.targets import Target
 from moec.evaluation.data import ItemSet
 from moec.evaluation.divergence import log_softmax, summarise_divergence
+from moec.evaluation.engine import Generation
 from moec.evaluation.statistics import DistributionSummary, LossEstimate, judge
 from moec.evaluation.tasks import find_task
 from moec.manifests.errors import OptionError
 from moec.manifests.model import UnitKey
 from tests.compiler.search.toy_search import estimate
 from tests.tiny_compile import save_model
+from tests.transformers_oracle import TransformersOracle
 
 LOSS = Target("loss", 0.02)
 TEXTS = tuple(f"text {n} is one of forty texts" for n in range(40))
@@ -46,20 +47,20 @@ DIVERGENCE = summary(0.01, 0.001)
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceModel]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersOracle]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield ReferenceModel(save_model(tmp_path_factory.mktemp("certify") / "tiny", layers=1, experts=2))
+    yield TransformersOracle(save_model(tmp_path_factory.mktemp("certify") / "tiny", layers=1, experts=2))
     torch.set_num_threads(before)
 
 
 class Coarse:
     """The model with one scaled projection. It stands for a bundle with a loss."""
 
-    def __init__(self, reference: ReferenceModel, scale: float) -> None:
+    def __init__(self, reference: TransformersOracle, scale: float) -> None:
         self._reference = reference
         key = UnitKey(0, 0, "down")
-        self._weights: dict[Any, torch.Tensor] = {key: scale * reference.original_weight(key)}
+        self._weights: dict[Any, torch.Tensor] = {key: scale * reference.weight(key)}
         self.scored = 0
 
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Any) -> Any:
@@ -67,17 +68,20 @@ class Coarse:
         with self._reference.weights(self._weights):
             return self._reference.answer_log_probs(pairs, progress)
 
-    def generate(self, requests: Sequence[Any], progress: Any) -> Any:
-        with self._reference.weights(self._weights):
-            return self._reference.generate(requests, progress)
-
     def forced_logits(self, pairs: Sequence[Any]) -> list[np.ndarray]:
         with self._reference.weights(self._weights):
             return self._reference.forced_logits(pairs)
 
 
+class Wrong:
+    """A model that answers everything wrongly."""
+
+    def generate(self, requests: Sequence[Any], progress: Any) -> list[Generation]:
+        return [Generation("#### -1", 1, 1)] * len(requests)
+
+
 def certify(
-    reference: ReferenceModel,
+    reference: TransformersOracle,
     engine: Coarse,
     target: Target = LOSS,
     texts: Sequence[str] = TEXTS,
@@ -89,7 +93,7 @@ def certify(
     return certify_task(held_out, reference, bundle, target, Talk(), DIVERGENCE, confidence)
 
 
-def divergence_of(reference: ReferenceModel, engine: Coarse, texts: Sequence[str] = TEXTS) -> DivergenceCertificate:
+def divergence_of(reference: TransformersOracle, engine: Coarse, texts: Sequence[str] = TEXTS) -> DivergenceCertificate:
     """KL of an engine, measured a few answers at a time."""
     pairs = reference.encode_pairs([("", text) for text in texts])
 
@@ -99,7 +103,7 @@ def divergence_of(reference: ReferenceModel, engine: Coarse, texts: Sequence[str
     return certify_divergence("one", pairs, own, reference.model.vocab_size, cast(BundleEngine, engine), Talk())
 
 
-def test_an_equal_engine_loses_nothing(reference: ReferenceModel) -> None:
+def test_an_equal_engine_loses_nothing(reference: TransformersOracle) -> None:
     certificate = certify(reference, Coarse(reference, 1.0))
     assert certificate.loss is not None and certificate.loss.loss == 0.0
     found = divergence_of(reference, Coarse(reference, 1.0))
@@ -110,7 +114,7 @@ def test_an_equal_engine_loses_nothing(reference: ReferenceModel) -> None:
     assert "seconds" not in plain and "tokens_per_s" not in plain
 
 
-def test_a_worse_engine_is_measured_against_the_reference(reference: ReferenceModel) -> None:
+def test_a_worse_engine_is_measured_against_the_reference(reference: TransformersOracle) -> None:
     engine = Coarse(reference, 40.0)
     certificate = certify(reference, engine)
     assert certificate.loss is not None
@@ -121,7 +125,7 @@ def test_a_worse_engine_is_measured_against_the_reference(reference: ReferenceMo
 
 
 def test_a_divergence_does_not_depend_on_how_many_answers_are_held(
-    reference: ReferenceModel, monkeypatch: pytest.MonkeyPatch
+    reference: TransformersOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, at_once = Coarse(reference, 40.0), list[int]()
     monkeypatch.setattr(engine, "forced_logits", lambda pairs: (at_once.append(len(pairs)), forced(pairs))[1])
@@ -138,21 +142,21 @@ def test_a_divergence_does_not_depend_on_how_many_answers_are_held(
     assert parts.divergence.mean == pytest.approx(whole.divergence.mean, rel=1e-4)
 
 
-def test_other_targets_have_no_verdict(reference: ReferenceModel) -> None:
+def test_other_targets_have_no_verdict(reference: TransformersOracle) -> None:
     certificate = certify(reference, Coarse(reference, 2.0), Target("kl", 0.05))
     assert certificate.verdict is None and certificate.loss is not None
     assert certificate.to_json()["verdict"] is None
 
 
-def test_a_baseline_of_zero_has_no_loss_and_refuses_a_loss_target(reference: ReferenceModel) -> None:
+def test_a_baseline_of_zero_has_no_loss_and_refuses_a_loss_target() -> None:
     task = find_task("gsm8k")
     items = ItemSet(task, "made", tuple({"question": f"{n}?", "answer": f"#### {n}"} for n in range(2)))
-    engine = cast(BundleEngine, Coarse(reference, 1.0))
-    certificate = certify_task(HeldOutTask(task, items), reference, engine, Target("kl", 0.05), Talk(), DIVERGENCE)
+    engine = cast(BundleEngine, Wrong())
+    certificate = certify_task(HeldOutTask(task, items), engine, engine, Target("kl", 0.05), Talk(), DIVERGENCE)
     assert certificate.baseline.value == 0.0 and certificate.loss is None
     assert certificate.to_json()["loss"] is None
     with pytest.raises(OptionError, match="baseline scores 0"):
-        certify_task(HeldOutTask(task, items), reference, engine, LOSS, Talk(), DIVERGENCE)
+        certify_task(HeldOutTask(task, items), engine, engine, LOSS, Talk(), DIVERGENCE)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,9 @@ def test_looks_end_at_the_last_item(items: int, looks: list[int]) -> None:
     assert look_counts(items) == looks
 
 
-def test_a_clear_case_is_decided_at_an_early_look(reference: ReferenceModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clear_case_is_decided_at_an_early_look(
+    reference: TransformersOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The verdict is that of the first items, with wider bounds for several looks. An unclear case takes all items."""
     monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (40, 80))
     texts = [f"{n} and one text more, {n * n}" for n in range(120)]
@@ -196,7 +202,7 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("status", sorted(VERDICTS))
-def test_the_verdict_and_its_sentence(reference: ReferenceModel, status: str) -> None:
+def test_the_verdict_and_its_sentence(reference: TransformersOracle, status: str) -> None:
     loss, sentence = VERDICTS[status]
     certificate = certificate_of(loss, certify(reference, Coarse(reference, 1.0)))
     assert overall_verdict(LOSS, {"toy": certificate}) == status
@@ -210,7 +216,7 @@ def test_the_verdict_and_its_sentence(reference: ReferenceModel, status: str) ->
     assert ("items would decide" in line) == (status in ("met", "missed"))
 
 
-def test_too_few_items_prove_nothing(reference: ReferenceModel) -> None:
+def test_too_few_items_prove_nothing(reference: TransformersOracle) -> None:
     """29 items without a difference: the verdict is met, and the report names the number of items needed."""
     certificate = certificate_of(estimate(0.0, 0.0, 29), certify(reference, Coarse(reference, 1.0)))
     assert certificate.verdict is not None and not certificate.verdict.enough_items
@@ -218,7 +224,7 @@ def test_too_few_items_prove_nothing(reference: ReferenceModel) -> None:
     assert certificate.verdict.items_needed is not None and certificate.verdict.items_needed > 29
 
 
-def test_the_weakest_task_speaks_for_all(reference: ReferenceModel) -> None:
+def test_the_weakest_task_speaks_for_all(reference: TransformersOracle) -> None:
     base = certify(reference, Coarse(reference, 1.0))
     order = ("supported", "met", "missed", "refuted")
     for weaker in range(4):

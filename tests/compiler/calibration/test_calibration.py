@@ -29,22 +29,22 @@ from moec.compiler.calibration.paths import (
 from moec.compiler.calibration.tables import Tables
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
-from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.walker.slot import LayerSlot
 from moec.compiler.walker.texts import TextStates, TokenTexts
 from moec.compiler.workspace.parallel import workers
 from moec.manifests.errors import DataError
 from moec.manifests.model import ExpertKey
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+from tests.transformers_oracle import TransformersOracle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = [("Question: what?\nAnswer:", " this"), ("a", "b"), ("longer " * 9, "and more"), ("", "alone"), ("x", "")]
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> ReferenceModel:
+def reference(tmp_path_factory) -> TransformersOracle:
     tiny = TinyMixtral(layers=4, experts=5, top_k=2, seed=5)
-    return ReferenceModel(save_tiny_mixtral(tmp_path_factory.mktemp("tiny"), tiny))
+    return TransformersOracle(save_tiny_mixtral(tmp_path_factory.mktemp("tiny"), tiny))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def router_choices(reference, pairs):
     top_k = reference.model.layers[0].experts.top_k
     for row in (prompt + answer for prompt, answer in pairs):
         with torch.no_grad():
-            logits = reference.network.model(torch.tensor([row]), output_router_logits=True).router_logits
+            logits = reference.network(torch.tensor([row]), output_router_logits=True).router_logits
         weights, chosen = torch.stack(list(logits), 1).softmax(-1).topk(top_k)
         yield chosen.numpy(), (weights / weights.sum(-1, keepdim=True)).numpy()
 

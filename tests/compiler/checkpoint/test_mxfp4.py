@@ -19,7 +19,6 @@ from moec.compiler.families import lower
 from moec.compiler.quantization.packing import pack, unpack
 from moec.compiler.quantization.quantizers import quantizer
 from moec.compiler.quantization.unit_store import UnitStore
-from moec.compiler.reference.model import ReferenceModel
 from moec.manifests.errors import CheckpointError
 from moec.manifests.quant import QuantSpec
 from moec.runtime import load
@@ -27,6 +26,7 @@ from moec.runtime.kernels import packed_matrix
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import compile_tiny, save_texts
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+from tests.transformers_oracle import TransformersOracle
 
 pytestmark = pytest.mark.oracle
 
@@ -80,10 +80,10 @@ def test_a_bundle_computes_what_transformers_unpacks(folder: Path, tmp_path: Pat
     assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
 
 
-def test_the_reference_is_unpacked_and_a_search_runs(folder: Path, tmp_path: Path) -> None:
-    reference, lowering = ReferenceModel(folder), lower(open_checkpoint(str(folder)))
-    for key in lowering.units:
-        assert torch.equal(reference.original_weight(key), lowering.unit(key).float()), key
+def test_units_are_what_transformers_unpacks_and_a_search_runs(folder: Path, tmp_path: Path) -> None:
+    reference = TransformersOracle(folder)
+    for key in reference.lowering.units:
+        assert torch.equal(reference.weight(key), reference.lowering.unit(key).float()), key
     data = save_texts(tmp_path / "texts")
     result = compile_tiny(folder, tmp_path / "out", "bits_per_weight", 4.5, data=str(data), tasks=("perplexity",))
     assert result.path is not None

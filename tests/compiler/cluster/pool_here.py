@@ -14,9 +14,8 @@ from moec.cli.commands.compile import open_partial
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.cluster.ray_pool import Job, Pool
 from moec.compiler.cluster.site import Site, checkpoint_identity
-from moec.compiler.reference.seq2seq import divided_pairs
 from moec.compiler.request.ports import OpenRuntime
-from moec.compiler.walker.texts import AnswerTexts, TokenTexts
+from moec.compiler.walker.texts import AnswerTexts, TokenTexts, divided_pairs
 from moec.evaluation.text_pairs import forced_rows
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec

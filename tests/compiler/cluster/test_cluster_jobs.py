@@ -23,13 +23,12 @@ from moec.compiler.families import Lowering
 from moec.compiler.quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer, QuantizeElsewhere
 from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.quantization.swept_store import SweptStore
-from moec.compiler.reference.seq2seq import divided_pairs
 from moec.compiler.sensitivity.gradients import LayerGradients, PriceElsewhere
 from moec.compiler.stages.sweep import Sweep, Swept
 from moec.compiler.stages.texts import CompileTexts
 from moec.compiler.walker.memory import PROCESS_BYTES
 from moec.compiler.walker.slot import LayerSlot
-from moec.compiler.walker.texts import AnswerTexts, TokenTexts
+from moec.compiler.walker.texts import AnswerTexts, TokenTexts, divided_pairs
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.compiler.workspace.parallel import workers

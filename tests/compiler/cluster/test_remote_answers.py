@@ -15,12 +15,11 @@ from moec.compiler.cluster.ray_pool import Pool
 from moec.compiler.cluster.remote import RemoteAnswers
 from moec.compiler.families import Lowering
 from moec.compiler.quantization.unit_store import UnitStore
-from moec.compiler.reference.network import length_batches
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.sensitivity.answer_walk import AnswerMeasures, AnswerWalk
 from moec.compiler.sensitivity.trials import Trials
 from moec.compiler.walker.slot import LayerSlot
-from moec.compiler.walker.texts import TokenTexts, text_batches
+from moec.compiler.walker.texts import TokenTexts, length_batches, text_batches
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.compiler.workspace.parallel import in_parts

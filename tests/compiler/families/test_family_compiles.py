@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,18 +12,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.families import FAMILIES, lower
 from moec.compiler.quantization.quantized import left_out
-from moec.compiler.reference.model import ReferenceModel
-from moec.compiler.reference.weights import WeightStore
+from moec.compiler.walker.slot import LayerSlot
+from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.model import ExpertKey
 from moec.runtime import load
 from tests.compiler.swept import swept
+from tests.compiler.walked import walked_logits
 from tests.gates.bundles import emit_bundle
 from tests.lossless_runs import check_lossless
 from tests.tiny_compile import compile_tiny, save_texts
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import VOCABULARY
+from tests.transformers_oracle import TransformersOracle
 
 pytestmark = pytest.mark.oracle
 
@@ -61,14 +65,13 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path,
             module.register_forward_pre_hook(
                 lambda _, given, at=layer: seen.setdefault(at, []).append(given[1].sort(-1).values.numpy())
             )
-    reference = ReferenceModel(folder)
-    pairs = reference.encode_pairs(TEXTS)
+    lowering, pairs = lower(open_checkpoint(str(folder))), encode_pairs(load_tokenizer(folder), TEXTS)
     for prompt, answer in pairs:
         with torch.no_grad():
             model(torch.tensor([prompt + answer]))
-    found = swept(lower(open_checkpoint(str(folder))), pairs, tmp_path / "out.work")[0].statistics
+    found = swept(lowering, pairs, tmp_path / "out.work")[0].statistics
     assert found is not None
-    spec = reference.model
+    spec = lowering.model
     assert tuple(sorted(seen)) == spec.expert_layers
     for layer in range(spec.num_layers):
         chosen = np.concatenate(seen[layer]) if layer in seen else np.zeros((0, 1), np.int64)
@@ -83,38 +86,42 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path,
 
 
 def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
-    """A weight of another model changes the reference and a bundle in the same way."""
-    reference, lowering = ReferenceModel(folder), lower(open_checkpoint(str(folder)))
-    weights = WeightStore(reference.network, torch.bfloat16 if lowering.float_type == "bfloat16" else torch.float16)
-    tokens = torch.tensor([TOKENS])
-    with torch.no_grad():
-        before = reference.network.model(tokens).logits
-        for name in lowering.model.dense_shapes():
-            own = lowering.dense_weight(name).float()
-            assert torch.equal(weights.original(name), own), name
-            weights.set(name, own * 1.5 + 0.01)
-            assert torch.equal(weights.original(name), own), name
-            changed = reference.network.model(tokens).logits
-            assert not torch.equal(changed, before), name
-            weights.restore()
-        assert torch.equal(reference.network.model(tokens).logits, before)
+    """Another weight changes the layers and the model of transformers in the same way."""
+    reference = TransformersOracle(folder)
+    lowering, before = reference.lowering, reference.logits(TOKENS)
+    slot, always_own = LayerSlot(lowering), {"final_norm", "final_norm_bias", "lm_head_bias"}
+    for name in lowering.model.dense_shapes():
+        own = lowering.dense_weight(name).float()
+        assert torch.equal(reference.weight(name), own), name
+        with reference.weights({name: own * 1.5 + 0.01}):
+            expected = reference.logits(TOKENS)
+        assert not torch.equal(expected, before), name
+        if name not in always_own:
+            (found,) = walked_logits(lowering, [TOKENS], weights={name: own * 1.5 + 0.01}, slot=slot)
+            assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max())), name
+    assert torch.equal(reference.logits(TOKENS), before)
 
 
 def test_routers_choose_among_the_experts_that_are_kept(folder: Path, tmp_path: Path) -> None:
-    """This holds in the reference model, with transformers' router, and in the runtime."""
-    reference = ReferenceModel(folder)
-    spec, chosen = reference.model, list[np.ndarray]()
+    """This holds in the layers, with transformers' router, and in the runtime."""
+    lowering, chosen = lower(open_checkpoint(str(folder))), dict[int, np.ndarray]()
+    spec = lowering.model
     losing = [at for at, layer in enumerate(spec.layers) if layer.experts.count and layer.experts.can_lose_experts]
     if not losing:
         return  # corrections or groups decide too, so no expert may be left out
     left = [ExpertKey(layer, expert) for layer in losing for expert in range(spec.layers[layer].experts.count // 3)]
     units = [unit for key in left for unit in spec.units_of(key)]
-    for module in reference.network.experts.values():
-        module.register_forward_pre_hook(lambda _, given: chosen.append(given[1].numpy()))
     nothing = {unit: left_out(spec.unit_shape(unit.layer, unit.projection)[0]).dequantize() for unit in units}
-    with reference.weights(nothing):
-        expected = reference.network.logits(reference.network.hidden([TOKENS])[0]).numpy()
-    for layer, found in zip(reference.network.experts, chosen, strict=True):
+    slot = LayerSlot(lowering)
+    modules = list[Any]()  # one for each kind of layer
+    for layer in losing:
+        slot.load(layer)
+        modules += [slot.experts] if slot.experts not in modules else []
+    for module in modules:
+        module.register_forward_pre_hook(lambda _, given: chosen.update({slot.layer: given[1].numpy()}))
+    expected = walked_logits(lowering, [TOKENS], weights=nothing, slot=slot)[0].numpy()
+    assert set(losing) <= set(chosen)
+    for layer, found in chosen.items():
         assert not set(found.ravel().tolist()) & {key.expert for key in left if key.layer == layer}
     bundle = emit_bundle(folder, tmp_path / "bundle", pruned=left)
     with load(bundle, expert_cache="100%", context=128) as engine:

@@ -15,14 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, Checkpoint
+from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.families import lower
-from moec.compiler.reference.model import ReferenceModel
-from moec.compiler.reference.weights import WeightStore
+from moec.compiler.preflight.preflight import preflight
+from moec.compiler.walker.slot import LayerSlot
+from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import PROJECTIONS
 from moec.runtime.text.chat import render_chat
 from tests.compiler.configured import configured, lowered
 from tests.compiler.swept import swept
+from tests.compiler.walked import walked_logits
 from tests.lossless_runs import check_lossless
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.oracles.models import load_oracle
@@ -41,11 +44,6 @@ ROUTED_LAYERS = {"deepseek-every-other": (2, 4), "minicpm": (0, 1, 2)}
 @pytest.fixture(scope="module", params=CHOSEN)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_own_family(tmp_path_factory.mktemp("own") / request.param, OWN_FAMILIES[request.param])
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> ReferenceModel:
-    return ReferenceModel(folder)
 
 
 @pytest.fixture
@@ -188,16 +186,16 @@ def test_a_tied_checkpoint_with_an_output_matrix(copy: Path) -> None:
         lowered(copy)
 
 
-# -- the reference model ---------------------------------------------------------------------------------------------
+# -- the layers ------------------------------------------------------------------------------------------------------
 
 
-def test_statistics_are_those_of_the_oracle(folder: Path, reference: ReferenceModel, tmp_path: Path) -> None:
+def test_statistics_are_those_of_the_oracle(folder: Path, tmp_path: Path) -> None:
     oracle, seen = load_oracle(folder), dict[int, list[np.ndarray]]()
     oracle.watch(lambda layer, chosen: seen.setdefault(layer, []).append(chosen.sort(-1).values.numpy()))
-    pairs = reference.encode_pairs(TEXTS)
+    lowering, pairs = lowered(folder), encode_pairs(load_tokenizer(folder), TEXTS)
     for prompt, answer in pairs:
         oracle(torch.tensor([prompt + answer]))
-    found, spec = swept(lowered(folder), pairs, tmp_path / "out.work")[0].statistics, reference.model
+    found, spec = swept(lowering, pairs, tmp_path / "out.work")[0].statistics, lowering.model
     assert found is not None
     assert tuple(sorted(seen)) == spec.expert_layers
     chosen = {layer: np.concatenate(parts) for layer, parts in seen.items()}
@@ -211,23 +209,20 @@ def test_statistics_are_those_of_the_oracle(folder: Path, reference: ReferenceMo
         assert np.array_equal(found.transitions[layer], expected)
 
 
-def test_every_weight_is_exchanged_under_its_own_name(folder: Path, reference: ReferenceModel) -> None:
-    """With another weight the oracle computes the same as the reference."""
-    lowering, network, tokens = lowered(folder), reference.network, torch.tensor([TOKENS])
-    weights, on_disk = WeightStore(network, torch.bfloat16), load_oracle(folder)
-    parameters = dict(on_disk.named_parameters())
-    sources = {**lowering.dense, **{key: lowering.units[key] for key in list(lowering.units)[::5]}}
-    for name, source in sources.items():
-        own = parameters[source.name].data
-        assert torch.equal(weights.original(name), own), name
+def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
+    """With another weight the oracle computes the same as the layers."""
+    lowering, oracle = lowered(folder), load_oracle(folder)
+    slot, parameters = LayerSlot(lowering), dict(oracle.named_parameters())
+    names = [*lowering.dense, *list(lowering.units)[::5]]
+    for name in names:
+        if name == "final_norm":
+            continue  # always the checkpoint's own
+        own = parameters[(lowering.dense.get(name) or lowering.units[name]).name].data
         before, changed = own.clone(), own * 1.25 + 0.01
-        weights.set(name, changed)
         own.copy_(changed)
-        expected = on_disk(tokens)
-        with torch.inference_mode():
-            found = network.logits(network.hidden([TOKENS])[0])
-        assert torch.allclose(found, expected[0], atol=1e-5 * float(expected.abs().max())), name
-        weights.restore()
+        expected = oracle(torch.tensor([TOKENS]))[0]
+        (found,) = walked_logits(lowering, [TOKENS], weights={name: changed}, slot=slot)
+        assert torch.allclose(found, expected, atol=1e-5 * float(expected.abs().max())), name
         own.copy_(before)
 
 
@@ -237,8 +232,8 @@ def test_a_weight_that_is_missing_or_has_another_shape_is_named(copy: Path, is_m
     tensors, name = load_file(copy / WEIGHTS_NAME), "model.layers.2.mlp.gate.weight"
     other = tensors.pop(name)
     save_file(tensors if is_missing else tensors | {name: other[:-1].clone()}, copy / WEIGHTS_NAME)
-    with pytest.raises(CheckpointError, match=f"1 weights are missing or have another shape, first `{name}`"):
-        ReferenceModel(copy)
+    with pytest.raises(CheckpointError, match=f"{'missing' if is_missing else 'misshapen'} tensor `{name}`"):
+        preflight(lowered(copy))
 
 
 def test_code_of_a_checkpoint_is_never_run(folder: Path, tmp_path: Path) -> None:
@@ -247,7 +242,7 @@ def test_code_of_a_checkpoint_is_never_run(folder: Path, tmp_path: Path) -> None
     named = set(json.loads((copy / "config.json").read_text())["auto_map"].values())
     for place in named:
         (copy / f"{place.partition('.')[0]}.py").write_text("raise SystemExit('code of the checkpoint was run')\n")
-    assert named and ReferenceModel(copy).network.model.__module__.startswith("transformers.")
+    assert named and LayerSlot(lowered(copy)).single.model.__module__.startswith("transformers.")
 
 
 # -- the whole compile -----------------------------------------------------------------------------------------------

@@ -13,10 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from moec.cli.measuring.text_engines import bundle_engine
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
-from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.walker.slot import LayerSlot
+from moec.evaluation.engine import GenerationRequest, no_progress
 from moec.manifests.errors import CheckpointError, ContextOverflow
+from moec.runtime.options.runtime import RuntimeOptions
 from tests.compiler.configured import configured, lowered
+from tests.gates.bundles import emit_bundle
 from tests.tiny_families import LONGROPE, TINY_FAMILIES, TinyFamily, save_tiny_family
 
 pytestmark = pytest.mark.oracle
@@ -156,15 +160,17 @@ def test_settings_that_cannot_be_expressed_are_named(copy: Path, changes: dict[s
         lowered(configured(copy, **changes))
 
 
-def test_the_reference_stays_within_the_original_context(folder: Path) -> None:
+def test_evaluations_stay_within_the_original_context(folder: Path, tmp_path: Path) -> None:
     """Beyond it, transformers rotates in another way than the runtime."""
-    reference = ReferenceModel(folder)
-    assert len(reference.forced_logits([([5] * 64, [6] * 64)])) == 1
-    with pytest.raises(ContextOverflow, match="a text has 129 tokens, the original context of the model has 128"):
-        reference.forced_logits([([5] * 64, [6] * 65)])
+    with bundle_engine(emit_bundle(folder, tmp_path / "bundle"), RuntimeOptions()) as engine:
+        assert len(engine.forced_logits([([5] * 64, [6] * 63)])) == 1
+        with pytest.raises(ContextOverflow, match="expected 1 to 127"):
+            engine.generate([GenerationRequest("p" * 200, None, 1)], no_progress)
 
 
 def test_a_configuration_that_transformers_refuses_is_a_checkpoint_error(copy: Path) -> None:
     """Its classes check their own keys, and raise an exception of transformers."""
-    with pytest.raises(CheckpointError, match=r"transformers cannot load the model: .*output_router_logits"):
-        ReferenceModel(configured(copy, output_router_logits="perhaps"))
+    with pytest.raises(
+        CheckpointError, match=r"transformers cannot build a layer of the model: .*output_router_logits"
+    ):
+        LayerSlot(lowered(configured(copy, output_router_logits="perhaps")))

@@ -12,18 +12,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import SwitchTransformersForConditionalGeneration
 
+from moec.cli.measuring.text_engines import checkpoint_engine
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
-from moec.compiler.reference.model import ReferenceModel
-from moec.compiler.reference.weights import WeightStore
+from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.request.objective import byte_weights
+from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.texts import divided_pairs
 from moec.compiler.workspace.durable import Disk
-from moec.evaluation.engine import GenerationRequest
+from moec.evaluation.engine import GenerationRequest, no_progress
+from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import InputError, OptionError
 from moec.manifests.model import UnitKey
 from moec.runtime import load
 from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.options.runtime import RuntimeOptions
 from tests.compiler.configured import lowered
 from tests.compiler.swept import swept
+from tests.compiler.walked import walked_logits
 from tests.lossless_runs import WAYS
 from tests.tiny_compile import (
     SUMMARY,
@@ -37,6 +42,7 @@ from tests.tiny_compile import (
 )
 from tests.tiny_models import VOCABULARY, tiny_tokenizer
 from tests.tiny_switch import START, TINY_SWITCHES, Oracle, TinySwitch, save_tiny_switch
+from tests.transformers_oracle import TransformersOracle
 
 pytestmark = pytest.mark.oracle
 
@@ -66,8 +72,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path, tmp_path: Path) -> None:
     """The counts are made again from transformers' routers: prompts in the encoder, answers in the decoder."""
     model = SwitchTransformersForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    reference = ReferenceModel(folder)
-    spec, pairs = reference.model, reference.encode_pairs(TEXTS)
+    spec, pairs = lowered(folder).model, encode_pairs(load_tokenizer(folder), TEXTS, is_joint=False)
     seen: dict[int, list[np.ndarray]] = {}
     received: dict[int, np.ndarray] = {}
     for name, module in model.named_modules():
@@ -110,54 +115,56 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path,
 
 
 def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
-    """A weight of another model changes the reference and a bundle in the same way."""
-    reference, lowering = ReferenceModel(folder), lowered(folder)
-    weights = WeightStore(reference.network, torch.bfloat16 if lowering.float_type == "bfloat16" else torch.float16)
+    """Another weight changes the layers and the model of transformers in the same way."""
+    reference, row, prompt = TransformersOracle(folder), [START, *TOKENS[:20]], TOKENS[20:]
+    lowering, before = reference.lowering, reference.logits(row, prompt)
+    slot = LayerSlot(lowering)
 
-    def hidden() -> torch.Tensor:
-        return reference.network.logits(reference.network.hidden([[START, *TOKENS[:20]]], prompts=[TOKENS[20:]])[0])
+    def check(weights: dict[Any, torch.Tensor]) -> None:
+        with reference.weights(weights):
+            expected = reference.logits(row, prompt)
+        assert not torch.equal(expected, before), list(weights)
+        if weights.keys().isdisjoint({"final_norm", "encoder_norm"}):  # always the checkpoint's own
+            (found,) = walked_logits(lowering, [row], [prompt], weights, slot)
+            assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max())), list(weights)
 
-    with torch.no_grad():
-        before = hidden()
-        for name in lowering.model.dense_shapes():
-            own = lowering.dense_weight(name).float()
-            assert torch.equal(weights.original(name), own), name
-            weights.set(name, own * 1.5 + 0.01)
-            # A constant added to all biases does not change a softmax, so these are stretched too.
-            assert not torch.equal(hidden(), before), name
-            weights.restore()
-        for layer in lowering.model.expert_layers:
-            for projection in ("up", "down"):
-                units = [UnitKey(layer, e, projection) for e in range(lowering.model.layers[layer].experts.count)]
-                for unit in units:
-                    assert torch.equal(weights.original(unit), lowering.unit(unit).float())
-                    weights.set(unit, weights.original(unit) * 2)
-                assert not torch.equal(hidden(), before)
-                weights.restore()
-        assert torch.equal(hidden(), before)
+    for name in lowering.model.dense_shapes():
+        own = lowering.dense_weight(name).float()
+        assert torch.equal(reference.weight(name), own), name
+        check({name: own * 1.5 + 0.01})  # a constant added to all biases does not change a softmax: stretched too
+    for layer in lowering.model.expert_layers:
+        for projection in ("up", "down"):
+            units = [UnitKey(layer, e, projection) for e in range(lowering.model.layers[layer].experts.count)]
+            assert all(torch.equal(reference.weight(unit), lowering.unit(unit).float()) for unit in units)
+            check({unit: lowering.unit(unit).float() * 2 for unit in units})
+    assert torch.equal(reference.logits(row, prompt), before)
 
 
-def test_the_reference_generates_what_transformers_generates(folder: Path) -> None:
-    """This holds for all drafts, in batches of prompts with different lengths."""
-    reference, oracle = ReferenceModel(folder, threads=2), Oracle(folder)
-    prompts, ends = [prompt for prompt, _ in TEXTS], set(reference.model.eos_token_ids)
-    answers = [[token for token in oracle.greedy(reference.encode(p), 12) if token not in ends] for p in prompts]
-    expected = [reference.decode(answer) for answer in answers]
-    for drafts in ([None] * 3, expected, [text[:4] + "x" for text in expected]):
-        requests = [GenerationRequest(p, draft, 12) for p, draft in zip(prompts, drafts, strict=True)]
-        found = reference.generate(requests)
-        assert [generation.text for generation in found] == expected
-        assert [generation.prompt_tokens for generation in found] == [len(reference.encode(p)) for p in prompts]
-
-
-def test_forced_logits_are_those_of_single_steps(folder: Path) -> None:
-    reference, oracle = ReferenceModel(folder), Oracle(folder)
-    pairs = reference.encode_pairs(TEXTS)
-    for (prompt, answer), found in zip(pairs, reference.forced_logits(pairs), strict=True):
-        expected = oracle.logits(prompt, [START, *answer])
-        assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+def test_logits_of_whole_answers_are_those_of_single_steps(folder: Path) -> None:
+    """In batches of prompts and answers with different lengths."""
+    lowering, oracle = lowered(folder), Oracle(folder)
+    pairs = encode_pairs(load_tokenizer(folder), TEXTS, is_joint=False)
+    prompts, rows = [prompt for prompt, _ in pairs], [[START, *answer] for _, answer in pairs]
+    for prompt, row, found in zip(prompts, rows, walked_logits(lowering, rows, prompts), strict=True):
+        expected = oracle.logits(prompt, row)
+        assert np.abs(found.numpy() - expected).max() <= 1e-4 * np.abs(expected).max()
     with pytest.raises(InputError, match="a prompt is empty"):
-        reference.forced_logits([([], [5, 6])])
+        divided_pairs(lowering.model, [([], [5, 6])])
+
+
+def test_the_checkpoint_generates_what_transformers_generates(folder: Path) -> None:
+    """In `moec eval`, for all drafts, in batches of prompts with different lengths."""
+    oracle, tokenizer = Oracle(folder), load_tokenizer(folder)
+    prompts, ends = [prompt for prompt, _ in TEXTS], set(lowered(folder).model.eos_token_ids)
+    encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
+    answers = [[token for token in oracle.greedy(ids, 12) if token not in ends] for ids in encoded]
+    expected = [tokenizer.decode(answer) for answer in answers]
+    with checkpoint_engine(folder, RuntimeOptions(slots=2)) as engine:
+        for drafts in ([None] * 3, expected, [text[:4] + "x" for text in expected]):
+            requests = [GenerationRequest(p, draft, 12) for p, draft in zip(prompts, drafts, strict=True)]
+            found = engine.generate(requests, no_progress)
+            assert [generation.text for generation in found] == expected
+            assert [generation.prompt_tokens for generation in found] == [len(ids) for ids in encoded]
 
 
 def test_bytes_of_an_encoder_are_paid_once(plain: Path) -> None:

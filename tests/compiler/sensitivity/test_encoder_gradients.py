@@ -11,7 +11,6 @@ import torch
 from moec.compiler.families import Lowering
 from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.quantization.unit_store import UnitStore
-from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.sensitivity.gradients import LayerGradients
 from moec.compiler.walker.slot import LayerSlot
 from moec.compiler.walker.texts import TextStates
@@ -26,6 +25,7 @@ from moec.manifests.quant import QuantSpec
 from tests.compiler.configured import lowered
 from tests.compiler.swept import scored
 from tests.tiny_switch import TINY_SWITCHES, save_tiny_switch
+from tests.transformers_oracle import TransformersOracle
 
 pytestmark = pytest.mark.oracle
 
@@ -68,7 +68,7 @@ class Nudged(UnitStore):
 
 
 def test_predictions_are_what_is_measured(folder: Path, tmp_path: Path) -> None:
-    reference, texts = ReferenceModel(folder), pairs()
+    reference, texts = TransformersOracle(folder), pairs()
     lowering, model = lowered(folder), reference.model
     before = [log_softmax(rows) for rows in reference.forced_logits(texts)]
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from moec.compiler.bundle.plan_bundles import PlanBundles
 from moec.compiler.preflight.preparation import Prepared, prepare
 from moec.compiler.quantization.unit_store import UnitStore
-from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.sensitivity.answer_walk import AnswerMeasures, AnswerWalk, planned_weights
 from moec.compiler.sensitivity.trials import LOOKS, TaskData, Trials, keeps, margin
@@ -42,6 +41,7 @@ from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 from tests.compiler.search.toy_search import BF16, estimate, toy_model
 from tests.tiny_compile import make_request, names, save_model, save_texts
+from tests.transformers_oracle import TransformersOracle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,7 +107,7 @@ def test_the_plain_plan_has_no_divergence(scene: Scene, tmp_path: Path) -> None:
 
 def test_a_plan_is_measured_as_the_reference_model_computes_it(scene: Scene, tmp_path: Path) -> None:
     """KL and NLL of answers layer by layer, and the loss of a temporary bundle, equal those of the whole model."""
-    trials, reference = scene.trials(tmp_path), ReferenceModel(scene.prepared.checkpoint.root)
+    trials, reference = scene.trials(tmp_path), TransformersOracle(scene.prepared.checkpoint.root)
     data, weight = trials.tasks[0], planned_weights(scene.coarse, scene.store)
     exchanged = {
         name: matrix for name in (*scene.coarse.units, *scene.coarse.dense) if (matrix := weight(name)) is not None

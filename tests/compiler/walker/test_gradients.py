@@ -16,7 +16,6 @@ from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.reference.expert_module import SeparateExperts, projection_of
-from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.request.plan import plain_plan
 from moec.compiler.sensitivity import gradients
 from moec.compiler.sensitivity.fisher import predictions, ranks_well, sketch
@@ -35,6 +34,7 @@ from tests.compiler.walker.whole_model import answers_of, measured_kl
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 from tests.tiny_switch import TINY_SWITCHES, save_tiny_switch
+from tests.transformers_oracle import TransformersOracle
 
 SPECS = (QuantSpec(3, 32), QuantSpec(4, 64))
 PRICED = (*SPECS, LEFT_OUT)
@@ -101,12 +101,12 @@ def directional(model: Model, units: list[UnitKey], count: int) -> np.ndarray:
     Of each text and sketch v, the square of the derivative of v . logits in the direction of the rounding.
     """
     folder, lowering, store = model
-    reference, texts = ReferenceModel(folder), texts_for(lowering, count)
-    network, totals = reference.network, np.zeros(len(units))
+    reference, texts = TransformersOracle(folder), texts_for(lowering, count)
+    totals = np.zeros(len(units))
     if lowering.model.encoder is None:
-        network.model.set_experts_implementation("eager")
-    parameters = [parameter for module in network.experts.values() for parameter in module.parameters()]
-    twins = {layer: copy.deepcopy(module) for layer, module in network.experts.items()}  # hold gradients as weights
+        reference.network.set_experts_implementation("eager")
+    parameters = [parameter for module in reference.experts.values() for parameter in module.parameters()]
+    twins = {layer: copy.deepcopy(module) for layer, module in reference.experts.items()}  # hold gradients as weights
     twins_parameters = [parameter for twin in twins.values() for parameter in twin.parameters()]
     for parameter in parameters:
         parameter.requires_grad_(True)
@@ -114,9 +114,8 @@ def directional(model: Model, units: list[UnitKey], count: int) -> np.ndarray:
     for batch in text_batches(texts.texts, TOKENS_PER_BACKWARD):
         rows = []
         for text in batch:
-            row, prompts = texts.texts.rows[text], texts.texts.prompts[text : text + 1]
-            hidden = network.hidden([row], prompts=prompts)
-            rows.append(network.logits(hidden[0, len(row) - texts.counts[text] :]))
+            row, prompt = texts.texts.rows[text], texts.texts.prompts[text] if texts.texts.prompts else ()
+            rows.append(reference.logits(row, prompt)[len(row) - texts.counts[text] :])
         for number in range(SKETCHES):
             vectors = sketch(torch.cat(rows).detach(), [0, batch[0], number]).split([len(part) for part in rows])
             for logits, vector in zip(rows, vectors, strict=True):
@@ -157,7 +156,7 @@ def test_predictions_are_what_is_measured(model: Model, tmp_path: Path) -> None:
     folder, lowering, store = model
     texts, units = texts_for(lowering), lowering.model.unit_keys()
     found = predicted(model, tmp_path / "g.work")[:, 0]
-    reference = ReferenceModel(folder)
+    reference = TransformersOracle(folder)
     layers, last = np.array([unit.layer for unit in units]), lowering.model.expert_layers[-1]
 
     def ratios(places: np.ndarray) -> np.ndarray:
@@ -261,7 +260,7 @@ def test_a_damaged_stream_is_made_again(mixtral: Model, tmp_path: Path) -> None:
 def test_nothing_of_the_layers_is_changed(mixtral: Model, tmp_path: Path) -> None:
     _, lowering, store = mixtral
     slot = LayerSlot(lowering)
-    network = slot.single.network.model
+    network = slot.single.model
     before = network.get_experts_implementation()
     journal = Journal(tmp_path / "g.work", "x", Disk())
     LayerGradients(slot, store, texts_for(lowering, 4), PRICED, journal).run(0, 2, no_progress)

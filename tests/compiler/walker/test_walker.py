@@ -18,7 +18,6 @@ from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.quantization.quantizers import quantize_batch
 from moec.compiler.quantization.swept_store import SweptStore
-from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.request.uniform import dense_spec
 from moec.compiler.sensitivity.answer_walk import AnswerWalk, planned_weights
@@ -35,12 +34,14 @@ from moec.evaluation.divergence import divergence, log_softmax
 from moec.evaluation.engine import no_progress
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec
+from tests.compiler.walked import walked_logits
 from tests.compiler.walker.whole_model import answers_of, measured_kl, recorded, texts_of
 from tests.manifests.examples import layer_spec, model_spec
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 from tests.tiny_switch import TINY_SWITCHES, save_tiny_switch
+from tests.transformers_oracle import TransformersOracle
 
 SPECS = (QuantSpec(3, 32), QuantSpec(4, 32))
 TEXTS = [[5, 6, 200, 7, 90, 33, 8], [1, 2, 3], [250, 9, 8, 7, 6, 5, 4, 3, 2, 1], [17, 17, 40]]
@@ -116,27 +117,17 @@ def kl_of(walk: AnswerWalk, plan: CompilePlan, store: SweptStore) -> float:
 
 @EVERY_FAMILY
 def test_layers_in_turn_compute_what_the_whole_model_does(folder: Path, lowering: Lowering) -> None:
-    slot, reference = LayerSlot(lowering), ReferenceModel(folder)
-    texts = token_texts(lowering)
-    states = TextStates.begin(texts, slot.embed)
-    with workers(1) as pool:
-        for layer in range(lowering.model.num_layers):
-            slot.load(layer)
-            slot.run([states], pool)
-    for batch, state in zip(states.batches, states.states, strict=True):
-        rows, prompts = ([part[at] for at in batch] if part else [] for part in (texts.rows, texts.prompts))
-        with torch.inference_mode():
-            expected = reference.network.hidden(rows, prompts=prompts) * lowering.model.logits_scale
-        found = slot.normed(state.reshape(-1, state.shape[-1])).view_as(state)
-        for at, row in enumerate(rows):
-            assert torch.allclose(found[at, : len(row)], expected[at, : len(row)], atol=1e-5)
+    reference, texts = TransformersOracle(folder), token_texts(lowering)
+    for at, found in enumerate(walked_logits(lowering, texts.rows, texts.prompts)):
+        expected = reference.logits(texts.rows[at], texts.prompts[at] if texts.prompts else ())
+        assert torch.allclose(found, expected, atol=1e-5 * max(1.0, float(expected.abs().max())))
 
 
 @EVERY_FAMILY
 def test_the_sweep_counts_what_the_whole_model_routes(
     folder: Path, lowering: Lowering, whole: tuple[Swept, SweptStore]
 ) -> None:
-    statistics, records = whole[0].statistics, recorded(ReferenceModel(folder), token_texts(lowering))
+    statistics, records = whole[0].statistics, recorded(TransformersOracle(folder), token_texts(lowering))
     assert statistics is not None
     for layer, record in records.items():
         count = lowering.model.layers[layer].experts.count
@@ -151,7 +142,7 @@ def test_the_sweep_counts_what_the_whole_model_routes(
 
 @EVERY_FAMILY
 def test_second_moments_are_those_of_the_whole_model(folder: Path, lowering: Lowering) -> None:
-    records, slot = recorded(ReferenceModel(folder), token_texts(lowering)), LayerSlot(lowering)
+    records, slot = recorded(TransformersOracle(folder), token_texts(lowering)), LayerSlot(lowering)
     texts = TextStates.begin(token_texts(lowering), slot.embed)
     with workers(2) as pool:
         for layer in range(lowering.model.num_layers):
@@ -172,7 +163,7 @@ def test_units_are_quantized_against_these_moments(
     folder: Path, lowering: Lowering, whole: tuple[Swept, SweptStore]
 ) -> None:
     """The same codes as of all experts of a layer at once, up to a rounding that falls the other way."""
-    records, store = recorded(ReferenceModel(folder), token_texts(lowering)), whole[1]
+    records, store = recorded(TransformersOracle(folder), token_texts(lowering)), whole[1]
     same = total = 0
     for layer, record in records.items():
         for projection in PROJECTIONS:
@@ -210,7 +201,7 @@ def test_a_plan_measures_as_the_whole_model_does(
     plan = replace(plain, units={**plain.units, **fitting}, dense=dense)
     weights: dict[Any, torch.Tensor] = {unit: store.weight(unit, spec) for unit, spec in fitting.items()}
     weights |= {name: store.dense_weight(name, spec) for name, spec in dense.items() if spec.bitwidth < 16}
-    expected = measured_kl(ReferenceModel(folder), walk.answers, weights)
+    expected = measured_kl(TransformersOracle(folder), walk.answers, weights)
     assert kl_of(walk, plan, store) == pytest.approx(expected, rel=1e-3) and expected > 0
     assert kl_of(walk_of(lowering), plan, store) == pytest.approx(expected, rel=1e-3), "own states made by the walk"
 
@@ -243,7 +234,7 @@ def test_leaving_experts_out_measures_as_in_the_whole_model(
     left_out = {unit: LEFT_OUT for key in sorted(gone) for unit in model.units_of(key)}
     found = kl_of(walk, replace(plain, units={**plain.units, **left_out}), store)
     expected = measured_kl(
-        ReferenceModel(folder), walk.answers, {unit: store.weight(unit, LEFT_OUT) for unit in left_out}
+        TransformersOracle(folder), walk.answers, {unit: store.weight(unit, LEFT_OUT) for unit in left_out}
     )
     assert found == pytest.approx(expected, rel=1e-2) and found > 0
     assert kl_of(walk, plain, store) == pytest.approx(0, abs=1e-9)
@@ -254,7 +245,7 @@ def test_an_expert_left_out_costs_what_its_output_was(
     folder: Path, lowering: Lowering, whole: tuple[Swept, SweptStore]
 ) -> None:
     """By the second moments of the whole model; fewer tokens than a sample holds, so nothing is estimated."""
-    records, seen = recorded(ReferenceModel(folder), token_texts(lowering)), 0
+    records, seen = recorded(TransformersOracle(folder), token_texts(lowering)), 0
     for layer, record in records.items():
         for expert in np.flatnonzero(record.tokens).tolist():
             unit, seen = UnitKey(layer, expert, "down"), seen + 1

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.request.targets import TargetKind
 from moec.compiler.walker.residency import Residency
 from moec.evaluation.data import load_splits
@@ -18,6 +17,7 @@ from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
 from moec.runtime.bundle.opening import open_bundle
 from tests.tiny_compile import check_bundle, compile_tiny, contents, save_model, save_texts
+from tests.transformers_oracle import TransformersOracle
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_loss_target_layer_by_layer(little_memory: None, tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "texts"], "no bundle of a trial"
     split = load_splits(str(texts), "perplexity")
     assert task["baseline"] == pytest.approx(
-        evaluate(split.task, split.test.items, ReferenceModel(model)).value, rel=1e-3
+        evaluate(split.task, split.test.items, TransformersOracle(model)).value, rel=1e-3
     )
     assert found.plan.bits_per_weight < 16
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moec.compiler.reference.expert_module import intermediate
-from moec.compiler.reference.model import ReferenceModel
-from moec.compiler.reference.weights import WeightName
+from moec.compiler.walker.slot import WeightName
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts
 from moec.evaluation.divergence import divergence, log_softmax
+from tests.transformers_oracle import TransformersOracle
 
 
 @dataclass
@@ -34,25 +34,25 @@ class LayerRecord:
     tokens: np.ndarray
 
 
-def recorded(reference: ReferenceModel, texts: TokenTexts) -> dict[int, LayerRecord]:
+def recorded(reference: TransformersOracle, texts: TokenTexts) -> dict[int, LayerRecord]:
     """Run the texts one by one, and record what the experts of every layer are handed."""
-    handed: dict[int, list[tuple[Tensor, ...]]] = {layer: [] for layer in reference.network.experts}
+    handed: dict[int, list[tuple[Tensor, ...]]] = {layer: [] for layer in reference.experts}
     handles = [
         module.register_forward_pre_hook(lambda _, arguments, layer=layer: handed[layer].append(arguments[:3]))
-        for layer, module in reference.network.experts.items()
+        for layer, module in reference.experts.items()
     ]
     try:
         for at, row in enumerate(texts.rows):
-            with torch.inference_mode():
-                reference.network.hidden([row], prompts=texts.prompts[at : at + 1])
+            with torch.no_grad():
+                reference.logits(row, texts.prompts[at] if texts.prompts else ())
     finally:
         for handle in handles:
             handle.remove()
     return {layer: _record(reference, layer, parts) for layer, parts in handed.items()}
 
 
-def _record(reference: ReferenceModel, layer: int, parts: list[tuple[Tensor, ...]]) -> LayerRecord:
-    experts, module = reference.model.layers[layer].experts, reference.network.experts[layer]
+def _record(reference: TransformersOracle, layer: int, parts: list[tuple[Tensor, ...]]) -> LayerRecord:
+    experts, module = reference.model.layers[layer].experts, reference.experts[layer]
     inputs, chosen, weights = (torch.cat([part[at] for part in parts]) for at in range(3))
     input_moments = torch.zeros(experts.count, inputs.shape[1], inputs.shape[1])
     middle_moments, tokens = torch.zeros(experts.count, experts.width, experts.width), np.zeros(experts.count, int)
@@ -66,17 +66,16 @@ def _record(reference: ReferenceModel, layer: int, parts: list[tuple[Tensor, ...
     return LayerRecord(chosen.numpy(), weights.numpy(), input_moments, middle_moments, tokens)
 
 
-def scored_logits(reference: ReferenceModel, answers: AnswerTexts) -> list[np.ndarray]:
+def scored_logits(reference: TransformersOracle, answers: AnswerTexts) -> list[np.ndarray]:
     """Logits at the scored tokens of each text, text by text."""
     found = []
     for at, (row, count) in enumerate(zip(answers.texts.rows, answers.counts, strict=True)):
-        with torch.inference_mode():
-            hidden = reference.network.hidden([row], prompts=answers.texts.prompts[at : at + 1])
-            found.append(reference.network.logits(hidden[0, len(row) - count :]).numpy())
+        prompt = answers.texts.prompts[at] if answers.texts.prompts else ()
+        found.append(reference.logits(row, prompt)[len(row) - count :].numpy())
     return found
 
 
-def measured_kl(reference: ReferenceModel, answers: AnswerTexts, weights: Mapping[WeightName, Tensor]) -> float:
+def measured_kl(reference: TransformersOracle, answers: AnswerTexts, weights: Mapping[WeightName, Tensor]) -> float:
     """Mean KL at the scored tokens with these weights in place of the checkpoint's own."""
     own = scored_logits(reference, answers)
     with reference.weights(weights):

@@ -10,11 +10,12 @@ import torch
 
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
-from moec.compiler.reference.model import ReferenceModel
+from moec.compiler.sensitivity.answer_walk import AnswerWalk
+from moec.compiler.walker.slot import LayerSlot
 from moec.compiler.workspace.parallel import one_torch_thread, workers
-from moec.evaluation.engine import GenerationRequest
+from moec.evaluation.engine import no_progress
 from moec.manifests.quant import QuantSpec
-from tests.compiler.swept import swept
+from tests.compiler.swept import scored, swept
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 
@@ -104,19 +105,16 @@ def test_a_new_thread_begins_with_one_torch_thread_as_well() -> None:
 
 
 def test_the_number_of_threads_changes_no_bit(folder: Path) -> None:
-    texts = [("text " * (1 + n % 7), f" answer {n}") for n in range(150)]
-    found = []
+    lowering, random, found = lower(open_checkpoint(str(folder))), np.random.default_rng(1), []
+    pairs = [(random.integers(4, 250, 5 + 9 * (n % 7)).tolist(), [n, 7, 9]) for n in range(150)]
+    answers = scored(lowering.model, pairs)
+    matrix = {"lm_head": lowering.dense_weight("lm_head").float().mul(1.1)}
     for threads in (1, 2, 5):
-        reference = ReferenceModel(folder, threads)
-        pairs = reference.encode_pairs(texts)
-        logits = torch.cat([torch.from_numpy(rows) for rows in reference.forced_logits(pairs)])
-        losses = torch.cat([loss for _, _, loss in reference.answer_nll(pairs)])
-        requests = [GenerationRequest(prompt, answer, 12, ()) for prompt, answer in texts]
-        found.append((logits, losses, reference.generate(requests)))
-    for logits, losses, generations in found[1:]:
-        assert torch.equal(logits, found[0][0])
-        assert torch.equal(losses, found[0][1])
-        assert generations == found[0][2]
+        walk = AnswerWalk(lambda: LayerSlot(lowering), answers, threads, no_progress)
+        found.append(walk.measure(matrix.get))
+    for measures in found[1:]:
+        assert np.array_equal(measures.kl, found[0].kl) and np.array_equal(measures.nll, found[0].nll)
+    assert found[0].kl.mean() > 0
 
 
 @pytest.mark.parametrize("quantizer", ["gptq", "rtn"])

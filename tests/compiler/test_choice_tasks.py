@@ -1,4 +1,4 @@
-"""Multiple choice in a compile and in both engines: likelihoods equal those of transformers."""
+"""Multiple choice in a compile and in evaluations: likelihoods equal those of transformers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moec.cli.commands.compile import open_partial
-from moec.compiler.reference.model import ReferenceModel
+from moec.cli.measuring.text_engines import checkpoint_engine
+from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.evaluation.data import load_items
 from moec.evaluation.run import evaluate
 from moec.evaluation.tasks.choices import choices_of
+from moec.evaluation.text_pairs import encode_pairs
+from moec.runtime.options.runtime import RuntimeOptions
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import WORDS, compile_tiny, save_model
 
@@ -39,21 +42,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_predictions_are_those_of_transformers_in_both_engines(place: Path, tmp_path: Path) -> None:
+def test_predictions_are_those_of_transformers(place: Path, tmp_path: Path) -> None:
     items, _ = load_items(place / "piqa", "piqa")
-    reference = ReferenceModel(place / "model")
+    tokenizer = load_tokenizer(place / "model")
     model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32).eval()
     expected = []
     for item in items.items:
         choices, _ = choices_of(item)
         totals = []
         for prompt, answer in choices:
-            (before, own) = reference.encode_pair(prompt, answer)
+            ((before, own),) = encode_pairs(tokenizer, [(prompt, answer)])
             with torch.no_grad():
                 log_p = model(torch.tensor([before + own])).logits[0].log_softmax(-1)
             totals.append(sum(float(log_p[len(before) - 1 + at, token]) for at, token in enumerate(own)))
         expected.append(choices[int(np.argmax(totals))][1].strip())
-    found = evaluate(items.task, items.items, reference)
+    with checkpoint_engine(place / "model", RuntimeOptions(slots=4)) as engine:
+        found = evaluate(items.task, items.items, engine)
     assert [item.prediction for item in found.items] == expected
     bundle = emit_bundle(place / "model", tmp_path / "bundle")
     with open_partial(bundle) as engine:
