@@ -15,9 +15,9 @@ from moec.cli.simulation.traces import replayed_bundle
 from moec.runtime import Engine, RuntimeOptions, kernels
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.expert_cache.counts import CacheStats
-from moec.runtime.expert_cache.eviction import policy_score
 from moec.runtime.expert_cache.interface import StreamingCache
 from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES, NativeCache
+from moec.runtime.expert_cache.policies import policy_score
 from moec.runtime.expert_cache.python_cache import ExpertCache
 from moec.runtime.prefetch.predictors import LookaheadPredictor, PathPredictor, PopularityPredictor
 from moec.runtime.simulation.replay import replay

@@ -16,9 +16,9 @@ from ..accelerator import HostParts, open_accelerator, start_cooperation
 from ..bundle.opening import Bundle, verify_files
 from ..expert_cache.bound_experts import bind_experts
 from ..expert_cache.cache_spec import CacheSpec
-from ..expert_cache.eviction import ExpertRecords, bundle_records, policy_score, warm_order
 from ..expert_cache.interface import StreamingCache
 from ..expert_cache.native_cache import open_cache
+from ..expert_cache.policies import ExpertRecords, bundle_records, policy_score, warm_order
 from ..layers.kv_cache import KVCache
 from ..memory.budget import MemoryPlan, plan_memory
 from ..memory.elastic_cache import ElasticCache

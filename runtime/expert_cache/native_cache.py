@@ -27,8 +27,8 @@ from ..storage.readers import ReaderThreads
 from .bound_experts import BoundExperts
 from .cache_spec import CacheSpec
 from .counts import CacheStats
-from .eviction import policy_score
 from .interface import StreamingCache
+from .policies import policy_score
 from .python_cache import ExpertCache
 from .residency import RESIDENT
 

@@ -16,8 +16,8 @@ from ..storage.read_runs import ReadRuns
 from ..storage.readers import BusyClock, ReaderThreads
 from .cache_spec import CacheSpec
 from .counts import CacheStats
-from .eviction import PolicyScore, eviction_order
 from .interface import StreamingCache
+from .policies import PolicyScore, eviction_order
 from .residency import ABSENT, LOADING, QUEUED, RESIDENT, Residency
 
 

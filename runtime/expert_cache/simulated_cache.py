@@ -15,7 +15,7 @@ from moec.manifests.errors import MemoryBudgetExceeded
 
 from ..storage.read_runs import ReadRuns
 from .cache_spec import CacheSpec
-from .eviction import PolicyScore, eviction_order
+from .policies import PolicyScore, eviction_order
 from .residency import RESIDENT, Residency
 
 

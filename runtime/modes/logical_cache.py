@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from ..expert_cache.cache_spec import CacheSpec
-from ..expert_cache.eviction import PolicyScore
 from ..expert_cache.instant_cache import InstantCache
+from ..expert_cache.policies import PolicyScore
 
 
 class LogicalCache:

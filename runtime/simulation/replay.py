@@ -13,8 +13,8 @@ import numpy as np
 
 from ..expert_cache.cache_spec import CacheSpec
 from ..expert_cache.counts import CacheStats
-from ..expert_cache.eviction import SCORES, ExpertRecords, PolicyScore
 from ..expert_cache.instant_cache import InstantCache
+from ..expert_cache.policies import SCORES, ExpertRecords, PolicyScore
 from ..trace.trace import Access
 
 OPTIMUM = "optimum"
@@ -38,7 +38,7 @@ def replay(
     trace: layer and stored experts of each access.
     spec: the uses in its records stay as they are.
 
-    policy: a name of `eviction.SCORES`, `popularity`, `optimum`, or a score.
+    policy: a name of `policies.SCORES`, `popularity`, `optimum`, or a score.
     warm: experts in the cache at the start, in order, as far as they fit.
     Raises MemoryBudgetExceeded if one expert does not fit. Raises KeyError for another name.
     """

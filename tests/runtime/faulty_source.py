@@ -13,7 +13,7 @@ import numpy as np
 
 from moec.manifests.errors import StorageReadFailed
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.eviction import SCORES, expert_records
+from moec.runtime.expert_cache.policies import SCORES, expert_records
 from moec.runtime.expert_cache.python_cache import ExpertCache
 from moec.runtime.storage.read_runs import NONE
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import OptionError
 from moec.runtime import load
-from moec.runtime.expert_cache.eviction import (
+from moec.runtime.expert_cache.policies import (
     MultidimensionalScore,
     eviction_order,
     expert_records,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded, StorageReadFailed
-from moec.runtime.expert_cache.eviction import SCORES
+from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.storage.readers import ReaderThreads
 from tests.runtime.faulty_source import (
     COUNT,

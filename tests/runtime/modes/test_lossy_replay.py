@@ -17,7 +17,7 @@ from moec.cli.simulation.traces import recorded_trace, replayed_bundle
 from moec.profiles.loading import load_profile
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.engine import Engine
-from moec.runtime.expert_cache.eviction import lru_score
+from moec.runtime.expert_cache.policies import lru_score
 from moec.runtime.options.lossy import parse_modes
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.simulation.lossy_replay import missing_scores

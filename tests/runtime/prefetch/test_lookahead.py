@@ -14,7 +14,7 @@ from moec.manifests.model import ExpertsSpec, RouterSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels, load
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.eviction import SCORES, expert_records
+from moec.runtime.expert_cache.policies import SCORES, expert_records
 from moec.runtime.expert_cache.simulated_cache import SimulatedCache
 from moec.runtime.layers.norms import Norm
 from moec.runtime.layers.router_stack import stack_routers

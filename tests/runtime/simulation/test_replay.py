@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.eviction import SCORES, expert_records, warm_order
+from moec.runtime.expert_cache.policies import SCORES, expert_records, warm_order
 from moec.runtime.expert_cache.python_cache import ExpertCache
 from moec.runtime.options.runtime import MAX_THREADS
 from moec.runtime.simulation.replay import OPTIMUM, POPULARITY, replay

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.runtime.expert_cache.eviction import (
+from moec.runtime.expert_cache.policies import (
     HALF_LIFE_TOKENS,
     ExpertRecords,
     edgemoe_score,
