@@ -14,7 +14,7 @@ from pathlib import Path
 from moec.cli.simulation.traces import replayed_bundle
 from moec.runtime import Engine, RuntimeOptions, kernels
 from moec.runtime.bundle.opening import open_bundle
-from moec.runtime.expert_cache.counts import CacheStats
+from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.expert_cache.interface import StreamingCache
 from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES, NativeCache
 from moec.runtime.expert_cache.policies import policy_score

@@ -14,7 +14,7 @@ from .traces import ReplayedBundle
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
-    from moec.runtime.expert_cache.counts import CacheStats
+    from moec.runtime.expert_cache.cache_stats import CacheStats
     from moec.runtime.expert_cache.policies import PolicyScore
     from moec.runtime.options.runtime import EvictionWeights
     from moec.runtime.trace.trace import Access, Trace

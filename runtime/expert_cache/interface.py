@@ -18,7 +18,7 @@ import numpy as np
 from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded
 
 from ..storage.readers import ReaderThreads
-from .counts import CacheStats
+from .cache_stats import CacheStats
 from .residency import LOADING, RESIDENT
 from .serve_layer import serve_layer
 

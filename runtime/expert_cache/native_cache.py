@@ -26,7 +26,7 @@ from ..storage.read_storage import ReadStorage
 from ..storage.readers import ReaderThreads
 from .bound_experts import BoundExperts
 from .cache_spec import CacheSpec
-from .counts import CacheStats
+from .cache_stats import CacheStats
 from .interface import StreamingCache
 from .policies import policy_score
 from .python_cache import ExpertCache

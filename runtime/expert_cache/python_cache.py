@@ -15,7 +15,7 @@ from ..storage.interface import ExpertStorage
 from ..storage.read_runs import ReadRuns
 from ..storage.readers import BusyClock, ReaderThreads
 from .cache_spec import CacheSpec
-from .counts import CacheStats
+from .cache_stats import CacheStats
 from .interface import StreamingCache
 from .policies import PolicyScore, eviction_order
 from .residency import ABSENT, LOADING, QUEUED, RESIDENT, Residency

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..storage.read_runs import NONE, ReadRuns
 from .cache_spec import CacheSpec
-from .counts import CacheStats
+from .cache_stats import CacheStats
 
 ABSENT, QUEUED, LOADING, RESIDENT = range(4)
 _FEW = 8

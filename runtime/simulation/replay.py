@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..expert_cache.cache_spec import CacheSpec
-from ..expert_cache.counts import CacheStats
+from ..expert_cache.cache_stats import CacheStats
 from ..expert_cache.instant_cache import InstantCache
 from ..expert_cache.policies import SCORES, ExpertRecords, PolicyScore
 from ..trace.trace import Access

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..accelerator.cooperative import CooperationCounts
 from ..expert_cache.cache_spec import CacheSpec
-from ..expert_cache.counts import CacheStats
+from ..expert_cache.cache_stats import CacheStats
 from ..expert_cache.policies import PolicyScore
 from ..expert_cache.serve_layer import serve_layer
 from ..expert_cache.simulated_cache import SimulatedCache

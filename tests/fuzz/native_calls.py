@@ -207,7 +207,7 @@ def cache_of(draw: Draw) -> tuple[Any, int, list[Any]]:
     }
     columns |= {name: guarded(np.zeros(count, np.int64)) for name in ("last_used", "uses")}
     columns |= {"heat": draw.floats(count, kind=np.float64), "prefetches": guarded(np.zeros((2, count), np.int64))}
-    from moec.runtime.expert_cache.counts import CacheStats
+    from moec.runtime.expert_cache.cache_stats import CacheStats
 
     columns["counts"] = guarded(np.zeros(len(CacheStats.__slots__), np.int64))
     sizes = [draw.source.choice((1, 4096, 1 << 40)) for _ in range(count)]

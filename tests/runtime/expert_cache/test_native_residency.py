@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moec.runtime import kernels
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.counts import CacheStats
+from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES
 from moec.runtime.expert_cache.policies import SCORES, ExpertRecords, eviction_order, expert_records
 from moec.runtime.expert_cache.residency import Residency

@@ -28,7 +28,7 @@ struct Columns {
     int64_t* uses;
 };
 
-// The fields of runtime/expert_cache/counts.py, in the same order.
+// The fields of runtime/expert_cache/cache_stats.py, in the same order.
 struct CacheCounts {
     int64_t lookups, hits, misses, late_hits, evictions, reads, rereads, bytes_read, stall_ns, prefetch_reads, prefetch_used,
         prefetch_hits, warm_reads, busy_ns;
