@@ -18,7 +18,8 @@ from moec.cli.simulation.traces import ReplayedBundle, open_traces, replayed_bun
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.bundle.opening import Bundle, open_bundle
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.policies import SCORES, ExpertRecords
+from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.records import ExpertRecords
 from moec.runtime.modes.choice import Versions, low_version_indices
 from moec.runtime.modes.logical_cache import LogicalCache
 from moec.runtime.options.lossy import parse_modes

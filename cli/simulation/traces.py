@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.expert_cache.cache_spec import CacheSpec
-    from moec.runtime.expert_cache.policies import ExpertRecords
+    from moec.runtime.expert_cache.records import ExpertRecords
     from moec.runtime.trace.trace import Trace, TraceRecorder
 
 
@@ -70,7 +70,7 @@ def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
     """Return the properties of a bundle that replays need."""
     import numpy as np
 
-    from moec.runtime.expert_cache.policies import bundle_records, warm_order
+    from moec.runtime.expert_cache.records import bundle_records, warm_order
     from moec.runtime.storage.interface import page_bytes
     from moec.runtime.storage.read_runs import successors
 

@@ -16,7 +16,7 @@ class InstantCache(SimulatedCache):
     remedy = "raise `--memory` or `--expert-cache`"
     """Hint for an expert that is larger than the cache."""
 
-    def request(
+    def serve(
         self,
         layer: int,
         experts: Sequence[int],
@@ -31,8 +31,8 @@ class InstantCache(SimulatedCache):
         all_at_once: whether all resident experts are computed at once, as those of a single token are.
         Raises MemoryBudgetExceeded if an expert does not fit.
         """
-        hits, misses = self.ask(layer, experts, next_use)
-        self.issue(misses)
+        hits, misses = self.request(layer, experts, next_use)
+        self.queue_and_lease(misses)
         self.end_reads()
         for _ in serve_layer(self, hits, misses, lambda: advice, all_at_once):
             pass  # computing takes no time
@@ -47,7 +47,7 @@ class InstantCache(SimulatedCache):
 
         Raises MemoryBudgetExceeded if there is none, because no read could begin.
         """
-        self.issue(remaining)
+        self.queue_and_lease(remaining)
         self.end_reads()
         ready = self.ready(remaining)
         if not ready:

@@ -19,7 +19,7 @@ from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded
 
 from ..storage.readers import ReaderThreads
 from .cache_stats import CacheStats
-from .residency import LOADING, RESIDENT
+from .expert_state import LOADING, RESIDENT
 from .serve_layer import serve_layer
 
 
@@ -91,11 +91,11 @@ class StreamingCache(ABC):
         """
         self._require_process()
         # Reads start before the hits compute, so that the two overlap.
-        hits, misses = self._begin(layer, indices)
+        hits, misses = self._request_and_queue(layer, indices)
         yield from serve_layer(self, hits, misses, look_ahead, all_at_once)
 
     @abstractmethod
-    def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _request_and_queue(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         """Request the experts of a layer. Returns hits and misses.
 
         Hits are leased. Reads of misses are queued as far as they fit.

@@ -27,10 +27,10 @@ from ..storage.readers import ReaderThreads
 from .bound_experts import BoundExperts
 from .cache_spec import CacheSpec
 from .cache_stats import CacheStats
+from .expert_state import RESIDENT
 from .interface import StreamingCache
 from .policies import policy_score
 from .python_cache import ExpertCache
-from .residency import RESIDENT
 
 NATIVE_POLICIES: tuple[Policy, ...] = ("lrfu", "lru", "lfu")
 
@@ -133,9 +133,9 @@ class NativeCache(StreamingCache):
     def leased(self) -> np.ndarray:
         return np.flatnonzero(self._leases)
 
-    def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _request_and_queue(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         self._require_kernels()
-        hits_and_misses = self.reads.begin(layer, indices)
+        hits_and_misses = self.reads.request_and_queue(layer, indices)
         if hits_and_misses is None:
             raise self._closed_error()
         hits, misses = hits_and_misses

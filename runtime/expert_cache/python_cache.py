@@ -16,9 +16,11 @@ from ..storage.read_runs import ReadRuns
 from ..storage.readers import BusyClock, ReaderThreads
 from .cache_spec import CacheSpec
 from .cache_stats import CacheStats
+from .eviction import eviction_order
+from .expert_state import ABSENT, LOADING, QUEUED, RESIDENT
 from .interface import StreamingCache
-from .policies import PolicyScore, eviction_order
-from .residency import ABSENT, LOADING, QUEUED, RESIDENT, Residency
+from .policies import PolicyScore
+from .residency import Residency
 
 
 class ExpertCache(StreamingCache):
@@ -67,11 +69,11 @@ class ExpertCache(StreamingCache):
 
     # -- demand ------------------------------------------------------------------------------------------------
 
-    def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _request_and_queue(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         with self._lock:
             self._require_open()
-            hits, misses = self._ledger.ask(layer, indices)
-            self._ledger.issue(misses)
+            hits, misses = self._ledger.request(layer, indices)
+            self._ledger.queue_and_lease(misses)
             self._wake_reader()
         return hits, misses
 
@@ -83,7 +85,7 @@ class ExpertCache(StreamingCache):
                 failed = next((i for i in remaining if i in self._failures), None)
                 if failed is not None:
                     raise self._failures.pop(failed)
-                self._ledger.issue(remaining)
+                self._ledger.queue_and_lease(remaining)
                 self._wake_reader()
                 ready = [i for i in remaining if self._leases[i] and self._state[i] == RESIDENT]
                 if ready:
@@ -229,7 +231,7 @@ class ExpertCache(StreamingCache):
         """End the read of one expert. A failure is kept for the stream that waits for the expert, if there is one."""
         if failure is not None:
             self._give_up(index)
-            self._ledger.withdraw(index)
+            self._ledger.fail_read(index)
             if self._leases[index]:
                 self._failures[index] = failure
         elif warms:

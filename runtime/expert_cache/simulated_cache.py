@@ -15,8 +15,10 @@ from moec.manifests.errors import MemoryBudgetExceeded
 
 from ..storage.read_runs import ReadRuns
 from .cache_spec import CacheSpec
-from .policies import PolicyScore, eviction_order
-from .residency import RESIDENT, Residency
+from .eviction import eviction_order
+from .expert_state import RESIDENT
+from .policies import PolicyScore
+from .residency import Residency
 
 
 class SimulatedCache(Residency):
@@ -54,7 +56,7 @@ class SimulatedCache(Residency):
         """Restart the per-sequence counts of the policy."""
         self._records.begin_sequence()
 
-    def ask(
+    def request(
         self, layer: int, experts: Sequence[int], next_use: np.ndarray | None = None
     ) -> tuple[list[int], list[int]]:
         """Request experts, as in Residency.
@@ -63,7 +65,7 @@ class SimulatedCache(Residency):
         """
         if next_use is not None:
             self._next_use[list(experts)] = next_use
-        return super().ask(layer, experts)
+        return super().request(layer, experts)
 
     def ready(self, waiting: Sequence[int]) -> list[int]:
         """Return the waiting experts that can be computed, in their order."""

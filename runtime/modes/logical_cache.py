@@ -51,7 +51,7 @@ class LogicalCache:
 
         Raises MemoryBudgetExceeded if an expert does not fit.
         """
-        self._cache.request(layer, self._absent(experts), self._absent(advice))
+        self._cache.serve(layer, self._absent(experts), self._absent(advice))
 
     def advise(self, advice: Sequence[int]) -> None:
         """Read experts ahead, likeliest first."""

@@ -14,7 +14,8 @@ import numpy as np
 from ..expert_cache.cache_spec import CacheSpec
 from ..expert_cache.cache_stats import CacheStats
 from ..expert_cache.instant_cache import InstantCache
-from ..expert_cache.policies import SCORES, ExpertRecords, PolicyScore
+from ..expert_cache.policies import SCORES, PolicyScore
+from ..expert_cache.records import ExpertRecords
 from ..trace.trace import Access
 
 OPTIMUM = "optimum"
@@ -46,7 +47,7 @@ def replay(
     cache = _ReplayedCache(spec, named_score(policy), first_use)
     cache.fill(warm)
     for layer, experts, next_use in accesses:
-        cache.request(layer, experts, next_use=next_use, all_at_once=False)
+        cache.serve(layer, experts, next_use=next_use, all_at_once=False)
     return cache.stats
 
 

@@ -284,8 +284,9 @@ class _Run:
             self._compute(each.dense_ns[at] + other_ns)
             split = self._split(each, at)
             requested = list(experts) if split is None else split.host_experts
-            hits, misses = self._cache.ask(layer, requested, next_use[[experts.index(expert) for expert in requested]])
-            self._cache.issue(misses)
+            upcoming = next_use[[experts.index(expert) for expert in requested]]
+            hits, misses = self._cache.request(layer, requested, upcoming)
+            self._cache.queue_and_lease(misses)
             self.storage.begin(self.now_ns)
             self._run_experts(each, at, hits, misses, split)
         self._compute(each.head_ns)
@@ -349,7 +350,7 @@ class _Run:
         """Let time pass until a remaining expert is resident."""
         started_ns = self.now_ns
         while True:
-            self._cache.issue(remaining)
+            self._cache.queue_and_lease(remaining)
             self.storage.begin(self.now_ns)
             ready = self._cache.ready(remaining)
             if ready:

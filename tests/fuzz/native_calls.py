@@ -221,6 +221,9 @@ def cache_of(draw: Draw) -> tuple[Any, int, list[Any]]:
     return reads, count, [columns]
 
 
+DECISIONS = ("request", "queue_and_lease", "advise", "unlease", "prefetch", "warm", "request_and_queue")
+
+
 def residency(draw: Draw) -> Call:
     """Many decisions in a row, in any order. `wait` would wait for readers that are not there."""
     reads, count, kept = cache_of(draw)
@@ -228,16 +231,13 @@ def residency(draw: Draw) -> Call:
     def decide() -> None:
         for _ in range(draw.source.randint(1, 30)):
             some = [draw.source.randrange(count) for _ in range(draw.source.randint(0, count))]
-            name = draw.source.choice(
-                ("ask", "issue", "advise", "next_read", "unlease", "prefetch", "warm", "audit", "begin")
-            )
-            given: Sequence[Any] = {"ask": (0, some), "begin": (0, some), "next_read": (), "audit": ()}.get(
-                name, (some,)
-            )
+            name = draw.source.choice((*DECISIONS, "next_read", "audit"))
+            for_layer = ("request", "request_and_queue")
+            given: Sequence[Any] = (0, some) if name in for_layer else () if name in ("next_read", "audit") else (some,)
             found = getattr(reads, name)(*given)
             if name == "next_read":
                 for index in found:
-                    draw.source.choice((reads.arrive, reads.withdraw))(index)
+                    draw.source.choice((reads.arrive, reads.fail_read))(index)
 
     return Call(decide, [], kept)
 
@@ -245,8 +245,8 @@ def residency(draw: Draw) -> Call:
 def one_decision(draw: Draw) -> Call:
     reads, count, kept = cache_of(draw)
     some = [draw.source.randrange(count)]
-    name = draw.source.choice(("ask", "issue", "advise", "unlease", "prefetch", "warm", "begin", "place"))
-    given = {"ask": [0, some], "begin": [0, some], "place": [0, 0]}.get(name, [some])
+    name = draw.source.choice((*DECISIONS, "place"))
+    given = {"request": [0, some], "request_and_queue": [0, some], "place": [0, 0]}.get(name, [some])
     return Call(getattr(reads, name), given, kept)
 
 

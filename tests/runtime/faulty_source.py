@@ -13,8 +13,9 @@ import numpy as np
 
 from moec.manifests.errors import StorageReadFailed
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.policies import SCORES, expert_records
+from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.storage.read_runs import NONE
 
 LAYERS, EXPERTS = 3, 4

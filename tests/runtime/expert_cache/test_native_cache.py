@@ -25,8 +25,8 @@ from moec.runtime.bundle.opening import Bundle, open_bundle
 from moec.runtime.expert_cache.bound_experts import BoundExperts, bind_experts
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES, NativeCache, open_cache
-from moec.runtime.expert_cache.policies import bundle_records
 from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.records import bundle_records
 from moec.runtime.model.dense_weights import load_dense
 from moec.runtime.options.runtime import IoMode, Policy, RuntimeOptions
 from moec.runtime.storage.interface import page_bytes

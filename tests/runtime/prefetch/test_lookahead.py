@@ -14,7 +14,8 @@ from moec.manifests.model import ExpertsSpec, RouterSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels, load
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.policies import SCORES, expert_records
+from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.expert_cache.simulated_cache import SimulatedCache
 from moec.runtime.layers.norms import Norm
 from moec.runtime.layers.router_stack import stack_routers
@@ -157,8 +158,8 @@ def cache_of(capacity: int, pins: int) -> SimulatedCache:
 
 def run(cache: SimulatedCache, layer: int, experts: list[int], advice: list[int] | None = None) -> None:
     """One layer, reads taking no time."""
-    hits, misses = cache.ask(layer, experts)
-    cache.issue(misses)
+    hits, misses = cache.request(layer, experts)
+    cache.queue_and_lease(misses)
     if advice:
         cache.advise(advice)
     while run := cache.next_read():

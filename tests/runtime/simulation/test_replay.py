@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.policies import SCORES, expert_records, warm_order
+from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.records import expert_records, warm_order
 from moec.runtime.options.runtime import MAX_THREADS
 from moec.runtime.simulation.replay import OPTIMUM, POPULARITY, replay
 from moec.runtime.storage.read_runs import NONE

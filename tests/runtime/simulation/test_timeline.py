@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.policies import SCORES, expert_records, warm_order
+from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.records import expert_records, warm_order
 from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice
 from moec.runtime.simulation.replay import replay
 from moec.runtime.simulation.timeline import (

@@ -11,7 +11,8 @@ import pytest
 from moec.runtime import load
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.policies import SCORES, bundle_records, warm_order
+from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.records import bundle_records, warm_order
 from moec.runtime.expert_cache.residency import Residency
 from moec.runtime.simulation.recorded_advice import table_advice
 from moec.runtime.simulation.replay import replay

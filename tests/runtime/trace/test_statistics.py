@@ -13,8 +13,9 @@ import pytest
 from moec.manifests.errors import StorageReadFailed
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.cache_stats import CacheStats
-from moec.runtime.expert_cache.policies import SCORES, expert_records
+from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.memory.bandwidth import LEAST_BYTES, MOST_BYTES, buffer_bytes, read_bytes_per_s
 from moec.runtime.storage.read_runs import NONE
 from moec.runtime.trace.statistics import PhaseTimes, RunRecorder, quantile

@@ -1,5 +1,5 @@
-// One token through the experts of one layer. `run` is the order of the steps: route, ask the cache (ExpertReads::begin), look
-// ahead, compute the hits, wait for the misses and compute them, add the results to the residual stream.
+// One token through the experts of one layer. `run` is the order of the steps: route, request the experts
+// (ExpertReads::request_and_queue), look ahead, compute the hits, wait for the misses and compute them, add the results to the residual stream.
 
 #include "experts/expert_layers.h"
 
@@ -213,11 +213,11 @@ ExpertLayers::Outcome ExpertLayers::run(size_t at, float* hidden, const std::fun
     margins_.observe(layer.layer, chosen.data(), layer.top_k);
 
     Leases leases(reads_);
-    Indices asked;
+    Indices requested;
     for (const int32_t expert : chosen) {
-        asked.push_back(layer.first_expert + expert);
+        requested.push_back(layer.first_expert + expert);
     }
-    if (!reads_.begin(layer.layer, asked, leases.hits, leases.misses)) {  // reads start before the hits compute
+    if (!reads_.request_and_queue(layer.layer, requested, leases.hits, leases.misses)) {  // reads start before the hits compute
         return ended(End::kClosed);
     }
     if (!compute_present(layer, hidden, leases.hits, !leases.misses.empty(), outcome)) {

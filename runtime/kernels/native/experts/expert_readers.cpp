@@ -218,7 +218,7 @@ void ExpertReads::end(const Indices& run, const Indices& failed, bool is_warm) {
     for (const int64_t index : run) {
         if (std::find(failed.begin(), failed.end(), index) != failed.end()) {
             left(index);
-            withdraw(index);
+            fail_read(index);
             has_failed_[static_cast<size_t>(index)] = columns_.is_leased[index];  // for the stream that waits for it
         } else if (is_warm) {
             arrive_warm(index);

@@ -67,13 +67,13 @@ void ExpertReads::wake_readers() {
     }
 }
 
-bool ExpertReads::begin(int64_t layer, const Indices& experts, Indices& hits, Indices& misses) {
+bool ExpertReads::request_and_queue(int64_t layer, const Indices& experts, Indices& hits, Indices& misses) {
     const Lock lock(mutex_);
     if (is_closed_) {
         return false;
     }
-    ask(layer, experts, hits, misses);
-    issue(misses);
+    request(layer, experts, hits, misses);
+    queue_and_lease(misses);
     wake_readers();
     return true;
 }
@@ -95,7 +95,7 @@ ExpertReads::Wait ExpertReads::wait(const Indices& remaining, bool together, Ind
             found.push_back(*failed);
             return Wait::kFailed;
         }
-        issue(remaining);
+        queue_and_lease(remaining);
         wake_readers();
         bool is_leased = false;
         for (const int64_t index : remaining) {

@@ -47,8 +47,8 @@ class ExpertReads : public Residency {
     void serve(const Load& load, const Check& check);
     void close();
 
-    // A layer asks for its experts. hits: resident, now leased. misses: as many as fit now are queued and leased.
-    bool begin(int64_t layer, const Indices& experts, Indices& hits, Indices& misses);
+    // Request the experts of a layer. hits: resident, now leased. misses: as many as fit now are queued and leased.
+    bool request_and_queue(int64_t layer, const Indices& experts, Indices& hits, Indices& misses);
     // Wait for some of the remaining experts.
     // found: all that are resident, or one if not `together`; for kFailed, one that cannot be read.
     // Returns kAgain after a short time, so that the caller can look at signals.

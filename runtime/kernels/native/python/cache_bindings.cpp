@@ -19,15 +19,15 @@ namespace {
 
 using Indices = Residency::Indices;
 
-std::pair<Indices, Indices> bind_ask(BoundReads& reads, int64_t layer, const Indices& experts) {
+std::pair<Indices, Indices> bind_request(BoundReads& reads, int64_t layer, const Indices& experts) {
     std::pair<Indices, Indices> found;
-    reads->ask(layer, reads.checked(experts), found.first, found.second);
+    reads->request(layer, reads.checked(experts), found.first, found.second);
     return found;
 }
 
-nb::object bind_begin(BoundReads& reads, int64_t layer, const Indices& experts) {
+nb::object bind_request_and_queue(BoundReads& reads, int64_t layer, const Indices& experts) {
     std::pair<Indices, Indices> found;
-    const bool is_open = reads->begin(layer, reads.checked(experts), found.first, found.second);
+    const bool is_open = reads->request_and_queue(layer, reads.checked(experts), found.first, found.second);
     return is_open ? nb::cast(std::move(found)) : nb::none();
 }
 
@@ -113,14 +113,14 @@ void bind_cache(nb::module_& module) {
         .def_prop_ro("demand", [](BoundReads& reads) { return list_of(reads->demand); })
         .def_prop_ro("advice", [](BoundReads& reads) { return list_of(reads->advice); })
         // Single decisions, without a lock: for one thread.
-        .def("ask", bind_ask, "layer"_a, "experts"_a)
-        .def("issue", [](BoundReads& reads, const Indices& waiting) { reads->issue(reads.checked(waiting)); }, "waiting"_a)
+        .def("request", bind_request, "layer"_a, "experts"_a)
+        .def("queue_and_lease", [](BoundReads& reads, const Indices& waiting) { reads->queue_and_lease(reads.checked(waiting)); }, "waiting"_a)
         .def("advise", [](BoundReads& reads, const Indices& indices) { reads->advise(reads.checked(indices)); }, "indices"_a)
         .def("next_read", [](BoundReads& reads) { return reads->next_read(); })
         .def("arrive", [](BoundReads& reads, int64_t index) { reads->arrive(reads.checked(index)); }, "index"_a)
-        .def("withdraw", [](BoundReads& reads, int64_t index) { reads->withdraw(reads.checked(index)); }, "index"_a)
+        .def("fail_read", [](BoundReads& reads, int64_t index) { reads->fail_read(reads.checked(index)); }, "index"_a)
         // The cache, with its lock.
-        .def("begin", bind_begin, "layer"_a, "experts"_a)
+        .def("request_and_queue", bind_request_and_queue, "layer"_a, "experts"_a)
         .def("wait", bind_wait, "remaining"_a, "together"_a)
         .def("unlease", [](BoundReads& reads, const Indices& indices) { reads->unlease(reads.checked(indices)); }, "indices"_a)
         .def(
