@@ -1,6 +1,6 @@
 // Eviction on the default path, specified by runtime/expert_cache/eviction.py. `make_room` evicts until there is room,
 // `next_victim` gives the expert to evict next, `goes_before` is the order of the policy, and `evict` marks the expert
-// absent. Where its memory goes: expert_readers.cpp.
+// absent. Where its memory goes: reader_threads.cpp.
 
 #include <algorithm>
 

@@ -1,5 +1,5 @@
 // The experts of each layer for one token, from the residual stream back to the residual stream, without Python between the
-// steps. Start here for decode: `run` routes, asks the expert cache (expert_reads.h), looks ahead, computes and adds.
+// steps. Start here for decode: `run` routes, asks the expert cache (expert_cache.h), looks ahead, computes and adds.
 // The specification is Model._experts_layer in runtime/model/forward.py.
 
 #pragma once
@@ -8,7 +8,7 @@
 #include <functional>
 #include <vector>
 
-#include "experts/expert_reads.h"
+#include "experts/expert_cache.h"
 #include "experts/margins.h"
 #include "operations/operations.h"
 

@@ -1,7 +1,7 @@
 // State of each of N experts (absent, queued, loading, resident), queues of reads, and eviction. One class in two files:
 // residency.cpp and eviction.cpp. Their specifications are residency.py and eviction.py in runtime/expert_cache/.
 // tests/runtime/expert_cache/test_native_residency.py compares them call by call.
-// It has no storage, threads or time: the owner (expert_reads.h) begins reads, reports their end, and holds a lock if several
+// It has no storage, threads or time: the owner (expert_cache.h) begins reads, reports their end, and holds a lock if several
 // threads call.
 
 #pragma once

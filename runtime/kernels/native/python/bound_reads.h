@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "python/bound_weights.h"
-#include "experts/expert_reads.h"
+#include "experts/expert_cache.h"
 
 namespace moec {
 

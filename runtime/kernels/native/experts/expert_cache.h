@@ -2,7 +2,7 @@
 // experts that Residency queues, and callers wait for them. A place is the memory of one expert; a read goes into the place of
 // an evicted expert of the same size. Which expert is evicted is decided in residency.cpp.
 //
-// Functions of callers: expert_reads.cpp. Functions of reader threads: expert_readers.cpp.
+// Functions of callers: expert_cache.cpp. Functions of reader threads: reader_threads.cpp.
 //
 // Python does three things: it provides a place where none of the right size is free, it handles failed reads, and it compares
 // checksums at the first read of an expert and after its file has changed (specification: runtime/storage/read_verifier.py).

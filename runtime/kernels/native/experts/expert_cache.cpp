@@ -1,7 +1,7 @@
 // Callers of the expert cache: they request experts, wait for them, and end their leases. The reader threads, and the memory
-// that they read into: expert_readers.cpp. Which expert is evicted: residency.cpp.
+// that they read into: reader_threads.cpp. Which expert is evicted: residency.cpp.
 
-#include "experts/expert_reads.h"
+#include "experts/expert_cache.h"
 
 #include <algorithm>
 #include <chrono>

@@ -1,10 +1,10 @@
 // Reader threads of the expert cache, and the memory that they read into. On the default path an evicted expert gives up its
-// memory in `left`, and `give_places` hands that memory to the next expert of the same size. Callers: expert_reads.cpp.
+// memory in `left`, and `give_places` hands that memory to the next expert of the same size. Callers: expert_cache.cpp.
 
 #include <algorithm>
 #include <chrono>
 
-#include "experts/expert_reads.h"
+#include "experts/expert_cache.h"
 #include "threads/clock.h"
 
 #if defined(__unix__) || defined(__APPLE__)
