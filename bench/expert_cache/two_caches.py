@@ -56,8 +56,8 @@ class DividedCache(LogicalCache):
     def _split(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         return [i for i in indices if i < self.count], [i - self.count for i in indices if i >= self.count]
 
-    def holds(self, index: int) -> bool:
-        return self.high.holds(index) if index < self.count else self.low.holds(index - self.count)
+    def is_resident(self, index: int) -> bool:
+        return self.high.is_resident(index) if index < self.count else self.low.is_resident(index - self.count)
 
     def request(self, layer: int, experts: Sequence[int], advice: Sequence[int] = ()) -> None:
         for cache, own, ahead in zip((self.high, self.low), self._split(experts), self._split(advice), strict=True):

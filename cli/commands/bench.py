@@ -294,7 +294,7 @@ def _simulate(bundle: Bundle, trace: Trace) -> list[dict[str, Any]]:
             continue
         for policy in (*SCORES, POPULARITY, OPTIMUM):
             counts = replay(accesses, replayed.cache_spec(capacity), policy, replayed.warm)
-            rows.append({"share": share, "policy": policy, "capacity_bytes": capacity, **counts.counts()})
+            rows.append({"share": share, "policy": policy, "capacity_bytes": capacity, **counts.replayable_counts()})
     return rows
 
 

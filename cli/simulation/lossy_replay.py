@@ -87,7 +87,7 @@ class LossyReplay:
             header.prefetch_layers,
             header.prefetch_experts,
             header.prefetch_rule,
-            cache.holds,
+            cache.is_resident,
         )
         return TracedModel(spec, header.first_expert, self.replayed.sizes, advisor)
 

@@ -115,7 +115,7 @@ class Simulation:
             self.trace.prompt_passes,
             replayed.cache_spec(held),
             policy,
-            SimulatedMachine(self.rates, self.shared, replayed.successors),
+            SimulatedMachine(self.rates, self.shared, replayed.next_in_file),
             lossy.warm,
         )
         return timeline, decisions if options else None

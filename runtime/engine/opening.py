@@ -17,7 +17,7 @@ from ..bundle.opening import Bundle, verify_files
 from ..expert_cache.bound_experts import bind_experts
 from ..expert_cache.cache_spec import CacheSpec
 from ..expert_cache.interface import StreamingCache
-from ..expert_cache.native_cache import open_cache
+from ..expert_cache.opening import open_cache
 from ..expert_cache.policies import policy_score
 from ..expert_cache.records import ExpertRecords, bundle_records, warm_order
 from ..layers.kv_cache import KVCache

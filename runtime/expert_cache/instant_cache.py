@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .serve_layer import serve_layer
+from .serve_layer import LARGER_CACHE, serve_layer
 from .simulated_cache import SimulatedCache
 
 
 class InstantCache(SimulatedCache):
     """A SimulatedCache with the loop of a real cache, in which each queued read ends at once."""
 
-    remedy = "raise `--memory` or `--expert-cache`"
+    remedy = LARGER_CACHE
     """Hint for an expert that is larger than the cache."""
 
     def serve(
@@ -51,7 +51,7 @@ class InstantCache(SimulatedCache):
         self.end_reads()
         ready = self.ready(remaining)
         if not ready:
-            raise self.does_not_fit(remaining[0], self.remedy)
+            raise self.too_large_error(remaining[0], self.remedy)
         return ready if all_at_once else ready[:1]
 
     def end_reads(self) -> None:

@@ -20,7 +20,7 @@ from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded
 from ..storage.readers import ReaderThreads
 from .cache_stats import CacheStats
 from .expert_state import LOADING, RESIDENT
-from .serve_layer import serve_layer
+from .serve_layer import serve_layer, too_large_error
 
 
 class StreamingCache(ABC):
@@ -54,13 +54,9 @@ class StreamingCache(ABC):
     def used_bytes(self) -> int:
         """Bytes that queued, loading and resident experts take now."""
 
-    def holds(self, index: int) -> bool:
+    def is_loading_or_resident(self, index: int) -> bool:
         """Return whether an expert is in memory or being read. A queued read does not count: it may be dropped."""
         return bool(self._state[index] in (LOADING, RESIDENT))
-
-    def has(self, index: int) -> bool:
-        """Return whether an expert is in memory now."""
-        return bool(self._state[index] == RESIDENT)
 
     @abstractmethod
     def resident(self) -> np.ndarray:
@@ -160,10 +156,7 @@ class StreamingCache(ABC):
         return ExecutionError("the expert cache is closed", "load the bundle again")
 
     def _too_large_error(self, index: int) -> MemoryBudgetExceeded:
-        return MemoryBudgetExceeded(
-            f"an expert of {self._sizes[index]} bytes does not fit into the expert cache of {self.capacity_bytes}",
-            "raise `--memory` or `--expert-cache`",
-        )
+        return too_large_error(int(self._sizes[index]), self.capacity_bytes)
 
     def _check(self, used_bytes: int, held_bytes: int) -> None:
         if held_bytes != used_bytes or held_bytes > self.capacity_bytes:

@@ -1,4 +1,7 @@
-"""ExpertCache: a StreamingCache over any storage, under any policy, and the specification of NativeCache."""
+"""PythonCache: the expert cache in Python, for policies, storage and models that NativeCache does not know.
+
+It is the specification of NativeCache.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from .policies import PolicyScore
 from .residency import Residency
 
 
-class ExpertCache(StreamingCache):
-    """Residency of all routed experts of one bundle.
+class PythonCache(StreamingCache):
+    """Residency of all routed experts of one bundle, with reader threads in Python.
 
     storage: storage that holds the experts.
     spec: sizes, records and limits. Each use is added to the records.
@@ -42,7 +45,7 @@ class ExpertCache(StreamingCache):
     ) -> None:
         self._storage = storage
         order = partial(eviction_order, spec.records, policy)
-        runs = ReadRuns(spec.sizes.tolist(), storage.successors, readers)
+        runs = ReadRuns(spec.sizes.tolist(), storage.next_in_file, readers)
         ledger = Residency(spec, order, storage.release, runs)
         super().__init__(spec.sizes, ledger.state)
         self._ledger, self._leases, self.prefetches = ledger, ledger.is_leased, ledger.prefetches

@@ -1,6 +1,6 @@
 """Replay a recorded trace of experts under any policy and capacity, and under the offline optimum. Reads no byte.
 
-The replay makes the decisions of ExpertCache without prefetch, so its counts are those of a real run.
+The replay makes the decisions of PythonCache without prefetch, so its counts are those of a real run.
 The offline optimum evicts the expert that is needed again last: the farthest-next-use rule. If experts have equal sizes
 and one access fits into the capacity, no policy misses less. With unequal sizes it is a strong baseline and no bound.
 """

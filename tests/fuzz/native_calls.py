@@ -213,7 +213,7 @@ def cache_of(draw: Draw) -> tuple[Any, int, list[Any]]:
     sizes = [draw.source.choice((1, 4096, 1 << 40)) for _ in range(count)]
     following = [index + 1 if index + 1 < count and draw.source.random() < 0.5 else -1 for index in range(count)]
     policy = draw.source.choice(("lrfu", "lru", "lfu"))
-    reads = NATIVE.ExpertReads(
+    reads = NATIVE.ExpertCache(
         columns, sizes, [0] * count, following, draw.source.randint(1, 3), 1 << 20, 100.0, policy,
         draw.source.choice((0, 4096, 1 << 41)), draw.source.choice((0, 4096, 1 << 41)),
         [(-1, 0, size, None, -1, 0, 0) for size in sizes], False,

@@ -15,7 +15,7 @@ from moec.runtime import kernels
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.expert_cache.eviction import eviction_order
-from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES
+from moec.runtime.expert_cache.opening import NATIVE_POLICIES
 from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.records import ExpertRecords, expert_records
 from moec.runtime.expert_cache.residency import Residency
@@ -35,7 +35,7 @@ def fresh_records() -> ExpertRecords:
 
 
 def native(
-    sizes: list[int], capacity: int, pins: int, policy: Policy, following: list[int], readers: int
+    sizes: list[int], capacity: int, pins: int, policy: Policy, next_in_file: list[int], readers: int
 ) -> tuple[Any, dict[str, np.ndarray], ExpertRecords]:
     """The extension's cache without storage, the arrays that it writes, and the records."""
     records = fresh_records()
@@ -46,7 +46,7 @@ def native(
     assert extension is not None
     limits = (readers, MAX_RUN_BYTES, records.half_life, policy, capacity, pins)
     sources = [(-1, 0, size, None, -1, 0, 0) for size in sizes]
-    reads = extension.ExpertReads(arrays | shared, sizes, LAYER.tolist(), following, *limits, sources, False)
+    reads = extension.ExpertCache(arrays | shared, sizes, LAYER.tolist(), next_in_file, *limits, sources, False)
     return reads, arrays, records
 
 
@@ -133,13 +133,13 @@ TestBothMachine.settings = settings(max_examples=120, stateful_step_count=40, de
     "broken, told",
     [
         ({"policy": "hobbit"}, "policy: expected lrfu, lru or lfu, found hobbit"),
-        ({"following": [COUNT] * COUNT}, "following: expected experts or -1"),
+        ({"next_in_file": [COUNT] * COUNT}, "next_in_file: expected experts or -1"),
         ({"readers": 0}, "at least one reader"),
         ({"sizes": [1] * (COUNT - 1)}, "expected one per expert"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(broken: dict[str, Any], told: str) -> None:
-    good: dict[str, Any] = {"sizes": [1] * COUNT, "policy": "lru", "following": [NONE] * COUNT, "readers": 1}
+    good: dict[str, Any] = {"sizes": [1] * COUNT, "policy": "lru", "next_in_file": [NONE] * COUNT, "readers": 1}
     native(capacity=9, pins=0, **good)
     with pytest.raises(ValueError, match=told):
         native(capacity=9, pins=0, **(good | broken))
@@ -147,6 +147,10 @@ def test_what_does_not_fit_together_is_refused(broken: dict[str, Any], told: str
 
 def test_experts_that_are_not_there_are_refused() -> None:
     reads, _, _ = native([1] * COUNT, 9, 0, "lru", [NONE] * COUNT, 1)
-    for call in (lambda: reads.request_and_queue(0, [COUNT]), lambda: reads.prefetch([-1]), lambda: reads.unlease([COUNT])):
+    for call in (
+        lambda: reads.request_and_queue(0, [COUNT]),
+        lambda: reads.prefetch([-1]),
+        lambda: reads.unlease([COUNT]),
+    ):
         with pytest.raises(ValueError, match=f"expected experts below {COUNT}, found"):
             call()

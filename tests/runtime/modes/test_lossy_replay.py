@@ -40,7 +40,7 @@ def run(path: Path, **options: Any) -> tuple[Trace, dict[str, Any] | None, dict[
         measure_decode(engine, TOKENS, PROMPT_TOKENS, tracer=tracer)
         trace = recorded_trace(engine, tracer, PROMPT_TOKENS, load_profile("laptop"))
         counts = engine.mode_counts
-        return trace, None if counts is None else counts.to_plain(), engine.cache.stats.counts()
+        return trace, None if counts is None else counts.to_plain(), engine.cache.stats.replayable_counts()
 
 
 def simulated(path: Path, trace: Trace, options: dict[str, str]) -> dict[str, Any]:

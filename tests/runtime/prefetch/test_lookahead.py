@@ -170,7 +170,7 @@ def run(cache: SimulatedCache, layer: int, experts: list[int], advice: list[int]
 
 
 def held(cache: SimulatedCache) -> set[int]:
-    return {index for index in range(LAYERS * EXPERTS) if cache.holds(index)}
+    return {index for index in range(LAYERS * EXPERTS) if cache.is_resident(index)}
 
 
 def test_a_prediction_stays_pinned_until_its_layer_asks() -> None:

@@ -32,7 +32,7 @@ struct ExpertSource {
     int64_t gate_bytes, up_bytes, down_bytes;
 };
 
-class ExpertReads : public Residency {
+class ExpertCache : public Residency {
   public:
     enum class Wait { kReady, kAgain, kFailed, kTooLarge, kClosed };
     // Load reads a run by other means; Check compares a run with its checksums. Both return the experts that failed. They are
@@ -40,7 +40,7 @@ class ExpertReads : public Residency {
     using Load = std::function<Indices(const Indices&)>;
     using Check = std::function<Indices(const Indices&, const std::vector<uint8_t*>& addresses)>;
 
-    ExpertReads(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity_bytes, int64_t pin_limit_bytes,
+    ExpertCache(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity_bytes, int64_t pin_limit_bytes,
                 std::vector<ExpertSource> sources, bool drops_pages);
 
     // The loop of a reader thread, until `close`. Without a check nothing is compared.
@@ -90,7 +90,7 @@ class ExpertReads : public Residency {
     SourceFile& file_of(const Indices& run) { return files_[file_of_[static_cast<size_t>(run[0])]]; }
     Indices next_run(Lock& lock, bool& is_warm);
     bool give_places(const Indices& run);
-    void follow(int64_t index);
+    void rebind(int64_t index);
     bool read(const Indices& run, const std::vector<uint8_t*>& addresses) const;
     void end(const Indices& run, const Indices& failed, bool is_warm);
     void change_reading(int by);

@@ -32,11 +32,11 @@ double log_add_exp2(double x, double y) {
 
 Residency::Residency(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity, int64_t pin_limit)
     : capacity_bytes(capacity), pin_limit_bytes(pin_limit), facts_(std::move(facts)), columns_(columns), counts_(counts) {
-    before_.assign(facts_.sizes.size(), -1);
+    previous_in_file_.assign(facts_.sizes.size(), -1);
     for (int64_t index = 0; index < count(); ++index) {
-        const int64_t next = facts_.following[static_cast<size_t>(index)];
+        const int64_t next = facts_.next_in_file[static_cast<size_t>(index)];
         if (next >= 0) {
-            before_[static_cast<size_t>(next)] = index;
+            previous_in_file_[static_cast<size_t>(next)] = index;
         }
         columns_.state[index] = size(index) > 0 ? kAbsent : kResident;
     }
@@ -173,7 +173,7 @@ Residency::Indices Residency::take(std::deque<int64_t>& queue) {
     std::deque<int64_t> run{first};
     int64_t room_bytes = facts_.max_run_bytes - size(first);
     for (const bool is_behind : {true, false}) {
-        const std::vector<int64_t>& neighbours = is_behind ? facts_.following : before_;
+        const std::vector<int64_t>& neighbours = is_behind ? facts_.next_in_file : previous_in_file_;
         int64_t index = neighbours[static_cast<size_t>(first)];
         while (run.size() < most && index >= 0 && size(index) <= room_bytes && contains(queue, index)) {
             remove(queue, index);

@@ -44,7 +44,7 @@ struct CacheCounts {
 struct ResidencyFacts {
     std::vector<int64_t> sizes;      // bytes; 0: left out of the model, always resident
     std::vector<int64_t> layer_of;
-    std::vector<int64_t> following;  // the expert whose bytes follow in the file, or -1
+    std::vector<int64_t> next_in_file;  // the expert whose bytes follow in the file, or -1
     int64_t readers, max_run_bytes;
     double half_life;                // in requests of a layer
     Score score;
@@ -113,7 +113,7 @@ class Residency {
     Indices take(std::deque<int64_t>& queue);
     Indices within_pin_limit(const Indices& indices) const;
 
-    std::vector<int64_t> before_;  // the expert whose bytes come before, or -1
+    std::vector<int64_t> previous_in_file_;  // the expert whose bytes come before, or -1
     Indices pins_;
     int64_t clock_ = 0;
 };
