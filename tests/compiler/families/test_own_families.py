@@ -20,7 +20,7 @@ from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.reference.weights import WeightStore
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import PROJECTIONS
-from moec.runtime.text.chat import render_chat
+from moec.runtime.text.chat_process import render_chat
 from tests.compiler.configured import configured, lowered
 from tests.compiler.swept import swept
 from tests.lossless_runs import check_lossless

@@ -2,7 +2,7 @@
 
 The template comes from the checkpoint. The bundle carries it, and it is not trusted.
 It sees only the messages and the names of the special tokens. The sandbox of jinja2 keeps it from everything else.
-Limits of the system bound the time and memory of the process that renders it (template_child.py).
+Limits of the system bound the time and memory of the process that renders it (chat_template.py).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ChatRenderer:
     def __init__(self) -> None:
         if not sys.executable:
             raise ExecutionError("chat templates need a Python interpreter, `sys.executable` names none", "set it")
-        script = Path(__file__).with_name("template_child.py")
+        script = Path(__file__).with_name("chat_template.py")
         command = [sys.executable, "-I", "-S", str(script), *_package_folders("jinja2", "markupsafe")]
         try:
             self.process = subprocess.Popen(
