@@ -1,8 +1,9 @@
-"""Render chat templates: turn messages into the text that a model was trained on, in a separate process.
+"""The process of a chat template: start it, send it messages, and limit its time and memory.
 
+`chat_template.py` renders, inside this process: it turns messages into the text that a model was trained on.
 The template comes from the checkpoint. The bundle carries it, and it is not trusted.
 It sees only the messages and the names of the special tokens. The sandbox of jinja2 keeps it from everything else.
-Limits of the system bound the time and memory of the process that renders it (chat_template.py).
+Limits of the system bound the time and memory of the process.
 """
 
 from __future__ import annotations
