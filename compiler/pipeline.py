@@ -10,6 +10,7 @@ from __future__ import annotations
 from moec.manifests.bundle import PARTIAL_SUFFIX
 
 from .bundle.plan_bundles import clear_trials
+from .bundle.publish import check_replaceable, publish_directory, recover_replaced
 from .preflight.finished import complete_earlier_run, may_be_finished, note_certified
 from .preflight.preparation import prepare
 from .request.request import CompileRequest
@@ -17,7 +18,6 @@ from .request.result import CompileResult
 from .stages.bundle import certify_bundle, complete_bundle, report, write_bundle
 from .stages.planning import make_curve, make_plan
 from .stages.workbench import Certified, compiling_bench, planning_bench
-from .workspace.durable import check_replaceable, publish_directory, recover_replaced
 from .workspace.output_lock import hold_output
 from .workspace.work_folder import check_partial, removed_on_failure
 
