@@ -58,6 +58,10 @@ class StreamingCache(ABC):
         """Return whether an expert is in memory or being read. A queued read does not count: it may be dropped."""
         return bool(self._state[index] in (LOADING, RESIDENT))
 
+    def is_resident(self, index: int) -> bool:
+        """Return whether an expert is in memory now."""
+        return bool(self._state[index] == RESIDENT)
+
     @abstractmethod
     def resident(self) -> np.ndarray:
         """Return the experts that are in memory now, ascending, int64."""
