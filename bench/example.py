@@ -18,7 +18,7 @@ from moec.compiler.families import lower
 from moec.compiler.request.plan import plain_plan
 from moec.compiler.sensitivity.answer_walk import AnswerWalk
 from moec.compiler.sensitivity.sensitivity import dense_formats
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LayerSlot
 from moec.compiler.walker.texts import AnswerTexts, TextStates, TokenTexts
 from moec.compiler.workspace.parallel import workers
 from moec.evaluation.data import load_splits

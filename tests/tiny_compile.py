@@ -14,7 +14,7 @@ from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.result import CompileResult
 from moec.compiler.request.targets import Target, TargetKind
-from moec.compiler.walker.residency import NOTHING_RESIDENT
+from moec.compiler.walker.kept_layers import NOTHING_RESIDENT
 from moec.compiler.workspace.durable import Disk
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile

@@ -18,7 +18,7 @@ from torch import Tensor
 from moec.manifests.model import ExpertsSpec
 
 from ..reference.expert_module import intermediate
-from ..walker.slot import LayerSlot
+from ..walker.loaded_layer import LayerSlot
 from ..walker.texts import TextStates
 from ..workspace.parallel import Workers
 from .collect import UNIMPORTANCE_BINS, weight_summary

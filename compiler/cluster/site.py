@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..sensitivity.answer_walk import AnswerWalk
-    from ..walker.slot import LayerSlot, Replaced
+    from ..walker.loaded_layer import LayerSlot, Replaced
 
 _SAMPLE_BYTES = 1 << 16
 
@@ -99,7 +99,7 @@ class Site:
     def slot(self) -> LayerSlot:
         """Return the slot of the layers."""
         if self._slot is None:
-            from ..walker.slot import LayerSlot  # loads transformers, which quantizing does not need
+            from ..walker.loaded_layer import LayerSlot  # loads transformers, which quantizing does not need
 
             self._slot = LayerSlot(self.lowering)
         return self._slot

@@ -30,8 +30,8 @@ from ..quantization.quantizers import quantizer as find_quantizer
 from ..quantization.quantizers.rtn import rounded_rows
 from ..reference.decode import ROWS_PER_STEP
 from ..reference.network import TOKENS_PER_FORWARD
+from ..walker.loaded_layer import LayerSlot
 from ..walker.memory import layer_weights
-from ..walker.slot import LayerSlot
 from ..walker.texts import TextStates, TokenTexts
 from ..workspace.durable import Disk, disk_errors
 from ..workspace.parallel import Workers, workers

@@ -17,9 +17,9 @@ from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES, QuantSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
+from ..preflight.kept_layers import MemoryNeed, may_compare, measures_tasks, runtime_bytes
 from ..preflight.preflight import reachable_bytes
 from ..preflight.preparation import Prepared
-from ..preflight.residency import MemoryNeed, may_compare, measures_tasks, runtime_bytes
 from ..reference.decode import ROWS_PER_STEP
 from ..request.options import UNIFORM_DENSE_BITS
 from ..request.uniform import uniform_spec
@@ -38,6 +38,7 @@ from ..search.swaps import SWAPS
 from ..sensitivity.exact import EXACT_ITEMS
 from ..sensitivity.fisher import asks_gradients
 from ..stages.texts import CompileTexts
+from ..walker.kept_layers import resident_bytes
 from ..walker.memory import (
     PROCESS_BYTES,
     SKETCHES,
@@ -46,7 +47,6 @@ from ..walker.memory import (
     sweep_bytes,
     variant_count,
 )
-from ..walker.residency import resident_bytes
 from .answers import count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
 

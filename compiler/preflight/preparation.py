@@ -25,11 +25,11 @@ from ..request.uniform import uniform_spec
 from ..search.pruning import prunes
 from ..sensitivity.fisher import asks_gradients
 from ..sensitivity.sensitivity import dense_formats
-from ..walker.residency import NOTHING_RESIDENT, Residency, resident_bytes
+from ..walker.kept_layers import NOTHING_RESIDENT, Residency, resident_bytes
 from ..workspace.journal import JOURNAL_FORMAT
 from .device_fit import smallest_plan, summarise_device
+from .kept_layers import MemoryNeed, choose_residency
 from .preflight import preflight, routed_widths
-from .residency import MemoryNeed, choose_residency
 
 KL_ITEMS = 256
 """Number of validation items, over all tasks, whose answer tokens give the KL of a trial."""

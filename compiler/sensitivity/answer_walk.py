@@ -21,8 +21,8 @@ from moec.manifests.progress import Progress
 from ..quantization.unit_store import UnitStore
 from ..reference.weights import WeightName
 from ..request.plan import CompilePlan
+from ..walker.loaded_layer import LayerSlot, Replaced, embedded
 from ..walker.output_head import OutputHead, divergence
-from ..walker.slot import LayerSlot, Replaced, embedded
 from ..walker.texts import AnswerTexts, TextStates, text_batches
 from ..workspace.parallel import one_torch_thread, workers
 

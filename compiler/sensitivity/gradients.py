@@ -27,9 +27,9 @@ from moec.manifests.quant import QuantSpec
 
 from ..quantization.unit_store import UnitStore
 from ..reference.expert_module import SeparateExperts, summed_experts
+from ..walker.loaded_layer import LayerSlot
 from ..walker.memory import SKETCHES, TOKENS_PER_BACKWARD
 from ..walker.output_head import OutputHead
-from ..walker.slot import LayerSlot
 from ..walker.texts import AnswerTexts, TextStates
 from ..workspace.journal import Journal
 from ..workspace.parallel import Workers, workers

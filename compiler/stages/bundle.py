@@ -15,8 +15,8 @@ from ..bundle.quality import Evidence, model_card, quality_report, unimportance_
 from ..calibration.collect import calibration_summary
 from ..calibration.tables import Tables
 from ..preflight.device_fit import summarise_device
+from ..preflight.kept_layers import measures_tasks, runtime_bytes
 from ..preflight.preparation import Prepared
-from ..preflight.residency import measures_tasks, runtime_bytes
 from ..request.ports import UnpublishedBundle
 from .measure import plan_bundles
 from .workbench import Certified, Planned, Workbench

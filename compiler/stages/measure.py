@@ -11,8 +11,8 @@ from moec.manifests.progress import Progress
 
 from ..bundle.plan_bundles import PlanBundles
 from ..calibration.collect import unseen_notes
+from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
-from ..preflight.residency import runtime_bytes
 from ..quantization.swept_store import SweptStore
 from ..quantization.unit_store import UnitStore
 from ..sensitivity.answer_walk import AnswerWalk, MeasureAnswers
@@ -20,7 +20,7 @@ from ..sensitivity.fisher import asks_gradients, predictions
 from ..sensitivity.gradients import LayerGradients
 from ..sensitivity.sensitivity import SensitivityTable, corrected_by_measurement, with_gradients
 from ..sensitivity.trials import TaskData, Trials
-from ..walker.slot import LayerSlot
+from ..walker.loaded_layer import LayerSlot
 from .sweep import Sweep, Swept, sweep_dense_probe
 from .texts import CompileTexts, compile_texts
 from .workbench import Measured, Workbench

@@ -7,8 +7,8 @@ from dataclasses import replace
 from moec.manifests.errors import TargetUnreachable
 
 from ..preflight.device_fit import choose_objective, summarise_device
+from ..preflight.kept_layers import may_compare
 from ..preflight.preparation import Prepared
-from ..preflight.residency import may_compare
 from ..request.low_versions import with_low_versions
 from ..request.objective import byte_weights
 from ..request.plan import CompilePlan

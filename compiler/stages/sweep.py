@@ -28,8 +28,8 @@ from ..calibration.layer_inputs import LayerInputs, calibrate_layer
 from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer, QuantizeElsewhere
 from ..quantization.swept_store import SweptStore, packed_unit, stage_name
 from ..sensitivity.sensitivity import PROBE_BITWIDTH, SensitivityTable, dense_groups, nearest_format
+from ..walker.loaded_layer import LayerSlot, embedded
 from ..walker.output_head import divergence
-from ..walker.slot import LayerSlot, embedded
 from ..walker.texts import TextStates
 from ..workspace.journal import Journal
 from ..workspace.parallel import Workers, workers

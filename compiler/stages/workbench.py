@@ -13,8 +13,8 @@ from torch import Tensor
 from ..bundle.certify import DivergenceCertificate, TaskCertificate
 from ..calibration.collect import ActivationStatistics
 from ..cluster.session import ClusterSession, cluster_session
+from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
-from ..preflight.residency import runtime_bytes
 from ..quantization.swept_store import SweptStore
 from ..request.plan import CompilePlan
 from ..search.comparison import Comparison

@@ -17,7 +17,7 @@ from moec.compiler.request.options import Talk
 from moec.compiler.stages import bundle as bundle_stages
 from moec.compiler.stages import measure as measure_stages
 from moec.compiler.stages import planning as planning_stages
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LayerSlot
 from tests.tiny_compile import check_bundle, compile_tiny, contents, little_memory, names, save_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

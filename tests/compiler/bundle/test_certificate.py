@@ -13,7 +13,7 @@ import pytest
 
 from moec.cli.commands.compile import open_partial
 from moec.compiler.bundle.plan_bundles import TRIAL, UNQUANTIZED, PlanBundles, clear_trials, trial_folder
-from moec.compiler.preflight.residency import runtime_bytes
+from moec.compiler.preflight.kept_layers import runtime_bytes
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import plain_plan
 from moec.compiler.request.uniform import uniform_like

@@ -30,7 +30,7 @@ from moec.compiler.calibration.tables import Tables
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.reference.model import ReferenceModel
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LayerSlot
 from moec.compiler.walker.texts import TextStates, TokenTexts
 from moec.compiler.workspace.parallel import workers
 from moec.manifests.errors import DataError

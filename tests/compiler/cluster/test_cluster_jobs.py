@@ -27,8 +27,8 @@ from moec.compiler.reference.seq2seq import divided_pairs
 from moec.compiler.sensitivity.gradients import LayerGradients, PriceElsewhere
 from moec.compiler.stages.sweep import Sweep, Swept
 from moec.compiler.stages.texts import CompileTexts
+from moec.compiler.walker.loaded_layer import LayerSlot
 from moec.compiler.walker.memory import PROCESS_BYTES
-from moec.compiler.walker.slot import LayerSlot
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal

@@ -19,7 +19,7 @@ from moec.compiler.reference.network import length_batches
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.sensitivity.answer_walk import AnswerMeasures, AnswerWalk
 from moec.compiler.sensitivity.trials import Trials
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LayerSlot
 from moec.compiler.walker.texts import TokenTexts, text_batches
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal

@@ -13,7 +13,7 @@ from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.sensitivity.gradients import LayerGradients
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LayerSlot
 from moec.compiler.walker.texts import TextStates
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal

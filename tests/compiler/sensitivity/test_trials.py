@@ -28,7 +28,7 @@ from moec.compiler.stages.measure import plan_bundles, task_data
 from moec.compiler.stages.texts import compile_texts
 from moec.compiler.stages.workbench import Workbench
 from moec.compiler.walker import output_head
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LayerSlot
 from moec.compiler.walker.texts import AnswerTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal

@@ -24,9 +24,9 @@ from moec.compiler.request.uniform import dense_spec
 from moec.compiler.sensitivity.answer_walk import AnswerWalk, planned_weights
 from moec.compiler.stages.sweep import Sweep, Swept
 from moec.compiler.stages.texts import CompileTexts
+from moec.compiler.walker.loaded_layer import LayerSlot
 from moec.compiler.walker.memory import sweep_bytes
 from moec.compiler.walker.output_head import divergence as token_divergence
-from moec.compiler.walker.slot import LayerSlot
 from moec.compiler.walker.texts import AnswerTexts, TextStates, TokenTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal

@@ -10,7 +10,7 @@ import pytest
 
 from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.request.targets import TargetKind
-from moec.compiler.walker.residency import Residency
+from moec.compiler.walker.kept_layers import Residency
 from moec.evaluation.data import load_splits
 from moec.evaluation.run import evaluate
 from moec.manifests.errors import OptionError

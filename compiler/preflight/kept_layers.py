@@ -11,8 +11,7 @@ from moec.manifests.quant import QuantSpec
 
 from ..request.options import CompileOptions
 from ..sensitivity.fisher import asks_gradients
-from ..walker.memory import certificate_bytes, certifying_bytes, gradients_bytes, sweep_bytes
-from ..walker.residency import (
+from ..walker.kept_layers import (
     LARGE_TEXTS,
     SCORED_TOKENS,
     SMALL_TEXTS,
@@ -21,6 +20,7 @@ from ..walker.residency import (
     fitting_layers,
     resident_bytes,
 )
+from ..walker.memory import certificate_bytes, certifying_bytes, gradients_bytes, sweep_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from moec.compiler.preflight.kept_layers import MemoryNeed, choose_residency, measures_tasks, runtime_bytes
 from moec.compiler.preflight.preparation import prepare
-from moec.compiler.preflight.residency import MemoryNeed, choose_residency, measures_tasks, runtime_bytes
 from moec.compiler.request.options import CompileOptions, Sensitivity
 from moec.compiler.request.targets import Target, TargetKind
-from moec.compiler.walker.memory import certificate_bytes, layer_weights
-from moec.compiler.walker.residency import (
+from moec.compiler.walker.kept_layers import (
     LARGE_TEXTS,
     NOTHING_RESIDENT,
     SCORED_TOKENS,
@@ -22,6 +21,7 @@ from moec.compiler.walker.residency import (
     fitting_layers,
     resident_bytes,
 )
+from moec.compiler.walker.memory import certificate_bytes, layer_weights
 from moec.manifests.errors import OptionError
 from tests.compiler.search.toy_search import SPECS, toy_model
 from tests.tiny_compile import make_request
@@ -107,8 +107,8 @@ from pathlib import Path
 import torch
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.preflight.preparation import prepare
-from moec.compiler.preflight.residency import MemoryNeed
-from moec.compiler.walker.residency import LARGE_TEXTS, resident_bytes
+from moec.compiler.preflight.kept_layers import MemoryNeed
+from moec.compiler.walker.kept_layers import LARGE_TEXTS, resident_bytes
 from tests.tiny_compile import make_request
 model, texts, output = map(Path, sys.argv[1:])
 torch.set_num_threads(1)
