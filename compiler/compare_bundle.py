@@ -21,7 +21,7 @@ from .bundle.plan_bundles import clear_trials
 from .checkpoint.checkpoint import Checkpoint, open_checkpoint
 from .families import lower
 from .preflight.finished import plan_of
-from .preflight.preparation import Prepared, with_residency
+from .preflight.preparation import Prepared, with_kept_layers
 from .request.options import DEFAULT_GROUP_SIZES, CompileOptions, Talk
 from .request.ports import OpenRuntime
 from .request.request import CompileRequest
@@ -80,7 +80,7 @@ def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
     lowering = lower(checkpoint)
     splits, shots = load_task_data(options, request.talk.note)
     _check_data(request, splits)
-    prepared = with_residency(Prepared(inner, checkpoint, lowering, splits, shots))
+    prepared = with_kept_layers(Prepared(inner, checkpoint, lowering, splits, shots))
     request.talk.note("hashing the checkpoint")
     _check_source(request, checkpoint)
     plan = plan_of(request.manifest)

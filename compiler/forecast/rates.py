@@ -30,7 +30,7 @@ from ..quantization.quantizers import quantizer as find_quantizer
 from ..quantization.quantizers.rtn import rounded_rows
 from ..reference.decode import ROWS_PER_STEP
 from ..reference.network import TOKENS_PER_FORWARD
-from ..walker.loaded_layer import LayerSlot
+from ..walker.loaded_layer import LoadedLayer
 from ..walker.memory import layer_weights
 from ..walker.texts import TextStates, TokenTexts
 from ..workspace.durable import Disk, disk_errors
@@ -139,7 +139,7 @@ def measure_layer(
     layer, threads, clock = measured_layer(lowering.model), torch.get_num_threads(), _Clock()
     pieces, formats = 6, [spec for spec in specs if spec.bitwidth < 16]
     progress(0, pieces)
-    slot = LayerSlot(lowering)
+    slot = LoadedLayer(lowering)
     with clock.running():
         slot.load(layer)
     loaded = clock.seconds
@@ -189,7 +189,7 @@ def _quantized_expert(
     return clock.seconds / len(chosen), packed
 
 
-def _states(slot: LayerSlot, texts: TokenTexts, tokens: int) -> TextStates:
+def _states(slot: LoadedLayer, texts: TokenTexts, tokens: int) -> TextStates:
     """Return the first texts before the loaded layer. A decoder reads the embeddings of the prompts."""
     states = TextStates.begin(texts.first(tokens), slot.embed)
     if states.is_encoding and slot.layer >= slot.model.first_decoder_layer:
@@ -197,7 +197,7 @@ def _states(slot: LayerSlot, texts: TokenTexts, tokens: int) -> TextStates:
     return states
 
 
-def _decoded_token(slot: LayerSlot, texts: TokenTexts, pool: Workers, threads: int) -> float:
+def _decoded_token(slot: LoadedLayer, texts: TokenTexts, pool: Workers, threads: int) -> float:
     """Return the seconds of a token through the layer, while each thread runs a batch of single tokens."""
     clock, count = _Clock(), threads * ROWS_PER_STEP
     chosen = list(islice(cycle(range(len(texts.rows))), count))

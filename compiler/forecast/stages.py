@@ -98,7 +98,7 @@ class SearchForecast:
         self._prepared, self._texts, self._disk, self._rates = prepared, texts, disk, rates
         self._model, self._target = prepared.lowering.model, prepared.request.options.target.kind
         self._threads, self._specs = torch.get_num_threads(), formats_below_16_bits(prepared.stored_specs)
-        self._holds_model = prepared.residency.holds_model
+        self._holds_model = prepared.kept_layers.holds_model
         self._held_out = sum(answers.texts.num_tokens for answers in texts.held_out.values())
         self._bundle = self._bundle_bytes()
         self._validation, self._test = count_answers(prepared)
@@ -113,9 +113,9 @@ class SearchForecast:
             if measures_tasks(self._prepared.request.options, self._holds_model)
             else 0
         )
-        resident = resident_bytes(model, self._prepared.residency.resident_layers)
+        resident = resident_bytes(model, self._prepared.kept_layers.count)
         need = MemoryNeed(model, self._prepared.request.options, specs, self._threads, len(self._prepared.splits))
-        memory = need.bytes_with(self._prepared.residency.texts) + resident
+        memory = need.bytes_with(self._prepared.kept_layers.texts) + resident
         tokens, probe = calibration + self._texts.scored_tokens, self._texts.probe.num_tokens
         passes = sweep_bytes(model, tokens, probe, specs, self._threads) + resident
         return [
@@ -221,7 +221,7 @@ class SearchForecast:
 
     def _reading_seconds(self) -> float:
         """Return the seconds of reads while bundles that exceed memory answer. Each pass reads what is missing once."""
-        resident = resident_bytes(self._model, self._model.num_layers) if self._prepared.residency.holds_model else 0
+        resident = resident_bytes(self._model, self._model.num_layers) if self._prepared.kept_layers.holds_model else 0
         room = runtime_bytes(self._model, self._prepared.request.memory_limit_bytes) - resident
         answers = (self._validation.read + self._test.read) / MAX_PASS_TOKENS
         answers += (self._validation.decoded + self._test.decoded) / ROWS_PER_STEP

@@ -21,7 +21,7 @@ from moec.manifests.progress import Progress
 from ..quantization.unit_store import UnitStore
 from ..reference.weights import WeightName
 from ..request.plan import CompilePlan
-from ..walker.loaded_layer import LayerSlot, Replaced, embedded
+from ..walker.loaded_layer import LoadedLayer, Replaced, embedded
 from ..walker.output_head import OutputHead, divergence
 from ..walker.texts import AnswerTexts, TextStates, text_batches
 from ..workspace.parallel import one_torch_thread, workers
@@ -99,7 +99,7 @@ class AnswerWalk:
 
     def __init__(
         self,
-        make_slot: Callable[[], LayerSlot],
+        make_slot: Callable[[], LoadedLayer],
         answers: AnswerTexts,
         threads: int,
         progress: Progress,
@@ -108,7 +108,7 @@ class AnswerWalk:
     ) -> None:
         self._make_slot, self.answers, self._threads, self._progress = make_slot, answers, threads, progress
         self._own_states, self._keeps_slot = own_states, keeps_slot
-        self._slot: LayerSlot | None = None
+        self._slot: LoadedLayer | None = None
         self._own_log_probs: list[Tensor] = []
         self._first: dict[int, AnswerWalk] = {}
 
@@ -134,7 +134,7 @@ class AnswerWalk:
             self._first[items] = AnswerWalk(self._opened, answers, self._threads, self._progress, None, keeps)
         return self._first[items]
 
-    def _opened(self) -> LayerSlot:
+    def _opened(self) -> LoadedLayer:
         self._slot = self._slot or self._make_slot()
         return self._slot
 
@@ -156,7 +156,7 @@ class AnswerWalk:
                 nll[tokens] = -log_q.gather(1, targets[tokens].unsqueeze(1)).squeeze(1).double().numpy()
         return AnswerMeasures(kl, agrees, nll)
 
-    def _states(self, slot: LayerSlot, weights: Replaced) -> Tensor:
+    def _states(self, slot: LoadedLayer, weights: Replaced) -> Tensor:
         """Return the normed states at the scored tokens under these weights, [A, D]."""
         table, layers, scale = weights("embedding"), slot.model.num_layers, slot.model.embedding_scale
         texts = TextStates.begin(

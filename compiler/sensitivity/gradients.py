@@ -27,7 +27,7 @@ from moec.manifests.quant import QuantSpec
 
 from ..quantization.unit_store import UnitStore
 from ..reference.expert_module import SeparateExperts, summed_experts
-from ..walker.loaded_layer import LayerSlot
+from ..walker.loaded_layer import LoadedLayer
 from ..walker.memory import SKETCHES, TOKENS_PER_BACKWARD
 from ..walker.output_head import OutputHead
 from ..walker.texts import AnswerTexts, TextStates
@@ -77,7 +77,7 @@ class LayerGradients:
 
     def __init__(
         self,
-        slot: LayerSlot,
+        slot: LoadedLayer,
         store: UnitStore,
         texts: AnswerTexts,
         specs: Sequence[QuantSpec],

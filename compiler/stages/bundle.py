@@ -52,7 +52,7 @@ def certify_bundle(bench: Workbench, planned: Planned, partial: Path) -> Certifi
             for task, texts in measured.texts.held_out.items()
         }
         measured.trials.close()
-        with_tasks = measures_tasks(request.options, bench.prepared.residency.holds_model)
+        with_tasks = measures_tasks(request.options, bench.prepared.kept_layers.holds_model)
         splits = bench.prepared.splits if with_tasks else ()
         tasks, divergences = certify(request, partial, plan_bundles(bench), held_out, splits, bench.prepared.shots)
         certified = Certified(tasks, divergences)

@@ -20,7 +20,7 @@ from ..sensitivity.fisher import asks_gradients, predictions
 from ..sensitivity.gradients import LayerGradients
 from ..sensitivity.sensitivity import SensitivityTable, corrected_by_measurement, with_gradients
 from ..sensitivity.trials import TaskData, Trials
-from ..walker.loaded_layer import LayerSlot
+from ..walker.loaded_layer import LoadedLayer
 from .sweep import Sweep, Swept, sweep_dense_probe
 from .texts import CompileTexts, compile_texts
 from .workbench import Measured, Workbench
@@ -31,7 +31,7 @@ class _Passes:
     """The workbench of every pass over the layers."""
 
     bench: Workbench
-    slot: LayerSlot
+    slot: LoadedLayer
     store: SweptStore
     texts: CompileTexts | None
     threads: int
@@ -43,7 +43,7 @@ def measure(bench: Workbench) -> Measured:
     bundles = plan_bundles(bench)
     if prepared.request.options.target.kind == "loss":
         _require_baselines(bench, bundles)
-    slot = LayerSlot(prepared.lowering, prepared.residency.resident_layers)
+    slot = LoadedLayer(prepared.lowering, prepared.kept_layers.count)
     store = SweptStore(prepared.lowering, prepared.request.options.quantizer, prepared.stored_specs, bench.journal)
     texts = compile_texts(prepared) if prepared.splits else None
     passes = _Passes(bench, slot, store, texts, torch.get_num_threads())
@@ -114,10 +114,10 @@ def _with_gradients(passes: _Passes, table: SensitivityTable) -> SensitivityTabl
 
 def _answer_walk(passes: _Passes, texts: CompileTexts, swept: Swept, progress: Progress) -> MeasureAnswers:
     """Return what measures answers under the weights of plans, on this machine or on workers."""
-    cluster, residency = passes.bench.cluster, passes.bench.prepared.residency
+    cluster, kept_layers = passes.bench.cluster, passes.bench.prepared.kept_layers
     if cluster is not None:
         return cluster.measure_answers(texts.answers)
-    lowering, layers = passes.bench.prepared.lowering, residency.resident_layers
-    keeps = residency.holds_model
-    make = (lambda: passes.slot) if keeps else (lambda: LayerSlot(lowering, layers))
+    lowering, layers = passes.bench.prepared.lowering, kept_layers.count
+    keeps = kept_layers.holds_model
+    make = (lambda: passes.slot) if keeps else (lambda: LoadedLayer(lowering, layers))
     return AnswerWalk(make, texts.answers, passes.threads, progress, swept.answers, keeps)

@@ -75,7 +75,7 @@ def open_space(prepared: Prepared, measured: Measured) -> SearchSpace:
 def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Comparison | None:
     """Measure what people would pick instead; unasked, only what takes a third of all measurements at most."""
     options, talk = prepared.request.options, prepared.request.talk
-    has_comparisons = may_compare(options, prepared.residency.holds_model) or options.search == "edgemoe"
+    has_comparisons = may_compare(options, prepared.kept_layers.holds_model) or options.search == "edgemoe"
     if not prepared.splits or not has_comparisons:
         return None
     if not can_compare(plan, prepared.specs):
@@ -105,7 +105,7 @@ def make_curve(bench: Workbench, planned: Planned) -> LossCurve:
     if planned.searched is None:
         raise ValueError("a plan without a search has no curve")
     space, measured = planned.searched.space, planned.searched.measured
-    specs = prepared.specs if may_compare(request.options, prepared.residency.holds_model) else ()
+    specs = prepared.specs if may_compare(request.options, prepared.kept_layers.holds_model) else ()
     if specs and request.options.comparisons is None:
         is_free = affordable_here(measured.trials, len(specs), is_loss=True) == EVERY
         specs = specs if is_free else ()
@@ -116,7 +116,7 @@ def swaps(prepared: Prepared) -> Swaps:
     """Return how many swaps are tried. By default none if memory does not hold the model: each reads the checkpoint."""
     count = prepared.request.options.swaps
     if count is None:
-        count = SWAPS if prepared.residency.holds_model else 0
+        count = SWAPS if prepared.kept_layers.holds_model else 0
     return Swaps(count, prepared.request.talk)
 
 

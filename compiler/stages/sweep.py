@@ -28,7 +28,7 @@ from ..calibration.layer_inputs import LayerInputs, calibrate_layer
 from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer, QuantizeElsewhere
 from ..quantization.swept_store import SweptStore, packed_unit, stage_name
 from ..sensitivity.sensitivity import PROBE_BITWIDTH, SensitivityTable, dense_groups, nearest_format
-from ..walker.loaded_layer import LayerSlot, embedded
+from ..walker.loaded_layer import LoadedLayer, embedded
 from ..walker.output_head import divergence
 from ..walker.texts import TextStates
 from ..workspace.journal import Journal
@@ -83,7 +83,7 @@ class Sweep:
 
     def __init__(
         self,
-        slot: LayerSlot,
+        slot: LoadedLayer,
         store: SweptStore,
         journal: Journal,
         dense_probe: Mapping[str, QuantSpec],

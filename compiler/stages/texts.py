@@ -52,7 +52,7 @@ class CompileTexts:
 
 def compile_texts(prepared: Prepared) -> CompileTexts:
     """Encode the texts of all tasks. Raises ContextOverflow, and DataError where no text is left."""
-    model, limits = prepared.lowering.model, prepared.residency.texts
+    model, limits = prepared.lowering.model, prepared.kept_layers.texts
     tokenizer = load_tokenizer(prepared.checkpoint.root)
 
     def encoded(texts: Sequence[tuple[str, str]]) -> list[TokenPair]:

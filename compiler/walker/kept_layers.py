@@ -45,14 +45,14 @@ LARGE_TEXTS = TextLimits(calibration=131_072, probe=2_048, gradients=16_384, ans
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
-    """The part of a model that stays in memory between passes.
+class KeptLayers:
+    """The layers of a model that stay in memory between the passes of a compile.
 
-    resident_layers: number of layers, from the first, whose 16-bit weights stay.
+    count: number of layers, from the first, whose 16-bit weights stay.
     holds_model: all of them do, with room for LARGE_TEXTS.
     """
 
-    resident_layers: int
+    count: int
     holds_model: bool
 
     @property
@@ -61,7 +61,7 @@ class Residency:
         return LARGE_TEXTS if self.holds_model else SMALL_TEXTS
 
 
-NOTHING_RESIDENT = Residency(0, holds_model=False)
+NOTHING_KEPT = KeptLayers(0, holds_model=False)
 
 
 def resident_bytes(model: ModelSpec, layers: int) -> int:

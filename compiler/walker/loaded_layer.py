@@ -33,7 +33,7 @@ def _own_weights(name: WeightName) -> None:
     """Replace no weight."""
 
 
-class LayerSlot:
+class LoadedLayer:
     """One layer in float32 whose weights are exchanged, with the embedding, the norms and the head of the model.
 
     resident_layers: number of layers, from the first, whose 16-bit weights stay in memory after their first use.

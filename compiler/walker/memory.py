@@ -82,7 +82,7 @@ def gradients_bytes(model: ModelSpec, tokens: int, scored_tokens: int, specs: Se
 
 
 def _slot_bytes(model: ModelSpec) -> int:
-    """Return the memory of loaded layers in float32: one of every kind, see slot.py."""
+    """Return the memory of loaded layers in float32: one of every kind, see loaded_layer.py."""
     kinds: dict[tuple[bool, bool, int], int] = {}
     for at, layer in enumerate(model.layers):
         kind = bool(layer.experts.count), at >= model.first_decoder_layer, layer.attention.sliding_window

@@ -27,7 +27,7 @@ from moec.compiler.reference.seq2seq import divided_pairs
 from moec.compiler.sensitivity.gradients import LayerGradients, PriceElsewhere
 from moec.compiler.stages.sweep import Sweep, Swept
 from moec.compiler.stages.texts import CompileTexts
-from moec.compiler.walker.loaded_layer import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.memory import PROCESS_BYTES
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts
 from moec.compiler.workspace.durable import Disk
@@ -66,7 +66,7 @@ def random_inputs(model: ModelSpec, experts: Any) -> LayerInputs:
 def test_experts_are_quantized_to_the_same_codes(
     folder: Path, lowering: Lowering, quantizer: str, with_texts: bool, count: int, threads: int
 ) -> None:
-    slot, how = LayerSlot(lowering), ExpertQuantizer(0, quantizer, SPECS)
+    slot, how = LoadedLayer(lowering), ExpertQuantizer(0, quantizer, SPECS)
     slot.load(0)
     inputs = random_inputs(lowering.model, slot.experts) if with_texts else None
     assert inputs is None or (inputs.tokens == 0).sum() >= 1
@@ -110,7 +110,7 @@ def test_a_sweep_over_the_layers_is_the_same_with_experts_quantized_elsewhere(
     def swept(
         work: Path, quantizes: QuantizeElsewhere | None, prices: PriceElsewhere | None
     ) -> tuple[Swept, SweptStore, np.ndarray]:
-        journal, slot = Journal(work, "x", Disk()), LayerSlot(lowering)
+        journal, slot = Journal(work, "x", Disk()), LoadedLayer(lowering)
         store = SweptStore(lowering, quantizer, SPECS, journal)
         found = Sweep(slot, store, journal, probe, 0, quantizes).run(texts, 2, no_progress)
         gradients = LayerGradients(slot, store, texts.gradients, (*SPECS, LEFT_OUT), journal, prices)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from moec.compiler.preflight.kept_layers import MemoryNeed, choose_residency, measures_tasks, runtime_bytes
+from moec.compiler.preflight.kept_layers import MemoryNeed, choose_kept_layers, measures_tasks, runtime_bytes
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.request.options import CompileOptions, Sensitivity
 from moec.compiler.request.targets import Target, TargetKind
 from moec.compiler.walker.kept_layers import (
     LARGE_TEXTS,
-    NOTHING_RESIDENT,
+    NOTHING_KEPT,
     SCORED_TOKENS,
     SMALL_TEXTS,
-    Residency,
+    KeptLayers,
     fitting_layers,
     resident_bytes,
 )
@@ -39,22 +39,22 @@ def test_more_memory_keeps_more_layers(kind: TargetKind) -> None:
     asked, layer = need(kind), resident_bytes(MODEL, 1)
     least, whole = asked.bytes_with(SMALL_TEXTS), asked.bytes_with(LARGE_TEXTS) + resident_bytes(MODEL, 8)
     assert layer == 2 * layer_weights(MODEL, 0) and least + layer < whole
-    assert choose_residency(asked, whole) == Residency(8, holds_model=True)
-    assert not choose_residency(asked, whole - 1).holds_model
-    assert choose_residency(asked, least) == NOTHING_RESIDENT
-    assert choose_residency(asked, least + layer - 1) == NOTHING_RESIDENT
-    assert choose_residency(asked, least + layer) == Residency(1, holds_model=False)
-    kept = [choose_residency(asked, size).resident_layers for size in range(least, whole, layer // 3)]
+    assert choose_kept_layers(asked, whole) == KeptLayers(8, holds_model=True)
+    assert not choose_kept_layers(asked, whole - 1).holds_model
+    assert choose_kept_layers(asked, least) == NOTHING_KEPT
+    assert choose_kept_layers(asked, least + layer - 1) == NOTHING_KEPT
+    assert choose_kept_layers(asked, least + layer) == KeptLayers(1, holds_model=False)
+    kept = [choose_kept_layers(asked, size).count for size in range(least, whole, layer // 3)]
     assert kept == sorted(kept) and set(kept) >= {0, 1, 2}
-    assert Residency(8, holds_model=True).texts == LARGE_TEXTS and NOTHING_RESIDENT.texts == SMALL_TEXTS
+    assert KeptLayers(8, holds_model=True).texts == LARGE_TEXTS and NOTHING_KEPT.texts == SMALL_TEXTS
 
 
 def test_a_layer_that_does_not_fit_is_refused_with_the_memory_that_would_do() -> None:
     least = need().bytes_with(SMALL_TEXTS)
     with pytest.raises(OptionError, match=f"one layer at a time takes {least} bytes of memory, found {least - 1}") as e:
-        choose_residency(need(), least - 1)
+        choose_kept_layers(need(), least - 1)
     told = int(str(e.value.hint).split("--memory ")[1].split("MiB")[0]) << 20
-    assert least <= told < least + (1 << 20) and choose_residency(need(), told)
+    assert least <= told < least + (1 << 20) and choose_kept_layers(need(), told)
 
 
 def test_memory_grows_with_what_a_compile_does() -> None:
@@ -116,7 +116,7 @@ request = make_request(model, output, "kl", 0.05, data=str(texts))
 found = prepare(request)
 need = MemoryNeed(found.lowering.model, request.options, found.stored_specs, 1, 1)
 request.memory_bytes = need.bytes_with(LARGE_TEXTS) + resident_bytes(found.lowering.model, 1)
-assert prepare(request).residency.holds_model
+assert prepare(request).kept_layers.holds_model
 print(list(compile_checkpoint(request).quality["tasks"]))
 """
 

@@ -28,7 +28,7 @@ from moec.compiler.stages.measure import plan_bundles, task_data
 from moec.compiler.stages.texts import compile_texts
 from moec.compiler.stages.workbench import Workbench
 from moec.compiler.walker import output_head
-from moec.compiler.walker.loaded_layer import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import AnswerTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
@@ -63,7 +63,7 @@ class Scene:
     coarse: CompilePlan
 
     def walk(self, progress: Progress = no_progress) -> AnswerWalk:
-        return AnswerWalk(lambda: LayerSlot(self.prepared.lowering), self.texts, 1, progress)
+        return AnswerWalk(lambda: LoadedLayer(self.prepared.lowering), self.texts, 1, progress)
 
     def bundles(self, output: Path) -> PlanBundles:
         """Return what writes temporary bundles next to an output."""
