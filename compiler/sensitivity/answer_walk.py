@@ -158,16 +158,23 @@ class AnswerWalk:
 
     def _states(self, slot: LoadedLayer, weights: Replaced) -> Tensor:
         """Return the normed states at the scored tokens under these weights, [A, D]."""
-        table, layers, scale = weights("embedding"), slot.model.num_layers, slot.model.embedding_scale
-        texts = TextStates.begin(
-            self.answers.texts, lambda ids: embedded(ids, slot.own("embedding") if table is None else table, scale)
-        )
+        texts, layers = self._begin(slot, weights("embedding")), slot.model.num_layers
         with workers(self._threads) as pool:
             for layer in range(layers):
                 slot.load(layer, weights)
                 slot.run([texts], pool)
                 self._progress(layer + 1, layers)
         return slot.normed(texts.answers(self.answers.counts))
+
+    def _begin(self, slot: LoadedLayer, table: Tensor | None) -> TextStates:
+        """Return the texts before the first layer. They alone keep the table, [V, D], as long as they need it.
+
+        table: the embedding under a plan; None for the checkpoint's own.
+        """
+        scale = slot.model.embedding_scale
+        return TextStates.begin(
+            self.answers.texts, lambda ids: embedded(ids, slot.own("embedding") if table is None else table, scale)
+        )
 
     def _own(self, head: OutputHead, states: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the unquantized model's log-probabilities of some tokens, and which tokens they are of."""

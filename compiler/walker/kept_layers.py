@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moec.manifests.model import ModelSpec
 
-from .memory import layer_weights
+from .memory import layer_weights, outside_weights
 
 SCORED_TOKENS = 512
 """Maximum number of scored tokens of one text: its last. It bounds the logits of a certificate."""
@@ -65,8 +65,9 @@ NOTHING_KEPT = KeptLayers(0, holds_model=False)
 
 
 def resident_bytes(model: ModelSpec, layers: int) -> int:
-    """Return the memory of the 16-bit weights of the first layers."""
-    return 2 * sum(layer_weights(model, layer) for layer in range(layers))
+    """Return the memory of the 16-bit weights of the first layers. The embedding and the norms stay with the first."""
+    outside = outside_weights(model) if layers else 0
+    return 2 * (outside + sum(layer_weights(model, layer) for layer in range(layers)))
 
 
 def fitting_layers(model: ModelSpec, free_bytes: int) -> int:

@@ -36,7 +36,8 @@ def _own_weights(name: WeightName) -> None:
 class LoadedLayer:
     """One layer in float32 whose weights are exchanged, with the embedding, the norms and the head of the model.
 
-    resident_layers: number of layers, from the first, whose 16-bit weights stay in memory after their first use.
+    resident_layers: number of layers, from the first, whose 16-bit weights stay in memory after their first use. The
+        embedding and the norms outside the layers stay with the first.
     Raises CheckpointError if transformers cannot build the first layer.
     """
 
@@ -68,7 +69,7 @@ class LoadedLayer:
         return next(iter(self.single.network.experts.values()), None)
 
     def load(self, layer: int, replaced: Replaced = _own_weights) -> None:
-        """Take the weights of a layer.
+        """Copy the weights of a layer over those of the previous one. They come from disk, or from memory if they stay.
 
         replaced: weights in place of the checkpoint's own. A unit without columns stands for a pruned expert: the
             router chooses among the others.
@@ -99,8 +100,13 @@ class LoadedLayer:
     def _set_own_or(self, name: WeightName, weight: Tensor | None) -> None:
         self.set(name, self.own(name) if weight is None else weight)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the 16-bit weights that stay in memory."""
+        return sum(weight.numel() * weight.element_size() for weight in self._resident.values())
+
     def own(self, name: WeightName) -> Tensor:
-        """Return a weight of the checkpoint in its 16-bit type."""
+        """Return a weight of the checkpoint in its 16-bit type. Keep it if its layer stays in memory."""
         if name in self._resident:
             return self._resident[name]
         if isinstance(name, UnitKey):

@@ -32,6 +32,13 @@ def layer_weights(model: ModelSpec, layer: int) -> int:
     return dense + expert_weights(model, layer) * model.layers[layer].experts.count
 
 
+def outside_weights(model: ModelSpec) -> int:
+    """Return the number of weights outside the layers, without those of a head of its own: embedding and norms."""
+    heads = ("lm_head", "lm_head_bias")
+    outside = (name for name in model.dense_shapes() if not name.startswith("layers.") and name not in heads)
+    return sum(prod(model.dense_shapes()[name]) for name in outside)
+
+
 def expert_weights(model: ModelSpec, layer: int) -> int:
     """Return the number of weights of one routed expert of a layer."""
     return sum(prod(model.unit_shape(layer, projection)) for projection in model.layers[layer].experts.projections)
@@ -62,6 +69,8 @@ def sweep_bytes(model: ModelSpec, tokens: int, probe_tokens: int, specs: Sequenc
     widest = max(model.layers[layer].experts.width * model.layers[layer].experts.top_k for layer in range(layers))
     batch = _FLOAT * TOKENS_PER_FORWARD * (12 * hidden + 3 * widest)
     at_work = moments + 2 * threads * max(batch, quantizing_bytes(model, specs))
+    if model.encoder is not None:  # the decoder's tokens have yet to be embedded, by the rounded embedding too
+        at_work += _FLOAT * model.vocab_size * hidden
     return PROCESS_BYTES + _slot_bytes(model) + states + max(vocabulary, at_work)
 
 
