@@ -255,6 +255,6 @@ def test_a_lossy_run_that_walks_repeats(tiny_bundle: Path) -> None:
             engine.begin_sequence()
             engine.prefill([5, 6, 7])
             rows = [engine.decode([4 + 7 * at % 200], [0], [at]) for at in range(3, 40)]
-            assert engine.lossy is not None and engine.model.advisor.holds == engine.lossy.cache.holds  # type: ignore[union-attr]
+            assert engine.lossy is not None and engine.model.advisor.holds == engine.lossy.cache.is_resident  # type: ignore[union-attr]
             runs.append((np.concatenate(rows).tobytes(), engine.mode_counts))
     assert runs[0] == runs[1]

@@ -91,17 +91,9 @@ TEMPLATES = {
     "attributes": ("{{ " + "a." * 20_000 + "b }}", ENDLESS),
 }
 CONFIGS = {
-    "name is a list": (
-        '{"chat_template": [{"name": [], "template": "x"}]}',
-        "OptionError",
-        "has no chat_process template",
-    ),
-    "template is a number": (
-        '{"chat_template": [{"name": "default", "template": 1}]}',
-        "OptionError",
-        "has no chat_process",
-    ),
-    "no object": ("[1, 2]", "OptionError", "has no chat_process template"),
+    "name is a list": ('{"chat_template": [{"name": [], "template": "x"}]}', "OptionError", "has no chat template"),
+    "template is a number": ('{"chat_template": [{"name": "default", "template": 1}]}', "OptionError", "has no chat"),
+    "no object": ("[1, 2]", "OptionError", "has no chat template"),
     "100,000 brackets": ("[" * 100_000, "ManifestInvalid", "is not JSON"),
     "half": ("{", "ManifestInvalid", "is not JSON"),
     "no text": ("\udcff", "ManifestInvalid", "is not JSON"),
