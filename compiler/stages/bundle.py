@@ -8,8 +8,8 @@ from typing import Any
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.codec import canonical_json
 
-from ..bundle.certificate import HeldOutAnswers, certify
-from ..bundle.certify import MODES_ITEMS
+from ..bundle.certificates import MODES_ITEMS
+from ..bundle.certify import HeldOutAnswers, certify
 from ..bundle.emit import BundleContent, cost_summary, emit, finish
 from ..bundle.quality import Evidence, model_card, quality_report, unimportance_deciles
 from ..calibration.collect import calibration_summary

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..bundle.certify import DivergenceCertificate, TaskCertificate
+from ..bundle.certificates import DivergenceCertificate, TaskCertificate
 from ..calibration.collect import ActivationStatistics
 from ..cluster.session import ClusterSession, cluster_session
 from ..preflight.kept_layers import runtime_bytes

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moec.compiler.bundle import certificate
+from moec.compiler.bundle import certify
 from moec.compiler.preflight.preparation import Prepared, prepare
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.result import CompileResult
@@ -27,7 +27,7 @@ WATCHED = {
     "run": LayerGradients,
     "choose_objective": planning,
     "search": planning,
-    "certify_task": certificate,
+    "certify_task": certify,
     "compare_with_baselines": planning,
 }
 """Names of stages, and where each is looked up."""
