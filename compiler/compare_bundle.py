@@ -28,8 +28,8 @@ from .request.request import CompileRequest
 from .request.targets import Target
 from .request.task_data import load_task_data
 from .search.comparison import can_compare, compare_with_baselines
+from .stages.compile_context import comparing_bench
 from .stages.measure import measure
-from .stages.workbench import comparing_bench
 from .workspace.output_lock import hold_output
 
 COMPARISON_SUFFIX = ".comparison"

@@ -16,8 +16,8 @@ from .preflight.preparation import prepare
 from .request.request import CompileRequest
 from .request.result import CompileResult
 from .stages.bundle import certify_bundle, complete_bundle, report, write_bundle
+from .stages.compile_context import Certified, compiling_bench, planning_bench
 from .stages.planning import make_curve, make_plan
-from .stages.workbench import Certified, compiling_bench, planning_bench
 from .workspace.output_lock import hold_output
 from .workspace.work_folder import check_partial, removed_on_failure
 

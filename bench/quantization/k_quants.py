@@ -39,8 +39,8 @@ from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.targets import Target
+from moec.compiler.stages.compile_context import planning_bench
 from moec.compiler.stages.planning import make_plan
-from moec.compiler.stages.workbench import planning_bench
 from moec.evaluation.data import SplitData, load_splits
 from moec.evaluation.divergence import divergence, log_softmax
 from moec.evaluation.text_pairs import TokenPair

@@ -11,7 +11,7 @@ from moec.manifests.errors import OptionError
 from ..preflight.preparation import prepare
 from ..request.request import CompileRequest
 from ..request.uniform import uniform_quantizer, uniform_spec
-from ..stages.texts import compile_texts
+from ..stages.encode_texts import compile_texts
 from ..workspace.output_lock import existing_parent
 from .rates import measure_disk, measure_expert, measure_layer
 from .stages import SearchForecast, StageForecast, uniform_stages

@@ -37,7 +37,7 @@ from ..search.comparison_budget import (
 from ..search.swaps import SWAPS
 from ..sensitivity.exact import EXACT_ITEMS
 from ..sensitivity.fisher import asks_gradients
-from ..stages.texts import CompileTexts
+from ..stages.encode_texts import CompileTexts
 from ..walker.kept_layers import resident_bytes
 from ..walker.memory import (
     PROCESS_BYTES,

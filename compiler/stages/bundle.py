@@ -18,8 +18,8 @@ from ..preflight.device_fit import summarise_device
 from ..preflight.kept_layers import measures_tasks, runtime_bytes
 from ..preflight.preparation import Prepared
 from ..request.ports import UnpublishedBundle
+from .compile_context import Certified, Planned, Workbench
 from .measure import plan_bundles
-from .workbench import Certified, Planned, Workbench
 
 
 def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleManifest:

@@ -21,9 +21,9 @@ from ..sensitivity.gradients import LayerGradients
 from ..sensitivity.sensitivity import SensitivityTable, corrected_by_measurement, with_gradients
 from ..sensitivity.trials import TaskData, Trials
 from ..walker.loaded_layer import LoadedLayer
+from .compile_context import Measured, Workbench
+from .encode_texts import CompileTexts, compile_texts
 from .sweep import Sweep, Swept, sweep_dense_probe
-from .texts import CompileTexts, compile_texts
-from .workbench import Measured, Workbench
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from ..search.loss_curve import measure_curve
 from ..search.pruning import left_out_losses, with_pruning
 from ..search.space import SearchSpace, build_space
 from ..search.swaps import SWAPS, Swaps
+from .compile_context import Measured, Planned, Searched, Workbench
 from .measure import measure
-from .workbench import Measured, Planned, Searched, Workbench
 
 
 def make_plan(bench: Workbench) -> Planned:

@@ -33,7 +33,7 @@ from ..walker.output_head import divergence
 from ..walker.texts import TextStates
 from ..workspace.journal import Journal
 from ..workspace.parallel import Workers, workers
-from .texts import CompileTexts
+from .encode_texts import CompileTexts
 
 _DENSE_PARTS = ("attention", "shared")
 

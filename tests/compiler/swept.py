@@ -8,8 +8,8 @@ from pathlib import Path
 from moec.compiler.families import Lowering
 from moec.compiler.quantization.swept_store import SweptStore
 from moec.compiler.reference.seq2seq import divided_pairs
+from moec.compiler.stages.encode_texts import CompileTexts
 from moec.compiler.stages.sweep import Sweep, Swept
-from moec.compiler.stages.texts import CompileTexts
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts
 from moec.compiler.workspace.durable import Disk

@@ -16,8 +16,8 @@ from moec.compiler.preflight.preparation import Prepared, prepare
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.result import CompileResult
 from moec.compiler.sensitivity.gradients import LayerGradients
+from moec.compiler.stages import encode_texts as compile_texts
 from moec.compiler.stages import measure, planning
-from moec.compiler.stages import texts as compile_texts
 from tests.tiny_compile import compile_tiny, make_request, save_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -25,8 +25,8 @@ from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.quantization.swept_store import SweptStore
 from moec.compiler.reference.seq2seq import divided_pairs
 from moec.compiler.sensitivity.gradients import LayerGradients, PriceElsewhere
+from moec.compiler.stages.encode_texts import CompileTexts
 from moec.compiler.stages.sweep import Sweep, Swept
-from moec.compiler.stages.texts import CompileTexts
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.memory import PROCESS_BYTES
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts

@@ -19,7 +19,7 @@ from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.preflight.kept_layers import runtime_bytes
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.request.options import Talk
-from moec.compiler.stages.texts import compile_texts
+from moec.compiler.stages.encode_texts import compile_texts
 from moec.compiler.walker.memory import variant_count
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.text_pairs import encode_pairs

@@ -24,9 +24,9 @@ from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.sensitivity.answer_walk import AnswerMeasures, AnswerWalk, planned_weights
 from moec.compiler.sensitivity.trials import LOOKS, TaskData, Trials, keeps, margin
+from moec.compiler.stages.compile_context import Workbench
+from moec.compiler.stages.encode_texts import compile_texts
 from moec.compiler.stages.measure import plan_bundles, task_data
-from moec.compiler.stages.texts import compile_texts
-from moec.compiler.stages.workbench import Workbench
 from moec.compiler.walker import output_head
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import AnswerTexts

@@ -22,8 +22,8 @@ from moec.compiler.reference.model import ReferenceModel
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.request.uniform import dense_spec
 from moec.compiler.sensitivity.answer_walk import AnswerWalk, planned_weights
+from moec.compiler.stages.encode_texts import CompileTexts
 from moec.compiler.stages.sweep import Sweep, Swept
-from moec.compiler.stages.texts import CompileTexts
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.memory import sweep_bytes
 from moec.compiler.walker.output_head import divergence as token_divergence

@@ -25,7 +25,7 @@ from ..workspace.durable import disk_errors
 from ..workspace.journal import Journal
 from ..workspace.output_lock import hold_output
 from ..workspace.work_folder import planning_journal, work_folder, work_journal
-from .texts import CompileTexts
+from .encode_texts import CompileTexts
 
 
 @dataclass(frozen=True, slots=True)
