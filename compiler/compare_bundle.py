@@ -28,7 +28,7 @@ from .request.request import CompileRequest
 from .request.targets import Target
 from .request.task_data import load_task_data
 from .search.comparison import can_compare, compare_with_baselines
-from .stages.compile_context import comparing_bench
+from .stages.compile_context import open_for_comparison
 from .stages.measure import measure
 from .workspace.output_lock import hold_output
 
@@ -92,8 +92,8 @@ def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
     identity = hashlib.sha256(f"{prepared.identity()} {plan.digest}".encode()).hexdigest()
     with hold_output(output, inner.disk, request.talk.note):
         clear_trials(output, inner.disk)
-        with comparing_bench(prepared, output, identity) as bench:
-            trials = measure(bench).trials
+        with open_for_comparison(prepared, output, identity) as context:
+            trials = measure(context).trials
             specs, target = prepared.specs, options.target
             return compare_with_baselines(plan, specs, trials, trials.store, target, request.talk).to_json()
 

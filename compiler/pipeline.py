@@ -16,7 +16,7 @@ from .preflight.preparation import prepare
 from .request.request import CompileRequest
 from .request.result import CompileResult
 from .stages.bundle import certify_bundle, complete_bundle, report, write_bundle
-from .stages.compile_context import Certified, compiling_bench, planning_bench
+from .stages.compile_context import Certified, open_for_compile, open_for_plan
 from .stages.planning import make_curve, make_plan
 from .workspace.output_lock import hold_output
 from .workspace.work_folder import check_partial, removed_on_failure
@@ -37,9 +37,9 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
 def _plan(request: CompileRequest) -> CompileResult:
     """Return the plan, and the curve of a sweep."""
     prepared = prepare(request)
-    with planning_bench(prepared) as bench:
-        planned = make_plan(bench)
-        curve = make_curve(bench, planned) if request.sweep else None
+    with open_for_plan(prepared) as context:
+        planned = make_plan(context)
+        curve = make_curve(context, planned) if request.sweep else None
     quality = report(prepared, planned, Certified(), None)
     return CompileResult(None, planned.plan, quality, curve)
 
@@ -61,15 +61,15 @@ def _compile(request: CompileRequest) -> CompileResult:
         if finished is not None:
             return finished
         check_replaceable(output, request.overwrite)
-    with compiling_bench(prepared, identity) as bench:
+    with open_for_compile(prepared, identity) as context:
         disk.remove_tree(partial)
-        planned = make_plan(bench)
+        planned = make_plan(context)
         with removed_on_failure(disk, partial):
             manifest = write_bundle(prepared, planned, partial)
-            certified = certify_bundle(bench, planned, partial)
+            certified = certify_bundle(context, planned, partial)
             quality = report(prepared, planned, certified, manifest)
             complete_bundle(prepared, manifest, quality, partial)
-            note_certified(bench.journal, request, partial)
+            note_certified(context.journal, request, partial)
             publish_directory(disk, partial, output, request.overwrite)
         result = CompileResult(output, planned.plan, quality)
         request.published(result)

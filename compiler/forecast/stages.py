@@ -145,7 +145,7 @@ class SearchForecast:
 
     def _divergences(self, memory: int, disk: int) -> list[StageForecast]:
         """Return the stages that measure plans by their KL: of the search, and of swaps."""
-        text = f"{self._texts.answers.texts.num_tokens:,} tokens each"
+        text = f"{self._texts.validation.texts.num_tokens:,} tokens each"
         return [
             StageForecast(title, count * self._plan_seconds(), memory, disk, f"{_at_most(count)}, {text}")
             for title, count in self._divergence_counts().items()
@@ -200,7 +200,7 @@ class SearchForecast:
         return affordable(needs, searched, self._validation.answered / max(validation, 1) * active_weights(self._model))
 
     def _kl_items(self) -> int:
-        return len(self._texts.answers.counts)
+        return len(self._texts.validation.counts)
 
     def _answers(self, memory: int, disk: int) -> StageForecast:
         """Return the stage of generated answers: for a loss on validation items, and for the certificate.
@@ -262,7 +262,7 @@ class SearchForecast:
 
     def _plan_seconds(self) -> float:
         """Return the seconds of one plan: every layer with its planned experts, then logits of plan and checkpoint."""
-        answers = self._texts.answers
+        answers = self._texts.validation
         restoring = len(self._model.expert_keys()) * self._rates.restored_expert
         logits = 2 * sum(answers.counts) * self._rates.logit_token
         return self._loading() + restoring + answers.texts.num_tokens * self._through_layers() + logits

@@ -164,7 +164,7 @@ class AnswerWalk:
                 slot.load(layer, weights)
                 slot.run([texts], pool)
                 self._progress(layer + 1, layers)
-        return slot.normed(texts.answers(self.answers.counts))
+        return slot.normed(texts.scored_states(self.answers.counts))
 
     def _begin(self, slot: LoadedLayer, table: Tensor | None) -> TextStates:
         """Return the texts before the first layer. They alone keep the table, [V, D], as long as they need it.

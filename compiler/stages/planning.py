@@ -21,15 +21,15 @@ from ..search.loss_curve import measure_curve
 from ..search.pruning import left_out_losses, with_pruning
 from ..search.space import SearchSpace, build_space
 from ..search.swaps import SWAPS, Swaps
-from .compile_context import Measured, Planned, Searched, Workbench
+from .compile_context import CompileContext, Measured, Planned, Searched
 from .measure import measure
 
 
-def make_plan(bench: Workbench) -> Planned:
+def make_plan(context: CompileContext) -> Planned:
     """Return the plan of the request, with low versions where they are asked for."""
-    options = bench.prepared.request.options
+    options = context.prepared.request.options
     is_searched = options.target.kind != "uniform"
-    planned = plan_by_search(bench) if is_searched else Planned(plan_uniform(bench.prepared))
+    planned = plan_by_search(context) if is_searched else Planned(plan_uniform(context.prepared))
     if options.low_spec is None:
         return planned
     return replace(planned, plan=with_low_versions(planned.plan, options.low_spec))
@@ -44,10 +44,10 @@ def plan_uniform(prepared: Prepared) -> CompilePlan:
     return plan
 
 
-def plan_by_search(bench: Workbench) -> Planned:
+def plan_by_search(context: CompileContext) -> Planned:
     """Measure the model, price its units, search the fewest bytes, compare with what people would pick instead."""
-    prepared, options = bench.prepared, bench.prepared.request.options
-    measured = measure(bench)
+    prepared, options = context.prepared, context.prepared.request.options
+    measured = measure(context)
     space = open_space(prepared, measured)
     plan = search(space, measured.trials, options.target, prepared.request.talk.note, swaps(prepared))
     check_device(prepared, plan)
@@ -99,9 +99,9 @@ def with_plan_of_edgemoe(prepared: Prepared, measured: Measured, comparison: Com
     return replace(comparison, plan=plan, plan_kl=measured.trials.kl(plan, "plan").mean)
 
 
-def make_curve(bench: Workbench, planned: Planned) -> LossCurve:
+def make_curve(context: CompileContext, planned: Planned) -> LossCurve:
     """Return the fewest bytes at every loss of a sweep."""
-    prepared, request = bench.prepared, bench.prepared.request
+    prepared, request = context.prepared, context.prepared.request
     if planned.searched is None:
         raise ValueError("a plan without a search has no curve")
     space, measured = planned.searched.space, planned.searched.measured

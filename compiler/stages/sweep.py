@@ -58,7 +58,7 @@ class _Travellers:
     """All texts that pass the layers, and the variants of the probe texts by name."""
 
     calibration: TextStates
-    answers: TextStates
+    validation: TextStates
     held_out: dict[str, TextStates]
     probe: TextStates
     variants: dict[str, TextStates] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class _Travellers:
 
     def unchanged(self) -> list[TextStates]:
         """Texts that pass the checkpoint's own weights, and of which nothing is counted."""
-        return [self.answers, *self.held_out.values(), self.probe]
+        return [self.validation, *self.held_out.values(), self.probe]
 
 
 class Sweep:
@@ -112,9 +112,9 @@ class Sweep:
             if texts is None or travellers is None:
                 return Swept(None, self._table_of_ones(), torch.empty(0), {})
             sensitivity = self._sensitivity(travellers)
-        answers = self._slot.normed(travellers.answers.answers(texts.answers.counts))
+        answers = self._slot.normed(travellers.validation.scored_states(texts.validation.counts))
         held_out = {
-            task: self._slot.normed(travellers.held_out[task].answers(own.counts))
+            task: self._slot.normed(travellers.held_out[task].scored_states(own.counts))
             for task, own in texts.held_out.items()
         }
         statistics = count_statistics(self._model, texts.calibration, self._seed, self._counts)
@@ -140,7 +140,7 @@ class Sweep:
         embed = self._slot.embed
         travellers = _Travellers(
             TextStates.begin(texts.calibration, embed),
-            TextStates.begin(texts.answers.texts, embed),
+            TextStates.begin(texts.validation.texts, embed),
             {task: TextStates.begin(own.texts, embed) for task, own in texts.held_out.items()},
             TextStates.begin(texts.probe, embed),
         )

@@ -170,7 +170,7 @@ class TextStates:
         width = self.states[0].shape[-1]
         return torch.cat([state.reshape(-1, width)[self.real(at)] for at, state in enumerate(self.states)])
 
-    def answers(self, counts: Sequence[int]) -> Tensor:
+    def scored_states(self, counts: Sequence[int]) -> Tensor:
         """Return the residual stream of the last counts[i] tokens of each row i, rows in order, [A, D]."""
         spans: list[Tensor] = [torch.empty(0)] * len(self.texts.rows)
         for batch, state in zip(self.batches, self.states, strict=True):

@@ -110,7 +110,7 @@ def test_the_loaded_layers_compute_as_before(plain: Lowering, tmp_path: Path) ->
             for layer in range(plain.model.num_layers):
                 slot.load(layer)
                 slot.run([states], pool)
-        return states.answers(texts.counts).numpy()
+        return states.scored_states(texts.counts).numpy()
 
     before = passed()
     LayerGradients(slot, UnitStore(plain, "rtn"), texts, (LOW,), Journal(tmp_path / "g.work", "x", Disk())).run(
