@@ -49,14 +49,16 @@ def _compile(request: CompileRequest) -> CompileResult:
     output, disk = request.output, request.disk
     partial = output.with_name(output.name + PARTIAL_SUFFIX)
     recover_replaced(disk, output)
-    is_candidate = may_be_finished(request)
-    if not is_candidate:
+    # An output that exists is refused before any work. One that may be the result of these inputs is refused later,
+    # because the identity of the inputs is known only after `prepare`.
+    may_be_result = may_be_finished(request)
+    if not may_be_result:
         check_replaceable(output, request.overwrite)
     check_partial(partial)
     clear_trials(output, disk)
     prepared = prepare(request)
     identity = prepared.identity()
-    if is_candidate:
+    if may_be_result:
         finished = complete_earlier_run(request, identity)
         if finished is not None:
             return finished

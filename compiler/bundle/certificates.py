@@ -31,7 +31,7 @@ from moec.evaluation.tasks import Item, Task
 from ..request.options import Talk
 from ..request.ports import BundleEngine
 from ..request.targets import Target
-from ..walker.memory import LOGITS_AT_ONCE
+from ..walker.limits import LOGITS_AT_ONCE
 
 LOOKS = (500, 1000, 2000, 4000)
 

@@ -39,14 +39,8 @@ from ..sensitivity.exact import EXACT_ITEMS
 from ..sensitivity.fisher import asks_gradients
 from ..stages.encode_texts import CompileTexts
 from ..walker.kept_layers import resident_bytes
-from ..walker.memory import (
-    PROCESS_BYTES,
-    SKETCHES,
-    gradients_bytes,
-    layer_weights,
-    sweep_bytes,
-    variant_count,
-)
+from ..walker.limits import SKETCHES
+from ..walker.memory import COMPILE_PROCESS_BYTES, gradients_bytes, layer_weights, sweep_bytes, variant_count
 from .answers import count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
 
@@ -328,7 +322,7 @@ def _digests(prepared: Prepared, disk: DiskRates) -> StageForecast:
     root = prepared.checkpoint.root
     size = sum((root / name).stat().st_size for name in prepared.checkpoint.weight_files())
     seconds = size * disk.digested_byte / min(DIGESTS_AT_ONCE, len(prepared.checkpoint.weight_files()))
-    return StageForecast("hashing the checkpoint", seconds, PROCESS_BYTES, 0, f"{size:,} bytes")
+    return StageForecast("hashing the checkpoint", seconds, COMPILE_PROCESS_BYTES, 0, f"{size:,} bytes")
 
 
 def formats_below_16_bits(specs: Sequence[QuantSpec]) -> list[QuantSpec]:
@@ -351,4 +345,4 @@ def _rounding_bytes(model: ModelSpec) -> int:
     """Return the peak memory of threads that each round an expert."""
     layers = ((at, model.layers[at].experts) for at in model.expert_layers)
     largest = max(sum(prod(model.unit_shape(at, p)) for p in experts.projections) for at, experts in layers)
-    return PROCESS_BYTES + 2 * torch.get_num_threads() * _FLOAT * largest
+    return COMPILE_PROCESS_BYTES + 2 * torch.get_num_threads() * _FLOAT * largest

@@ -11,15 +11,8 @@ from moec.manifests.quant import QuantSpec
 
 from ..request.options import CompileOptions
 from ..sensitivity.fisher import asks_gradients
-from ..walker.kept_layers import (
-    LARGE_TEXTS,
-    SCORED_TOKENS,
-    SMALL_TEXTS,
-    KeptLayers,
-    TextLimits,
-    fitting_layers,
-    resident_bytes,
-)
+from ..walker.kept_layers import LARGE_TEXTS, SMALL_TEXTS, KeptLayers, TextLimits, fitting_layers, resident_bytes
+from ..walker.limits import SCORED_TOKENS
 from ..walker.memory import certificate_bytes, certifying_bytes, gradients_bytes, sweep_bytes
 
 

@@ -64,7 +64,7 @@ def planned_weights(plan: CompilePlan, store: UnitStore) -> Replaced:
     return weight
 
 
-class MeasureAnswers(Protocol):
+class AnswerMeter(Protocol):
     """Measures answers under the weights of plans, on this machine or on others.
 
     answers: the texts.
@@ -122,7 +122,7 @@ class AnswerWalk:
     def measure_each(
         self, plans: Iterable[tuple[CompilePlan, UnitStore]], items: int | None = None
     ) -> Iterator[AnswerMeasures]:
-        """See MeasureAnswers."""
+        """See AnswerMeter."""
         walk = self if items is None or items >= len(self.answers.counts) else self._of_first(items)
         for plan, store in plans:
             yield walk.measure(planned_weights(plan, store))

@@ -27,8 +27,8 @@ from moec.manifests.quant import QuantSpec
 
 from ..quantization.unit_store import UnitStore
 from ..reference.expert_module import SeparateExperts, summed_experts
+from ..walker.limits import SKETCHES, TOKENS_PER_BACKWARD
 from ..walker.loaded_layer import LoadedLayer
-from ..walker.memory import SKETCHES, TOKENS_PER_BACKWARD
 from ..walker.output_head import OutputHead
 from ..walker.texts import AnswerTexts, TextStates
 from ..workspace.journal import Journal

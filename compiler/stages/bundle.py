@@ -23,7 +23,7 @@ from .measure import plan_bundles
 
 
 def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleManifest:
-    """Write the files of the bundle. Returns the manifest, which is written last, by `complete_bundle`."""
+    """Write the files and an uncertified manifest. The runtime can open the folder from here on."""
     request, plan, statistics = prepared.request, planned.plan, planned.statistics
     content = BundleContent(
         plan=plan,
@@ -83,7 +83,7 @@ def report(
 
 
 def complete_bundle(prepared: Prepared, manifest: BundleManifest, quality: dict[str, Any], partial: Path) -> None:
-    """Write quality.json, the model card and the manifest: afterwards the folder is a bundle."""
+    """Add quality.json and the model card, and write the manifest again with `certified: true`."""
     card = model_card(manifest, quality).encode()
     finish(partial, manifest, canonical_json(quality), card, prepared.request.disk)
 

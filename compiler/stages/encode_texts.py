@@ -20,7 +20,7 @@ from ..reference.seq2seq import divided_pairs
 from ..request.task_data import train_texts
 from ..sensitivity.fisher import TEXTS
 from ..sensitivity.gradients import TOKENS_PER_TEXT
-from ..walker.kept_layers import SCORED_TOKENS
+from ..walker.limits import SCORED_TOKENS
 from ..walker.texts import AnswerTexts, TokenTexts
 
 HELD_OUT_ITEMS = 500

@@ -15,7 +15,7 @@ from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
 from ..quantization.swept_store import SweptStore
 from ..quantization.unit_store import UnitStore
-from ..sensitivity.answer_walk import AnswerWalk, MeasureAnswers
+from ..sensitivity.answer_walk import AnswerMeter, AnswerWalk
 from ..sensitivity.fisher import asks_gradients, predictions
 from ..sensitivity.gradients import LayerGradients
 from ..sensitivity.sensitivity import SensitivityTable, corrected_by_measurement, with_gradients
@@ -50,7 +50,7 @@ def measure(context: CompileContext) -> Measured:
     swept = _swept(passes)
     prices = _with_gradients(passes, swept.sensitivity)
     progress = prepared.request.talk.progress("measuring plans by their KL")
-    walk = None if texts is None else _answer_walk(passes, texts, swept, progress)
+    walk = None if texts is None else _answer_meter(passes, texts, swept, progress)
     trials = Trials(walk, bundles, store, task_data(prepared), progress, context.journal)
     if texts is not None and prepared.request.options.sensitivity == "exact":
         exact_progress = prepared.request.talk.progress("measuring each expert alone")
@@ -112,7 +112,7 @@ def _with_gradients(passes: _Passes, table: SensitivityTable) -> SensitivityTabl
     return with_gradients(table, store, store.specs, predictions(prices, store.model, specs))
 
 
-def _answer_walk(passes: _Passes, texts: CompileTexts, swept: Swept, progress: Progress) -> MeasureAnswers:
+def _answer_meter(passes: _Passes, texts: CompileTexts, swept: Swept, progress: Progress) -> AnswerMeter:
     """Return what measures answers under the weights of plans, on this machine or on workers."""
     cluster, kept_layers = passes.context.cluster, passes.context.prepared.kept_layers
     if cluster is not None:

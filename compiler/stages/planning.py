@@ -73,10 +73,10 @@ def open_space(prepared: Prepared, measured: Measured) -> SearchSpace:
 
 
 def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Comparison | None:
-    """Measure what people would pick instead; unasked, only what takes a third of all measurements at most."""
+    """Compare the plan with baselines. By default only with those that add at most a third to all measurements."""
     options, talk = prepared.request.options, prepared.request.talk
-    has_comparisons = may_compare(options, prepared.kept_layers.holds_model) or options.search == "edgemoe"
-    if not prepared.splits or not has_comparisons:
+    is_comparing = may_compare(options, prepared.kept_layers.holds_model) or options.search == "edgemoe"
+    if not prepared.splits or not is_comparing:
         return None
     if not can_compare(plan, prepared.specs):
         return None
@@ -107,8 +107,8 @@ def make_curve(context: CompileContext, planned: Planned) -> LossCurve:
     space, measured = planned.searched.space, planned.searched.measured
     specs = prepared.specs if may_compare(request.options, prepared.kept_layers.holds_model) else ()
     if specs and request.options.comparisons is None:
-        is_free = affordable_here(measured.trials, len(specs), is_loss=True) == EVERY
-        specs = specs if is_free else ()
+        is_affordable = affordable_here(measured.trials, len(specs), is_loss=True) == EVERY
+        specs = specs if is_affordable else ()
     return measure_curve(request.sweep, space, measured.trials, measured.store, specs, swaps(prepared))
 
 

@@ -12,19 +12,16 @@ from moec.manifests.model import ModelSpec
 
 from .memory import layer_weights, outside_weights
 
-SCORED_TOKENS = 512
-"""Maximum number of scored tokens of one text: its last. It bounds the logits of a certificate."""
-
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """Sizes of the texts that pass through the layers, in tokens. They bound the residual streams in memory.
+    """Limits of the texts that pass through the layers, in tokens. They bound the residual streams in memory.
 
-    calibration: of calibration.
-    probe: of the texts on which the layers' errors are measured.
-    gradients: of the texts of the gradients.
-    answers: of the validation texts whose answers are scored, prompts included, over all tasks.
-    held_out: of the held-out texts of the certificate's KL, for each task.
+    calibration: tokens of all calibration texts.
+    probe: tokens of the texts on which the error of each layer is measured.
+    gradients: tokens of the texts of the gradients.
+    answers: tokens of the validation texts of all tasks, prompts included.
+    held_out: tokens of the held-out texts of one task, prompts included.
     """
 
     calibration: int

@@ -28,7 +28,7 @@ from moec.compiler.sensitivity.gradients import LayerGradients, PriceElsewhere
 from moec.compiler.stages.encode_texts import CompileTexts
 from moec.compiler.stages.sweep import Sweep, Swept
 from moec.compiler.walker.loaded_layer import LoadedLayer
-from moec.compiler.walker.memory import PROCESS_BYTES
+from moec.compiler.walker.memory import COMPILE_PROCESS_BYTES
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
@@ -131,7 +131,7 @@ def test_a_worker_takes_the_memory_of_experts_and_not_of_the_model(lowering: Low
     shape = replace(lowering.model, hidden_size=2048)
     experts = replace(shape.layers[0].experts, count=64, width=1024)
     model, flat = (replace(shape, layers=(replace(shape.layers[0], experts=experts),) * count) for count in (16, 1))
-    assert PROCESS_BYTES < layer_worker_bytes(model, SPECS, 2) < layer_worker_bytes(model, SPECS, 8)
+    assert COMPILE_PROCESS_BYTES < layer_worker_bytes(model, SPECS, 2) < layer_worker_bytes(model, SPECS, 8)
     assert layer_worker_bytes(model, SPECS, 4) == layer_worker_bytes(flat, SPECS, 4)
     float_bytes = 4 * sum(
         rows * columns for rows, columns in (model.unit_shape(u.layer, u.projection) for u in model.unit_keys())

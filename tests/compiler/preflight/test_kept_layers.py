@@ -18,12 +18,12 @@ from moec.compiler.request.targets import Target, TargetKind
 from moec.compiler.walker.kept_layers import (
     LARGE_TEXTS,
     NOTHING_KEPT,
-    SCORED_TOKENS,
     SMALL_TEXTS,
     KeptLayers,
     fitting_layers,
     resident_bytes,
 )
+from moec.compiler.walker.limits import SCORED_TOKENS
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.memory import certificate_bytes, layer_weights
 from moec.manifests.errors import OptionError
