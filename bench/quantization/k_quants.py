@@ -39,7 +39,7 @@ from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.targets import Target
-from moec.compiler.stages.compile_context import planning_bench
+from moec.compiler.stages.compile_context import open_for_plan
 from moec.compiler.stages.planning import make_plan
 from moec.evaluation.data import SplitData, load_splits
 from moec.evaluation.divergence import divergence, log_softmax
@@ -163,7 +163,7 @@ def plan_for(model: str, data: str, bits_per_weight: float) -> tuple[CompilePlan
             model, Path(folder) / "out", options, profile=load_profile("laptop"), open_runtime=open_partial,
             plan_only=True,
         )  # fmt: skip
-        with planning_bench(prepare(request)) as bench:
+        with open_for_plan(prepare(request)) as bench:
             planned = make_plan(bench)
             if planned.searched is None:
                 raise RuntimeError("a plan of a number of bits is searched")
