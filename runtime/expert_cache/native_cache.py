@@ -31,7 +31,7 @@ from .interface import StreamingCache
 
 
 class NativeCache(StreamingCache):
-    """PythonCache in C++, for policies of NATIVE_POLICIES and models without an encoder.
+    """The expert cache in C++. `opening.py` says which runs can have it.
 
     experts: kernels over the bytes of each expert.
     The other parameters are those of PythonCache.

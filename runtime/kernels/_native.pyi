@@ -170,7 +170,7 @@ def forget_mapping(watch: int) -> None:
     """Stop watching a mapping. Call it before the mapping ends."""
 
 class ExpertCache:
-    """The expert cache: decisions as in runtime/expert_cache/residency.py, reader threads, and callers that wait.
+    """The expert cache: decisions as in residency.py and eviction.py of runtime/expert_cache/, reader threads, callers.
 
     arrays: written by the cache, [N] each unless noted.
     - uint8: `state`, `is_leased`, `is_ahead`, `is_seen`.

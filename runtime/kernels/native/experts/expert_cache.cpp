@@ -1,5 +1,5 @@
 // Callers of the expert cache: they request experts, wait for them, and end their leases. The reader threads, and the memory
-// that they read into: reader_threads.cpp. Which expert is evicted: residency.cpp.
+// that they read into: reader_threads.cpp. Which expert is evicted: eviction.cpp.
 
 #include "experts/expert_cache.h"
 

@@ -1,6 +1,6 @@
 // The expert cache of the default path, in C++ what runtime/expert_cache/python_cache.py is in Python. Reader threads read the
 // experts that Residency queues, and callers wait for them. A place is the memory of one expert; a read goes into the place of
-// an evicted expert of the same size. Which expert is evicted is decided in residency.cpp.
+// an evicted expert of the same size. Which expert is evicted is decided in eviction.cpp.
 //
 // Functions of callers: expert_cache.cpp. Functions of reader threads: reader_threads.cpp.
 //
