@@ -1,4 +1,4 @@
-"""Publish a bundle: give the finished folder its final name, in the place of an earlier bundle if that is allowed."""
+"""Publish a bundle: give the finished folder its final name. It may replace an earlier bundle."""
 
 from __future__ import annotations
 

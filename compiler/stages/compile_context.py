@@ -30,7 +30,7 @@ from .encode_texts import CompileTexts
 
 @dataclass(frozen=True, slots=True)
 class CompileContext:
-    """What every stage of a compile needs: the checked request, the journal, and the cluster.
+    """The needs of every stage of a compile: the checked request, the journal, and the cluster.
 
     journal: keeps the result of every finished stage.
     cluster: workers that take jobs; None: this machine does all.

@@ -28,7 +28,7 @@ from .sweep import Sweep, Swept, sweep_dense_probe
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """What every pass over the layers needs: the context, the loaded layer, and the store of quantized units."""
+    """The needs of every pass over the layers: context, loaded layer, store of quantized units, texts and threads."""
 
     context: CompileContext
     slot: LoadedLayer
