@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=-c %)
 READY := $(VENV)/.ready
 LINKS := build/links
-ROOMS := manifests profiles evaluation runtime compiler cli
+PACKAGES := manifests profiles evaluation runtime compiler cli
 NATIVE := $(shell find runtime/kernels/native -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
@@ -41,7 +41,7 @@ $(READY): pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(BIN)/python
 
 links:
 	@mkdir -p $(LINKS)/moec
-	@for room in $(ROOMS); do ln -sfn ../../../$$room $(LINKS)/moec/$$room; done
+	@for package in $(PACKAGES); do ln -sfn ../../../$$package $(LINKS)/moec/$$package; done
 
 demo: $(READY)  ## Compile the example to a 2 % loss, run it, evaluate it, show the tables
 	$(BIN)/moec demo
@@ -90,7 +90,7 @@ format: $(READY)  ## Let ruff format the tree
 	$(BIN)/ruff format .
 
 typecheck: $(READY) links  ## mypy, strict
-	cd $(LINKS) && ../../$(BIN)/mypy --config-file ../../pyproject.toml $(ROOMS:%=-p moec.%)
+	cd $(LINKS) && ../../$(BIN)/mypy --config-file ../../pyproject.toml $(PACKAGES:%=-p moec.%)
 
 contracts: $(READY) links  ## Who may import whom
 	PYTHONPATH=$(LINKS) $(BIN)/lint-imports

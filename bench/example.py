@@ -18,7 +18,7 @@ from moec.compiler.families import lower
 from moec.compiler.request.plan import plain_plan
 from moec.compiler.sensitivity.answer_walk import AnswerWalk
 from moec.compiler.sensitivity.sensitivity import dense_formats
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import AnswerTexts, TextStates, TokenTexts
 from moec.compiler.workspace.parallel import workers
 from moec.evaluation.data import load_splits
@@ -44,7 +44,7 @@ class Example:
         checkpoint = open_checkpoint(model)
         self.splits, self.lowering = load_splits(data, task), lower(checkpoint)
         self.model = self.lowering.model
-        self.slot = LayerSlot(self.lowering, self.model.num_layers)
+        self.slot = LoadedLayer(self.lowering, self.model.num_layers)
         self.plain = plain_plan(self.model, self.lowering.spec_16bit, "gptq")
         self._tokenizer = load_tokenizer(checkpoint.root)
 

@@ -1,4 +1,7 @@
-"""The console script. It loads little before it can handle an interrupt. The commands are in group.py."""
+"""The console script. It loads little before it can handle an interrupt.
+
+The commands are in `group.py`, the exit codes in `exit_codes.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ TYPE_CHECKING = False  # importing `typing` takes time
 if TYPE_CHECKING:
     from typing import Any
 
-    from .group import EXIT_FAULT, EXIT_INTERRUPTED, cli, version
+    from .group import cli, version
 
-__all__ = ["EXIT_FAULT", "EXIT_INTERRUPTED", "cli", "main", "version"]
+__all__ = ["cli", "main", "version"]
 _INTERRUPTED = 130
 
 

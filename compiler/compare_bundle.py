@@ -21,15 +21,15 @@ from .bundle.plan_bundles import clear_trials
 from .checkpoint.checkpoint import Checkpoint, open_checkpoint
 from .families import lower
 from .preflight.finished import plan_of
-from .preflight.preparation import Prepared, with_residency
+from .preflight.preparation import Prepared, with_kept_layers
 from .request.options import DEFAULT_GROUP_SIZES, CompileOptions, Talk
 from .request.ports import OpenRuntime
 from .request.request import CompileRequest
 from .request.targets import Target
 from .request.task_data import load_task_data
 from .search.comparison import can_compare, compare_with_baselines
+from .stages.compile_context import open_for_comparison
 from .stages.measure import measure
-from .stages.workbench import comparing_bench
 from .workspace.output_lock import hold_output
 
 COMPARISON_SUFFIX = ".comparison"
@@ -80,7 +80,7 @@ def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
     lowering = lower(checkpoint)
     splits, shots = load_task_data(options, request.talk.note)
     _check_data(request, splits)
-    prepared = with_residency(Prepared(inner, checkpoint, lowering, splits, shots))
+    prepared = with_kept_layers(Prepared(inner, checkpoint, lowering, splits, shots))
     request.talk.note("hashing the checkpoint")
     _check_source(request, checkpoint)
     plan = plan_of(request.manifest)
@@ -92,8 +92,8 @@ def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
     identity = hashlib.sha256(f"{prepared.identity()} {plan.digest}".encode()).hexdigest()
     with hold_output(output, inner.disk, request.talk.note):
         clear_trials(output, inner.disk)
-        with comparing_bench(prepared, output, identity) as bench:
-            trials = measure(bench).trials
+        with open_for_comparison(prepared, output, identity) as context:
+            trials = measure(context).trials
             specs, target = prepared.specs, options.target
             return compare_with_baselines(plan, specs, trials, trials.store, target, request.talk).to_json()
 

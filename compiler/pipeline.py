@@ -10,14 +10,14 @@ from __future__ import annotations
 from moec.manifests.bundle import PARTIAL_SUFFIX
 
 from .bundle.plan_bundles import clear_trials
+from .bundle.publish import check_replaceable, publish_directory, recover_replaced
 from .preflight.finished import complete_earlier_run, may_be_finished, note_certified
 from .preflight.preparation import prepare
 from .request.request import CompileRequest
 from .request.result import CompileResult
 from .stages.bundle import certify_bundle, complete_bundle, report, write_bundle
+from .stages.compile_context import Certified, open_for_compile, open_for_plan
 from .stages.planning import make_curve, make_plan
-from .stages.workbench import Certified, compiling_bench, planning_bench
-from .workspace.durable import check_replaceable, publish_directory, recover_replaced
 from .workspace.output_lock import hold_output
 from .workspace.work_folder import check_partial, removed_on_failure
 
@@ -37,9 +37,9 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
 def _plan(request: CompileRequest) -> CompileResult:
     """Return the plan, and the curve of a sweep."""
     prepared = prepare(request)
-    with planning_bench(prepared) as bench:
-        planned = make_plan(bench)
-        curve = make_curve(bench, planned) if request.sweep else None
+    with open_for_plan(prepared) as context:
+        planned = make_plan(context)
+        curve = make_curve(context, planned) if request.sweep else None
     quality = report(prepared, planned, Certified(), None)
     return CompileResult(None, planned.plan, quality, curve)
 
@@ -49,27 +49,29 @@ def _compile(request: CompileRequest) -> CompileResult:
     output, disk = request.output, request.disk
     partial = output.with_name(output.name + PARTIAL_SUFFIX)
     recover_replaced(disk, output)
-    is_candidate = may_be_finished(request)
-    if not is_candidate:
+    # An output that exists is refused before any work. One that may be the result of these inputs is refused later,
+    # because the identity of the inputs is known only after `prepare`.
+    may_be_result = may_be_finished(request)
+    if not may_be_result:
         check_replaceable(output, request.overwrite)
     check_partial(partial)
     clear_trials(output, disk)
     prepared = prepare(request)
     identity = prepared.identity()
-    if is_candidate:
+    if may_be_result:
         finished = complete_earlier_run(request, identity)
         if finished is not None:
             return finished
         check_replaceable(output, request.overwrite)
-    with compiling_bench(prepared, identity) as bench:
+    with open_for_compile(prepared, identity) as context:
         disk.remove_tree(partial)
-        planned = make_plan(bench)
+        planned = make_plan(context)
         with removed_on_failure(disk, partial):
             manifest = write_bundle(prepared, planned, partial)
-            certified = certify_bundle(bench, planned, partial)
+            certified = certify_bundle(context, planned, partial)
             quality = report(prepared, planned, certified, manifest)
             complete_bundle(prepared, manifest, quality, partial)
-            note_certified(bench.journal, request, partial)
+            note_certified(context.journal, request, partial)
             publish_directory(disk, partial, output, request.overwrite)
         result = CompileResult(output, planned.plan, quality)
         request.published(result)

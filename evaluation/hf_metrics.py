@@ -10,8 +10,9 @@ import numpy as np
 
 from moec.manifests.errors import OptionError
 
-from .metrics import ROUGE_KINDS, exact_match_gsm8k, perplexity, rouge
+from .metrics import ROUGE_KINDS, perplexity, rouge
 from .optional import load
+from .tasks.gsm8k import exact_match_gsm8k
 
 
 def load_metric(name: str) -> Any:

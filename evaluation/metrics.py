@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,40 +14,7 @@ from .optional import load
 Scores = NDArray[np.float64]
 
 ROUGE_KINDS = ("rouge2", "rouge1", "rougeL")
-_NUMBER = r"[+-]?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
-_MARKED = re.compile(r"####[ \t]*\$?(" + _NUMBER + ")")
-_ANYWHERE = re.compile(r"(?:(?<![\w.)])[+-])?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 _CACHED_WORDS = 1 << 16
-
-
-def gsm8k_number(text: str) -> str | None:
-    """Return the answer in a solution: the first number after `####`, else the last number of the text.
-
-    Equal numbers give equal strings: no commas, currency sign, plus, leading zeros, or trailing zeros after the point.
-    None if there is no number.
-    """
-    marked = _MARKED.search(text)
-    if marked:
-        return _plain_number(marked.group(1))
-    found = _ANYWHERE.findall(text)
-    return _plain_number(found[-1]) if found else None
-
-
-def _plain_number(text: str) -> str:
-    digits = text.replace(",", "").replace("$", "").lstrip("+-")
-    whole, _, fraction = digits.partition(".")
-    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
-    value = f"{whole}.{fraction}" if fraction else whole
-    return "-" + value if text.startswith("-") and value != "0" else value
-
-
-def exact_match_gsm8k(predictions: Sequence[str], references: Sequence[str]) -> Scores:
-    """Return 1 where the numbers of prediction and reference are equal, else 0; [n].
-
-    Without a number the score is 0.
-    """
-    numbers = ((gsm8k_number(p), gsm8k_number(r)) for p, r in zip(predictions, references, strict=True))
-    return np.array([float(p is not None and p == r) for p, r in numbers], dtype=np.float64)
 
 
 def rouge(

@@ -1,7 +1,7 @@
-"""DeviceProfile: the properties of a device, read from strict TOML and checked. Every number states its source.
+"""DeviceProfile: the properties of a device, checked. Every number states its source.
 
-A profile is independent of models and bundles. `predict.py` combines it with a bundle; `probe.py` measures the present
-machine.
+A profile is independent of models and bundles. `loading.py` reads it from TOML, `probe.py` measures the present
+machine, and `predict.py` combines it with a bundle.
 """
 
 from __future__ import annotations
@@ -9,19 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
-from moec.manifests.errors import ProfileError
 from moec.manifests.quant import TERNARY
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
 # Bitwidths with a kernel in each instruction set. A profile does not offer a format without a kernel.
 KERNEL_FORMATS: dict[str, tuple[float, ...]] = {
@@ -36,11 +28,10 @@ KERNEL_FORMATS: dict[str, tuple[float, ...]] = {
 }
 PROVENANCE_KINDS = ("measured", "datasheet", "EdgeMoE (journal), section", "HOBBIT, section", "estimate")
 HOST_NAME = "host"
-MAX_PROFILE_BYTES = 64 << 10
 MAX_THREADS = 4096
 _MAX_NUMBER = 1 << 60
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-_NUMBERS = (
+NUMBERS = (
     "memory_budget_bytes",
     "memory_bytes_per_s",
     "storage_bytes_per_s",
@@ -48,7 +39,7 @@ _NUMBERS = (
     "storage_block_bytes",
     "threads",
 )
-_CONTENT = (*_NUMBERS, "instruction_sets")
+CONTENT = (*NUMBERS, "instruction_sets")
 # Fields that a second probe of the same machine measures again with the same value.
 _STABLE = ("memory_budget_bytes", "storage_block_bytes", "instruction_sets")
 
@@ -83,7 +74,7 @@ class DeviceProfile:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"`name`: expected lower-case letters, digits and hyphens, found `{self.name[:80]}`")
-        for key in _NUMBERS:
+        for key in NUMBERS:
             value = getattr(self, key)
             if not 0 < value < _MAX_NUMBER:
                 raise ValueError(f"`{key}`: expected a positive number, found {value}")
@@ -99,8 +90,8 @@ class DeviceProfile:
         self._check_provenance()
 
     def _check_provenance(self) -> None:
-        if set(self.provenance) != set(_CONTENT):
-            missing, unknown = set(_CONTENT) - set(self.provenance), set(self.provenance) - set(_CONTENT)
+        if set(self.provenance) != set(CONTENT):
+            missing, unknown = set(CONTENT) - set(self.provenance), set(self.provenance) - set(CONTENT)
             raise ValueError(f"`provenance`: missing {sorted(missing)}, unknown {sorted(unknown)}")
         for key, text in self.provenance.items():
             if not text.startswith(PROVENANCE_KINDS):
@@ -121,7 +112,7 @@ class DeviceProfile:
         equal bytes.
         """
         steady = self.rounded()
-        keys = ("name", *(_STABLE if self.is_probed else _CONTENT))
+        keys = ("name", *(_STABLE if self.is_probed else CONTENT))
         plain = {key: getattr(steady, key) for key in keys}
         return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -160,61 +151,3 @@ def nearest_power_of_two(value: int) -> int:
     """Return the power of two nearest in ratio to `value`, positive."""
     lower: int = 1 << (value.bit_length() - 1)
     return lower if value * value < 2 * lower * lower else 2 * lower
-
-
-def read_profile(path: Path) -> DeviceProfile:
-    """Read one TOML file. Raises ProfileError with file, key and remedy."""
-    plain = _read_toml(path)
-    expected = {"name", *_CONTENT, "provenance"}
-    unknown, missing = sorted(set(plain) - expected), sorted(expected - set(plain))
-    if unknown:
-        raise ProfileError(f"`{path}`: unknown key `{unknown[0]}`", f"expected {', '.join(sorted(expected))}")
-    if missing:
-        raise ProfileError(
-            f"`{path}`: missing key `{missing[0]}`", "every profile states all keys; see the shipped ones"
-        )
-    for key in _NUMBERS:
-        if type(plain[key]) is not int:
-            raise _wrong_type(path, key, "a whole number", plain[key])
-    if type(plain["name"]) is not str:
-        raise _wrong_type(path, "name", "a text", plain["name"])
-    sets = plain["instruction_sets"]
-    if not isinstance(sets, list) or not all(type(name) is str for name in sets):
-        raise _wrong_type(path, "instruction_sets", "a list of texts", sets)
-    provenance = plain["provenance"]
-    if not isinstance(provenance, dict) or not all(type(text) is str for text in provenance.values()):
-        raise _wrong_type(path, "provenance", "a table of texts", provenance)
-    if plain["name"] == HOST_NAME:
-        raise ProfileError(f"`{path}`: `name`: `{HOST_NAME}` is the probed profile", "choose another name")
-    try:
-        return DeviceProfile(**{**plain, "instruction_sets": tuple(sets)})
-    except ValueError as error:
-        raise ProfileError(f"`{path}`: {error}", "correct this key") from error
-
-
-def to_toml(profile: DeviceProfile) -> str:
-    """Return the profile as text that `read_profile` accepts."""
-    lines = [f"name = {json.dumps(profile.name)}"]
-    lines += [f"{key} = {getattr(profile, key):_}" for key in _NUMBERS]
-    lines += [f"instruction_sets = {json.dumps(list(profile.instruction_sets))}", "", "[provenance]"]
-    lines += [f"{key} = {json.dumps(profile.provenance[key], ensure_ascii=False)}" for key in _CONTENT]
-    return "\n".join(lines) + "\n"
-
-
-def _wrong_type(path: Path, key: str, expected: str, found: object) -> ProfileError:
-    return ProfileError(f"`{path}`: `{key}`: expected {expected}, found {str(found)[:60]!r}", "correct this key")
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_PROFILE_BYTES + 1)
-    except OSError as error:
-        raise ProfileError(f"`{path}` cannot be read: {error.strerror}", "check the path") from error
-    if len(data) > MAX_PROFILE_BYTES:
-        raise ProfileError(f"`{path}` has more than {MAX_PROFILE_BYTES} bytes", "is this a device profile?")
-    try:
-        plain: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ProfileError(f"`{path}` is not TOML: {error}", "correct the file") from error
-    return plain

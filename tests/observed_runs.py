@@ -14,11 +14,12 @@ from pathlib import Path
 from moec.cli.simulation.traces import replayed_bundle
 from moec.runtime import Engine, RuntimeOptions, kernels
 from moec.runtime.bundle.opening import open_bundle
-from moec.runtime.expert_cache.counts import CacheStats
-from moec.runtime.expert_cache.eviction import policy_score
+from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.expert_cache.interface import StreamingCache
-from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES, NativeCache
-from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.native_cache import NativeCache
+from moec.runtime.expert_cache.opening import NATIVE_POLICIES
+from moec.runtime.expert_cache.policies import policy_score
+from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.prefetch.predictors import LookaheadPredictor, PathPredictor, PopularityPredictor
 from moec.runtime.simulation.replay import replay
 from moec.runtime.trace.trace import TraceRecorder
@@ -65,9 +66,9 @@ def check_took_effect(engine: Engine, options: RuntimeOptions) -> None:
 
 
 def cache_kind(engine: Engine, options: RuntimeOptions) -> type[StreamingCache]:
-    """Return the class of the cache: ExpertCache for mapped experts, other policies and encoders, else NativeCache."""
+    """Return the class of the cache: PythonCache for mapped experts, other policies and encoders, else NativeCache."""
     is_native = options.policy in NATIVE_POLICIES and options.io != "mmap" and engine.model.spec.encoder is None
-    return NativeCache if is_native and kernels.compiled() is not None else ExpertCache
+    return NativeCache if is_native and kernels.compiled() is not None else PythonCache
 
 
 def is_mapped(path: Path) -> bool:
@@ -170,4 +171,4 @@ def replayed(engine: Engine, tracer: TraceRecorder, policy: str, weights: str | 
 
 def counts(stats: CacheStats) -> dict[str, int]:
     """Return the counts that a policy decides, for a run without prefetch."""
-    return {name: value for name, value in stats.counts().items() if name != "late_hits"}
+    return {name: value for name, value in stats.replayable_counts().items() if name != "late_hits"}

@@ -14,7 +14,7 @@ from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.result import CompileResult
 from moec.compiler.request.targets import Target, TargetKind
-from moec.compiler.walker.residency import NOTHING_RESIDENT
+from moec.compiler.walker.kept_layers import NOTHING_KEPT
 from moec.compiler.workspace.durable import Disk
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
@@ -79,7 +79,7 @@ def little_memory(patch: Callable[[str, Any], None]) -> None:
 
     patch: sets what has a name, like `monkeypatch.setattr`.
     """
-    patch("moec.compiler.preflight.preparation.choose_residency", lambda *_: NOTHING_RESIDENT)
+    patch("moec.compiler.preflight.preparation.choose_kept_layers", lambda *_: NOTHING_KEPT)
 
 
 def make_request(

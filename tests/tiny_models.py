@@ -20,10 +20,11 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from moec.compiler.bundle.emit import BundleContent, emit, finish
+from moec.compiler.bundle.publish import publish_directory
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.request.uniform import uniform_plan
-from moec.compiler.workspace.durable import Disk, publish_directory
+from moec.compiler.workspace.durable import Disk
 from moec.manifests.bundle import PARTIAL_SUFFIX, DeviceSummary
 from moec.manifests.quant import QuantSpec
 

@@ -20,7 +20,7 @@ from moec.compiler.families import Lowering, lower
 from moec.compiler.reference.expert_module import projection_of
 from moec.compiler.reference.routed_layers import RoutedLayer
 from moec.compiler.reference.routers import RouterMasks
-from moec.compiler.walker.slot import WeightName
+from moec.compiler.walker.loaded_layer import WeightName
 from moec.compiler.walker.texts import divided_pairs, padded
 from moec.evaluation.engine import AnswerScore
 from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows

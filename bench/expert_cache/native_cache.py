@@ -12,14 +12,14 @@ import argparse
 from pathlib import Path
 
 from moec.runtime import Engine, load
-from moec.runtime.expert_cache import native_cache
+from moec.runtime.expert_cache import opening
 
 from ..runs.turns import begin, decode_in_turns, print_turns
 
 
 def opened(path: Path, expert_cache: str, policies: tuple[str, ...]) -> Engine:
     """Return an engine whose cache is in the extension only under these policies."""
-    native_cache.NATIVE_POLICIES = policies  # type: ignore[assignment]
+    opening.NATIVE_POLICIES = policies  # type: ignore[assignment]
     return load(path, expert_cache=expert_cache, context=1024)
 
 

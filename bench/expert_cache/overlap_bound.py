@@ -49,7 +49,7 @@ def replayed_timeline(trace: Trace, replayed: ReplayedBundle, capacity: int, adv
     header = trace.header
     rates = DeviceRates(header.storage_bytes_per_s, header.storage_latency_ns, READERS, scale)
     steps = [(timed_pass(each, header.first_expert, advice),) for each in trace.passes]
-    machine = SimulatedMachine(rates, successors=replayed.successors)
+    machine = SimulatedMachine(rates, next_in_file=replayed.next_in_file)
     spec = replayed.cache_spec(capacity)
     return predict_steps(steps, trace.prompt_passes, spec, POLICY, machine, replayed.warm)
 

@@ -18,7 +18,8 @@ from moec.cli.simulation.traces import ReplayedBundle, open_traces, replayed_bun
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.bundle.opening import Bundle, open_bundle
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.eviction import SCORES, ExpertRecords
+from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.records import ExpertRecords
 from moec.runtime.modes.choice import Versions, low_version_indices
 from moec.runtime.modes.logical_cache import LogicalCache
 from moec.runtime.options.lossy import parse_modes
@@ -55,8 +56,8 @@ class DividedCache(LogicalCache):
     def _split(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         return [i for i in indices if i < self.count], [i - self.count for i in indices if i >= self.count]
 
-    def holds(self, index: int) -> bool:
-        return self.high.holds(index) if index < self.count else self.low.holds(index - self.count)
+    def is_resident(self, index: int) -> bool:
+        return self.high.is_resident(index) if index < self.count else self.low.is_resident(index - self.count)
 
     def request(self, layer: int, experts: Sequence[int], advice: Sequence[int] = ()) -> None:
         for cache, own, ahead in zip((self.high, self.low), self._split(experts), self._split(advice), strict=True):

@@ -41,9 +41,9 @@ from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.targets import Target
 from moec.compiler.sensitivity.answer_walk import AnswerWalk
+from moec.compiler.stages.compile_context import open_for_plan
 from moec.compiler.stages.planning import make_plan
-from moec.compiler.stages.workbench import planning_bench
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import AnswerTexts, TextStates, TokenTexts
 from moec.compiler.workspace.parallel import workers
 from moec.evaluation.data import SplitData, load_splits
@@ -67,7 +67,7 @@ def importance_of(lowering: Lowering, rows: list[list[int]]) -> dict[str, np.nda
 
     They go by the name of the tensor in a GGUF file. An expert without tokens has ones.
     """
-    slot, found, held = LayerSlot(lowering), dict[str, np.ndarray](), list[tuple[Tensor, Tensor]]()
+    slot, found, held = LoadedLayer(lowering), dict[str, np.ndarray](), list[tuple[Tensor, Tensor]]()
     states = TextStates.begin(TokenTexts(rows), slot.embed, tokens_per_batch=1)  # so that no padding is counted
     for layer in range(lowering.model.num_layers):
         slot.load(layer)
@@ -162,7 +162,7 @@ def plan_for(model: str, data: str, bits_per_weight: float) -> tuple[CompilePlan
             model, Path(folder) / "out", options, profile=load_profile("laptop"), open_runtime=open_partial,
             plan_only=True,
         )  # fmt: skip
-        with planning_bench(prepare(request)) as bench:
+        with open_for_plan(prepare(request)) as bench:
             planned = make_plan(bench)
             if planned.searched is None:
                 raise RuntimeError("a plan of a number of bits is searched")
@@ -200,7 +200,7 @@ def compare(model: str, splits: SplitData, data: str, mixtures: list[str]) -> No
     )
     counted = importance_of(lowering, [prompt + answer for prompt, answer in train])
     answers, threads = scored_answers(lowering.model, test), torch.get_num_threads()
-    walk = AnswerWalk(lambda: LayerSlot(lowering, lowering.model.num_layers), answers, threads, no_progress)
+    walk = AnswerWalk(lambda: LoadedLayer(lowering, lowering.model.num_layers), answers, threads, no_progress)
     for index in range(lowering.model.num_layers):  # some mixtures need these tensors, which do not count here
         for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
             columns = lowering.model.dense_shapes()[f"layers.{index}.{PARTS[name]}"][1]

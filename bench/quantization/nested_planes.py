@@ -27,7 +27,7 @@ from moec.compiler.calibration.layer_inputs import LayerInputs
 from moec.compiler.quantization.layer_quantizer import ExpertQuantizer, Matrices
 from moec.compiler.quantization.quantized import QuantizedMatrix
 from moec.compiler.sensitivity.answer_walk import AnswerWalk
-from moec.compiler.walker.slot import WeightName
+from moec.compiler.walker.loaded_layer import WeightName
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 

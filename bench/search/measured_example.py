@@ -17,9 +17,9 @@ from moec.compiler.sensitivity.answer_walk import AnswerWalk, planned_weights
 from moec.compiler.sensitivity.fisher import TEXTS, predictions
 from moec.compiler.sensitivity.gradients import LayerGradients
 from moec.compiler.sensitivity.sensitivity import SensitivityTable, with_gradients
+from moec.compiler.stages.encode_texts import CompileTexts
 from moec.compiler.stages.sweep import Sweep
-from moec.compiler.stages.texts import CompileTexts
-from moec.compiler.walker.residency import LARGE_TEXTS
+from moec.compiler.walker.kept_layers import LARGE_TEXTS
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.manifests.quant import QuantSpec

@@ -284,7 +284,7 @@ def _print_measurement(
 
 def _simulate(bundle: Bundle, trace: Trace) -> list[dict[str, Any]]:
     """Replay the trace under every policy, with caches of every share in SHARES, without prefetch."""
-    from moec.runtime.expert_cache.eviction import SCORES
+    from moec.runtime.expert_cache.policies import SCORES
     from moec.runtime.simulation.replay import OPTIMUM, POPULARITY, replay
 
     replayed, accesses, rows = replayed_bundle(bundle), trace.accesses(), list[dict[str, Any]]()
@@ -294,7 +294,7 @@ def _simulate(bundle: Bundle, trace: Trace) -> list[dict[str, Any]]:
             continue
         for policy in (*SCORES, POPULARITY, OPTIMUM):
             counts = replay(accesses, replayed.cache_spec(capacity), policy, replayed.warm)
-            rows.append({"share": share, "policy": policy, "capacity_bytes": capacity, **counts.counts()})
+            rows.append({"share": share, "policy": policy, "capacity_bytes": capacity, **counts.replayable_counts()})
     return rows
 
 

@@ -35,7 +35,7 @@ def profile_device_command(target: Path | None, name: str, storage: Path, overwr
     moec profile-device -o board.toml --storage /data      on the board
     moec compile mixtral --loss 2% --device board.toml     on the machine that compiles
     """
-    from moec.profiles.device import to_toml
+    from moec.profiles.loading import to_toml
     from moec.profiles.probe import probe_host
 
     if target is not None and target != STDOUT and target.is_file() and not overwrite:

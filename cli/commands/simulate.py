@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from moec.profiles.device import DeviceProfile
     from moec.runtime.bundle.opening import Bundle
-    from moec.runtime.expert_cache.eviction import PolicyScore
+    from moec.runtime.expert_cache.policies import PolicyScore
     from moec.runtime.options.runtime import Cooperation, Prefetch, PrefetchRule
     from moec.runtime.simulation.accelerator_replay import ReplayedDevice
     from moec.runtime.simulation.timeline import Advice, DeviceRates
@@ -261,7 +261,7 @@ def _policies(asked: Sequence[str], settings: Sequence[dict[str, str]]) -> Seque
 
 
 def _scores(policies: Sequence[str], weights: str | None) -> dict[str, str | PolicyScore]:
-    from moec.runtime.expert_cache.eviction import MultidimensionalScore
+    from moec.runtime.expert_cache.policies import MultidimensionalScore
 
     if weights is None:
         return {policy: policy for policy in policies}

@@ -223,7 +223,7 @@ def _choose(
 
     The difference must have 95 % confidence. Of several policies, the one with the largest gain is returned.
     """
-    from moec.runtime.expert_cache.eviction import policy_score
+    from moec.runtime.expert_cache.policies import policy_score
 
     in_use = policy_score(options.policy, options.policy_weights)
     kept: dict[str, str | int] = {}

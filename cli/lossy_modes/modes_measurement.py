@@ -30,7 +30,7 @@ class ModesMeasurement:
 
     def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
         """Return the record for quality.json. Raises MemoryBudgetExceeded."""
-        from moec.compiler.walker.memory import PROCESS_BYTES
+        from moec.compiler.walker.memory import COMPILE_PROCESS_BYTES
         from moec.runtime.bundle.opening import open_bundle
         from moec.runtime.memory.budget import plan_memory
         from moec.runtime.options.runtime import RuntimeOptions
@@ -41,7 +41,7 @@ class ModesMeasurement:
         if bundle.memory_bytes:
             # Computed from shapes, not from the memory of this process: equal compiles must give equal bytes.
             plan = plan_memory(manifest, options)
-            need = PROCESS_BYTES + plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes + plan.cache_bytes
+            need = COMPILE_PROCESS_BYTES + plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes + plan.cache_bytes
             options = RuntimeOptions(memory=str(bundle.memory_bytes)) if need > bundle.memory_bytes else options
         sweep = QualitySweep(bundle.path, options, None, bundle.task, bundle.items, bundle.shots)
         return untimed(sweep.run(settings, is_partial=True))

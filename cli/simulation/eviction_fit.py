@@ -14,8 +14,8 @@ from .traces import ReplayedBundle
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
-    from moec.runtime.expert_cache.counts import CacheStats
-    from moec.runtime.expert_cache.eviction import PolicyScore
+    from moec.runtime.expert_cache.cache_stats import CacheStats
+    from moec.runtime.expert_cache.policies import PolicyScore
     from moec.runtime.options.runtime import EvictionWeights
     from moec.runtime.trace.trace import Access, Trace
 
@@ -107,7 +107,7 @@ class PolicyFit:
 
     def _fit(self, capacity: int, name: str, progress: Callable[[float], None]) -> tuple[PolicyScore, str]:
         """Return the score with the smallest penalty on the training traces, and its weights as text."""
-        from moec.runtime.expert_cache.eviction import MultidimensionalScore
+        from moec.runtime.expert_cache.policies import MultidimensionalScore
         from moec.runtime.simulation.fitting import fit_weights
 
         as_printed, tried = name == "hobbit-printed", list[float]()

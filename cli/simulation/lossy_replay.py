@@ -13,7 +13,7 @@ from ..lossy_modes.mode_sweep import modes_of
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
-    from moec.runtime.expert_cache.eviction import PolicyScore
+    from moec.runtime.expert_cache.policies import PolicyScore
     from moec.runtime.modes.choice import ModeCounts
     from moec.runtime.modes.logical_cache import LogicalCache
     from moec.runtime.options.runtime import Prefetch
@@ -87,7 +87,7 @@ class LossyReplay:
             header.prefetch_layers,
             header.prefetch_experts,
             header.prefetch_rule,
-            cache.holds,
+            cache.is_resident,
         )
         return TracedModel(spec, header.first_expert, self.replayed.sizes, advisor)
 

@@ -12,7 +12,7 @@ from .lossy_replay import LossyReplay
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
-    from moec.runtime.expert_cache.eviction import PolicyScore
+    from moec.runtime.expert_cache.policies import PolicyScore
     from moec.runtime.options.runtime import Prefetch
     from moec.runtime.simulation.accelerator_replay import ReplayedDevice
     from moec.runtime.simulation.timeline import Advice, DeviceRates, TimedPass, Timeline
@@ -115,7 +115,7 @@ class Simulation:
             self.trace.prompt_passes,
             replayed.cache_spec(held),
             policy,
-            SimulatedMachine(self.rates, self.shared, replayed.successors),
+            SimulatedMachine(self.rates, self.shared, replayed.next_in_file),
             lossy.warm,
         )
         return timeline, decisions if options else None

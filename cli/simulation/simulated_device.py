@@ -110,7 +110,7 @@ def shared_device(
     from moec.runtime.accelerator.image import entry_bytes
     from moec.runtime.accelerator.latency import LatencyModel
     from moec.runtime.accelerator.placement import LIBRARY_BYTES, place_experts, working_bytes
-    from moec.runtime.expert_cache.eviction import bundle_records
+    from moec.runtime.expert_cache.records import bundle_records
     from moec.runtime.simulation.accelerator_replay import ReplayedDevice, traced_cpu_line
 
     manifest, header = bundle.manifest, trace.header

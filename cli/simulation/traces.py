@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.expert_cache.cache_spec import CacheSpec
-    from moec.runtime.expert_cache.eviction import ExpertRecords
+    from moec.runtime.expert_cache.records import ExpertRecords
     from moec.runtime.trace.trace import Trace, TraceRecorder
 
 
@@ -33,7 +33,7 @@ class ReplayedBundle:
     minimum_bytes: bytes of the experts that one token needs in a layer.
 
     count: number of experts without their low versions.
-    successors: expert that follows each one on storage, as in `read_runs`.
+    next_in_file: expert that follows each one on storage, as in `read_runs`.
     """
 
     sizes: np.ndarray
@@ -41,7 +41,7 @@ class ReplayedBundle:
     warm: list[int]
     minimum_bytes: int
     count: int
-    successors: list[int]
+    next_in_file: list[int]
 
     @property
     def total_bytes(self) -> int:
@@ -70,15 +70,15 @@ def replayed_bundle(bundle: Bundle) -> ReplayedBundle:
     """Return the properties of a bundle that replays need."""
     import numpy as np
 
-    from moec.runtime.expert_cache.eviction import bundle_records, warm_order
+    from moec.runtime.expert_cache.records import bundle_records, warm_order
     from moec.runtime.storage.interface import page_bytes
-    from moec.runtime.storage.read_runs import successors
+    from moec.runtime.storage.read_runs import next_in_file
 
     manifest, count = bundle.manifest, len(bundle.manifest.experts)
     sizes = np.array([page_bytes(entry.size_bytes) for entry in manifest.stored_experts], np.int64)
     records = bundle_records(bundle, bundle.tables(), manifest.stored_experts)
     warm = [index for index in warm_order(records).tolist() if index < count]
-    following = successors(manifest.stored_experts)
+    following = next_in_file(manifest.stored_experts)
     return ReplayedBundle(sizes, records, warm, manifest.cost.minimum_expert_bytes, count, following)
 
 

@@ -19,7 +19,7 @@ from ..request.targets import Target
 from ..search.comparison import Comparison
 from ..sensitivity.sensitivity import SensitivityTable
 from ..sensitivity.trials import Trial
-from .certify import DivergenceCertificate, TaskCertificate, judge_divergence
+from .certificates import DivergenceCertificate, TaskCertificate, judge_divergence
 
 QUALITY_VERSION = 1
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from moec.manifests.model import ExpertsSpec
 
 from ..reference.expert_module import intermediate
-from ..walker.slot import LayerSlot
+from ..walker.loaded_layer import LoadedLayer
 from ..walker.texts import TextStates
 from ..workspace.parallel import Workers
 from .collect import UNIMPORTANCE_BINS, weight_summary
@@ -114,7 +114,7 @@ class LayerInputs:
 
 
 def calibrate_layer(
-    slot: LayerSlot, texts: TextStates, pool: Workers, has_moments: bool
+    slot: LoadedLayer, texts: TextStates, pool: Workers, has_moments: bool
 ) -> tuple[LayerInputs, dict[str, np.ndarray]]:
     """Move texts through the loaded layer. Returns what they hand to its experts, and counts of it.
 

@@ -105,7 +105,7 @@ class RemoteAnswers:
     def measure_each(
         self, plans: Iterable[tuple[CompilePlan, UnitStore]], items: int | None = None
     ) -> Iterator[AnswerMeasures]:
-        """Yield the measures of each plan, in order. Plans run at the same time. See MeasureAnswers."""
+        """Yield the measures of each plan, in order. Plans run at the same time. See AnswerMeter."""
         if items not in self._parts:
             self._parts[items] = self._divided(items)
         parts = self._parts[items]

@@ -15,7 +15,7 @@ from ..checkpoint.url import is_url
 from ..families import Lowering
 from ..request.ports import BundleEngine
 from ..request.request import CompileRequest
-from ..walker.memory import PROCESS_BYTES, certifying_bytes, gradients_bytes, layer_weights, quantizing_bytes
+from ..walker.memory import COMPILE_PROCESS_BYTES, certifying_bytes, gradients_bytes, layer_weights, quantizing_bytes
 from ..walker.texts import AnswerTexts
 from .jobs import CloseBundle, ForgetLayer
 from .ray_pool import Pool, connected
@@ -39,7 +39,7 @@ def _weights(model: ModelSpec) -> int:
 def layer_worker_bytes(model: ModelSpec, specs: Sequence[QuantSpec], cpus: int) -> int:
     """Return the maximum memory of a worker that quantizes one expert on each of its CPUs."""
     moments = 4 * (model.hidden_size**2 + max(layer.experts.width for layer in model.layers) ** 2)
-    return PROCESS_BYTES + cpus * (quantizing_bytes(model, specs) + moments)
+    return COMPILE_PROCESS_BYTES + cpus * (quantizing_bytes(model, specs) + moments)
 
 
 class ClusterSession:

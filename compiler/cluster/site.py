@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..sensitivity.answer_walk import AnswerWalk
-    from ..walker.slot import LayerSlot, Replaced
+    from ..walker.loaded_layer import LoadedLayer, Replaced
 
 _SAMPLE_BYTES = 1 << 16
 
@@ -78,7 +78,7 @@ class Site:
         self._source, self._identity, self._open_runtime = source, identity, open_runtime
         self._lowering: Lowering | None = None
         self._walks: dict[Handle, AnswerWalk] = {}
-        self._slot: LayerSlot | None = None
+        self._slot: LoadedLayer | None = None
         self._loaded: int | None = None
         self._memory_bytes = memory_bytes
         self._engines: dict[str, tuple[BundleEngine, contextlib.ExitStack]] = {}
@@ -96,12 +96,12 @@ class Site:
             self._lowering = lower(checkpoint)
         return self._lowering
 
-    def slot(self) -> LayerSlot:
+    def slot(self) -> LoadedLayer:
         """Return the slot of the layers."""
         if self._slot is None:
-            from ..walker.slot import LayerSlot  # loads transformers, which quantizing does not need
+            from ..walker.loaded_layer import LoadedLayer  # loads transformers, which quantizing does not need
 
-            self._slot = LayerSlot(self.lowering)
+            self._slot = LoadedLayer(self.lowering)
         return self._slot
 
     def answer_walk(self, answers: Handle) -> AnswerWalk:
@@ -132,7 +132,7 @@ class Site:
 
         return weight
 
-    def layer(self, layer: int) -> LayerSlot:
+    def layer(self, layer: int) -> LoadedLayer:
         """Return the slot with the checkpoint's own weights of a layer."""
         slot = self.slot()
         if self._loaded != layer:

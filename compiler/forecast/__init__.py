@@ -11,7 +11,7 @@ from moec.manifests.errors import OptionError
 from ..preflight.preparation import prepare
 from ..request.request import CompileRequest
 from ..request.uniform import uniform_quantizer, uniform_spec
-from ..stages.texts import compile_texts
+from ..stages.encode_texts import encode_all_texts
 from ..workspace.output_lock import existing_parent
 from .rates import measure_disk, measure_expert, measure_layer
 from .stages import SearchForecast, StageForecast, uniform_stages
@@ -37,7 +37,7 @@ def forecast(request: CompileRequest) -> list[StageForecast]:
             "a forecast of a search counts the texts that pass the model",
             "add `--data`, or leave out `--estimate`: `--plan-only` tells what each stage took",
         )
-    texts = compile_texts(prepared)
+    texts = encode_all_texts(prepared)
     layer = measure_layer(
         lowering, texts.calibration, prepared.stored_specs, options.quantizer, talk.progress("timing a layer")
     )

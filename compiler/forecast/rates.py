@@ -29,8 +29,8 @@ from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer
 from ..quantization.packing import pack, unpack
 from ..quantization.quantizers import quantizer as find_quantizer
 from ..quantization.quantizers.rtn import rounded_rows
+from ..walker.loaded_layer import LoadedLayer
 from ..walker.memory import layer_weights
-from ..walker.slot import LayerSlot
 from ..walker.texts import TOKENS_PER_FORWARD, TextStates, TokenTexts
 from ..workspace.durable import Disk, disk_errors
 from ..workspace.parallel import Workers, workers
@@ -138,7 +138,7 @@ def measure_layer(
     layer, threads, clock = measured_layer(lowering.model), torch.get_num_threads(), _Clock()
     pieces, formats = 6, [spec for spec in specs if spec.bitwidth < 16]
     progress(0, pieces)
-    slot = LayerSlot(lowering)
+    slot = LoadedLayer(lowering)
     with clock.running():
         slot.load(layer)
     loaded = clock.seconds
@@ -188,7 +188,9 @@ def _quantized_expert(
     return clock.seconds / len(chosen), packed
 
 
-def _states(slot: LayerSlot, texts: TokenTexts, tokens: int, tokens_per_batch: int = TOKENS_PER_FORWARD) -> TextStates:
+def _states(
+    slot: LoadedLayer, texts: TokenTexts, tokens: int, tokens_per_batch: int = TOKENS_PER_FORWARD
+) -> TextStates:
     """Return the first texts before the loaded layer. A decoder reads the embeddings of the prompts."""
     states = TextStates.begin(texts.first(tokens), slot.embed, tokens_per_batch)
     if states.is_encoding and slot.layer >= slot.model.first_decoder_layer:
@@ -196,7 +198,7 @@ def _states(slot: LayerSlot, texts: TokenTexts, tokens: int, tokens_per_batch: i
     return states
 
 
-def _decoded_token(slot: LayerSlot, texts: TokenTexts, pool: Workers, threads: int) -> float:
+def _decoded_token(slot: LoadedLayer, texts: TokenTexts, pool: Workers, threads: int) -> float:
     """Return the seconds of one of ANSWER_SLOTS single tokens through the layer. Each thread takes a part of them."""
     clock = _Clock()
     chosen = list(islice(cycle(range(len(texts.rows))), ANSWER_SLOTS))

@@ -17,9 +17,9 @@ from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES, QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
 
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
+from ..preflight.kept_layers import MemoryNeed, may_compare, measures_tasks, runtime_bytes
 from ..preflight.preflight import reachable_bytes
 from ..preflight.preparation import Prepared
-from ..preflight.residency import MemoryNeed, may_compare, measures_tasks, runtime_bytes
 from ..request.options import UNIFORM_DENSE_BITS
 from ..request.uniform import uniform_spec
 from ..search.bisect import CALIBRATING_KL, MAX_GENERATED, MAX_KL
@@ -36,16 +36,10 @@ from ..search.comparison_budget import (
 from ..search.swaps import SWAPS
 from ..sensitivity.exact import EXACT_ITEMS
 from ..sensitivity.fisher import asks_gradients
-from ..stages.texts import CompileTexts
-from ..walker.memory import (
-    PROCESS_BYTES,
-    SKETCHES,
-    gradients_bytes,
-    layer_weights,
-    sweep_bytes,
-    variant_count,
-)
-from ..walker.residency import resident_bytes
+from ..stages.encode_texts import CompileTexts
+from ..walker.kept_layers import resident_bytes
+from ..walker.limits import SKETCHES
+from ..walker.memory import COMPILE_PROCESS_BYTES, gradients_bytes, layer_weights, sweep_bytes, variant_count
 from .answers import count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
 
@@ -97,7 +91,7 @@ class SearchForecast:
         self._prepared, self._texts, self._disk, self._rates = prepared, texts, disk, rates
         self._model, self._target = prepared.lowering.model, prepared.request.options.target.kind
         self._threads, self._specs = torch.get_num_threads(), formats_below_16_bits(prepared.stored_specs)
-        self._holds_model = prepared.residency.holds_model
+        self._holds_model = prepared.kept_layers.holds_model
         self._held_out = sum(answers.texts.num_tokens for answers in texts.held_out.values())
         self._bundle = self._bundle_bytes()
         self._validation, self._test = count_answers(prepared)
@@ -112,9 +106,9 @@ class SearchForecast:
             if measures_tasks(self._prepared.request.options, self._holds_model)
             else 0
         )
-        resident = resident_bytes(model, self._prepared.residency.resident_layers)
+        resident = resident_bytes(model, self._prepared.kept_layers.count)
         need = MemoryNeed(model, self._prepared.request.options, specs, self._threads, len(self._prepared.splits))
-        memory = need.bytes_with(self._prepared.residency.texts) + resident
+        memory = need.bytes_with(self._prepared.kept_layers.texts) + resident
         tokens, probe = calibration + self._texts.scored_tokens, self._texts.probe.num_tokens
         passes = sweep_bytes(model, tokens, probe, specs, self._threads) + resident
         return [
@@ -144,7 +138,7 @@ class SearchForecast:
 
     def _divergences(self, memory: int, disk: int) -> list[StageForecast]:
         """Return the stages that measure plans by their KL: of the search, and of swaps."""
-        text = f"{self._texts.answers.texts.num_tokens:,} tokens each"
+        text = f"{self._texts.validation.texts.num_tokens:,} tokens each"
         return [
             StageForecast(title, count * self._plan_seconds(), memory, disk, f"{_at_most(count)}, {text}")
             for title, count in self._divergence_counts().items()
@@ -199,7 +193,7 @@ class SearchForecast:
         return affordable(needs, searched, self._validation.answered / max(validation, 1) * active_weights(self._model))
 
     def _kl_items(self) -> int:
-        return len(self._texts.answers.counts)
+        return len(self._texts.validation.counts)
 
     def _answers(self, memory: int, disk: int) -> StageForecast:
         """Return the stage of generated answers: for a loss on validation items, and for the certificate.
@@ -220,7 +214,7 @@ class SearchForecast:
 
     def _reading_seconds(self) -> float:
         """Return the seconds of reads while bundles that exceed memory answer. Each pass reads what is missing once."""
-        resident = resident_bytes(self._model, self._model.num_layers) if self._prepared.residency.holds_model else 0
+        resident = resident_bytes(self._model, self._model.num_layers) if self._prepared.kept_layers.holds_model else 0
         room = runtime_bytes(self._model, self._prepared.request.memory_limit_bytes) - resident
         answers = (self._validation.read + self._test.read) / MAX_PASS_TOKENS
         answers += (self._validation.decoded + self._test.decoded) / ANSWER_SLOTS
@@ -261,7 +255,7 @@ class SearchForecast:
 
     def _plan_seconds(self) -> float:
         """Return the seconds of one plan: every layer with its planned experts, then logits of plan and checkpoint."""
-        answers = self._texts.answers
+        answers = self._texts.validation
         restoring = len(self._model.expert_keys()) * self._rates.restored_expert
         logits = 2 * sum(answers.counts) * self._rates.logit_token
         return self._loading() + restoring + answers.texts.num_tokens * self._through_layers() + logits
@@ -327,7 +321,7 @@ def _digests(prepared: Prepared, disk: DiskRates) -> StageForecast:
     root = prepared.checkpoint.root
     size = sum((root / name).stat().st_size for name in prepared.checkpoint.weight_files())
     seconds = size * disk.digested_byte / min(DIGESTS_AT_ONCE, len(prepared.checkpoint.weight_files()))
-    return StageForecast("hashing the checkpoint", seconds, PROCESS_BYTES, 0, f"{size:,} bytes")
+    return StageForecast("hashing the checkpoint", seconds, COMPILE_PROCESS_BYTES, 0, f"{size:,} bytes")
 
 
 def formats_below_16_bits(specs: Sequence[QuantSpec]) -> list[QuantSpec]:
@@ -350,4 +344,4 @@ def _rounding_bytes(model: ModelSpec) -> int:
     """Return the peak memory of threads that each round an expert."""
     layers = ((at, model.layers[at].experts) for at in model.expert_layers)
     largest = max(sum(prod(model.unit_shape(at, p)) for p in experts.projections) for at, experts in layers)
-    return PROCESS_BYTES + 2 * torch.get_num_threads() * _FLOAT * largest
+    return COMPILE_PROCESS_BYTES + 2 * torch.get_num_threads() * _FLOAT * largest

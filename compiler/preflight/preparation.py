@@ -25,11 +25,11 @@ from ..request.uniform import uniform_spec
 from ..search.pruning import prunes
 from ..sensitivity.fisher import asks_gradients
 from ..sensitivity.sensitivity import dense_formats
-from ..walker.residency import NOTHING_RESIDENT, Residency, resident_bytes
+from ..walker.kept_layers import NOTHING_KEPT, KeptLayers, resident_bytes
 from ..workspace.journal import JOURNAL_FORMAT
 from .device_fit import smallest_plan, summarise_device
+from .kept_layers import MemoryNeed, choose_kept_layers
 from .preflight import preflight, routed_widths
-from .residency import MemoryNeed, choose_residency
 
 KL_ITEMS = 256
 """Number of validation items, over all tasks, whose answer tokens give the KL of a trial."""
@@ -39,7 +39,7 @@ KL_ITEMS = 256
 class Prepared:
     """A compile that passed all checks.
 
-    residency: how much of the model stays in memory.
+    kept_layers: the layers that stay in memory between passes, and the sizes of texts.
     prunes: experts may be left out.
     """
 
@@ -48,7 +48,7 @@ class Prepared:
     lowering: Lowering
     splits: tuple[SplitData, ...]
     shots: Shots
-    residency: Residency = NOTHING_RESIDENT
+    kept_layers: KeptLayers = NOTHING_KEPT
     prunes: bool = False
 
     @property
@@ -83,7 +83,7 @@ class Prepared:
         data = [[s.task.name, s.train.sha256, s.validation.sha256, s.test.sha256] for s in self.splits]
         files = [[entry.name, entry.sha256] for entry in self.checkpoint.source_files()]
         profile = [self.request.profile.name, self.request.profile.sha256]
-        limits = asdict(self.residency.texts)
+        limits = asdict(self.kept_layers.texts)
         plain = [producer(), JOURNAL_FORMAT, files, self.request.options.to_plain(), data, profile, limits]
         return hashlib.sha256(canonical_json(plain)).hexdigest()
 
@@ -118,20 +118,20 @@ def prepare(request: CompileRequest) -> Prepared:
         return found
     smallest = smallest_plan(lowering, options, found.specs)
     summarise_device(request.profile, smallest, found.checkpoint.tokenizer_file_bytes)
-    return with_residency(found)
+    return with_kept_layers(found)
 
 
-def with_residency(prepared: Prepared) -> Prepared:
+def with_kept_layers(prepared: Prepared) -> Prepared:
     """Decide how much of the model stays in memory. Raises OptionError if one layer does not fit."""
     request, model = prepared.request, prepared.lowering.model
     need = MemoryNeed(model, request.options, prepared.stored_specs, torch.get_num_threads(), len(prepared.splits))
-    residency = choose_residency(need, request.memory_limit_bytes)
+    kept_layers = choose_kept_layers(need, request.memory_limit_bytes)
     require_trials(request, model)
-    if not residency.holds_model:
-        peak = need.bytes_with(residency.texts) + resident_bytes(model, residency.resident_layers)
+    if not kept_layers.holds_model:
+        peak = need.bytes_with(kept_layers.texts) + resident_bytes(model, kept_layers.count)
         request.talk.note(
-            f"memory holds {residency.resident_layers} of {model.num_layers} layers between passes, "
+            f"memory holds {kept_layers.count} of {model.num_layers} layers between passes, "
             f"{peak / 2**30:.1f} GiB at most"
         )
     prunes_experts = prunes(request.options, model, asks_gradients(request.options.sensitivity, model))
-    return replace(prepared, residency=residency, prunes=prunes_experts)
+    return replace(prepared, kept_layers=kept_layers, prunes=prunes_experts)

@@ -20,8 +20,8 @@ from moec.manifests.progress import Progress
 
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan
+from ..walker.loaded_layer import LoadedLayer, Replaced, WeightName, embedded
 from ..walker.output_head import OutputHead, divergence
-from ..walker.slot import LayerSlot, Replaced, WeightName, embedded
 from ..walker.texts import AnswerTexts, TextStates, text_batches
 from ..workspace.parallel import one_torch_thread, workers
 
@@ -63,7 +63,7 @@ def planned_weights(plan: CompilePlan, store: UnitStore) -> Replaced:
     return weight
 
 
-class MeasureAnswers(Protocol):
+class AnswerMeter(Protocol):
     """Measures answers under the weights of plans, on this machine or on others.
 
     answers: the texts.
@@ -98,7 +98,7 @@ class AnswerWalk:
 
     def __init__(
         self,
-        make_slot: Callable[[], LayerSlot],
+        make_slot: Callable[[], LoadedLayer],
         answers: AnswerTexts,
         threads: int,
         progress: Progress,
@@ -107,7 +107,7 @@ class AnswerWalk:
     ) -> None:
         self._make_slot, self.answers, self._threads, self._progress = make_slot, answers, threads, progress
         self._own_states, self._keeps_slot = own_states, keeps_slot
-        self._slot: LayerSlot | None = None
+        self._slot: LoadedLayer | None = None
         self._own_log_probs: list[Tensor] = []
         self._first: dict[int, AnswerWalk] = {}
 
@@ -121,7 +121,7 @@ class AnswerWalk:
     def measure_each(
         self, plans: Iterable[tuple[CompilePlan, UnitStore]], items: int | None = None
     ) -> Iterator[AnswerMeasures]:
-        """See MeasureAnswers."""
+        """See AnswerMeter."""
         walk = self if items is None or items >= len(self.answers.counts) else self._of_first(items)
         for plan, store in plans:
             yield walk.measure(planned_weights(plan, store))
@@ -133,7 +133,7 @@ class AnswerWalk:
             self._first[items] = AnswerWalk(self._opened, answers, self._threads, self._progress, None, keeps)
         return self._first[items]
 
-    def _opened(self) -> LayerSlot:
+    def _opened(self) -> LoadedLayer:
         self._slot = self._slot or self._make_slot()
         return self._slot
 
@@ -155,18 +155,25 @@ class AnswerWalk:
                 nll[tokens] = -log_q.gather(1, targets[tokens].unsqueeze(1)).squeeze(1).double().numpy()
         return AnswerMeasures(kl, agrees, nll)
 
-    def _states(self, slot: LayerSlot, weights: Replaced) -> Tensor:
+    def _states(self, slot: LoadedLayer, weights: Replaced) -> Tensor:
         """Return the normed states at the scored tokens under these weights, [A, D]."""
-        table, layers, scale = weights("embedding"), slot.model.num_layers, slot.model.embedding_scale
-        texts = TextStates.begin(
-            self.answers.texts, lambda ids: embedded(ids, slot.own("embedding") if table is None else table, scale)
-        )
+        texts, layers = self._begin(slot, weights("embedding")), slot.model.num_layers
         with workers(self._threads) as pool:
             for layer in range(layers):
                 slot.load(layer, weights)
                 slot.run([texts], pool)
                 self._progress(layer + 1, layers)
-        return slot.normed(texts.answers(self.answers.counts))
+        return slot.normed(texts.scored_states(self.answers.counts))
+
+    def _begin(self, slot: LoadedLayer, table: Tensor | None) -> TextStates:
+        """Return the texts before the first layer. They alone keep the table, [V, D], as long as they need it.
+
+        table: the embedding under a plan; None for the checkpoint's own.
+        """
+        scale = slot.model.embedding_scale
+        return TextStates.begin(
+            self.answers.texts, lambda ids: embedded(ids, slot.own("embedding") if table is None else table, scale)
+        )
 
     def _own(self, head: OutputHead, states: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the unquantized model's log-probabilities of some tokens, and which tokens they are of."""

@@ -27,9 +27,9 @@ from moec.manifests.quant import QuantSpec
 
 from ..quantization.unit_store import UnitStore
 from ..reference.expert_module import SeparateExperts, summed_experts
-from ..walker.memory import SKETCHES, TOKENS_PER_BACKWARD
+from ..walker.limits import SKETCHES, TOKENS_PER_BACKWARD
+from ..walker.loaded_layer import LoadedLayer
 from ..walker.output_head import OutputHead
-from ..walker.slot import LayerSlot
 from ..walker.texts import AnswerTexts, TextStates
 from ..workspace.journal import Journal
 from ..workspace.parallel import Workers, workers
@@ -77,7 +77,7 @@ class LayerGradients:
 
     def __init__(
         self,
-        slot: LayerSlot,
+        slot: LoadedLayer,
         store: UnitStore,
         texts: AnswerTexts,
         specs: Sequence[QuantSpec],

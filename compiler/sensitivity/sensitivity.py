@@ -85,9 +85,13 @@ def probed(
 ) -> tuple[list[UnitKey], QuantSpec | None]:
     """Return the units of one projection of a layer, and their probe format, None if no format below 16 bits fits."""
     own = [unit for unit in model.units_of_layer(layer) if unit.projection == projection]
-    columns = model.unit_shape(layer, projection)[1]
-    fitting = [spec for spec in unit_specs if spec.bitwidth < 16 and spec.fits(columns)]
-    return own, nearest_format(fitting, PROBE_BITWIDTH) if fitting else None
+    return own, probe_format(unit_specs, model.unit_shape(layer, projection)[1])
+
+
+def probe_format(specs: Sequence[QuantSpec], columns: int) -> QuantSpec | None:
+    """Return the format in which the error of a unit is measured; None if no format below 16 bits fits its columns."""
+    fitting = [spec for spec in specs if spec.bitwidth < 16 and spec.fits(columns)]
+    return nearest_format(fitting, PROBE_BITWIDTH) if fitting else None
 
 
 def with_gradients(

@@ -35,7 +35,7 @@ from moec.profiles.freed_memory import give_back_freed_memory
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan, plain_plan
 from ..workspace.journal import Journal
-from .answer_walk import AnswerMeasures, MeasureAnswers
+from .answer_walk import AnswerMeasures, AnswerMeter
 
 # A measurement on generated answers looks after these numbers of items, and stops if the result is already clear.
 LOOKS = (500, 1000)
@@ -108,7 +108,7 @@ class Trials:
     journal: stores the results.
     """
 
-    walk: MeasureAnswers | None
+    walk: AnswerMeter | None
     bundles: OpenPlans
     store: UnitStore
     tasks: Sequence[TaskData]
@@ -154,7 +154,7 @@ class Trials:
         """True if plans can be measured."""
         return self.walk is not None
 
-    def _measures(self) -> MeasureAnswers:
+    def _measures(self) -> AnswerMeter:
         """Return what measures answers. Raises OptionError without data."""
         if self.walk is None:
             raise OptionError("this measurement needs task data", "add `--data`, or take `--size` or `--uniform`")

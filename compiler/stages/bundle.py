@@ -8,22 +8,22 @@ from typing import Any
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.codec import canonical_json
 
-from ..bundle.certificate import HeldOutAnswers, certify
-from ..bundle.certify import MODES_ITEMS
+from ..bundle.certificates import MODES_ITEMS
+from ..bundle.certify import HeldOutAnswers, certify
 from ..bundle.emit import BundleContent, cost_summary, emit, finish
 from ..bundle.quality import Evidence, model_card, quality_report, unimportance_deciles
 from ..calibration.collect import calibration_summary
 from ..calibration.tables import Tables
 from ..preflight.device_fit import summarise_device
+from ..preflight.kept_layers import measures_tasks, runtime_bytes
 from ..preflight.preparation import Prepared
-from ..preflight.residency import measures_tasks, runtime_bytes
 from ..request.ports import UnpublishedBundle
+from .compile_context import Certified, CompileContext, Planned
 from .measure import plan_bundles
-from .workbench import Certified, Planned, Workbench
 
 
 def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleManifest:
-    """Write the files of the bundle. Returns the manifest, which is written last, by `complete_bundle`."""
+    """Write the files and an uncertified manifest. The runtime can open the folder from here on."""
     request, plan, statistics = prepared.request, planned.plan, planned.statistics
     content = BundleContent(
         plan=plan,
@@ -42,9 +42,9 @@ def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleM
     )
 
 
-def certify_bundle(bench: Workbench, planned: Planned, partial: Path) -> Certified:
+def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> Certified:
     """Run the bundle on data that nothing else saw, then its lossy modes."""
-    certified, request = Certified(), bench.prepared.request
+    certified, request = Certified(), context.prepared.request
     measured = None if planned.searched is None else planned.searched.measured
     if measured is not None and measured.texts is not None:
         held_out = {
@@ -52,13 +52,13 @@ def certify_bundle(bench: Workbench, planned: Planned, partial: Path) -> Certifi
             for task, texts in measured.texts.held_out.items()
         }
         measured.trials.close()
-        with_tasks = measures_tasks(request.options, bench.prepared.residency.holds_model)
-        splits = bench.prepared.splits if with_tasks else ()
-        tasks, divergences = certify(request, partial, plan_bundles(bench), held_out, splits, bench.prepared.shots)
+        with_tasks = measures_tasks(request.options, context.prepared.kept_layers.holds_model)
+        splits = context.prepared.splits if with_tasks else ()
+        tasks, divergences = certify(request, partial, plan_bundles(context), held_out, splits, context.prepared.shots)
         certified = Certified(tasks, divergences)
-    if request.measure_modes is None or not bench.prepared.splits:
+    if request.measure_modes is None or not context.prepared.splits:
         return certified
-    modes = request.measure_modes(_unpublished(bench.prepared, planned, partial))
+    modes = request.measure_modes(_unpublished(context.prepared, planned, partial))
     return Certified(certified.tasks, certified.divergences, modes)
 
 
@@ -83,7 +83,7 @@ def report(
 
 
 def complete_bundle(prepared: Prepared, manifest: BundleManifest, quality: dict[str, Any], partial: Path) -> None:
-    """Write quality.json, the model card and the manifest: afterwards the folder is a bundle."""
+    """Add quality.json and the model card, and write the manifest again with `certified: true`."""
     card = model_card(manifest, quality).encode()
     finish(partial, manifest, canonical_json(quality), card, prepared.request.disk)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from moec.manifests.errors import TargetUnreachable
 
 from ..preflight.device_fit import choose_objective, summarise_device
+from ..preflight.kept_layers import may_compare
 from ..preflight.preparation import Prepared
-from ..preflight.residency import may_compare
 from ..request.low_versions import with_low_versions
 from ..request.objective import byte_weights
 from ..request.plan import CompilePlan
@@ -21,15 +21,15 @@ from ..search.loss_curve import measure_curve
 from ..search.pruning import left_out_losses, with_pruning
 from ..search.space import SearchSpace, build_space
 from ..search.swaps import SWAPS, Swaps
+from .compile_context import CompileContext, Measured, Planned, Searched
 from .measure import measure
-from .workbench import Measured, Planned, Searched, Workbench
 
 
-def make_plan(bench: Workbench) -> Planned:
+def make_plan(context: CompileContext) -> Planned:
     """Return the plan of the request, with low versions where they are asked for."""
-    options = bench.prepared.request.options
+    options = context.prepared.request.options
     is_searched = options.target.kind != "uniform"
-    planned = plan_by_search(bench) if is_searched else Planned(plan_uniform(bench.prepared))
+    planned = plan_by_search(context) if is_searched else Planned(plan_uniform(context.prepared))
     if options.low_spec is None:
         return planned
     return replace(planned, plan=with_low_versions(planned.plan, options.low_spec))
@@ -44,10 +44,10 @@ def plan_uniform(prepared: Prepared) -> CompilePlan:
     return plan
 
 
-def plan_by_search(bench: Workbench) -> Planned:
+def plan_by_search(context: CompileContext) -> Planned:
     """Measure the model, price its units, search the fewest bytes, compare with what people would pick instead."""
-    prepared, options = bench.prepared, bench.prepared.request.options
-    measured = measure(bench)
+    prepared, options = context.prepared, context.prepared.request.options
+    measured = measure(context)
     space = open_space(prepared, measured)
     plan = search(space, measured.trials, options.target, prepared.request.talk.note, swaps(prepared))
     check_device(prepared, plan)
@@ -73,10 +73,10 @@ def open_space(prepared: Prepared, measured: Measured) -> SearchSpace:
 
 
 def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Comparison | None:
-    """Measure what people would pick instead; unasked, only what takes a third of all measurements at most."""
+    """Compare the plan with baselines. By default only with those that add at most a third to all measurements."""
     options, talk = prepared.request.options, prepared.request.talk
-    has_comparisons = may_compare(options, prepared.residency.holds_model) or options.search == "edgemoe"
-    if not prepared.splits or not has_comparisons:
+    is_comparing = may_compare(options, prepared.kept_layers.holds_model) or options.search == "edgemoe"
+    if not prepared.splits or not is_comparing:
         return None
     if not can_compare(plan, prepared.specs):
         return None
@@ -99,16 +99,16 @@ def with_plan_of_edgemoe(prepared: Prepared, measured: Measured, comparison: Com
     return replace(comparison, plan=plan, plan_kl=measured.trials.kl(plan, "plan").mean)
 
 
-def make_curve(bench: Workbench, planned: Planned) -> LossCurve:
+def make_curve(context: CompileContext, planned: Planned) -> LossCurve:
     """Return the fewest bytes at every loss of a sweep."""
-    prepared, request = bench.prepared, bench.prepared.request
+    prepared, request = context.prepared, context.prepared.request
     if planned.searched is None:
         raise ValueError("a plan without a search has no curve")
     space, measured = planned.searched.space, planned.searched.measured
-    specs = prepared.specs if may_compare(request.options, prepared.residency.holds_model) else ()
+    specs = prepared.specs if may_compare(request.options, prepared.kept_layers.holds_model) else ()
     if specs and request.options.comparisons is None:
-        is_free = affordable_here(measured.trials, len(specs), is_loss=True) == EVERY
-        specs = specs if is_free else ()
+        is_affordable = affordable_here(measured.trials, len(specs), is_loss=True) == EVERY
+        specs = specs if is_affordable else ()
     return measure_curve(request.sweep, space, measured.trials, measured.store, specs, swaps(prepared))
 
 
@@ -116,7 +116,7 @@ def swaps(prepared: Prepared) -> Swaps:
     """Return how many swaps are tried. By default none if memory does not hold the model: each reads the checkpoint."""
     count = prepared.request.options.swaps
     if count is None:
-        count = SWAPS if prepared.residency.holds_model else 0
+        count = SWAPS if prepared.kept_layers.holds_model else 0
     return Swaps(count, prepared.request.talk)
 
 

@@ -27,14 +27,15 @@ from ..calibration.collect import ActivationStatistics, count_statistics
 from ..calibration.layer_inputs import LayerInputs, calibrate_layer
 from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer, QuantizeElsewhere
 from ..quantization.swept_store import SweptStore, packed_unit, stage_name
-from ..sensitivity.sensitivity import PROBE_BITWIDTH, SensitivityTable, dense_groups, nearest_format
+from ..sensitivity.sensitivity import SensitivityTable, dense_groups, probe_format
+from ..walker.loaded_layer import LoadedLayer, embedded
 from ..walker.output_head import divergence
-from ..walker.slot import LayerSlot, embedded
 from ..walker.texts import TextStates
 from ..workspace.journal import Journal
 from ..workspace.parallel import Workers, workers
-from .texts import CompileTexts
+from .encode_texts import CompileTexts
 
+_EXPERTS = "experts"
 _DENSE_PARTS = ("attention", "shared")
 
 
@@ -53,22 +54,39 @@ class Swept:
     held_out: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """The model with one part in its probe format.
+
+    part: experts, attention or shared of a layer; embedding or lm_head.
+    layer: None for a part outside the layers.
+    """
+
+    part: str
+    layer: int | None = None
+
+    @property
+    def group(self) -> str:
+        """Name of the dense group that the part is, if it has no experts."""
+        return self.part if self.layer is None else f"layers.{self.layer}.{self.part}"
+
+
 @dataclass(slots=True)
 class _Travellers:
-    """All texts that pass the layers, and the variants of the probe texts by name."""
+    """All texts that pass the layers, and the probe texts under each variant."""
 
     calibration: TextStates
-    answers: TextStates
+    validation: TextStates
     held_out: dict[str, TextStates]
     probe: TextStates
-    variants: dict[str, TextStates] = field(default_factory=dict)
+    variants: dict[_Variant, TextStates] = field(default_factory=dict)
 
     def all(self) -> list[TextStates]:
         return [self.calibration, *self.unchanged(), *self.variants.values()]
 
     def unchanged(self) -> list[TextStates]:
         """Texts that pass the checkpoint's own weights, and of which nothing is counted."""
-        return [self.answers, *self.held_out.values(), self.probe]
+        return [self.validation, *self.held_out.values(), self.probe]
 
 
 class Sweep:
@@ -83,7 +101,7 @@ class Sweep:
 
     def __init__(
         self,
-        slot: LayerSlot,
+        slot: LoadedLayer,
         store: SweptStore,
         journal: Journal,
         dense_probe: Mapping[str, QuantSpec],
@@ -93,7 +111,7 @@ class Sweep:
         self._slot, self._store, self._journal, self._elsewhere = slot, store, journal, elsewhere
         self._model, self._dense_probe, self._seed = slot.model, dense_probe, seed
         self._groups = {group.name: group.tensors for group in dense_groups(self._model)}
-        self._counts: list[dict[str, np.ndarray]] = []
+        self._done: list[dict[str, np.ndarray]] = []  # what the journal keeps of each layer: see `_pass_layer`
 
     def run(self, texts: CompileTexts | None, threads: int, progress: Progress) -> Swept:
         """Pass all layers. Without texts, units are quantized without knowledge of their inputs.
@@ -103,21 +121,23 @@ class Sweep:
         total = self._model.num_layers
         with workers(threads) as pool:
             done = self._take_over(has_states=texts is not None)
-            travellers = None if texts is None else self._begin(texts, done)
+            travellers = None if texts is None else self._begin(texts)
+            if travellers is not None and done:
+                self._restore(travellers, done)
             progress(done, total)
             for layer in range(done, total):
-                self._counts.append(self._layer(layer, travellers, pool))
+                self._done.append(self._pass_layer(layer, travellers, pool))
                 self._save(layer, travellers)
                 progress(layer + 1, total)
             if texts is None or travellers is None:
                 return Swept(None, self._table_of_ones(), torch.empty(0), {})
             sensitivity = self._sensitivity(travellers)
-        answers = self._slot.normed(travellers.answers.answers(texts.answers.counts))
+        answers = self._slot.normed(travellers.validation.scored_states(texts.validation.counts))
         held_out = {
-            task: self._slot.normed(travellers.held_out[task].answers(own.counts))
+            task: self._slot.normed(travellers.held_out[task].scored_states(own.counts))
             for task, own in texts.held_out.items()
         }
-        statistics = count_statistics(self._model, texts.calibration, self._seed, self._counts)
+        statistics = count_statistics(self._model, texts.calibration, self._seed, self._done)
         return Swept(statistics, sensitivity, answers, held_out)
 
     # -- the remains of a killed run -----------------------------------------------------------------------------------
@@ -127,31 +147,34 @@ class Sweep:
         for layer in range(self._model.num_layers):
             if self._journal.get(f"layer-{layer}") is None:
                 break
-            counts = self._journal.arrays(f"layer-{layer}", dict)
-            if not self._store.add_layer(layer, counts["costs"]):
+            kept = self._journal.arrays(f"layer-{layer}", dict)
+            if not self._store.add_layer(layer, kept["costs"]):
                 break
-            self._counts.append(counts)
-        while has_states and self._counts and self._journal.read_stream(f"states-{len(self._counts) - 1}") is None:
-            self._counts.pop()
-        return len(self._counts)
+            self._done.append(kept)
+        while has_states and self._done and self._journal.read_stream(f"states-{len(self._done) - 1}") is None:
+            self._done.pop()
+        return len(self._done)
 
-    def _begin(self, texts: CompileTexts, done: int) -> _Travellers:
-        """Return the texts before the first layer, or after the last layer that is done."""
+    def _begin(self, texts: CompileTexts) -> _Travellers:
+        """Return the texts before the first layer."""
         embed = self._slot.embed
         travellers = _Travellers(
             TextStates.begin(texts.calibration, embed),
-            TextStates.begin(texts.answers.texts, embed),
+            TextStates.begin(texts.validation.texts, embed),
             {task: TextStates.begin(own.texts, embed) for task, own in texts.held_out.items()},
             TextStates.begin(texts.probe, embed),
         )
-        if self._is_probed("embedding"):
+        embedding = _Variant("embedding")
+        if self._is_probed(embedding):
             table = self._store.dense_weight("embedding", self._dense_probe["embedding"])
             scale = self._model.embedding_scale
-            travellers.variants["embedding"] = TextStates.begin(texts.probe, lambda ids: embedded(ids, table, scale))
-        if not done:
-            return travellers
+            travellers.variants[embedding] = TextStates.begin(texts.probe, lambda ids: embedded(ids, table, scale))
+        return travellers
+
+    def _restore(self, travellers: _Travellers, done: int) -> None:
+        """Give texts before the first layer, and the variants of the layers that are done, their stored states."""
         for layer in range(done):
-            travellers.variants.update({name: travellers.probe.copy() for name in self._variant_names(layer)})
+            travellers.variants.update({variant: travellers.probe.copy() for variant in self._variants(layer)})
         if done > self._model.first_decoder_layer:
             for text in travellers.all():
                 if text.is_encoding:
@@ -164,7 +187,6 @@ class Sweep:
                 size = kept[at].numel() * kept[at].element_size()
                 kept[at] = torch.from_numpy(stored.read(start, size).view(np.float32).copy()).view(kept[at].shape)
                 start += size
-        return travellers
 
     def _save(self, layer: int, travellers: _Travellers | None) -> None:
         """Store the states after a layer, then its results. The results mark the layer as done."""
@@ -173,38 +195,46 @@ class Sweep:
                 for text in travellers.all():
                     for kept, at in text.tensors():
                         file.write(memoryview(kept[at].contiguous().numpy().tobytes()))
-        self._journal.arrays(f"layer-{layer}", lambda: self._counts[layer])
+        self._journal.arrays(f"layer-{layer}", lambda: self._done[layer])
         if layer and travellers is not None:
             self._journal.forget(f"states-{layer - 1}")
 
     # -- one layer -----------------------------------------------------------------------------------------------------
 
-    def _layer(self, layer: int, travellers: _Travellers | None, pool: Workers) -> dict[str, np.ndarray]:
-        """Return the counts of a layer and the costs of its units."""
-        slot, counts = self._slot, dict[str, np.ndarray]()
-        slot.load(layer)
+    def _pass_layer(self, layer: int, travellers: _Travellers | None, pool: Workers) -> dict[str, np.ndarray]:
+        """Load a layer, move all texts through it, quantize its experts, and begin its variants.
+
+        Returns what the journal keeps: the counts of calibration, and `costs`, those of SweptStore.add_layer.
+        """
+        self._slot.load(layer)
         if travellers is None:
             return {"costs": self._quantize(layer, None, pool)}
         for text in travellers.all():
-            slot.begin_stack(text)
-        before, inputs = travellers.probe.copy(), None
-        if slot.experts is None:
-            slot.run(travellers.all(), pool)
-        else:
-            inputs, counts = calibrate_layer(slot, travellers.calibration, pool, self._store.quantizer == "gptq")
-            slot.run([*travellers.unchanged(), *travellers.variants.values()], pool)
-        groups = [name for name in self._variant_names(layer) if not name.endswith(".experts")]
-        variants = {group: self._with_dense_probe(group, before.copy(), pool) for group in groups}
-        counts["costs"] = self._quantize(layer, inputs, pool)
+            self._slot.begin_stack(text)
+        probe = travellers.probe.copy()
+        counts, inputs = self._pass_texts(travellers, pool)
+        dense = [variant for variant in self._variants(layer) if variant.part != _EXPERTS]
+        begun = {variant: self._with_dense_probe(variant, probe.copy(), pool) for variant in dense}
+        costs = self._quantize(layer, inputs, pool)
         if self._has_probe(layer):
-            slot.run([before], pool)
-            variants[f"layers.{layer}.experts"] = before
-        travellers.variants.update(variants)
-        return counts
+            self._slot.run([probe], pool)  # all experts are in their probe format now
+            begun[_Variant(_EXPERTS, layer)] = probe
+        travellers.variants.update(begun)
+        return {**counts, "costs": costs}
 
-    def _with_dense_probe(self, group: str, texts: TextStates, pool: Workers) -> TextStates:
+    def _pass_texts(self, travellers: _Travellers, pool: Workers) -> tuple[dict[str, np.ndarray], LayerInputs | None]:
+        """Move all texts through the loaded layer. Returns the counts of calibration, and the inputs of the experts."""
+        if self._slot.experts is None:
+            self._slot.run(travellers.all(), pool)
+            return {}, None
+        has_moments = self._store.quantizer == "gptq"
+        inputs, counts = calibrate_layer(self._slot, travellers.calibration, pool, has_moments)
+        self._slot.run([*travellers.unchanged(), *travellers.variants.values()], pool)
+        return counts, inputs
+
+    def _with_dense_probe(self, variant: _Variant, texts: TextStates, pool: Workers) -> TextStates:
         """Move texts through the layer with one group of its dense weights in the probe format."""
-        names = self._groups[group]
+        names = self._groups[variant.group]
         for name in names:
             self._slot.set(name, self._store.dense_weight(name, self._dense_probe[name]))
         self._slot.run([texts], pool)
@@ -241,20 +271,20 @@ class Sweep:
         return costs
 
     def _probe_spec(self, unit: UnitKey) -> QuantSpec | None:
-        columns = self._model.unit_shape(unit.layer, unit.projection)[1]
-        fitting = [spec for spec in self._store.specs if spec.fits(columns)]
-        return nearest_format(fitting, PROBE_BITWIDTH) if fitting else None
+        return probe_format(self._store.specs, self._model.unit_shape(unit.layer, unit.projection)[1])
 
     def _has_probe(self, layer: int) -> bool:
         return any(self._probe_spec(unit) is not None for unit in self._model.units_of_layer(layer))
 
-    def _is_probed(self, group: str) -> bool:
-        return any(self._dense_probe[name].bitwidth < 16 for name in self._groups.get(group, ()))
+    def _is_probed(self, variant: _Variant) -> bool:
+        """Return whether a dense part exists and has a probe format below 16 bits."""
+        return any(self._dense_probe[name].bitwidth < 16 for name in self._groups.get(variant.group, ()))
 
-    def _variant_names(self, layer: int) -> list[str]:
-        """Return the names of the variants that begin in a layer, in their order."""
-        names = [f"layers.{layer}.{part}" for part in _DENSE_PARTS if self._is_probed(f"layers.{layer}.{part}")]
-        return [*names, *([f"layers.{layer}.experts"] if self._has_probe(layer) else [])]
+    def _variants(self, layer: int) -> list[_Variant]:
+        """Return the variants that begin in a layer, in their order."""
+        dense = [_Variant(part, layer) for part in _DENSE_PARTS]
+        experts = [_Variant(_EXPERTS, layer)] if self._has_probe(layer) else []
+        return [*filter(self._is_probed, dense), *experts]
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -268,31 +298,34 @@ class Sweep:
         """Return gains from the KL of every variant on the probe texts."""
         table = self._table_of_ones()
         gains, dense_gains = np.zeros_like(table.gains), dict.fromkeys(self._groups, 0.0)
-        for name, kl in self._variant_divergences(travellers).items():
-            if name.endswith(".experts"):
-                layer = int(name.split(".")[1])
+        for variant, kl in self._variant_divergences(travellers).items():
+            layer = variant.layer
+            if variant.part == _EXPERTS and layer is not None:
                 probes = ((unit, self._probe_spec(unit)) for unit in self._model.units_of_layer(layer))
                 cost = sum(self._store.error(unit, spec) for unit, spec in probes if spec is not None)
                 own = [PROJECTIONS.index(name) for name in self._model.layers[layer].experts.projections]
                 gains[layer, own] = kl / cost if cost > 0 else 0.0
             else:
-                cost = sum(self._store.dense_error(part, self._dense_probe[part]) for part in self._groups[name])
-                dense_gains[name] = kl / cost if cost > 0 else 0.0
+                cost = sum(
+                    self._store.dense_error(part, self._dense_probe[part]) for part in self._groups[variant.group]
+                )
+                dense_gains[variant.group] = kl / cost if cost > 0 else 0.0
         return replace(table, gains=gains, dense_gains=dense_gains)
 
-    def _variant_divergences(self, travellers: _Travellers) -> dict[str, float]:
+    def _variant_divergences(self, travellers: _Travellers) -> dict[_Variant, float]:
         """Return the mean KL of every variant to the unchanged model, nats per token. The head is a variant, too."""
         head, own = self._slot.head(), travellers.probe.tokens()
-        variants = {name: (texts.tokens(), head) for name, texts in travellers.variants.items()}
-        if "lm_head" in self._groups and self._is_probed("lm_head"):
+        variants = {variant: (texts.tokens(), head) for variant, texts in travellers.variants.items()}
+        output = _Variant("lm_head")
+        if self._is_probed(output):
             matrix = self._store.dense_weight("lm_head", self._dense_probe["lm_head"])
-            variants["lm_head"] = own, replace(head, matrix=matrix)
+            variants[output] = own, replace(head, matrix=matrix)
         totals = dict.fromkeys(variants, 0.0)
         for tokens, log_p in head.log_probs(self._slot.normed(own)):
-            for name, (states, other) in variants.items():
+            for variant, (states, other) in variants.items():
                 log_q = other.logits(self._slot.normed(states[tokens])).log_softmax(-1)
-                totals[name] += float(divergence(log_p, log_q)[0].double().sum())
-        return {name: total / len(own) for name, total in totals.items()}
+                totals[variant] += float(divergence(log_p, log_q)[0].double().sum())
+        return {variant: total / len(own) for variant, total in totals.items()}
 
 
 def sweep_dense_probe(options: Sequence[Mapping[str, QuantSpec]]) -> Mapping[str, QuantSpec]:

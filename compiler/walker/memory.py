@@ -12,16 +12,12 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
+from .layer_kind import LayerKind, layer_kind
+from .limits import LOGITS_AT_ONCE, SKETCHES, TOKENS_PER_BACKWARD
 from .texts import TOKENS_PER_FORWARD
 
-SKETCHES = 2
-"""Gaussian vectors per text. Each needs one more backward pass. A quarter less variance would double the time."""
-TOKENS_PER_BACKWARD = 512
-"""Tokens of one pass with gradients. They bound its graph."""
-PROCESS_BYTES = 700 << 20
+COMPILE_PROCESS_BYTES = 700 << 20
 """Python with torch, transformers, datasets and matplotlib loaded: 0.45 GiB measured, and the reserve of allocators."""
-LOGITS_AT_ONCE = 1 << 25
-"""Logits that a certificate holds at once on both sides, in addition to those of one answer."""
 _FLOAT = 4
 _HALF = 2
 
@@ -30,6 +26,13 @@ def layer_weights(model: ModelSpec, layer: int) -> int:
     """Return the number of weights of one layer."""
     dense = sum(prod(shape) for name, shape in model.dense_shapes().items() if name.startswith(f"layers.{layer}."))
     return dense + expert_weights(model, layer) * model.layers[layer].experts.count
+
+
+def outside_weights(model: ModelSpec) -> int:
+    """Return the number of weights outside the layers, without those of a head of its own: embedding and norms."""
+    heads = ("lm_head", "lm_head_bias")
+    outside = (name for name in model.dense_shapes() if not name.startswith("layers.") and name not in heads)
+    return sum(prod(model.dense_shapes()[name]) for name in outside)
 
 
 def expert_weights(model: ModelSpec, layer: int) -> int:
@@ -62,7 +65,9 @@ def sweep_bytes(model: ModelSpec, tokens: int, probe_tokens: int, specs: Sequenc
     widest = max(model.layers[layer].experts.width * model.layers[layer].experts.top_k for layer in range(layers))
     batch = _FLOAT * TOKENS_PER_FORWARD * (12 * hidden + 3 * widest)
     at_work = moments + 2 * threads * max(batch, quantizing_bytes(model, specs))
-    return PROCESS_BYTES + _slot_bytes(model) + states + max(vocabulary, at_work)
+    if model.encoder is not None:  # the decoder's tokens have yet to be embedded, by the rounded embedding too
+        at_work += _FLOAT * model.vocab_size * hidden
+    return COMPILE_PROCESS_BYTES + _loaded_bytes(model) + states + max(vocabulary, at_work)
 
 
 def gradients_bytes(model: ModelSpec, tokens: int, scored_tokens: int, specs: Sequence[QuantSpec], threads: int) -> int:
@@ -77,15 +82,19 @@ def gradients_bytes(model: ModelSpec, tokens: int, scored_tokens: int, specs: Se
     widest = max(model.layers[at].experts.top_k * (2 * hidden + 4 * model.layers[at].experts.width) for at in layers)
     graph = _FLOAT * TOKENS_PER_BACKWARD * (12 * hidden + widest + 4 * model.vocab_size)
     return (
-        PROCESS_BYTES + _slot_bytes(model) + vocabulary + streams + threads * (graph + quantizing_bytes(model, specs))
+        COMPILE_PROCESS_BYTES
+        + _loaded_bytes(model)
+        + vocabulary
+        + streams
+        + threads * (graph + quantizing_bytes(model, specs))
     )
 
 
-def _slot_bytes(model: ModelSpec) -> int:
-    """Return the memory of loaded layers in float32: one of every kind, see slot.py."""
-    kinds: dict[tuple[bool, bool, int], int] = {}
-    for at, layer in enumerate(model.layers):
-        kind = bool(layer.experts.count), at >= model.first_decoder_layer, layer.attention.sliding_window
+def _loaded_bytes(model: ModelSpec) -> int:
+    """Return the memory of loaded layers in float32: one of every kind, see loaded_layer.py."""
+    kinds: dict[LayerKind, int] = {}
+    for at in range(model.num_layers):
+        kind = layer_kind(model, at)
         kinds[kind] = max(kinds.get(kind, 0), layer_weights(model, at))
     return _FLOAT * sum(kinds.values())
 
@@ -108,7 +117,9 @@ def certifying_bytes(model: ModelSpec, scored_tokens: int) -> int:
     cache = model.kv_bytes_per_position * model.default_context
     widest = max(layer.experts.top_k * model.hidden_size + 2 * layer.experts.width for layer in model.layers)
     scratch = _FLOAT * (MAX_PASS_TOKENS * (9 * model.hidden_size + widest) + 64 * model.vocab_size)
-    return PROCESS_BYTES + _FLOAT * model.hidden_size * scored_tokens + _HALF * (dense + experts) + cache + scratch
+    return (
+        COMPILE_PROCESS_BYTES + _FLOAT * model.hidden_size * scored_tokens + _HALF * (dense + experts) + cache + scratch
+    )
 
 
 def certificate_bytes(model: ModelSpec, answer_tokens: int) -> int:

@@ -60,7 +60,7 @@ class OutputHead:
 
 
 def output_head(lowering: Lowering) -> OutputHead:
-    """Return the checkpoint's own head. Its bias has the scale that `LayerSlot.normed` gives the states."""
+    """Return the checkpoint's own head. Its bias has the scale that `LoadedLayer.normed` gives the states."""
     model = lowering.model
     matrix = lowering.dense_weight(model.head_name)
     bias = lowering.dense_weight("lm_head_bias").float() * model.logits_scale if model.has_head_bias else None

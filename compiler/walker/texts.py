@@ -135,14 +135,14 @@ class TextStates:
 
     batches: indices of the texts of each batch. Rows of a batch are padded on the right.
     states: residual stream of each batch, [B, T, D]; [B, S, D] while the encoder reads the prompts.
-    embed: how the decoder's tokens are embedded.
+    embed: how the decoder's tokens are embedded; None once they are. It may hold a table of the whole vocabulary.
     encoded: the encoder's output of each batch, [B, S, D]; empty without an encoder, and while it reads.
     """
 
     texts: TokenTexts
     batches: list[list[int]]
     states: list[Tensor]
-    embed: Embed
+    embed: Embed | None = None
     encoded: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -150,7 +150,8 @@ class TextStates:
         """Return the texts before the first layer."""
         batches = text_batches(texts, tokens_per_batch)
         first = texts.prompts or texts.rows
-        return cls(texts, batches, [embed(padded([first[at] for at in batch])[0]) for batch in batches], embed)
+        states = [embed(padded([first[at] for at in batch])[0]) for batch in batches]
+        return cls(texts, batches, states, embed if texts.prompts else None)
 
     @property
     def is_encoding(self) -> bool:
@@ -164,8 +165,11 @@ class TextStates:
 
     def begin_decoding(self, norm: Callable[[Tensor], Tensor]) -> None:
         """Keep what the encoder made of the prompts, and continue with the decoder's tokens before its first layer."""
+        if self.embed is None:
+            raise ValueError("the decoder has begun")
         self.encoded = [norm(state) for state in self.states]
         self.states = [self.embed(padded([self.texts.rows[at] for at in batch])[0]) for batch in self.batches]
+        self.embed = None
 
     def copy(self) -> TextStates:
         """Return the same texts between the same layers, with states of their own."""
@@ -208,7 +212,7 @@ class TextStates:
         width = self.states[0].shape[-1]
         return torch.cat([state.reshape(-1, width)[self.real(at)] for at, state in enumerate(self.states)])
 
-    def answers(self, counts: Sequence[int]) -> Tensor:
+    def scored_states(self, counts: Sequence[int]) -> Tensor:
         """Return the residual stream of the last counts[i] tokens of each row i, rows in order, [A, D]."""
         spans: list[Tensor] = [torch.empty(0)] * len(self.texts.rows)
         for batch, state in zip(self.batches, self.states, strict=True):

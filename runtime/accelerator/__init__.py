@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moec.manifests.bundle import BundleManifest
 
-    from ..expert_cache.eviction import ExpertRecords
+    from ..expert_cache.records import ExpertRecords
     from ..layers.kv_cache import KVCache
     from ..model.forward import Model
     from ..options.runtime import RuntimeOptions

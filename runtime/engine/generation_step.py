@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..expert_cache.counts import CacheStats
+from ..expert_cache.cache_stats import CacheStats
 
 FinishReason = Literal["stop", "length"]
 

@@ -16,9 +16,10 @@ from ..accelerator import HostParts, open_accelerator, start_cooperation
 from ..bundle.opening import Bundle, verify_files
 from ..expert_cache.bound_experts import bind_experts
 from ..expert_cache.cache_spec import CacheSpec
-from ..expert_cache.eviction import ExpertRecords, bundle_records, policy_score, warm_order
 from ..expert_cache.interface import StreamingCache
-from ..expert_cache.native_cache import open_cache
+from ..expert_cache.opening import open_cache
+from ..expert_cache.policies import policy_score
+from ..expert_cache.records import ExpertRecords, bundle_records, warm_order
 from ..layers.kv_cache import KVCache
 from ..memory.budget import MemoryPlan, plan_memory
 from ..memory.elastic_cache import ElasticCache
@@ -123,7 +124,7 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
             model = Model(manifest, dense, bound.experts, cache, memory.context)
         path = _look_ahead(model, manifest, options, experts, tables)
         elastic = ElasticCache(manifest, memory, options, cache) if _is_elastic(memory, options, experts) else None
-        host = HostParts(model, kv, storage, records, is_in_host=cache.has)
+        host = HostParts(model, kv, storage, records, is_in_host=cache.is_resident)
         accelerator = start_cooperation(device, manifest, options, host)  # the cache must not read yet
         model.accelerator = accelerator
         warm = _warm_up(cache, model, records, options, experts)
@@ -217,6 +218,6 @@ def _open_modes(
         on_device = () if accelerator is None else accelerator.placement.resident
         score = policy_score(options.policy, options.policy_weights)
         logical = LogicalCache(experts.cache_spec(experts.decision_bytes, records), score, warm, on_device)
-        model.advisor.holds = logical.holds  # advice must not depend on when a read ends either
+        model.advisor.holds = logical.is_resident  # advice must not depend on when a read ends either
     versions = Versions(model.first_expert, low_version_indices(manifest))
     return LossyDecoder(options.modes, model, versions, logical)

@@ -45,8 +45,8 @@ def bind_experts(
 ) -> BoundExperts:
     """Return kernels over the bytes of every manifest entry. Touches no page.
 
-    The kernels follow each expert to its place in storage. An expert that is absent must not be computed, because its
-    place may hold another expert.
+    The kernels are bound again when an expert gets another place in storage. An expert that is absent must not be
+    computed, because its place may hold another expert.
     """
     model, bound, parts = bundle.manifest.model, list[Any](), list[list[tuple[int, int] | None]]()
     for index, entry in enumerate(entries):
@@ -70,11 +70,11 @@ def bind_experts(
         bound.append(kernels.Expert(gate, up, down, spec.activation, spec.limit, biases))
         parts.append([ranges.get(projection) for projection in ("gate", "up", "down")])
 
-    def follow(index: int, block: np.ndarray) -> None:
+    def rebind(index: int, block: np.ndarray) -> None:
         gate, up, down = (None if part is None else block[part[0] : part[1]] for part in parts[index])
         bound[index].move_to(gate, up, down)
 
-    storage.on_place(follow)
+    storage.on_place(rebind)
     return BoundExperts(bound, parts)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .eviction import ExpertRecords
+from .records import ExpertRecords
 
 
 @dataclass(frozen=True, slots=True, eq=False)

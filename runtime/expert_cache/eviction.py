@@ -1,287 +1,114 @@
-"""Eviction policies: pure functions from the records of the experts to a score. The lowest score is evicted first.
+"""Eviction: which experts leave memory, in which order, until the bytes of a read fit.
 
-Index i is the i-th expert of the manifest. On ties the least recently used expert is evicted first.
+This is the specification of `native/experts/eviction.cpp`, which evicts by default. The scores of the policies are in
+`policies.py`. What happens to experts before and after is in `residency.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ..options.runtime import EvictionWeights, Policy, parse_weights
+from .cache_spec import CacheSpec
+from .cache_stats import CacheStats
+from .expert_state import ABSENT, RESIDENT
+from .policies import PolicyScore
+from .records import ExpertRecords
 
-if TYPE_CHECKING:
-    from moec.manifests.bundle import ExpertEntry
-
-    from ..bundle.opening import Bundle
-    from ..bundle.tables import Tables
-
-# After this many tokens a use counts half. Misses of the benchmark model on 600 tokens, 50 % of the experts in memory
-# (docs/experiments/2026-11-21-eviction-half-life.md):
-# - half-life of 8 tokens: 22,905
-# - 32 tokens: 20,920
-# - 64 tokens: 20,700
-# - 128 tokens: 20,739
-# - LRU: 26,132
-# - LFU: 20,842
-HALF_LIFE_TOKENS = 64
-# Weights of `hobbit` without a fit: those fitted to the example with 75 % of its experts in memory. Bytes read on
-# held-out texts, as a share of the best of LRU, LFU and EdgeMoE
-# (docs/experiments/2026-11-21-hobbit-eviction-on-the-example.md):
-# - 10 % of the experts in memory: 0.997
-# - 25 %: 0.983
-# - 50 %: 0.967
-# - 75 %: 0.939
-DEFAULT_WEIGHTS = EvictionWeights(lru=0.0625, lfu=0.75, lhu=0.0, fld=0.1875)
+_FEW = 8
+"""Experts that are ordered first for eviction. One request rarely evicts more."""
+Order = Callable[[int, np.ndarray, int], np.ndarray]
+"""Maps the running layer, candidates, int [C], and a count to this many candidates, first to evict first."""
 
 
-@dataclass(slots=True)
-class ExpertRecords:
-    """Uses of each expert of a cache. An acquisition is one request of a layer.
+class EvictingLedger:
+    """States of N experts, the bytes that they take, and their eviction.
 
-    layer: layer of each expert, int32 [N].
-    frequency: share of its layer's tokens that chose it in calibration, float64 [N].
+    spec: an expert of 0 bytes is always resident.
+    order: chooses the experts to evict.
+    evicted: called with every evicted expert.
 
-    last_used: acquisition that used it last, int64 [N]; 0 for never.
-    uses: number of uses, int64 [N].
-    heat: logarithm to base 2 of its weighted uses, float64 [N]. A use weighs twice as much as one that came
-        HALF_LIFE_TOKENS earlier. The first value comes from calibration.
-
-    num_layers: number of layers.
-    encoder_layers: number of layers of an encoder. They are the first ones.
-    expert: index of the high version of each expert, int [N]; None if experts have one version.
-    clock: acquisitions so far. Per-sequence counts start at the last `begin_sequence`.
+    state: int8 [N].
+    is_leased: held or awaited by a layer, bool [N]. A leased expert is never evicted.
+    is_ahead: read ahead and not requested since, bool [N].
+    advice: queued reads ahead, most urgent first.
     """
 
-    layer: np.ndarray
-    frequency: np.ndarray
-    last_used: np.ndarray
-    uses: np.ndarray
-    heat: np.ndarray
-    num_layers: int
-    encoder_layers: int = 0
-    expert: np.ndarray | None = None
-    clock: int = 0
-    _sequence_start: int = 0
-    _uses_before: np.ndarray = field(init=False)
-    _nearness: np.ndarray = field(init=False)
+    def __init__(self, spec: CacheSpec, order: Order, evicted: Callable[[int], None]) -> None:
+        count = len(spec.sizes)
+        self.sizes: list[int] = spec.sizes.tolist()
+        self.capacity_bytes, self.used_bytes = spec.capacity_bytes, 0
+        self._order, self._evicted = order, evicted
+        self._is_stored = spec.sizes > 0
+        self.state = np.where(self._is_stored, ABSENT, RESIDENT).astype(np.int8)
+        self.is_leased = np.zeros(count, bool)
+        self.is_ahead = np.zeros(count, bool)
+        self.advice = deque[int]()
+        self.stats = CacheStats()
+        self._pins: list[int] = []  # predicted experts, likeliest first
+        self._layer = 0  # that requested experts last
 
-    def __post_init__(self) -> None:
-        self._uses_before = self.uses.copy()
-        layers = np.arange(self.num_layers)
-        self._nearness = 1 - (self._distance(layers, layers[:, None]) - 1) / self.decoder_layers
+    def victims(self, spares_pins: bool) -> Iterator[int]:
+        """Yield the experts that may be evicted, first to evict first.
 
-    def use(self, indices: Sequence[int], clock: int) -> None:
-        """Count one use of each expert. clock: number of this acquisition."""
-        which = np.array(indices, np.intp)
-        self.heat[which] = np.logaddexp2(self.heat[which], clock / self.half_life)
-        self.last_used[which] = clock
-        self.uses[which] += 1
-        self.clock = clock
-
-    def begin_sequence(self) -> None:
-        """Restart the counts of passes and uses of a sequence."""
-        self._sequence_start = self.clock
-        np.copyto(self._uses_before, self.uses)
-
-    @property
-    def sequence_passes(self) -> int:
-        """Passes of the decoder in the sequence so far, the running one included; at least 1."""
-        return max(0, self.clock - self._first_pass) // self.decoder_layers + 1
-
-    @property
-    def decoder_layers(self) -> int:
-        """Layers that run for every token."""
-        return self.num_layers - self.encoder_layers
-
-    @property
-    def _first_pass(self) -> int:
-        """Number of the decoder's first acquisition in the sequence, after one pass of an encoder."""
-        return self._sequence_start + self.encoder_layers + 1
-
-    def last_passes(self) -> np.ndarray:
-        """Return the decoder pass of the sequence that used each expert last, int64 [N]. Counted from 1; 0: none."""
-        last: np.ndarray = np.maximum(self.last_used - self._first_pass, -1) // self.decoder_layers + 1
-        return last
-
-    def sequence_uses(self) -> np.ndarray:
-        """Return the uses of each expert in the sequence, in any version, int64 [N]."""
-        since: np.ndarray = self.uses - self._uses_before
-        if self.expert is None:
-            return since
-        pooled = np.zeros_like(since)
-        np.add.at(pooled, self.expert, since)
-        return np.asarray(pooled[self.expert])
-
-    def high_precision_uses(self) -> np.ndarray:
-        """Return the uses of each expert's high version in the sequence, int64 [N]."""
-        since: np.ndarray = self.uses - self._uses_before
-        return since if self.expert is None else np.asarray(since[self.expert])
-
-    @property
-    def half_life(self) -> int:
-        """Half-life of a use, in acquisitions. A token has one acquisition per layer."""
-        return HALF_LIFE_TOKENS * self.num_layers
-
-    def unused(self) -> ExpertRecords:
-        """Return records of these experts without uses."""
-        return _unused(self.layer, self.frequency, self.num_layers, self.encoder_layers, self.expert)
-
-    def turn(self, running_layer: int) -> np.ndarray:
-        """Return the group of each expert, int [N]. A lower group is evicted first, under any policy.
-
-        0: a finished layer of an encoder. It is not needed before the next prompt.
-        1: a later layer of an encoder. It can be read ahead in order.
-        2: a layer of the decoder. Every token needs it.
-        Source: EdgeMoE, expert buffer management: the encoder's experts go first
-        (docs/experiments/2026-11-21-eviction-with-an-encoder.md).
+        The order is computed when it is first needed. It serves all reads that are started by one call.
+        spares_pins: if not, pinned experts come last, least likely first.
         """
-        is_ahead = self.layer > running_layer
-        return np.where(self.layer < self.encoder_layers, np.where(is_ahead, 1, 0), 2)
+        candidates = np.flatnonzero((self.state == RESIDENT) & ~self.is_leased & self._is_stored)
+        pins = dict.fromkeys(reversed(self._pins))  # least likely first
+        for index in self._in_order(candidates):
+            if index not in pins and self._is_evictable(index):
+                yield index
+        if spares_pins:
+            return
+        for index in pins:
+            if self._is_evictable(index) and index in candidates:
+                yield index
 
-    def layer_nearness(self, running_layer: int) -> np.ndarray:
-        """Return 1 - (d - 1)/L of each layer, d its `layer_distance`: 1 for the next layer, 1/L for the running one."""
-        nearness: np.ndarray = self._nearness[running_layer]
-        return nearness
+    def _in_order(self, candidates: np.ndarray) -> Iterator[int]:
+        """Yield candidates, first to evict first. A few are ordered first, the rest only if they are needed."""
+        start, count = 0, _FEW
+        while start < len(candidates):
+            yield from self._order(self._layer, candidates, count)[start:].tolist()
+            start, count = count, len(candidates)
 
-    def layer_distance(self, running_layer: int) -> np.ndarray:
-        """Return the distance of each expert's layer, in layers that run: 1 for the next layer, L for the running one.
+    def _is_evictable(self, index: int) -> bool:
+        return bool(self.state[index] == RESIDENT and not self.is_leased[index])
 
-        d = ((l - I - 1) mod L) + 1, where L does not count layers of an encoder.
-        Source: EdgeMoE, expert buffer management. The printed modulus is reversed and contradicts the text around it.
+    def evict(self, index: int) -> None:
+        """Take an expert out of memory."""
+        self._evicted(index)
+        self._make_absent(index)
+        self.stats.evictions += 1
+
+    def _make_absent(self, index: int) -> None:
+        """Set the state of an expert to ABSENT and stop counting its bytes."""
+        self.state[index] = ABSENT
+        self.is_ahead[index] = False
+        self.used_bytes -= self.sizes[index]
+
+    def _make_room(self, need_bytes: int, victims: Iterator[int], is_demand: bool) -> bool:
+        """Evict until need_bytes are free. Returns False if leases or reads have to end first.
+
+        is_demand: withdraw queued advice before any eviction, least likely first.
         """
-        return self._distance(self.layer, np.int64(running_layer))
-
-    def _distance(self, layer: np.ndarray, running: np.ndarray | np.int64) -> np.ndarray:
-        # After any layer of an encoder the next one that counts is the decoder's first.
-        distance: np.ndarray = (layer - np.maximum(running, self.encoder_layers - 1) - 1) % self.decoder_layers + 1
-        return distance
-
-
-def expert_records(
-    layer: np.ndarray,
-    popularity: np.ndarray,
-    num_layers: int,
-    encoder_layers: int = 0,
-    expert: np.ndarray | None = None,
-) -> ExpertRecords:
-    """Return records of experts without uses.
-
-    layer: layer of each expert, int [N].
-    popularity: tokens that chose it in calibration, [N]. If all counts of a layer are 0, its frequencies are 0.
-    expert: index of the high version of each, int [N]; None if experts have one version.
-    """
-    counted = popularity if expert is None else np.where(expert == np.arange(len(expert)), popularity, 0)
-    totals = np.maximum(np.bincount(layer, weights=counted, minlength=num_layers), 1)
-    return _unused(layer.astype(np.int32), popularity / totals[layer], num_layers, encoder_layers, expert)
-
-
-def _unused(
-    layer: np.ndarray, frequency: np.ndarray, num_layers: int, encoder_layers: int, expert: np.ndarray | None
-) -> ExpertRecords:
-    """Return records without uses.
-
-    The heat is that of HALF_LIFE_TOKENS tokens which used one expert per layer with the frequencies of calibration.
-    """
-    zeros = np.zeros(len(layer), np.int64)
-    with np.errstate(divide="ignore"):  # an expert of frequency 0 is evicted first
-        heat = np.log2(frequency * HALF_LIFE_TOKENS)
-    return ExpertRecords(layer, frequency, zeros, zeros.copy(), heat, num_layers, encoder_layers, expert)
-
-
-def warm_order(records: ExpertRecords) -> np.ndarray:
-    """Return the experts in the order of the warm start.
-
-    Layers of an encoder come first, in the order in which they run. Within a layer of an encoder, and within the whole
-    decoder, the expert with the largest calibration frequency comes first.
-    Source: EdgeMoE.
-    """
-    encoder = np.minimum(records.layer, records.encoder_layers)
-    return np.lexsort((np.arange(len(records.layer)), -records.frequency, encoder))
-
-
-PolicyScore = Callable[[ExpertRecords, int], np.ndarray]
-
-
-def edgemoe_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
-    """f[l, e] / d(l): a rarely used expert of a distant layer is evicted first.
-
-    Source: EdgeMoE, expert buffer management.
-    """
-    score: np.ndarray = records.frequency / records.layer_distance(running_layer)
-    return score
-
-
-def lru_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
-    """The least recently used expert is evicted first."""
-    return records.last_used.astype(np.float64)
-
-
-def lfu_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
-    """The expert with the fewest uses in this process is evicted first."""
-    return records.uses.astype(np.float64)
-
-
-def lrfu_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
-    """Least recently and frequently used: the heat. The ranking by heat does not change with time.
-
-    Source: Lee et al., LRFU: A Spectrum of Policies that Subsumes the LRU and LFU Policies, section 3.
-    """
-    return records.heat
-
-
-@dataclass(frozen=True, slots=True)
-class MultidimensionalScore:
-    """w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - (d - 1)/L), all within the sequence.
-
-    T: passes so far; in decoding, tokens.
-    R: the pass that used this version last.
-    F: uses of the expert in any version.
-    H: uses of its high version. It equals F if experts have one version. Then w_lhu adds to w_lfu.
-    d: distance of its layer, `layer_distance`.
-
-    as_printed: use (l - I) mod L instead of d - 1, for comparison. This protects unused experts of the running layer
-        most, although they run last.
-    Source: HOBBIT, sequence-level multidimensional cache management.
-    """
-
-    weights: EvictionWeights
-    as_printed: bool = False
-
-    def __call__(self, records: ExpertRecords, running_layer: int) -> np.ndarray:
-        weights, passes = self.weights, records.sequence_passes
-        score: np.ndarray = weights.lru / passes * records.last_passes()
-        score += weights.lfu / passes * records.sequence_uses()
-        if weights.lhu:
-            score += weights.lhu / passes * records.high_precision_uses()
-        # The printed form has the distances of the layer before.
-        nearness = records.layer_nearness((running_layer - self.as_printed) % records.num_layers)
-        score += (weights.fld * nearness)[records.layer]
-        return score
-
-
-SCORES: dict[Policy, PolicyScore] = {
-    "lrfu": lrfu_score,
-    "edgemoe": edgemoe_score,
-    "lru": lru_score,
-    "lfu": lfu_score,
-    "hobbit": MultidimensionalScore(DEFAULT_WEIGHTS),
-    "hobbit-printed": MultidimensionalScore(DEFAULT_WEIGHTS, as_printed=True),
-}
-
-
-def policy_score(policy: str, weights: str | None = None) -> PolicyScore:
-    """Return the score of a policy.
-
-    weights: weights of HOBBIT's score as text; None for the default.
-    Raises OptionError.
-    """
-    if weights is None:
-        return SCORES[cast(Policy, policy)]
-    return MultidimensionalScore(parse_weights(weights), as_printed=policy == "hobbit-printed")
+        missing = self.used_bytes + need_bytes - self.capacity_bytes
+        while is_demand and self.advice and missing > 0:
+            index = self.advice.pop()
+            self._make_absent(index)
+            missing -= self.sizes[index]
+        taken: list[int] = []
+        while missing > 0:
+            victim = next(victims, None)
+            if victim is None:
+                return False
+            taken.append(victim)
+            missing -= self.sizes[victim]
+        for victim in taken:
+            self.evict(victim)
+        return True
 
 
 def eviction_order(
@@ -289,7 +116,7 @@ def eviction_order(
 ) -> np.ndarray:
     """Return candidates in the order of eviction. Ties are broken by least recent use, then by index.
 
-    Groups of ExpertRecords.turn come before every score.
+    Groups of ExpertRecords.eviction_group come before every score.
     candidates: int [C].
     count: number of candidates to return; None: all.
     """
@@ -300,19 +127,5 @@ def eviction_order(
         candidates, scores = candidates[is_low], scores[is_low]
     keys = [candidates, records.last_used[candidates], scores]
     if records.encoder_layers:
-        keys.append(records.turn(running_layer)[candidates])
+        keys.append(records.eviction_group(running_layer)[candidates])
     return candidates[np.lexsort(keys)][:count]
-
-
-def bundle_records(bundle: Bundle, tables: Tables, entries: Sequence[ExpertEntry]) -> ExpertRecords:
-    """Return records of stored experts before the first token: their layers and calibration frequencies.
-
-    A low version has the frequency of its expert.
-    """
-    layer = np.array([entry.layer for entry in entries], np.int32)
-    popularity = np.array([tables.popularity[entry.layer, entry.expert] for entry in entries], np.float64)
-    model = bundle.manifest.model
-    high = {entry.key: at for at, entry in enumerate(bundle.manifest.experts)}
-    has_low = len(entries) > len(high)
-    expert = np.array([high[entry.key] for entry in entries], np.intp) if has_low else None
-    return expert_records(layer, popularity, model.num_layers, model.first_decoder_layer, expert)

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .serve_layer import serve_layer
+from .serve_layer import LARGER_CACHE, serve_layer
 from .simulated_cache import SimulatedCache
 
 
 class InstantCache(SimulatedCache):
     """A SimulatedCache with the loop of a real cache, in which each queued read ends at once."""
 
-    remedy = "raise `--memory` or `--expert-cache`"
+    remedy = LARGER_CACHE
     """Hint for an expert that is larger than the cache."""
 
-    def request(
+    def serve(
         self,
         layer: int,
         experts: Sequence[int],
@@ -31,8 +31,8 @@ class InstantCache(SimulatedCache):
         all_at_once: whether all resident experts are computed at once, as those of a single token are.
         Raises MemoryBudgetExceeded if an expert does not fit.
         """
-        hits, misses = self.ask(layer, experts, next_use)
-        self.issue(misses)
+        hits, misses = self.request(layer, experts, next_use)
+        self.queue_and_lease(misses)
         self.end_reads()
         for _ in serve_layer(self, hits, misses, lambda: advice, all_at_once):
             pass  # computing takes no time
@@ -47,11 +47,11 @@ class InstantCache(SimulatedCache):
 
         Raises MemoryBudgetExceeded if there is none, because no read could begin.
         """
-        self.issue(remaining)
+        self.queue_and_lease(remaining)
         self.end_reads()
         ready = self.ready(remaining)
         if not ready:
-            raise self.does_not_fit(remaining[0], self.remedy)
+            raise self.too_large_error(remaining[0], self.remedy)
         return ready if all_at_once else ready[:1]
 
     def end_reads(self) -> None:

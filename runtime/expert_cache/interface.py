@@ -18,9 +18,9 @@ import numpy as np
 from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded
 
 from ..storage.readers import ReaderThreads
-from .counts import CacheStats
-from .residency import LOADING, RESIDENT
-from .serve_layer import serve_layer
+from .cache_stats import CacheStats
+from .expert_state import LOADING, RESIDENT
+from .serve_layer import serve_layer, too_large_error
 
 
 class StreamingCache(ABC):
@@ -54,11 +54,11 @@ class StreamingCache(ABC):
     def used_bytes(self) -> int:
         """Bytes that queued, loading and resident experts take now."""
 
-    def holds(self, index: int) -> bool:
+    def is_loading_or_resident(self, index: int) -> bool:
         """Return whether an expert is in memory or being read. A queued read does not count: it may be dropped."""
         return bool(self._state[index] in (LOADING, RESIDENT))
 
-    def has(self, index: int) -> bool:
+    def is_resident(self, index: int) -> bool:
         """Return whether an expert is in memory now."""
         return bool(self._state[index] == RESIDENT)
 
@@ -91,11 +91,11 @@ class StreamingCache(ABC):
         """
         self._require_process()
         # Reads start before the hits compute, so that the two overlap.
-        hits, misses = self._begin(layer, indices)
+        hits, misses = self._request_and_queue(layer, indices)
         yield from serve_layer(self, hits, misses, look_ahead, all_at_once)
 
     @abstractmethod
-    def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _request_and_queue(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         """Request the experts of a layer. Returns hits and misses.
 
         Hits are leased. Reads of misses are queued as far as they fit.
@@ -160,10 +160,7 @@ class StreamingCache(ABC):
         return ExecutionError("the expert cache is closed", "load the bundle again")
 
     def _too_large_error(self, index: int) -> MemoryBudgetExceeded:
-        return MemoryBudgetExceeded(
-            f"an expert of {self._sizes[index]} bytes does not fit into the expert cache of {self.capacity_bytes}",
-            "raise `--memory` or `--expert-cache`",
-        )
+        return too_large_error(int(self._sizes[index]), self.capacity_bytes)
 
     def _check(self, used_bytes: int, held_bytes: int) -> None:
         if held_bytes != used_bytes or held_bytes > self.capacity_bytes:

@@ -1,6 +1,6 @@
 """NativeCache: the expert cache whose decisions, reads and waits are in the C++ extension.
 
-It decides as ExpertCache does, call by call. No Python runs between two reads, so storage does not wait for the
+It decides as PythonCache does, call by call. No Python runs between two reads, so storage does not wait for the
 interpreter. Python reads an expert if there is no free place of its size, or if its read failed.
 Python compares an expert with its checksum if it is new or its file has changed.
 """
@@ -19,56 +19,24 @@ import numpy as np
 from moec.manifests.errors import ExecutionError
 
 from .. import kernels
-from ..options.runtime import Policy, RuntimeOptions
-from ..storage.interface import ExpertStorage
+from ..options.runtime import Policy
 from ..storage.read_runs import MAX_RUN_BYTES
 from ..storage.read_storage import ReadStorage
 from ..storage.readers import ReaderThreads
 from .bound_experts import BoundExperts
 from .cache_spec import CacheSpec
-from .counts import CacheStats
-from .eviction import policy_score
+from .cache_stats import CacheStats
+from .expert_state import RESIDENT
 from .interface import StreamingCache
-from .python_cache import ExpertCache
-from .residency import RESIDENT
-
-NATIVE_POLICIES: tuple[Policy, ...] = ("lrfu", "lru", "lfu")
-
-
-def open_cache(
-    storage: ExpertStorage,
-    experts: BoundExperts,
-    spec: CacheSpec,
-    options: RuntimeOptions,
-) -> StreamingCache:
-    """Return a NativeCache if a run can have one, else an ExpertCache. Both make the same decisions."""
-    has_encoder = bool(spec.records.encoder_layers)
-    if why_not_native(options, has_encoder) is None and isinstance(storage, ReadStorage):
-        return NativeCache(storage, experts, spec, options.policy, options.readers)
-    score = policy_score(options.policy, options.policy_weights)
-    return ExpertCache(storage, spec, score, options.readers)
-
-
-def why_not_native(options: RuntimeOptions, has_encoder: bool) -> str | None:
-    """Return why a run cannot have a NativeCache, in a few words; None if it can."""
-    if kernels.compiled() is None:
-        return f"kernels {kernels.active()}"
-    if options.accelerator is not None:
-        return "an accelerator"
-    if has_encoder:
-        return "an encoder"
-    if options.policy not in NATIVE_POLICIES:
-        return f"policy {options.policy}"
-    return "io mmap" if options.io == "mmap" else None
 
 
 class NativeCache(StreamingCache):
-    """ExpertCache in C++, for policies of NATIVE_POLICIES and models without an encoder.
+    """The expert cache in C++. `opening.py` says which runs can have it.
 
     experts: kernels over the bytes of each expert.
-    The other parameters are those of ExpertCache.
+    The other parameters are those of PythonCache.
 
-    reads: ExpertReads of the extension, which decides, reads and waits.
+    reads: ExpertCache of the extension, which decides, reads and waits.
     """
 
     def __init__(
@@ -93,13 +61,13 @@ class NativeCache(StreamingCache):
         extension = kernels.compiled()
         if extension is None:
             raise ValueError("a native cache needs native kernels")
-        self.reads = extension.ExpertReads(
+        self.reads = extension.ExpertCache(
             {name: column.view(np.uint8) for name, column in columns.items()}
             | shared
             | {"prefetches": self.prefetches, "counts": self._counts},
             spec.sizes.tolist(),
             records.layer.tolist(),
-            storage.successors,
+            storage.next_in_file,
             readers,
             MAX_RUN_BYTES,
             records.half_life,
@@ -133,9 +101,9 @@ class NativeCache(StreamingCache):
     def leased(self) -> np.ndarray:
         return np.flatnonzero(self._leases)
 
-    def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _request_and_queue(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         self._require_kernels()
-        hits_and_misses = self.reads.begin(layer, indices)
+        hits_and_misses = self.reads.request_and_queue(layer, indices)
         if hits_and_misses is None:
             raise self._closed_error()
         hits, misses = hits_and_misses
@@ -147,7 +115,7 @@ class NativeCache(StreamingCache):
         return hits, misses
 
     def _require_kernels(self) -> None:
-        if kernels.compiled() is None:  # the reference does not follow experts to new places
+        if kernels.compiled() is None:  # the reference does not bind experts again at new places
             raise ExecutionError("the kernels were changed after the engine was loaded", "load the bundle again")
 
     def wait_for_some(self, remaining: list[int], all_at_once: bool) -> list[int]:
@@ -209,7 +177,7 @@ class NativeCache(StreamingCache):
             _finish(partial(self._resize_storage, capacity_bytes))
 
     def _resize_storage(self, capacity_bytes: int) -> None:
-        self._storage.follow_hand_overs(self.reads.take_places)
+        self._storage.take_hand_overs(self.reads.take_places)
         self._storage.resize(capacity_bytes)
 
     def check_invariants(self) -> None:
@@ -259,7 +227,7 @@ class NativeCache(StreamingCache):
     def _load(self, run: Sequence[int]) -> list[int]:
         """Read experts into new places. Returns those that failed. If a run fails, its experts are read one by one."""
         try:
-            self._storage.follow_hand_overs(self.reads.take_places)
+            self._storage.take_hand_overs(self.reads.take_places)
             self._storage.load(*run)
             for index in run:
                 self.reads.place(index, self._storage.address(index))

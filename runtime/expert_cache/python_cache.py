@@ -1,4 +1,7 @@
-"""ExpertCache: a StreamingCache over any storage, under any policy, and the specification of NativeCache."""
+"""PythonCache: the expert cache in Python, for policies, storage and models that NativeCache does not know.
+
+It is the specification of NativeCache.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,16 @@ from ..storage.interface import ExpertStorage
 from ..storage.read_runs import ReadRuns
 from ..storage.readers import BusyClock, ReaderThreads
 from .cache_spec import CacheSpec
-from .counts import CacheStats
-from .eviction import PolicyScore, eviction_order
+from .cache_stats import CacheStats
+from .eviction import eviction_order
+from .expert_state import ABSENT, LOADING, QUEUED, RESIDENT
 from .interface import StreamingCache
-from .residency import ABSENT, LOADING, QUEUED, RESIDENT, Residency
+from .policies import PolicyScore
+from .residency import Residency
 
 
-class ExpertCache(StreamingCache):
-    """Residency of all routed experts of one bundle.
+class PythonCache(StreamingCache):
+    """Residency of all routed experts of one bundle, with reader threads in Python.
 
     storage: storage that holds the experts.
     spec: sizes, records and limits. Each use is added to the records.
@@ -40,7 +45,7 @@ class ExpertCache(StreamingCache):
     ) -> None:
         self._storage = storage
         order = partial(eviction_order, spec.records, policy)
-        runs = ReadRuns(spec.sizes.tolist(), storage.successors, readers)
+        runs = ReadRuns(spec.sizes.tolist(), storage.next_in_file, readers)
         ledger = Residency(spec, order, storage.release, runs)
         super().__init__(spec.sizes, ledger.state)
         self._ledger, self._leases, self.prefetches = ledger, ledger.is_leased, ledger.prefetches
@@ -67,11 +72,11 @@ class ExpertCache(StreamingCache):
 
     # -- demand ------------------------------------------------------------------------------------------------
 
-    def _begin(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _request_and_queue(self, layer: int, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         with self._lock:
             self._require_open()
-            hits, misses = self._ledger.ask(layer, indices)
-            self._ledger.issue(misses)
+            hits, misses = self._ledger.request(layer, indices)
+            self._ledger.queue_and_lease(misses)
             self._wake_reader()
         return hits, misses
 
@@ -83,7 +88,7 @@ class ExpertCache(StreamingCache):
                 failed = next((i for i in remaining if i in self._failures), None)
                 if failed is not None:
                     raise self._failures.pop(failed)
-                self._ledger.issue(remaining)
+                self._ledger.queue_and_lease(remaining)
                 self._wake_reader()
                 ready = [i for i in remaining if self._leases[i] and self._state[i] == RESIDENT]
                 if ready:
@@ -229,7 +234,7 @@ class ExpertCache(StreamingCache):
         """End the read of one expert. A failure is kept for the stream that waits for the expert, if there is one."""
         if failure is not None:
             self._give_up(index)
-            self._ledger.withdraw(index)
+            self._ledger.fail_read(index)
             if self._leases[index]:
                 self._failures[index] = failure
         elif warms:

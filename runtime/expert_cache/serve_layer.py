@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
+from moec.manifests.errors import MemoryBudgetExceeded
+
+LARGER_CACHE = "raise `--memory` or `--expert-cache`"
+"""Remedy for an expert that is larger than the cache of a run."""
+
 
 class ExpertSupply(Protocol):
     """The operations of a cache that the loop needs."""
@@ -33,7 +38,7 @@ def serve_layer(
     look_ahead: Callable[[], Sequence[int]],
     all_at_once: bool,
 ) -> Generator[list[int], None, None]:
-    """Yield each expert of a layer once, when it is resident. It stays leased until the next ones are asked for.
+    """Yield each expert of a layer once, when it is resident. It stays leased until the next ones are requested.
 
     hits: leased experts that are resident.
     misses: the others. Their reads are queued as far as they fit.
@@ -47,14 +52,14 @@ def serve_layer(
     looks_after_first_hits = bool(hits and misses)
     try:
         if not looks_after_first_hits:
-            _follow(supply, look_ahead())
+            _send_advice(supply, look_ahead())
         while hits:
             ready = list(hits) if all_at_once else hits[:1]
             yield ready
             del hits[: len(ready)]
             supply.unlease(ready)
             if looks_after_first_hits:
-                _follow(supply, look_ahead())
+                _send_advice(supply, look_ahead())
                 looks_after_first_hits = False
         while misses:
             ready = supply.wait_for_some(misses, all_at_once)
@@ -66,7 +71,14 @@ def serve_layer(
             supply.unlease([*hits, *misses])
 
 
-def _follow(supply: ExpertSupply, advice: Sequence[int]) -> None:
-    """Replace the older advice; keep it if there is no new one."""
+def _send_advice(supply: ExpertSupply, advice: Sequence[int]) -> None:
+    """Send advice to the cache, if there is any. It replaces older advice."""
     if advice:
         supply.prefetch(advice)
+
+
+def too_large_error(size_bytes: int, capacity_bytes: int, remedy: str = LARGER_CACHE) -> MemoryBudgetExceeded:
+    """Return the error for an expert that is larger than its cache."""
+    return MemoryBudgetExceeded(
+        f"an expert of {size_bytes} bytes does not fit into the expert cache of {capacity_bytes}", remedy
+    )

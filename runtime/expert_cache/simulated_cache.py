@@ -1,4 +1,4 @@
-"""SimulatedCache: the decisions of ExpertCache, without bytes, threads and time.
+"""SimulatedCache: the decisions of PythonCache, without bytes, threads and time.
 
 The caller begins and ends each read: `instant_cache.py` at once, `timeline.py` at the times of a device.
 """
@@ -15,8 +15,11 @@ from moec.manifests.errors import MemoryBudgetExceeded
 
 from ..storage.read_runs import ReadRuns
 from .cache_spec import CacheSpec
-from .eviction import PolicyScore, eviction_order
-from .residency import RESIDENT, Residency
+from .eviction import eviction_order
+from .expert_state import RESIDENT
+from .policies import PolicyScore
+from .residency import Residency
+from .serve_layer import too_large_error
 
 
 class SimulatedCache(Residency):
@@ -24,7 +27,7 @@ class SimulatedCache(Residency):
 
     spec: the uses in its records stay as they are.
     chosen: score of the policy; None for the optimum, which evicts the expert that is needed again last.
-    first_use: position of each expert's first access, int64 [N]. Only the optimum needs it.
+    first_use: position of each expert's first access, int64 [N]. The optimum needs it; None: no position is known.
     runs: experts that are read together; None: one by one.
     """
 
@@ -32,10 +35,11 @@ class SimulatedCache(Residency):
         self,
         spec: CacheSpec,
         chosen: PolicyScore | None,
-        first_use: np.ndarray,
+        first_use: np.ndarray | None = None,
         runs: ReadRuns | None = None,
     ) -> None:
-        records, self._next_use = spec.records.unused(), first_use.copy()
+        records = spec.records.unused()
+        self._next_use = np.zeros(len(spec.sizes), np.int64) if first_use is None else first_use.copy()
         order = self._farthest_use_first if chosen is None else partial(eviction_order, records, chosen)
         super().__init__(replace(spec, records=records), order, runs=runs)
 
@@ -46,7 +50,7 @@ class SimulatedCache(Residency):
                 self.begin_warm(index)
                 self.arrive_warm(index)
 
-    def holds(self, index: int) -> bool:
+    def is_resident(self, index: int) -> bool:
         """Return whether an expert is resident."""
         return bool(self.state[index] == RESIDENT)
 
@@ -54,7 +58,7 @@ class SimulatedCache(Residency):
         """Restart the per-sequence counts of the policy."""
         self._records.begin_sequence()
 
-    def ask(
+    def request(
         self, layer: int, experts: Sequence[int], next_use: np.ndarray | None = None
     ) -> tuple[list[int], list[int]]:
         """Request experts, as in Residency.
@@ -63,7 +67,7 @@ class SimulatedCache(Residency):
         """
         if next_use is not None:
             self._next_use[list(experts)] = next_use
-        return super().ask(layer, experts)
+        return super().request(layer, experts)
 
     def ready(self, waiting: Sequence[int]) -> list[int]:
         """Return the waiting experts that can be computed, in their order."""
@@ -76,12 +80,9 @@ class SimulatedCache(Residency):
                 self.count_use_of_advice(index)
         self.is_leased[list(indices)] = False
 
-    def does_not_fit(self, index: int, remedy: str) -> MemoryBudgetExceeded:
-        """Return the error of an expert that is larger than the cache."""
-        return MemoryBudgetExceeded(
-            f"an expert of {self.sizes[index]} bytes does not fit into the expert cache of {self.capacity_bytes}",
-            remedy,
-        )
+    def too_large_error(self, index: int, remedy: str) -> MemoryBudgetExceeded:
+        """Return the error for an expert that is larger than the cache."""
+        return too_large_error(self.sizes[index], self.capacity_bytes, remedy)
 
     def _farthest_use_first(self, layer: int, candidates: np.ndarray, count: int) -> np.ndarray:
         return candidates[np.lexsort((candidates, -self._next_use[candidates]))][:count]

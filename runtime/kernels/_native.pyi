@@ -169,8 +169,8 @@ def first_changed(files: Int64s) -> int:
 def forget_mapping(watch: int) -> None:
     """Stop watching a mapping. Call it before the mapping ends."""
 
-class ExpertReads:
-    """The expert cache: decisions as in runtime/expert_cache/residency.py, reader threads, and callers that wait.
+class ExpertCache:
+    """The expert cache: decisions as in residency.py and eviction.py of runtime/expert_cache/, reader threads, callers.
 
     arrays: written by the cache, [N] each unless noted.
     - uint8: `state`, `is_leased`, `is_ahead`, `is_seen`.
@@ -179,9 +179,9 @@ class ExpertReads:
 
     sizes: bytes per expert.
     layers: layer per expert.
-    following: per expert the one whose bytes follow in the file, or -1.
+    next_in_file: per expert the one whose bytes follow in the file, or -1.
 
-    half_life: in acquisitions.
+    half_life: in requests of a layer.
     policy: lrfu, lru or lfu.
     sources: one tuple per expert. File descriptor, offset, size, Expert or None, and where gate, up and down begin.
     A gate of -1: the expert has none.
@@ -194,7 +194,7 @@ class ExpertReads:
         arrays: dict[str, np.ndarray],
         sizes: list[int],
         layers: list[int],
-        following: list[int],
+        next_in_file: list[int],
         readers: int,
         max_run_bytes: int,
         half_life: float,
@@ -215,14 +215,14 @@ class ExpertReads:
     @property
     def advice(self) -> list[int]: ...
     # Single decisions, as in Residency, without a lock: for one thread.
-    def ask(self, layer: int, experts: Sequence[int]) -> tuple[list[int], list[int]]: ...
-    def issue(self, waiting: Sequence[int]) -> None: ...
+    def request(self, layer: int, experts: Sequence[int]) -> tuple[list[int], list[int]]: ...
+    def queue_and_lease(self, waiting: Sequence[int]) -> None: ...
     def advise(self, indices: Sequence[int]) -> None: ...
     def next_read(self) -> list[int]: ...
     def arrive(self, index: int) -> None: ...
-    def withdraw(self, index: int) -> None: ...
+    def fail_read(self, index: int) -> None: ...
     # The cache, with its lock. None: closed.
-    def begin(self, layer: int, experts: Sequence[int]) -> tuple[list[int], list[int]] | None: ...
+    def request_and_queue(self, layer: int, experts: Sequence[int]) -> tuple[list[int], list[int]] | None: ...
     def wait(
         self, remaining: Sequence[int], together: bool
     ) -> tuple[Literal["ready", "again", "failed", "too large", "closed"], list[int]]: ...
@@ -263,12 +263,12 @@ class ExpertLayers:
 
     size: D.
     ahead_eps: epsilon of the norms before routers of later layers.
-    rules: RULES of runtime/prefetch/margins.py.
+    rules: RULES of runtime/prefetch/thresholds.py.
     Raises ValueError.
     """
 
     def __init__(
-        self, reads: ExpertReads, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: dict[str, float]
+        self, reads: ExpertCache, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: dict[str, float]
     ) -> None: ...
     # Whether a layer is being computed. Then all other calls raise ValueError.
     @property
@@ -277,7 +277,7 @@ class ExpertLayers:
     def run(self, at: int, hidden: np.ndarray) -> tuple[str, int, int, int, int, int]: ...
     def begin_pass(self) -> None: ...
     def forget_guesses(self) -> None: ...
-    def margin(self, running: int, layer: int, rank: int) -> float: ...
+    def threshold(self, running: int, layer: int, rank: int) -> float: ...
     # Results of the layer that ran last: its experts, experts to prefetch, float32 [E], float32 [M, E].
     @property
     def chosen(self) -> list[int]: ...

@@ -92,7 +92,7 @@ class Model:
 
     def needs_no_read(self, index: int) -> bool:
         """Return whether a stored expert is in memory, on its way, or on an accelerator."""
-        return self.cache.holds(index) or not self.absent([index])
+        return self.cache.is_loading_or_resident(index) or not self.absent([index])
 
     def router_norms(self) -> list[Norm]:
         """Return the norm before the router of each layer."""

@@ -17,15 +17,16 @@ from moec.manifests.model import LayerSpec, ModelSpec
 
 from .. import kernels
 from ..expert_cache.interface import StreamingCache
-from ..expert_cache.native_cache import NativeCache, why_not_native
+from ..expert_cache.native_cache import NativeCache
+from ..expert_cache.opening import why_not_native
 from ..layers.norms import Norm
 from ..layers.routing import Router
 from ..layers.shared_expert import SharedExpert
 from ..options.runtime import RuntimeOptions
-from ..prefetch.advisor import Advisor, Following
-from ..prefetch.margins import RULES
+from ..prefetch.advisor import Advisor, LayerAhead
 from ..prefetch.predictors import LookaheadPredictor
 from ..prefetch.quality import PrefetchQuality
+from ..prefetch.thresholds import RULES
 from ..trace.statistics import PhaseTimes
 from ..trace.trace import TraceRecorder
 
@@ -82,7 +83,7 @@ class TokenExperts:
 
     def threshold(self, running: int, layer: int, rank: int) -> float:
         """Return the threshold of a predicted layer, as in LearnedThresholds."""
-        return float(self.native.margin(running, layer, rank))
+        return float(self.native.threshold(running, layer, rank))
 
     def run(
         self, layer: int, hidden: np.ndarray, times: PhaseTimes, quality: PrefetchQuality, trace: TraceRecorder | None
@@ -116,23 +117,23 @@ class TokenExperts:
 
     def _foreseen(self, layer: int) -> list[np.ndarray]:
         """Return the scores [E] of the layers ahead, nearest first."""
-        followings = [] if self._predictor is None else self._advisor.followings(layer)
-        known = [self._known(layer, each) for each in followings]
+        layers_ahead = [] if self._predictor is None else self._advisor.layers_ahead(layer)
+        known = [self._known(layer, each) for each in layers_ahead]
         evaluated = sum(scores is None for scores in known)
         rows = iter(np.frombuffer(self.native.shares, np.float32).reshape(evaluated, -1) if evaluated else ())
         return [next(rows) if scores is None else scores for scores in known]
 
-    def _known(self, layer: int, following: Following) -> np.ndarray | None:
+    def _known(self, layer: int, later: LayerAhead) -> np.ndarray | None:
         """Return the scores [E] of a layer whose router cannot be evaluated ahead; None if it can."""
         predictor = self._predictor
-        if not isinstance(predictor, LookaheadPredictor) or predictor.router_ahead(layer, following.ahead) is not None:
+        if not isinstance(predictor, LookaheadPredictor) or predictor.router_ahead(layer, later.ahead) is not None:
             return None
-        return predictor.scores_without_router(layer, following.ahead)[: following.count]
+        return predictor.scores_without_router(layer, later.ahead)[: later.count]
 
     def fields(self, at: int) -> dict[str, Any]:
         """Return a layer in the form that the extension takes: a dictionary of `_native.ExpertLayers`."""
         layers, spec, first = self._layers, self._specs[at].experts, self._advisor.first_expert[at]
-        followings = [] if self._predictor is None else self._advisor.followings(at)
+        layers_ahead = [] if self._predictor is None else self._advisor.layers_ahead(at)
         router, shared = layers.routers[at], layers.shared.get(at)
         return {
             "norm": layers.norms[at].weight,
@@ -147,14 +148,14 @@ class TokenExperts:
             "weight_scale": spec.router.scale,
             "residual_scale": layers.spec.residual_scale,
             "experts": [_native(expert) for expert in layers.experts[first : first + spec.count]],
-            "ahead": [self._ahead(at, each) for each in followings],
+            "ahead": [self._ahead(at, each) for each in layers_ahead],
         }
 
-    def _ahead(self, at: int, following: Following) -> tuple[Any, ...]:
+    def _ahead(self, at: int, later: LayerAhead) -> tuple[Any, ...]:
         """Return a layer that is predicted while layer `at` runs, in the form that the extension takes."""
-        layer, top_k = following.layer, following.top_k
-        place = (following.rank, layer, self._advisor.first_expert[layer], top_k)
-        scores = self._known(at, following)
+        layer, top_k = later.layer, later.top_k
+        place = (later.rank, layer, self._advisor.first_expert[layer], top_k)
+        scores = self._known(at, later)
         if scores is not None:
             return *place, None, None, None, *kernels.largest(scores, top_k + 1)
         router, norm = self._layers.routers[layer], self._layers.norms[layer].weight

@@ -293,7 +293,7 @@ class PassChoice:
         return low is not None and self._holds(layer, low)
 
     def _holds(self, layer: int, version: int) -> bool:
-        return self._cache is not None and self._cache.holds(self._versions.index(layer, version))
+        return self._cache is not None and self._cache.is_resident(self._versions.index(layer, version))
 
     # -- dynamic precision -------------------------------------------------------------------------------------------
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
 from ..expert_cache.cache_spec import CacheSpec
-from ..expert_cache.eviction import PolicyScore
 from ..expert_cache.instant_cache import InstantCache
+from ..expert_cache.policies import PolicyScore
 
 
 class LogicalCache:
@@ -34,7 +32,7 @@ class LogicalCache:
         on_device: Collection[int] = (),
     ) -> None:
         self._on_device = frozenset(on_device)
-        self._cache = InstantCache(spec, policy, first_use=np.empty(0, np.int64))
+        self._cache = InstantCache(spec, policy)
         self._cache.fill([index for index in warm if index not in self._on_device])
 
     @property
@@ -42,16 +40,16 @@ class LogicalCache:
         """Bytes read so far, without the warm start."""
         return self._cache.stats.bytes_read
 
-    def holds(self, index: int) -> bool:
+    def is_resident(self, index: int) -> bool:
         """Return whether an expert is resident."""
-        return index in self._on_device or self._cache.holds(index)
+        return index in self._on_device or self._cache.is_resident(index)
 
     def request(self, layer: int, experts: Sequence[int], advice: Sequence[int] = ()) -> None:
         """Request experts for one layer of one pass, then advice for experts that may be needed next.
 
         Raises MemoryBudgetExceeded if an expert does not fit.
         """
-        self._cache.request(layer, self._absent(experts), self._absent(advice))
+        self._cache.serve(layer, self._absent(experts), self._absent(advice))
 
     def advise(self, advice: Sequence[int]) -> None:
         """Read experts ahead, likeliest first."""

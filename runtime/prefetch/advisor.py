@@ -1,4 +1,8 @@
-"""Turn the scores of a predictor into experts that are read ahead. Results never depend on this advice."""
+"""Turn the scores of a predictor into experts that are read ahead. Results never depend on this advice.
+
+A pass of one token normally runs the native form, `look_ahead` in `native/experts/prefetch_advice.cpp`. This file is
+its specification, and advises in every other pass.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,9 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from .. import kernels
 from ..options.runtime import PrefetchRule, RuntimeOptions
-from .margins import LearnedThresholds
 from .pass_state import PassState
 from .predictors import Predictor
+from .thresholds import LearnedThresholds
 
 CHOICES_FOR_ALL = 8
 """Choices per expert from which a pass is assumed to need all experts: 64 tokens of eight out of 64 experts."""
@@ -36,11 +40,11 @@ def candidates(scores: np.ndarray, count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
+class LayerAhead:
     """A layer that routes and runs after the running layer.
 
     ahead: distance from the running layer, in layers.
-    rank: its place among the following layers that route, from 1.
+    rank: its place among the later layers that route, from 1.
     layer: its index.
     count: its experts.
     top_k: its experts per token.
@@ -53,9 +57,9 @@ class Following:
     top_k: int
 
 
-def _asks_for_all(tokens: int, following: Following) -> bool:
+def _asks_for_all(tokens: int, later: LayerAhead) -> bool:
     """Return whether this many tokens leave hardly any expert of a layer unused."""
-    return tokens * following.top_k >= CHOICES_FOR_ALL * following.count
+    return tokens * later.top_k >= CHOICES_FOR_ALL * later.count
 
 
 @dataclass(slots=True)
@@ -63,7 +67,7 @@ class Advisor:
     """Turns the scores of a predictor into experts to read ahead.
 
     first_expert: offset of each layer's experts among all experts, [L + 1].
-    layers: number of following layers that are looked at. Layers without experts do not count.
+    layers: number of later layers that are looked at. Layers without experts do not count.
 
     experts: if not 0, the number of experts of the next layer per token. Rule `likely` then equals `spread`.
     rule: how experts are chosen for a single token, see below.
@@ -87,18 +91,18 @@ class Advisor:
     holds: Callable[[int], bool] = lambda index: False
     static: Mapping[int, np.ndarray] = field(default_factory=dict)
     thresholds: LearnedThresholds = field(default_factory=LearnedThresholds)
-    _followings: list[list[Following]] = field(init=False)
+    _layers_ahead: list[list[LayerAhead]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._followings = [self._layers_after(layer) for layer in range(self.spec.num_layers)]
+        self._layers_ahead = [self._layers_after(layer) for layer in range(self.spec.num_layers)]
 
-    def _layers_after(self, running: int) -> list[Following]:
-        followings = []
+    def _layers_after(self, running: int) -> list[LayerAhead]:
+        layers_ahead = []
         for rank, ahead in enumerate(routed_ahead(self.spec, running), 1):
             layer = self.spec.layer_after(running, ahead)
             experts = self.spec.layers[layer].experts
-            followings.append(Following(ahead, rank, layer, experts.count, experts.top_k))
-        return followings
+            layers_ahead.append(LayerAhead(ahead, rank, layer, experts.count, experts.top_k))
+        return layers_ahead
 
     def set_options(self, options: RuntimeOptions, holds: Callable[[int], bool]) -> None:
         """Set how far, how much and by which rule experts are read ahead.
@@ -108,9 +112,9 @@ class Advisor:
         self.layers, self.experts = options.prefetch_layers, options.prefetch_experts
         self.rule, self.holds = options.prefetch_rule, holds
 
-    def followings(self, layer: int) -> list[Following]:
+    def layers_ahead(self, layer: int) -> list[LayerAhead]:
         """Return the layers that are looked at while a layer runs, nearest first."""
-        return self._followings[layer][: max(self.layers, 1)]
+        return self._layers_ahead[layer][: max(self.layers, 1)]
 
     def advise(self, state: PassState) -> tuple[list[int] | None, list[int]]:
         """Return the candidates predicted for the next layer that routes, and the experts to read ahead.
@@ -120,16 +124,16 @@ class Advisor:
         """
         nearest, advice = None, list[int]()
         self._learn(state)
-        followings = [
+        layers_ahead = [
             each
-            for each in self.followings(state.layer)
+            for each in self.layers_ahead(state.layer)
             if each.rank == 1 or len(state.hidden) == 1 or _asks_for_all(len(state.hidden), each)
         ]
-        scores = self._scores(state, followings)
+        scores = self._scores(state, layers_ahead)
         state.foreseen = list(scores.values())
-        for following in followings:
-            experts, stored = self._predict(state, following, scores.get(following.ahead))
-            nearest = experts if following.rank == 1 else nearest
+        for later in layers_ahead:
+            experts, stored = self._predict(state, later, scores.get(later.ahead))
+            nearest = experts if later.rank == 1 else nearest
             advice += stored
             if self.rule == "first-miss" and not all(self.holds(index) for index in stored):
                 break
@@ -160,7 +164,7 @@ class Advisor:
         """Return the experts of a layer that the tokens alone decide, each once."""
         return list(np.unique(self.static[layer][tokens]).tolist())
 
-    def _scores(self, state: PassState, followings: Sequence[Following]) -> dict[int, np.ndarray]:
+    def _scores(self, state: PassState, layers_ahead: Sequence[LayerAhead]) -> dict[int, np.ndarray]:
         """Return the scores [E] of the layers for which experts would be advised, by distance in layers.
 
         Layers without a prediction are missing.
@@ -169,7 +173,7 @@ class Advisor:
             return {}
         learns = self._learns(state)
         scored = [
-            each for each in followings if not self._is_known(state, each) and (learns or self._advised(state, each))
+            each for each in layers_ahead if not self._is_known(state, each) and (learns or self._advised(state, each))
         ]
         if not scored:
             return {}
@@ -177,10 +181,10 @@ class Advisor:
         # Tables are as wide as the layer with the most experts.
         return {each.ahead: own[: each.count] for each, own in zip(scored, scores, strict=True) if own is not None}
 
-    def _is_known(self, state: PassState, following: Following) -> bool:
+    def _is_known(self, state: PassState, later: LayerAhead) -> bool:
         """Return whether the tokens alone decide the layer's experts. A layer of the next token does not count."""
-        is_of_token = following.layer > state.layer >= self.spec.first_decoder_layer
-        return state.tokens is not None and is_of_token and following.layer in self.static
+        is_of_token = later.layer > state.layer >= self.spec.first_decoder_layer
+        return state.tokens is not None and is_of_token and later.layer in self.static
 
     def _tokens_in(self, state: PassState, layer: int) -> int:
         """Return the number of tokens expected in a layer: those of the running pass, or of the next one.
@@ -195,29 +199,29 @@ class Advisor:
         is_after_prompt = layer <= state.layer and state.sequences == 1 and count < MAX_PASS_TOKENS
         return 1 if is_after_prompt else count
 
-    def _advised(self, state: PassState, following: Following) -> int:
+    def _advised(self, state: PassState, later: LayerAhead) -> int:
         """Return the number of experts of the layer that are worth reading ahead."""
-        tokens = self._tokens_in(state, following.layer)
+        tokens = self._tokens_in(state, later.layer)
         if tokens == 1 < len(state.hidden) and self.rule == "likely" and not self.experts:
             return 0  # after a prompt only popularity is known of the next token: 6 of 100 experts would be right
-        count = advised_experts(state.top_k(following.top_k), following.rank, self.experts)
+        count = advised_experts(state.top_k(later.top_k), later.rank, self.experts)
         return tokens * (max(count, 1) if self.rule == "first-miss" else count)
 
     def _predict(
-        self, state: PassState, following: Following, scores: np.ndarray | None
+        self, state: PassState, later: LayerAhead, scores: np.ndarray | None
     ) -> tuple[list[int] | None, list[int]]:
         """Return the candidates of the layer, and their stored indices."""
-        layer = following.layer
-        if self.predictor is not None and state.tokens is not None and self._is_known(state, following):
+        layer = later.layer
+        if self.predictor is not None and state.tokens is not None and self._is_known(state, later):
             experts_of_tokens = self._known(layer, state.tokens)
             return experts_of_tokens, self._stored(layer, experts_of_tokens)
         if scores is None:
             return None, []
-        top_k = state.top_k(following.top_k)
+        top_k = state.top_k(later.top_k)
         if self._learns(state):
-            experts = self.thresholds.likely(state.layer, layer, following.rank, scores, top_k)
+            experts = self.thresholds.likely(state.layer, layer, later.rank, scores, top_k)
         else:
-            experts = candidates(scores, self._advised(state, following))
+            experts = candidates(scores, self._advised(state, later))
         if state.choice is not None and len(state.hidden) == 1:
             return experts, state.choice.advised(layer, scores, experts, top_k)
         return experts, self._stored(layer, experts)
@@ -232,6 +236,6 @@ def routed_ahead(model: ModelSpec, layer: int) -> list[int]:
 
     After the last of them it is the distance to the first layer of the next token.
     """
-    ahead = [following - layer for following in model.expert_layers if following > layer]
-    decoder = [following for following in model.expert_layers if following >= model.first_decoder_layer]
-    return ahead or [model.num_layers - layer + following - model.first_decoder_layer for following in decoder[:1]]
+    ahead = [later - layer for later in model.expert_layers if later > layer]
+    decoder = [later for later in model.expert_layers if later >= model.first_decoder_layer]
+    return ahead or [model.num_layers - layer + later - model.first_decoder_layer for later in decoder[:1]]

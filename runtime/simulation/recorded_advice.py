@@ -30,7 +30,7 @@ def no_advice(each: TracedPass, layer: int) -> Sequence[int]:
 def table_advice(kind: Prefetch, tables: Tables, model: ModelSpec, trace: Trace) -> Advice:
     """Return advice from the tables of a bundle. Rule and distance are those of the recorded run.
 
-    Learned margins start with the first pass of the trace, even if the recording engine had learned before.
+    Learned thresholds start with the first pass of the trace, even if the recording engine had learned before.
     Raises KeyError for `lookahead`, which needs routers. The returned function raises KeyError for passes of another
     trace.
     """
@@ -40,8 +40,8 @@ def table_advice(kind: Prefetch, tables: Tables, model: ModelSpec, trace: Trace)
     )
     if advisor.predictor is None:
         return no_advice
-    # Computed once for all replays, because margins are learned from pass to pass. The reference to each pass keeps its
-    # id unique.
+    # Computed once for all replays, because thresholds are learned from pass to pass. The reference to each pass keeps
+    # its id unique.
     by_pass = {id(each): (each, _advised(advisor, each)) for each in trace.passes}
 
     def advise(each: TracedPass, layer: int) -> Sequence[int]:

@@ -1,6 +1,6 @@
 """Replay a recorded trace of experts under any policy and capacity, and under the offline optimum. Reads no byte.
 
-The replay makes the decisions of ExpertCache without prefetch, so its counts are those of a real run.
+The replay makes the decisions of PythonCache without prefetch, so its counts are those of a real run.
 The offline optimum evicts the expert that is needed again last: the farthest-next-use rule. If experts have equal sizes
 and one access fits into the capacity, no policy misses less. With unequal sizes it is a strong baseline and no bound.
 """
@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..expert_cache.cache_spec import CacheSpec
-from ..expert_cache.counts import CacheStats
-from ..expert_cache.eviction import SCORES, ExpertRecords, PolicyScore
+from ..expert_cache.cache_stats import CacheStats
 from ..expert_cache.instant_cache import InstantCache
+from ..expert_cache.policies import SCORES, PolicyScore
+from ..expert_cache.records import ExpertRecords
 from ..trace.trace import Access
 
 OPTIMUM = "optimum"
@@ -38,7 +39,7 @@ def replay(
     trace: layer and stored experts of each access.
     spec: the uses in its records stay as they are.
 
-    policy: a name of `eviction.SCORES`, `popularity`, `optimum`, or a score.
+    policy: a name of `policies.SCORES`, `popularity`, `optimum`, or a score.
     warm: experts in the cache at the start, in order, as far as they fit.
     Raises MemoryBudgetExceeded if one expert does not fit. Raises KeyError for another name.
     """
@@ -46,7 +47,7 @@ def replay(
     cache = _ReplayedCache(spec, named_score(policy), first_use)
     cache.fill(warm)
     for layer, experts, next_use in accesses:
-        cache.request(layer, experts, next_use=next_use, all_at_once=False)
+        cache.serve(layer, experts, next_use=next_use, all_at_once=False)
     return cache.stats
 
 

@@ -1,7 +1,7 @@
 """Replay a trace with the rates of a device: when each read begins and ends, and so the time of each token.
 
 Events have whole nanoseconds and there is no clock, so equal inputs give equal results. The cache decides as
-ExpertCache does (`simulated_cache.py`). Reads go through one queue of storage while layers compute.
+PythonCache does (`simulated_cache.py`). Reads go through one queue of storage while layers compute.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 
 from ..accelerator.cooperative import CooperationCounts
 from ..expert_cache.cache_spec import CacheSpec
-from ..expert_cache.counts import CacheStats
-from ..expert_cache.eviction import PolicyScore
+from ..expert_cache.cache_stats import CacheStats
+from ..expert_cache.policies import PolicyScore
 from ..expert_cache.serve_layer import serve_layer
 from ..expert_cache.simulated_cache import SimulatedCache
 from ..storage.read_runs import ReadRuns
@@ -55,12 +55,12 @@ class SimulatedMachine:
 
     rates: rates of its storage and its processor.
     accelerator: device that computes some of the experts; None without one.
-    successors: index of the expert that follows each one on storage, as in `read_runs`; None: a read brings one expert.
+    next_in_file: index of the expert whose bytes follow in the file, as in `read_runs`; None: a read brings one expert.
     """
 
     rates: DeviceRates
     accelerator: ReplayedDevice | None = None
-    successors: Sequence[int] | None = None
+    next_in_file: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Timeline:
         """Return the values for `--json`."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("cache", "cooperation")}
         shared = None if self.cooperation is None else asdict(self.cooperation)
-        return {**own, **self.cache.counts(), "tokens_per_s": self.tokens_per_s, "experts": shared}
+        return {**own, **self.cache.replayable_counts(), "tokens_per_s": self.tokens_per_s, "experts": shared}
 
 
 def predict_timeline(
@@ -188,8 +188,8 @@ def predict_steps(
     flat = [access for step in steps for each in step for access in each.accesses]
     with_use, first_use = with_next_use(flat, len(spec.sizes))
     runs = None
-    if machine.successors is not None:
-        runs = ReadRuns(spec.sizes.tolist(), machine.successors, machine.rates.readers)
+    if machine.next_in_file is not None:
+        runs = ReadRuns(spec.sizes.tolist(), machine.next_in_file, machine.rates.readers)
     cache = SimulatedCache(spec, named_score(policy), first_use, runs)
     cache.fill(warm)
     run, accesses, marks = _Run(cache, machine), iter(with_use), []
@@ -284,8 +284,9 @@ class _Run:
             self._compute(each.dense_ns[at] + other_ns)
             split = self._split(each, at)
             requested = list(experts) if split is None else split.host_experts
-            hits, misses = self._cache.ask(layer, requested, next_use[[experts.index(expert) for expert in requested]])
-            self._cache.issue(misses)
+            upcoming = next_use[[experts.index(expert) for expert in requested]]
+            hits, misses = self._cache.request(layer, requested, upcoming)
+            self._cache.queue_and_lease(misses)
             self.storage.begin(self.now_ns)
             self._run_experts(each, at, hits, misses, split)
         self._compute(each.head_ns)
@@ -293,7 +294,7 @@ class _Run:
     def _split(self, each: TimedPass, at: int) -> ReplayedSplit | None:
         if self._shared is None:
             return None
-        return ReplayedSplit(self._shared, each.tokens_of(at), self._cache.holds, self.counts, self.now_ns)
+        return ReplayedSplit(self._shared, each.tokens_of(at), self._cache.is_resident, self.counts, self.now_ns)
 
     def _absent(self, experts: Sequence[int]) -> list[int]:
         """Return the experts that are not resident on the accelerator."""
@@ -349,7 +350,7 @@ class _Run:
         """Let time pass until a remaining expert is resident."""
         started_ns = self.now_ns
         while True:
-            self._cache.issue(remaining)
+            self._cache.queue_and_lease(remaining)
             self.storage.begin(self.now_ns)
             ready = self._cache.ready(remaining)
             if ready:
@@ -357,7 +358,7 @@ class _Run:
                 return ready if all_at_once else ready[:1]
             arrived_ns = self.storage.run_to_next()
             if arrived_ns is None:
-                raise self._cache.does_not_fit(remaining[0], "simulate a larger cache")
+                raise self._cache.too_large_error(remaining[0], "simulate a larger cache")
             self.now_ns = arrived_ns
 
     def _compute(self, recorded_ns: float) -> None:

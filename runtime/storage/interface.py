@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-Follow = Callable[[int, np.ndarray], None]
+Rebind = Callable[[int, np.ndarray], None]
 """Function of an expert and its bytes, uint8 [size_bytes]."""
 HandOvers = tuple[list[tuple[int, int]], list[int]]
 """Pairs (expert, heir) of experts that passed their place to another of their size, in order; experts without a
@@ -21,16 +21,16 @@ class ExpertStorage(Protocol):
     """Blocks of expert bytes. Indices count the contents of the manifest's expert files, in order.
 
     mode: how it reads.
-    successors: for each expert, the one whose bytes follow in the same file, as in `read_runs`.
+    next_in_file: for each expert, the one whose bytes follow in the same file, as in `read_runs`.
     """
 
     mode: str
-    successors: list[int]
+    next_in_file: list[int]
 
     def block(self, index: int) -> np.ndarray:
         """Return a view of one expert, uint8 [size_bytes]. Its content is valid between load and release.
 
-        With a NativeCache, call `follow_hand_overs` first.
+        With a NativeCache, call `take_hand_overs` first.
         """
 
     def load(self, *run: int) -> None:
@@ -55,7 +55,7 @@ class ExpertStorage(Protocol):
         Files are closed if the block fails.
         """
 
-    def on_place(self, follow: Follow) -> None:
+    def on_place(self, rebind: Rebind) -> None:
         """Set the function that receives each expert and its memory before the expert is read."""
 
     def end_pass(self) -> None:

@@ -23,7 +23,7 @@ from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
 from .. import kernels
 from ..bundle.files import COPY_AGAIN, BundleFile, remedy_of
 from ..bundle.opening import Bundle
-from .interface import Follow, closed_on_failure, page_bytes
+from .interface import Rebind, closed_on_failure, page_bytes
 from .read_runs import NONE
 from .read_verifier import ReadVerifier
 
@@ -86,7 +86,7 @@ class MappedStorage:
 
     def __init__(self, bundle: Bundle, verify: bool) -> None:
         self._entries = bundle.manifest.stored_experts
-        self.successors = [NONE] * len(self._entries)  # each expert is requested separately
+        self.next_in_file = [NONE] * len(self._entries)  # each expert is requested separately
         self._files = {entry.file: bundle.files[entry.file] for entry in self._entries}
         self._verifier, self._verifies = ReadVerifier(self._entries, self._files, verify), verify
         self._loaded: set[int] = set()
@@ -130,7 +130,7 @@ class MappedStorage:
     def made_ready(self, is_wanted: bool) -> AbstractContextManager[None]:
         return closed_on_failure(self)
 
-    def on_place(self, follow: Follow) -> None:
+    def on_place(self, rebind: Rebind) -> None:
         """Do nothing: experts are where their files are mapped."""
 
     def release(self, index: int) -> None:

@@ -16,7 +16,7 @@ NONE = -1
 MAX_RUN_BYTES = 1 << 20
 
 
-def successors(entries: Sequence[ExpertEntry]) -> list[int]:
+def next_in_file(entries: Sequence[ExpertEntry]) -> list[int]:
     """Return for each entry the index of the entry whose bytes follow in the same file; NONE without one.
 
     Experts that are left out have no bytes. They neither follow nor are followed.
@@ -29,8 +29,8 @@ def successors(entries: Sequence[ExpertEntry]) -> list[int]:
     return following
 
 
-def predecessors(following: Sequence[int]) -> list[int]:
-    """Return the inverse of `successors`."""
+def previous_in_file(following: Sequence[int]) -> list[int]:
+    """Return the inverse of `next_in_file`."""
     before = [NONE] * len(following)
     for at, after in enumerate(following):
         if after != NONE:
@@ -42,13 +42,13 @@ class ReadRuns:
     """Takes reads from a queue, together with adjacent experts in the queue.
 
     sizes: bytes of each expert.
-    following: result of `successors`.
+    following: result of the function `next_in_file`.
     readers: number of readers that share the queue.
     """
 
     def __init__(self, sizes: Sequence[int], following: Sequence[int], readers: int = 1) -> None:
         self._sizes, self._after, self._readers = sizes, following, readers
-        self._before = predecessors(self._after)
+        self._before = previous_in_file(self._after)
 
     def take(self, queue: deque[int]) -> list[int]:
         """Take the first expert of a queue and the queued experts adjacent to it, in file order."""

@@ -23,9 +23,9 @@ from ..bundle.files import BundleFile, remedy_of
 from ..bundle.opening import Bundle
 from ..options.runtime import IoMode
 from .arena import HUGE_PAGE_BYTES, Arena
-from .interface import Follow, HandOvers, closed_on_failure, page_bytes
+from .interface import HandOvers, Rebind, closed_on_failure, page_bytes
 from .places import Places, span_bytes
-from .read_runs import successors
+from .read_runs import next_in_file
 from .read_verifier import ReadVerifier
 
 _RETRY_FLAGS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT, errno.ENOTDIR)  # the last two: no `/proc`
@@ -42,13 +42,13 @@ class ReadStorage:
 
     def __init__(self, bundle: Bundle, io: IoMode, verify: bool, capacity_bytes: int | None = None) -> None:
         self._entries, self._path = bundle.manifest.stored_experts, bundle.path
-        self.successors = successors(self._entries)
+        self.next_in_file = next_in_file(self._entries)
         self._sizes = [page_bytes(entry.size_bytes) for entry in self._entries]
         self.arena = Arena(span_bytes(self._sizes), "the experts")
         self._places = Places(self._sizes, self.arena, HUGE_PAGE_BYTES)
         self._lock = threading.Lock()  # guards the places
         self.resize(sum(self._sizes) if capacity_bytes is None else capacity_bytes)
-        self._follow: Follow = lambda index, block: None
+        self._rebind: Rebind = lambda index, block: None
         opened = {entry.file: bundle.files[entry.file] for entry in self._entries}
         direct_flag = getattr(os, "O_DIRECT", 0)
         direct = self._reopened(opened, direct_flag) if io in ("auto", "direct") and direct_flag else None
@@ -96,7 +96,7 @@ class ReadStorage:
                 if self._places.start(index) is None:
                     self._places.put(index)
         for index in run:
-            self._follow(index, self.block(index))
+            self._rebind(index, self.block(index))
         blocks = [self.block(index) for index in run]
         first, total = self._entries[run[0]], sum(len(block) for block in blocks)
         file = self._files[first.file]
@@ -137,7 +137,7 @@ class ReadStorage:
         start = address - int(self.arena.view.__array_interface__["data"][0])
         self._verifier.compare(index, self.arena.view[start : start + self._entries[index].size_bytes])
 
-    def follow_hand_overs(self, take: Callable[[], HandOvers]) -> None:
+    def take_hand_overs(self, take: Callable[[], HandOvers]) -> None:
         """Update the places after a native cache has passed them on.
 
         take: returns these changes, each of them once.
@@ -164,8 +164,8 @@ class ReadStorage:
         with closed_on_failure(self), self.arena.cleared_meanwhile(gaps):
             yield
 
-    def on_place(self, follow: Follow) -> None:
-        self._follow = follow
+    def on_place(self, rebind: Rebind) -> None:
+        self._rebind = rebind
 
     def end_pass(self) -> None:
         """Do nothing: the data are in memory of this process, and cannot change."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..expert_cache.counts import CacheStats
+from ..expert_cache.cache_stats import CacheStats
 
 
 def peak_memory_bytes() -> int:

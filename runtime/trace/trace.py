@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..expert_cache.counts import CacheStats
+from ..expert_cache.cache_stats import CacheStats
 from ..options.runtime import Prefetch, PrefetchRule
 from .statistics import PhaseTimes
 

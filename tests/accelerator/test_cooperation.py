@@ -160,7 +160,7 @@ def test_a_device_that_is_slow_for_one_token_leaves_it_to_the_cpu(bundle: Path, 
     with load(bundle, context=128, expert_cache="100%", **options) as engine:
         engine.cache.finish_warming()
         used = engine.model.accelerator
-        assert used is not None and engine.cache.has(used.placement.resident[0])
+        assert used is not None and engine.cache.is_resident(used.placement.resident[0])
         used.latency = LatencyModel(1000.0, 10.0, 1e9, 0.0, 1.0, 1.0)
         assert np.array_equal(logits_of(engine), on_cpu)
         assert used.counts.cpu > 0 and used.counts.resident == used.counts.copied == 0

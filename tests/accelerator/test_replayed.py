@@ -20,7 +20,7 @@ from moec.runtime.accelerator.planner import ExpertLoad
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.eviction import expert_records
+from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.options.runtime import COOPERATIONS, Cooperation, RuntimeOptions
 from moec.runtime.simulation.accelerator_replay import ReplayedDevice, traced_cpu_line
 from moec.runtime.simulation.accelerator_workload import layer_ns

@@ -16,7 +16,7 @@ from moec.cli.commands.compile import open_partial
 from moec.cli.commands.generate import CODE_STOPS
 from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
 from moec.compiler.request.targets import Target
-from moec.runtime.expert_cache.eviction import MultidimensionalScore
+from moec.runtime.expert_cache.policies import MultidimensionalScore
 from moec.runtime.options.runtime import parse_weights
 
 ENGINE = "moec.runtime.engine.engine.Engine"

@@ -13,7 +13,7 @@ from moec.cli.measuring.ceiling import predict, run_ceiling_ns
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
 from moec.runtime.bundle.opening import open_bundle
-from moec.runtime.expert_cache.eviction import SCORES
+from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.trace.statistics import DecodeShares, RunRecorder
 from moec.runtime.trace.trace import TraceRecorder
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 import pytest
 
-from moec.cli import main as main_module
 from moec.cli.documents import commands_page
+from moec.cli.exit_codes import EXIT_FAULT
 from moec.cli.main import cli
 from moec.manifests.errors import ChecksumMismatch, OptionError
 
@@ -90,7 +90,7 @@ def test_a_missing_extra_names_the_command_that_installs_it(invoke: Invoke, fail
 
 def test_another_missing_module_is_a_fault(invoke: Invoke, failing) -> None:  # type: ignore[no-untyped-def]
     failing(ModuleNotFoundError("No module named 'nonsense'", name="nonsense"))
-    assert invoke("verify").exit_code == main_module.EXIT_FAULT
+    assert invoke("verify").exit_code == EXIT_FAULT
 
 
 def test_a_fault_shows_the_traceback_and_asks_for_a_report(invoke: Invoke, failing) -> None:  # type: ignore[no-untyped-def]

@@ -351,7 +351,7 @@ def test_modes_are_measured_in_what_memory_a_compile_leaves(
     asked = UnpublishedBundle(two_versions, items.task, items.items[:2], (), [], memory_bytes=2 << 30)
     measurement = ModesMeasurement("dynamic-precision 0,1")
     assert measurement(asked)["expert_cache"] == "25%", "there is room for that"
-    monkeypatch.setattr("moec.compiler.walker.memory.PROCESS_BYTES", 3 << 30)
+    monkeypatch.setattr("moec.compiler.walker.memory.COMPILE_PROCESS_BYTES", 3 << 30)
     assert measurement(asked)["expert_cache"] == f"--memory {2 << 30}"
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from moec.compiler.families import Lowering
 from moec.compiler.quantization.swept_store import SweptStore
+from moec.compiler.stages.encode_texts import CompileTexts
 from moec.compiler.stages.sweep import Sweep, Swept
-from moec.compiler.stages.texts import CompileTexts
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts, divided_pairs
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
@@ -51,6 +51,6 @@ def swept(
     """
     journal, probe = Journal(work, "x", Disk()), dict.fromkeys(lowering.model.dense_shapes(), lowering.spec_16bit)
     store = SweptStore(lowering, quantizer, specs, journal)
-    sweep = Sweep(LayerSlot(lowering), store, journal, probe, 0)
+    sweep = Sweep(LoadedLayer(lowering), store, journal, probe, 0)
     texts = None if pairs is None else compile_texts_of(lowering.model, pairs)
     return sweep.run(texts, threads, no_progress), store, journal

@@ -11,23 +11,22 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moec.compiler.bundle import certificate
+from moec.compiler.bundle import certify
 from moec.compiler.preflight.preparation import Prepared, prepare
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.result import CompileResult
 from moec.compiler.sensitivity.gradients import LayerGradients
-from moec.compiler.stages import measure, planning
-from moec.compiler.stages import texts as compile_texts
+from moec.compiler.stages import encode_texts, measure, planning
 from tests.tiny_compile import compile_tiny, make_request, save_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WATCHED = {
-    "chosen_texts": compile_texts,
+    "chosen_texts": encode_texts,
     "Sweep": measure,
     "run": LayerGradients,
     "choose_objective": planning,
     "search": planning,
-    "certify_task": certificate,
+    "certify_task": certify,
     "compare_with_baselines": planning,
 }
 """Names of stages, and where each is looked up."""

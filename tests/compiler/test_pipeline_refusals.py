@@ -33,7 +33,7 @@ def refused(kind: type[MoecError], folder: Path, act: Callable[[], Any]) -> Moec
 def test_a_model_that_solves_nothing_takes_another_target(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure_stages, "LayerSlot", lambda *arguments: pytest.fail("refused too late"))
+    monkeypatch.setattr(measure_stages, "LoadedLayer", lambda *arguments: pytest.fail("refused too late"))
     data = save_problems(tmp_path / "problems")
     error = refused(OptionError, tmp_path, lambda: compile_tiny(model, tmp_path / "out", "loss", 0.02, data=str(data)))
     assert "baseline scores 0" in error.message
@@ -55,7 +55,7 @@ def test_a_device_that_no_plan_fits(model: Path, texts: Path, tmp_path: Path, mo
     def never(*arguments: Any) -> Any:
         raise AssertionError("work was done for a device that takes no plan")
 
-    monkeypatch.setattr(measure_stages, "LayerSlot", never)
+    monkeypatch.setattr(measure_stages, "LoadedLayer", never)
     request = make_request(model, tmp_path / "out", "kl", KL, data=str(texts), profile=with_budget(1 << 20))
     error = refused(DoesNotFit, tmp_path, lambda: pipeline.compile_checkpoint(request))
     assert f"a memory budget of {1 << 20} bytes" in error.message

@@ -17,7 +17,7 @@ from moec.compiler.request.options import Talk
 from moec.compiler.stages import bundle as bundle_stages
 from moec.compiler.stages import measure as measure_stages
 from moec.compiler.stages import planning as planning_stages
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from tests.tiny_compile import check_bundle, compile_tiny, contents, little_memory, names, save_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,7 +80,7 @@ def test_resume_measures_nothing_twice(
 
     with pytest.raises(Halt):
         compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), open_runtime=fails)
-    monkeypatch.setattr(LayerSlot, "load", fails)
+    monkeypatch.setattr(LoadedLayer, "load", fails)
     notes: list[str] = []
     compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True, talk=Talk(notes.append))
     assert contents(tmp_path / "out") == whole

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from moec.compiler.families import Lowering
-from moec.compiler.walker.slot import LayerSlot, embedded
+from moec.compiler.walker.loaded_layer import LoadedLayer, embedded
 from moec.compiler.walker.texts import TextStates, TokenTexts
 from moec.compiler.workspace.parallel import workers
 
@@ -19,7 +19,7 @@ def walked_logits(
     rows: Sequence[list[int]],
     prompts: Sequence[list[int]] = (),
     weights: Mapping[Any, Tensor] | None = None,
-    slot: LayerSlot | None = None,
+    slot: LoadedLayer | None = None,
 ) -> list[Tensor]:
     """Return the logits [T, V] of each row.
 
@@ -27,7 +27,7 @@ def walked_logits(
     weights: in place of the checkpoint's own.
     slot: where the layers are loaded.
     """
-    slot, own = slot or LayerSlot(lowering), weights or {}
+    slot, own = slot or LoadedLayer(lowering), weights or {}
     table = own.get("embedding", lowering.dense_weight("embedding"))
     texts = TokenTexts(list(rows), list(prompts))
     states = TextStates.begin(texts, lambda ids: embedded(ids, table, lowering.model.embedding_scale))

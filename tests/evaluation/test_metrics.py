@@ -13,14 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.evaluation.hf_metrics import load_metric
-from moec.evaluation.metrics import (
-    ROUGE_KINDS,
-    exact_match_gsm8k,
-    gsm8k_number,
-    item_perplexities,
-    perplexity,
-    rouge,
-)
+from moec.evaluation.metrics import ROUGE_KINDS, item_perplexities, perplexity, rouge
+from moec.evaluation.tasks.gsm8k import exact_match_gsm8k, gsm8k_number
 from moec.manifests.errors import MissingDependency, OptionError
 
 

@@ -207,18 +207,21 @@ def cache_of(draw: Draw) -> tuple[Any, int, list[Any]]:
     }
     columns |= {name: guarded(np.zeros(count, np.int64)) for name in ("last_used", "uses")}
     columns |= {"heat": draw.floats(count, kind=np.float64), "prefetches": guarded(np.zeros((2, count), np.int64))}
-    from moec.runtime.expert_cache.counts import CacheStats
+    from moec.runtime.expert_cache.cache_stats import CacheStats
 
     columns["counts"] = guarded(np.zeros(len(CacheStats.__slots__), np.int64))
     sizes = [draw.source.choice((1, 4096, 1 << 40)) for _ in range(count)]
     following = [index + 1 if index + 1 < count and draw.source.random() < 0.5 else -1 for index in range(count)]
     policy = draw.source.choice(("lrfu", "lru", "lfu"))
-    reads = NATIVE.ExpertReads(
+    reads = NATIVE.ExpertCache(
         columns, sizes, [0] * count, following, draw.source.randint(1, 3), 1 << 20, 100.0, policy,
         draw.source.choice((0, 4096, 1 << 41)), draw.source.choice((0, 4096, 1 << 41)),
         [(-1, 0, size, None, -1, 0, 0) for size in sizes], False,
     )  # fmt: skip
     return reads, count, [columns]
+
+
+DECISIONS = ("request", "queue_and_lease", "advise", "unlease", "prefetch", "warm", "request_and_queue")
 
 
 def residency(draw: Draw) -> Call:
@@ -228,16 +231,13 @@ def residency(draw: Draw) -> Call:
     def decide() -> None:
         for _ in range(draw.source.randint(1, 30)):
             some = [draw.source.randrange(count) for _ in range(draw.source.randint(0, count))]
-            name = draw.source.choice(
-                ("ask", "issue", "advise", "next_read", "unlease", "prefetch", "warm", "audit", "begin")
-            )
-            given: Sequence[Any] = {"ask": (0, some), "begin": (0, some), "next_read": (), "audit": ()}.get(
-                name, (some,)
-            )
+            name = draw.source.choice((*DECISIONS, "next_read", "audit"))
+            for_layer = ("request", "request_and_queue")
+            given: Sequence[Any] = (0, some) if name in for_layer else () if name in ("next_read", "audit") else (some,)
             found = getattr(reads, name)(*given)
             if name == "next_read":
                 for index in found:
-                    draw.source.choice((reads.arrive, reads.withdraw))(index)
+                    draw.source.choice((reads.arrive, reads.fail_read))(index)
 
     return Call(decide, [], kept)
 
@@ -245,8 +245,8 @@ def residency(draw: Draw) -> Call:
 def one_decision(draw: Draw) -> Call:
     reads, count, kept = cache_of(draw)
     some = [draw.source.randrange(count)]
-    name = draw.source.choice(("ask", "issue", "advise", "unlease", "prefetch", "warm", "begin", "place"))
-    given = {"ask": [0, some], "begin": [0, some], "place": [0, 0]}.get(name, [some])
+    name = draw.source.choice((*DECISIONS, "place"))
+    given = {"request": [0, some], "request_and_queue": [0, some], "place": [0, 0]}.get(name, [some])
     return Call(getattr(reads, name), given, kept)
 
 

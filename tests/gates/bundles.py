@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from moec.compiler.bundle.emit import BundleContent, emit, finish
+from moec.compiler.bundle.publish import publish_directory
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.request.low_versions import with_low_versions
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.uniform import uniform_plan
-from moec.compiler.workspace.durable import Disk, publish_directory
+from moec.compiler.workspace.durable import Disk
 from moec.manifests.bundle import DeviceSummary
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import PRUNED, QuantSpec

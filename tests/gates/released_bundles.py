@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from moec.compiler.bundle.emit import BundleContent, emit, finish
+from moec.compiler.bundle.publish import publish_directory
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.packing import pack
@@ -29,7 +30,7 @@ from moec.compiler.quantization.quantized import QuantizedMatrix
 from moec.compiler.request.low_versions import with_low_versions
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.uniform import uniform_plan
-from moec.compiler.workspace.durable import Disk, publish_directory
+from moec.compiler.workspace.durable import Disk
 from moec.manifests.bundle import FORMAT_VERSION
 from moec.manifests.model import ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from moec.cli.commands.compile import open_partial
 from moec.cli.main import cli
 from moec.compiler.preflight.preparation import Prepared
-from moec.compiler.stages.texts import CompileTexts, compile_texts
+from moec.compiler.stages.encode_texts import CompileTexts, encode_all_texts
 from moec.evaluation.data import item_key, load_splits
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
 from tests.gates.shipped_bundle import RENEW, SHIPPED, differences
@@ -42,8 +42,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[
 
     def choosing(prepared: Prepared) -> CompileTexts:
         """Texts of calibration, gradients and search. What is held out is kept for the certificate alone."""
-        texts = compile_texts(prepared)
-        for rows in (texts.calibration.rows, texts.gradients.texts.rows, texts.answers.texts.rows):
+        texts = encode_all_texts(prepared)
+        for rows in (texts.calibration.rows, texts.gradients.texts.rows, texts.validation.texts.rows):
             seen.update(text_of[tuple(row)] for row in rows)
         return texts
 
@@ -69,8 +69,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[
             yield Watched(engine)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("moec.compiler.stages.texts.encode_pairs", encoding)
-        patched.setattr("moec.compiler.stages.measure.compile_texts", choosing)
+        patched.setattr("moec.compiler.stages.encode_texts.encode_pairs", encoding)
+        patched.setattr("moec.compiler.stages.measure.encode_all_texts", choosing)
         values: dict[str, Any] = {"tasks": ("perplexity",), "open_runtime": opening}
         compile_tiny(model, root / "out", "loss", 0.05, data=str(data), **values)
     return root / "out", data, seen

@@ -15,7 +15,7 @@ import pytest
 
 from moec.runtime import RuntimeOptions, kernels, load
 from moec.runtime.bundle.opening import open_bundle
-from moec.runtime.expert_cache.counts import CacheStats
+from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.options.runtime import POLICIES
 from tests.gates.bundles import emit_bundle
 from tests.gates.damage import write_tables

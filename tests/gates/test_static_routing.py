@@ -19,10 +19,11 @@ from moec.cli.measuring.decode_speed import measure_decode, new_tracer
 from moec.cli.simulation.predictions import Simulation
 from moec.cli.simulation.traces import recorded_trace, replayed_bundle
 from moec.compiler.bundle.emit import BundleContent, emit, finish
+from moec.compiler.bundle.publish import publish_directory
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.request.uniform import uniform_plan
-from moec.compiler.workspace.durable import Disk, publish_directory
+from moec.compiler.workspace.durable import Disk
 from moec.manifests.errors import OptionError
 from moec.manifests.model import RouterSpec, StaticRouting
 from moec.profiles.loading import load_profile

@@ -10,17 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import ProfileError
-from moec.profiles.device import (
-    KERNEL_FORMATS,
-    MAX_PROFILE_BYTES,
-    PROVENANCE_KINDS,
-    DeviceProfile,
-    nearest_power_of_two,
-    read_profile,
-    round_down,
-    to_toml,
-)
-from moec.profiles.loading import list_profiles, load_profile
+from moec.profiles.device import KERNEL_FORMATS, PROVENANCE_KINDS, DeviceProfile, nearest_power_of_two, round_down
+from moec.profiles.loading import MAX_PROFILE_BYTES, list_profiles, load_profile, read_profile, to_toml
 
 NUMBERS = {
     "memory_budget_bytes": 1000000,

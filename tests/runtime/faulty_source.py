@@ -13,8 +13,9 @@ import numpy as np
 
 from moec.manifests.errors import StorageReadFailed
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.eviction import SCORES, expert_records
-from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.python_cache import PythonCache
+from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.storage.read_runs import NONE
 
 LAYERS, EXPERTS = 3, 4
@@ -38,7 +39,7 @@ class FaultySource:
 
     def __init__(self, sizes: np.ndarray, capacity_bytes: int, is_contiguous: bool = False) -> None:
         self.sizes, self.capacity_bytes = sizes, capacity_bytes
-        self.successors = [*range(1, len(sizes)), NONE] if is_contiguous else [NONE] * len(sizes)
+        self.next_in_file = [*range(1, len(sizes)), NONE] if is_contiguous else [NONE] * len(sizes)
         self.loaded: set[int] = set()
         self.held: set[int] = set()
         self.failing: set[int] = set()
@@ -54,7 +55,7 @@ class FaultySource:
     def load(self, *run: int) -> None:
         self.begun += 1
         self.gate.wait(PATIENCE_S)
-        if any(after != self.successors[first] for first, after in pairwise(run)):
+        if any(after != self.next_in_file[first] for first, after in pairwise(run)):
             self.complaints.append(f"{run} do not follow one another")
         if twice := self.loaded.intersection(run):
             self.complaints.append(f"{sorted(twice)} read twice")
@@ -84,17 +85,17 @@ def make_cache(
     pins: int | None = None,
     readers: int = 1,
     is_contiguous: bool = False,
-) -> tuple[FaultySource, ExpertCache]:
+) -> tuple[FaultySource, PythonCache]:
     array = np.array(sizes, np.int64)
     source = FaultySource(array, capacity_bytes, is_contiguous)
     layers = np.minimum(np.arange(len(array)) // EXPERTS, LAYERS - 1)
     records = expert_records(layers, np.arange(len(array), dtype=np.float64), LAYERS)
     score = SCORES[policy]  # type: ignore[index]
     limit = capacity_bytes if pins is None else pins
-    return source, ExpertCache(source, CacheSpec(array, capacity_bytes, records, limit), score, readers)
+    return source, PythonCache(source, CacheSpec(array, capacity_bytes, records, limit), score, readers)
 
 
-def warmed(cache: ExpertCache, indices: Sequence[int]) -> None:
+def warmed(cache: PythonCache, indices: Sequence[int]) -> None:
     """Start warm with these experts, and wait until they are in memory."""
     cache.warm(indices)
     cache.finish_warming()
@@ -107,7 +108,7 @@ def each(stream: Iterable[list[int]]) -> list[int]:
 
 def consume(
     source: FaultySource,
-    cache: ExpertCache,
+    cache: PythonCache,
     layer: int,
     indices: list[int],
     stop: int = COUNT,

@@ -13,7 +13,7 @@ import pytest
 
 from moec.cli.commands.compile import open_partial
 from moec.compiler.bundle.plan_bundles import TRIAL, UNQUANTIZED, PlanBundles, clear_trials, trial_folder
-from moec.compiler.preflight.residency import runtime_bytes
+from moec.compiler.preflight.kept_layers import runtime_bytes
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import plain_plan
 from moec.compiler.request.uniform import uniform_like
@@ -61,7 +61,7 @@ def test_tasks_are_measured_next_to_the_checkpoint_where_memory_holds_the_model(
     model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of the two runtimes has half of what is left. The metric takes all items, and the KL the first."""
-    monkeypatch.setattr("moec.compiler.stages.texts.HELD_OUT_ITEMS", 5)
+    monkeypatch.setattr("moec.compiler.stages.encode_texts.HELD_OUT_ITEMS", 5)
     recorded, room = Recorded(), runtime_bytes(lowered(model).model, MEMORY_BYTES)
     task = compiled(model, texts, tmp_path / "out", recorded)["tasks"]["perplexity"]
     alone, reference, bundle = recorded.opened

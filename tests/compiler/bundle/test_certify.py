@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moec.cli.terminal.report import verdict_line
-from moec.compiler.bundle.certify import (
+from moec.compiler.bundle.certificates import (
     DivergenceCertificate,
     HeldOutTask,
     TaskCertificate,
@@ -136,7 +136,7 @@ def test_a_divergence_does_not_depend_on_how_many_answers_are_held(
     pairs = reference.encode_pairs([("", text) for text in TEXTS])
     expected = summarise_divergence(log_p, forced(pairs))
     assert whole.divergence.mean == pytest.approx(expected.mean, rel=1e-6)
-    monkeypatch.setattr("moec.compiler.bundle.certify.LOGITS_AT_ONCE", 100 * reference.model.vocab_size)
+    monkeypatch.setattr("moec.compiler.bundle.certificates.LOGITS_AT_ONCE", 100 * reference.model.vocab_size)
     parts = divergence_of(reference, engine)
     assert len(at_once) > 5 and sum(at_once[1:]) == 40 and parts.divergence.n == whole.divergence.n
     assert parts.divergence.mean == pytest.approx(whole.divergence.mean, rel=1e-4)
@@ -170,7 +170,7 @@ def test_a_clear_case_is_decided_at_an_early_look(
     reference: TransformersOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The verdict is that of the first items, with wider bounds for several looks. An unclear case takes all items."""
-    monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (40, 80))
+    monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (40, 80))
     texts = [f"{n} and one text more, {n * n}" for n in range(120)]
     equal, first = Coarse(reference, 1.0), certify(reference, Coarse(reference, 1.0), texts=texts[:40])
     early = certify(reference, equal, texts=texts, confidence=0.95)

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moec.compiler.bundle.emit import BundleContent, emit, finish
+from moec.compiler.bundle.publish import publish_directory
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.request.uniform import uniform_plan
-from moec.compiler.workspace.durable import Disk, publish_directory
+from moec.compiler.workspace.durable import Disk
 from moec.manifests.bundle import ExpertEntry, unit_offsets
 from moec.manifests.codec import to_plain
 from moec.manifests.model import UnitKey

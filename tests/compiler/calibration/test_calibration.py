@@ -29,7 +29,7 @@ from moec.compiler.calibration.paths import (
 from moec.compiler.calibration.tables import Tables
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import TextStates, TokenTexts
 from moec.compiler.workspace.parallel import workers
 from moec.manifests.errors import DataError
@@ -62,7 +62,7 @@ def calibrate(lowering: Lowering, pairs, seed: int = 0, max_tokens: int = 10**6)
     """Pass texts through the layers, and count."""
     rows = TokenTexts([prompt + answer for prompt, answer in pairs])
     texts = chosen_texts(rows, lowering.model.original_positions, seed, max_tokens)
-    slot, counts = LayerSlot(lowering), []
+    slot, counts = LoadedLayer(lowering), []
     states = TextStates.begin(texts, slot.embed)
     with workers(1) as pool:
         for layer in range(lowering.model.num_layers):

@@ -24,10 +24,10 @@ from moec.compiler.quantization.layer_quantizer import ExpertQuantizer, LayerQua
 from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.quantization.swept_store import SweptStore
 from moec.compiler.sensitivity.gradients import LayerGradients, PriceElsewhere
+from moec.compiler.stages.encode_texts import CompileTexts
 from moec.compiler.stages.sweep import Sweep, Swept
-from moec.compiler.stages.texts import CompileTexts
-from moec.compiler.walker.memory import PROCESS_BYTES
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
+from moec.compiler.walker.memory import COMPILE_PROCESS_BYTES
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts, divided_pairs
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
@@ -65,7 +65,7 @@ def random_inputs(model: ModelSpec, experts: Any) -> LayerInputs:
 def test_experts_are_quantized_to_the_same_codes(
     folder: Path, lowering: Lowering, quantizer: str, with_texts: bool, count: int, threads: int
 ) -> None:
-    slot, how = LayerSlot(lowering), ExpertQuantizer(0, quantizer, SPECS)
+    slot, how = LoadedLayer(lowering), ExpertQuantizer(0, quantizer, SPECS)
     slot.load(0)
     inputs = random_inputs(lowering.model, slot.experts) if with_texts else None
     assert inputs is None or (inputs.tokens == 0).sum() >= 1
@@ -109,7 +109,7 @@ def test_a_sweep_over_the_layers_is_the_same_with_experts_quantized_elsewhere(
     def swept(
         work: Path, quantizes: QuantizeElsewhere | None, prices: PriceElsewhere | None
     ) -> tuple[Swept, SweptStore, np.ndarray]:
-        journal, slot = Journal(work, "x", Disk()), LayerSlot(lowering)
+        journal, slot = Journal(work, "x", Disk()), LoadedLayer(lowering)
         store = SweptStore(lowering, quantizer, SPECS, journal)
         found = Sweep(slot, store, journal, probe, 0, quantizes).run(texts, 2, no_progress)
         gradients = LayerGradients(slot, store, texts.gradients, (*SPECS, LEFT_OUT), journal, prices)
@@ -130,7 +130,7 @@ def test_a_worker_takes_the_memory_of_experts_and_not_of_the_model(lowering: Low
     shape = replace(lowering.model, hidden_size=2048)
     experts = replace(shape.layers[0].experts, count=64, width=1024)
     model, flat = (replace(shape, layers=(replace(shape.layers[0], experts=experts),) * count) for count in (16, 1))
-    assert PROCESS_BYTES < layer_worker_bytes(model, SPECS, 2) < layer_worker_bytes(model, SPECS, 8)
+    assert COMPILE_PROCESS_BYTES < layer_worker_bytes(model, SPECS, 2) < layer_worker_bytes(model, SPECS, 8)
     assert layer_worker_bytes(model, SPECS, 4) == layer_worker_bytes(flat, SPECS, 4)
     float_bytes = 4 * sum(
         rows * columns for rows, columns in (model.unit_shape(u.layer, u.projection) for u in model.unit_keys())

@@ -18,7 +18,7 @@ from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.sensitivity.answer_walk import AnswerMeasures, AnswerWalk
 from moec.compiler.sensitivity.trials import Trials
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import TokenTexts, length_batches, text_batches
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
@@ -62,7 +62,7 @@ def some_plans(lowering: Lowering) -> list[CompilePlan]:
 def told(lowering: Lowering) -> list[list[AnswerMeasures]]:
     """Return the measures by one machine of 400 answers, and of the first 37, under each plan."""
     answers, store = scored(lowering.model, 400), UnitStore(lowering, "rtn")
-    walk = AnswerWalk(lambda: LayerSlot(lowering, 2), answers, 1, no_progress)
+    walk = AnswerWalk(lambda: LoadedLayer(lowering, 2), answers, 1, no_progress)
     plans = [(plan, store) for plan in some_plans(lowering)]
     return [list(walk.measure_each(plans, items)) for items in (None, 37)]
 
@@ -108,7 +108,7 @@ def test_what_a_plan_exchanged_is_put_back_in_every_family(name: str, tmp_path: 
     remote, plans = RemoteAnswers(PoolHere(folder, 1, 1), answers), some_plans(lowering)
     found = list(remote.measure_each([(plan, store) for plan in plans]))
     for plan, measured in zip(plans, found, strict=True):
-        walk = AnswerWalk(lambda: LayerSlot(lowering), answers, 1, no_progress)
+        walk = AnswerWalk(lambda: LoadedLayer(lowering), answers, 1, no_progress)
         assert all(is_equal(alone, measured) for alone in walk.measure_each([(plan, store)]))
     assert found[0].kl.mean() > 0.0001 and not found[-1].kl.any()
 
@@ -116,7 +116,7 @@ def test_what_a_plan_exchanged_is_put_back_in_every_family(name: str, tmp_path: 
 def trials_of(folder: Path, lowering: Lowering, work: Path, pool: Pool | None) -> Trials:
     answers, store = scored(lowering.model, 60), UnitStore(lowering, "rtn")
     walk = (
-        AnswerWalk(lambda: LayerSlot(lowering), answers, 1, no_progress)
+        AnswerWalk(lambda: LoadedLayer(lowering), answers, 1, no_progress)
         if pool is None
         else RemoteAnswers(pool, answers)
     )

@@ -15,7 +15,7 @@ from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.families import FAMILIES, lower
 from moec.compiler.quantization.quantized import left_out
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.model import ExpertKey
 from moec.runtime import load
@@ -89,7 +89,7 @@ def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
     """Another weight changes the layers and the model of transformers in the same way."""
     reference = TransformersOracle(folder)
     lowering, before = reference.lowering, reference.logits(TOKENS)
-    slot, always_own = LayerSlot(lowering), {"final_norm", "final_norm_bias", "lm_head_bias"}
+    slot, always_own = LoadedLayer(lowering), {"final_norm", "final_norm_bias", "lm_head_bias"}
     for name in lowering.model.dense_shapes():
         own = lowering.dense_weight(name).float()
         assert torch.equal(reference.weight(name), own), name
@@ -112,7 +112,7 @@ def test_routers_choose_among_the_experts_that_are_kept(folder: Path, tmp_path: 
     left = [ExpertKey(layer, expert) for layer in losing for expert in range(spec.layers[layer].experts.count // 3)]
     units = [unit for key in left for unit in spec.units_of(key)]
     nothing = {unit: left_out(spec.unit_shape(unit.layer, unit.projection)[0]).dequantize() for unit in units}
-    slot = LayerSlot(lowering)
+    slot = LoadedLayer(lowering)
     modules = list[Any]()  # one for each kind of layer
     for layer in losing:
         slot.load(layer)

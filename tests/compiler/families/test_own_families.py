@@ -18,11 +18,11 @@ from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, Checkpoint
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.families import lower
 from moec.compiler.preflight.preflight import preflight
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import PROJECTIONS
-from moec.runtime.text.chat import render_chat
+from moec.runtime.text.chat_process import render_chat
 from tests.compiler.configured import configured, lowered
 from tests.compiler.swept import swept
 from tests.compiler.walked import walked_logits
@@ -212,7 +212,7 @@ def test_statistics_are_those_of_the_oracle(folder: Path, tmp_path: Path) -> Non
 def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
     """With another weight the oracle computes the same as the layers."""
     lowering, oracle = lowered(folder), load_oracle(folder)
-    slot, parameters = LayerSlot(lowering), dict(oracle.named_parameters())
+    slot, parameters = LoadedLayer(lowering), dict(oracle.named_parameters())
     names = [*lowering.dense, *list(lowering.units)[::5]]
     for name in names:
         if name == "final_norm":
@@ -242,7 +242,7 @@ def test_code_of_a_checkpoint_is_never_run(folder: Path, tmp_path: Path) -> None
     named = set(json.loads((copy / "config.json").read_text())["auto_map"].values())
     for place in named:
         (copy / f"{place.partition('.')[0]}.py").write_text("raise SystemExit('code of the checkpoint was run')\n")
-    assert named and LayerSlot(lowered(copy)).single.model.__module__.startswith("transformers.")
+    assert named and LoadedLayer(lowered(copy)).single.model.__module__.startswith("transformers.")
 
 
 # -- the whole compile -----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moec.cli.measuring.text_engines import bundle_engine
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.evaluation.engine import GenerationRequest, no_progress
 from moec.manifests.errors import CheckpointError, ContextOverflow
 from moec.runtime.options.runtime import RuntimeOptions
@@ -173,4 +173,4 @@ def test_a_configuration_that_transformers_refuses_is_a_checkpoint_error(copy: P
     with pytest.raises(
         CheckpointError, match=r"transformers cannot build a layer of the model: .*output_router_logits"
     ):
-        LayerSlot(lowered(configured(copy, output_router_logits="perhaps")))
+        LoadedLayer(lowered(configured(copy, output_router_logits="perhaps")))

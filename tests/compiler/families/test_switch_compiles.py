@@ -16,7 +16,7 @@ from moec.cli.measuring.text_engines import checkpoint_engine
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.request.objective import byte_weights
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import divided_pairs
 from moec.compiler.workspace.durable import Disk
 from moec.evaluation.engine import GenerationRequest, no_progress
@@ -118,7 +118,7 @@ def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
     """Another weight changes the layers and the model of transformers in the same way."""
     reference, row, prompt = TransformersOracle(folder), [START, *TOKENS[:20]], TOKENS[20:]
     lowering, before = reference.lowering, reference.logits(row, prompt)
-    slot = LayerSlot(lowering)
+    slot = LoadedLayer(lowering)
 
     def check(weights: dict[Any, torch.Tensor]) -> None:
         with reference.weights(weights):

@@ -16,10 +16,10 @@ from moec.compiler.forecast.answers import count_answers
 from moec.compiler.forecast.rates import DiskRates, LayerRates, measure_layer
 from moec.compiler.forecast.stages import SearchForecast
 from moec.compiler.pipeline import compile_checkpoint
+from moec.compiler.preflight.kept_layers import runtime_bytes
 from moec.compiler.preflight.preparation import prepare
-from moec.compiler.preflight.residency import runtime_bytes
 from moec.compiler.request.options import Talk
-from moec.compiler.stages.texts import compile_texts
+from moec.compiler.stages.encode_texts import encode_all_texts
 from moec.compiler.walker.memory import variant_count
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.text_pairs import encode_pairs
@@ -61,7 +61,7 @@ def seconds(tmp_path: Path, kind: Any = "kl", value: float = 0.05, **rates: floa
     if not model.is_dir():
         save_model(model, layers=3, experts=4)
     prepared = prepare(make_request(model, tmp_path / "out", kind, value, quick=False, data=str(texts), **SEARCHED))
-    found = SearchForecast(prepared, compile_texts(prepared), NO_DISK, replace(NOTHING, **rates))
+    found = SearchForecast(prepared, encode_all_texts(prepared), NO_DISK, replace(NOTHING, **rates))
     return {stage.title: stage.seconds for stage in found.stages()}
 
 
@@ -76,11 +76,11 @@ def test_pieces_are_counted(too_large: None, tmp_path: Path) -> None:
     assert restored[MEASURING] == 8 * 12
     calibrated = seconds(tmp_path, calibration_token=1.0)[SWEEP]
     options: dict[str, Any] = {"quick": False, "data": str(tmp_path / "texts"), **SEARCHED}
-    texts = compile_texts(prepare(make_request(tmp_path / "model", tmp_path / "out", "kl", 0.05, **options)))
+    texts = encode_all_texts(prepare(make_request(tmp_path / "model", tmp_path / "out", "kl", 0.05, **options)))
     assert calibrated == pytest.approx(3 * sum(map(len, texts.calibration.rows)))
     passing = seconds(tmp_path, token=1.0)
     assert passing[held_out] == pytest.approx(3 * sum(map(len, texts.held_out["perplexity"].texts.rows)))
-    assert passing[MEASURING] == pytest.approx(8 * 3 * sum(map(len, texts.answers.texts.rows)))
+    assert passing[MEASURING] == pytest.approx(8 * 3 * sum(map(len, texts.validation.texts.rows)))
     for_a_loss = seconds(tmp_path, "loss", 0.05, token=1.0)
     assert for_a_loss[held_out] == passing[held_out] and "measuring the tasks" not in passing
     # Checkpoint and at most 8 plans on validation items, checkpoint and bundle on test items. Texts are only scored.
@@ -127,7 +127,7 @@ def test_every_piece_of_a_layer_takes_time(tmp_path: Path, has_encoder: bool) ->
         model, data = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
     options = {**SEARCHED, "tasks": ("samsum",) if has_encoder else SEARCHED["tasks"], "data": str(data)}
     prepared = prepare(make_request(model, tmp_path / "out", "kl", 0.05, quick=False, **options))
-    texts, told = compile_texts(prepared), list[tuple[int, int]]()
+    texts, told = encode_all_texts(prepared), list[tuple[int, int]]()
     rates = measure_layer(
         prepared.lowering,
         texts.calibration,
@@ -198,14 +198,14 @@ def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
         pairs = encode_pairs(tokenizer, [(split.task.prompt(item), split.task.answer(item)) for item in items])
         assert found.decoded == pytest.approx(sum(len(answer) for _, answer in pairs), rel=0.1)
         assert found.read == pytest.approx(sum(len(prompt) + len(answer) for prompt, answer in pairs), rel=0.1)
-    texts, layers = compile_texts(prepared), prepared.lowering.model.num_layers
+    texts, layers = encode_all_texts(prepared), prepared.lowering.model.num_layers
     stages = SearchForecast(prepared, texts, NO_DISK, replace(NOTHING, decoded_token=1.0)).stages()
     expected = layers * (validation.decoded + test.decoded)
     assert named(stages)["measuring the tasks"].seconds == pytest.approx(expected, rel=1e-6)
     # At one token per second and layer: the KL measurements on 256 answers, and those of a comparison.
     stages = SearchForecast(prepared, texts, NO_DISK, replace(NOTHING, token=1.0)).stages()
     assert validation.answered == validation.read, "one answer for each"
-    answers = texts.answers.texts.num_tokens
+    answers = texts.validation.texts.num_tokens
     assert answers == pytest.approx(validation.answered * 256 / len(split.validation.items), rel=0.1)
     found, one = named(stages), layers * answers
     assert found[MEASURING].seconds == pytest.approx(4 * one)
@@ -225,7 +225,7 @@ def test_bundles_that_answer_from_disk_are_read_once_a_pass(too_large: None, tmp
     """The memory holds no part of either bundle: 2 bytes per weight of the checkpoint's, 4 bits of a plan's."""
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
     prepared = prepare(make_request(model, tmp_path / "out", "loss", 0.05, quick=False, data=str(texts), **SEARCHED))
-    disk, answers = replace(NO_DISK, digested_byte=1.0), compile_texts(prepared)
+    disk, answers = replace(NO_DISK, digested_byte=1.0), encode_all_texts(prepared)
     foreseen = SearchForecast(prepared, answers, disk, NOTHING)
     assert named(foreseen.stages())["measuring the tasks"].seconds == 0, "both fit"
     prepared = replace(prepared, request=replace(prepared.request, memory_bytes=1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moec.compiler.reference.routed_layers import sorted_experts
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from tests.compiler.configured import lowered
 from tests.tiny_models import TINY_MODELS, save_tiny_mixtral
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("name", ["plain", "top1", "sharded-half", "window-heads"])
 def test_sorted_experts_compute_what_transformers_computes(name: str, tmp_path: Path) -> None:
-    slot = LayerSlot(lowered(save_tiny_mixtral(tmp_path / name, TINY_MODELS[name])))
+    slot = LoadedLayer(lowered(save_tiny_mixtral(tmp_path / name, TINY_MODELS[name])))
     slot.load(0)
     module, generator = slot.experts, torch.Generator().manual_seed(0)
     hidden = torch.randn(37, slot.model.hidden_size, generator=generator)

@@ -22,7 +22,7 @@ from moec.compiler.request.targets import Target
 from moec.compiler.search.knapsack import least_cost, least_loss
 from moec.compiler.search.pruning import LEAST_TOKENS, LEFT_OUT, left_out_losses, prunes, with_pruning
 from moec.compiler.sensitivity.sensitivity import SensitivityTable
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
@@ -123,7 +123,7 @@ def test_the_layers_route_among_the_others(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = fewer(torch.tensor(rows)).logits[0]
     lowering = lowered(save_whole(tmp_path / "whole"))
-    slot, model = LayerSlot(lowering), lowering.model
+    slot, model = LoadedLayer(lowering), lowering.model
     (before,) = walked_logits(lowering, rows, slot=slot)
     units = [unit for key in PRUNED for unit in model.units_of(key)]
     nothing = {unit: left_out(model.unit_shape(unit.layer, unit.projection)[0]).dequantize() for unit in units}

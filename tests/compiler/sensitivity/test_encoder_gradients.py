@@ -12,7 +12,7 @@ from moec.compiler.families import Lowering
 from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.sensitivity.gradients import LayerGradients
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import TextStates
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
@@ -54,7 +54,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Lowering:
 def predicted(
     lowering: Lowering, work: Path, count: int, disk: Disk | None = None, threads: int = 2, seed: int = 0
 ) -> np.ndarray:
-    slot, store, texts = LayerSlot(lowering), UnitStore(lowering, "rtn"), scored(lowering.model, pairs(count))
+    slot, store, texts = LoadedLayer(lowering), UnitStore(lowering, "rtn"), scored(lowering.model, pairs(count))
     gradients = LayerGradients(slot, store, texts, (LOW, LEFT_OUT), Journal(work, "x", disk or Disk()))
     return gradients.run(seed, threads, no_progress)
 
@@ -75,7 +75,7 @@ def test_predictions_are_what_is_measured(folder: Path, tmp_path: Path) -> None:
     def ratios(store: UnitStore) -> dict[int, np.ndarray]:
         """Predicted over measured KL of the units of each layer."""
         answers, journal = scored(model, texts), Journal(tmp_path / f"{type(store).__name__}.work", "x", Disk())
-        prices = LayerGradients(LayerSlot(lowering), store, answers, (LOW,), journal).run(0, 2, no_progress)
+        prices = LayerGradients(LoadedLayer(lowering), store, answers, (LOW,), journal).run(0, 2, no_progress)
         assert prices.shape == (len(model.unit_keys()), 1)
         found = {layer: list[float]() for layer in model.expert_layers}
         for unit, price in zip(model.unit_keys(), prices[:, 0].tolist(), strict=True):
@@ -102,7 +102,7 @@ def test_threads_change_no_bit_and_the_seed_does(plain: Lowering, tmp_path: Path
 
 
 def test_the_loaded_layers_compute_as_before(plain: Lowering, tmp_path: Path) -> None:
-    slot, texts = LayerSlot(plain, plain.model.num_layers), scored(plain.model, pairs(12))
+    slot, texts = LoadedLayer(plain, plain.model.num_layers), scored(plain.model, pairs(12))
 
     def passed() -> np.ndarray:
         states = TextStates.begin(texts.texts, slot.embed)
@@ -110,7 +110,7 @@ def test_the_loaded_layers_compute_as_before(plain: Lowering, tmp_path: Path) ->
             for layer in range(plain.model.num_layers):
                 slot.load(layer)
                 slot.run([states], pool)
-        return states.answers(texts.counts).numpy()
+        return states.scored_states(texts.counts).numpy()
 
     before = passed()
     LayerGradients(slot, UnitStore(plain, "rtn"), texts, (LOW,), Journal(tmp_path / "g.work", "x", Disk())).run(
@@ -139,13 +139,13 @@ def test_a_killed_run_goes_on(plain: Lowering, tmp_path: Path, monkeypatch: pyte
 
     with pytest.raises(Killed):
         predicted(plain, tmp_path / "killed.work", 8, Killing())
-    passed, load = list[int](), LayerSlot.load
+    passed, load = list[int](), LoadedLayer.load
 
-    def counting(slot: LayerSlot, layer: int) -> None:
+    def counting(slot: LoadedLayer, layer: int) -> None:
         passed.append(layer)
         load(slot, layer)
 
-    monkeypatch.setattr(LayerSlot, "load", counting)
+    monkeypatch.setattr(LoadedLayer, "load", counting)
     np.testing.assert_array_equal(predicted(plain, tmp_path / "killed.work", 8), expected)
     back = list(range(7, -1, -1))
     resumed = {

@@ -23,11 +23,11 @@ from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.sensitivity.answer_walk import AnswerMeasures, AnswerWalk, planned_weights
 from moec.compiler.sensitivity.trials import LOOKS, TaskData, Trials, keeps, margin
+from moec.compiler.stages.compile_context import CompileContext
+from moec.compiler.stages.encode_texts import encode_all_texts
 from moec.compiler.stages.measure import plan_bundles, task_data
-from moec.compiler.stages.texts import compile_texts
-from moec.compiler.stages.workbench import Workbench
 from moec.compiler.walker import output_head
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import AnswerTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
@@ -63,12 +63,12 @@ class Scene:
     coarse: CompilePlan
 
     def walk(self, progress: Progress = no_progress) -> AnswerWalk:
-        return AnswerWalk(lambda: LayerSlot(self.prepared.lowering), self.texts, 1, progress)
+        return AnswerWalk(lambda: LoadedLayer(self.prepared.lowering), self.texts, 1, progress)
 
     def bundles(self, output: Path) -> PlanBundles:
         """Return what writes temporary bundles next to an output."""
         request = replace(self.prepared.request, output=output)
-        return plan_bundles(Workbench(replace(self.prepared, request=request), cast(Journal, None), None))
+        return plan_bundles(CompileContext(replace(self.prepared, request=request), cast(Journal, None), None))
 
     def trials(self, folder: Path, identity: str = "one", walk: Any = None, bundles: Any = None) -> Trials:
         return Trials(
@@ -87,7 +87,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     shapes = plain.model.dense_shapes()
     dense = {n: QuantSpec(4) if len(s) == 2 and not n.endswith("router") else BF16 for n, s in shapes.items()}
     coarse = replace(plain, units=dict.fromkeys(plain.units, QuantSpec(2, 32)), dense=dense)
-    return Scene(prepared, compile_texts(prepared).answers, UnitStore(prepared.lowering, "rtn"), plain, coarse)
+    return Scene(prepared, encode_all_texts(prepared).validation, UnitStore(prepared.lowering, "rtn"), plain, coarse)
 
 
 def finer(plan: CompilePlan) -> CompilePlan:

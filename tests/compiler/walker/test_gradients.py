@@ -22,8 +22,9 @@ from moec.compiler.sensitivity.fisher import predictions, ranks_well, sketch
 from moec.compiler.sensitivity.gradients import LayerGradients
 from moec.compiler.sensitivity.sensitivity import SensitivityTable, with_gradients
 from moec.compiler.sensitivity.unit_prices import LEAST_TOKENS
-from moec.compiler.walker.memory import SKETCHES, TOKENS_PER_BACKWARD, gradients_bytes
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.limits import SKETCHES, TOKENS_PER_BACKWARD
+from moec.compiler.walker.loaded_layer import LoadedLayer
+from moec.compiler.walker.memory import gradients_bytes
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts, text_batches
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
@@ -81,7 +82,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def run(model: Model, journal: Journal, threads: int = 2, count: int = 48, seed: int = 0) -> np.ndarray:
     _, lowering, store = model
-    passes = LayerGradients(LayerSlot(lowering), store, texts_for(lowering, count), PRICED, journal)
+    passes = LayerGradients(LoadedLayer(lowering), store, texts_for(lowering, count), PRICED, journal)
     return passes.run(seed, threads, no_progress)
 
 
@@ -215,13 +216,13 @@ def test_a_killed_run_goes_on(stage: str, mixtral: Model, tmp_path: Path, monkey
     with pytest.raises(_Killed):
         run(mixtral, Journal(work, "x", _killed_at(stage)), threads=1)
     passed: list[int] = []
-    load = LayerSlot.load
+    load = LoadedLayer.load
 
-    def loaded(slot: LayerSlot, layer: int, *rest: Any) -> None:
+    def loaded(slot: LoadedLayer, layer: int, *rest: Any) -> None:
         passed.append(layer)
         load(slot, layer, *rest)
 
-    monkeypatch.setattr(gradients.LayerSlot, "load", loaded)
+    monkeypatch.setattr(gradients.LoadedLayer, "load", loaded)
     found = run(mixtral, Journal(work, "x", Disk()), threads=1)
     assert np.array_equal(found, expected, equal_nan=True)
     back = [2, 1, 0]
@@ -259,7 +260,7 @@ def test_a_damaged_stream_is_made_again(mixtral: Model, tmp_path: Path) -> None:
 
 def test_nothing_of_the_layers_is_changed(mixtral: Model, tmp_path: Path) -> None:
     _, lowering, store = mixtral
-    slot = LayerSlot(lowering)
+    slot = LoadedLayer(lowering)
     network = slot.single.model
     before = network.get_experts_implementation()
     journal = Journal(tmp_path / "g.work", "x", Disk())

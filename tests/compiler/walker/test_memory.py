@@ -27,8 +27,8 @@ from pathlib import Path
 from moec.runtime.trace.statistics import peak_memory_bytes
 from tests.tiny_compile import compile_tiny
 from moec.compiler.preflight import preparation
-from moec.compiler.walker.residency import Residency
-preparation.choose_residency = lambda *_: Residency(0, holds_model=False)
+from moec.compiler.walker.kept_layers import KeptLayers
+preparation.choose_kept_layers = lambda *_: KeptLayers(0, holds_model=False)
 model, texts, out = sys.argv[1:]
 compile_tiny(Path(model), Path(out), "bits_per_weight", 4.0, data=texts, tasks=("perplexity",), quantizer="rtn")
 print(json.dumps(peak_memory_bytes()))

@@ -21,11 +21,11 @@ from moec.compiler.quantization.swept_store import SweptStore
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.request.uniform import dense_spec
 from moec.compiler.sensitivity.answer_walk import AnswerWalk, planned_weights
+from moec.compiler.stages.encode_texts import CompileTexts
 from moec.compiler.stages.sweep import Sweep, Swept
-from moec.compiler.stages.texts import CompileTexts
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.memory import sweep_bytes
 from moec.compiler.walker.output_head import divergence as token_divergence
-from moec.compiler.walker.slot import LayerSlot
 from moec.compiler.walker.texts import AnswerTexts, TextStates, TokenTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
@@ -96,7 +96,7 @@ def sweep(
     shapes, journal = lowering.model.dense_shapes(), Journal(work, "x", Disk())
     probe = {name: dense_spec(name, shape, 4, 32, lowering.float_type) for name, shape in shapes.items()}
     store = SweptStore(lowering, quantizer, SPECS, journal)
-    swept = Sweep(LayerSlot(lowering, resident_layers), store, journal, probe, 0)
+    swept = Sweep(LoadedLayer(lowering, resident_layers), store, journal, probe, 0)
     return swept.run(compile_texts_of(lowering), threads, no_progress), store
 
 
@@ -108,7 +108,7 @@ def whole(lowering: Lowering, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 def walk_of(lowering: Lowering, swept: Swept | None = None) -> AnswerWalk:
     states = None if swept is None else swept.answers
-    return AnswerWalk(lambda: LayerSlot(lowering), answer_texts(lowering), 2, no_progress, states)
+    return AnswerWalk(lambda: LoadedLayer(lowering), answer_texts(lowering), 2, no_progress, states)
 
 
 def kl_of(walk: AnswerWalk, plan: CompilePlan, store: SweptStore) -> float:
@@ -142,7 +142,7 @@ def test_the_sweep_counts_what_the_whole_model_routes(
 
 @EVERY_FAMILY
 def test_second_moments_are_those_of_the_whole_model(folder: Path, lowering: Lowering) -> None:
-    records, slot = recorded(TransformersOracle(folder), token_texts(lowering)), LayerSlot(lowering)
+    records, slot = recorded(TransformersOracle(folder), token_texts(lowering)), LoadedLayer(lowering)
     texts = TextStates.begin(token_texts(lowering), slot.embed)
     with workers(2) as pool:
         for layer in range(lowering.model.num_layers):
@@ -262,15 +262,15 @@ class Killed(BaseException):
 @contextmanager
 def killed_after(layers: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The sweep ends where it loads that layer."""
-    own = LayerSlot.load
+    own = LoadedLayer.load
 
-    def load(self: LayerSlot, layer: int, *rest: Any) -> None:
+    def load(self: LoadedLayer, layer: int, *rest: Any) -> None:
         if layer == layers:
             raise Killed
         own(self, layer, *rest)
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(LayerSlot, "load", load)
+        patched.setattr(LoadedLayer, "load", load)
         yield
 
 
@@ -290,9 +290,9 @@ def test_a_killed_sweep_goes_on_and_ends_alike(
     with killed_after(layers, monkeypatch):
         sweep(lowering, tmp_path / "cut.work")
     loaded: list[int] = []
-    own = LayerSlot.load
+    own = LoadedLayer.load
     monkeypatch.setattr(
-        LayerSlot, "load", lambda self, layer, *rest: (loaded.append(layer), own(self, layer, *rest))[1]
+        LoadedLayer, "load", lambda self, layer, *rest: (loaded.append(layer), own(self, layer, *rest))[1]
     )
     resumed, store = sweep(lowering, tmp_path / "cut.work")
     assert loaded == list(range(layers, lowering.model.num_layers))
@@ -333,7 +333,7 @@ def test_without_moments_tokens_are_counted_all_the_same(
 def test_without_texts_costs_are_errors_of_weights(lowering: Lowering, tmp_path: Path) -> None:
     journal = Journal(tmp_path / "w.work", "x", Disk())
     store = SweptStore(lowering, "rtn", SPECS, journal)
-    swept = Sweep(LayerSlot(lowering), store, journal, {}, 0).run(None, 2, no_progress)
+    swept = Sweep(LoadedLayer(lowering), store, journal, {}, 0).run(None, 2, no_progress)
     assert swept.statistics is None and (swept.sensitivity.gains == 1).all() and not swept.held_out
     for unit in lowering.model.unit_keys():
         weight = lowering.unit(unit).float()
@@ -365,7 +365,7 @@ def test_resident_layers_are_read_once(lowering: Lowering, monkeypatch: pytest.M
         return own(self, key)
 
     monkeypatch.setattr(type(lowering), "unit", unit)
-    slot = LayerSlot(lowering, resident_layers=2)
+    slot = LoadedLayer(lowering, resident_layers=2)
     for _ in range(2):
         for layer in range(3):
             slot.load(layer)

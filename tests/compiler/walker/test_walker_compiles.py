@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moec.compiler.request.targets import TargetKind
-from moec.compiler.walker.residency import Residency
+from moec.compiler.walker.kept_layers import KeptLayers
 from moec.evaluation.data import load_splits
 from moec.evaluation.run import evaluate
 from moec.manifests.errors import OptionError
@@ -24,7 +24,7 @@ from tests.transformers_oracle import TransformersOracle
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer stays in memory."""
     monkeypatch.setattr(
-        "moec.compiler.preflight.preparation.choose_residency", lambda *_: Residency(0, holds_model=False)
+        "moec.compiler.preflight.preparation.choose_kept_layers", lambda *_: KeptLayers(0, holds_model=False)
     )
 
 

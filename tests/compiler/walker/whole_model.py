@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moec.compiler.reference.expert_module import intermediate
-from moec.compiler.walker.slot import WeightName
+from moec.compiler.walker.loaded_layer import WeightName
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts
 from moec.evaluation.divergence import divergence, log_softmax
 from tests.transformers_oracle import TransformersOracle

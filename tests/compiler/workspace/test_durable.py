@@ -13,15 +13,9 @@ from typing import BinaryIO
 
 import pytest
 
+from moec.compiler.bundle.publish import check_replaceable, publish_directory, recover_replaced
 from moec.compiler.workspace import durable
-from moec.compiler.workspace.durable import (
-    Disk,
-    check_replaceable,
-    disk_errors,
-    publish_directory,
-    recover_replaced,
-    require_free_bytes,
-)
+from moec.compiler.workspace.durable import Disk, disk_errors, require_free_bytes
 from moec.manifests.errors import DoesNotFit, MoecError, OptionError
 from tests.compiler.workspace.faulty_disk import MODES, FaultyDisk, Mode, PowerCut
 

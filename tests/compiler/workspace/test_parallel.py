@@ -11,7 +11,7 @@ import torch
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.sensitivity.answer_walk import AnswerWalk
-from moec.compiler.walker.slot import LayerSlot
+from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.workspace.parallel import one_torch_thread, workers
 from moec.evaluation.engine import no_progress
 from moec.manifests.quant import QuantSpec
@@ -110,7 +110,7 @@ def test_the_number_of_threads_changes_no_bit(folder: Path) -> None:
     answers = scored(lowering.model, pairs)
     matrix = {"lm_head": lowering.dense_weight("lm_head").float().mul(1.1)}
     for threads in (1, 2, 5):
-        walk = AnswerWalk(lambda: LayerSlot(lowering), answers, threads, no_progress)
+        walk = AnswerWalk(lambda: LoadedLayer(lowering), answers, threads, no_progress)
         found.append(walk.measure(matrix.get))
     for measures in found[1:]:
         assert np.array_equal(measures.kl, found[0].kl) and np.array_equal(measures.nll, found[0].nll)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import moec.profiles.device as device
 from moec.manifests.errors import ProfileError
-from moec.profiles.device import read_profile, to_toml
+from moec.profiles.loading import read_profile, to_toml
 from tests.fuzz.targets.scratch import file_of
 
 

@@ -10,7 +10,7 @@ import pytest
 from moec.runtime import kernels, load
 from moec.runtime.expert_cache.interface import StreamingCache
 from moec.runtime.expert_cache.native_cache import NativeCache
-from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.options.runtime import Policy
 from moec.runtime.storage.interface import page_bytes
 from tests.runtime.faulty_source import PATIENCE_S, InTime, each, wait_for
@@ -19,7 +19,7 @@ ADVISED = [6, 9, 13, 16]
 """Of three layers of six experts those that are no neighbours: each is read alone."""
 
 
-@pytest.mark.parametrize("policy, kind", [("lrfu", NativeCache), ("edgemoe", ExpertCache)])
+@pytest.mark.parametrize("policy, kind", [("lrfu", NativeCache), ("edgemoe", PythonCache)])
 @pytest.mark.parametrize(
     "layer, asked, order",
     [
@@ -52,7 +52,7 @@ def test_demand_overtakes_advice(
         monkeypatch.setattr(engine.storage, "load", held)
         cache.prefetch(ADVISED)
         in_time(lambda: wait_for(lambda: bool(reads)))
-        assert reads == ADVISED[:1] and not any(cache.holds(index) for index in ADVISED[1:])
+        assert reads == ADVISED[:1] and not any(cache.is_loading_or_resident(index) for index in ADVISED[1:])
         stored = engine.bundle.manifest.stored_experts
         assert cache.used_bytes == sum(page_bytes(stored[index].size_bytes) for index in ADVISED), "all are queued"
         asking = threading.Thread(target=lambda: each(cache.stream(layer, asked)))

@@ -17,7 +17,9 @@ from moec.runtime import kernels, load
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.batch import forced_logits, generate_many
 from moec.runtime.engine.engine import Engine
-from moec.runtime.expert_cache.eviction import SCORES, eviction_order, expert_records, warm_order
+from moec.runtime.expert_cache.eviction import eviction_order
+from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.records import expert_records, warm_order
 from moec.runtime.layers.cross_attention import CrossAttention
 from moec.runtime.layers.kv_cache import KVCache
 from moec.runtime.layers.routing import within_capacity

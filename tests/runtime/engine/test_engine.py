@@ -28,7 +28,7 @@ from moec.manifests.errors import (
 from moec.runtime import Engine, RuntimeOptions, kernels, load
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine import engine as engine_module
-from moec.runtime.expert_cache.counts import CacheStats
+from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.storage.interface import page_bytes
 from moec.runtime.storage.read_storage import ReadStorage
 from moec.runtime.text.sampling import Sampler, SamplingOptions

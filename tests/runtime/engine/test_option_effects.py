@@ -54,7 +54,7 @@ def run(engine: Engine) -> np.ndarray:
 
 def counted(engine: Engine) -> dict[str, int]:
     run(engine)
-    return engine.cache.stats.counts()
+    return engine.cache.stats.replayable_counts()
 
 
 def advised(engine: Engine) -> list[tuple[tuple[int, ...], ...]]:

@@ -12,7 +12,7 @@ from moec.runtime import Engine, kernels, load
 from moec.runtime.engine import engine as engine_module
 from moec.runtime.expert_cache.interface import StreamingCache
 from moec.runtime.expert_cache.native_cache import NativeCache
-from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.options.runtime import Policy, Prefetch, PrefetchRule
 from moec.runtime.prefetch.advisor import advised_experts
 from moec.runtime.storage.interface import page_bytes
@@ -21,7 +21,7 @@ from moec.runtime.storage.read_storage import ReadStorage
 CONTEXT = 64
 PROMPT = [(7 * at * at + 5 * at + 3) % 250 + 3 for at in range(40)]
 
-both_caches = pytest.mark.parametrize("policy, kind", [("lrfu", NativeCache), ("edgemoe", ExpertCache)])
+both_caches = pytest.mark.parametrize("policy, kind", [("lrfu", NativeCache), ("edgemoe", PythonCache)])
 
 
 def open_small(
@@ -66,7 +66,7 @@ def test_a_prompt_reads_no_expert_twice(
     assert 0.8 * len(stored) < stats.lookups <= stats.reads <= len(stored)
     assert stats.bytes_read <= sum(page_bytes(entry.size_bytes) for entry in stored)
     assert (stats.prefetch_reads > 0) == (prefetch != "off")
-    if kind is ExpertCache:
+    if kind is PythonCache:
         assert len(read_by_python) == stats.reads and set(read_by_python.values()) == {1}
 
 
@@ -82,14 +82,14 @@ def test_a_prompt_token_by_token_would_read_them_again(
 
 def test_a_rule_that_reads_for_the_next_token_reads_for_one(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads for the first layer, after the last layer of the prompt."""
-    advised, prefetch = list[list[int]](), ExpertCache.prefetch
+    advised, prefetch = list[list[int]](), PythonCache.prefetch
 
-    def noted(cache: ExpertCache, indices: Sequence[int]) -> None:
+    def noted(cache: PythonCache, indices: Sequence[int]) -> None:
         advised.append(list(indices))
         prefetch(cache, indices)
 
-    monkeypatch.setattr(ExpertCache, "prefetch", noted)
-    with open_small(tiny_bundle, "edgemoe", ExpertCache, "lookahead", rule="spread") as engine:
+    monkeypatch.setattr(PythonCache, "prefetch", noted)
+    with open_small(tiny_bundle, "edgemoe", PythonCache, "lookahead", rule="spread") as engine:
         top_k = engine.bundle.manifest.model.layers[0].experts.top_k
         engine.prefill(PROMPT)
     assert len(advised[-1]) == advised_experts(top_k, 1) and len(advised) == len(engine.model.spec.layers)

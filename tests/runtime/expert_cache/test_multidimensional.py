@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import OptionError
 from moec.runtime import load
-from moec.runtime.expert_cache.eviction import (
-    MultidimensionalScore,
-    eviction_order,
-    expert_records,
-    lfu_score,
-    lru_score,
-    policy_score,
-)
+from moec.runtime.expert_cache.eviction import eviction_order
+from moec.runtime.expert_cache.policies import MultidimensionalScore, lfu_score, lru_score, policy_score
+from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.options.runtime import EvictionWeights, RuntimeOptions, parse_weights
 from moec.runtime.simulation.fitting import UNITS, fit_weights
 

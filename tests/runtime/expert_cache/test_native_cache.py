@@ -24,9 +24,10 @@ from moec.runtime import kernels, load
 from moec.runtime.bundle.opening import Bundle, open_bundle
 from moec.runtime.expert_cache.bound_experts import BoundExperts, bind_experts
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.eviction import bundle_records
-from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES, NativeCache, open_cache
-from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.native_cache import NativeCache
+from moec.runtime.expert_cache.opening import NATIVE_POLICIES, open_cache
+from moec.runtime.expert_cache.python_cache import PythonCache
+from moec.runtime.expert_cache.records import bundle_records
 from moec.runtime.model.dense_weights import load_dense
 from moec.runtime.options.runtime import IoMode, Policy, RuntimeOptions
 from moec.runtime.storage.interface import page_bytes
@@ -82,7 +83,7 @@ class Opened:
     def check(self) -> None:
         """Both ledgers, the places, and the bytes at them."""
         self.cache.check_invariants()
-        self.storage.follow_hand_overs(self.cache.reads.take_places)
+        self.storage.take_hand_overs(self.cache.reads.take_places)
         for index in self.cache.resident().tolist():
             entry = self.bundle.manifest.stored_experts[index]
             content = (self.bundle.path / entry.file).read_bytes()[entry.offset_bytes :][: entry.size_bytes]
@@ -356,7 +357,7 @@ def test_who_decides(tiny_bundle: Path) -> None:
         ({"io": "mmap"}, False),
     ):
         with load(tiny_bundle, expert_cache="50%", context=64, **options) as engine:
-            assert isinstance(engine.cache, NativeCache if is_native else ExpertCache)
+            assert isinstance(engine.cache, NativeCache if is_native else PythonCache)
 
 
 def test_other_kernels_than_it_was_loaded_with_are_refused(tiny_bundle: Path) -> None:

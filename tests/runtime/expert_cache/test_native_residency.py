@@ -1,4 +1,4 @@
-"""The extension decides as expert_cache/residency.py does: the same calls, the same states, queues, order, counts."""
+"""The extension decides as residency.py and eviction.py do: the same calls, the same states, queues, order, counts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moec.runtime import kernels
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.counts import CacheStats
-from moec.runtime.expert_cache.eviction import SCORES, ExpertRecords, eviction_order, expert_records
-from moec.runtime.expert_cache.native_cache import NATIVE_POLICIES
+from moec.runtime.expert_cache.cache_stats import CacheStats
+from moec.runtime.expert_cache.eviction import eviction_order
+from moec.runtime.expert_cache.opening import NATIVE_POLICIES
+from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.records import ExpertRecords, expert_records
 from moec.runtime.expert_cache.residency import Residency
 from moec.runtime.options.runtime import Policy
 from moec.runtime.storage.read_runs import MAX_RUN_BYTES, NONE, ReadRuns
@@ -33,7 +35,7 @@ def fresh_records() -> ExpertRecords:
 
 
 def native(
-    sizes: list[int], capacity: int, pins: int, policy: Policy, following: list[int], readers: int
+    sizes: list[int], capacity: int, pins: int, policy: Policy, next_in_file: list[int], readers: int
 ) -> tuple[Any, dict[str, np.ndarray], ExpertRecords]:
     """The extension's cache without storage, the arrays that it writes, and the records."""
     records = fresh_records()
@@ -44,7 +46,7 @@ def native(
     assert extension is not None
     limits = (readers, MAX_RUN_BYTES, records.half_life, policy, capacity, pins)
     sources = [(-1, 0, size, None, -1, 0, 0) for size in sizes]
-    reads = extension.ExpertReads(arrays | shared, sizes, LAYER.tolist(), following, *limits, sources, False)
+    reads = extension.ExpertCache(arrays | shared, sizes, LAYER.tolist(), next_in_file, *limits, sources, False)
     return reads, arrays, records
 
 
@@ -72,18 +74,18 @@ class BothMachine(RuleBasedStateMachine):
     chosen = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS, unique=True)
 
     @rule(layer=layers, experts=chosen)
-    def ask(self, layer: int, experts: list[int]) -> None:
+    def request(self, layer: int, experts: list[int]) -> None:
         self.unlease()
         indices = [layer * EXPERTS + expert for expert in experts]
-        found = self.spec.ask(layer, indices)
-        assert self.reads.ask(layer, indices) == found
+        found = self.spec.request(layer, indices)
+        assert self.reads.request(layer, indices) == found
         self.waiting = found[1]
-        self.issue()
+        self.queue_and_lease()
 
     @rule()
-    def issue(self) -> None:
-        self.spec.issue(self.waiting)
-        self.reads.issue(self.waiting)
+    def queue_and_lease(self) -> None:
+        self.spec.queue_and_lease(self.waiting)
+        self.reads.queue_and_lease(self.waiting)
 
     @rule()
     def unlease(self) -> None:
@@ -106,8 +108,8 @@ class BothMachine(RuleBasedStateMachine):
     @rule(data=st.data(), fails=st.sampled_from((False, False, True)))
     def end(self, data: st.DataObject, fails: bool) -> None:
         index = self.loading.pop(data.draw(st.integers(0, len(self.loading) - 1)))
-        (self.spec.withdraw if fails else self.spec.arrive)(index)
-        (self.reads.withdraw if fails else self.reads.arrive)(index)
+        (self.spec.fail_read if fails else self.spec.arrive)(index)
+        (self.reads.fail_read if fails else self.reads.arrive)(index)
 
     @invariant()
     def agree(self) -> None:
@@ -131,13 +133,13 @@ TestBothMachine.settings = settings(max_examples=120, stateful_step_count=40, de
     "broken, told",
     [
         ({"policy": "hobbit"}, "policy: expected lrfu, lru or lfu, found hobbit"),
-        ({"following": [COUNT] * COUNT}, "following: expected experts or -1"),
+        ({"next_in_file": [COUNT] * COUNT}, "next_in_file: expected experts or -1"),
         ({"readers": 0}, "at least one reader"),
         ({"sizes": [1] * (COUNT - 1)}, "expected one per expert"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(broken: dict[str, Any], told: str) -> None:
-    good: dict[str, Any] = {"sizes": [1] * COUNT, "policy": "lru", "following": [NONE] * COUNT, "readers": 1}
+    good: dict[str, Any] = {"sizes": [1] * COUNT, "policy": "lru", "next_in_file": [NONE] * COUNT, "readers": 1}
     native(capacity=9, pins=0, **good)
     with pytest.raises(ValueError, match=told):
         native(capacity=9, pins=0, **(good | broken))
@@ -145,6 +147,10 @@ def test_what_does_not_fit_together_is_refused(broken: dict[str, Any], told: str
 
 def test_experts_that_are_not_there_are_refused() -> None:
     reads, _, _ = native([1] * COUNT, 9, 0, "lru", [NONE] * COUNT, 1)
-    for call in (lambda: reads.begin(0, [COUNT]), lambda: reads.prefetch([-1]), lambda: reads.unlease([COUNT])):
+    for call in (
+        lambda: reads.request_and_queue(0, [COUNT]),
+        lambda: reads.prefetch([-1]),
+        lambda: reads.unlease([COUNT]),
+    ):
         with pytest.raises(ValueError, match=f"expected experts below {COUNT}, found"):
             call()

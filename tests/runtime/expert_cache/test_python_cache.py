@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded, StorageReadFailed
-from moec.runtime.expert_cache.eviction import SCORES
+from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.storage.readers import ReaderThreads
 from tests.runtime.faulty_source import (
     COUNT,
@@ -217,7 +217,7 @@ def test_advice_that_its_layer_did_not_follow_is_not_read(in_time: InTime) -> No
     source, cache = make_cache([10] * 12, 120)
     source.gate.clear()
     cache.prefetch([8, 0, 1, 5])  # 8 is being read; two of layer 0, one of layer 1 wait
-    in_time(lambda: wait_for(lambda: cache.holds(8)))
+    in_time(lambda: wait_for(lambda: cache.is_loading_or_resident(8)))
     asking = threading.Thread(target=lambda: each(cache.stream(0, [1])))
     asking.start()
     in_time(lambda: wait_for(lambda: cache.stats.misses == 1))
@@ -280,7 +280,12 @@ def test_reads_of_a_stream_that_was_given_up_make_room(in_time: InTime, monkeypa
         not_yet.setattr(ReaderThreads, "start", lambda readers: None)
         with contextlib.closing(cache.stream(0, [0, 1, 2])) as given_up:
             assert next(given_up) == [0]
-    assert cache.used_bytes == 30 and not cache.leased().size and not cache.holds(1) and not cache.holds(2)
+    assert (
+        cache.used_bytes == 30
+        and not cache.leased().size
+        and not cache.is_loading_or_resident(1)
+        and not cache.is_loading_or_resident(2)
+    )
     assert in_time(lambda: each(cache.stream(0, [3]))) == [3]
     cache.check_invariants()
     cache.close()

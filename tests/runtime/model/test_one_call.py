@@ -13,7 +13,7 @@ import pytest
 from moec.manifests.model import ModelSpec
 from moec.runtime import Engine, kernels, load
 from moec.runtime.bundle.opening import open_bundle
-from moec.runtime.expert_cache.counts import CacheStats
+from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.prefetch.predictors import PopularityPredictor

@@ -16,7 +16,7 @@ from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudget
 from moec.runtime import Engine, kernels, load
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.expert_cache.native_cache import NativeCache
-from moec.runtime.prefetch.margins import RULES
+from moec.runtime.prefetch.thresholds import RULES
 from moec.runtime.storage.readers import ReaderThreads
 from tests.runtime.faulty_source import PATIENCE_S, InTime
 from tests.runtime.one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only

@@ -23,7 +23,7 @@ class Holding:
     def __init__(self, held: Collection[int]) -> None:
         self._held = held
 
-    def holds(self, index: int) -> bool:
+    def is_resident(self, index: int) -> bool:
         return index in self._held
 
 

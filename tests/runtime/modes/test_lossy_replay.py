@@ -17,7 +17,7 @@ from moec.cli.simulation.traces import recorded_trace, replayed_bundle
 from moec.profiles.loading import load_profile
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.engine import Engine
-from moec.runtime.expert_cache.eviction import lru_score
+from moec.runtime.expert_cache.policies import lru_score
 from moec.runtime.options.lossy import parse_modes
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.simulation.lossy_replay import missing_scores
@@ -40,7 +40,7 @@ def run(path: Path, **options: Any) -> tuple[Trace, dict[str, Any] | None, dict[
         measure_decode(engine, TOKENS, PROMPT_TOKENS, tracer=tracer)
         trace = recorded_trace(engine, tracer, PROMPT_TOKENS, load_profile("laptop"))
         counts = engine.mode_counts
-        return trace, None if counts is None else counts.to_plain(), engine.cache.stats.counts()
+        return trace, None if counts is None else counts.to_plain(), engine.cache.stats.replayable_counts()
 
 
 def simulated(path: Path, trace: Trace, options: dict[str, str]) -> dict[str, Any]:

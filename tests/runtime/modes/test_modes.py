@@ -157,7 +157,7 @@ def test_the_logical_cache_is_the_cache_without_luck(two_version_bundle: Path) -
         assert logical is not None
         for at in range(3, 30):
             engine.decode([4 + 7 * at % 200], [0], [at])
-            held = [index for index in range(48) if logical.holds(index)]
+            held = [index for index in range(48) if logical.is_resident(index)]
             assert held == engine.cache.resident().tolist()
         assert any(index >= 24 for index in held), "low versions take part"
 

@@ -14,7 +14,8 @@ from moec.manifests.model import ExpertsSpec, RouterSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels, load
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.eviction import SCORES, expert_records
+from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.expert_cache.simulated_cache import SimulatedCache
 from moec.runtime.layers.norms import Norm
 from moec.runtime.layers.router_stack import stack_routers
@@ -157,8 +158,8 @@ def cache_of(capacity: int, pins: int) -> SimulatedCache:
 
 def run(cache: SimulatedCache, layer: int, experts: list[int], advice: list[int] | None = None) -> None:
     """One layer, reads taking no time."""
-    hits, misses = cache.ask(layer, experts)
-    cache.issue(misses)
+    hits, misses = cache.request(layer, experts)
+    cache.queue_and_lease(misses)
     if advice:
         cache.advise(advice)
     while run := cache.next_read():
@@ -169,7 +170,7 @@ def run(cache: SimulatedCache, layer: int, experts: list[int], advice: list[int]
 
 
 def held(cache: SimulatedCache) -> set[int]:
-    return {index for index in range(LAYERS * EXPERTS) if cache.holds(index)}
+    return {index for index in range(LAYERS * EXPERTS) if cache.is_resident(index)}
 
 
 def test_a_prediction_stays_pinned_until_its_layer_asks() -> None:
@@ -254,6 +255,6 @@ def test_a_lossy_run_that_walks_repeats(tiny_bundle: Path) -> None:
             engine.begin_sequence()
             engine.prefill([5, 6, 7])
             rows = [engine.decode([4 + 7 * at % 200], [0], [at]) for at in range(3, 40)]
-            assert engine.lossy is not None and engine.model.advisor.holds == engine.lossy.cache.holds  # type: ignore[union-attr]
+            assert engine.lossy is not None and engine.model.advisor.holds == engine.lossy.cache.is_resident  # type: ignore[union-attr]
             runs.append((np.concatenate(rows).tobytes(), engine.mode_counts))
     assert runs[0] == runs[1]

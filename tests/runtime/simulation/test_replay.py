@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.eviction import SCORES, expert_records, warm_order
-from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.python_cache import PythonCache
+from moec.runtime.expert_cache.records import expert_records, warm_order
 from moec.runtime.options.runtime import MAX_THREADS
 from moec.runtime.simulation.replay import OPTIMUM, POPULARITY, replay
 from moec.runtime.storage.read_runs import NONE
@@ -27,7 +28,7 @@ class MemoryStorage:
     """Storage that holds nothing: what matters here is who is asked for."""
 
     mode = "memory"
-    successors = (NONE,) * COUNT
+    next_in_file = (NONE,) * COUNT
 
     def block(self, index: int) -> np.ndarray:
         return np.empty(0, np.uint8)
@@ -97,7 +98,7 @@ def test_counts_are_those_of_the_real_cache(
 
     score = SCORES[policy]  # type: ignore[index]
     own = CacheSpec(sizes, capacity, expert_records(LAYER, popularity, LAYERS))
-    cache = ExpertCache(MemoryStorage(), own, score)
+    cache = PythonCache(MemoryStorage(), own, score)
     cache.warm(warm)
     cache.finish_warming()
     before = cache.stats.copy()

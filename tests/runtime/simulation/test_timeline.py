@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.eviction import SCORES, expert_records, warm_order
-from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.python_cache import PythonCache
+from moec.runtime.expert_cache.records import expert_records, warm_order
 from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice
 from moec.runtime.simulation.replay import replay
 from moec.runtime.simulation.timeline import (
@@ -104,7 +105,7 @@ def test_neighbours_share_a_latency_and_arrive_together() -> None:
     trace = trace_of([one_token([[0, 2]]), one_token([[0, 1]])], [3], 2)
     steps = [(timed_pass(each, trace.header.first_expert, no_advice),) for each in trace.passes[:1]]
     apart = predict_steps(steps, 1, spec, "lru", SimulatedMachine(RATES))
-    together = predict_steps(steps, 1, spec, "lru", SimulatedMachine(RATES, successors=[2, -1, -1]))
+    together = predict_steps(steps, 1, spec, "lru", SimulatedMachine(RATES, next_in_file=[2, -1, -1]))
     # Two latencies, the first expert's 10 ns under the second read; or one latency, and all computing after the run.
     assert (apart.ttft_ns, together.ttft_ns) == (10 + 105 + 105 + 10, 10 + 5 + 200 + 20)
     assert together.cache.reads == 2 and together.cache.bytes_read == 200
@@ -201,7 +202,7 @@ def test_without_advice_time_changes_no_count(
     spec, warm = CacheSpec(sizes, capacity, records, capacity), warm_order(records).tolist()
     found = predict_timeline(trace, spec, policy, device, no_advice, warm)
     counts = replay(trace.accesses(), spec, policy, warm)
-    assert found.cache.counts() == counts.counts()
+    assert found.cache.replayable_counts() == counts.replayable_counts()
     again = predict_timeline(trace, spec, policy, device, no_advice, warm)
     assert again == found
     faster = replace(device, storage_bytes_per_s=2 * device.storage_bytes_per_s)
@@ -226,7 +227,7 @@ def test_advice_keeps_the_ledger_and_bounds_the_time(
     assert steps >= compute - 10 * LAYERS * len(trace.passes)
 
 
-def wait_until_idle(cache: ExpertCache, sizes: np.ndarray) -> None:
+def wait_until_idle(cache: PythonCache, sizes: np.ndarray) -> None:
     """Return when all that has room reserved is resident. The bytes are asked for first: reads only end meanwhile."""
     while cache.used_bytes != sizes[cache.resident()].sum():
         time.sleep(0.0002)
@@ -248,10 +249,10 @@ def test_with_advice_that_is_always_in_time_the_counts_are_those_of_the_real_cac
 
     score = SCORES[policy]  # type: ignore[index]
     own = CacheSpec(sizes, capacity, expert_records(LAYER, popularity, LAYERS), pins)
-    cache = ExpertCache(MemoryStorage(), own, score)
+    cache = PythonCache(MemoryStorage(), own, score)
     for each in trace.passes:
         for layer, experts in each.accesses(trace.header.first_expert):
             for _ in cache.stream(layer, experts, partial(tuple, each.advice[layer]), all_at_once=True):
                 wait_until_idle(cache, sizes)
     cache.close()
-    assert found.cache.counts() == cache.stats.counts()
+    assert found.cache.replayable_counts() == cache.stats.replayable_counts()

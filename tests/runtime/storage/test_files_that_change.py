@@ -24,7 +24,7 @@ from moec.runtime import kernels, load
 from moec.runtime.bundle.opening import open_bundle, verify_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.native_cache import NativeCache
-from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.storage import read_verifier as read_verifier_module
 from moec.runtime.storage.opening import open_storage
@@ -55,7 +55,7 @@ def small_engine(path: Path, io: str, cache: str = "native") -> Iterator[Engine]
     options: dict[str, Any] = {"io": io, "expert_cache": "25%", "cache_state": "cold", "policy": CACHES[cache]}
     with load(path, **options) as engine:
         is_native = cache == "native" and io != "mmap" and kernels.compiled() is not None
-        assert isinstance(engine.cache, NativeCache if is_native else ExpertCache)
+        assert isinstance(engine.cache, NativeCache if is_native else PythonCache)
         yield engine
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moec.manifests.quant import PRUNED, QuantSpec
 from moec.runtime.bundle.opening import open_bundle
-from moec.runtime.storage.read_runs import MAX_RUN_BYTES, NONE, ReadRuns, predecessors, successors
+from moec.runtime.storage.read_runs import MAX_RUN_BYTES, NONE, ReadRuns, next_in_file, previous_in_file
 
 QUARTER = MAX_RUN_BYTES // 4
 
@@ -63,14 +63,14 @@ def test_every_read_happens_once_and_runs_are_contiguous(data: st.DataObject) ->
 
 def test_successors_follow_the_bytes_of_files(tiny_bundle: Path) -> None:
     entries = open_bundle(tiny_bundle).manifest.stored_experts
-    following = successors(entries)
+    following = next_in_file(entries)
     for at, after in enumerate(following):
         ends = (entries[at].file, entries[at].offset_bytes + entries[at].size_bytes)
         assert after == NONE or ends == (entries[after].file, entries[after].offset_bytes)
     files = {entry.file for entry in entries}
     assert following.count(NONE) == len(files)  # the last of each file
     assert [after for after in following if after != NONE] == [
-        at for at, before in enumerate(predecessors(following)) if before != NONE
+        at for at, before in enumerate(previous_in_file(following)) if before != NONE
     ]
 
 
@@ -79,4 +79,4 @@ def test_experts_that_are_left_out_neither_follow_nor_are_followed(tiny_bundle: 
     gone = QuantSpec(PRUNED)
     left_out = replace(rest[0], size_bytes=0, gate=gone, up=gone, down=gone)
     after = replace(rest[1], offset_bytes=first.offset_bytes + first.size_bytes)
-    assert successors([first, left_out, after]) == [2, NONE, NONE]
+    assert next_in_file([first, left_out, after]) == [2, NONE, NONE]

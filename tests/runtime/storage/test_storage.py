@@ -74,7 +74,7 @@ def test_neighbours_come_in_one_read(tiny_bundle: Path, io: IoMode, monkeypatch:
     storage = open_storage(bundle, io, verify=True)
     run = [2]
     while len(run) < 3:
-        run.append(storage.successors[run[-1]])
+        run.append(storage.next_in_file[run[-1]])
     real, calls = os.preadv, list[int]()
 
     def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.manifests.errors import ManifestInvalid
-from moec.runtime.text import chat
-from moec.runtime.text.chat import CONFIG_NAME, TEMPLATE_NAME, ChatRenderer, folder_files, render_chat
-from moec.runtime.text.template_child import render
+from moec.runtime.text import chat_process
+from moec.runtime.text.chat_process import CONFIG_NAME, TEMPLATE_NAME, ChatRenderer, folder_files, render_chat
+from moec.runtime.text.chat_template import render
 from tests.interrupts import hear_interrupts
 from tests.runtime.limited_child import ROOT, outcomes, report
 
@@ -112,7 +112,7 @@ def found() -> dict[str, dict[str, Any]]:
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Return the cases that `found` runs."""
-    chat.MAX_TEMPLATE_CPU_S = 1
+    chat_process.MAX_TEMPLATE_CPU_S = 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for case, (template, _) in TEMPLATES.items():
@@ -170,10 +170,11 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     )
     code = (
-        "import sys; from pathlib import Path; from moec.runtime.text import chat; chat.MAX_TEMPLATE_CPU_S = 20\n"
-        "with chat.ChatRenderer() as renderer:\n"
+        "import sys; from pathlib import Path; from moec.runtime.text import chat_process\n"
+        "chat_process.MAX_TEMPLATE_CPU_S = 20\n"
+        "with chat_process.ChatRenderer() as renderer:\n"
         "    print(renderer.process.pid, flush=True)\n"
-        "    renderer.render(chat.folder_files(Path(sys.argv[1])), [])"
+        "    renderer.render(chat_process.folder_files(Path(sys.argv[1])), [])"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(

@@ -11,7 +11,8 @@ import pytest
 from moec.runtime import load
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.eviction import SCORES, bundle_records, warm_order
+from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.records import bundle_records, warm_order
 from moec.runtime.expert_cache.residency import Residency
 from moec.runtime.simulation.recorded_advice import table_advice
 from moec.runtime.simulation.replay import replay
@@ -49,7 +50,7 @@ def record(path: Path, policy: str, experts: int, prefetch: str = "off") -> tupl
         for position, token in enumerate(TOKENS):
             engine.model.logits(engine.step([token], [0], [position]))
         trace.end()
-        counted = engine.cache.stats.since(before).counts()
+        counted = engine.cache.stats.since(before).replayable_counts()
         counts = tuple(layer.experts.count for layer in layers)
         top_k = tuple(layer.experts.top_k for layer in layers)
         header = TraceHeader("0" * 64, counts, top_k, len(PROMPT), prefetch, 1, 1, 1, 1, first, prefetch_rule="likely")  # type: ignore[arg-type]
@@ -63,7 +64,9 @@ def test_a_replay_counts_what_the_engine_counted(bundle: Path, policy: str) -> N
     entries = opened.manifest.experts
     sizes = np.array([page_bytes(entry.size_bytes) for entry in entries], np.int64)
     records = bundle_records(opened, opened.tables(), entries)
-    found = replay(trace.accesses(), CacheSpec(sizes, capacity, records), policy, warm_order(records).tolist()).counts()
+    found = replay(
+        trace.accesses(), CacheSpec(sizes, capacity, records), policy, warm_order(records).tolist()
+    ).replayable_counts()
     assert counted["evictions"] > 0
     for name in ("lookups", "hits", "misses", "evictions", "bytes_read"):
         assert found[name] == counted[name], name

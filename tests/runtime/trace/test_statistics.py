@@ -12,9 +12,10 @@ import pytest
 
 from moec.manifests.errors import StorageReadFailed
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.counts import CacheStats
-from moec.runtime.expert_cache.eviction import SCORES, expert_records
-from moec.runtime.expert_cache.python_cache import ExpertCache
+from moec.runtime.expert_cache.cache_stats import CacheStats
+from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.python_cache import PythonCache
+from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.memory.bandwidth import LEAST_BYTES, MOST_BYTES, buffer_bytes, read_bytes_per_s
 from moec.runtime.storage.read_runs import NONE
 from moec.runtime.trace.statistics import PhaseTimes, RunRecorder, quantile
@@ -94,7 +95,7 @@ class GatedStorage:
 
     def __init__(self, closed: set[int], broken: set[int]) -> None:
         self.closed, self.broken = closed, broken
-        self.successors = [NONE] * 6
+        self.next_in_file = [NONE] * 6
         self.gate, self.is_loading = threading.Event(), threading.Event()
 
     def block(self, index: int) -> np.ndarray:
@@ -119,16 +120,16 @@ class GatedStorage:
 
 
 @pytest.fixture
-def gated() -> Iterator[tuple[GatedStorage, ExpertCache]]:
+def gated() -> Iterator[tuple[GatedStorage, PythonCache]]:
     storage = GatedStorage(closed={1}, broken={0})
     records = expert_records(np.zeros(6, np.int64), np.zeros(6), 1)
-    cache = ExpertCache(storage, CacheSpec(np.full(6, 10, np.int64), 60, records, 40), SCORES["lru"])
+    cache = PythonCache(storage, CacheSpec(np.full(6, 10, np.int64), 60, records, 40), SCORES["lru"])
     yield storage, cache
     storage.gate.set()
     cache.close()
 
 
-def test_advice_that_was_not_begun_is_no_prefetch(gated: tuple[GatedStorage, ExpertCache]) -> None:
+def test_advice_that_was_not_begun_is_no_prefetch(gated: tuple[GatedStorage, PythonCache]) -> None:
     storage, cache = gated
     cache.prefetch([1, 2])
     assert storage.is_loading.wait(PATIENCE_S)
@@ -141,7 +142,7 @@ def test_advice_that_was_not_begun_is_no_prefetch(gated: tuple[GatedStorage, Exp
     assert cache.stats.prefetch_precision == 1.0
 
 
-def test_a_failed_read_leaves_the_cache_usable(gated: tuple[GatedStorage, ExpertCache]) -> None:
+def test_a_failed_read_leaves_the_cache_usable(gated: tuple[GatedStorage, PythonCache]) -> None:
     storage, cache = gated
     with pytest.raises(StorageReadFailed):
         list(cache.stream(0, [0, 1, 2]))

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moec.manifests.errors import InputError
-from moec.runtime.expert_cache.counts import CacheStats
+from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.options.runtime import MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS
 from moec.runtime.trace.statistics import PhaseTimes
 from moec.runtime.trace.trace import LEAST_READ_BYTES, PassScores, Trace, TracedPass, TraceHeader, TraceRecorder

@@ -1,5 +1,5 @@
-// One token through the experts of one layer. `run` is the order of the steps: route, ask the cache (ExpertReads::begin), look
-// ahead, compute the hits, wait for the misses and compute them, add the results to the residual stream.
+// One token through the experts of one layer. `run` is the order of the steps: route, request the experts, look ahead
+// (prefetch_advice.cpp), compute the hits, wait for the misses and compute them, add the results to the residual stream.
 
 #include "experts/expert_layers.h"
 
@@ -14,28 +14,28 @@ namespace {
 // Leases on the experts of this token. The destructor ends them on every path.
 class Leases {
   public:
-    explicit Leases(ExpertReads& reads) : reads_(reads) {}
+    explicit Leases(ExpertCache& reads) : reads_(reads) {}
     Leases(const Leases&) = delete;
     Leases& operator=(const Leases&) = delete;
     ~Leases() {
-        for (const ExpertReads::Indices* const indices : {&hits, &misses}) {
+        for (const ExpertCache::Indices* const indices : {&hits, &misses}) {
             if (!indices->empty()) {
                 reads_.unlease(*indices);
             }
         }
     }
 
-    ExpertReads::Indices hits, misses;
+    ExpertCache::Indices hits, misses;
 
   private:
-    ExpertReads& reads_;
+    ExpertCache& reads_;
 };
 
 }  // namespace
 
-ExpertLayers::ExpertLayers(ExpertReads& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
-                           const MarginRules& rules)
-    : reads_(reads), layers_(std::move(layers)), ahead_eps_(ahead_eps), size_(size), margins_(rules) {
+ExpertLayers::ExpertLayers(ExpertCache& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
+                           const ThresholdRules& rules)
+    : reads_(reads), layers_(std::move(layers)), ahead_eps_(ahead_eps), size_(size), thresholds_(rules) {
     int64_t ranks = 0;
     for (const ExpertLayerView& layer : layers_) {
         ranks = std::max(ranks, layer.top_k + (layer.shared != nullptr));
@@ -74,45 +74,6 @@ bool ExpertLayers::route(const ExpertLayerView& layer, const float* hidden) {
 
 int64_t ExpertLayers::rank_of(const ExpertLayerView& layer, int64_t index) const {
     return std::find(chosen.begin(), chosen.end(), static_cast<int32_t>(index - layer.first_expert)) - chosen.begin();
-}
-
-bool ExpertLayers::look_ahead(const ExpertLayerView& layer, const float* hidden) {
-    std::vector<NormedRouter> routers;
-    for (const LayerAhead& ahead : layer.ahead) {
-        if (ahead.router.matrix != nullptr) {
-            routers.push_back(ahead.router);
-        }
-    }
-    const size_t width = routers.empty() ? 0 : static_cast<size_t>(routers[0].matrix->rows);
-    shares.resize(routers.size() * width);
-    if (!routers.empty() &&
-        !router_shares(routers.data(), static_cast<int64_t>(routers.size()), ahead_eps_, hidden, shares.data())) {
-        return false;
-    }
-    const float* row = shares.data();
-    for (const LayerAhead& ahead : layer.ahead) {
-        Ranked ranked;
-        if (ahead.router.matrix != nullptr) {
-            ranked.experts = largest(row, static_cast<int64_t>(width), ahead.top_k + 1);
-            for (const int64_t expert : ranked.experts) {
-                ranked.scores.push_back(row[expert]);
-            }
-            row += width;
-        }
-        const Ranked& best = ahead.router.matrix != nullptr ? ranked : ahead.known;
-        const Indices likely = margins_.likely(layer.layer, ahead.layer, ahead.rank, best, ahead.top_k);
-        for (const int64_t expert : likely) {
-            advice.push_back(ahead.first_expert + expert);
-        }
-        if (ahead.rank == 1) {
-            predicted_ = likely;
-            has_predicted_ = true;
-        }
-    }
-    if (!advice.empty()) {  // without new advice the older advice stays
-        reads_.prefetch(advice);
-    }
-    return true;
 }
 
 bool ExpertLayers::compute(const ExpertLayerView& layer, const Indices& found, Outcome& outcome) {
@@ -167,17 +128,17 @@ ExpertLayers::End ExpertLayers::compute_missing(const ExpertLayerView& layer, In
                                                 const std::function<bool()>& is_interrupted, Outcome& outcome) {
     while (!remaining.empty()) {
         Indices found;
-        const ExpertReads::Wait state = reads_.wait(remaining, true, found);
-        if (state == ExpertReads::Wait::kAgain) {
+        const ExpertCache::Wait state = reads_.wait(remaining, true, found);
+        if (state == ExpertCache::Wait::kAgain) {
             if (is_interrupted()) {
                 return End::kInterrupted;
             }
             continue;
         }
-        if (state != ExpertReads::Wait::kReady) {
-            outcome.expert = state == ExpertReads::Wait::kFailed ? found[0] : remaining[0];
-            return state == ExpertReads::Wait::kFailed     ? End::kFailed
-                   : state == ExpertReads::Wait::kTooLarge ? End::kTooLarge
+        if (state != ExpertCache::Wait::kReady) {
+            outcome.expert = state == ExpertCache::Wait::kFailed ? found[0] : remaining[0];
+            return state == ExpertCache::Wait::kFailed     ? End::kFailed
+                   : state == ExpertCache::Wait::kTooLarge ? End::kTooLarge
                                                            : End::kClosed;
         }
         if (!compute(layer, found, outcome)) {
@@ -210,14 +171,14 @@ ExpertLayers::Outcome ExpertLayers::run(size_t at, float* hidden, const std::fun
         });
     }
     has_predicted_ = false;
-    margins_.observe(layer.layer, chosen.data(), layer.top_k);
+    thresholds_.observe(layer.layer, chosen.data(), layer.top_k);
 
     Leases leases(reads_);
-    Indices asked;
+    Indices requested;
     for (const int32_t expert : chosen) {
-        asked.push_back(layer.first_expert + expert);
+        requested.push_back(layer.first_expert + expert);
     }
-    if (!reads_.begin(layer.layer, asked, leases.hits, leases.misses)) {  // reads start before the hits compute
+    if (!reads_.request_and_queue(layer.layer, requested, leases.hits, leases.misses)) {  // reads start before the hits compute
         return ended(End::kClosed);
     }
     if (!compute_present(layer, hidden, leases.hits, !leases.misses.empty(), outcome)) {

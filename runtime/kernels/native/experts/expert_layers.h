@@ -1,5 +1,6 @@
 // The experts of each layer for one token, from the residual stream back to the residual stream, without Python between the
-// steps. Start here for decode: `run` routes, asks the expert cache (expert_reads.h), looks ahead, computes and adds.
+// steps. Start here for decode: `run` routes, requests experts (expert_cache.h), looks ahead
+// (prefetch_advice.cpp), computes and adds.
 // The specification is Model._experts_layer in runtime/model/forward.py.
 
 #pragma once
@@ -8,8 +9,8 @@
 #include <functional>
 #include <vector>
 
-#include "experts/expert_reads.h"
-#include "experts/margins.h"
+#include "experts/expert_cache.h"
+#include "experts/thresholds.h"
 #include "operations/operations.h"
 
 namespace moec {
@@ -48,17 +49,17 @@ class ExpertLayers {
     };
 
     // size: D. ahead_eps: epsilon of the norms before the routers of later layers.
-    ExpertLayers(ExpertReads& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
-                 const MarginRules& rules);
+    ExpertLayers(ExpertCache& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
+                 const ThresholdRules& rules);
 
     // hidden += the weighted sum of the layer's experts, float32 [D]. `is_interrupted` is called during waits.
     Outcome run(size_t at, float* hidden, const std::function<bool()>& is_interrupted);
     // Forget predictions that will not be compared with a choice, because another pass comes first.
-    void forget_guesses() { margins_.forget_guesses(); }
+    void forget_guesses() { thresholds_.forget_guesses(); }
     // Call before each pass of one token.
     void begin_pass() { has_predicted_ = false; }
 
-    const LearnedMargins& margins() const { return margins_; }
+    const LearnedThresholds& thresholds() const { return thresholds_; }
     size_t count() const { return layers_.size(); }
     int64_t size() const { return size_; }
 
@@ -77,11 +78,11 @@ class ExpertLayers {
                         Outcome& outcome);
     int64_t rank_of(const ExpertLayerView& layer, int64_t index) const;
 
-    ExpertReads& reads_;
+    ExpertCache& reads_;
     std::vector<ExpertLayerView> layers_;
     float ahead_eps_;
     int64_t size_;
-    LearnedMargins margins_;
+    LearnedThresholds thresholds_;
     Indices predicted_;  // for the next layer that routes
     bool has_predicted_ = false;
     std::vector<float> normed_, weights_, parts_, sum_;

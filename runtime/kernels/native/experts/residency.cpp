@@ -1,5 +1,5 @@
-// Eviction on the default path: `make_room` evicts until there is room, `next_victim` gives the expert to evict next,
-// `goes_before` is the order of the policy, and `evict` marks the expert absent. Where its memory goes: expert_readers.cpp.
+// Requests, advice and reads of the ledger of experts: the default path, specified by runtime/expert_cache/residency.py.
+// Eviction: eviction.cpp.
 
 #include "experts/residency.h"
 
@@ -9,13 +9,6 @@
 
 namespace moec {
 namespace {
-
-constexpr size_t kFew = 8;  // more experts are rarely evicted at once
-
-template <class Container>
-bool contains(const Container& values, int64_t value) {
-    return std::find(values.begin(), values.end(), value) != values.end();
-}
 
 // Removes a value that occurs at most once.
 void remove(std::deque<int64_t>& queue, int64_t value) {
@@ -39,23 +32,23 @@ double log_add_exp2(double x, double y) {
 
 Residency::Residency(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity, int64_t pin_limit)
     : capacity_bytes(capacity), pin_limit_bytes(pin_limit), facts_(std::move(facts)), columns_(columns), counts_(counts) {
-    before_.assign(facts_.sizes.size(), -1);
+    previous_in_file_.assign(facts_.sizes.size(), -1);
     for (int64_t index = 0; index < count(); ++index) {
-        const int64_t next = facts_.following[static_cast<size_t>(index)];
+        const int64_t next = facts_.next_in_file[static_cast<size_t>(index)];
         if (next >= 0) {
-            before_[static_cast<size_t>(next)] = index;
+            previous_in_file_[static_cast<size_t>(next)] = index;
         }
         columns_.state[index] = size(index) > 0 ? kAbsent : kResident;
     }
 }
 
-void Residency::ask(int64_t layer, const Indices& experts, Indices& hits, Indices& misses) {
+void Residency::request(int64_t layer, const Indices& experts, Indices& hits, Indices& misses) {
     pins_.erase(std::remove_if(pins_.begin(), pins_.end(), [&](int64_t pin) { return layer_of(pin) == layer; }), pins_.end());
     const std::deque<int64_t> queued = advice;
     for (const int64_t index : queued) {
         if (layer_of(index) == layer && !contains(experts, index)) {  // predicted, but not chosen
             remove(advice, index);
-            withdraw(index);
+            make_absent(index);
         }
     }
     ++clock_;
@@ -85,7 +78,7 @@ void Residency::use(const Indices& experts) {
     }
 }
 
-void Residency::issue(const Indices& waiting) {
+void Residency::queue_and_lease(const Indices& waiting) {
     Victims victims(false);
     for (const int64_t index : waiting) {
         if (columns_.is_leased[index]) {
@@ -156,7 +149,7 @@ void Residency::drop_advice() {
     while (!advice.empty()) {
         const int64_t index = advice.front();
         advice.pop_front();
-        withdraw(index);
+        make_absent(index);
     }
 }
 
@@ -180,7 +173,7 @@ Residency::Indices Residency::take(std::deque<int64_t>& queue) {
     std::deque<int64_t> run{first};
     int64_t room_bytes = facts_.max_run_bytes - size(first);
     for (const bool is_behind : {true, false}) {
-        const std::vector<int64_t>& neighbours = is_behind ? facts_.following : before_;
+        const std::vector<int64_t>& neighbours = is_behind ? facts_.next_in_file : previous_in_file_;
         int64_t index = neighbours[static_cast<size_t>(first)];
         while (run.size() < most && index >= 0 && size(index) <= room_bytes && contains(queue, index)) {
             remove(queue, index);
@@ -199,7 +192,7 @@ void Residency::arrive(int64_t index) {
     counts_->rereads += columns_.is_seen[index] != 0;
     counts_->prefetch_reads += is_ahead;
     columns_.prefetches[index] += is_ahead;
-    arrive_warm(index);
+    become_resident(index);
 }
 
 bool Residency::fits_free(int64_t index) const {
@@ -212,20 +205,22 @@ void Residency::begin_warm(int64_t index) {
 }
 
 void Residency::arrive_warm(int64_t index) {
+    become_resident(index);
+}
+
+void Residency::fail_read(int64_t index) {
+    make_absent(index);
+}
+
+void Residency::become_resident(int64_t index) {
     columns_.state[index] = kResident;
     columns_.is_seen[index] = 1;
 }
 
-void Residency::withdraw(int64_t index) {
+void Residency::make_absent(int64_t index) {
     columns_.state[index] = kAbsent;
     columns_.is_ahead[index] = 0;
     used_bytes -= size(index);
-}
-
-void Residency::evict(int64_t index) {
-    left(index);
-    withdraw(index);
-    ++counts_->evictions;
 }
 
 void Residency::count_use_of_advice(int64_t index) {
@@ -237,97 +232,6 @@ void Residency::count_use_of_advice(int64_t index) {
 void Residency::reserve(int64_t index) {
     columns_.state[index] = kQueued;
     used_bytes += size(index);
-}
-
-bool Residency::goes_before(int64_t one, int64_t other) const {
-    if (facts_.score == Score::kHeat && columns_.heat[one] != columns_.heat[other]) {
-        return columns_.heat[one] < columns_.heat[other];
-    }
-    if (facts_.score == Score::kUses && columns_.uses[one] != columns_.uses[other]) {
-        return columns_.uses[one] < columns_.uses[other];
-    }
-    if (columns_.last_used[one] != columns_.last_used[other]) {
-        return columns_.last_used[one] < columns_.last_used[other];
-    }
-    return one < other;
-}
-
-void Residency::make(Victims& victims) const {
-    victims.is_made = true;
-    for (int64_t index = 0; index < count(); ++index) {
-        if (may_go(index) && size(index) > 0) {
-            victims.order.push_back(index);
-        }
-    }
-    for (size_t i = pins_.size(); i-- > 0;) {
-        if (!contains(victims.pins, pins_[i])) {
-            victims.pins.push_back(pins_[i]);
-        }
-    }
-}
-
-int64_t Residency::next_victim(Victims& victims) const {
-    if (!victims.is_made) {
-        make(victims);
-    }
-    std::vector<int64_t>& order = victims.order;
-    while (victims.next < order.size()) {
-        if (victims.next == victims.sorted) {  // sort a few first, and the rest only if needed
-            victims.sorted = victims.sorted == 0 ? std::min(kFew, order.size()) : order.size();
-            std::partial_sort(order.begin() + static_cast<int64_t>(victims.next),
-                              order.begin() + static_cast<int64_t>(victims.sorted), order.end(),
-                              [this](int64_t one, int64_t other) { return goes_before(one, other); });
-        }
-        const int64_t index = order[victims.next++];
-        if (may_go(index) && !contains(victims.pins, index)) {
-            return index;
-        }
-    }
-    while (!victims.spares_pins && victims.next_pin < victims.pins.size()) {
-        const int64_t index = victims.pins[victims.next_pin++];
-        if (may_go(index) && contains(order, index)) {
-            return index;
-        }
-    }
-    return -1;
-}
-
-// Evicts until need_bytes are free. Demand first withdraws advice, the least likely first. Returns false if there is not enough
-// to evict before leases or reads end.
-bool Residency::make_room(int64_t need_bytes, Victims& victims, bool is_demand) {
-    int64_t missing = used_bytes + need_bytes - capacity_bytes;
-    while (is_demand && !advice.empty() && missing > 0) {
-        const int64_t index = advice.back();
-        advice.pop_back();
-        withdraw(index);
-        missing -= size(index);
-    }
-    Indices taken;
-    while (missing > 0) {
-        const int64_t victim = next_victim(victims);
-        if (victim < 0) {
-            return false;
-        }
-        taken.push_back(victim);
-        missing -= size(victim);
-    }
-    for (const int64_t victim : taken) {
-        evict(victim);
-    }
-    return true;
-}
-
-bool Residency::shrink() {
-    drop_advice();
-    Victims victims(false);
-    while (used_bytes > capacity_bytes) {
-        const int64_t victim = next_victim(victims);
-        if (victim < 0) {
-            return false;
-        }
-        evict(victim);
-    }
-    return true;
 }
 
 }  // namespace moec

@@ -1,16 +1,23 @@
-// State of each of N experts (absent, queued, loading, resident) and the choice of experts to evict. The specification is
-// runtime/expert_cache/residency.py; tests/runtime/expert_cache/test_native_residency.py compares the two call by call.
-// It has no storage, threads or time: the owner (expert_reads.h) begins reads, reports their end, and holds a lock if several
+// State of each of N experts (absent, queued, loading, resident), queues of reads, and eviction. One class in two files:
+// residency.cpp and eviction.cpp. Their specifications are residency.py and eviction.py in runtime/expert_cache/.
+// tests/runtime/expert_cache/test_native_residency.py compares them call by call.
+// It has no storage, threads or time: the owner (expert_cache.h) begins reads, reports their end, and holds a lock if several
 // threads call.
 
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <vector>
 
 namespace moec {
+
+template <class Container>
+bool contains(const Container& values, int64_t value) {
+    return std::find(values.begin(), values.end(), value) != values.end();
+}
 
 enum State : uint8_t { kAbsent, kQueued, kLoading, kResident };
 // The score by which experts are kept. The lowest is evicted first, then the least recently used, then the lowest index.
@@ -28,7 +35,7 @@ struct Columns {
     int64_t* uses;
 };
 
-// The fields of runtime/expert_cache/counts.py, in the same order.
+// The fields of runtime/expert_cache/cache_stats.py, in the same order.
 struct CacheCounts {
     int64_t lookups, hits, misses, late_hits, evictions, reads, rereads, bytes_read, stall_ns, prefetch_reads, prefetch_used,
         prefetch_hits, warm_reads, busy_ns;
@@ -37,9 +44,9 @@ struct CacheCounts {
 struct ResidencyFacts {
     std::vector<int64_t> sizes;      // bytes; 0: left out of the model, always resident
     std::vector<int64_t> layer_of;
-    std::vector<int64_t> following;  // the expert whose bytes follow in the file, or -1
+    std::vector<int64_t> next_in_file;  // the expert whose bytes follow in the file, or -1
     int64_t readers, max_run_bytes;
-    double half_life;                // in acquisitions
+    double half_life;                // in requests of a layer
     Score score;
 };
 
@@ -53,8 +60,11 @@ class Residency {
     int64_t count() const { return static_cast<int64_t>(facts_.sizes.size()); }
     int64_t size(int64_t index) const { return facts_.sizes[static_cast<size_t>(index)]; }
 
-    void ask(int64_t layer, const Indices& experts, Indices& hits, Indices& misses);
-    void issue(const Indices& waiting);
+    // Request experts for one layer of one pass. hits: resident, leased now. misses: the others.
+    void request(int64_t layer, const Indices& experts, Indices& hits, Indices& misses);
+    // Queue the reads of the waiting experts that fit now, and lease these experts.
+    void queue_and_lease(const Indices& waiting);
+    // Queue reads ahead, likeliest first, as far as free memory and the pin limit allow. Replaces older advice.
     void advise(const Indices& indices);
     void drop_advice();
     Indices next_read();
@@ -62,7 +72,8 @@ class Residency {
     bool fits_free(int64_t index) const;
     void begin_warm(int64_t index);
     void arrive_warm(int64_t index);
-    void withdraw(int64_t index);
+    // End a read that failed. The expert is absent again, and a lease on it stays.
+    void fail_read(int64_t index);
     void count_use_of_advice(int64_t index);
     // Evicts until the bytes fit into the capacity. Returns false if leases or reads prevent that.
     bool shrink();
@@ -88,18 +99,21 @@ class Residency {
     };
 
     int64_t layer_of(int64_t index) const { return facts_.layer_of[static_cast<size_t>(index)]; }
-    bool may_go(int64_t index) const { return columns_.state[index] == kResident && !columns_.is_leased[index]; }
+    bool is_evictable(int64_t index) const { return columns_.state[index] == kResident && !columns_.is_leased[index]; }
     bool goes_before(int64_t one, int64_t other) const;
     void use(const Indices& experts);
-    void evict(int64_t index);
+    void become_resident(int64_t index);
+    void make_absent(int64_t index);
     void reserve(int64_t index);
+    // Eviction, in eviction.cpp.
+    void evict(int64_t index);
     void make(Victims& victims) const;
     int64_t next_victim(Victims& victims) const;  // -1: none
     bool make_room(int64_t need_bytes, Victims& victims, bool is_demand);
     Indices take(std::deque<int64_t>& queue);
     Indices within_pin_limit(const Indices& indices) const;
 
-    std::vector<int64_t> before_;  // the expert whose bytes come before, or -1
+    std::vector<int64_t> previous_in_file_;  // the expert whose bytes come before, or -1
     Indices pins_;
     int64_t clock_ = 0;
 };

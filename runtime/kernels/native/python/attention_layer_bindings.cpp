@@ -20,7 +20,7 @@ const PackedMatrix& packed(nb::handle matrix) {
     return nb::cast<const PackedMatrix&>(matrix);
 }
 
-// Matrices of a layer, kept alive. Their memory may move between calls: `follow` updates the views.
+// Matrices of a layer, kept alive. Their memory may move between calls: `rebind` updates the views.
 class Matrices {
   public:
     const MatrixView& take(nb::handle object, MatrixView& view) {
@@ -30,7 +30,7 @@ class Matrices {
         return view = matrix.view;
     }
 
-    void follow() const {
+    void rebind() const {
         for (const auto& [matrix, view] : views_) {
             view->data = matrix->view.data;
         }
@@ -146,7 +146,7 @@ class AttentionLayer {
         const Cache cache(k_cache, v_cache, Access::kWrite);
         cache.keys.expect({cache.keys.size(0), view_.kv_heads, cache.context(), view_.head_size});
         distance_bias_.expect({view_.heads, 2 * cache.context() - 1});
-        matrices_.follow();
+        matrices_.rebind();
         attend_checked(view_, view_.output.rows, cache, vectors_, view_.window, hidden, slots, positions, ends);
     }
 
@@ -216,7 +216,7 @@ class LatentLayer {
                 nb::handle ends) const {
         const Cache cache(k_cache, v_cache, Access::kWrite);
         cache.keys.expect({cache.keys.size(0), 1, cache.context(), view_.latent_down.rows});
-        matrices_.follow();
+        matrices_.rebind();
         attend_checked(view_, view_.output.rows, cache, vectors_, 0, hidden, slots, positions, ends);
     }
 

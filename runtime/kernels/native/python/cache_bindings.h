@@ -1,4 +1,4 @@
-// Bindings of the expert cache, and of layers that compute with it: `_native.ExpertReads` and `_native.ExpertLayers`.
+// Bindings of the expert cache, and of layers that compute with it: `_native.ExpertCache` and `_native.ExpertLayers`.
 
 #pragma once
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "python/bound_reads.h"
+#include "python/bound_cache.h"
 #include "python/cache_bindings.h"
 #include "experts/expert_layers.h"
 #include "python/vector_arguments.h"
@@ -44,11 +44,11 @@ Value value(const nb::dict& fields, const char* name) {
     return cast_or_refuse<Value>(field(fields, name), name);
 }
 
-BoundReads& reads_of(nb::handle object) {
-    if (!nb::isinstance<BoundReads>(object)) {
+BoundCache& reads_of(nb::handle object) {
+    if (!nb::isinstance<BoundCache>(object)) {
         refuse("reads: expected a cache of the extension");
     }
-    return nb::cast<BoundReads&>(object);
+    return nb::cast<BoundCache&>(object);
 }
 
 // Weights of all layers, kept alive.
@@ -67,8 +67,8 @@ class BoundLayers {
             views.push_back(view_of(nb::cast<nb::dict>(fields), size));
         }
         const auto rule = [&rules](const char* name) { return value<double>(rules, name); };
-        const MarginRules margins{rule("wrong"), rule("right"), rule("first"), rule("least"), rule("most"), rule("floor")};
-        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, margins);
+        const ThresholdRules learning{rule("wrong"), rule("right"), rule("first"), rule("least"), rule("most"), rule("floor")};
+        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, learning);
     }
 
     // Returns how the layer ended; the expert that stopped it; nanoseconds in norm, router and shared expert, in routed
@@ -254,7 +254,7 @@ class BoundLayers {
     }
 
     nb::object reads_;
-    BoundReads& cache_;
+    BoundCache& cache_;
     nb::list held_;
     std::vector<std::unique_ptr<Array>> arrays_;
     std::unique_ptr<ExpertLayers> layers_;
@@ -277,9 +277,9 @@ void bind_expert_layers(nb::module_& module) {
         .def("begin_pass", [](BoundLayers& layers) { (*layers).begin_pass(); })
         .def("forget_guesses", [](BoundLayers& layers) { (*layers).forget_guesses(); })
         .def(
-            "margin",
+            "threshold",
             [](BoundLayers& layers, int64_t running, int64_t layer, int64_t rank) {
-                return (*layers).margins().margin(running, layer, rank);
+                return (*layers).thresholds().threshold(running, layer, rank);
             },
             "running"_a, "layer"_a, "rank"_a)
         // Results of the layer that ran last.

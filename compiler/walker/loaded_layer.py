@@ -1,4 +1,4 @@
-"""The reference model one layer at a time: a slot that takes the weights of any layer.
+"""LoadedLayer: one layer of the reference model, whose weights are replaced by those of any other layer.
 
 Shapes: B rows of a batch, T tokens of the longest row, D hidden, V vocabulary, A tokens.
 """
@@ -21,6 +21,7 @@ from ..reference.expert_module import projection_of
 from ..reference.routers import RouterMasks
 from ..reference.single_layer import SingleLayer, build_single_layer
 from ..workspace.parallel import Workers
+from .layer_kind import LayerKind, layer_kind
 from .output_head import OutputHead, output_head
 from .texts import TextStates
 
@@ -28,8 +29,6 @@ WeightName = UnitKey | str
 """One projection of one expert, or the canonical name of a dense weight (manifests.model, dense_shapes)."""
 Replaced = Callable[[WeightName], Tensor | None]
 """The weight that takes the place of the checkpoint's own; None for its own."""
-LayerKind = tuple[bool, bool, int]
-"""Whether a layer routes, whether it decodes, and its sliding window. Layers of a kind differ only in their weights."""
 _LAYER_NUMBER = re.compile(r"\.(layers|block)\.\d+\.")
 
 
@@ -37,10 +36,11 @@ def _own_weights(name: WeightName) -> None:
     """Replace no weight."""
 
 
-class LayerSlot:
-    """One layer in float32 whose weights are exchanged, with the embedding, the norms and the head of the model.
+class LoadedLayer:
+    """One layer in float32, with the embedding, the norms and the head of the model.
 
-    resident_layers: number of layers, from the first, whose 16-bit weights stay in memory after their first use.
+    resident_layers: number of layers, from the first, whose 16-bit weights stay in memory after their first use. The
+        embedding and the norms outside the layers stay with the first.
     Raises CheckpointError if transformers cannot build the first layer.
     """
 
@@ -51,12 +51,12 @@ class LayerSlot:
         self._kinds: dict[LayerKind, SingleLayer] = {}
         self._resident: dict[WeightName, Tensor] = {}
         self._mask: tuple[RouterMasks, str] | None = None
-        self._take(0)
+        self._choose_module(0)
 
-    def _take(self, layer: int) -> None:
-        """Continue with a model of this layer's kind. Raises CheckpointError if transformers cannot build it."""
+    def _choose_module(self, layer: int) -> None:
+        """Load into the module of this layer's kind from now on. Raises CheckpointError if it cannot be built."""
         spec = self.model.layers[layer]
-        kind = bool(spec.experts.count), layer >= self.model.first_decoder_layer, spec.attention.sliding_window
+        kind = layer_kind(self.model, layer)
         if kind not in self._kinds:
             self._kinds[kind] = build_single_layer(self._lowering, layer)
         self.single = self._kinds[kind]
@@ -72,24 +72,24 @@ class LayerSlot:
         return self.single.experts
 
     def load(self, layer: int, replaced: Replaced = _own_weights) -> None:
-        """Take the weights of a layer.
+        """Copy the weights of a layer over those of the previous one. They come from disk, or from memory if they stay.
 
         replaced: weights in place of the checkpoint's own. A unit without columns stands for a pruned expert: the
             router chooses among the others.
         """
         self.give_back_memory()  # what the passes of another layer have left
-        self._choose_among_all()
-        self._take(layer)
+        self._end_pruning()
+        self._choose_module(layer)
         self.layer = layer
         for name in self.dense_names(layer):
-            self._set_own_or(name, replaced(name))
+            self._set_or_restore(name, replaced(name))
         left_out = set[int]()
         for unit in self.model.units_of_layer(layer):
             weight = replaced(unit)
             if weight is not None and not weight.shape[1]:
                 left_out.add(unit.expert)
             else:
-                self._set_own_or(unit, weight)
+                self._set_or_restore(unit, weight)
         if left_out:
             router = self._parameter_name(f"layers.{layer}.router")
             self._mask = RouterMasks(self.single.model), router
@@ -100,11 +100,16 @@ class LayerSlot:
         if self._resident_layers < self.model.num_layers:
             give_back_freed_memory()
 
-    def _set_own_or(self, name: WeightName, weight: Tensor | None) -> None:
+    def _set_or_restore(self, name: WeightName, weight: Tensor | None) -> None:
         self.set(name, self.own(name) if weight is None else weight)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the 16-bit weights that stay in memory."""
+        return sum(weight.numel() * weight.element_size() for weight in self._resident.values())
+
     def own(self, name: WeightName) -> Tensor:
-        """Return a weight of the checkpoint in its 16-bit type."""
+        """Return a weight of the checkpoint in its 16-bit type. Keep it if its layer stays in memory."""
         if name in self._resident:
             return self._resident[name]
         if isinstance(name, UnitKey):
@@ -116,8 +121,8 @@ class LayerSlot:
             self._resident[name] = weight
         return weight
 
-    def _choose_among_all(self) -> None:
-        """End the pruning of the layer before."""
+    def _end_pruning(self) -> None:
+        """Let the router choose among all experts again, after a layer with pruned ones."""
         if self._mask is not None:
             masks, router = self._mask
             masks.leave_out(router, ())

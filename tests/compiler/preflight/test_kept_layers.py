@@ -7,24 +7,29 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.families import lower
+from moec.compiler.preflight.kept_layers import MemoryNeed, choose_kept_layers, measures_tasks, runtime_bytes
 from moec.compiler.preflight.preparation import prepare
-from moec.compiler.preflight.residency import MemoryNeed, choose_residency, measures_tasks, runtime_bytes
 from moec.compiler.request.options import CompileOptions, Sensitivity
 from moec.compiler.request.targets import Target, TargetKind
-from moec.compiler.walker.memory import certificate_bytes, layer_weights
-from moec.compiler.walker.residency import (
+from moec.compiler.walker.kept_layers import (
     LARGE_TEXTS,
-    NOTHING_RESIDENT,
-    SCORED_TOKENS,
+    NOTHING_KEPT,
     SMALL_TEXTS,
-    Residency,
+    KeptLayers,
     fitting_layers,
     resident_bytes,
 )
+from moec.compiler.walker.limits import SCORED_TOKENS
+from moec.compiler.walker.loaded_layer import LoadedLayer
+from moec.compiler.walker.memory import certificate_bytes, layer_weights
 from moec.manifests.errors import OptionError
 from tests.compiler.search.toy_search import SPECS, toy_model
 from tests.tiny_compile import make_request
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 MODEL = toy_model(layers=8, experts=64, hidden=256, width=1024)
 
@@ -36,25 +41,25 @@ def need(kind: TargetKind = "kl", sensitivity: Sensitivity = "auto", tasks: int 
 
 @pytest.mark.parametrize("kind", ["kl", "loss"])
 def test_more_memory_keeps_more_layers(kind: TargetKind) -> None:
-    asked, layer = need(kind), resident_bytes(MODEL, 1)
+    asked, first, layer = need(kind), resident_bytes(MODEL, 1), 2 * layer_weights(MODEL, 0)
     least, whole = asked.bytes_with(SMALL_TEXTS), asked.bytes_with(LARGE_TEXTS) + resident_bytes(MODEL, 8)
-    assert layer == 2 * layer_weights(MODEL, 0) and least + layer < whole
-    assert choose_residency(asked, whole) == Residency(8, holds_model=True)
-    assert not choose_residency(asked, whole - 1).holds_model
-    assert choose_residency(asked, least) == NOTHING_RESIDENT
-    assert choose_residency(asked, least + layer - 1) == NOTHING_RESIDENT
-    assert choose_residency(asked, least + layer) == Residency(1, holds_model=False)
-    kept = [choose_residency(asked, size).resident_layers for size in range(least, whole, layer // 3)]
+    assert resident_bytes(MODEL, 2) - first == layer and least + first < whole
+    assert choose_kept_layers(asked, whole) == KeptLayers(8, holds_model=True)
+    assert not choose_kept_layers(asked, whole - 1).holds_model
+    assert choose_kept_layers(asked, least) == NOTHING_KEPT
+    assert choose_kept_layers(asked, least + first - 1) == NOTHING_KEPT
+    assert choose_kept_layers(asked, least + first) == KeptLayers(1, holds_model=False)
+    kept = [choose_kept_layers(asked, size).count for size in range(least, whole, layer // 3)]
     assert kept == sorted(kept) and set(kept) >= {0, 1, 2}
-    assert Residency(8, holds_model=True).texts == LARGE_TEXTS and NOTHING_RESIDENT.texts == SMALL_TEXTS
+    assert KeptLayers(8, holds_model=True).texts == LARGE_TEXTS and NOTHING_KEPT.texts == SMALL_TEXTS
 
 
 def test_a_layer_that_does_not_fit_is_refused_with_the_memory_that_would_do() -> None:
     least = need().bytes_with(SMALL_TEXTS)
     with pytest.raises(OptionError, match=f"one layer at a time takes {least} bytes of memory, found {least - 1}") as e:
-        choose_residency(need(), least - 1)
+        choose_kept_layers(need(), least - 1)
     told = int(str(e.value.hint).split("--memory ")[1].split("MiB")[0]) << 20
-    assert least <= told < least + (1 << 20) and choose_residency(need(), told)
+    assert least <= told < least + (1 << 20) and choose_kept_layers(need(), told)
 
 
 def test_memory_grows_with_what_a_compile_does() -> None:
@@ -74,9 +79,22 @@ def test_memory_grows_with_what_a_compile_does() -> None:
 
 
 def test_layers_fit_whole() -> None:
-    layer = resident_bytes(MODEL, 1)
-    assert [fitting_layers(MODEL, size) for size in (0, layer - 1, layer, 3 * layer + 1)] == [0, 0, 1, 3]
+    first, layer = resident_bytes(MODEL, 1), 2 * layer_weights(MODEL, 0)
+    sizes = (0, first - 1, first, first + layer - 1, first + 2 * layer + 1)
+    assert [fitting_layers(MODEL, size) for size in sizes] == [0, 0, 1, 1, 3]
     assert fitting_layers(MODEL, 100 * layer) == 8
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_all_weights_that_stay_are_counted(tmp_path: Path, kept: int) -> None:
+    """The embedding and the norms are read with the first layer. They stay with it, and take memory as it does."""
+    lowering = lower(open_checkpoint(str(save_tiny_mixtral(tmp_path / "model", TinyMixtral(layers=3)))))
+    loaded = LoadedLayer(lowering, kept)
+    states = loaded.embed(torch.tensor([[1, 2, 3]]))
+    for layer in range(3):
+        loaded.load(layer)
+    loaded.normed(states)
+    assert loaded.kept_bytes == resident_bytes(lowering.model, kept)
 
 
 def test_a_runtime_has_what_a_certificate_leaves() -> None:
@@ -107,16 +125,17 @@ from pathlib import Path
 import torch
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.preflight.preparation import prepare
-from moec.compiler.preflight.residency import MemoryNeed
-from moec.compiler.walker.residency import LARGE_TEXTS, resident_bytes
+from moec.compiler.preflight.kept_layers import MemoryNeed
+from moec.compiler.walker.kept_layers import LARGE_TEXTS, resident_bytes
 from tests.tiny_compile import make_request
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 model, texts, output = map(Path, sys.argv[1:])
 torch.set_num_threads(1)
 request = make_request(model, output, "kl", 0.05, data=str(texts))
 found = prepare(request)
 need = MemoryNeed(found.lowering.model, request.options, found.stored_specs, 1, 1)
 request.memory_bytes = need.bytes_with(LARGE_TEXTS) + resident_bytes(found.lowering.model, 1)
-assert prepare(request).residency.holds_model
+assert prepare(request).kept_layers.holds_model
 print(list(compile_checkpoint(request).quality["tasks"]))
 """
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 class CacheStats:
     """Counts since the cache was opened. A lookup is one expert requested by one layer of one pass.
 
+    The order of the fields is that of CacheCounts in `native/experts/residency.h`: both share one array.
+
     hits: lookups of experts that were in memory.
     misses: the other lookups.
     late_hits: misses whose read a prefetch had already begun.
@@ -58,7 +60,7 @@ class CacheStats:
         """Share of prefetched experts that were used; None without prefetches."""
         return self.prefetch_used / self.prefetch_reads if self.prefetch_reads else None
 
-    def counts(self) -> dict[str, int]:
+    def replayable_counts(self) -> dict[str, int]:
         """Return the counts that a replay can give, for `--json`: all but times and the warm start."""
         names = ("lookups", "hits", "misses", "late_hits", "rereads", "evictions", "bytes_read")
         return {name: getattr(self, name) for name in (*names, "prefetch_reads", "prefetch_used")}

@@ -1,4 +1,6 @@
-"""The process that renders a chat template. chat.py starts it, sends a request through a pipe, and limits it.
+"""Render a chat template, in a process of its own.
+
+`chat_process.py` starts the process, sends a request through a pipe, and limits it.
 
 It imports only the standard library and jinja2, because it is started with `python -I -S`.
 The request on standard input is one line of JSON with `messages`, `config_bytes`, `template_bytes`, `memory_bytes`,

@@ -1,7 +1,7 @@
 // Callers of the expert cache: they request experts, wait for them, and end their leases. The reader threads, and the memory
-// that they read into: expert_readers.cpp. Which expert is evicted: residency.cpp.
+// that they read into: reader_threads.cpp. Which expert is evicted: eviction.cpp.
 
-#include "experts/expert_reads.h"
+#include "experts/expert_cache.h"
 
 #include <algorithm>
 #include <chrono>
@@ -15,7 +15,7 @@ constexpr std::chrono::milliseconds kLook{100};  // longest wait before Python l
 
 }  // namespace
 
-ExpertReads::ExpertReads(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity, int64_t pin_limit,
+ExpertCache::ExpertCache(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity, int64_t pin_limit,
                          std::vector<ExpertSource> sources, bool drops_pages)
     : Residency(std::move(facts), columns, counts, capacity, pin_limit),
       sources_(std::move(sources)),
@@ -35,24 +35,24 @@ ExpertReads::ExpertReads(ResidencyFacts facts, Columns columns, CacheCounts* cou
     }
 }
 
-void ExpertReads::close() {
+void ExpertCache::close() {
     const Lock lock(mutex_);
     is_closed_ = true;
     changed_.notify_all();
     work_.notify_all();
 }
 
-bool ExpertReads::has_work() {
+bool ExpertCache::has_work() {
     const Lock lock(mutex_);
     return !demand.empty() || !advice.empty() || !warmup_.empty();
 }
 
-ExpertReads::Ledger ExpertReads::ledger() {
+ExpertCache::Ledger ExpertCache::ledger() {
     const Lock lock(mutex_);
     return {capacity_bytes, pin_limit_bytes, used_bytes};
 }
 
-std::pair<int64_t, int64_t> ExpertReads::audit() {
+std::pair<int64_t, int64_t> ExpertCache::audit() {
     const Lock lock(mutex_);
     int64_t held_bytes = 0;
     for (int64_t index = 0; index < count(); ++index) {
@@ -61,24 +61,24 @@ std::pair<int64_t, int64_t> ExpertReads::audit() {
     return {used_bytes, held_bytes};
 }
 
-void ExpertReads::wake_readers() {
+void ExpertCache::wake_readers() {
     if (!demand.empty() || !advice.empty() || !warmup_.empty()) {  // a layer that only hits must not wake the readers
         work_.notify_all();
     }
 }
 
-bool ExpertReads::begin(int64_t layer, const Indices& experts, Indices& hits, Indices& misses) {
+bool ExpertCache::request_and_queue(int64_t layer, const Indices& experts, Indices& hits, Indices& misses) {
     const Lock lock(mutex_);
     if (is_closed_) {
         return false;
     }
-    ask(layer, experts, hits, misses);
-    issue(misses);
+    request(layer, experts, hits, misses);
+    queue_and_lease(misses);
     wake_readers();
     return true;
 }
 
-ExpertReads::Wait ExpertReads::wait(const Indices& remaining, bool together, Indices& found) {
+ExpertCache::Wait ExpertCache::wait(const Indices& remaining, bool together, Indices& found) {
     const int64_t start_ns = now_ns();
     const auto end = std::chrono::steady_clock::now() + kLook;
     Lock lock(mutex_);
@@ -95,7 +95,7 @@ ExpertReads::Wait ExpertReads::wait(const Indices& remaining, bool together, Ind
             found.push_back(*failed);
             return Wait::kFailed;
         }
-        issue(remaining);
+        queue_and_lease(remaining);
         wake_readers();
         bool is_leased = false;
         for (const int64_t index : remaining) {
@@ -126,12 +126,12 @@ ExpertReads::Wait ExpertReads::wait(const Indices& remaining, bool together, Ind
 }
 
 // Returns whether a read is queued or running, also one of an abandoned stream. When it ends, its expert can be evicted.
-bool ExpertReads::is_any_on_its_way() const {
+bool ExpertCache::is_any_on_its_way() const {
     return std::any_of(columns_.state, columns_.state + count(),
                        [](uint8_t state) { return state == kQueued || state == kLoading; });
 }
 
-void ExpertReads::unlease(const Indices& indices) {
+void ExpertCache::unlease(const Indices& indices) {
     const Lock lock(mutex_);
     for (const int64_t index : indices) {
         columns_.is_leased[index] = 0;
@@ -140,24 +140,24 @@ void ExpertReads::unlease(const Indices& indices) {
     changed_.notify_all();
 }
 
-void ExpertReads::prefetch(const Indices& indices) {
+void ExpertCache::prefetch(const Indices& indices) {
     const Lock lock(mutex_);
     advise(indices);
     wake_readers();
 }
 
-void ExpertReads::warm(const Indices& indices) {
+void ExpertCache::warm(const Indices& indices) {
     const Lock lock(mutex_);
     warmup_.assign(indices.begin(), indices.end());
     wake_readers();
 }
 
-bool ExpertReads::wait_warmed() {
+bool ExpertCache::wait_warmed() {
     Lock lock(mutex_);
     return changed_.wait_for(lock, kLook, [this] { return is_closed_ || (warmup_.empty() && warming_ == 0); });
 }
 
-bool ExpertReads::resize(int64_t capacity, int64_t pin_limit) {
+bool ExpertCache::resize(int64_t capacity, int64_t pin_limit) {
     Lock lock(mutex_);
     capacity_bytes = capacity;
     pin_limit_bytes = pin_limit;
@@ -171,7 +171,7 @@ bool ExpertReads::resize(int64_t capacity, int64_t pin_limit) {
     return used_bytes <= capacity_bytes;
 }
 
-void ExpertReads::take_places(std::vector<std::pair<int64_t, int64_t>>& moved, Indices& spare) {
+void ExpertCache::take_places(std::vector<std::pair<int64_t, int64_t>>& moved, Indices& spare) {
     const Lock lock(mutex_);
     size_t count = 0;
     for (const auto& [size, experts] : spare_) {
@@ -188,7 +188,7 @@ void ExpertReads::take_places(std::vector<std::pair<int64_t, int64_t>>& moved, I
     spare_.clear();
 }
 
-void ExpertReads::place(int64_t index, uint8_t* address) {
+void ExpertCache::place(int64_t index, uint8_t* address) {
     const Lock lock(mutex_);
     addresses_[static_cast<size_t>(index)] = address;
 }

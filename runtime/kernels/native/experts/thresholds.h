@@ -1,5 +1,6 @@
-// Margins of the prefetch rule `likely`: how much a predicted score must exceed that of the first expert that would not be
-// chosen. The specification is runtime/prefetch/margins.py.
+// Thresholds of the prefetch rule `likely`: the margin from which an expert is read ahead. The margin of an expert is the
+// logarithm of its score over that of the first expert that would not be chosen. The specification is
+// runtime/prefetch/thresholds.py.
 
 #pragma once
 
@@ -16,18 +17,18 @@ struct Ranked {
     std::vector<double> scores;
 };
 
-// The constants of the specification (RULES in runtime/prefetch/margins.py).
-struct MarginRules {
+// The constants of the specification (RULES in runtime/prefetch/thresholds.py).
+struct ThresholdRules {
     double wrong, right, first, least, most, floor;
 };
 
-class LearnedMargins {
+class LearnedThresholds {
   public:
     using Experts = std::vector<int64_t>;
 
-    explicit LearnedMargins(const MarginRules& rules) : rules_(rules) {}
+    explicit LearnedThresholds(const ThresholdRules& rules) : rules_(rules) {}
 
-    double margin(int64_t running, int64_t layer, int64_t rank) const;
+    double threshold(int64_t running, int64_t layer, int64_t rank) const;
     Experts likely(int64_t running, int64_t layer, int64_t rank, const Ranked& ranked, int64_t top_k);
     void observe(int64_t layer, const int32_t* chosen, int64_t count);
     void forget_guesses() { guesses_.clear(); }
@@ -35,12 +36,12 @@ class LearnedMargins {
   private:
     struct Guess {
         int64_t running;
-        double margin;
+        double threshold;
         Experts nearest;
     };
 
-    MarginRules rules_;
-    std::map<std::pair<int64_t, int64_t>, double> margins_;  // by running layer and predicted layer
+    ThresholdRules rules_;
+    std::map<std::pair<int64_t, int64_t>, double> thresholds_;  // by running layer and predicted layer
     std::map<int64_t, std::vector<Guess>> guesses_;          // by predicted layer
 };
 

@@ -1,8 +1,8 @@
 // The expert cache of the default path, in C++ what runtime/expert_cache/python_cache.py is in Python. Reader threads read the
 // experts that Residency queues, and callers wait for them. A place is the memory of one expert; a read goes into the place of
-// an evicted expert of the same size. Which expert is evicted is decided in residency.cpp.
+// an evicted expert of the same size. Which expert is evicted is decided in eviction.cpp.
 //
-// Functions of callers: expert_reads.cpp. Functions of reader threads: expert_readers.cpp.
+// Functions of callers: expert_cache.cpp. Functions of reader threads: reader_threads.cpp.
 //
 // Python does three things: it provides a place where none of the right size is free, it handles failed reads, and it compares
 // checksums at the first read of an expert and after its file has changed (specification: runtime/storage/read_verifier.py).
@@ -32,7 +32,7 @@ struct ExpertSource {
     int64_t gate_bytes, up_bytes, down_bytes;
 };
 
-class ExpertReads : public Residency {
+class ExpertCache : public Residency {
   public:
     enum class Wait { kReady, kAgain, kFailed, kTooLarge, kClosed };
     // Load reads a run by other means; Check compares a run with its checksums. Both return the experts that failed. They are
@@ -40,15 +40,15 @@ class ExpertReads : public Residency {
     using Load = std::function<Indices(const Indices&)>;
     using Check = std::function<Indices(const Indices&, const std::vector<uint8_t*>& addresses)>;
 
-    ExpertReads(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity_bytes, int64_t pin_limit_bytes,
+    ExpertCache(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity_bytes, int64_t pin_limit_bytes,
                 std::vector<ExpertSource> sources, bool drops_pages);
 
     // The loop of a reader thread, until `close`. Without a check nothing is compared.
     void serve(const Load& load, const Check& check);
     void close();
 
-    // A layer asks for its experts. hits: resident, now leased. misses: as many as fit now are queued and leased.
-    bool begin(int64_t layer, const Indices& experts, Indices& hits, Indices& misses);
+    // Request the experts of a layer. hits: resident, now leased. misses: as many as fit now are queued and leased.
+    bool request_and_queue(int64_t layer, const Indices& experts, Indices& hits, Indices& misses);
     // Wait for some of the remaining experts.
     // found: all that are resident, or one if not `together`; for kFailed, one that cannot be read.
     // Returns kAgain after a short time, so that the caller can look at signals.
@@ -90,7 +90,7 @@ class ExpertReads : public Residency {
     SourceFile& file_of(const Indices& run) { return files_[file_of_[static_cast<size_t>(run[0])]]; }
     Indices next_run(Lock& lock, bool& is_warm);
     bool give_places(const Indices& run);
-    void follow(int64_t index);
+    void rebind(int64_t index);
     bool read(const Indices& run, const std::vector<uint8_t*>& addresses) const;
     void end(const Indices& run, const Indices& failed, bool is_warm);
     void change_reading(int by);

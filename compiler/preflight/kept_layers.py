@@ -11,16 +11,9 @@ from moec.manifests.quant import QuantSpec
 
 from ..request.options import CompileOptions
 from ..sensitivity.fisher import asks_gradients
+from ..walker.kept_layers import LARGE_TEXTS, SMALL_TEXTS, KeptLayers, TextLimits, fitting_layers, resident_bytes
+from ..walker.limits import SCORED_TOKENS
 from ..walker.memory import certificate_bytes, certifying_bytes, gradients_bytes, sweep_bytes
-from ..walker.residency import (
-    LARGE_TEXTS,
-    SCORED_TOKENS,
-    SMALL_TEXTS,
-    Residency,
-    TextLimits,
-    fitting_layers,
-    resident_bytes,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +56,21 @@ def may_compare(options: CompileOptions, holds_model: bool) -> bool:
     return holds_model if options.comparisons is None else options.comparisons
 
 
-def choose_residency(need: MemoryNeed, limit_bytes: int) -> Residency:
+def choose_kept_layers(need: MemoryNeed, limit_bytes: int) -> KeptLayers:
     """Return what stays in memory within a limit.
 
     Raises OptionError with the memory that would do, if one layer does not fit.
     """
     layers = need.model.num_layers
     if need.bytes_with(LARGE_TEXTS) + resident_bytes(need.model, layers) <= limit_bytes:
-        return Residency(layers, holds_model=True)
+        return KeptLayers(layers, holds_model=True)
     least = need.bytes_with(SMALL_TEXTS)
     if least > limit_bytes:
         raise OptionError(
             f"one layer at a time takes {least} bytes of memory, found {limit_bytes}",
             f"give `--memory {-(-least // 2**20)}MiB` if the machine has them, or offer fewer `--bits`",
         )
-    return Residency(fitting_layers(need.model, limit_bytes - least), holds_model=False)
+    return KeptLayers(fitting_layers(need.model, limit_bytes - least), holds_model=False)
 
 
 def runtime_bytes(model: ModelSpec, limit_bytes: int) -> int:

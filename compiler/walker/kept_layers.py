@@ -10,21 +10,18 @@ from dataclasses import dataclass
 
 from moec.manifests.model import ModelSpec
 
-from .memory import layer_weights
-
-SCORED_TOKENS = 512
-"""Maximum number of scored tokens of one text: its last. It bounds the logits of a certificate."""
+from .memory import layer_weights, outside_weights
 
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """Sizes of the texts that pass through the layers, in tokens. They bound the residual streams in memory.
+    """Limits of the texts that pass through the layers, in tokens. They bound the residual streams in memory.
 
-    calibration: of calibration.
-    probe: of the texts on which the layers' errors are measured.
-    gradients: of the texts of the gradients.
-    answers: of the validation texts whose answers are scored, prompts included, over all tasks.
-    held_out: of the held-out texts of the certificate's KL, for each task.
+    calibration: tokens of all calibration texts.
+    probe: tokens of the texts on which the error of each layer is measured.
+    gradients: tokens of the texts of the gradients.
+    answers: tokens of the validation texts of all tasks, prompts included.
+    held_out: tokens of the held-out texts of one task, prompts included.
     """
 
     calibration: int
@@ -45,14 +42,14 @@ LARGE_TEXTS = TextLimits(calibration=131_072, probe=2_048, gradients=16_384, ans
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
-    """The part of a model that stays in memory between passes.
+class KeptLayers:
+    """The layers of a model that stay in memory between the passes of a compile.
 
-    resident_layers: number of layers, from the first, whose 16-bit weights stay.
+    count: number of layers, from the first, whose 16-bit weights stay.
     holds_model: all of them do, with room for LARGE_TEXTS.
     """
 
-    resident_layers: int
+    count: int
     holds_model: bool
 
     @property
@@ -61,12 +58,13 @@ class Residency:
         return LARGE_TEXTS if self.holds_model else SMALL_TEXTS
 
 
-NOTHING_RESIDENT = Residency(0, holds_model=False)
+NOTHING_KEPT = KeptLayers(0, holds_model=False)
 
 
 def resident_bytes(model: ModelSpec, layers: int) -> int:
-    """Return the memory of the 16-bit weights of the first layers."""
-    return 2 * sum(layer_weights(model, layer) for layer in range(layers))
+    """Return the memory of the 16-bit weights of the first layers. The embedding and the norms stay with the first."""
+    outside = outside_weights(model) if layers else 0
+    return 2 * (outside + sum(layer_weights(model, layer) for layer in range(layers)))
 
 
 def fitting_layers(model: ModelSpec, free_bytes: int) -> int:

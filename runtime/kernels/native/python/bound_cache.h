@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "python/bound_weights.h"
-#include "experts/expert_reads.h"
+#include "experts/expert_cache.h"
 
 namespace moec {
 
@@ -76,32 +76,32 @@ inline std::vector<ExpertSource> sources_of(nb::list tuples, nb::list experts) {
     return sources;
 }
 
-class BoundReads {
+class BoundCache {
   public:
     using Indices = Residency::Indices;
 
-    BoundReads(nb::dict arrays, std::vector<int64_t> sizes, std::vector<int64_t> layers, std::vector<int64_t> following,
+    BoundCache(nb::dict arrays, std::vector<int64_t> sizes, std::vector<int64_t> layers, std::vector<int64_t> next_in_file,
                int64_t readers, int64_t max_run_bytes, double half_life, const std::string& policy, int64_t capacity_bytes,
                int64_t pin_limit_bytes, nb::list sources, bool drops_pages) {
         const int64_t count = static_cast<int64_t>(sizes.size());
-        if (layers.size() != sizes.size() || following.size() != sizes.size() || sources.size() != sizes.size() ||
+        if (layers.size() != sizes.size() || next_in_file.size() != sizes.size() || sources.size() != sizes.size() ||
             readers < 1) {
-            refuse("layers, following, sources: expected one per expert, and at least one reader");
+            refuse("layers, next_in_file, sources: expected one per expert, and at least one reader");
         }
-        for (const int64_t next : following) {
+        for (const int64_t next : next_in_file) {
             if (next < -1 || next >= count) {
-                refuse("following: expected experts or -1");
+                refuse("next_in_file: expected experts or -1");
             }
         }
         const Columns columns = held_.columns(arrays, count);
-        ResidencyFacts facts{std::move(sizes), std::move(layers), std::move(following), readers,
+        ResidencyFacts facts{std::move(sizes), std::move(layers), std::move(next_in_file), readers,
                              max_run_bytes,    half_life,         score_named(policy)};
-        reads_ = std::make_unique<ExpertReads>(std::move(facts), columns, held_.counts->data<CacheCounts>(), capacity_bytes,
+        reads_ = std::make_unique<ExpertCache>(std::move(facts), columns, held_.counts->data<CacheCounts>(), capacity_bytes,
                                                pin_limit_bytes, sources_of(sources, held_.experts), drops_pages);
     }
 
-    ExpertReads& operator*() { return *reads_; }
-    ExpertReads* operator->() { return reads_.get(); }
+    ExpertCache& operator*() { return *reads_; }
+    ExpertCache* operator->() { return reads_.get(); }
 
     const Indices& checked(const Indices& indices) const {
         for (const int64_t index : indices) {
@@ -118,7 +118,7 @@ class BoundReads {
 
   private:
     HeldColumns held_;
-    std::unique_ptr<ExpertReads> reads_;
+    std::unique_ptr<ExpertCache> reads_;
 };
 
 }  // namespace moec

@@ -19,7 +19,7 @@ from ..preflight.preparation import KL_ITEMS, Prepared
 from ..request.task_data import train_texts
 from ..sensitivity.fisher import TEXTS
 from ..sensitivity.gradients import TOKENS_PER_TEXT
-from ..walker.residency import SCORED_TOKENS
+from ..walker.limits import SCORED_TOKENS
 from ..walker.texts import AnswerTexts, TokenTexts, divided_pairs
 
 HELD_OUT_ITEMS = 500
@@ -33,25 +33,25 @@ class CompileTexts:
     calibration: train texts that are counted, and whose inputs weigh the errors of units.
     probe: the first of them, on which the errors of layers are measured.
     gradients: train texts of the gradients.
-    answers: validation texts on which plans are measured.
+    validation: texts on which plans are measured.
     held_out: texts of the certificate's KL, by task.
     """
 
     calibration: TokenTexts
     probe: TokenTexts
     gradients: AnswerTexts
-    answers: AnswerTexts
+    validation: AnswerTexts
     held_out: Mapping[str, AnswerTexts]
 
     @property
     def scored_tokens(self) -> int:
         """Tokens of the texts whose answers are scored."""
-        return self.answers.texts.num_tokens + sum(answers.texts.num_tokens for answers in self.held_out.values())
+        return self.validation.texts.num_tokens + sum(answers.texts.num_tokens for answers in self.held_out.values())
 
 
-def compile_texts(prepared: Prepared) -> CompileTexts:
+def encode_all_texts(prepared: Prepared) -> CompileTexts:
     """Encode the texts of all tasks. Raises ContextOverflow, and DataError where no text is left."""
-    model, limits = prepared.lowering.model, prepared.residency.texts
+    model, limits = prepared.lowering.model, prepared.kept_layers.texts
     tokenizer = load_tokenizer(prepared.checkpoint.root)
 
     def encoded(texts: Sequence[tuple[str, str]]) -> list[TokenPair]:

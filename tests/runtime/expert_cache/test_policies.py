@@ -7,17 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.runtime.expert_cache.eviction import (
-    HALF_LIFE_TOKENS,
-    ExpertRecords,
-    edgemoe_score,
-    eviction_order,
-    expert_records,
-    lfu_score,
-    lrfu_score,
-    lru_score,
-    warm_order,
-)
+from moec.runtime.expert_cache.eviction import eviction_order
+from moec.runtime.expert_cache.policies import edgemoe_score, lfu_score, lrfu_score, lru_score
+from moec.runtime.expert_cache.records import HALF_LIFE_TOKENS, ExpertRecords, expert_records, warm_order
 
 
 def records(layer: list[int], frequency: list[float], num_layers: int) -> ExpertRecords:

@@ -1,10 +1,10 @@
 // Reader threads of the expert cache, and the memory that they read into. On the default path an evicted expert gives up its
-// memory in `left`, and `give_places` hands that memory to the next expert of the same size. Callers: expert_reads.cpp.
+// memory in `left`, and `give_places` hands that memory to the next expert of the same size. Callers: expert_cache.cpp.
 
 #include <algorithm>
 #include <chrono>
 
-#include "experts/expert_reads.h"
+#include "experts/expert_cache.h"
 #include "threads/clock.h"
 
 #if defined(__unix__) || defined(__APPLE__)
@@ -31,13 +31,13 @@ bool is_settled(const FileIdentity& identity) {
 }  // namespace
 
 // An expert was evicted or its read failed. Its place becomes free for the next expert of its size.
-void ExpertReads::left(int64_t index) {
+void ExpertCache::left(int64_t index) {
     if (addresses_[static_cast<size_t>(index)] != nullptr) {
         spare_[size(index)].push_back(index);
     }
 }
 
-void ExpertReads::serve(const Load& load, const Check& check) {
+void ExpertCache::serve(const Load& load, const Check& check) {
     for (;;) {
         bool is_warm = false, has_places = false, is_known = false;
         Indices run;
@@ -80,12 +80,12 @@ void ExpertReads::serve(const Load& load, const Check& check) {
     }
 }
 
-bool ExpertReads::is_verified(const Indices& run, uint32_t state) const {
+bool ExpertCache::is_verified(const Indices& run, uint32_t state) const {
     return std::all_of(run.begin(), run.end(), [=](int64_t index) { return verified_[static_cast<size_t>(index)] == state; });
 }
 
 // Note a run that was read and compared, or that needed no comparison. before: its file when the read began.
-void ExpertReads::note_verified(const Indices& run, const Indices& failed, const SourceFile& before,
+void ExpertCache::note_verified(const Indices& run, const Indices& failed, const SourceFile& before,
                                 const FileIdentity& after) {
     SourceFile& file = file_of(run);
     if (!(after == before.identity)) {
@@ -106,7 +106,7 @@ void ExpertReads::note_verified(const Indices& run, const Indices& failed, const
 }
 
 // Wait for the most urgent read. Returns an empty run once closed.
-ExpertReads::Indices ExpertReads::next_run(Lock& lock, bool& is_warm) {
+ExpertCache::Indices ExpertCache::next_run(Lock& lock, bool& is_warm) {
     while (!is_closed_) {
         Indices run = next_read();
         if (!run.empty()) {
@@ -132,7 +132,7 @@ ExpertReads::Indices ExpertReads::next_run(Lock& lock, bool& is_warm) {
 
 // Give every expert of a run the free place of an evicted expert of its size. Returns false, with nothing changed, if one of
 // them gets none.
-bool ExpertReads::give_places(const Indices& run) {
+bool ExpertCache::give_places(const Indices& run) {
     if (moved_.size() >= addresses_.size()) {
         return false;  // Python must first learn of the earlier moves, so that their list stays bounded
     }
@@ -157,13 +157,13 @@ bool ExpertReads::give_places(const Indices& run) {
                 *own = before;
             }
         }
-        follow(index);
+        rebind(index);
     }
     return true;
 }
 
 // Point the kernels' view of an expert to the place where it will be.
-void ExpertReads::follow(int64_t index) {
+void ExpertCache::rebind(int64_t index) {
     const ExpertSource& source = sources_[static_cast<size_t>(index)];
     const uint8_t* const address = addresses_[static_cast<size_t>(index)];
     source.view->up.data = address + source.up_bytes;
@@ -171,7 +171,7 @@ void ExpertReads::follow(int64_t index) {
     source.view->gate.data = address + (source.gate_bytes < 0 ? source.up_bytes : source.gate_bytes);
 }
 
-bool ExpertReads::read(const Indices& run, const std::vector<uint8_t*>& addresses) const {
+bool ExpertCache::read(const Indices& run, const std::vector<uint8_t*>& addresses) const {
 #if defined(MOEC_HAS_PREADV)
     std::vector<iovec> parts;
     int64_t left_bytes = 0;
@@ -214,11 +214,11 @@ bool ExpertReads::read(const Indices& run, const std::vector<uint8_t*>& addresse
 #endif
 }
 
-void ExpertReads::end(const Indices& run, const Indices& failed, bool is_warm) {
+void ExpertCache::end(const Indices& run, const Indices& failed, bool is_warm) {
     for (const int64_t index : run) {
         if (std::find(failed.begin(), failed.end(), index) != failed.end()) {
             left(index);
-            withdraw(index);
+            fail_read(index);
             has_failed_[static_cast<size_t>(index)] = columns_.is_leased[index];  // for the stream that waits for it
         } else if (is_warm) {
             arrive_warm(index);
@@ -229,7 +229,7 @@ void ExpertReads::end(const Indices& run, const Indices& failed, bool is_warm) {
     }
 }
 
-void ExpertReads::change_reading(int by) {
+void ExpertCache::change_reading(int by) {
     const int64_t now = now_ns();
     counts_->busy_ns += reading_ > 0 ? now - last_change_ns_ : 0;
     last_change_ns_ = now;

@@ -1,8 +1,9 @@
-"""Render chat templates: turn messages into the text that a model was trained on, in a separate process.
+"""The process of a chat template: start it, send it messages, and limit its time and memory.
 
+`chat_template.py` renders, inside this process: it turns messages into the text that a model was trained on.
 The template comes from the checkpoint. The bundle carries it, and it is not trusted.
 It sees only the messages and the names of the special tokens. The sandbox of jinja2 keeps it from everything else.
-Limits of the system bound the time and memory of the process that renders it (template_child.py).
+Limits of the system bound the time and memory of the process.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class ChatRenderer:
     def __init__(self) -> None:
         if not sys.executable:
             raise ExecutionError("chat templates need a Python interpreter, `sys.executable` names none", "set it")
-        script = Path(__file__).with_name("template_child.py")
+        script = Path(__file__).with_name("chat_template.py")
         command = [sys.executable, "-I", "-S", str(script), *_package_folders("jinja2", "markupsafe")]
         try:
             self.process = subprocess.Popen(

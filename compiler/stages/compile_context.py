@@ -1,4 +1,4 @@
-"""The workbench of every stage of a compile, and the values that stages return."""
+"""The context in which the stages of a compile run, and the values that they return."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..bundle.certify import DivergenceCertificate, TaskCertificate
+from ..bundle.certificates import DivergenceCertificate, TaskCertificate
 from ..calibration.collect import ActivationStatistics
 from ..cluster.session import ClusterSession, cluster_session
+from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
-from ..preflight.residency import runtime_bytes
 from ..quantization.swept_store import SweptStore
 from ..request.plan import CompilePlan
 from ..search.comparison import Comparison
@@ -25,12 +25,12 @@ from ..workspace.durable import disk_errors
 from ..workspace.journal import Journal
 from ..workspace.output_lock import hold_output
 from ..workspace.work_folder import planning_journal, work_folder, work_journal
-from .texts import CompileTexts
+from .encode_texts import CompileTexts
 
 
 @dataclass(frozen=True, slots=True)
-class Workbench:
-    """A compile that may begin.
+class CompileContext:
+    """The needs of every stage of a compile: the checked request, the journal, and the cluster.
 
     journal: keeps the result of every finished stage.
     cluster: workers that take jobs; None: this machine does all.
@@ -101,31 +101,40 @@ class Certified:
 
 
 @contextmanager
-def planning_bench(prepared: Prepared) -> Iterator[Workbench]:
-    """Open what a plan takes. It reads and adds to what an interrupted compile left, and writes nothing else."""
+def open_for_plan(prepared: Prepared) -> Iterator[CompileContext]:
+    """Open the journal and the cluster for a plan without a bundle.
+
+    The plan reads the journal of an interrupted compile and adds to it. It writes nothing else.
+    """
     request, note = prepared.request, prepared.request.talk.note
     is_shared = request.resume and work_folder(request.output).is_dir()
     held = hold_output(request.output, request.disk, note) if is_shared else nullcontext()
     opened = planning_journal(request.output, prepared.identity(), request.resume, note)
     with held, _workers(prepared) as cluster, opened as journal:
-        yield Workbench(prepared, journal, cluster)
+        yield CompileContext(prepared, journal, cluster)
 
 
 @contextmanager
-def compiling_bench(prepared: Prepared, identity: str) -> Iterator[Workbench]:
-    """Open what a compile takes. identity: digest of all inputs."""
+def open_for_compile(prepared: Prepared, identity: str) -> Iterator[CompileContext]:
+    """Open the journal and the cluster for a compile.
+
+    identity: digest of all inputs.
+    """
     request = prepared.request
     opened = work_journal(request.output, identity, request.disk, request.resume, request.talk.note)
     with disk_errors(request.output.parent), _workers(prepared) as cluster, opened as journal:
-        yield Workbench(prepared, journal, cluster)
+        yield CompileContext(prepared, journal, cluster)
 
 
 @contextmanager
-def comparing_bench(prepared: Prepared, output: Path, identity: str) -> Iterator[Workbench]:
-    """Open what the comparison of a finished bundle takes. output: next to which measurements are kept."""
+def open_for_comparison(prepared: Prepared, output: Path, identity: str) -> Iterator[CompileContext]:
+    """Open the journal for the comparison of a finished bundle.
+
+    output: measurements are kept next to this path.
+    """
     request = prepared.request
     with work_journal(output, identity, request.disk, request.resume, request.talk.note) as journal:
-        yield Workbench(prepared, journal, None)
+        yield CompileContext(prepared, journal, None)
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from moec.manifests.model import SharedSpec
 from moec.runtime import load
 from moec.runtime.model.one_call import TokenExperts
 from moec.runtime.prefetch.advisor import Advisor
-from moec.runtime.prefetch.margins import PRECISION, LearnedThresholds
 from moec.runtime.prefetch.pass_state import PassState
 from moec.runtime.prefetch.predictors import Predictor
+from moec.runtime.prefetch.thresholds import PRECISION, LearnedThresholds
 from tests.manifests.examples import layer_spec, model_spec
 
 EXPERTS, TOP_K = 32, 4

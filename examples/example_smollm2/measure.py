@@ -1,0 +1,84 @@
+"""What the split cost, and how experts are used: perplexity, shares of experts, routing weights, and answers.
+
+Shapes: L layers, E experts, K chosen experts.
+"""
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+
+from example_smollm2.network import Network, normed, turns_of
+from example_smollm2.perplexity import perplexity
+
+_PROMPTS = (
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "List three colours.",
+    "Explain in one sentence what a database index is for.",
+)
+_NEW_TOKENS = 48
+
+
+def compare(dense: Network, student: Network, rows: dict[str, Tensor], count: int) -> dict[str, Any]:
+    """Return the perplexity of both networks on `count` rows of each split, and their ratio."""
+    found = {}
+    for split, tokens in rows.items():
+        before, after = perplexity(dense, tokens[:count]), perplexity(student, tokens[:count])
+        found[split] = {
+            "tokens": tokens[:count].numel(),
+            "dense": round(before, 3),
+            "experts": round(after, 3),
+            "ratio": round(after / before, 4),
+        }
+    return found
+
+
+@torch.inference_mode()
+def routing(network: Network, tokens: Tensor) -> dict[str, Any]:
+    """Return how experts are used on rows of tokens [B, T].
+
+    weights: mean routing weight of the first, second, ... chosen expert.
+    most_used, least_used: use of an expert as a multiple of its layer's mean, averaged over the layers.
+    half_of_uses: share of the experts that have half of the uses, averaged over the layers.
+    """
+    shape = network.shape
+    weights, uses = torch.zeros(shape.top_k), torch.zeros(shape.layers, shape.experts)
+    states, turns = functional.embedding(tokens, network.embedding), turns_of(tokens.shape[1], shape)
+    for at, layer in enumerate(network.layers):
+        states = states + layer.attention(normed(states, layer.input_norm, shape.epsilon), turns)
+        read = normed(states, layer.norm, shape.epsilon)
+        shares, chosen = layer.feed_forward.routing(read)
+        weights += shares.flatten(0, 1).mean(0) / shape.layers
+        uses[at] = torch.bincount(chosen.flatten(), minlength=shape.experts)
+        states = states + layer.feed_forward(read)
+    ranked = (uses / uses.mean(1, keepdim=True)).sort(1, descending=True).values
+    halves = (ranked.cumsum(1) < ranked.sum(1, keepdim=True) / 2).sum(1) + 1
+    return {
+        "weights": [round(value, 4) for value in weights.tolist()],
+        "most_used": round(ranked[:, 0].mean().item(), 3),
+        "least_used": round(ranked[:, -1].mean().item(), 3),
+        "half_of_uses": round(halves.float().mean().item() / shape.experts, 3),
+        "use_of_each_rank": [round(value, 3) for value in ranked.mean(0).tolist()],
+    }
+
+
+@torch.inference_mode()
+def answers(network: Network, tokenizer: Tokenizer, end: int) -> dict[str, str]:
+    """Return greedy answers to a few instructions, in the form of SmolLM2's chat."""
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    found = {}
+    for prompt in _PROMPTS:
+        turns = [("system", system), ("user", prompt)]
+        text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
+        tokens = tokenizer.encode(text + "<|im_start|>assistant\n").ids
+        start = len(tokens)
+        while len(tokens) < start + _NEW_TOKENS:
+            best = int(network.logits(network(torch.tensor([tokens]))[0, -1]).argmax())
+            if best == end:
+                break
+            tokens.append(best)
+        found[prompt] = tokenizer.decode(tokens[start:])
+    return found
