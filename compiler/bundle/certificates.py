@@ -1,7 +1,7 @@
 """The certificate of one task, and of the KL on one task's answers.
 
 The runtime runs the written bundle on items that no other stage uses. Its results are compared with those of the
-reference model. `certify.py` makes the certificates of all tasks.
+unquantized model. `certify.py` makes the certificates of all tasks.
 """
 
 from __future__ import annotations

@@ -37,5 +37,5 @@ def walked_logits(
             slot.run([states], pool)
     head = slot.head()
     head = replace(head, matrix=own.get(lowering.model.head_name, head.matrix))
-    normed = slot.normed(states.answers([len(row) for row in rows]))
+    normed = slot.normed(states.scored_states([len(row) for row in rows]))
     return list(head.logits(normed).split([len(row) for row in rows]))
