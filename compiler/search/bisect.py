@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from moec.manifests.errors import TargetUnreachable
 
 from ..request.plan import CompilePlan
 from ..request.targets import Target
-from ..sensitivity.trials import Trials, kl_bound, margin
+from ..sensitivity.trials import Trials, items_for_precision, kl_bound, margin, upper_bound
 from .knapsack import ChoiceTable, least_cost, least_loss
 from .space import SearchSpace
 from .swaps import NO_SWAPS, Swaps
@@ -194,6 +194,7 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, 
     """
     bracket, budget = _Bracket(), _calibrated_budget(space, trials, trials.first_kl_per_loss * target)
     kept = list[Found]()
+    tell = _LossNotes(target, trials.certification_items, note)
 
     def bisect(space: SearchSpace, bracket: _Bracket, budget: float, measurements: int, least: float = 0.0) -> float:
         most = _largest_budget(space)
@@ -203,7 +204,7 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, 
             budget = min(max(budget, least), most)
             plan, cost = _least_plan(space, budget)
             accepted, losses = trials.accepts(plan, target, "search")
-            note(_sentence(plan, losses, accepted))
+            tell.plan(plan, losses, accepted)
             bracket.add(Found(plan, budget, cost), accepted)
             kept.extend([Found(plan, budget, cost)] if accepted else [])
             budget = bracket.next_budget(budget, _headroom(losses, target, trials.certification_items))
@@ -230,7 +231,7 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, 
     if swapped is None:
         return found
     accepted, losses = trials.accepts(swapped.plan, target, "search")
-    note(_sentence(swapped.plan, losses, accepted))
+    tell.plan(swapped.plan, losses, accepted)
     return swapped if accepted else found
 
 
@@ -266,7 +267,7 @@ def _least_kl(kept: Sequence[Found], trials: Trials) -> Found:
 
 def _loss_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool, str]:
     accepted, losses = trials.accepts(plan, target, "most precise")
-    return accepted, f"measures {_losses_text(losses)}"
+    return accepted, f"measures {_losses_text(losses, target, trials.certification_items)}"
 
 
 def _headroom(losses: dict[str, LossEstimate], target: float, items: Mapping[str, int]) -> float:
@@ -320,11 +321,39 @@ def _most_precise(space: SearchSpace, judged: Callable[[CompilePlan], tuple[bool
     return Found(plan, 0.0, cost)
 
 
-def _sentence(plan: CompilePlan, losses: dict[str, LossEstimate], accepted: bool) -> str:
-    verdict = "kept" if accepted else "too much"
-    return f"{plan.bits_per_weight:.3f} bits per weight: {_losses_text(losses)}: {verdict}"
+@dataclass(eq=False)
+class _LossNotes:
+    """Says what was measured of each plan, and why it was kept or refused.
+
+    items: number of items in the certificate of each task.
+    """
+
+    target: float
+    items: Mapping[str, int]
+    note: Note
+    _told: set[str] = field(default_factory=set)
+
+    def plan(self, plan: CompilePlan, losses: Mapping[str, LossEstimate], accepted: bool) -> None:
+        """Tell the verdict on a plan. If a standard error is large, tell once how many items would make it small."""
+        verdict = "kept" if accepted else "refused"
+        self.note(
+            f"{plan.bits_per_weight:.3f} bits per weight: {_losses_text(losses, self.target, self.items)}: {verdict}"
+        )
+        for task, loss in losses.items():
+            needed = items_for_precision(loss, self.target)
+            if needed > loss.n and task not in self._told:
+                self._told.add(task)
+                self.note(
+                    f"{task}: the loss has a standard error of {loss.standard_error:.2%} on {loss.n} items; "
+                    f"{needed} items would make it a quarter of the target"
+                )
 
 
-def _losses_text(losses: dict[str, LossEstimate]) -> str:
-    parts = (f"{task} {loss.loss:.2%} +- {loss.standard_error:.2%} (n {loss.n})" for task, loss in losses.items())
+def _losses_text(losses: Mapping[str, LossEstimate], target: float, items: Mapping[str, int]) -> str:
+    """Return each loss with the upper bound that decides, and its number of items."""
+    parts = []
+    for task, loss in losses.items():
+        upper = upper_bound(loss, items[task])
+        sign = "<=" if upper <= target else ">"
+        parts.append(f"{task} {loss.loss:.2%} (n {loss.n}), upper bound {upper:.2%} {sign} {target:.2%}")
     return f"loss {', '.join(parts)}"

@@ -40,6 +40,8 @@ from .answer_walk import AnswerMeasures, AnswerMeter
 # A measurement on generated answers looks after these numbers of items, and stops if the result is already clear.
 LOOKS = (500, 1000)
 CLEAR_STANDARD_ERRORS = 3.0
+# Standard error of a loss, as a share of the target, that needs no more items.
+PRECISION = 0.25
 # Enough for a standard error. The certificate uses five times as many.
 TRIAL_RESAMPLES = 2000
 
@@ -302,7 +304,7 @@ class Trials:
             results.append(evaluate(data.task, part, engine, shots=data.shots, drafts=guesses, progress=self.progress))
             done = look
             estimate = loss_so_far(data.task, baseline, results)
-            distance = abs(estimate.loss + margin(estimate, data.certification_items) - target)
+            distance = abs(upper_bound(estimate, data.certification_items) - target)
             if done == len(items) or distance > CLEAR_STANDARD_ERRORS * estimate.standard_error > 0:
                 return estimate
 
@@ -353,9 +355,24 @@ def margin(estimate: LossEstimate, certification_items: int) -> float:
     return estimate.standard_error + ONE_SIDED_95 * at_certification
 
 
+def upper_bound(estimate: LossEstimate, certification_items: int) -> float:
+    """Return the bound of a loss that the search compares with the target: the loss and its margin."""
+    return estimate.loss + margin(estimate, certification_items)
+
+
 def keeps(estimate: LossEstimate, target: float, certification_items: int) -> bool:
     """Return whether the search accepts a loss. Acceptance implies loss + one standard error <= target."""
-    return estimate.loss + margin(estimate, certification_items) <= target
+    return upper_bound(estimate, certification_items) <= target
+
+
+def items_for_precision(estimate: LossEstimate, target: float) -> int:
+    """Return about how many items make the standard error PRECISION times the target, if all else stays the same.
+
+    0 if the standard error is not known.
+    """
+    if not math.isfinite(estimate.standard_error):
+        return 0
+    return math.ceil(estimate.n * (estimate.standard_error / (PRECISION * target)) ** 2)
 
 
 def kl_bound(summary: DistributionSummary) -> float:

@@ -1,4 +1,4 @@
-"""What the split cost, and how experts are used: perplexity, shares of experts, routing weights, and answers.
+"""Measurements of the split: perplexity, use of experts, routing weights, and answers.
 
 Shapes: L layers, E experts, K chosen experts.
 """

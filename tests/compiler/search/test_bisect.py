@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 
@@ -76,7 +78,21 @@ def test_every_measurement_is_told() -> None:
     told: list[str] = []
     search(SPACE, ToyTrials(noisy_kl(SPACE)).as_trials(), Target("loss", 0.02), told.append)
     assert told and all("bits per weight: loss toy" in text for text in told)
-    assert told[0].endswith(("kept", "too much"))
+    for text in told:
+        upper = float(text.split("upper bound ")[1].split("%")[0])
+        assert text.endswith("<= 2.00%: kept" if upper <= 2 else "> 2.00%: refused")
+
+
+def test_a_refused_plan_is_told_with_the_bound_that_refuses_it_and_the_items_that_would_help() -> None:
+    """40 items with a standard error of a quarter of the loss refuse plans whose loss alone is within the target."""
+    told: list[str] = []
+    trials = ToyTrials(noisy_kl(SPACE), standard_error=0.008)
+    with suppress(TargetUnreachable):
+        search(SPACE, trials.as_trials(), Target("loss", 0.02), told.append)
+    refused = [text for text in told if text.endswith("refused")]
+    assert any(float(text.split("loss toy ")[1].split("%")[0]) <= 2 for text in refused)
+    advice = [text for text in told if "would make it a quarter of the target" in text]
+    assert len(advice) == 1 and "standard error of 0.80%" in advice[0]
 
 
 @pytest.mark.parametrize("target", [Target("kl", 1e-3), Target("loss", 1e-3)])
