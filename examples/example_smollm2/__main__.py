@@ -17,7 +17,7 @@ from example_smollm2.splitting import with_experts
 from example_smollm2.tasks import make_tasks
 
 ROW_TOKENS = 256
-CALIBRATION_ROWS = 32
+CALIBRATION_ROWS = 16
 SCORED_ROWS = 200
 EXPERTS, TOP_K, SHARED_WIDTH = 16, 6, 512
 SLOPE_LOSS = 0.3
@@ -51,10 +51,13 @@ def make_example(options: argparse.Namespace) -> None:
         write_network(folder / "dense", dense_network(gguf), gguf)
     dense = read_network(folder / "dense")
     rows = {split: rows_of(load_documents(texts, split), tokenizer, ROW_TOKENS, SEED) for split in SPLITS}
-    print("dividing the feed-forward networks", flush=True)
-    calibration = rows["train"][:CALIBRATION_ROWS]
     sizes = (options.shared_width, options.experts, options.top_k)
-    student = with_experts(dense, calibration, *sizes, options.slope_loss)
+    untrained_folder = folder / "untrained"
+    if not (untrained_folder / "model.safetensors").exists():
+        print("dividing the feed-forward networks", flush=True)
+        divided = with_experts(dense, rows["train"][:CALIBRATION_ROWS], *sizes, options.slope_loss)
+        write_network(untrained_folder, divided, gguf)
+    student = read_network(untrained_folder)
     untrained = measure.compare(dense, student, {"test": rows["test"]}, SCORED_ROWS)
     print(f"untrained: {json.dumps(untrained)}", flush=True)
     run = Distillation(dense, student, folder / "train.state", folder / "train.log", 60 * options.minutes)

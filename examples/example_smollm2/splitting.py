@@ -14,6 +14,7 @@ from example_smollm2.network import Layer, Network, Shape, normed, turns_of
 
 _ROUNDS = 12
 _RIDGE = 1e-2
+_SLOPE_TOKENS = 2048
 _SLOPES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
 
 
@@ -95,10 +96,11 @@ def _fit_router(layer: Layer, states: Tensor, loss: float) -> None:
     moments = states.T @ states
     damped = moments + _RIDGE * moments.diagonal().mean() * torch.eye(shape.hidden)
     router = torch.linalg.solve(damped, states.T @ targets).T
-    wanted = inner @ parts.down.T
+    few = slice(_SLOPE_TOKENS)
+    wanted = inner[few] @ parts.down.T
     errors = []
     for slope in _SLOPES:
         parts.router.data = router * max(slope, 1e-3)
-        errors.append((parts(states) - wanted).square().mean().item())
+        errors.append((parts(states[few]) - wanted).square().mean().item())
     steepest = max(at for at, error in enumerate(errors) if error <= (1 + loss) * errors[0])
     parts.router.data = router * max(_SLOPES[steepest], 1e-3)
