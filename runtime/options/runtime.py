@@ -210,8 +210,8 @@ class RuntimeOptions:
     )
     cache_routing: str | None = setting(
         None,
-        "LOSSY: replace a missed expert by a cached one whose score is lower by at most the share M, or drop it if it "
-        "has less than the share D of the token's weight. M and D are from 0 to 1, and 0 if left out.",
+        "LOSSY: replace a missed expert by a cached one whose score is lower by at most the share M. Without such a one, "
+        "drop it if it has less than the share D of the token's weight. M and D are from 0 to 1, and 0 if left out.",
         group="lossy modes",
         metavar="margin=M,drop=D",
         default_text="off",
