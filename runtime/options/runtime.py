@@ -210,7 +210,7 @@ class RuntimeOptions:
     )
     cache_routing: str | None = setting(
         None,
-        "LOSSY: replace a missed expert by a cached one whose score is lower by at most the share M. Without such a one, "
+        "LOSSY: replace a missed expert by a cached one whose score is lower by at most the share M. Otherwise, "
         "drop it if it has less than the share D of the token's weight. M and D are from 0 to 1, and 0 if left out.",
         group="lossy modes",
         metavar="margin=M,drop=D",
