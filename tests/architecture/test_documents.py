@@ -42,7 +42,7 @@ STEADY = re.compile(
     r"^(?:bundle|model|files|experts|  padded|  left out|dense|bits per weight|memory floor|calibration)  .*"
     r"|^read per token .* cold cache|^bits per layer.*|^layer \d.*|^tokens .*|^supported: .*"
     r"|expert cache (?:from )?[\d.]+ MiB(?: \(\d+% of experts\))?|(?<=in )\d+ lookups|recall [\d.]+ %"
-    r"|^items: .*|^exact_match .*|[\d.]+ MiB a token(?=:)|[\d.]+ [KM]iB a token expected with a cache of [\d.]+ MiB"
+    r"|^items: .*|^exact_match .*|[\d.]+ MiB a token(?=:)|[\d.]+ [KM]iB a token expected with a cache of [\d.]+ [KM]iB"
     r"|^ *\d+%  [a-z-]+ +\d+ +[\d.]+ % +[\d.]+ MiB +[\d.]+$"
     r"|^(?:lossless|dynamic-precision|big-little|cache-routing)[^|]*? 0\.\d{4}  .*? \d\.\d{4}(?= )"
     r"|^trace +.*decoded|^memory +leaves .*|(?:replaced|dropped|skipped) +[\d.]+ %"
