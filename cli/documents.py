@@ -59,12 +59,14 @@ def _section(title: str, command: click.Command) -> str:
 
 
 def _argument(argument: click.Argument) -> str:
+    """Return the argument as a command line shows it. A metavar may have the brackets of an optional argument."""
     name = argument.metavar or (argument.name or "").upper()
-    return name if argument.required else f"[{name}]"
+    return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
 def _option_name(option: click.Option) -> str:
-    names = f"`{', '.join(option.opts)}`"
+    """Return the names of an option and its value. A switch with two forms has both: `--this / --that`."""
+    names = f"`{' / '.join(', '.join(forms) for forms in (option.opts, option.secondary_opts) if forms)}`"
     if option.is_flag:
         return names
     choices = option.type.choices if isinstance(option.type, click.Choice) else ()

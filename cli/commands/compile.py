@@ -99,7 +99,8 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 @click.option(
     "--symmetric/--asymmetric",
     default=None,
-    help="With --uniform: no minima.  [default: without minima at 4 and 8 bits in groups of 32, so 4.5 and 8.5 bits]",
+    help="With --uniform: formats without minima, or with.  "
+    "[default: without minima at 4 and 8 bits in groups of 32, so 4.5 and 8.5 bits]",
 )
 @click.option(
     "--sensitivity",
@@ -118,7 +119,9 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 @click.option(
     "--objective",
     type=click.Choice(["tpot", "bytes-per-token", "size"]),
-    help="Cost of a byte.  [default: by the device]",
+    help="What the search minimises. size: bytes; bytes-per-token: bytes that a token reads; tpot: the longer time, "
+    "reading or computing.  [default: by the device: size if all experts fit, bytes-per-token if reading takes much "
+    "longer than computing, else tpot]",
 )
 @click.option(
     "--quantizer",
@@ -144,7 +147,8 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     "--prune-experts/--keep-experts",
     "prune",
     default=None,
-    help="Whether the search may leave out experts.  [default: with --loss and --kl, if losses come from gradients]",
+    help="Let the search leave out experts, or keep all.  "
+    "[default: leave out with --loss and --kl, if losses come from gradients]",
 )
 @click.option(
     "--swaps",
@@ -161,7 +165,8 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 @click.option(
     "--comparisons/--no-comparisons",
     default=None,
-    help="Measure the best uniform format and EdgeMoE's search.  [default: up to a third of all measurements]",
+    help="Compare with the best uniform format and EdgeMoE's search, or not.  [default: all comparisons if they are "
+    "cheap, else up to a third of all measurements; none if memory does not hold the model]",
 )
 @click.option(
     "--memory",

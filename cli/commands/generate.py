@@ -15,7 +15,7 @@ from ..lossy_modes.mode_sweep import say_decisions
 from ..options.paths import bundle_argument, file_option, output_option, write_json_lines
 from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
 from ..terminal import output
-from ..terminal.help_sections import SectionCommand
+from ..terminal.help_sections import SectionCommand, SectionOption
 
 if TYPE_CHECKING:
     from moec.evaluation.engine import Generation
@@ -26,11 +26,25 @@ DEFAULT_SLOTS = 32
 CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 
 
+class OutputOption(SectionOption):
+    """An option that also has the name `--out` of earlier versions. The help text does not show it."""
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        """Add the option under all of its names."""
+        super().add_to_parser(parser, ctx)
+        parser.add_option(self, ["--out"], dest=self.name, action="store")
+
+
 @click.command("generate", cls=SectionCommand, short_help="Continue every prompt of a file, many at once.")
 @bundle_argument
 @file_option("--prompts", required=True, help="JSONL file with a prompt in each object.")
 @output_option(
-    "--out", "-o", required=True, help="JSONL file to write: `completion`, and `task_id` if the prompt has one."
+    "-o",
+    "--output",
+    "out",
+    cls=OutputOption,
+    required=True,
+    help="JSONL file to write: `completion`, and `task_id` if the prompt has one.",
 )
 @click.option("--field", default="prompt", show_default=True, metavar="NAME", help="Field of the prompt.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Longest continuation.")

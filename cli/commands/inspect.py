@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def inspect_command(bundle: Path, as_json: bool) -> None:
     """Show the content of the bundle in folder BUNDLE. The command reads the manifest and headers, and no weights.
 
-    The map has a line per layer and a block per expert. A higher block has more bits per weight on average.
+    The map has a line per layer and a block per expert. A higher block has more bits per weight on average. A dot is an
+    expert that was left out.
 
     \b
     moec inspect mixtral-moec

@@ -15,7 +15,9 @@ from ..terminal import output
 @bundle_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
 def verify_command(bundle: Path, as_json: bool) -> None:
-    """Check the bundle in folder BUNDLE: manifest, file list, headers, and the SHA-256 of every file and expert.
+    """Check the bundle in folder BUNDLE: manifest, list of files, headers, and every byte.
+
+    It compares the SHA-256 of every file, and the XXH3 of every expert and of every other weight.
 
     The exit code is 0 for a valid bundle. It is 3 if a byte differs, or if a file is missing, too short or not listed.
     The error names the file.

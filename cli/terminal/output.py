@@ -165,8 +165,17 @@ def block(share: float) -> str:
 
     share: share of the height of a line, 0 to 1.
     """
-    blocks = _BLOCKS if (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf") else "12345678"
+    blocks = _BLOCKS if _shows_blocks() else "12345678"
     return blocks[min(len(blocks) - 1, max(0, int(share * len(blocks))))]
+
+
+def dot() -> str:
+    """Return the sign of a place without a block, one column wide."""
+    return "·" if _shows_blocks() else "."
+
+
+def _shows_blocks() -> bool:
+    return (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
 
 
 class Progress:

@@ -10,30 +10,37 @@ from . import output
 
 Quality = Mapping[str, Any]
 _PROJECTIONS = ("gate", "up", "down")
-_MAP_BLOCKS, _MOST_GROUPS = 64, 24
+_MAP_BLOCKS, _MOST_EXPERTS = 64, 24
 """Columns of a map of blocks, and largest number of experts whose digits fit into 110 columns."""
 _LARGEST_BITS = 16
+_SIGNS = {"t": "three values", "0": "left out", "F": "16 bits"}
 
 
 def plan_heat_map(quality: Quality) -> str:
-    """Return the bits of every unit: a line per layer, a group of digits per expert.
+    """Return the bits of every unit: a line per layer, two or three signs per expert.
 
-    The digits are those of gate (if it exists), up and down. If a layer has too many experts for a line, the result is
+    The signs are those of gate (if it exists), up and down. If a layer has too many experts for a line, the result is
     a map of their averages.
     """
     units, body = quality["bits"]["units"], list[str]()
     layers = [
         [units[name][layer] for name in _PROJECTIONS if units[name][layer]] for layer in range(len(units["down"]))
     ]
-    if max(map(len, units["down"]), default=0) > _MOST_GROUPS:
+    if max(map(len, units["down"]), default=0) > _MOST_EXPERTS:
         body = [heat_map([[sum(bits) / len(bits) for bits in zip(*own, strict=True)] for own in layers])]
     else:
-        body = ["bits per unit (whole bits of gate, up, down, t three values; one group per expert)"]
-        for layer, own in enumerate(layers):
-            groups = ["".join(map(_digit, bits)) for bits in zip(*own, strict=True)]
-            body.append(f"layer {layer:>3}  " + (" ".join(groups) or "no routed experts"))
+        rows = [" ".join("".join(map(_digit, bits)) for bits in zip(*own, strict=True)) for own in layers]
+        body = [_legend(max(map(len, layers)), set("".join(rows)))]
+        body += [f"layer {layer:>3}  {row or 'no routed experts'}" for layer, row in enumerate(rows)]
     formats = ", ".join(f"{name} x{count}" for name, count in quality["bits"]["formats"].items())
     return "\n".join([*body, f"formats    {formats}", *_left_out(units["down"])])
+
+
+def _legend(projections: int, used: set[str]) -> str:
+    """Return the line above the bits of every unit. It explains the signs that occur."""
+    *first, last = _PROJECTIONS[-projections:]
+    signs = ", ".join(f"{sign} = {meaning}" for sign, meaning in _SIGNS.items() if sign in used)
+    return f"whole bits of {', '.join(first)} and {last} for each expert" + (f" ({signs})" if signs else "")
 
 
 def _left_out(down: Sequence[Sequence[float]]) -> list[str]:
@@ -49,14 +56,19 @@ def _left_out(down: Sequence[Sequence[float]]) -> list[str]:
 def heat_map(bits: Sequence[Sequence[float]]) -> str:
     """Return a line per layer, with a block per expert and the layer's average. With many experts a block is several.
 
+    An expert that is left out has a dot in place of a block.
     bits: mean bits of every expert of every layer, [L][E].
     """
     per_cell = -(-max(map(len, bits)) // _MAP_BLOCKS)
     merged = f"; a block is {per_cell} experts" if per_cell > 1 else ""
-    lines = [f"bits per layer and expert ({output.block(0)} 1, {output.block(1)} {_LARGEST_BITS}{merged})"]
+    cells = [[row[at : at + per_cell] for at in range(0, len(row), per_cell)] for row in bits]
+    left_out = f", {output.dot()} left out" if any(not any(cell) for row in cells for cell in row) else ""
+    scale = f"{output.block(0)} 1, {output.block(1)} {_LARGEST_BITS}"
+    lines = [f"bits per layer and expert ({scale}{left_out}{merged})"]
     for layer, row in enumerate(bits):
-        cells = [row[at : at + per_cell] for at in range(0, len(row), per_cell)]
-        blocks = "".join(output.block(_height(sum(cell) / len(cell))) for cell in cells)
+        blocks = "".join(
+            output.block(_height(sum(cell) / len(cell))) if any(cell) else output.dot() for cell in cells[layer]
+        )
         average = f"{blocks}  {sum(row) / len(row):.2f}" if row else "no routed experts"
         lines.append(f"layer {layer:>{len(str(len(bits) - 1))}}  {average}")
     return "\n".join(lines)

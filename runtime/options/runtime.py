@@ -194,7 +194,7 @@ class RuntimeOptions:
     dynamic_precision: str | None = setting(
         None,
         "LOSSY: read a missed expert in its low version if its unimportance is above T1, and skip it above T2. "
-        "Unimportance is the weight share of the token's experts that rank before it. "
+        "Unimportance is the weight share of the token's experts that rank before this one, from 0 to 1. "
         "`auto` takes the thresholds that were measured to read least within `--mode-loss`.",
         group="lossy modes",
         metavar="T1,T2",
@@ -202,15 +202,16 @@ class RuntimeOptions:
     )
     big_little: str | None = setting(
         None,
-        "LOSSY: decode with N experts per token (`K/2`: half of them), and again with all if p < G.",
+        "LOSSY: decode with N experts per token, and again with all if the likeliest next token has a probability "
+        "below G. N is a number, or `K/2` for half of the experts. Without them, G is 0.7 and N is `K/2`.",
         group="lossy modes",
         metavar="gamma=G,k=N",
         default_text="off",
     )
     cache_routing: str | None = setting(
         None,
-        "LOSSY: replace a missed expert by a cached one whose score is within M of it, or drop it if its weight is "
-        "below D.",
+        "LOSSY: replace a missed expert by a cached one whose score is lower by at most the share M. Otherwise, "
+        "drop it if it has less than the share D of the token's weight. M and D are from 0 to 1, and 0 if left out.",
         group="lossy modes",
         metavar="margin=M,drop=D",
         default_text="off",

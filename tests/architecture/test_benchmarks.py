@@ -115,8 +115,9 @@ def test_every_folder_of_results_is_named() -> None:
 
 
 def test_output_in_the_readme_was_printed() -> None:
-    """README.md shows lines of one run of `moec demo`, and nothing else between them."""
+    """README.md shows lines of one run of `moec compile`, and nothing else between them."""
     section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What a compile prints")[2]
     shown = [line for line in section.split("```")[1].strip().splitlines() if line != "..."]
-    printed = (ROOT / "bench" / "results" / "2026-11-25-demo" / "demo.txt").read_text(encoding="utf-8").splitlines()
+    results = ROOT / "bench" / "results" / "2026-11-25-one-walker"
+    printed = (results / "compile.txt").read_text(encoding="utf-8").splitlines()
     assert len(shown) > 8 and [line for line in shown if line.rstrip() not in map(str.rstrip, printed)] == []

@@ -1,5 +1,7 @@
-"""Documents point to files that exist. Every experiment has the fixed head and a row in the index. Commands parse, and
-Python blocks print what the page shows.
+"""Documents point to files that exist. Every experiment has the fixed head and a row in the index. Commands parse.
+
+Python blocks print what the page shows. Outputs in the guides have the figures of the commands, as far as these do not
+depend on time.
 """
 
 from __future__ import annotations
@@ -35,6 +37,24 @@ FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 NAMED_PATH = re.compile(r"(?:\./)?((?:docs|bench)/[^\s:]*|(?:runtime|compiler)/[^\s:]*\.py)(?::\d+)?[.,;)]*")
 MODULE = re.compile(r"bench(?:\.\w+)+")
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+# Figures of an output that depend neither on time nor on which read ends first.
+STEADY = re.compile(
+    r"^(?:bundle|model|files|experts|  padded|  left out|dense|bits per weight|memory floor|calibration)  .*"
+    r"|^read per token .* cold cache|^bits per layer.*|^layer \d.*|^tokens .*|^supported: .*"
+    r"|expert cache (?:from )?[\d.]+ MiB(?: \(\d+% of experts\))?|(?<=in )\d+ lookups|recall [\d.]+ %"
+    r"|^items: .*|^exact_match .*|[\d.]+ MiB a token(?=:)|[\d.]+ [KM]iB a token expected with a cache of [\d.]+ [KM]iB"
+    r"|^ *\d+%  [a-z-]+ +\d+ +[\d.]+ % +[\d.]+ MiB +[\d.]+$"
+    r"|^(?:lossless|dynamic-precision|big-little|cache-routing)[^|]*? 0\.\d{4}  .*? \d\.\d{4}(?= )"
+    r"|^trace +.*decoded|^memory +leaves .*|(?:replaced|dropped|skipped) +[\d.]+ %"
+    r"|^ <<.*|^####.*|^packed .*|^unpacked .*|.* is whole: .*",
+    re.MULTILINE,
+)
+# Figures that a page shows at least.
+LEAST_FIGURES = {"tutorial.md": 20, "run-under-a-budget.md": 8, "measure-and-tune.md": 10, "choose-lossy-modes.md": 2}
+# Minutes of work: `MOEC_SLOW=1` runs it too.
+SLOW_COMMAND = "--modes sweep"
+# They time alternatives, or compile.
+TIMED_COMMANDS = ("moec tune", "moec compile", "moec profile-device")
 # Generated from the commands: its command lines have explanations and placeholders.
 GENERATED = "docs/cli.md"
 BETWEEN_BLOCKS = "# next block"
@@ -148,6 +168,23 @@ def failing_blocks(text: str) -> list[str]:
     return [block for block in FENCED.findall(text) if re.search(r"^error: ", block, re.MULTILINE)]
 
 
+def shown_outputs(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the commands of a page that work on the shipped bundle or a copy, each with the output that is shown."""
+    for block in FENCED.findall(text):
+        if block in failing_blocks(block):
+            continue
+        for part in re.split(r"^\$ ", block.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            uses_bundle = "examples/bundle" in command or "example-moec" in command
+            if uses_bundle and not command.startswith(TIMED_COMMANDS):
+                yield command, output.removesuffix("```").rstrip()
+
+
+def steady_figures(text: str) -> list[str]:
+    """Return the figures of an output that do not depend on time, with white space collapsed."""
+    return [" ".join(found[0].split()) for found in STEADY.finditer(text)]
+
+
 def messages(text: str) -> list[str]:
     """Return errors, hints and warnings, also of several lines. Numbers become 0: bytes depend on the machine."""
     found = re.findall(r"^(?:error|hint|warning): .*(?:\n(?!\w+: |\$ |\[|```).+)*", text, re.MULTILINE)
@@ -242,6 +279,47 @@ def test_errors_in_the_guides_are_those_of_the_commands(page: str, tmp_path: Pat
         assert commands and messages(run.stderr) == messages(block), block
 
 
+def figures_differ(page: Path, folder: Path, is_slow: bool) -> tuple[list[str], int]:
+    """Run the commands of a page in a folder with the examples. Return wrong figures, and the number of right ones."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    wrong, right = list[str](), 0
+    for command, shown in shown_outputs(page.read_text(encoding="utf-8")):
+        if (SLOW_COMMAND in command) != is_slow and not command.startswith("cp "):
+            continue
+        run = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, f"{command}\n{run.stdout}"
+        printed = steady_figures(run.stdout)
+        # A line that the page shortens ends with `...`.
+        found = [figure.removesuffix("...").rstrip() for figure in steady_figures(shown)]
+        right += len(found)
+        wrong += [f"{command}: {each}" for each in found if not any(line.startswith(each) for line in printed)]
+    return wrong, right
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in GUIDES))
+def test_outputs_in_the_guides_have_the_figures_of_the_commands(page: str, tmp_path: Path) -> None:
+    """Figures of the shipped bundle that do not depend on time. The others, such as speeds, are left out."""
+    (path,) = (path for path in GUIDES if path.name == page)
+    wrong, right = figures_differ(path, tmp_path, is_slow=False)
+    assert wrong == []
+    assert right >= LEAST_FIGURES.get(page, 0), "the patterns of steady figures find less than before"
+
+
+@pytest.mark.slow
+def test_costs_of_lossy_modes_in_the_guide_are_those_of_the_command(tmp_path: Path) -> None:
+    wrong, right = figures_differ(DOCS / "guides" / "choose-lossy-modes.md", tmp_path, is_slow=True)
+    assert wrong == [] and right > 5
+
+
 @pytest.mark.parametrize(
     ("link", "is_broken"),
     [
@@ -297,3 +375,25 @@ def test_wrong_command_lines_are_found(text: str, is_wrong: bool) -> None:
 def test_python_blocks_have_the_output_that_follows_at_once() -> None:
     page = "```python\na\n```\n\n```text\n1\n```\n\n```python\nb\n```\n\nWords.\n\n```text\n2\n```\n"
     assert python_blocks(page) == [("a\n", "1\n"), ("b\n", None)]
+
+
+@pytest.mark.parametrize(
+    ("text", "figures"),
+    [
+        ("expert cache        hit rate 98.8 %, 5 misses in 414 lookups, 0 rereads\n", ["414 lookups"]),
+        ("per token (TPOT)    p50 0.46 ms, p95 16.71 ms, 326.9 tokens/s\nstall   8.66 ms\n", []),
+        ("mode: lossless; expert cache 0.9 MiB (50% of experts), ...\n", ["expert cache 0.9 MiB (50% of experts)"]),
+        ("  50%  lrfu               636    59.4 %  27.9 MiB       1.83\n", ["50% lrfu 636 59.4 % 27.9 MiB 1.83"]),
+        ("lossless   0.9267  -     0.0000     306.5  60.7 %\n", ["lossless 0.9267 - 0.0000"]),
+    ],
+)
+def test_steady_figures_are_found(text: str, figures: list[str]) -> None:
+    assert steady_figures(text) == figures
+
+
+def test_shown_outputs_are_those_of_the_bundle() -> None:
+    run = "$ moec inspect examples/bundle\nfiles  3\n...\n$ moec run other\nx\n$ moec tune example-moec\ny\n"
+    failing = "$ moec run examples/bundle\nerror: no\n"
+    assert list(shown_outputs(f"```\n{run}```\n\n```\n{failing}```\n")) == [
+        ("moec inspect examples/bundle", "files  3\n...")
+    ]

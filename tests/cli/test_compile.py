@@ -100,7 +100,7 @@ def test_defaults_make_a_bundle_beside_the_user(run: Compile, model: Path, tmp_p
     assert names(tmp_path) == {"tiny", "tiny-moec", "tiny-moec.log.json", "tiny-moec.report.png"}
     quality = check_bundle(tmp_path / "tiny-moec")
     assert quality["bits"]["formats"] == {"q4g64": 6}
-    assert "bits per unit" in result.stdout and "layer   0  444 444" in result.stdout
+    assert "whole bits of gate, up and down" in result.stdout and "layer   0  444 444" in result.stdout
     assert result.stdout.splitlines()[-1] == "no loss target was asked for: quality is not measured"
     log = json.loads((tmp_path / "tiny-moec.log.json").read_text())
     assert log["events"][-1]["event"] == "done" and log["events"][-1]["seconds"] >= 0
@@ -133,7 +133,7 @@ def test_plan_only_prints_and_writes_nothing(run: Compile, model: Path, data: Pa
         result = run(model, *target, "--data", data, *SMALL, "--plan-only")
         assert result.exit_code == 0, result.stderr
         assert "peak memory so far" in result.stdout and "calibrating" in result.stdout
-        assert "bits per unit" in result.stdout and last in result.stdout.splitlines()[-1]
+        assert "whole bits of gate, up and down" in result.stdout and last in result.stdout.splitlines()[-1]
     assert (contents(tmp_path), names(tmp_path)) == before
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moec.cli.terminal.report import comparison_table, loss_table, plan_heat_map, verdict_line
+from moec.cli.terminal.report import comparison_table, heat_map, loss_table, plan_heat_map, verdict_line
 from moec.compiler.bundle.certificates import TaskCertificate
 from moec.compiler.bundle.emit import cost_summary
 from moec.compiler.bundle.quality import QUALITY_VERSION, Evidence, quality_report
@@ -137,6 +137,7 @@ def test_the_report_in_a_terminal() -> None:
     for bits in quality["bits"]["units"].values():
         bits[0], bits[1] = [1.0, 16.0] * 32, []
     wide = plan_heat_map(quality).splitlines()
+    assert wide[0] == "bits per layer and expert (▁ 1, █ 16)"
     assert wide[1] == f"layer 0  {'▁█' * 32}  8.50" and wide[2] == "layer 1  no routed experts"
     assert max(map(len, wide)) < 110 and "q2g64 x7" in wide[-1]
     table = loss_table(quality)
@@ -166,4 +167,14 @@ def test_experts_left_out_are_said() -> None:
     plan = replace(mixed_plan(), units={**mixed_plan().units, **out})
     lines = plan_heat_map(report(plan=plan)).splitlines()
     assert lines[1] == "layer   0  234 888 000 234" and "q0 x6" in lines[-2]
+    assert lines[0] == "whole bits of gate, up and down for each expert (0 = left out)"
     assert lines[-1] == "left out   2 of 8 experts (`--keep-experts` keeps all)"
+
+
+def test_the_map_shows_experts_left_out() -> None:
+    lines = heat_map([[0.0, 2.0, 16.0], [1.0, 1.0, 1.0]]).splitlines()
+    assert lines[0] == "bits per layer and expert (▁ 1, █ 16, · left out)"
+    assert lines[1] == "layer 0  ·▃█  6.00" and lines[2] == "layer 1  ▁▁▁  1.00"
+    merged = heat_map([[0.0] * 64 + [4.0] * 64]).splitlines()
+    assert merged[0].endswith("(▁ 1, █ 16, · left out; a block is 2 experts)")
+    assert merged[1] == f"layer 0  {'·' * 32}{'▅' * 32}  2.00"
