@@ -1,6 +1,6 @@
 """The network in torch, dense or with experts. The experts are parts of one wide feed-forward network.
 
-All experts are computed, and the gates of those that are not chosen are 0. With small experts this is faster on a CPU
+All experts are computed, and experts that are not chosen have a gate of 0. With small experts this is faster on a CPU
 than products of every expert.
 Shapes: B rows, T tokens of a row, D hidden, W width of the feed-forward network, E experts.
 """
