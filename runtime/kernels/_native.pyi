@@ -253,7 +253,7 @@ class ExpertLayers:
     - `router`: PackedMatrix or None; `router_bias`: float32 [E] or None.
     - `shared`: Expert or None.
     - `layer`, `first_expert`, `top_k`, `renormalizes`, `weight_scale`, `residual_scale`.
-    - `experts`: one Expert per row of the router.
+    - `experts`: one Expert per row of the router; None for one that is left out.
     - `ahead`: later layers to predict, nearest first, one tuple each.
 
     A tuple of `ahead` has nine values:

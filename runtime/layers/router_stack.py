@@ -39,5 +39,5 @@ def stack_routers(routers: Sequence[Router], norms: Sequence[Norm]) -> RouterSta
     is_plain = is_plain and all(norm.bias is None and norm.eps == norms[0].eps for norm in norms)
     if not is_plain or not matrices or len(matrices) < len(routers) or len({each.rows for each in matrices}) > 1:
         return None
-    biases = [router.bias for router in routers]
+    biases = [router.bias_among_kept for router in routers]
     return RouterStack(matrices, [norm.weight for norm in norms], biases, norms[0].eps)

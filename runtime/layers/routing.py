@@ -124,8 +124,8 @@ class RoutingRule:
 
     @property
     def is_softmax(self) -> bool:
-        """True if the score of an expert is its softmax share over all experts, without any other rule."""
-        return self._is_plain and self._kept is None
+        """True if the score of an expert is its softmax share over all experts that are not pruned."""
+        return self._is_plain
 
     @property
     def can_weigh(self) -> bool:
@@ -228,6 +228,11 @@ class Router:
         """
         self.rule = RoutingRule(experts, pruned)
         self.matrix, self.bias, self._count = matrix, bias, experts.count
+        self.bias_among_kept = bias
+        """The bias with -inf for pruned experts: float32 [E], or None without a bias and pruned experts."""
+        if pruned:
+            self.bias_among_kept = np.zeros(experts.count, np.float32) if bias is None else bias.copy()
+            self.bias_among_kept[list(pruned)] = -np.inf
 
     def logits(self, normed: np.ndarray) -> np.ndarray:
         """Return the logits of rows: float32 [T, D] -> [T, E]."""

@@ -147,7 +147,9 @@ class TokenExperts:
             "renormalizes": spec.router.renormalize,
             "weight_scale": spec.router.scale,
             "residual_scale": layers.spec.residual_scale,
-            "experts": [_native(expert) for expert in layers.experts[first : first + spec.count]],
+            "experts": [
+                None if expert is None else _native(expert) for expert in layers.experts[first : first + spec.count]
+            ],
             "ahead": [self._ahead(at, each) for each in layers_ahead],
         }
 
@@ -161,7 +163,7 @@ class TokenExperts:
         router, norm = self._layers.routers[layer], self._layers.norms[layer].weight
         if router is None:
             raise ValueError(f"layer {layer} routes nothing")
-        return *place, _native(router.matrix), norm, router.bias, [], []
+        return *place, _native(router.matrix), norm, router.bias_among_kept, [], []
 
 
 def bind_token_experts(layers: ModelLayers, cache: StreamingCache, advisor: Advisor) -> TokenExperts | None:
@@ -183,8 +185,8 @@ def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ah
         reason = "a lossy mode"
     if reason is None and model.norm == "layer":
         reason = "layer norms"
-    for layer, pruned in zip(model.layers, manifest.pruned_experts, strict=True):
-        reason = reason or _why_not_layer(layer, bool(pruned))
+    for layer in model.layers:
+        reason = reason or _why_not_layer(layer)
     return reason or (_why_not_advice(model, options) if reads_ahead else None)
 
 
@@ -193,14 +195,12 @@ def _bound_to(cache: StreamingCache, advisor: Advisor) -> tuple[Any, ...]:
     return id(cache), id(advisor.predictor), advisor.rule, advisor.layers, advisor.experts
 
 
-def _why_not_layer(layer: LayerSpec, has_pruned_experts: bool) -> str | None:
+def _why_not_layer(layer: LayerSpec) -> str | None:
     """Return why the extension cannot compute a layer; None if it can.
 
     It knows plain softmax routers without a capacity, and shared experts without a router.
     """
     router = layer.experts.router
-    if layer.experts.count and has_pruned_experts:
-        return "experts left out"
     if layer.experts.count and not router.is_plain:
         return "routers that are no plain softmax"
     if router.capacity:

@@ -279,6 +279,7 @@ def killed_after(layers: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     ("folder", "layers"),
     [("olmoe", 0), ("olmoe", 1), ("olmoe", 2), ("switch", 2), ("switch", 4), ("switch", 5)],
     indirect=["folder"],
+    scope="module",
 )
 def test_a_killed_sweep_goes_on_and_ends_alike(
     lowering: Lowering,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moec.manifests.errors import ExecutionError
 from moec.manifests.model import ModelSpec
 from moec.runtime import Engine, kernels, load
 from moec.runtime.bundle.opening import open_bundle
@@ -19,6 +22,7 @@ from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.prefetch.predictors import PopularityPredictor
 from moec.runtime.trace.trace import TraceRecorder
 from tests.gates.bundles import emit_bundle
+from tests.pruned_mixtral import LEFT_OUT, PRUNED, save_whole
 from tests.runtime.one_call import LAYERS, bundle, calls, in_one_call, steps_only
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 
@@ -130,6 +134,55 @@ def test_one_call_decides_and_computes_as_the_steps_do(
         before, after = run.learned_over_prompt
         assert before == after
     assert one.times.dense_ns > 0 and one.times.experts_ns > 0 and one.times.shared_ns == 0
+
+
+def never_left_out(passes: list[Any]) -> bool:
+    """Return whether no pass chose an expert that is left out."""
+    return not any(
+        expert in LEFT_OUT[at] for chosen, _, _ in passes for at, rows in enumerate(chosen) for expert in np.ravel(rows)
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_cache": "40%"}, {"prefetch": "off"}], ids=str)
+def test_experts_that_are_left_out(options: dict[str, Any], tmp_path: Path, calls: list[int]) -> None:
+    path = emit_bundle(save_whole(tmp_path / "model"), tmp_path / "bundle", pruned=PRUNED)
+    runs = []
+    for way in (in_one_call, steps_only):
+        with opened(path, **options) as engine:
+            runs.append(Run(engine, way, reads_ahead=False))
+    one, steps = runs
+    assert len(calls) == LAYERS * TOKENS
+    assert all(np.array_equal(own, other) for own, other in zip(one.rows, steps.rows, strict=True))
+    assert one.decisions == steps.decisions and one.passes == steps.passes and one.quality == steps.quality
+    assert never_left_out(one.passes)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_routers_of_nan_never_choose_what_is_left_out(value: float, tmp_path: Path, calls: list[int]) -> None:
+    """The logits that a bias makes NaN or infinite are compared; neither way computes an expert that has no bytes."""
+    path = emit_bundle(save_whole(tmp_path / "model"), tmp_path / "bundle", pruned=PRUNED)
+    chosen = []
+    for way in (in_one_call, steps_only):
+        with opened(path, expert_cache="100%") as engine:
+            model, cache = engine.model, engine.cache
+            for router in model.routers():
+                assert router is not None
+                router.bias = np.full(8, value, np.float32)
+            model.bind_one_call()
+            way(engine)
+            model.trace = TraceRecorder(model.times, partial(getattr, cache, "stats"))
+            for position in range(4):
+                with np.errstate(invalid="ignore"), suppress(ExecutionError):
+                    engine.decode([5 + position], [0], [position])
+            model.trace.end()
+            chosen.append([each.chosen for each in model.trace.passes])
+    assert chosen[0] == chosen[1] and len(calls) == 4 * LAYERS
+    assert all(
+        expert not in LEFT_OUT[at]
+        for layers in chosen[0]
+        for at, rows in enumerate(layers)
+        for expert in np.ravel(rows)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES_THAT_DO_MORE)

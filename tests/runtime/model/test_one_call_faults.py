@@ -156,7 +156,8 @@ def test_what_does_not_fit_is_refused(bundle: Path) -> None:
         router, norm = fields["router"], fields["norm"]
         wrong = (
             ({"experts": short}, "experts: expected 12"),
-            ({"experts": [None] * 12}, "experts of the extension"),
+            ({"experts": [3] * 12}, "experts of the extension"),
+            ({"experts": [None] * 12}, "expected at least 3 that are not left out, found 0"),
             ({"shared": 3}, "experts of the extension"),
             ({"norm_eps": "x"}, "norm_eps: found a value of another type"),
             ({"top_k": 13}, "experts: expected 12"),

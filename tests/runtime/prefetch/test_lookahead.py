@@ -76,7 +76,18 @@ def test_stacked_routers_say_what_each_says_alone(
     assert found == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{"scoring": "sigmoid"}, {"pruned": (1,)}, {"norm_bias": True}, {"eps": 1e-6}])
+def test_a_stacked_router_gives_no_share_to_what_is_left_out() -> None:
+    generator = np.random.default_rng(1)
+    pairs = [router(generator, 8, "bf16"), router(generator, 8, "bf16", pruned=(1, 4))]
+    hidden = generator.standard_normal((1, 64)).astype(np.float32)
+    stack = stack_routers([each for each, _ in pairs], [norm for _, norm in pairs])
+    assert stack is not None
+    found = stack.shares(hidden)
+    alone = np.array([each.rule.demand(each.logits(norm(hidden))) for each, norm in pairs])
+    assert found == pytest.approx(alone, rel=1e-5) and not found[1, [1, 4]].any()
+
+
+@pytest.mark.parametrize("changes", [{"scoring": "sigmoid"}, {"norm_bias": True}, {"eps": 1e-6}])
 def test_routers_of_another_kind_are_not_stacked(changes: dict[str, Any]) -> None:
     generator = np.random.default_rng(1)
     plain, other = router(generator, 8, "bf16"), router(generator, 8, "bf16", **changes)

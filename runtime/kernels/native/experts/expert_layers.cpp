@@ -4,6 +4,7 @@
 #include "experts/expert_layers.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "threads/clock.h"
@@ -60,16 +61,47 @@ bool ExpertLayers::route(const ExpertLayerView& layer, const float* hidden) {
         return false;
     }
     add_bias(logits.data(), layer.router_bias, layer.router->rows);
-    const RouteCall call{logits.data(), chosen.data(), weights_.data(), layer.router->rows, layer.top_k, layer.renormalizes};
+    const float* const kept = logits_among_kept(layer);
+    const RouteCall call{kept, chosen.data(), weights_.data(), layer.router->rows, layer.top_k, layer.renormalizes};
     if (!moec::route(call, 1)) {
         return false;
     }
+    replace_left_out(layer, kept);
     if (layer.weight_scale != 1.0f) {
         for (float& weight : weights_) {
             weight *= layer.weight_scale;
         }
     }
     return true;
+}
+
+// The logits with those of experts that are left out set to -inf. `logits` itself keeps the values of the router.
+const float* ExpertLayers::logits_among_kept(const ExpertLayerView& layer) {
+    if (!layer.has_left_out) {
+        return logits.data();
+    }
+    kept_ = logits;
+    for (size_t e = 0; e < kept_.size(); ++e) {
+        if (layer.experts[e] == nullptr) {
+            kept_[e] = -std::numeric_limits<float>::infinity();
+        }
+    }
+    return kept_.data();
+}
+
+// Choose again where an expert that is left out was chosen, because logits of the others are NaN or -inf. The weights, which
+// are NaN or 0 then, stay. NaN reaches the logits of the model, where an error names it.
+void ExpertLayers::replace_left_out(const ExpertLayerView& layer, const float* kept) {
+    const auto is_left_out = [&layer](int64_t expert) { return layer.experts[static_cast<size_t>(expert)] == nullptr; };
+    if (std::none_of(chosen.begin(), chosen.end(), is_left_out)) {
+        return;
+    }
+    size_t rank = 0;
+    for (const int64_t expert : largest(kept, layer.router->rows, layer.router->rows)) {
+        if (rank < chosen.size() && !is_left_out(expert)) {
+            chosen[rank++] = static_cast<int32_t>(expert);
+        }
+    }
 }
 
 int64_t ExpertLayers::rank_of(const ExpertLayerView& layer, int64_t index) const {

@@ -32,7 +32,8 @@ struct ExpertLayerView {
     int64_t layer, first_expert, top_k;
     bool renormalizes;
     float weight_scale, residual_scale;
-    std::vector<const ExpertView*> experts;  // [E]
+    std::vector<const ExpertView*> experts;  // [E]; null: left out of the model, never chosen
+    bool has_left_out;
     std::vector<LayerAhead> ahead;           // nearest first; empty: nothing is prefetched
 };
 
@@ -70,6 +71,8 @@ class ExpertLayers {
 
   private:
     bool route(const ExpertLayerView& layer, const float* hidden);
+    const float* logits_among_kept(const ExpertLayerView& layer);
+    void replace_left_out(const ExpertLayerView& layer, const float* kept);
     bool look_ahead(const ExpertLayerView& layer, const float* hidden);
     bool compute(const ExpertLayerView& layer, const Indices& found, Outcome& outcome);
     bool compute_shared(const ExpertLayerView& layer, Outcome& outcome);
@@ -85,7 +88,7 @@ class ExpertLayers {
     LearnedThresholds thresholds_;
     Indices predicted_;  // for the next layer that routes
     bool has_predicted_ = false;
-    std::vector<float> normed_, weights_, parts_, sum_;
+    std::vector<float> normed_, weights_, parts_, sum_, kept_;
 };
 
 }  // namespace moec

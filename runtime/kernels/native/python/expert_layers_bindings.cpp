@@ -212,12 +212,22 @@ class BoundLayers {
                    std::to_string(view.top_k));
         }
         expect_experts(view.first_expert, rows);
+        const ExpertView* first = nullptr;
+        int64_t kept = 0;
         for (nb::handle object : experts) {
-            view.experts.push_back(expert(object, size));
-            if (view.experts.back()->up.rows != view.experts[0]->up.rows) {
+            view.experts.push_back(object.is_none() ? nullptr : expert(object, size));
+            const ExpertView* const last = view.experts.back();
+            first = first == nullptr ? last : first;
+            kept += last != nullptr;
+            if (last != nullptr && last->up.rows != first->up.rows) {
                 refuse("experts: expected as many features of each");
             }
         }
+        if (kept < view.top_k) {
+            refuse("experts: expected at least " + std::to_string(view.top_k) + " that are not left out, found " +
+                   std::to_string(kept));
+        }
+        view.has_left_out = kept < rows;
     }
 
     LayerAhead ahead_of(const Ahead& fields, int64_t size) {
