@@ -2,9 +2,10 @@
 
     python -m bench.kernels.formats_in_turn [--kernels NAME] [--formats q4g64,q5g64] [--rounds 30] [--json]
 
-Each round calls every format once with the same shape and token count, on one thread. `from memory` goes through more
-matrices than a last-level cache holds. The table has the median rate, and the median and quartiles of the ratio of
-times to the first format in the same round. GFLOP/s counts 2 N K T, GB/s the packed bytes.
+Each round calls every format with the same shape and token count, on one thread. `memory` goes through more matrices
+than a last-level cache holds. The table has the median rate, and the median and quartiles of the ratio of times to the
+first format in the same round. GFLOP/s counts 2 N K T, GB/s the packed bytes. Times are those of the thread on its
+processor, so that other programs do not count.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ class Rate:
 
 
 def seconds_of(call: Callable[[], None], least: float) -> float:
-    """Return the mean seconds of calls that together take at least so long."""
-    start, count = time.perf_counter(), 0
-    while (passed := time.perf_counter() - start) < least or count == 0:
+    """Return the least processor seconds of a call, of as many as take `least` seconds together, but at least one."""
+    end, best = time.thread_time() + least, float("inf")
+    while best == float("inf") or time.thread_time() < end:
+        start = time.thread_time()
         call()
-        count += 1
-    return passed / count
+        best = min(best, time.thread_time() - start)
+    return best
 
 
 def caller(matrices: list[kernels.PackedMatrix], tokens: int) -> Callable[[], None]:
@@ -80,22 +82,15 @@ def measure(formats: list[str], tokens: int, rounds: int, from_memory: bool) -> 
         seconds = float(np.median(times[:, index]))
         rate = (2e-9 * SHAPE[0] * SHAPE[1] * tokens / seconds, 1e-9 * spec.packed_bytes(*SHAPE) / seconds)
         low, middle, high = (round(float(value), 3) for value in quartiles)
-        yield Rate(
-            "memory" if from_memory else "cache",
-            formats[index],
-            tokens,
-            *(round(r, 2) for r in rate),
-            (low, middle, high),
-        )
+        place = "memory" if from_memory else "cache"
+        yield Rate(place, formats[index], tokens, *(round(part, 2) for part in rate), (low, middle, high))
 
 
 def main() -> None:
     """Read the command line and print a table, or one JSON object."""
     parser = argparse.ArgumentParser(description="measure formats in turn")
     parser.add_argument("--kernels", metavar="NAME", help=f"force one of {', '.join(kernels.available())}")
-    parser.add_argument(
-        "--formats", default="q4g64,q5g64,q6g64,q8g64,q3g64,mxfp4", help="the first is the base of ratios"
-    )
+    parser.add_argument("--formats", default="q4g64,q5g64,q6g64,q8g64,q3g64,mxfp4", help="ratios are to the first")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
