@@ -36,6 +36,7 @@ _TERNARY_TILE_ROW_BYTES = 13
 BYTE_SCALES_BITWIDTHS = (1, 2, 3, 4, 5)
 BYTE_SCALES_EXPONENTS = (103, 135)
 """Range of the stored exponents of byte scales: 2^-24 to 2^8, so that half precision can hold every scale."""
+_SPLIT_CODES: dict[int, tuple[int, ...]] = {3: (2, 1), 5: (4, 1), 6: (4, 2)}
 SHORT_FORM = r"q(1\.6|[1234568])(?:g([0-9]{1,8}))?([sb]?)"
 _SHORT = re.compile(SHORT_FORM)
 
@@ -116,7 +117,8 @@ class QuantSpec:
     @property
     def plane_bits(self) -> tuple[int, ...]:
         """Bits of a code that a tile's planes hold together, lowest first. For formats with whole bits."""
-        return {3: (2, 1), 5: (4, 1), 6: (4, 2)}.get(self.bitwidth, (int(self.bitwidth),))
+        bits = int(self.bitwidth)
+        return _SPLIT_CODES.get(bits, (bits,))
 
     @property
     def format_version(self) -> int:

@@ -76,7 +76,7 @@ def _affine(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
     quanto = _quanto()
     rows, columns = weight.shape
     size = spec.group_size or columns
-    own = {2: quanto.qint2, 4: quanto.qint4}.get(spec.bitwidth)
+    own = {2: quanto.qint2, 4: quanto.qint4}.get(int(spec.bitwidth))
     kind = own or _type_of(int(spec.bitwidth))
     optimizer = quanto.HqqOptimizer() if own else quanto.MaxOptimizer()
     scale, shift = optimizer(weight, kind, axis=0, group_size=size)
