@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .model import MAX_EXPERTS, ExpertKey, ModelSpec
 from .optional_fields import OPTIONAL
 from .quant import EXPERT_ALIGNMENT_BYTES, LAYOUT, UNIT_ALIGNMENT_BYTES, QuantSpec, round_up
 
-FORMAT_VERSION = 1
+FORMAT_VERSIONS = (1, 2)
+"""Versions that this package reads. A bundle has the lowest one that has all its features."""
+RELEASED_VERSION = 1
+"""Newest version with a release. Later versions may still change."""
 MANIFEST_NAME = "moec.json"
 DENSE_NAME = "dense.safetensors"
 TABLES_NAME = "tables.safetensors"
@@ -151,6 +154,14 @@ class DenseEntry:
         _check_checksum(self.xxh3)
 
 
+def version_of(dense: Iterable[DenseEntry], experts: Iterable[ExpertEntry]) -> int:
+    """Return the lowest format version that has the formats of these entries."""
+    specs = {entry.spec for entry in dense}
+    for expert in experts:
+        specs.update(spec for spec in (expert.gate, expert.up, expert.down) if spec is not None)
+    return max((spec.format_version for spec in specs), default=min(FORMAT_VERSIONS))
+
+
 @dataclass(frozen=True, slots=True)
 class CostSummary:
     """Sizes and read costs of the bundle.
@@ -217,6 +228,7 @@ class BundleManifest:
     """All data that a runtime needs before it reads a weight.
 
     Raises ValueError if fields contradict each other:
+    - the version is not the lowest one that has its formats.
     - an expert is missing or occurs twice.
     - a size differs from that of its formats.
     - ranges overlap.
@@ -259,6 +271,9 @@ class BundleManifest:
     def __post_init__(self) -> None:
         if self.layout != LAYOUT:
             raise ValueError(f"layout: expected `{LAYOUT}`, found `{self.layout[:40]}`")
+        needed = version_of(self.dense, self.stored_experts)
+        if self.format_version != needed:
+            raise ValueError(f"format_version: its formats need {needed}, found {self.format_version}")
         names = [entry.name for entry in self.files]
         if len(set(names)) != len(names) or MANIFEST_NAME in names:
             raise ValueError("files: a name occurs twice, or the manifest lists itself")

@@ -11,7 +11,7 @@ import math
 import types
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .bundle import FORMAT_VERSION, BundleManifest
+from .bundle import FORMAT_VERSIONS, BundleManifest
 from .errors import ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
 from .files.limits import MANIFEST_JSON
 from .files.strict_json import load_strict_json, shown
@@ -20,6 +20,7 @@ from .quant import SHORT_FORM, QuantSpec
 
 DIGEST_FIELD = "manifest_sha256"
 _END = b"\n}\n"
+_VERSIONS = " and ".join(map(str, FORMAT_VERSIONS))
 _MAX_INTEGER = 1 << 63
 _PIECES = 1 << 16
 """Pieces of the canonical form that are compared at once: at most 1 MiB."""
@@ -178,9 +179,9 @@ def decode_manifest(data: bytes, place: str) -> BundleManifest:
         raise ManifestInvalid(f"`{place}` is not strict JSON: {error}", "copy the bundle again") from error
     if not isinstance(plain, dict) or type(plain.get("format_version")) is not int:
         raise ManifestInvalid(f"`{place}` has no integer field `format_version`", "is this a moec bundle?")
-    if plain["format_version"] != FORMAT_VERSION:
+    if plain["format_version"] not in FORMAT_VERSIONS:
         raise UnknownFormatVersion(
-            f"`{place}` has format version {plain['format_version']}, this moec reads {FORMAT_VERSION}",
+            f"`{place}` has format version {plain['format_version']}, this moec reads {_VERSIONS}",
             "use a matching moec or compile again",
         )
     digest = plain.pop(DIGEST_FIELD, None)

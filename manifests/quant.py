@@ -17,7 +17,9 @@ PRUNED = 0
 """Value instead of a bitwidth for experts that are left out: no bytes, no computation, no contribution."""
 TERNARY = 1.6
 """Value instead of a bitwidth for codes 0, 1 and 2, five of which are stored in a byte."""
-BITWIDTHS: tuple[float, ...] = (1, TERNARY, 2, 3, 4, 8, 16)
+BITWIDTHS: tuple[float, ...] = (1, TERNARY, 2, 3, 4, 5, 6, 8, 16)
+BITWIDTHS_OF_VERSION_2 = (5, 6)
+"""Bitwidths that the first version of the bundle format does not have."""
 UNIT_ALIGNMENT_BYTES = 64
 EXPERT_ALIGNMENT_BYTES = 4096
 MAX_DIMENSION = 1 << 24
@@ -31,10 +33,11 @@ TERNARY_COLUMNS = 64
 """Columns of a tile of ternary values."""
 # 3 bytes for each of four columns, which hold 15 codes, and 1 byte for the four sixteenth codes.
 _TERNARY_TILE_ROW_BYTES = 13
-BYTE_SCALES_BITWIDTHS = (1, 2, 3, 4)
+BYTE_SCALES_BITWIDTHS = (1, 2, 3, 4, 5)
 BYTE_SCALES_EXPONENTS = (103, 135)
 """Range of the stored exponents of byte scales: 2^-24 to 2^8, so that half precision can hold every scale."""
-SHORT_FORM = r"q(1\.6|[12348])(?:g([0-9]{1,8}))?([sb]?)"
+_SPLIT_CODES: dict[int, tuple[int, ...]] = {3: (2, 1), 5: (4, 1), 6: (4, 2)}
+SHORT_FORM = r"q(1\.6|[1234568])(?:g([0-9]{1,8}))?([sb]?)"
 _SHORT = re.compile(SHORT_FORM)
 
 
@@ -47,11 +50,11 @@ def round_up(value: int, multiple: int) -> int:
 class QuantSpec:
     """Storage format of one matrix.
 
-    bitwidth: 1, 2, 3, 4 or 8 for codes with scales, TERNARY, 16 for the checkpoint's own floats, or PRUNED.
+    bitwidth: 1 to 6 or 8 for codes with scales, TERNARY, 16 for the checkpoint's own floats, or PRUNED.
     group_size: columns that share one scale, a multiple of 32, with TERNARY of 64; 0 means one scale per row.
     symmetric: w = scale * (code - centre), never with 1 bit, always with TERNARY. Otherwise w = scale * code + minimum.
     float_type: the 16-bit type, `mxfp4`, or `none` for integer codes.
-    byte_scales: for asymmetric groups of up to 4 bits. Scales and minima are bytes, in multiples of a power of two of
+    byte_scales: for asymmetric groups of up to 5 bits. Scales and minima are bytes, in multiples of a power of two of
         each row. No minimum is above 0.
     Raises ValueError if a field is out of range.
 
@@ -82,7 +85,7 @@ class QuantSpec:
         if self.byte_scales and not (
             self.bitwidth in BYTE_SCALES_BITWIDTHS and self.group_size and not self.symmetric and not self.is_mxfp4
         ):
-            raise ValueError("scales in bytes belong to groups of 1 to 4 bits with minima")
+            raise ValueError("scales in bytes belong to groups of 1 to 5 bits with minima")
         if self.group_size < 0 or self.group_size > MAX_DIMENSION or self.group_size % self.tile_columns:
             raise ValueError(f"group_size must be 0 or a multiple of {self.tile_columns}, found {self.group_size}")
 
@@ -110,6 +113,17 @@ class QuantSpec:
     def centre(self) -> int:
         """Code of the weight 0 in symmetric formats."""
         return 1 if self.is_ternary else 2 ** int(self.bitwidth - 1)
+
+    @property
+    def plane_bits(self) -> tuple[int, ...]:
+        """Bits of a code that a tile's planes hold together, lowest first. For formats with whole bits."""
+        bits = int(self.bitwidth)
+        return _SPLIT_CODES.get(bits, (bits,))
+
+    @property
+    def format_version(self) -> int:
+        """First version of the bundle format that has this format."""
+        return 2 if self.bitwidth in BITWIDTHS_OF_VERSION_2 else 1
 
     @property
     def tile_columns(self) -> int:

@@ -17,14 +17,14 @@ from moec.manifests.quant import TERNARY
 
 # Bitwidths with a kernel in each instruction set. A profile does not offer a format without a kernel.
 KERNEL_FORMATS: dict[str, tuple[float, ...]] = {
-    "scalar": (1, TERNARY, 2, 3, 4, 8, 16),
-    "avx2": (1, TERNARY, 2, 3, 4, 8, 16),
-    "avxvnni": (1, TERNARY, 2, 3, 4, 8, 16),
-    "amx": (1, TERNARY, 2, 3, 4, 8, 16),
-    "avx512vnni": (1, TERNARY, 2, 3, 4, 8, 16),
-    "neon": (1, TERNARY, 2, 3, 4, 8, 16),
-    "neon-dot": (1, TERNARY, 2, 3, 4, 8, 16),
-    "neon-i8mm": (1, TERNARY, 2, 3, 4, 8, 16),
+    "scalar": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
+    "avx2": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
+    "avxvnni": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
+    "amx": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
+    "avx512vnni": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
+    "neon": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
+    "neon-dot": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
+    "neon-i8mm": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
 }
 PROVENANCE_KINDS = ("measured", "datasheet", "EdgeMoE (journal), section", "HOBBIT, section", "estimate")
 HOST_NAME = "host"

@@ -24,7 +24,7 @@ from moec.runtime import kernels
 
 FORMATS = (
     "q1g64", "q1g64b", "q1.6g128s", "q2g64", "q2g64b", "q2g32", "q2g32b", "q3g64", "q3g64b", "q4g64", "q4g32s", "mxfp4",
-    "q8g64", "bf16",
+    "q5g64", "q5g64b", "q6g64", "q8g64", "bf16",
 )  # fmt: skip
 SHAPES = ((256, 256), (1024, 2048), (2048, 1024))
 TOKENS = (1, 16, 64, 96)

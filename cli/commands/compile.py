@@ -86,10 +86,14 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     help="Device profile: a name, or a TOML file.",
 )
 @click.option(
-    "--dense-bits", type=int, metavar="16|8|4", help="Bits of attention, embedding, lm_head.  [default: searched]"
+    "--dense-bits", type=int, metavar="16|8|6|5|4", help="Bits of attention, embedding, lm_head.  [default: searched]"
 )
 @click.option(
-    "--bits", metavar="LIST", default="1,1.6,2,3,4,8,16", show_default=True, help="Bitwidths offered to experts."
+    "--bits",
+    metavar="LIST",
+    default="1,1.6,2,3,4,8,16",
+    show_default=True,
+    help="Bitwidths offered to experts; 5 and 6 as well.",
 )
 @click.option(
     "--group-size",
@@ -100,7 +104,7 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     "--symmetric/--asymmetric",
     default=None,
     help="With --uniform: formats without minima, or with.  "
-    "[default: without minima at 4 and 8 bits in groups of 32, so 4.5 and 8.5 bits]",
+    "[default: without minima at 4 to 8 bits in groups of 32, so half a bit less]",
 )
 @click.option(
     "--sensitivity",
@@ -141,7 +145,7 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     "--fallback-bits",
     type=int,
     metavar="BITS",
-    help="Store a second version of every larger expert in 1 to 4 bits, for `moec run --dynamic-precision`.",
+    help="Store a second version of every larger expert in 1 to 6 bits, for `moec run --dynamic-precision`.",
 )
 @click.option(
     "--prune-experts/--keep-experts",

@@ -21,7 +21,6 @@ import xxhash
 from moec.manifests.bundle import (
     CARD_NAME,
     DENSE_NAME,
-    FORMAT_VERSION,
     MANIFEST_NAME,
     PARTIAL_SUFFIX,
     QUALITY_NAME,
@@ -38,6 +37,7 @@ from moec.manifests.bundle import (
     experts_file_name,
     low_experts_file_name,
     unit_offsets,
+    version_of,
 )
 from moec.manifests.codec import encode_manifest
 from moec.manifests.errors import CheckpointError, OptionError
@@ -129,7 +129,7 @@ def emit(
 def _manifest(content: BundleContent, source: SourceSummary, cost: CostSummary, written: _Emitter) -> BundleManifest:
     """Return the manifest of written files, not certified."""
     return BundleManifest(
-        format_version=FORMAT_VERSION,
+        format_version=version_of(written.dense, (*written.experts, *written.low_experts)),
         producer=producer(),
         certified=False,
         name=source.name,

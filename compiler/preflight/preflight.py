@@ -73,9 +73,12 @@ def preflight(
             (False, True): "choose another target, `--bits` or `--group-size`",
         }
         raise kind(where + text, remedies.get((bool(model_problems), bool(plan_problems))))
-    return PreflightReport(
-        (*lowering.notes, *_ignored_notes(checkpoint, lowering), *_sixteen_bit_notes(model, offered))
+    notes = (
+        *_ignored_notes(checkpoint, lowering),
+        *_sixteen_bit_notes(model, offered),
+        *_unused_bits_notes(model, offered),
     )
+    return PreflightReport((*lowering.notes, *notes))
 
 
 def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool = False) -> tuple[int, int]:
@@ -203,6 +206,19 @@ def _sixteen_bit_notes(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[s
         for columns, projections in sorted(routed_widths(model).items())
         if below and not any(spec.fits(columns) for spec in below)
     ]
+
+
+def _unused_bits_notes(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[str]:
+    """Return the bitwidths on offer whose formats fit no routed projection."""
+    widths, notes = sorted(routed_widths(model)), []
+    for bits in sorted({spec.bitwidth for spec in offered}):
+        specs = [spec for spec in offered if spec.bitwidth == bits]
+        if not any(spec.fits(columns) for spec in specs for columns in widths):
+            notes.append(
+                f"{bits:g} bits are not used: {', '.join(map(str, specs))} cannot hold rows of "
+                f"{' or '.join(map(str, widths))} weights"
+            )
+    return notes
 
 
 def _target_problems(reachable: tuple[int, int], bits_per_weight: float | None, size_bytes: int | None) -> list[str]:

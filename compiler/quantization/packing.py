@@ -16,8 +16,6 @@ from .ternary_packing import pack_ternary, unpack_ternary
 
 _LANE_BYTES = 4
 _LANES_PER_TILE = COLUMNS_PER_TILE // _LANE_BYTES
-_LOW_TWO_BITS = np.uint32(0x03030303)
-_LOWEST_BIT = np.uint32(0x01010101)
 _FLOAT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -47,7 +45,7 @@ def pack(matrix: QuantizedMatrix) -> np.ndarray:
     if spec.is_ternary:
         lanes[:, :, header_lanes:] = pack_ternary(_pad_rows(codes)).reshape(blocks, groups, -1).view("<u4")
     else:
-        _pack_codes(_pad_rows(codes), int(spec.bitwidth), lanes[:, :, header_lanes:])
+        _pack_codes(_pad_rows(codes), spec, lanes[:, :, header_lanes:])
     if exponents.size:
         return np.concatenate((exponents, lanes.reshape(blocks, -1)), axis=1).reshape(-1).view(np.uint8)
     return lanes.reshape(-1).view(np.uint8)
@@ -121,21 +119,19 @@ def _unpack_codes(lanes: np.ndarray, columns: int, spec: QuantSpec) -> np.ndarra
         return unpack_ternary(tiles.reshape(blocks, columns // spec.tile_columns, -1))
     planes = lanes.reshape(blocks, groups, columns // groups // COLUMNS_PER_TILE, -1, ROWS_PER_BLOCK)
     planes = planes.transpose(0, 4, 1, 2, 3).reshape(blocks * ROWS_PER_BLOCK, columns // COLUMNS_PER_TILE, -1)
-    return _lanes(planes, int(spec.bitwidth)).view(np.uint8).reshape(blocks * ROWS_PER_BLOCK, columns)
+    return _lanes(planes, spec).view(np.uint8).reshape(blocks * ROWS_PER_BLOCK, columns)
 
 
-def _lanes(planes: np.ndarray, bitwidth: int) -> np.ndarray:
+def _lanes(planes: np.ndarray, spec: QuantSpec) -> np.ndarray:
     """Invert `_planes`: [16 B, tiles, planes] -> the eight lanes of each tile row, uint32 [16 B, tiles, 8]."""
-    if bitwidth == 8:
-        return np.ascontiguousarray(planes)
-    mask = np.uint32({1: 0x01010101, 2: 0x03030303, 3: 0x03030303, 4: 0x0F0F0F0F}[bitwidth])
-    low_bits = min(bitwidth, 4) if bitwidth != 3 else 2
-    per_plane = 8 // low_bits
-    lanes = np.empty((*planes.shape[:2], _LANES_PER_TILE), np.uint32)
-    for lane in range(_LANES_PER_TILE):
-        lanes[..., lane] = planes[..., lane // per_plane] >> np.uint32(low_bits * (lane % per_plane)) & mask
-        if bitwidth == 3:
-            lanes[..., lane] |= (planes[..., 2] >> np.uint32(lane) & _LOWEST_BIT) << np.uint32(2)
+    lanes = np.zeros((*planes.shape[:2], _LANES_PER_TILE), np.uint32)
+    first = 0
+    for bits in spec.plane_bits:
+        per_plane = 8 // bits
+        for lane in range(_LANES_PER_TILE):
+            plane = planes[..., first + lane // per_plane]
+            lanes[..., lane] |= (plane >> np.uint32(bits * (lane % per_plane)) & _low_bits(bits)) << np.uint32(first)
+        first += bits
     return lanes
 
 
@@ -189,7 +185,7 @@ def _pad_rows(array: np.ndarray) -> np.ndarray:
     return np.pad(array, ((0, missing), (0, 0))) if missing else np.ascontiguousarray(array)
 
 
-def _pack_codes(codes: np.ndarray, bitwidth: int, out: np.ndarray) -> None:
+def _pack_codes(codes: np.ndarray, spec: QuantSpec, out: np.ndarray) -> None:
     """Write the tiles of all groups.
 
     A lane is four adjacent columns of one row. Planes combine lane by lane, and only lanes change places.
@@ -198,33 +194,32 @@ def _pack_codes(codes: np.ndarray, bitwidth: int, out: np.ndarray) -> None:
     """
     blocks, groups, _ = out.shape
     lanes = codes.view("<u4").reshape(len(codes), -1, _LANES_PER_TILE)
-    planes = _planes(lanes, bitwidth)
+    planes = _planes(lanes, spec)
     shape = (blocks, ROWS_PER_BLOCK, groups, lanes.shape[1] // groups, planes.shape[-1])
     target = out.reshape(blocks, groups, shape[3], shape[4], ROWS_PER_BLOCK)
     target[...] = planes.reshape(shape).transpose(0, 2, 3, 4, 1)
 
 
-def _planes(lanes: np.ndarray, bitwidth: int) -> np.ndarray:
+def _planes(lanes: np.ndarray, spec: QuantSpec) -> np.ndarray:
     """Combine the eight lanes of each tile row into planes: [16 B, tiles, 8] -> uint32 [16 B, tiles, planes]."""
-    if bitwidth == 8:
-        return lanes
-    if bitwidth == 4:
-        pairs: np.ndarray = lanes[..., 0::2] | lanes[..., 1::2] << np.uint32(4)
-        return pairs
-    if bitwidth == 1:
-        return _bit_plane(lanes, 0)
-    low = lanes & _LOW_TWO_BITS if bitwidth == 3 else lanes
-    two: np.ndarray = low[..., 0::4] | low[..., 1::4] << np.uint32(2)
-    two |= low[..., 2::4] << np.uint32(4)
-    two |= low[..., 3::4] << np.uint32(6)
-    if bitwidth == 2:
-        return two
-    return np.concatenate((two, _bit_plane(lanes, 2)), axis=-1)
+    if len(spec.plane_bits) == 1:
+        return _planes_of_field(lanes, int(spec.bitwidth))
+    fields, first = [], 0
+    for bits in spec.plane_bits:
+        fields.append(_planes_of_field(lanes >> np.uint32(first) & _low_bits(bits), bits))
+        first += bits
+    return np.concatenate(fields, axis=-1)
 
 
-def _bit_plane(lanes: np.ndarray, bit: int) -> np.ndarray:
-    """Put one bit of all codes of a tile row into one lane: [16 B, tiles, 8] -> uint32 [16 B, tiles, 1]."""
-    plane = (lanes[..., 0] >> np.uint32(bit)) & _LOWEST_BIT
-    for q in range(1, _LANES_PER_TILE):
-        plane |= ((lanes[..., q] >> np.uint32(bit)) & _LOWEST_BIT) << np.uint32(q)
-    return np.expand_dims(plane, -1)
+def _planes_of_field(lanes: np.ndarray, bits: int) -> np.ndarray:
+    """Combine lanes whose bytes have `bits` bits, a divisor of 8: [16 B, tiles, 8] -> uint32 [16 B, tiles, bits]."""
+    per_plane = 8 // bits
+    planes = lanes[..., 0::per_plane]
+    for place in range(1, per_plane):
+        planes = planes | lanes[..., place::per_plane] << np.uint32(bits * place)
+    return planes
+
+
+def _low_bits(bits: int) -> np.uint32:
+    """Return a mask of the low bits of each of the four bytes of a lane."""
+    return np.uint32((2**bits - 1) * 0x01010101)

@@ -25,8 +25,15 @@ from .targets import Target
 Sensitivity = Literal["exact", "fisher", "proxy", "auto"]
 Search = Literal["knapsack", "edgemoe"]
 DEFAULT_GROUP_SIZES = (32, 64, 128)
-DENSE_BITS = (4, 8, 16)
-FALLBACK_BITS = (1, 2, 3, 4)
+DEFAULT_BITS: tuple[float, ...] = (1, TERNARY, 2, 3, 4, 8, 16)
+"""Bitwidths on offer to routed experts without a request.
+
+5 and 6 bits are left out: they need version 2 of the bundle format, which is not released, and gain little.
+Source: docs/experiments/2026-11-25-five-and-six-bits.md.
+"""
+DENSE_BITS = (4, 5, 6, 8, 16)
+SEARCHED_DENSE_BITS = (4, 8, 16)
+FALLBACK_BITS = (1, 2, 3, 4, 5, 6)
 UNIFORM_DENSE_BITS = 8
 UNIFORM_GROUP_SIZE = 64
 MAX_SEED = (1 << 63) - 1
@@ -47,7 +54,7 @@ _OF_DATA: dict[str, object] = {
     "prune": None,
     "swaps": None,
 }
-_OF_SEARCH: dict[str, object] = {"bits": BITWIDTHS, "objective": None}
+_OF_SEARCH: dict[str, object] = {"bits": DEFAULT_BITS, "objective": None}
 _OPTION_NAMES = {
     "tasks": "task",
     "comparisons": "comparisons/--no-comparisons",
@@ -85,7 +92,7 @@ class CompileOptions:
     data: str | None = None
     tasks: tuple[str, ...] = ()
     dense_bits: int | None = None
-    bits: tuple[float, ...] = BITWIDTHS
+    bits: tuple[float, ...] = DEFAULT_BITS
     group_sizes: tuple[int, ...] = ()
     sensitivity: Sensitivity = "auto"
     search: Search = "knapsack"
@@ -103,7 +110,7 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         if self.dense_bits is not None and self.dense_bits not in DENSE_BITS:
-            raise OptionError(f"`--dense-bits {self.dense_bits}` is not on offer", "choose 4, 8 or 16")
+            raise OptionError(f"`--dense-bits {self.dense_bits}` is not on offer", "choose 4, 5, 6, 8 or 16")
         if not self.bits or set(self.bits) - set(BITWIDTHS):
             raise OptionError(f"`--bits` must be among {BITWIDTHS}, found {self.bits}", "write `--bits 2,3,4,8`")
         for size in self.group_sizes:
@@ -146,7 +153,7 @@ class CompileOptions:
 
     def _check_fallback(self) -> None:
         if self.fallback_bits is not None and self.fallback_bits not in FALLBACK_BITS:
-            raise OptionError(f"`--fallback-bits {self.fallback_bits}` is not on offer", "choose 1, 2, 3 or 4")
+            raise OptionError(f"`--fallback-bits {self.fallback_bits}` is not on offer", "choose 1, 2, 3, 4, 5 or 6")
 
     def _check_effects(self) -> None:
         """Raise OptionError for an option without effect in combination with the others."""
@@ -163,7 +170,7 @@ class CompileOptions:
         if self.target.kind != "loss":
             self._refuse_given({"confidence": None}, f"with a target of {self.target}; it needs a loss target")
         if self.search == "edgemoe":
-            self._refuse_given({"bits": BITWIDTHS}, "with `--search edgemoe`, which takes 2, 4, 8 and 16")
+            self._refuse_given({"bits": DEFAULT_BITS}, "with `--search edgemoe`, which takes 2, 4, 8 and 16")
             self._refuse_given({"comparisons": None}, "with `--search edgemoe`, which is one of them")
             self._refuse_given({"prune": None}, "with `--search edgemoe`, which keeps all experts")
             self._refuse_given({"swaps": None}, "with `--search edgemoe`, which has its own search")
@@ -216,15 +223,15 @@ class CompileOptions:
     def is_uniform_symmetric(self) -> bool:
         """True if a uniform target has no minima.
 
-        Without a request: 1.6 bits, and 4 and 8 bits in groups of 32. In these groups a minimum costs half a bit per
+        Without a request: 1.6 bits, and 4 to 8 bits in groups of 32. In these groups a minimum costs half a bit per
         weight. Without minima they have the size and about the output error of groups of 64 with minima
-        (at 4 bits: docs/experiments/2026-11-21-groups-at-4.5-bits.md).
+        (4 bits: docs/experiments/2026-11-21-groups-at-4.5-bits.md; more: 2026-11-25-five-and-six-bits.md there).
         """
         if self.symmetric is not None or self.target.kind != "uniform":
             return bool(self.symmetric)
         if self.target.value == TERNARY:
             return True
-        return self.target.value in (4, 8) and self.uniform_group == 32 and self.quantizer != "quanto"
+        return 4 <= self.target.value <= 8 and self.uniform_group == 32 and self.quantizer != "quanto"
 
     def unit_specs(
         self, bitwidths: tuple[float, ...], plain: QuantSpec, widths: Collection[int] = ()
@@ -233,7 +240,7 @@ class CompileOptions:
 
         - 8 bits use the widest group that divides a width. Narrower groups add bytes and no measurable quality.
         - 1 bit has no groups of 32, which take nearly the bytes of 2 bits.
-        - Groups of up to 4 bits have byte scales and minima: equal output error for fewer bytes
+        - Groups of up to 5 bits have byte scales and minima: equal output error for fewer bytes
           (docs/experiments/2026-11-22-byte-scales.md).
         - optimum-quanto has no bitwidth below 2, and no byte scales.
 
@@ -278,13 +285,13 @@ class CompileOptions:
         """
         sizes = sorted(set(self.group_sizes or TERNARY_GROUP_SIZES), key=lambda size: (size != 0, -size))
         sizes = [size for size in sizes if size % TERNARY_COLUMNS == 0]
-        if not sizes and self.bits != BITWIDTHS:
+        if not sizes and self.bits != DEFAULT_BITS:
             raise _no_ternary_groups(self.group_sizes)
         return [QuantSpec(TERNARY, size, symmetric=True) for size in sizes]
 
     def dense_widths(self) -> tuple[int, ...]:
         """Return the bitwidths on offer to attention, embedding and lm_head. One if it is fixed."""
-        return DENSE_BITS if self.dense_bits is None else (self.dense_bits,)
+        return SEARCHED_DENSE_BITS if self.dense_bits is None else (self.dense_bits,)
 
     def to_plain(self) -> dict[str, str]:
         """Return the options that decide the bytes as text, for the manifest. The location of the data is left out."""

@@ -86,7 +86,7 @@ def choose_target(
         return Target("size", parse_bytes(size, "--size"))
     if uniform is not None:
         if uniform not in BITWIDTHS:
-            raise OptionError(f"`--uniform {uniform:g}` is not a bitwidth", "choose 1, 1.6, 2, 3, 4, 8 or 16")
+            raise OptionError(f"`--uniform {uniform:g}` is not a bitwidth", "choose 1, 1.6, 2, 3, 4, 5, 6, 8 or 16")
         return Target("uniform", uniform)
     if kl is not None:
         if not 0 < kl < math.inf:

@@ -66,9 +66,10 @@ def _lanes(tiles: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     if spec.is_ternary:
         return _ternary_lanes(tiles)
     planes = tiles.reshape(len(tiles), -1, _PLANE_BYTES)
-    if spec.bitwidth == 3:
-        return _fields(planes[:, :2], 2) | _fields(planes[:, 2:], 1) << 2
-    lanes = planes if spec.bitwidth == 8 else _fields(planes, int(spec.bitwidth))
+    low, *high = spec.plane_bits
+    lanes = planes if low == 8 else _fields(planes[:, :low], low)
+    for bits in high:
+        lanes = lanes | _fields(planes[:, low:], bits) << low
     if spec.is_mxfp4:
         return _mxfp4_levels(tiles.device).index_select(0, lanes.reshape(-1).to(torch.int32)).reshape(lanes.shape)
     return lanes

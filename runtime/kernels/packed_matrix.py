@@ -111,13 +111,12 @@ def _tile_codes(tiles: Bytes, spec: QuantSpec) -> Bytes:
     """Return the codes of tiles, uint8[n, bytes] -> uint8[n, 16, tile columns]. Source: docs/format.md, Packing."""
     if spec.is_ternary:
         lanes = _ternary_lanes(tiles)
-    elif spec.bitwidth == 3:
-        planes = tiles.reshape(len(tiles), 3, _PLANE_BYTES)
-        lanes = _crumbs(planes[:, :2], 2).reshape(len(tiles), -1, _PLANE_BYTES)
-        lanes = lanes | _crumbs(planes[:, 2:], 1).reshape(lanes.shape) << np.uint8(2)
     else:
-        bits = int(spec.bitwidth)
-        lanes = _crumbs(tiles.reshape(len(tiles), bits, _PLANE_BYTES), bits)
+        low, *high = spec.plane_bits
+        planes = tiles.reshape(len(tiles), -1, _PLANE_BYTES)
+        lanes = _crumbs(planes[:, :low], low).reshape(len(tiles), -1, _PLANE_BYTES)
+        for bits in high:
+            lanes = lanes | _crumbs(planes[:, low:], bits).reshape(lanes.shape) << np.uint8(low)
     # Axes of lanes: tile, q, byte 4 r + c. Row r, column k = 4 q + c.
     by_lane = lanes.reshape(len(tiles), -1, ROWS_PER_BLOCK, _COLUMNS_PER_LANE)
     return np.asarray(by_lane.transpose(0, 2, 1, 3).reshape(len(tiles), ROWS_PER_BLOCK, spec.tile_columns))

@@ -16,7 +16,8 @@ from moec.runtime.kernels import reference
 from tests.kernels.products import EXPERTS, biases_of, expert_of, inputs
 
 UNIFORM = [
-    (96, 64, (text,) * 3) for text in ("q1g32", "q2g32", "q3g32", "q4g32", "q4g32s", "q8", "mxfp4", "bf16", "fp16")
+    (96, 64, (text,) * 3)
+    for text in ("q1g32", "q2g32", "q3g32", "q4g32", "q4g32s", "q5g32", "q6s", "q8", "mxfp4", "bf16", "fp16")
 ] + [(128, 64, ("q1.6s",) * 3)]
 TOKENS, RANKS = np.array([8, 0, 3, 4], np.int32), np.array([0, 1, 1, 0], np.int32)
 

@@ -22,7 +22,7 @@ def test_every_format_unpacks_to_the_bits_of_the_reference(device: torch.device,
     assert np.array_equal(bits(found.cpu().numpy()), bits(packed_matrix.unpack(data, rows, columns, spec)))
 
 
-@pytest.mark.parametrize("text", ["q1", "q1.6s", "q2g64", "q3g32s", "q4g128", "q8", "bf16"])
+@pytest.mark.parametrize("text", ["q1", "q1.6s", "q2g64", "q3g32s", "q4g128", "q5g32", "q6g64s", "q8", "bf16"])
 def test_any_bytes_unpack_as_in_the_reference(device: torch.device, text: str) -> None:
     """Random codes and scales, those that are no numbers left out: what a file can hold, not what quantizers write."""
     spec, rows, columns = QuantSpec.parse(text), 32, 256

@@ -254,7 +254,7 @@ def test_data_of_another_task(run: Compile, model: Path, data: Path, place: Path
         (("--size", "2G"), "`--size 2G` is not a size"),
         (("--kl", "inf", "--data", "texts"), "must be a number above 0"),
         (("--loss", "2%"), "measured on text, and none was given"),
-        (("--uniform", "5"), "is not a bitwidth"),
+        (("--uniform", "7"), "is not a bitwidth"),
         (("--uniform", "1.6", "--group-size", "32"), "1.6 bits come in groups of a multiple of 64 columns"),
         (("--kl", "0.1", "--data", "texts", "--bits", "1.5"), "is not a list of numbers"),
         (("--uniform", "4", "--data", "texts"), "`--data` has no effect"),
@@ -262,7 +262,7 @@ def test_data_of_another_task(run: Compile, model: Path, data: Path, place: Path
         (("--uniform", "4", "--bits", "2,3"), "`--bits` has no effect"),
         (("--kl", "0.1", "--data", "texts", "--bits", "²"), "is not a list of numbers"),
         (("--kl", "0.1", "--data", "texts", "--bits", ""), "is not a list of numbers"),
-        (("--kl", "0.1", "--data", "texts", "--bits", "5"), "--bits"),
+        (("--kl", "0.1", "--data", "texts", "--bits", "7"), "--bits"),
         (("--kl", "0.1", "--data", "texts", "--limit", "0"), "limit"),
         (("--kl", "0.1", "--data", "texts", "--shots", "2"), "shots"),
         (("--uniform", "4", "--device", "toaster"), "no device profile is called `toaster`"),
@@ -329,7 +329,7 @@ def test_folders_of_the_output_are_made(run: Compile, model: Path, tmp_path: Pat
 def test_no_folder_to_write_into(run: Compile, model: Path) -> None:
     said = refused(run, model, "--uniform", "4", "-o", "tiny/config.json/out")
     assert "`tiny/config.json/out` cannot be written: `tiny/config.json` is not a folder" in said
-    refused(run, model, "--uniform", "5", "-o", "made/for/nothing/out")
+    refused(run, model, "--uniform", "7", "-o", "made/for/nothing/out")
 
 
 def test_too_little_space_is_known_before_writing(run: Compile, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from moec.compiler.quantization.quantizers import QUANTIZERS
 from moec.manifests.quant import BITWIDTHS
+from moec.runtime import kernels
 from tests.tiny_compile import check_bundle, contents, names, save_model, save_texts
 
 from .conftest import Invoke
@@ -39,6 +40,31 @@ def test_every_quantizer_makes_every_bitwidth_or_refuses_it(
     (spec,) = check_bundle(tmp_path / "out")["bits"]["formats"]
     assert spec.startswith("bf16" if bits == 16 else f"q{bits:g}")
     assert invoke("run", tmp_path / "out", "--prompt", "a pen", "--max-new-tokens", "2").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "formats", "version"),
+    [
+        (("--uniform", "5", "--dense-bits", "6"), {"q5g64"}, 2),
+        (("--uniform", "6", "--group-size", "32"), {"q6g32s"}, 2),
+        (("--uniform", "8", "--dense-bits", "5"), {"q8g64"}, 2),
+        (("--uniform", "8", "--fallback-bits", "5"), {"q8g64"}, 2),
+        (("--uniform", "8"), {"q8g64"}, 1),
+    ],
+)
+def test_bundles_of_five_and_six_bits_run_and_verify(
+    invoke: Invoke, model: Path, tmp_path: Path, arguments: tuple[str, ...], formats: set[str], version: int
+) -> None:
+    out = tmp_path / "out"
+    assert invoke("compile", model, *arguments, *PI, "-o", out).exit_code == 0
+    assert set(check_bundle(out)["bits"]["formats"]) == formats
+    assert invoke("verify", out).exit_code == 0
+    assert json.loads(invoke("inspect", out, "--json").stdout)["format_version"] == version
+    said = [
+        invoke("run", out, "--prompt", "a pen", "--max-new-tokens", "3", "--kernels", name).stdout
+        for name in ("scalar", kernels.available()[0])
+    ]
+    assert said[0] and said[0] == said[1]
 
 
 @pytest.mark.parametrize(

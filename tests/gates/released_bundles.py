@@ -31,7 +31,7 @@ from moec.compiler.request.low_versions import with_low_versions
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.workspace.durable import Disk
-from moec.manifests.bundle import FORMAT_VERSION
+from moec.manifests.bundle import RELEASED_VERSION
 from moec.manifests.model import ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.manifests.router import RouterSpec, StaticRouting
@@ -245,7 +245,7 @@ def write(name: str, folder: Path) -> None:
             said = [(options, logits_of(bundle, options, prompt, TOKENS)) for options in runs]
             is_steady = all(_is_steady(bundle, options, prompt, logits) for options, logits in said)
             if is_steady and _uses_all(bundle, prompt) and _are_apart([logits for _, logits in said]):
-                target = folder / f"format-{FORMAT_VERSION}-{name}.moec"
+                target = folder / f"format-{RELEASED_VERSION}-{name}.moec"
                 pack_bundle(bundle, target)
                 break
     plain = [{"options": options, "logits": base64.b64encode(logits).decode()} for options, logits in said]

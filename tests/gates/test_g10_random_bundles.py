@@ -98,6 +98,6 @@ def test_every_kind_of_weight_is_drawn() -> None:
     for plan, _ in plans:
         for specs in (plan.dense, *plan.experts.values(), *plan.low.values()):
             formats |= {str(spec).partition("g")[0].rstrip("sb") for spec in specs.values()}
-    assert formats == {"bf16", "fp16", "mxfp4", "q0", "q1", "q1.6", "q2", "q3", "q4", "q8"}
+    assert formats == {"bf16", "fp16", "mxfp4", "q0", "q1", "q1.6", "q2", "q3", "q4", "q5", "q6", "q8"}
     assert any(plan.low for plan, _ in plans) and any(plan.tables for plan, _ in plans)
     assert {weights.kind for _, weights in plans} == set(KINDS_OF_WEIGHTS)

@@ -15,7 +15,6 @@ import xxhash
 
 from moec.manifests.bundle import (
     DENSE_NAME,
-    FORMAT_VERSION,
     MANIFEST_NAME,
     TABLES_NAME,
     BundleManifest,
@@ -30,6 +29,7 @@ from moec.manifests.bundle import (
     experts_file_name,
     low_experts_file_name,
     unit_offsets,
+    version_of,
 )
 from moec.manifests.codec import encode_manifest
 from moec.manifests.model import ExpertKey, ModelSpec
@@ -159,7 +159,7 @@ def write_bundle(folder: Path, plan: BundlePlan, weights: Weights) -> BundleMani
         files.write(name, data)
     seed = plan.calibration_seed
     manifest = BundleManifest(
-        format_version=FORMAT_VERSION,
+        format_version=version_of(dense, (*experts, *low)),
         producer="tests",
         name=plan.name,
         certified=True,

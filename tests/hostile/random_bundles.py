@@ -33,7 +33,8 @@ FORMATS = tuple(
     QuantSpec.parse(text)
     for text in (
         "bf16", "fp16", "mxfp4", "q1", "q1g32", "q1g32b", "q1.6s", "q1.6g64s", "q2", "q2g32", "q2s", "q2g32b", "q3",
-        "q3g32s", "q3g64b", "q4", "q4g32", "q4s", "q4g64s", "q4g32b", "q8", "q8g32", "q8s", "q8g64s", "q8g128",
+        "q3g32s", "q3g64b", "q4", "q4g32", "q4s", "q4g64s", "q4g32b", "q5", "q5g32s", "q5g64b", "q6s", "q6g64", "q8",
+        "q8g32", "q8s", "q8g64s", "q8g128",
     )
 )  # fmt: skip
 LEFT_OUT = QuantSpec.parse("q0")

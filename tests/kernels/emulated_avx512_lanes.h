@@ -64,7 +64,7 @@ inline void store_lanes(uint8_t* p, Ints a) {
 }
 inline Ints broadcast_bytes(const int8_t* p) { return {half::broadcast_bytes(p), half::broadcast_bytes(p)}; }
 
-constexpr bool kHasWideProducts = true;  // Products are 32-bit integers, of any codes
+constexpr int kProductsPerSum = 0;  // Products are 32-bit integers, of any codes
 using Products = Ints;
 inline Products no_products() { return broadcast_int(0); }
 inline Products add_products(Products sum, Ints codes, Ints x) {

@@ -24,7 +24,9 @@ uint32_t random_bits() {
     return static_cast<uint32_t>(state >> 24);
 }
 
-float random_float() { return static_cast<float>(static_cast<int32_t>(random_bits() % 20001u) - 10000) / 2500.0f; }
+bool is_extreme = false;  // then all activations are equal, and all codes are the largest: no sum may overflow
+
+float random_float() { return is_extreme ? 4.0f : static_cast<float>(static_cast<int32_t>(random_bits() % 20001u) - 10000) / 2500.0f; }
 
 std::vector<float> random_floats(int64_t count) {
     std::vector<float> values(static_cast<size_t>(count));
@@ -38,7 +40,7 @@ std::vector<float> random_floats(int64_t count) {
 std::vector<uint8_t> random_matrix(const MatrixView& matrix) {
     std::vector<uint8_t> bytes(static_cast<size_t>(packed_bytes(matrix)));
     for (size_t i = 0; i < bytes.size(); ++i) {
-        bytes[i] = static_cast<uint8_t>(random_bits());
+        bytes[i] = static_cast<uint8_t>(!is_extreme ? random_bits() : matrix.float_type == FloatType::kMxfp4 ? 0x77u : 0xFFu);
     }
     if (matrix.bitwidth == 16) {
         for (size_t i = 1; i < bytes.size(); i += 2) {
@@ -160,7 +162,7 @@ void check_matrix(Check& check, MatrixView matrix, int64_t tokens) {
 }
 
 void check_products(Check& check) {
-    for (int bitwidth : {2, 3, 4, 8}) {
+    for (int bitwidth : {2, 3, 4, 5, 6, 8}) {
         for (int64_t group : {int64_t{32}, int64_t{64}, int64_t{0}}) {
             for (bool is_symmetric : {false, true}) {
                 for (int64_t columns : {64, 320, 576}) {
@@ -175,7 +177,7 @@ void check_products(Check& check) {
             }
         }
     }
-    for (int bitwidth : {1, 2, 3, 4}) {
+    for (int bitwidth : {1, 2, 3, 4, 5}) {
         for (int64_t group : {32, 64}) {
             for (int64_t columns : {64, 320}) {
                 for (int64_t rows : {1, 16, 33}) {
@@ -192,17 +194,25 @@ void check_products(Check& check) {
         check_matrix(check, {nullptr, 33, 320, 64, 3, false, FloatType::kNone, false}, tokens);
     }
     for (int64_t tokens : {1, 3, 4, 6, 8, 12, 17, 19}) {  // groups of every size, in every format
-        for (int bitwidth : {1, 2, 3, 4, 8, kTernary}) {
+        for (int bitwidth : {1, 2, 3, 4, 5, 6, 8, kTernary}) {
             check_matrix(check, {nullptr, 33, 320, 64, bitwidth, bitwidth == kTernary, FloatType::kNone, false}, tokens);
         }
-        for (int bitwidth : {2, 3, 4, 8}) {
+        for (int bitwidth : {2, 3, 4, 5, 6, 8}) {
             check_matrix(check, {nullptr, 33, 320, 64, bitwidth, true, FloatType::kNone, false}, tokens);
         }
-        for (int bitwidth : {1, 2, 3, 4}) {
+        for (int bitwidth : {1, 2, 3, 4, 5}) {
             check_matrix(check, {nullptr, 33, 320, 64, bitwidth, false, FloatType::kNone, true}, tokens);
         }
         check_matrix(check, {nullptr, 33, 320, 32, 4, false, FloatType::kMxfp4, false}, tokens);
     }
+    is_extreme = true;
+    for (int64_t tokens : {1, 7, 17}) {
+        for (int bitwidth : {1, 2, 3, 4, 5, 6, 8, kTernary}) {
+            check_matrix(check, {nullptr, 16, 128, 64, bitwidth, bitwidth == kTernary, FloatType::kNone, false}, tokens);
+        }
+        check_matrix(check, {nullptr, 16, 128, 32, 4, false, FloatType::kMxfp4, false}, tokens);
+    }
+    is_extreme = false;
     for (int64_t tokens : {96, 97}) {  // a whole chunk, and one more
         check_matrix(check, {nullptr, 48, 320, 32, 4, true, FloatType::kNone, false}, tokens);
         check_matrix(check, {nullptr, 48, 300, 0, 16, false, FloatType::kBfloat16, false}, tokens);

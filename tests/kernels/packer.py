@@ -13,13 +13,13 @@ LENGTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 129, 255, 257, 511
 TERNARY = tuple(QuantSpec.parse(text) for text in ("q1.6s", "q1.6g64s", "q1.6g128s"))
 QUANTIZED_INTEGERS = tuple(
     QuantSpec(bitwidth, group_size, symmetric)
-    for bitwidth in (1, 2, 3, 4, 8)
+    for bitwidth in (1, 2, 3, 4, 5, 6, 8)
     for symmetric in (False, True)
     for group_size in (0, 32, 64, 128)
     if bitwidth > 1 or not symmetric
 )
 MXFP4 = QuantSpec.parse("mxfp4")
-BYTE_SCALES = tuple(QuantSpec(bits, size, byte_scales=True) for bits in (1, 2, 3, 4) for size in (32, 64, 128))
+BYTE_SCALES = tuple(QuantSpec(bits, size, byte_scales=True) for bits in (1, 2, 3, 4, 5) for size in (32, 64, 128))
 QUANTIZED = (*QUANTIZED_INTEGERS, MXFP4, *TERNARY, *BYTE_SCALES)
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SIXTEEN_BIT = (QuantSpec.parse("bf16"), QuantSpec.parse("fp16"))
@@ -70,14 +70,18 @@ def pack_tile(codes: np.ndarray, bitwidth: int) -> np.ndarray:
             code = codes[:, r, k]
             if bitwidth == 8:
                 tiles[:, 64 * q + 4 * r + c] |= code
-            elif bitwidth == 4:
-                tiles[:, 64 * (q // 2) + 4 * r + c] |= code << (4 * (q % 2))
+            elif bitwidth >= 4:
+                tiles[:, 64 * (q // 2) + 4 * r + c] |= (code & 15) << (4 * (q % 2))
             elif bitwidth == 1:
                 tiles[:, 4 * r + c] |= code << q
             else:
                 tiles[:, 64 * (q // 4) + 4 * r + c] |= (code & 3) << (2 * (q % 4))
             if bitwidth == 3:
                 tiles[:, 128 + 4 * r + c] |= (code >> 2) << q
+            elif bitwidth == 5:
+                tiles[:, 256 + 4 * r + c] |= (code >> 4) << q
+            elif bitwidth == 6:
+                tiles[:, 256 + 64 * (q // 4) + 4 * r + c] |= (code >> 4) << (2 * (q % 4))
     return tiles
 
 

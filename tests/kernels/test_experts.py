@@ -142,9 +142,15 @@ def test_experts_agree_bit_for_bit(
 @pytest.mark.parametrize(("width", "hidden"), [(96, 64), (160, 96), (1024, 512)])
 def test_experts_of_a_token_are_those_experts_one_by_one(every: str, threads: int, width: int, hidden: int) -> None:
     kernels.set_threads(threads)
-    texts = (("q4g32", "q3g32s", "q8"), ("bf16", "fp16", "bf16"), ("q2s", "q2", "fp16"), ("fp16", "q4g32", "q2"))
+    texts = (
+        ("q4g32", "q3g32s", "q8"),
+        ("q5g32s", "q6g32", "q5g32b"),
+        ("bf16", "fp16", "bf16"),
+        ("q2s", "q2", "fp16"),
+        ("fp16", "q4g32", "q2"),
+    )
     experts = [expert_of(width, hidden, text)[0] for text in texts]
-    x, ranks = inputs(1, hidden), np.array([4, 0, 2, 1], np.int32)
+    x, ranks = inputs(1, hidden), np.array([4, 0, 2, 1, 3], np.int32)
     for count in range(len(experts) + 1):
         together, alone = np.full((1, 5, hidden), SENTINEL), np.full((1, 5, hidden), SENTINEL)
         kernels.experts_of_token(experts[:count], x, ranks[:count], together)

@@ -35,7 +35,9 @@ def test_buffers_of_another_size_are_refused(spec: QuantSpec) -> None:
 
 
 FORMS = [
-    (33, 128, 5, 0, False, 0),
+    (33, 128, 7, 0, False, 0),
+    (33, 128, 9, 0, False, 0),
+    (33, 128, 5, 48, False, 0),
     (33, 128, 4, 48, False, 0),
     (33, 128, 243, 64, False, 0),
     (33, 128, 243, 32, True, 0),
@@ -57,6 +59,9 @@ FORMS = [
     ((1 << 63) - 1, 32, 4, 0, False, 0),
     (33, 128, 4, 0, False, 0, True),
     (33, 128, 4, 32, True, 0, True),
+    (33, 128, 5, 32, True, 0, True),
+    (33, 128, 5, 32, False, 3),
+    (33, 128, 6, 32, False, 0, True),
     (33, 128, 8, 32, False, 0, True),
     (33, 128, 4, 32, False, 3, True),
     (33, 128, 243, 64, True, 0, True),

@@ -63,7 +63,7 @@ def test_rounding_the_activations_costs_half_a_step_at_most(every: str, spec: Qu
 
 @gate
 @pytest.mark.parametrize(
-    "spec", [QuantSpec.parse(text) for text in ("q1.6g64s", "q2g32", "q3s", "q4g64", "q8")], ids=str
+    "spec", [QuantSpec.parse(text) for text in ("q1.6g64s", "q2g32", "q3s", "q4g64", "q5g64", "q6s", "q8")], ids=str
 )
 def test_extreme_codes_do_not_overflow(every: str, spec: QuantSpec) -> None:
     """Codes are the smallest or the largest; activations are 127 steps, of one sign or of alternating signs."""
@@ -119,7 +119,9 @@ def test_a_row_does_not_depend_on_its_batch(every: str, spec: QuantSpec) -> None
 
 
 @gate
-@pytest.mark.parametrize("spec", [QuantSpec.parse(text) for text in ("q1.6s", "q4g64", "q3", "q8s", "bf16")], ids=str)
+@pytest.mark.parametrize(
+    "spec", [QuantSpec.parse(text) for text in ("q1.6s", "q4g64", "q3", "q5s", "q6g32", "q8s", "bf16")], ids=str
+)
 @pytest.mark.parametrize("shape", [(1023, 1024, 1), (257, 512, 33)], ids=str)
 def test_threads_change_nothing(native: str, spec: QuantSpec, shape: tuple[int, int, int]) -> None:
     rows, columns, tokens = shape

@@ -14,7 +14,7 @@ from tests.kernels.packer import FORMATS, bits, pack, random_matrix
 
 @st.composite
 def matrices(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, QuantSpec]:
-    bitwidth = draw(st.sampled_from([1, 1.6, 2, 3, 4, 8]))
+    bitwidth = draw(st.sampled_from([1, 1.6, 2, 3, 4, 5, 6, 8]))
     symmetric = bitwidth == 1.6 or (bitwidth > 1 and draw(st.booleans()))
     tiles_per_group, groups, rows = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 40))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))

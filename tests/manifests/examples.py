@@ -21,6 +21,7 @@ from moec.manifests.bundle import (
     SourceSummary,
     experts_file_name,
     unit_offsets,
+    version_of,
 )
 from moec.manifests.codec import DIGEST_FIELD, canonical_json, encode_manifest
 from moec.manifests.files.limits import MANIFEST_JSON
@@ -28,7 +29,7 @@ from moec.manifests.files.strict_json import load_strict_json
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec, RouterSpec
 from moec.manifests.quant import QuantSpec
 
-FORMATS = ("q2g32", "q3", "q4s", "q4g32", "q8g32s", "q8", "bf16", "fp16")
+FORMATS = ("q2g32", "q3", "q5g32b", "q6s", "q4s", "q4g32", "q8g32s", "q8", "bf16", "fp16")
 BF16 = QuantSpec.parse("bf16")
 SHA = hashlib.sha256(b"").hexdigest()
 XXH3 = SHA[:32]
@@ -90,7 +91,8 @@ def build_manifest(
         weights.append(DenseEntry(name, shape, dense[number % len(dense)] if free else BF16, XXH3))
     files = {DENSE_NAME: 5000, TABLES_NAME: 4096, **ends}
     fields: dict[str, Any] = {
-        "format_version": 1, "producer": "moec 0", "name": "tiny", "certified": True, "layout": "rows16",
+        "format_version": version_of(weights, experts),
+        "producer": "moec 0", "name": "tiny", "certified": True, "layout": "rows16",
         "model": model,
         "device": DeviceSummary("host", SHA, 1 << 30, 1 << 20), "cost": cost_of(model, experts, weights),
         "calibration": CalibrationSummary("gsm8k", SHA, 10, 100, 0, ("0.1",)), "source": SourceSummary("origin", ()),

@@ -9,10 +9,19 @@ from typing import Any
 
 import pytest
 
-from moec.manifests.bundle import BundleManifest, DeviceSummary, FileEntry, unit_offsets
+from moec.manifests.bundle import (
+    BundleManifest,
+    DeviceSummary,
+    FileEntry,
+    low_experts_file_name,
+    unit_offsets,
+    version_of,
+)
+from moec.manifests.codec import decode_manifest, encode_manifest, to_plain
+from moec.manifests.errors import ManifestInvalid
 from moec.manifests.model import PROJECTIONS, ExpertKey
 from moec.manifests.quant import QuantSpec
-from tests.manifests.examples import BF16, SHA, example_manifest, layer_spec, model_spec
+from tests.manifests.examples import BF16, SHA, build_manifest, example_manifest, layer_spec, model_spec, seal
 
 BASE = example_manifest()
 E = BASE.experts
@@ -58,6 +67,8 @@ CONTRADICTIONS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     ("dense missing", lambda: {"dense": BASE.dense[1:]}, "every dense weight of the model once"),
     ("dense out of order", lambda: {"dense": swapped(BASE.dense, 2, 3)}, "in order"),
     ("dense shape", lambda: {"dense": with_item(BASE.dense, 0, shape=(51, 32))}, r"dense\[embedding\]: expected shape"),
+    ("version too low", lambda: {"dense": with_item(BASE.dense, 0, spec=QuantSpec(5))}, "need 2, found 1"),
+    ("version too high", lambda: {"format_version": 2}, "format_version: its formats need 1, found 2"),
     ("dense format", lambda: {"dense": with_item(BASE.dense, 0, spec=QuantSpec(4, 64))}, "cannot hold 32 columns"),
 ]  # fmt: skip
 
@@ -66,6 +77,21 @@ CONTRADICTIONS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
 def test_contradiction(changes: Callable[[], dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(BASE, **changes())
+
+
+@pytest.mark.parametrize(("text", "version"), [("q4g32", 1), ("q5g32", 2), ("q5g32b", 2), ("q6s", 2), ("q8", 1)])
+def test_five_and_six_bits_need_version_2(text: str, version: int) -> None:
+    """The version follows from experts, dense weights and low versions alike."""
+    new, model = QuantSpec.parse(text), model_spec()
+    expert = build_manifest(model, [(BF16, Q8, new)], [BF16])
+    dense = build_manifest(model, [(BF16, Q8, Q8)], [BF16, new])
+    assert expert.format_version == dense.format_version == version
+    low = replace(expert.experts[0], file=low_experts_file_name(0), size_bytes=1 << 12)
+    assert version_of((), (low,)) == version
+    for manifest in (expert, dense):
+        assert decode_manifest(encode_manifest(manifest), "moec.json") == manifest
+        with pytest.raises(ManifestInvalid, match=f"its formats need {version}, found {3 - version}"):
+            decode_manifest(seal({**to_plain(manifest), "format_version": 3 - version}), "moec.json")
 
 
 @pytest.mark.parametrize("name", BASE.cost.__slots__)

@@ -56,7 +56,7 @@ WRONG_FIELDS = [
     ("model.layers[0].experts.activation", "tanh", "model.layers[0].experts.activation", "expected one of ['silu'"),
     ("model.layers[0].experts.activation", ["silu"], "model.layers[0].experts.activation", "expected one of"),
     ("model.eos_token_ids[0]", "2", "model.eos_token_ids[0]", "expected int, found str"),
-    ("experts[0].gate", "q5", "experts[0].gate", "not a format: `q5`"),
+    ("experts[0].gate", "q7", "experts[0].gate", "not a format: `q7`"),
     ("experts[0].gate", 4, "experts[0].gate", ""),
     ("dense[0].shape[1]", -1.5, "dense[0].shape[1]", "expected int, found float"),
     ("options", [], "options", "expected an object, found list"),
@@ -109,8 +109,8 @@ def test_not_a_manifest(data: bytes) -> None:
 
 
 def test_the_version_is_looked_at_first() -> None:
-    for version in (0, 2, -1, 10**20):
-        with pytest.raises(UnknownFormatVersion, match=f"format version {version}, this moec reads 1"):
+    for version in (0, 3, -1, 10**20):
+        with pytest.raises(UnknownFormatVersion, match=f"format version {version}, this moec reads 1 and 2"):
             decode_manifest(json.dumps({"format_version": version, "what": "ever"}).encode(), "moec.json")
 
 
@@ -162,7 +162,7 @@ def test_any_value_anywhere_is_refused_or_makes_sense(path: str, value: Any) -> 
 
 
 def test_schema_refuses_what_the_codec_refuses() -> None:
-    for path, value in (("surprise", 1), ("device", ...), ("name", 7), ("experts[0].gate", "q5"), ("certified", 1)):
+    for path, value in (("surprise", 1), ("device", ...), ("name", 7), ("experts[0].gate", "q7"), ("certified", 1)):
         plain = load_strict_json(ENCODED, MANIFEST_JSON)
         put(plain, path, value)
         assert not VALIDATOR.is_valid(plain)

@@ -10,10 +10,12 @@ from moec.manifests.quant import MAX_DIMENSION, PRUNED, TERNARY, QuantSpec, roun
 
 GROUPS = st.sampled_from((0, 32, 64, 96, 128, 256))
 SPECS = st.one_of(
-    st.builds(QuantSpec, st.sampled_from((2, 3, 4, 8)), GROUPS, st.booleans()),
+    st.builds(QuantSpec, st.sampled_from((2, 3, 4, 5, 6, 8)), GROUPS, st.booleans()),
     st.builds(QuantSpec, st.just(1), GROUPS),
     st.builds(QuantSpec, st.just(TERNARY), st.sampled_from((0, 64, 128, 192, 256)), st.just(True)),
-    st.builds(QuantSpec, st.sampled_from((1, 2, 3, 4)), st.sampled_from((32, 64, 96, 128)), byte_scales=st.just(True)),
+    st.builds(
+        QuantSpec, st.sampled_from((1, 2, 3, 4, 5)), st.sampled_from((32, 64, 96, 128)), byte_scales=st.just(True)
+    ),
     st.sampled_from(("bfloat16", "float16")).map(lambda kind: QuantSpec(16, float_type=kind)),
 )
 
@@ -57,16 +59,16 @@ def test_short_form_round_trip(spec: QuantSpec) -> None:
 
 
 def test_short_forms() -> None:
-    names = ("q4g64", "q8", "q2s", "q3g32s", "q1.6g128s", "q1.6s", "q2g32b", "q0", "bf16", "fp16")
+    names = ("q4g64", "q8", "q5g64b", "q6s", "q2s", "q3g32s", "q1.6g128s", "q1.6s", "q2g32b", "q0", "bf16", "fp16")
     assert [str(QuantSpec.parse(name)) for name in names] == list(names)
     assert QuantSpec.parse("q4g64") == QuantSpec(4, 64) and QuantSpec.parse("q2s") == QuantSpec(2, 0, True)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "q", "q5", "q16", "q1s", "q1.6", "q1.6g128", "q1.6g32s", "q1.60s", "q1.s", "q2.0", "q0s", "q0g64", "q00",
+    ["", "q", "q7", "q9", "q16", "q1s", "q1.6", "q1.6g128", "q1.6g32s", "q1.60s", "q1.s", "q2.0", "q0s", "q0g64", "q00",
      "q4g", "q4g31", "q4g16", "q4g-32", "Q4", "q4g64 ", " q4", "q4sg64", "q4g64ss",
-     "q2b", "q8g32b", "q1.6g64b", "q2g32sb", "q2g32bs", "q0b",
+     "q2b", "q6g32b", "q8g32b", "q1.6g64b", "q2g32sb", "q2g32bs", "q0b",
      "bf16s", "float16", "q4g\uff16\uff14", "q4g" + "9" * 5000, "q4g16777248", "x" * 5000],
 )  # fmt: skip
 def test_not_a_format(text: str) -> None:
@@ -78,7 +80,7 @@ def test_not_a_format(text: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"bitwidth": 5}, "bitwidth must be one of"),
+        ({"bitwidth": 7}, "bitwidth must be one of"),
         ({"bitwidth": -1}, "bitwidth must be one of"),
         ({"bitwidth": 0, "group_size": 32}, "has no groups"),
         ({"bitwidth": 0, "symmetric": True}, "has no groups"),
@@ -88,7 +90,7 @@ def test_not_a_format(text: str) -> None:
         ({"bitwidth": 16, "float_type": "float16", "symmetric": True}, "no groups"),
         ({"bitwidth": TERNARY}, "1.6 bits is symmetric"),
         ({"bitwidth": TERNARY, "symmetric": True, "group_size": 96}, "multiple of 64, found 96"),
-        ({"bitwidth": 2, "byte_scales": True}, "scales in bytes belong to groups of 1 to 4 bits"),
+        ({"bitwidth": 2, "byte_scales": True}, "scales in bytes belong to groups of 1 to 5 bits"),
         ({"bitwidth": 8, "group_size": 32, "byte_scales": True}, "scales in bytes"),
         ({"bitwidth": 4, "group_size": 32, "symmetric": True, "byte_scales": True}, "scales in bytes"),
         ({"bitwidth": 4, "group_size": 32, "float_type": "mxfp4", "byte_scales": True}, "scales in bytes"),

@@ -50,7 +50,7 @@ def board(**changes: object) -> DeviceProfile:
 def test_a_valid_file_loads(tmp_path: Path) -> None:
     profile = load_profile(write(tmp_path, profile_text()))
     assert profile == board()
-    assert profile.bitwidths == (1, 1.6, 2, 3, 4, 8, 16)
+    assert profile.bitwidths == (1, 1.6, 2, 3, 4, 5, 6, 8, 16)
     assert not profile.is_probed
 
 
@@ -197,5 +197,5 @@ def test_rounding_stays_close(value: int) -> None:
 def test_plain_form_is_complete() -> None:
     plain = board().to_plain()
     assert plain["sha256"] == board().sha256
-    assert plain["bitwidths"] == [1, 1.6, 2, 3, 4, 8, 16]
+    assert plain["bitwidths"] == [1, 1.6, 2, 3, 4, 5, 6, 8, 16]
     assert plain["provenance"]["threads"] == "estimate"

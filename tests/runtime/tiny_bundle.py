@@ -12,8 +12,8 @@ import xxhash
 
 from moec.manifests.bundle import (
     DENSE_NAME,
-    FORMAT_VERSION,
     MANIFEST_NAME,
+    RELEASED_VERSION,
     TABLES_NAME,
     BundleManifest,
     CostSummary,
@@ -101,7 +101,7 @@ def dense_entries(file: bytes) -> tuple[DenseEntry, ...]:
 
 def manifest_of(files: dict[str, bytes], experts: list[ExpertEntry]) -> BundleManifest:
     return BundleManifest(
-        format_version=FORMAT_VERSION,
+        format_version=RELEASED_VERSION,
         producer="test",
         name="tiny",
         certified=True,

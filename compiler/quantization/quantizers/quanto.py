@@ -26,11 +26,11 @@ def quantize_quanto(weight: Tensor, spec: QuantSpec) -> QuantizedMatrix:
     """Quantize with the best optimizer of optimum-quanto for the bitwidth.
 
     - 2 and 4 bits: HqqOptimizer (half-quadratic).
-    - 3 bits: MaxOptimizer. It alone accepts a bitwidth that the package does not offer.
+    - 3, 5 and 6 bits: MaxOptimizer. It alone accepts a bitwidth that the package does not offer.
     - 8 bits: AbsmaxOptimizer, one scale per row.
 
     weight: [N, K] floats, finite.
-    Raises OptionError for formats that the package lacks: below 2 bits, 8 bits in groups, 2 to 4 bits symmetric.
+    Raises OptionError for formats that the package lacks: below 2 bits, 8 bits in groups, 2 to 6 bits symmetric.
     Raises ValueError if the format does not fit or its scales exceed float16.
     Raises MissingDependency without the package.
     """
@@ -76,8 +76,9 @@ def _affine(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
     quanto = _quanto()
     rows, columns = weight.shape
     size = spec.group_size or columns
-    kind = {2: quanto.qint2, 3: _qint3(), 4: quanto.qint4}[int(spec.bitwidth)]
-    optimizer = quanto.MaxOptimizer() if spec.bitwidth == 3 else quanto.HqqOptimizer()
+    own = {2: quanto.qint2, 4: quanto.qint4}.get(int(spec.bitwidth))
+    kind = own or _type_of(int(spec.bitwidth))
+    optimizer = quanto.HqqOptimizer() if own else quanto.MaxOptimizer()
     scale, shift = optimizer(weight, kind, axis=0, group_size=size)
     scales, minima = _half(scale), _half(-shift)
     codes = torch.ops.quanto.quantize_affine(
@@ -127,9 +128,11 @@ def set_up_quanto() -> Any:
 
 
 @cache
-def _qint3() -> Any:
-    """Return a type of three bits, -4 to 3. MaxOptimizer uses only its width."""
-    return importlib.import_module("optimum.quanto.tensor").qtype("qint3", False, 3, torch.int8, -4.0, 3.0)
+def _type_of(bits: int) -> Any:
+    """Return a type of signed integers that the package lacks. MaxOptimizer uses only its width."""
+    least = -(2.0 ** (bits - 1))
+    qtype = importlib.import_module("optimum.quanto.tensor").qtype
+    return qtype(f"qint{bits}", False, bits, torch.int8, least, -least - 1)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:

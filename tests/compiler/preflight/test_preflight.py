@@ -125,3 +125,10 @@ def test_group_sizes_that_fit_nothing_are_refused_and_widths_that_stay_at_16_bit
     assert preflight(opened, offered=[QuantSpec(4, 32), plain], group_sizes=[32, 64, 0]).notes == ()
     notes = preflight(opened, offered=[QuantSpec(4, 64), plain], group_sizes=[64]).notes
     assert notes == ("down stay at 16 bits: no format below on offer holds their 96 columns",)
+
+
+def test_bits_that_fit_no_projection_are_named(tmp_path: Path) -> None:
+    opened = _open(save_tiny_mixtral(tmp_path / "tiny", TinyMixtral(hidden_size=64, width=96)))
+    offered = [QuantSpec.parse(text) for text in ("q4g32", "q6g128", "q8g96", "q8g128", "bf16")]
+    notes = preflight(opened, offered=offered).notes
+    assert notes == ("6 bits are not used: q6g128 cannot hold rows of 64 or 96 weights",)

@@ -50,7 +50,7 @@ def test_other_values_are_refused(values: list[list[float]]) -> None:
     assert LARGEST_BYTE == 255
 
 
-@pytest.mark.parametrize("text", ["q1g32b", "q2g32b", "q3g64b", "q4g32b"])
+@pytest.mark.parametrize("text", ["q1g32b", "q2g32b", "q3g64b", "q4g32b", "q5g32b"])
 def test_quantizers_lose_little_by_bytes(text: str) -> None:
     """Output errors are within 2 % of those with scales of 16 bits, with less than 95 % of the bytes."""
     spec, plain = QuantSpec.parse(text), QuantSpec.parse(text[:-1])

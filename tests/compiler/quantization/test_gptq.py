@@ -69,7 +69,7 @@ def test_few_tokens_still_help():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from(["q1.6g64s", "q2g32", "q3g64", "q4", "q2s", "q8g32s"]),
+    st.sampled_from(["q1.6g64s", "q2g32", "q3g64", "q4", "q2s", "q5g32b", "q6g64", "q8g32s"]),
     st.integers(1, 200),
     st.integers(0, 2**32 - 1),
     st.booleans(),

@@ -36,15 +36,17 @@ def _code_position(bitwidth: int, row: int, column: int) -> list[tuple[int, int,
     q, c = divmod(column, 4)
     if bitwidth == 8:
         return [(64 * q + 4 * row + c, 0, 8, 0)]
-    if bitwidth == 4:
-        return [(64 * (q // 2) + 4 * row + c, 4 * (q % 2), 4, 0)]
+    if bitwidth in (4, 5, 6):
+        low = (64 * (q // 2) + 4 * row + c, 4 * (q % 2), 4, 0)
+        high = {5: [(256 + 4 * row + c, q, 1, 4)], 6: [(256 + 64 * (q // 4) + 4 * row + c, 2 * (q % 4), 2, 4)]}
+        return [low, *high.get(bitwidth, [])]
     if bitwidth == 1:
         return [(4 * row + c, q, 1, 0)]
     low = (64 * (q // 4) + 4 * row + c, 2 * (q % 4), 2, 0)
     return [low] if bitwidth == 2 else [low, (128 + 4 * row + c, q, 1, 2)]
 
 
-@pytest.mark.parametrize("bitwidth", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("bitwidth", [1, 2, 3, 4, 5, 6, 8])
 def test_every_code_of_a_tile_lies_where_the_format_says(bitwidth: int) -> None:
     spec = QuantSpec(bitwidth, 32, symmetric=bitwidth > 1)
     matrix = _random(spec, 16, 32, seed=bitwidth)
@@ -106,9 +108,27 @@ def test_bytes_of_a_hand_made_tile() -> None:
     assert packed.tobytes() == bytes(expected)
 
 
+def test_bytes_of_hand_made_tiles_with_high_planes() -> None:
+    codes = torch.zeros(2, 32, dtype=torch.uint8)
+    codes[0, 0], codes[0, 5], codes[1, 31] = 23, 16, 25
+    scales = torch.ones(2, 1, dtype=torch.float16)
+    packed = pack(QuantizedMatrix(QuantSpec(5, symmetric=True), codes, scales, None))
+    expected = bytearray(32 + 320)
+    expected[0:4] = b"\x00\x3c\x00\x3c"
+    expected[32 + 0] = 23 - 16  # row 0, column 0: the low half of plane 0
+    expected[32 + 192 + 4 + 3] = (25 - 16) << 4  # row 1, column 31: q = 7, the high half of plane 3
+    expected[32 + 256 + 0], expected[32 + 256 + 1], expected[32 + 256 + 4 + 3] = 1 << 0, 1 << 1, 1 << 7
+    assert packed.tobytes() == bytes(expected)
+    codes[0, 0], codes[0, 5], codes[1, 31] = 55, 32, 25
+    packed = pack(QuantizedMatrix(QuantSpec(6, symmetric=True), codes, scales, None))
+    high = bytearray(128)
+    high[0], high[1], high[64 + 4 + 3] = 3, 2 << 2, 1 << 6
+    assert packed.tobytes() == bytes(expected[: 32 + 256] + high)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    bitwidth=st.sampled_from([1, 1.6, 2, 3, 4, 8]),
+    bitwidth=st.sampled_from([1, 1.6, 2, 3, 4, 5, 6, 8]),
     group=st.sampled_from([0, 32, 64, 128]),
     symmetric=st.booleans(),
     in_bytes=st.booleans(),
@@ -121,7 +141,7 @@ def test_the_runtime_reads_back_what_was_packed(
 ) -> None:
     tile = 64 if bitwidth == 1.6 else 32
     group, symmetric = group // tile * tile, bitwidth == 1.6 or (symmetric and bitwidth > 1)
-    in_bytes = in_bytes and group > 0 and bitwidth in (1, 2, 3, 4) and not symmetric
+    in_bytes = in_bytes and group > 0 and bitwidth in (1, 2, 3, 4, 5) and not symmetric
     spec, columns = QuantSpec(bitwidth, group, symmetric, byte_scales=in_bytes), tiles * max(group, tile)
     matrix = _random(spec, rows, columns, seed)
     packed = pack(matrix)

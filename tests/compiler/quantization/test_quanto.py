@@ -39,7 +39,16 @@ def no_compiler(monkeypatch):
 # Measured on the same draw, and the limit is 2 % above. The package's weights with float32 scales measure the same.
 @pytest.mark.parametrize(
     ("text", "measured"),
-    [("q2g128", 0.3169), ("q2g64", 0.3060), ("q3g128", 0.1399), ("q4g128", 0.0633), ("q4", 0.0653), ("q8", 0.0039)],
+    [
+        ("q2g128", 0.3169),
+        ("q2g64", 0.3060),
+        ("q3g128", 0.1399),
+        ("q4g128", 0.0633),
+        ("q4", 0.0653),
+        ("q5g128", 0.0340),
+        ("q6g128", 0.0168),
+        ("q8", 0.0039),
+    ],
 )
 def test_errors_are_those_of_the_package(text, measured, weight, no_compiler):
     spec = QuantSpec.parse(text)
@@ -59,7 +68,7 @@ def test_int8_is_symmetric_and_says_so_in_either_form(weight):
     torch.testing.assert_close(plain.dequantize(), symmetric.dequantize(), rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("text", ["q2g32", "q3", "q4g32", "q8"])
+@pytest.mark.parametrize("text", ["q2g32", "q3", "q4g32", "q5", "q6g32", "q8"])
 def test_rows_without_range_and_single_rows(text):
     weight = torch.zeros(3, 64)
     weight[1] = 0.5

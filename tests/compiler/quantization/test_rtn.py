@@ -14,7 +14,7 @@ from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.errors import OptionError
 from moec.manifests.quant import QuantSpec
 
-BITWIDTHS = st.sampled_from([2, 3, 4, 8])
+BITWIDTHS = st.sampled_from([2, 3, 4, 5, 6, 8])
 WEIGHTS = hnp.arrays(
     np.float32, (2, 64), elements=st.floats(-60_000, 60_000, width=32, allow_nan=False, allow_subnormal=True)
 )
@@ -46,7 +46,7 @@ def test_a_group_of_one_float16_value_is_exact(value: float, bitwidth: int) -> N
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("bitwidth", [2, 3, 4, 8])
+@pytest.mark.parametrize("bitwidth", [2, 3, 4, 5, 6, 8])
 def test_zeros_are_exact(bitwidth: int, symmetric: bool) -> None:
     assert not quantize_rtn(torch.zeros(3, 64), QuantSpec(bitwidth, 32, symmetric)).dequantize().any()
 
@@ -141,7 +141,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
 
 
 @pytest.mark.gate("G4")
-@pytest.mark.parametrize("spec", ["q1.6g64s", "q2g64", "q4", "q8g32s"])
+@pytest.mark.parametrize("spec", ["q1.6g64s", "q2g64", "q4", "q5g64b", "q6s", "q8g32s"])
 def test_the_number_of_threads_changes_no_code(spec: str) -> None:
     weight = torch.randn(128, 512, generator=torch.Generator().manual_seed(5))
     before, results = torch.get_num_threads(), []

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moec.compiler.request.options import CompileOptions
+from moec.compiler.request.options import DEFAULT_BITS, CompileOptions
 from moec.compiler.request.targets import Target
 from moec.manifests.errors import OptionError
 from moec.manifests.quant import BITWIDTHS, QuantSpec
@@ -20,7 +20,7 @@ BF16 = QuantSpec(16, float_type="bfloat16")
     [
         ({"dense_bits": 3}, "--dense-bits 3"),
         ({"bits": ()}, "--bits"),
-        ({"bits": (2, 5)}, "--bits"),
+        ({"bits": (2, 7)}, "--bits"),
         ({"group_sizes": (48,)}, "--group-size 48"),
         ({"group_sizes": (-32,)}, "--group-size -32"),
         ({"quantizer": "awq"}, "awq"),
@@ -107,6 +107,18 @@ def test_eight_bits_come_in_the_widest_groups_that_divide(
     assert [str(spec) for spec in specs if spec.bitwidth == 8] == offered
 
 
+def test_five_and_six_bits_are_on_offer_by_request() -> None:
+    default = CompileOptions(KL, data="items.jsonl")
+    assert not {spec.bitwidth for spec in default.unit_specs(BITWIDTHS, BF16)} & {5, 6}
+    options = CompileOptions(KL, data="items.jsonl", bits=(5, 6, 16))
+    specs = options.unit_specs(BITWIDTHS, BF16)
+    assert [str(spec) for spec in specs] == ["q5g128b", "q5g64b", "q5g32b", "q6g128", "q6g64", "q6g32", "bf16"]
+    assert options.to_plain()["bits"] == "5,6,16"
+    quanto = CompileOptions(KL, data="items.jsonl", bits=(5, 6), group_sizes=(64,), quantizer="quanto")
+    assert [str(spec) for spec in quanto.unit_specs(BITWIDTHS, BF16)] == ["q5g64", "q6g64"]
+    assert 5 not in options.dense_widths()
+
+
 def test_bits_that_quanto_lacks_are_named() -> None:
     with pytest.raises(OptionError, match="optimum-quanto has none below 2"):
         CompileOptions(KL, data="items.jsonl", quantizer="quanto", bits=(1,)).unit_specs(BITWIDTHS, BF16)
@@ -117,9 +129,9 @@ def test_three_values_come_in_whole_tiles() -> None:
         options = CompileOptions(KL, data="items.jsonl", bits=bits, group_sizes=groups)
         return [str(spec) for spec in options.unit_specs(BITWIDTHS, BF16) if spec.is_ternary]
 
-    assert offered(BITWIDTHS) == offered((1.6, 2)) == ["q1.6s", "q1.6g128s"]
+    assert offered(DEFAULT_BITS) == offered((1.6, 2)) == ["q1.6s", "q1.6g128s"]
     assert offered((1.6,), 32, 64, 0) == ["q1.6s", "q1.6g64s"]
-    assert offered(BITWIDTHS, 32) == []
+    assert offered(DEFAULT_BITS, 32) == []
     with pytest.raises(OptionError, match=r"1\.6 bits come in groups of a multiple of 64 columns, found .* 32, 96`"):
         offered((1.6, 2), 32, 96)
     with pytest.raises(OptionError, match=r"1\.6 bits come in groups"):

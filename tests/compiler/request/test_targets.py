@@ -68,7 +68,7 @@ def test_targets(given: dict[str, Any], target: Target) -> None:
         {"bits_per_weight": 0.0},
         {"bits_per_weight": 16.5},
         {"bits_per_weight": float("nan")},
-        {"uniform": 5},
+        {"uniform": 7},
         {"uniform": 0},
     ],
 )

@@ -64,7 +64,7 @@ inline Ints broadcast_bytes(const int8_t* p) {
 }
 
 // One instruction multiplies four codes with four bytes and adds the products in 32 bits.
-constexpr bool kHasWideProducts = true;  // Products are 32-bit integers, of any codes
+constexpr int kProductsPerSum = 0;  // Products are 32-bit integers, of any codes
 using Products = Ints;
 inline Products no_products() { return _mm512_setzero_si512(); }
 inline Products add_products(Products sum, Ints codes, Ints x) { return _mm512_dpbusd_epi32(sum, codes, x); }

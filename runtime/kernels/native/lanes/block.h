@@ -23,6 +23,7 @@ constexpr int kColumnsPerLane = 4;
 constexpr int kLanesPerTile = kColumnsPerTile / kColumnsPerLane;
 constexpr int kPlaneBytes = 64;
 constexpr int kScaleBytes = 2 * kRowsPerBlock;
+constexpr int kMaxByteScalesBits = 5;  // formats of more bits have scales and minima in half precision
 constexpr int64_t kMaxDimension = int64_t{1} << 24;
 
 // Stands for a bitwidth. Codes are 0, 1 and 2; a byte has 3^5 values and holds five codes.
@@ -38,7 +39,8 @@ struct Tile {
 
 static_assert(kPlaneBytes == kRowsPerBlock * kColumnsPerLane, "a plane is one byte per row and column of a lane");
 static_assert(sizeof(Tile<2>) == 128 && sizeof(Tile<3>) == 192, "tile sizes of docs/format.md");
-static_assert(sizeof(Tile<4>) == 256 && sizeof(Tile<8>) == 512, "tile sizes of docs/format.md");
+static_assert(sizeof(Tile<4>) == 256 && sizeof(Tile<5>) == 320, "tile sizes of docs/format.md");
+static_assert(sizeof(Tile<6>) == 384 && sizeof(Tile<8>) == 512, "tile sizes of docs/format.md");
 static_assert(kTernaryTileBytes == 208, "tile sizes of docs/format.md");
 static_assert(kTernaryPlanes * kTernaryDigits + 1 == 2 * kLanesPerTile, "the sixteenth lane of a tile stands alone");
 static_assert(sizeof(Tile<4>) * 8 == 4 * kRowsPerBlock * kColumnsPerTile, "a tile has no padding");
@@ -112,14 +114,14 @@ static inline bool is_valid(const MatrixView& matrix) {
                (matrix.float_type == FloatType::kBfloat16 || matrix.float_type == FloatType::kFloat16);
     }
     const int bits = matrix.bitwidth;
-    const bool is_known = (bits == 1 && !matrix.is_symmetric) || (bits == kTernary && matrix.is_symmetric) || bits == 2 ||
-                          bits == 3 || bits == 4 || bits == 8;
+    const bool is_known = (bits == 1 && !matrix.is_symmetric) || (bits == kTernary && matrix.is_symmetric) ||
+                          (bits >= 2 && bits <= 6) || bits == 8;
     const bool is_group = matrix.group_size >= 0 && matrix.group_size % tile_columns(matrix) == 0 &&
                           matrix.columns % group_columns(matrix) == 0;
     const bool is_mxfp4 = matrix.float_type == FloatType::kMxfp4 && bits == 4 && matrix.group_size == kColumnsPerTile &&
                           !matrix.is_symmetric;
     const bool is_integer = matrix.float_type == FloatType::kNone;
-    if (matrix.has_byte_scales && (matrix.is_symmetric || !is_integer || matrix.group_size == 0 || bits > 4)) {
+    if (matrix.has_byte_scales && (matrix.is_symmetric || !is_integer || matrix.group_size == 0 || bits > kMaxByteScalesBits)) {
         return false;
     }
     return is_known && is_group && matrix.columns % tile_columns(matrix) == 0 && (is_mxfp4 || is_integer);

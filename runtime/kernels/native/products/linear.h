@@ -28,6 +28,27 @@ constexpr int lines_of(int bitwidth) { return bitwidth == kMxfp4 || bitwidth == 
 // Tiles of activations (32 columns) in one tile of codes.
 constexpr int parts_of(int bitwidth) { return bitwidth == kTernary ? 2 : 1; }
 
+// Bits of a code that stand in the first planes of a tile. Planes with the other bits follow (3, 5 and 6 bits).
+constexpr int low_bits_of(int bitwidth) { return bitwidth == 3 ? 2 : bitwidth == 5 || bitwidth == 6 ? 4 : bitwidth; }
+
+// Where the high bits of the codes of 4 Quad to 4 Quad + 3 are: plane of the tile, distance to their place in a code, and mask.
+template <int Bitwidth, int Quad>
+struct HighBits {
+    static constexpr int kLow = low_bits_of(Bitwidth), kHigh = Bitwidth - kLow, kQuadsPerPlane = 8 / kHigh;
+    static constexpr int kPlane = kLow + Quad / kQuadsPerPlane, kShift = kHigh * (Quad % kQuadsPerPlane) - kLow;
+    static constexpr uint32_t kMask = ((1u << kHigh) - 1) << kLow;
+};
+
+// Shift right, or left if Count is negative.
+template <int Count>
+MOEC_INLINE Ints shift_either(Ints a) {
+    if constexpr (Count >= 0) {
+        return shift_right<Count>(a);
+    } else {
+        return shift_left<-Count>(a);
+    }
+}
+
 // The code of the weight 0, in symmetric formats.
 constexpr int centre_of(int bitwidth) { return bitwidth == kTernary ? 1 : 1 << (bitwidth - 1); }
 
@@ -58,15 +79,10 @@ MOEC_INLINE Ints code_of(const uint8_t* tile) {
         return mask(look_up(kMxfp4Levels, code_of<4, Quad, Column, Vector>(tile)), 255);
     } else if constexpr (Bitwidth == kTernary) {
         return mask(shift_right<kByte>(ternary_quad<Quad, Vector>(tile)), 255);
-    } else if constexpr (Bitwidth == 3) {
-        const Ints low = code_of<2, Quad, Column, Vector>(tile);
-        const Ints plane = load_lanes(lanes + 2 * kPlaneBytes);
-        constexpr int kShift = kByte + Quad - 2;  // moves the high bit to bit 2
-        if constexpr (kShift >= 0) {
-            return either(low, mask(shift_right<kShift>(plane), 4));
-        } else {
-            return either(low, mask(shift_left<-kShift>(plane), 4));
-        }
+    } else if constexpr (low_bits_of(Bitwidth) != Bitwidth) {
+        using High = HighBits<Bitwidth, Quad>;
+        const Ints plane = load_lanes(lanes + High::kPlane * kPlaneBytes);
+        return either(code_of<High::kLow, Quad, Column, Vector>(tile), mask(shift_either<kByte + High::kShift>(plane), High::kMask));
     } else {
         constexpr int kQuadsPerPlane = 8 / Bitwidth;
         const Ints plane = load_lanes(lanes + Quad / kQuadsPerPlane * kPlaneBytes);
@@ -222,7 +238,7 @@ inline FloatFormat float_format_of(const MatrixView& matrix) {
 
 template <int Bitwidth>
 DequantizePanel quantized_panel(const MatrixView& matrix) {
-    if constexpr (Bitwidth <= 4) {
+    if constexpr (Bitwidth <= kMaxByteScalesBits) {
         if (matrix.has_byte_scales) {
             return dequantize_panel_quantized<Bitwidth, false, true>;
         }
@@ -250,6 +266,10 @@ inline DequantizePanel panel_of(const MatrixView& matrix) {
             return quantized_panel<3>(matrix);
         case 4:
             return quantized_panel<4>(matrix);
+        case 5:
+            return quantized_panel<5>(matrix);
+        case 6:
+            return quantized_panel<6>(matrix);
         case 8:
             return quantized_panel<8>(matrix);
         default:

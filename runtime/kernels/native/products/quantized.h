@@ -127,7 +127,7 @@ RoundedFormat make_rounded_format() {
 
 template <int Bitwidth>
 RoundedFormat rounded_integers(const MatrixView& matrix) {
-    if constexpr (Bitwidth <= 4) {
+    if constexpr (Bitwidth <= kMaxByteScalesBits) {
         if (matrix.has_byte_scales) {
             return make_rounded_format<Bitwidth, false, true>();
         }
@@ -155,6 +155,10 @@ inline RoundedFormat rounded_format_of(const MatrixView& matrix) {
             return rounded_integers<3>(matrix);
         case 4:
             return rounded_integers<4>(matrix);
+        case 5:
+            return rounded_integers<5>(matrix);
+        case 6:
+            return rounded_integers<6>(matrix);
         default:
             return rounded_integers<8>(matrix);
     }

@@ -3,6 +3,7 @@
 // targets/kernels_*.cpp includes it inside its own namespace, after products/linear.h.
 
 constexpr int kQuadsPerTile = kColumnsPerTile / kColumnsPerLane;
+constexpr bool kHasWideProducts = kProductsPerSum == 0;
 
 // Codes of kLanes rows in columns 4 Quad to 4 Quad + 3 of a tile, one byte each.
 // Vector: which of the row block's kVectorsPerBlock vectors.
@@ -16,14 +17,10 @@ MOEC_INLINE Ints quad_of(const uint8_t* tile) {
         return ternary_quad<Quad, Vector>(tile);
     } else if constexpr (Bitwidth == 8) {
         return load_lanes(lanes + Quad * kPlaneBytes);
-    } else if constexpr (Bitwidth == 3) {
-        const Ints plane = load_lanes(lanes + 2 * kPlaneBytes);
-        constexpr int kShift = Quad - 2;  // moves the high bit to bit 2
-        if constexpr (kShift >= 0) {
-            return either(quad_of<2, Quad, Vector>(tile), mask(shift_right<kShift>(plane), 4 * kEveryByte));
-        } else {
-            return either(quad_of<2, Quad, Vector>(tile), mask(shift_left<-kShift>(plane), 4 * kEveryByte));
-        }
+    } else if constexpr (low_bits_of(Bitwidth) != Bitwidth) {
+        using High = HighBits<Bitwidth, Quad>;
+        const Ints plane = load_lanes(lanes + High::kPlane * kPlaneBytes);
+        return either(quad_of<High::kLow, Quad, Vector>(tile), mask(shift_either<High::kShift>(plane), High::kMask * kEveryByte));
     } else {
         constexpr int kQuadsPerPlane = 8 / Bitwidth;
         constexpr uint32_t kMask = ((1u << Bitwidth) - 1) * kEveryByte;
@@ -32,13 +29,24 @@ MOEC_INLINE Ints quad_of(const uint8_t* tile) {
     }
 }
 
+// Quads of a tile whose products `Products` can hold. If they have 16 bits, that depends on the largest code (or level).
+template <int Bitwidth>
+constexpr int quads_per_sum() {
+    constexpr int kLargest = Bitwidth == kMxfp4 ? 2 * kMxfp4Centre : Bitwidth == kTernary ? 2 : (1 << Bitwidth) - 1;
+    constexpr int kMost = INT16_MAX / (127 * kLargest * (kHasWideProducts ? 1 : kProductsPerSum));
+    return kHasWideProducts || kMost >= kQuadsPerTile ? kQuadsPerTile : kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1;
+}
+
+// Whether a tile takes more than one sum of products.
+template <int Bitwidth>
+constexpr bool kSplitsTile = Bitwidth != 8 && quads_per_sum<Bitwidth>() < kQuadsPerTile;
+
 // Per row, the sum over a tile of code * q.
-// narrow: `Products` may have 16 bits. They hold a whole tile of codes up to 15, but only half a tile of levels up to 24.
-// second_half: the other half of a tile of such levels.
-// wide: for codes of 8 bits. kByteCentre is subtracted from them if the instruction set cannot multiply all of them.
+// narrow: over the tile, or over the last quads_per_sum quads. The sums before it are in `wide`.
+// wide: also for codes of 8 bits. kByteCentre is subtracted from them if the instruction set cannot multiply all of them.
 template <int Bitwidth>
 struct TileSum {
-    Products narrow, second_half;
+    Products narrow;
     Ints wide;
 };
 
@@ -46,7 +54,7 @@ struct TileSum {
 template <int Bitwidth>
 MOEC_INLINE Ints centre_product(Floats total) {
     constexpr int kCentre = centre_of(Bitwidth), kLeft = Bitwidth == 8 ? kCentre - kByteCentre : kCentre;
-    constexpr int kShift = kLeft == 128 ? 7 : kLeft == 8 ? 3 : kLeft == 4 ? 2 : kLeft == 2 ? 1 : 0;
+    constexpr int kShift = kLeft == 1 || kLeft == 0 ? 0 : Bitwidth - 1;
     static_assert(kLeft == 0 || kLeft == 1 << kShift, "centres are powers of two");
     return kLeft == 0 ? broadcast_int(0) : shift_left<kShift>(to_int(total));
 }
@@ -54,12 +62,13 @@ MOEC_INLINE Ints centre_product(Floats total) {
 // Sums of 32 bits begin with the negative centre product, so that nothing has to be subtracted at the end.
 template <int Bitwidth, bool IsSymmetric>
 MOEC_INLINE TileSum<Bitwidth> first_sum(Floats total) {
-    if constexpr (Bitwidth == 8) {
-        return {Products{}, Products{}, IsSymmetric ? sub_int(broadcast_int(0), centre_product<8>(total)) : broadcast_int(0)};
+    constexpr bool kIsWide = Bitwidth == 8 || kSplitsTile<Bitwidth>;
+    if constexpr (IsSymmetric && kIsWide) {
+        return {no_products(), sub_int(broadcast_int(0), centre_product<Bitwidth>(total))};
     } else if constexpr (IsSymmetric && kHasWideProducts) {
-        return {sub_int(broadcast_int(0), centre_product<Bitwidth>(total)), no_products(), Ints{}};
+        return {sub_int(broadcast_int(0), centre_product<Bitwidth>(total)), Ints{}};
     } else {
-        return {no_products(), no_products(), Ints{}};
+        return {no_products(), broadcast_int(0)};
     }
 }
 
@@ -67,8 +76,12 @@ template <int Bitwidth, int Quad>
 MOEC_INLINE void add_quad(TileSum<Bitwidth>& sum, Ints codes, Ints x) {
     if constexpr (Bitwidth == 8) {
         sum.wide = add_byte_products(sum.wide, codes, x);
-    } else if constexpr (Bitwidth == kMxfp4 && !kHasWideProducts && Quad >= kQuadsPerTile / 2) {
-        sum.second_half = add_products(sum.second_half, codes, x);
+    } else if constexpr (kSplitsTile<Bitwidth>) {
+        constexpr int kQuads = quads_per_sum<Bitwidth>();
+        sum.narrow = add_products(Quad % kQuads == 0 ? no_products() : sum.narrow, codes, x);
+        if constexpr (Quad % kQuads == kQuads - 1) {
+            sum.wide = add_int(sum.wide, sum_products(sum.narrow));
+        }
     } else {
         sum.narrow = add_products(sum.narrow, codes, x);
     }
@@ -120,8 +133,8 @@ MOEC_INLINE Floats dot_of(const TileSum<Bitwidth>& sum, Floats total) {
     if constexpr (Bitwidth == 8) {
         const Floats dot = to_float(sum.wide);
         return IsSymmetric || kByteCentre == 0 ? dot : fma(broadcast(static_cast<float>(kByteCentre)), total, dot);
-    } else if constexpr (Bitwidth == kMxfp4 && !kHasWideProducts) {
-        return to_float(add_int(sum_products(sum.narrow), sum_products(sum.second_half)));
+    } else if constexpr (kSplitsTile<Bitwidth>) {
+        return to_float(sum.wide);
     } else if constexpr (IsSymmetric && !kHasWideProducts) {
         return to_float(sub_int(sum_products(sum.narrow), centre_product<Bitwidth>(total)));
     } else {

@@ -1,4 +1,4 @@
-// AVX2 kernels. This file defines how codes and bytes are multiplied: `add_products` for 1 to 4 bits (int4 too),
+// AVX2 kernels. This file defines how codes and bytes are multiplied: `add_products` for 1 to 6 bits (int4 too),
 // `add_byte_products` for 8 bits. products/quantized.h is the loop around them, products/tile_sums.h unpacks the codes, and
 // products/linear.h has the 16-bit matrices.
 //
@@ -24,8 +24,8 @@ namespace {
 
 #include "lanes/x86_lanes.h"
 
-// Codes are at most 15 and bytes -127 to 127. A sum of two products is at most 3,810, so 16 bits hold eight of these sums.
-constexpr bool kHasWideProducts = false;
+// Bytes are -127 to 127. A sum of two products of codes up to 15 is at most 3,810, so 16 bits hold eight of these sums.
+constexpr int kProductsPerSum = 2;  // that one quad adds to a sum of 16 bits
 using Products = __m256i;
 inline Products no_products() { return _mm256_setzero_si256(); }
 inline Products add_products(Products sum, Ints codes, Ints x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x)); }

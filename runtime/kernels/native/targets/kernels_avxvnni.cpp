@@ -27,7 +27,7 @@ namespace {
 #endif
 
 // One instruction multiplies four codes with four bytes and adds the products in 32 bits.
-constexpr bool kHasWideProducts = true;  // Products are 32-bit integers, of any codes
+constexpr int kProductsPerSum = 0;  // Products are 32-bit integers, of any codes
 using Products = Ints;
 inline Products no_products() { return _mm256_setzero_si256(); }
 #if defined(MOEC_EMULATE_VNNI)

@@ -23,8 +23,8 @@ namespace {
 
 #include "lanes/neon_lanes.h"
 
-constexpr bool kHasWideProducts = false;
-// Codes are at most 15 and bytes -127 to 127. A product is at most 1,905, so 16 bits hold the sum of eight quads.
+constexpr int kProductsPerSum = 1;  // that one quad adds to a sum of 16 bits
+// Bytes are -127 to 127. A product of a code up to 31 is at most 3,937, so 16 bits hold the sum of eight quads.
 // rows: rows 0 and 1, 2 and 3, 4 and 5, 6 and 7, four columns each.
 struct Products {
     int16x8_t rows[4];

@@ -28,7 +28,7 @@ inline uint32x4_t dot_bytes(uint32x4_t sum, uint32x4_t codes, uint32x4_t x) {
     return vreinterpretq_u32_s32(vusdotq_s32(vreinterpretq_s32_u32(sum), vreinterpretq_u8_u32(codes), signed_bytes(x)));
 }
 
-constexpr bool kHasWideProducts = true;  // Products are 32-bit integers, of any codes
+constexpr int kProductsPerSum = 0;  // Products are 32-bit integers, of any codes
 using Products = Ints;
 inline Products no_products() { return broadcast_int(0); }
 inline Products add_products(Products sum, Ints codes, Ints x) {

@@ -171,7 +171,7 @@ inline int32_t dot_bytes(uint32_t codes, uint32_t x) {
     return sum;
 }
 
-constexpr bool kHasWideProducts = true;  // Products are 32-bit integers, of any codes
+constexpr int kProductsPerSum = 0;  // Products are 32-bit integers, of any codes
 using Products = Ints;
 inline Products no_products() { return broadcast_int(0); }
 inline Products add_products(const Products& sum, const Ints& codes, const Ints& x) {
