@@ -13,7 +13,7 @@ PACKAGES := manifests profiles evaluation runtime compiler cli
 NATIVE := $(shell find runtime/kernels/native -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test tests test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs site example-bundle figures clean links
+.PHONY: help venv demo test tests test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs site example-bundle example-smollm2 figures clean links
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -126,6 +126,10 @@ example-bundle: $(READY)  ## Compile examples/bundle anew: 5 to 20 minutes on 2 
 	rm -rf examples/bundle
 	cp -r build/example-bundle examples/bundle
 	mv build/machine.json examples/bundle.machine.json
+
+example-smollm2: $(READY)  ## Make the example of natural weights in build/example-smollm2: 3 hours, on Debian
+	$(PIP_INSTALL) gguf
+	cd examples && ../$(BIN)/python -m example_smollm2 --folder ../build/example-smollm2
 
 figures: $(READY)  ## Draw docs/pictures from bench/results
 	$(BIN)/python -m bench.figures

@@ -4,14 +4,16 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from example_smollm2.gguf_file import GgufModel
 from example_smollm2.network import FeedForward, Network, Shape
+
+if TYPE_CHECKING:
+    from example_smollm2.gguf_file import GgufModel
 
 _PARTS = {
     "input_norm": "input_layernorm", "norm": "post_attention_layernorm",
@@ -20,7 +22,7 @@ _PARTS = {
 _PROJECTIONS = ("gate", "up", "down")
 
 
-def dense_network(model: GgufModel) -> Network:
+def dense_network(model: "GgufModel") -> Network:
     """Return the network of a GGUF file, with weights that compute the same and lie on no grid of 16 levels.
 
     The file stores blocks of 32 weights on 16 levels, which formats of 4 bits would meet without an error. The gains
@@ -63,7 +65,7 @@ def _balanced_heads(value: Tensor, output: Tensor, shape: Shape) -> tuple[Tensor
     return value * scale[:, None], output / spread
 
 
-def write_network(folder: Path, network: Network, model: GgufModel) -> None:
+def write_network(folder: Path, network: Network, model: "GgufModel") -> None:
     """Write weights in bfloat16, settings and tokenizer. The weights are renamed into place last."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config_of(network.shape, model.end_token))

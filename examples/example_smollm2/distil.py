@@ -57,7 +57,7 @@ class Distillation:
             if self.step % SAVE_EVERY == 0 or self.seconds >= self.limit:
                 scored = perplexity(self.student, validation[:SCORED_ROWS])
                 self._write(kl=sum(losses) / len(losses), perplexity=scored)
-                self._save()
+                self.save()
                 losses = []
 
     def learn(self, tokens: Tensor) -> float:
@@ -109,7 +109,8 @@ class Distillation:
         kept = [line for line in lines if json.loads(line)["step"] <= self.step]
         self.log.write_text("".join(kept), encoding="utf-8")
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write the state."""
         new = self.state.with_name(self.state.name + ".new")
         weights = [parameter.detach() for group in self.optimizer.param_groups for parameter in group["params"]]
         progress = (self.step, self.seconds)
