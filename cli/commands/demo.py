@@ -70,7 +70,7 @@ def demo_command(example: Path, task: str, loss: str, target_path: Path) -> None
     started = time.monotonic()
     check_folder(target_path, LONGEST_SUFFIX)
     with made_folders(target_path):
-        result = _compile_to_loss(example, task, loss, target_path)
+        result = compile_to_loss(example, task, loss, target_path)
     output.say(f"running the bundle with room for {HALF} of its experts")
     bench = _bench(target_path)
     streamed = _evaluate_streamed(target_path, example / "data" / task / "test.jsonl", task, STREAMED_ITEMS)
@@ -81,7 +81,8 @@ def demo_command(example: Path, task: str, loss: str, target_path: Path) -> None
     output.data(f"time  {output.human_seconds(time.monotonic() - started)}")
 
 
-def _compile_to_loss(example: Path, task: str, loss: str, target_path: Path) -> CompileResult:
+def compile_to_loss(example: Path, task: str, loss: str, target_path: Path) -> CompileResult:
+    """Compile and certify the example model, and write log and report next to the bundle."""
     from moec.compiler.request.options import CompileOptions
     from moec.compiler.request.targets import choose_target
 

@@ -107,12 +107,17 @@ def eval_command(
         output.say(told_items)
         result, facts = _evaluate(engine, items.task, items.items, examples)
     if per_item is not None:
-        rows = result.to_json(per_item=True)["items"]
-        write_json_lines(per_item, rows if isinstance(rows, list) else [])
+        _write_items(per_item, result)
     if as_json:
         output.data_json({**result.to_json(), "skipped": items.skipped, **facts})
     else:
         output.data(_page(result))
+
+
+def _write_items(path: Path, result: EvaluationResult) -> None:
+    """Write a line per item."""
+    rows = result.to_json(per_item=True)["items"]
+    write_json_lines(path, rows if isinstance(rows, list) else [])
 
 
 def _evaluate(

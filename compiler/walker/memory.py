@@ -10,7 +10,7 @@ from math import prod
 
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
-from moec.manifests.runtime_limits import MAX_PASS_TOKENS
+from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
 
 from .layer_kind import LayerKind, layer_kind
 from .limits import LOGITS_AT_ONCE, SKETCHES, TOKENS_PER_BACKWARD
@@ -116,7 +116,7 @@ def certifying_bytes(model: ModelSpec, scored_tokens: int) -> int:
     experts = max(expert_weights(model, at) * layer.experts.top_k for at, layer in enumerate(model.layers))
     cache = model.kv_bytes_per_position * model.default_context
     widest = max(layer.experts.top_k * model.hidden_size + 2 * layer.experts.width for layer in model.layers)
-    scratch = _FLOAT * (MAX_PASS_TOKENS * (9 * model.hidden_size + widest) + 64 * model.vocab_size)
+    scratch = _FLOAT * (MAX_PASS_TOKENS * (9 * model.hidden_size + widest) + ANSWER_SLOTS * model.vocab_size)
     return (
         COMPILE_PROCESS_BYTES + _FLOAT * model.hidden_size * scored_tokens + _HALF * (dense + experts) + cache + scratch
     )

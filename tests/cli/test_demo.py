@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moec.cli.commands import demo
+from moec.compiler.request.result import CompileResult
 
 from .conftest import Invoke
 
@@ -26,6 +27,25 @@ def test_the_example_with_an_encoder_is_a_row_per_bitwidth(tmp_path: Path, monke
         assert int(row.split()[-1]) > 0, "half of the experts do not hold all that are asked for"
         manifest = json.loads((tmp_path / f"switch-{bits}-bits-moec" / "moec.json").read_text())
         assert manifest["model"]["encoder"] is not None
+
+
+def test_the_main_result_is_printed_before_the_comparisons(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compile takes minutes, so the shipped bundle takes its place. Runtime and evaluation are the real ones."""
+
+    def shipped(example: Path, task: str, loss: str, target_path: Path) -> CompileResult:
+        quality = json.loads((EXAMPLES / "bundle" / "quality.json").read_text())
+        return CompileResult(Path(shutil.copytree(EXAMPLES / "bundle", target_path)), None, quality)
+
+    monkeypatch.setattr(demo, "compile_to_loss", shipped)
+    monkeypatch.setattr(demo, "SECOND_MODEL", "no second example")
+    monkeypatch.setattr(demo, "STREAMED_ITEMS", 20)
+    result = invoke("demo", "--example", EXAMPLES, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    order = ("verdict", "bundle   ", "tokens/s", "supported: on held-out items", "best uniform", "layer   0", "time  ")
+    places = [result.stdout.index(text) for text in order]
+    assert places == sorted(places)
 
 
 def test_a_folder_without_a_model_is_refused_before_any_work(invoke: Invoke, tmp_path: Path) -> None:
