@@ -1,15 +1,16 @@
-"""Difference between the next-token distributions of two models, token by token.
+"""Difference between the next-token distributions of two models, token by token; the bound and verdict of its mean.
 
 Shapes: A answer tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from .statistics import DistributionSummary, distribution_summary
+from .statistics import ONE_SIDED_95, DistributionSummary, distribution_summary
 
 _WIDE_AT_ONCE = 1 << 21  # float64 probabilities in memory at once, 16 MiB
 
@@ -41,3 +42,23 @@ def summarise_divergence(log_p: Sequence[np.ndarray], logits: Sequence[np.ndarra
     parts = [divergence(r, q) for r, q in zip(log_p, logits, strict=True)]
     items = np.concatenate([np.full(len(kl), i) for i, (kl, _) in enumerate(parts)])
     return distribution_summary(np.concatenate([kl for kl, _ in parts]), np.concatenate([s for _, s in parts]), items)
+
+
+def divergence_bound(summary: DistributionSummary) -> float:
+    """Return the upper one-sided 95 % bound of a mean KL, nats per token.
+
+    With a single text, which has no spread, it is the mean itself.
+    """
+    width = ONE_SIDED_95 * summary.standard_error
+    return summary.mean + (width if math.isfinite(width) else 0.0)
+
+
+def judge_divergence(summary: DistributionSummary, target: float) -> str:
+    """Judge a mean KL in nats per token against its target, one-sided at 95 %: supported, met, missed or refuted.
+
+    With a single text, which has no spread, the verdict is met or missed.
+    """
+    width = ONE_SIDED_95 * summary.standard_error
+    if summary.mean <= target:
+        return "supported" if summary.mean + width <= target else "met"
+    return "refuted" if summary.mean - width > target else "missed"

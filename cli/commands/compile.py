@@ -91,9 +91,7 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 @click.option(
     "--bits",
     metavar="LIST",
-    default="1,1.6,2,3,4,8,16",
-    show_default=True,
-    help="Bitwidths offered to experts; 5 and 6 as well.",
+    help="Bitwidths offered to experts, 5 and 6 too.  [default: 1,1.6,2,3,4,8,16]",
 )
 @click.option(
     "--group-size",
@@ -309,7 +307,7 @@ def _sweep(values: dict[str, Any]) -> tuple[float, ...]:
 
 
 def _options(values: dict[str, Any]) -> CompileOptions:
-    from moec.compiler.request.options import CompileOptions
+    from moec.compiler.request.options import DEFAULT_BITS, CompileOptions
     from moec.compiler.request.targets import choose_target
 
     target = choose_target(values["loss"], values["kl"], values["bits_per_weight"], values["size"], values["uniform"])
@@ -318,7 +316,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
         data=values["data"],
         tasks=tuple(values["tasks"]),
         dense_bits=values["dense_bits"],
-        bits=_bitwidths(values["bits"]),
+        bits=_bitwidths(values["bits"]) if values["bits"] is not None else DEFAULT_BITS,
         group_sizes=_numbers(values["group_size"]),
         sensitivity=values["sensitivity"],
         search=values["search"],

@@ -17,6 +17,7 @@ from moec.manifests.files.output_file import check_folder, made_folders
 from ..options.paths import PATH
 from ..terminal import output
 from ..terminal.compile_log import CompileLog
+from ..terminal.progress_bar import ProgressBar
 from ..terminal.report import comparison_table, loss_table, plan_heat_map, verdict_line
 from .compile import LONGEST_SUFFIX, open_partial, write_beside
 
@@ -165,7 +166,7 @@ def _evaluate_streamed(bundle: Path, data: Path, task: str, count: int) -> dict[
     chosen = items.limit(count)
     with (
         bundle_engine(bundle, RuntimeOptions(expert_cache=HALF, slots=32), shrinks=True) as engine,
-        output.Progress(f"{len(chosen.items)} held-out items, half of the experts in memory") as progress,
+        ProgressBar(f"{len(chosen.items)} held-out items, half of the experts in memory") as progress,
     ):
         result = evaluate(items.task, chosen.items, engine, progress=progress)
         stats = engine.engine.cache.stats

@@ -27,6 +27,7 @@ from ..options.runtime_options import (
 )
 from ..terminal import output
 from ..terminal.help_sections import SectionCommand
+from ..terminal.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from moec.evaluation.results import EvaluationResult
@@ -126,7 +127,7 @@ def _evaluate(
     """Evaluate the items. Return the result, and the facts of the run for the JSON output."""
     from moec.evaluation.run import evaluate
 
-    with output.Progress(f"{task.name}, {len(items)} items") as progress:
+    with ProgressBar(f"{task.name}, {len(items)} items") as progress:
         result = evaluate(task, items, engine, shots=shots, progress=progress)
     facts = _runtime_facts(engine)
     if "decisions" in facts:

@@ -16,6 +16,7 @@ from ..options.paths import bundle_argument, file_option, output_option, write_j
 from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
 from ..terminal import output
 from ..terminal.help_sections import SectionCommand, SectionOption
+from ..terminal.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from moec.evaluation.engine import Generation
@@ -88,7 +89,7 @@ def generate_command(
     with bundle_engine(bundle, options, values["kernels"], shrinks=slots is None) as engine:
         output.say(engine.engine.mode)
         say_mode_cost(bundle, engine.engine)
-        with output.Progress(f"{len(requests)} prompts") as progress:
+        with ProgressBar(f"{len(requests)} prompts") as progress:
             found = engine.generate(requests, progress)
         say_decisions(engine.engine)
     write_json_lines(out, _lines(rows, found, ends))

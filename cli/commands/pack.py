@@ -11,7 +11,7 @@ from moec.manifests.files.output_file import made_folders
 from ..options.archives import check_target, report_archive
 from ..options.opening import bundle_folder
 from ..options.paths import PATH, bundle_argument
-from ..terminal import output
+from ..terminal.progress_bar import ProgressBar
 
 SUFFIX = ".moec"
 
@@ -35,7 +35,7 @@ def pack_command(bundle: Path, file: Path | None, as_json: bool) -> None:
     check_target(target)
     from moec.runtime.bundle.archive import pack_bundle
 
-    with made_folders(target), output.Progress("packing") as progress:
+    with made_folders(target), ProgressBar("packing") as progress:
         pack_bundle(folder, target, progress)
     before = sum(path.stat().st_size for path in folder.iterdir())
     report_archive("packed", folder, target, before, target.stat().st_size, as_json)

@@ -28,6 +28,7 @@ from ..simulation.lossy_replay import require_scores
 from ..simulation.traces import open_traces, replayed_bundle
 from ..terminal import output
 from ..terminal.help_sections import SectionCommand
+from ..terminal.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
@@ -284,7 +285,7 @@ def search(
     seconds: measures the seconds per token of some options.
     """
     best, trials, listed = options, list[dict[str, Any]](), list(alternatives(options, top_k))
-    with output.Progress("tuning") as progress:
+    with ProgressBar("tuning") as progress:
         for done, (name, value) in enumerate(listed):
             if best.prefetch == "off" and name.startswith("prefetch_"):
                 continue  # without prefetch this option has no effect

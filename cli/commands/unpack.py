@@ -11,7 +11,7 @@ from moec.manifests.files.output_file import made_folders
 
 from ..options.archives import check_target, report_archive
 from ..options.paths import PATH
-from ..terminal import output
+from ..terminal.progress_bar import ProgressBar
 
 
 @click.command("unpack", short_help="Make a bundle from a packed file.")
@@ -44,7 +44,7 @@ def unpack_command(file: Path, folder: Path | None, max_size: str | None, as_jso
     from moec.runtime.bundle.archive import unpack_bundle
 
     max_bytes = None if max_size is None else parse_bytes(max_size)
-    with made_folders(target), output.Progress("unpacking") as progress:
+    with made_folders(target), ProgressBar("unpacking") as progress:
         unpack_bundle(file, target, progress, max_bytes=max_bytes)
     after = sum(path.stat().st_size for path in target.iterdir())
     report_archive("unpacked", file, target, file.stat().st_size, after, as_json)

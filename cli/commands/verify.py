@@ -9,6 +9,7 @@ import click
 from ..options.opening import bundle_folder
 from ..options.paths import bundle_argument
 from ..terminal import output
+from ..terminal.progress_bar import ProgressBar
 
 
 @click.command("verify", short_help="Check every file of a bundle against its digest.")
@@ -30,7 +31,7 @@ def verify_command(bundle: Path, as_json: bool) -> None:
 
     opened = open_bundle(folder)
     opened.tables()
-    with output.Progress("verifying") as progress:
+    with ProgressBar("verifying") as progress:
         verify_bundle(opened, progress)
     files, size = len(opened.manifest.files), sum(entry.size_bytes for entry in opened.manifest.files)
     if as_json:

@@ -17,6 +17,7 @@ from moec.runtime.options.lossy import LossyModes, parse_mode_list, parse_modes
 
 from ..options.runtime_options import with_missing_experts
 from ..terminal import output
+from ..terminal.progress_bar import ProgressBar
 from .mode_costs import loss_text
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class QualitySweep:
         from moec.evaluation.run import evaluate
 
         guesses = [None] * len(self.items)
-        with output.Progress(title) as progress:
+        with ProgressBar(title) as progress:
             return evaluate(self.task, self.items, engine, shots=self.shots, drafts=guesses, progress=progress)
 
     def _first_token_ns(self, engine: BundleEngine) -> int | None:
@@ -234,7 +235,7 @@ class QualitySweep:
         vocabulary = engine.engine.bundle.manifest.model.vocab_size
         room = np.cumsum([(len(answer) + 1) * vocabulary for _, answer in pairs])
         pairs = pairs[: max(1, int((room <= KL_LOGITS).sum()))]
-        with output.Progress(title) as progress:
+        with ProgressBar(title) as progress:
             logits = []
             for done, pair in enumerate(pairs, 1):
                 logits += engine.forced_logits([pair])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moec.manifests.errors import InputError, OptionError
 
 from ..options.opening import open_engine
-from ..terminal import output
+from ..terminal.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +43,7 @@ def _continue(engine: Engine, prompt: str, tokens: int) -> list[int]:
         )
     (text,) = engine.begin_texts([0], [sequence])
     hidden = _forward(engine, text, 0, len(text))
-    with output.Progress("making the sequence") as progress:
+    with ProgressBar("making the sequence") as progress:
         for count in range(tokens):
             token = int(np.argmax(engine.model.logits(hidden[-1:])[0]))
             sequence.append(token)
@@ -109,7 +109,7 @@ def measure_decode(
 
     engine.model.trace = tracer
     recorder = RunRecorder(prompt_tokens)
-    with output.Progress(title) as progress:
+    with ProgressBar(title) as progress:
         text: list[int] = []
         for end in range(prompt_tokens, len(sequence)):
             before, times = engine.cache.stats.copy(), engine.model.times.copy()

@@ -17,7 +17,7 @@ from moec.runtime.engine.batch import forced_logits, generate_many
 from moec.runtime.options.runtime import RuntimeOptions
 
 from ..options.opening import open_engine, with_fitting_slots
-from ..terminal import output
+from ..terminal.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from moec.runtime.engine.engine import Engine
@@ -139,6 +139,6 @@ def checkpoint_engine(
     preflight(lowering)
     check_modes(options.modes, lowering.model, low_versions=0)
     with ExitStack() as opened:
-        with output.Progress("writing a temporary bundle of 16 bits per weight") as progress:
+        with ProgressBar("writing a temporary bundle of 16 bits per weight") as progress:
             folder = opened.enter_context(unquantized_bundle(lowering, progress))
         yield opened.enter_context(bundle_engine(folder, options, kernels, shrinks, allow_partial=True))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..lossy_modes.mode_sweep import decisions_text, modes_of
 from ..terminal import output
+from ..terminal.progress_bar import ProgressBar
 from .lossy_replay import Decided, LossyReplay
 from .traces import ReplayedBundle
 
@@ -96,7 +97,7 @@ class PolicyFit:
         """Fit and compare at each capacity, bytes."""
         rows: list[FittedRow] = []
         fits = len(capacities) * len(self.fitted)
-        with output.Progress("fitting") as progress:
+        with ProgressBar("fitting") as progress:
             for at, capacity in enumerate(capacities):
                 policies: dict[str, tuple[str | PolicyScore, str | None]] = {name: (name, None) for name in self.others}
                 for which, name in enumerate(self.fitted):
@@ -185,7 +186,7 @@ def _decisions(replays: Sequence[CacheStats | Decided]) -> dict[str, Any] | None
     return total.to_plain() if counts else None
 
 
-def _tell(progress: output.Progress, done: int, total: int, part: float) -> None:
+def _tell(progress: ProgressBar, done: int, total: int, part: float) -> None:
     progress(done + part, total)
 
 

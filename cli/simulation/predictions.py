@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..lossy_modes.mode_sweep import modes_of
 from ..terminal import output
+from ..terminal.progress_bar import ProgressBar
 from .lossy_replay import LossyReplay
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Simulation:
         """
         rows: list[Row] = []
         count = len(capacities) * len(policies) * len(settings)
-        with output.Progress("simulating") as progress:
+        with ProgressBar("simulating") as progress:
             for capacity in capacities:
                 least = self.replayed.minimum_bytes
                 if capacity < least:

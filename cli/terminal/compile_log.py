@@ -13,6 +13,7 @@ from typing import Any
 from moec.manifests.bundle import PARTIAL_SUFFIX
 
 from . import output
+from .progress_bar import ProgressBar
 
 DONE = "done"
 
@@ -43,7 +44,7 @@ class CompileLog:
 
     def __init__(self, destination: Path) -> None:
         self._start = time.monotonic()
-        self._bar: output.Progress | None = None
+        self._bar: ProgressBar | None = None
         self._destination = destination
         self._running: tuple[str, float] | None = None
         self._stages: dict[str, Stage] = {}
@@ -69,7 +70,7 @@ class CompileLog:
                 self._close_bar()
                 self._event(title)
                 self._running = title, time.monotonic()
-                state["bar"] = self._bar = output.Progress(title)
+                state["bar"] = self._bar = ProgressBar(title)
                 self._bar.__enter__()
             state["done"] = done
             state["bar"](done, total)

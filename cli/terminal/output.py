@@ -1,4 +1,4 @@
-"""All output: data to stdout, messages to stderr. Progress, tables, sizes, errors and JSON are written only here."""
+"""All output: data to stdout, messages to stderr. Tables, sizes, errors and JSON are written only here."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import json
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Any, TextIO
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import click
 
 from moec.manifests.errors import ExecutionError, MoecError
 
-REDRAW_S = 0.1
-LINE_EVERY_S = 10.0
-BAR_CELLS = 24
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*( ?(%|[KMGT]?i?B|n?s|ms))?")
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -79,7 +74,7 @@ def error(problem: MoecError) -> None:
     message = _STRAY_LINE_END.sub(r"\\n", shown(problem.message))
     _talk(click.style("error:", fg="red", bold=True) + f" {message}\n")
     if problem.hint:
-        _talk(click.style("hint:", fg="cyan") + f" {_cell(problem.hint)}\n")
+        _talk(click.style("hint:", fg="cyan") + f" {one_line(problem.hint)}\n")
 
 
 def settle() -> None:
@@ -98,7 +93,7 @@ def _talk(text: str) -> None:
         click.echo(text, nl=False, err=True, color=allows_colour())
 
 
-def _cell(value: object) -> str:
+def one_line(value: object) -> str:
     """Return a value as text on one line."""
     return shown(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
@@ -130,7 +125,7 @@ def human_seconds(seconds: float) -> str:
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
     """Return a table: two spaces between columns, numbers right-aligned, text left-aligned, a rule under the header."""
-    cells = [[_cell(cell) for cell in row] for row in rows]
+    cells = [[one_line(cell) for cell in row] for row in rows]
     lines = [list(header), *cells] if header else cells
     if not lines:
         return ""
@@ -157,7 +152,7 @@ def _is_numeric(cell: str) -> bool:
 def facts(pairs: Sequence[tuple[str, object]]) -> str:
     """Return a block of `name  value` lines."""
     width = max((len(name) for name, _ in pairs), default=0)
-    return "\n".join(f"{name.ljust(width)}  {_cell(value)}" for name, value in pairs)
+    return "\n".join(f"{name.ljust(width)}  {one_line(value)}" for name, value in pairs)
 
 
 def block(share: float) -> str:
@@ -176,52 +171,3 @@ def dot() -> str:
 
 def _shows_blocks() -> bool:
     return (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
-
-
-class Progress:
-    """A callback (done, total) that draws a bar with the time left. Without a terminal it writes a line every 10 s.
-
-    with Progress("reading") as progress:
-        verify_bundle(bundle, progress)
-    """
-
-    def __init__(self, label: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.label = _cell(label)
-        self._stream: TextIO | None = sys.stderr if stream is None else stream  # None: stderr is closed
-        self._clock = clock
-        self._is_terminal = self._stream is not None and self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._started = self._drawn = clock()
-        self._line = ""
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._line and self._is_terminal:
-            self._write("\r" + " " * len(self._line) + "\r")
-
-    def __call__(self, done: float, total: int) -> None:
-        """Report that `done` of `total` are finished. A call is cheap enough for every item."""
-        now = self._clock()
-        if now - self._drawn < (REDRAW_S if self._is_terminal else LINE_EVERY_S):
-            return
-        self._drawn = now
-        before = len(self._line)
-        self._line = self._render(done, total, now - self._started)
-        self._write(f"\r{self._line.ljust(before)}" if self._is_terminal else f"{self._line}\n")
-
-    def _render(self, done: float, total: int, elapsed_s: float) -> str:
-        share = min(1.0, done / total) if total > 0 else 0.0
-        left = f", {human_seconds(elapsed_s * (1 - share) / share)} left" if share > 0 else ""
-        if not self._is_terminal:
-            return f"{self.label}: {share:.0%}{left}"
-        filled = round(share * BAR_CELLS)
-        return f"{self.label} [{'#' * filled}{'.' * (BAR_CELLS - filled)}] {share:4.0%}{left}"
-
-    def _write(self, text: str) -> None:
-        if self._stream is not None:
-            with contextlib.suppress(OSError):
-                self._stream.write(text)
-                self._stream.flush()

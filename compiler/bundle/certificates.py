@@ -19,7 +19,6 @@ from moec.evaluation.results import EvaluationResult
 from moec.evaluation.run import compare, evaluate, joined
 from moec.evaluation.statistics import (
     ERROR,
-    ONE_SIDED_95,
     DistributionSummary,
     LossEstimate,
     Verdict,
@@ -116,14 +115,6 @@ def certify_divergence(
     items = np.repeat(np.arange(len(parts)), [len(kl) for kl, _ in parts])
     kl, agrees = (np.concatenate([part[at] for part in parts]) for at in (0, 1))
     return DivergenceCertificate(distribution_summary(kl, agrees, items), len(parts))
-
-
-def judge_divergence(summary: DistributionSummary, target: float) -> str:
-    """Judge a mean KL in nats per token against its target, one-sided at 95 %: supported, met, missed or refuted."""
-    width = ONE_SIDED_95 * summary.standard_error
-    if summary.mean <= target:
-        return "supported" if summary.mean + width <= target else "met"
-    return "refuted" if summary.mean - width > target else "missed"
 
 
 @dataclass(frozen=True, slots=True)

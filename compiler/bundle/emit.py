@@ -58,7 +58,6 @@ from ..workspace.work_folder import removed_on_failure
 
 PackedUnits = Callable[[UnitKey, QuantSpec], np.ndarray | None]
 
-KV_ELEMENT_BYTES = 4  # the runtime keeps keys and values in float32
 _DENSE_CHUNK_ROWS = 128 * ROWS_PER_BLOCK  # limits the float32 copies of a large embedding
 _MANIFEST_BYTES_PER_EXPERT = 512
 _MANIFEST_BASE_BYTES = 1 << 20

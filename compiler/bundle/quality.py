@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moec.evaluation.divergence import judge_divergence
 from moec.manifests.bundle import BundleManifest, CostSummary
 from moec.manifests.codec import to_plain
 from moec.manifests.model import PROJECTIONS, UnitKey
@@ -19,7 +20,7 @@ from ..request.targets import Target
 from ..search.comparison import Comparison
 from ..sensitivity.sensitivity import SensitivityTable
 from ..sensitivity.trials import Trial
-from .certificates import DivergenceCertificate, TaskCertificate, judge_divergence
+from .certificates import DivergenceCertificate, TaskCertificate
 
 QUALITY_VERSION = 1
 

@@ -57,7 +57,7 @@ def byte_weights(model: ModelSpec, popularity: np.ndarray | None, reads: bool) -
 def reads_decide(objective: Objective, compute_ns: float, missed_bytes: float, storage_bytes_per_s: float) -> bool:
     """Return whether bytes are weighed by reads. For `tpot`: if storage takes longer than compute.
 
-    TPOT = max(compute, expected missed bytes / storage bandwidth). Source: docs/architecture.md, Objective.
+    TPOT = max(compute, expected missed bytes / storage bandwidth). Source: docs/design/compile.md, Objective.
     """
     if objective == "tpot":
         return missed_bytes / storage_bytes_per_s * 1e9 > compute_ns

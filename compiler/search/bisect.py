@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from moec.evaluation.divergence import divergence_bound
 from moec.evaluation.statistics import LossEstimate
 from moec.manifests.errors import TargetUnreachable
 
 from ..request.plan import CompilePlan
 from ..request.targets import Target
-from ..sensitivity.trials import Trials, items_for_precision, kl_bound, margin, upper_bound
+from ..sensitivity.trials import Trials, items_for_precision, margin, upper_bound
 from .knapsack import ChoiceTable, least_cost, least_loss
 from .space import SearchSpace
 from .swaps import NO_SWAPS, Swaps
@@ -94,14 +95,14 @@ def search(space: SearchSpace, trials: Trials, target: Target, note: Note, swaps
 
 
 def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note, swaps: Swaps) -> Found:
-    """Return the plan of least cost whose `kl_bound` is at most the target."""
+    """Return the plan of least cost whose `divergence_bound` is at most the target."""
 
     def bisect(space: SearchSpace, bracket: _Bracket, budget: float) -> None:
         most = _largest_budget(space)
         for _ in range(MAX_KL):
             budget = min(budget, most)
             plan, cost = _least_plan(space, budget)
-            measured = kl_bound(trials.kl(plan, "search"))
+            measured = divergence_bound(trials.kl(plan, "search"))
             note(f"KL up to {measured:.4f} at {plan.bits_per_weight:.3f} bits per weight")
             bracket.add(Found(plan, budget, cost), measured <= target)
             is_used_up = target / CLOSE_KL <= measured <= target
@@ -183,7 +184,7 @@ def _predicted_at(space: SearchSpace, cost: float) -> float:
 
 def _kl_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool, str]:
     summary = trials.kl(plan, "most precise")
-    return kl_bound(summary) <= target, f"has KL {summary.mean:.4g}"
+    return divergence_bound(summary) <= target, f"has KL {summary.mean:.4g}"
 
 
 def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, swaps: Swaps) -> Found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from moec.evaluation.divergence import divergence_bound
 from moec.manifests.quant import QuantSpec
 
 from ..quantization.unit_store import UnitStore
@@ -13,7 +14,7 @@ from ..request.plan import CompilePlan
 from ..request.targets import Target
 from ..request.uniform import fits_all
 from ..sensitivity.exact import importance_list
-from ..sensitivity.trials import Trials, kl_bound
+from ..sensitivity.trials import Trials
 from .baselines import BaselineResult, TargetRule, best_uniform, bytes_at_kl, edgemoe
 from .comparison_budget import BY_USE, EDGEMOE_BITWIDTHS, OURS, PUBLISHED, UNIFORM
 
@@ -80,7 +81,7 @@ def target_rule(trials: Trials, target: Target, budget_bytes: int, purpose: str,
         if target.kind == "loss":
             return trials.accepts(plan, target.value, purpose, store)[0]
         if target.kind == "kl":
-            return kl_bound(trials.kl(plan, purpose, store)) <= target.value
+            return divergence_bound(trials.kl(plan, purpose, store)) <= target.value
         return plan.expert_packed_bytes <= budget_bytes
 
     return TargetRule(keeps, is_in_bytes(target))

@@ -375,15 +375,6 @@ def items_for_precision(estimate: LossEstimate, target: float) -> int:
     return math.ceil(estimate.n * (estimate.standard_error / (PRECISION * target)) ** 2)
 
 
-def kl_bound(summary: DistributionSummary) -> float:
-    """Return the upper one-sided 95 % bound of the mean. An accepted plan is then likely to be supported.
-
-    With a single text, which has no spread, it is the mean itself.
-    """
-    width = ONE_SIDED_95 * summary.standard_error
-    return summary.mean + (width if math.isfinite(width) else 0.0)
-
-
 def loss_so_far(task: Task, baseline: EvaluationResult, parts: Sequence[EvaluationResult]) -> LossEstimate:
     """Return the relative loss on the items measured so far, paired with the first items of the baseline."""
     scores = np.concatenate([part.scores for part in parts])

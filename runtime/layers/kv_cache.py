@@ -1,4 +1,7 @@
-"""Keys and values of earlier tokens, allocated once for all slots."""
+"""Keys and values of earlier tokens, allocated once for all slots.
+
+With one native call per layer, `store_kv` in native/attention/attention_layer.cpp writes the rows.
+"""
 
 from __future__ import annotations
 

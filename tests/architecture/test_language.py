@@ -204,3 +204,21 @@ def test_faults_are_found(text: str, count: int) -> None:
 )
 def test_openers_of_docstrings_are_checked(tmp_path: Path, docstring: str, is_plain: bool) -> None:
     assert (OPENERS.match(docstring) is None) == is_plain
+
+
+_CITATION = re.compile(r"(docs/[\w./-]+\.md), (?:section )?([A-Z][a-z]+(?: [a-z]+)*)")
+
+
+def test_cited_sections_of_documents_exist() -> None:
+    """`docs/format.md, Packing` in a source names a heading of that page, or the beginning of one."""
+    cited = set()
+    for source in subprocess.run(
+        ["git", "ls-files", "*.py", "*.cpp", "*.h"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split():
+        if not source.startswith("tests/"):
+            cited |= set(_CITATION.findall((ROOT / source).read_text(encoding="utf-8")))
+    headings = {
+        page: re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE) for page, _ in cited
+    }
+    missing = [(page, name) for page, name in cited if not any(h.startswith(name) for h in headings[page])]
+    assert len(cited) >= 8 and missing == []

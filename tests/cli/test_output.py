@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from moec.cli.terminal import output
 from moec.cli.terminal.compile_log import CompileLog
+from moec.cli.terminal.progress_bar import ProgressBar
 from moec.manifests.errors import OptionError
 
 
@@ -65,7 +66,7 @@ def test_table_puts_numbers_to_the_right() -> None:
 
 def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
     stream, clock = Terminal(), Clock()
-    with output.Progress("reading", stream, clock) as progress:
+    with ProgressBar("reading", stream, clock) as progress:
         progress(0, 10)
         assert stream.getvalue() == ""
         clock.now = 10.0
@@ -79,7 +80,7 @@ def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
 
 def test_progress_elsewhere_is_a_line_now_and_then() -> None:
     stream, clock = io.StringIO(), Clock()
-    with output.Progress("reading", stream, clock) as progress:
+    with ProgressBar("reading", stream, clock) as progress:
         for second in range(31):
             clock.now = float(second)
             progress(second, 40)
@@ -92,7 +93,7 @@ def test_progress_elsewhere_is_a_line_now_and_then() -> None:
 
 def test_progress_of_nothing_does_not_divide() -> None:
     stream, clock = io.StringIO(), Clock()
-    with output.Progress("reading", stream, clock) as progress:
+    with ProgressBar("reading", stream, clock) as progress:
         clock.now = 11.0
         progress(0, 0)
     assert stream.getvalue() == "reading: 0%\n"
@@ -101,7 +102,7 @@ def test_progress_of_nothing_does_not_divide() -> None:
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     stream, clock = Terminal(), Clock()
-    progress = output.Progress("reading", stream, clock)
+    progress = ProgressBar("reading", stream, clock)
     clock.now = 11.0
     progress(1, 2)
     assert stream.getvalue() == "reading: 50%, 0:11 left\n"
@@ -131,7 +132,7 @@ def test_blocks_grow() -> None:
 def test_a_compile_that_fails_leaves_no_bar_under_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, log = Terminal(), CompileLog(tmp_path / "out")
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(output, "REDRAW_S", 0.0)
+    monkeypatch.setattr("moec.cli.terminal.progress_bar.REDRAW_S", 0.0)
     monkeypatch.setattr("moec.runtime.trace.statistics.peak_memory_bytes", lambda: 7 << 20)
     with pytest.raises(OptionError), log:
         log.progress("calibrating")(1, 2)

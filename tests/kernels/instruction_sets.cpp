@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "targets/registry.h"
+#include "targets/kernel_table.h"
 
 namespace {
 

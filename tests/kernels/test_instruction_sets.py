@@ -36,7 +36,7 @@ gate = pytest.mark.gate("G8")
 
 def build(compiler: str, folder: Path, files: dict[str, Sequence[str]], link: Sequence[str] = ()) -> Path:
     """Compile each file with its own options, two at a time, and link them with the check. Returns the program."""
-    listed = {CHECK.name: (), "detect.cpp": (), "registry.cpp": (), "kernels_scalar.cpp": (), **files}
+    listed = {CHECK.name: (), "detect.cpp": (), "choose_kernels.cpp": (), "kernels_scalar.cpp": (), **files}
 
     def compile_one(item: tuple[str, Sequence[str]]) -> str:
         name, options = item

@@ -1,3 +1,5 @@
+// Attention of one layer in one call: products, norms and rotation of q, k and v, storing of k and v, attention, output.
+//
 // For one token there is little work between the products. Doing all steps here saves about ten calls through the Python
 // interpreter per layer. These calls are slow, because the weights have evicted the interpreter from the processor's caches.
 

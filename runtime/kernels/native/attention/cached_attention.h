@@ -1,4 +1,4 @@
-// Attention over the cache of keys and values, written once over eight lanes: the kernel `attention` of targets/registry.h.
+// Attention over the cache of keys and values, written once over eight lanes: the kernel `attention` of targets/kernel_table.h.
 // This file has no include guard: each targets/kernels_*.cpp includes it inside its own namespace, after
 // attention/cached_rows.h and products/rows.h.
 //

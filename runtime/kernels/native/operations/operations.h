@@ -1,4 +1,4 @@
-// Whole operations: they split the work over threads and call the kernels of the active instruction set (targets/registry.h).
+// Whole operations: they split the work over threads and call the kernels of the active instruction set (targets/kernel_table.h).
 // Products and experts: operations.cpp. Norms, rotation, attention, routes and sums: row_operations.cpp. Rest: lookahead.cpp.
 // The bindings in python/ and the layers call these functions. The caller validates all arguments. Functions that return bool
 // return false, with the output undefined, if there is no memory for their scratch.
@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "targets/registry.h"
+#include "targets/kernel_table.h"
 
 namespace moec {
 

@@ -1,4 +1,4 @@
-// Start here to follow a product: `linear` is the kernel `linear` of each table in targets/registry.h. It takes 16-bit
+// Start here to follow a product: `linear` is the kernel `linear` of each table in targets/kernel_table.h. It takes 16-bit
 // matrices (products/linear.h) and quantized ones (products/quantized.h), and stores the results. This file has no include
 // guard: each targets/kernels_*.cpp includes it inside its own namespace, after products/quantized.h.
 

@@ -1,3 +1,5 @@
+// Detection of instruction sets. The choice among them is in targets/choose_kernels.cpp.
+//
 // x86: CPUID and XGETBV. A feature counts only if the operating system saves its registers; otherwise the next context switch
 // would lose their upper halves. It shows in XCR0: bits 1 (SSE) and 2 (AVX) for all, 5 to 7 for AVX-512, 17 and 18 for AMX.
 //

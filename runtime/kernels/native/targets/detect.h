@@ -1,4 +1,4 @@
-// Which instruction sets the processor and the operating system support. The choice among them is in targets/registry.h.
+// Which instruction sets the processor and the operating system support. The choice among them is in targets/choose_kernels.cpp.
 
 #pragma once
 

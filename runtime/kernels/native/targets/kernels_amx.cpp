@@ -1,12 +1,12 @@
 // AMX kernels: products of quantized matrices with several tokens in tile registers (products/amx_products.h). All other
-// kernels are those of AVX-512 VNNI; targets/registry.cpp joins the two.
+// kernels are those of AVX-512 VNNI; targets/choose_kernels.cpp joins the two.
 //
 // Only this file is compiled with AMX (CMakeLists.txt); elsewhere it compiles to nothing. Every name here must have internal
 // linkage: the linker could replace a shared inline function of another file by the one compiled here.
 
 #include "lanes/ask_for_line.h"
 #include "lanes/inlining.h"
-#include "targets/registry.h"
+#include "targets/kernel_table.h"
 
 #if defined(MOEC_EMULATE_VNNI) || ((defined(__AMX_INT8__) || defined(__AMXINT8__)) && defined(__AVX512VNNI__) && defined(__GNUC__))
 

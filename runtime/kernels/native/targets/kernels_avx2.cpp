@@ -7,7 +7,7 @@
 
 #include "lanes/ask_for_line.h"
 #include "lanes/inlining.h"
-#include "targets/registry.h"
+#include "targets/kernel_table.h"
 
 #if defined(__AVX2__) && (defined(__FMA__) || defined(_MSC_VER))
 

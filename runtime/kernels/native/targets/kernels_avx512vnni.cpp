@@ -7,7 +7,7 @@
 
 #include "lanes/ask_for_line.h"
 #include "lanes/inlining.h"
-#include "targets/registry.h"
+#include "targets/kernel_table.h"
 
 #if defined(MOEC_EMULATE_VNNI) || (defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__))
 

@@ -6,7 +6,7 @@
 
 #include "lanes/ask_for_line.h"
 #include "lanes/inlining.h"
-#include "targets/registry.h"
+#include "targets/kernel_table.h"
 
 #if defined(__aarch64__)
 

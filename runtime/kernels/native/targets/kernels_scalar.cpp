@@ -11,7 +11,7 @@
 #define MOEC_COMPACT
 #endif
 #include "lanes/inlining.h"
-#include "targets/registry.h"
+#include "targets/kernel_table.h"
 
 namespace moec {
 namespace scalar {

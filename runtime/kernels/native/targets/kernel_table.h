@@ -1,5 +1,5 @@
-// The table of kernels, one per instruction set, and the choice among the tables. Start here to see which kernels exist; each
-// targets/kernels_*.cpp fills one table with the functions of products/ and attention/.
+// The table of kernels, one per instruction set. The choice among the tables is in targets/choose_kernels.cpp. Start here to
+// see which kernels exist; each targets/kernels_*.cpp fills one table with the functions of products/ and attention/.
 
 #pragma once
 

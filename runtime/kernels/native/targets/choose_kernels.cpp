@@ -1,7 +1,7 @@
-// The choice is made once, on first use: the first supported entry of a list from best to worst. It is one atomic pointer. All
-// tables give the same bits, so a change between two calls is safe.
+// Choice of the instruction set whose kernels run. It is made once, on first use: the first supported entry of a list from
+// best to worst. It is one atomic pointer. All tables give the same bits, so a change between two calls is safe.
 
-#include "targets/registry.h"
+#include "targets/kernel_table.h"
 
 #include <atomic>
 #include <cstring>

@@ -1,0 +1,252 @@
+"""Certificates: the compared results, and the words of a verdict for estimates made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from moec.cli.terminal.report import verdict_line
+from moec.compiler.bundle.certificates import (
+    DivergenceCertificate,
+    HeldOutTask,
+    TaskCertificate,
+    certify_divergence,
+    certify_task,
+    look_counts,
+)
+from moec.compiler.bundle.quality import overall_verdict
+from moec.compiler.request.options import Talk
+from moec.compiler.request.ports import BundleEngine
+from moec.compiler.request.targets import Target
+from moec.evaluation.data import ItemSet
+from moec.evaluation.divergence import judge_divergence, log_softmax, summarise_divergence
+from moec.evaluation.engine import Generation
+from moec.evaluation.statistics import DistributionSummary, LossEstimate, judge
+from moec.evaluation.tasks import find_task
+from moec.manifests.errors import OptionError
+from moec.manifests.model import UnitKey
+from tests.compiler.search.toy_search import estimate
+from tests.tiny_compile import save_model
+from tests.transformers_oracle import TransformersOracle
+
+LOSS = Target("loss", 0.02)
+TEXTS = tuple(f"text {n} is one of forty texts" for n in range(40))
+
+
+def summary(mean: float, standard_error: float) -> DistributionSummary:
+    return DistributionSummary(mean, standard_error, 0.0, 1.0, 2.0, 0.9, 500)
+
+
+DIVERGENCE = summary(0.01, 0.001)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersOracle]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield TransformersOracle(save_model(tmp_path_factory.mktemp("certify") / "tiny", layers=1, experts=2))
+    torch.set_num_threads(before)
+
+
+class Coarse:
+    """The model with one scaled projection. It stands for a bundle with a loss."""
+
+    def __init__(self, reference: TransformersOracle, scale: float) -> None:
+        self._reference = reference
+        key = UnitKey(0, 0, "down")
+        self._weights: dict[Any, torch.Tensor] = {key: scale * reference.weight(key)}
+        self.scored = 0
+
+    def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Any) -> Any:
+        self.scored += len(pairs)
+        with self._reference.weights(self._weights):
+            return self._reference.answer_log_probs(pairs, progress)
+
+    def forced_logits(self, pairs: Sequence[Any]) -> list[np.ndarray]:
+        with self._reference.weights(self._weights):
+            return self._reference.forced_logits(pairs)
+
+
+class Wrong:
+    """A model that answers everything wrongly."""
+
+    def generate(self, requests: Sequence[Any], progress: Any) -> list[Generation]:
+        return [Generation("#### -1", 1, 1)] * len(requests)
+
+
+def certify(
+    reference: TransformersOracle,
+    engine: Coarse,
+    target: Target = LOSS,
+    texts: Sequence[str] = TEXTS,
+    confidence: float | None = None,
+) -> TaskCertificate:
+    task = find_task("perplexity")
+    items = ItemSet(task, "made", tuple({"text": text} for text in texts))
+    held_out, bundle = HeldOutTask(task, items), cast(BundleEngine, engine)
+    return certify_task(held_out, reference, bundle, target, Talk(), DIVERGENCE, confidence)
+
+
+def divergence_of(reference: TransformersOracle, engine: Coarse, texts: Sequence[str] = TEXTS) -> DivergenceCertificate:
+    """KL of an engine, measured a few answers at a time."""
+    pairs = reference.encode_pairs([("", text) for text in texts])
+
+    def own(start: int, end: int) -> list[np.ndarray]:
+        return [log_softmax(logits) for logits in reference.forced_logits(pairs[start:end])]
+
+    return certify_divergence("one", pairs, own, reference.model.vocab_size, cast(BundleEngine, engine), Talk())
+
+
+def test_an_equal_engine_loses_nothing(reference: TransformersOracle) -> None:
+    certificate = certify(reference, Coarse(reference, 1.0))
+    assert certificate.loss is not None and certificate.loss.loss == 0.0
+    found = divergence_of(reference, Coarse(reference, 1.0))
+    assert found.items == 40 and (found.divergence.mean, found.divergence.agreement) == (0.0, 1.0)
+    assert certificate.verdict is not None and certificate.verdict.status == "supported"
+    plain = certificate.to_json()
+    assert plain["n"] == 40 and plain["baseline"] == plain["value"]
+    assert "seconds" not in plain and "tokens_per_s" not in plain
+
+
+def test_a_worse_engine_is_measured_against_the_reference(reference: TransformersOracle) -> None:
+    engine = Coarse(reference, 40.0)
+    certificate = certify(reference, engine)
+    assert certificate.loss is not None
+    baseline, value = certificate.baseline.value, certificate.value.value
+    assert certificate.loss.loss == pytest.approx((value - baseline) / baseline)
+    assert certificate.divergence == DIVERGENCE, "that of the held-out answers"
+    assert certificate.baseline.data_sha256 == certificate.value.data_sha256
+
+
+def test_a_divergence_does_not_depend_on_how_many_answers_are_held(
+    reference: TransformersOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, at_once = Coarse(reference, 40.0), list[int]()
+    monkeypatch.setattr(engine, "forced_logits", lambda pairs: (at_once.append(len(pairs)), forced(pairs))[1])
+    forced = Coarse(reference, 40.0).forced_logits
+    whole = divergence_of(reference, engine)
+    assert at_once == [40] and whole.divergence.mean > 0.01 and whole.divergence.agreement < 1.0
+    log_p = [log_softmax(rows) for rows in reference.forced_logits(reference.encode_pairs([("", t) for t in TEXTS]))]
+    pairs = reference.encode_pairs([("", text) for text in TEXTS])
+    expected = summarise_divergence(log_p, forced(pairs))
+    assert whole.divergence.mean == pytest.approx(expected.mean, rel=1e-6)
+    monkeypatch.setattr("moec.compiler.bundle.certificates.LOGITS_AT_ONCE", 100 * reference.model.vocab_size)
+    parts = divergence_of(reference, engine)
+    assert len(at_once) > 5 and sum(at_once[1:]) == 40 and parts.divergence.n == whole.divergence.n
+    assert parts.divergence.mean == pytest.approx(whole.divergence.mean, rel=1e-4)
+
+
+def test_other_targets_have_no_verdict(reference: TransformersOracle) -> None:
+    certificate = certify(reference, Coarse(reference, 2.0), Target("kl", 0.05))
+    assert certificate.verdict is None and certificate.loss is not None
+    assert certificate.to_json()["verdict"] is None
+
+
+def test_a_baseline_of_zero_has_no_loss_and_refuses_a_loss_target() -> None:
+    task = find_task("gsm8k")
+    items = ItemSet(task, "made", tuple({"question": f"{n}?", "answer": f"#### {n}"} for n in range(2)))
+    engine = cast(BundleEngine, Wrong())
+    certificate = certify_task(HeldOutTask(task, items), engine, engine, Target("kl", 0.05), Talk(), DIVERGENCE)
+    assert certificate.baseline.value == 0.0 and certificate.loss is None
+    assert certificate.to_json()["loss"] is None
+    with pytest.raises(OptionError, match="baseline scores 0"):
+        certify_task(HeldOutTask(task, items), engine, engine, LOSS, Talk(), DIVERGENCE)
+
+
+@pytest.mark.parametrize(
+    ("items", "looks"), [(40, [40]), (500, [500]), (501, [500, 501]), (9000, [500, 1000, 2000, 4000, 9000])]
+)
+def test_looks_end_at_the_last_item(items: int, looks: list[int]) -> None:
+    assert look_counts(items) == looks
+
+
+def test_a_clear_case_is_decided_at_an_early_look(
+    reference: TransformersOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verdict is that of the first items, with wider bounds for several looks. An unclear case takes all items."""
+    monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (40, 80))
+    texts = [f"{n} and one text more, {n * n}" for n in range(120)]
+    equal, first = Coarse(reference, 1.0), certify(reference, Coarse(reference, 1.0), texts=texts[:40])
+    early = certify(reference, equal, texts=texts, confidence=0.95)
+    assert early.verdict is not None and early.verdict.status == "supported"
+    assert early.value.n == 40 and equal.scored == 40
+    assert (early.value.value, early.value.data_sha256) == (first.value.value, first.value.data_sha256)
+    assert early.loss is not None and early.loss.error == pytest.approx(0.05 / 3) and early.loss.bounds is not None
+    coarse = certify(reference, Coarse(reference, 3.0), texts=texts)
+    assert coarse.loss is not None
+    unclear = Target("loss", coarse.loss.loss)  # the loss itself: never supported, never refuted
+    whole = certify(reference, Coarse(reference, 3.0), unclear, texts, confidence=0.95)
+    assert whole.verdict is not None and whole.verdict.status in ("met", "missed")
+    assert whole.value.n == 120 and whole.value.value == coarse.value.value
+    assert whole.value.interval95 == coarse.value.interval95 and whole.value.data_sha256 == coarse.value.data_sha256
+    assert whole.loss is not None and whole.loss.bounds is not None
+    assert whole.loss.bounds[0] <= whole.loss.lower95 <= whole.loss.upper95 <= whole.loss.bounds[1]
+
+
+def certificate_of(loss: LossEstimate, base: TaskCertificate) -> TaskCertificate:
+    return replace(base, loss=loss, verdict=judge(loss, LOSS.value))
+
+
+VERDICTS = {
+    "supported": (estimate(0.010, 0.002, 4000), "at most 2.00 %, at 95 % confidence"),
+    "met": (estimate(0.015, 0.010, 4000), "its 95 % bound is not"),
+    "missed": (estimate(0.025, 0.010, 4000), "is above 2.00 %"),
+    "refuted": (estimate(0.050, 0.005, 4000), "above 2.00 %, at 95 % confidence"),
+}
+
+
+@pytest.mark.parametrize("status", sorted(VERDICTS))
+def test_the_verdict_and_its_sentence(reference: TransformersOracle, status: str) -> None:
+    loss, sentence = VERDICTS[status]
+    certificate = certificate_of(loss, certify(reference, Coarse(reference, 1.0)))
+    assert overall_verdict(LOSS, {"toy": certificate}) == status
+    quality = {
+        "verdict": status,
+        "target": {"kind": "loss", "value": 0.02},
+        "tasks": {"toy": certificate.to_json()},
+    }
+    line = verdict_line(quality)
+    assert line.startswith(status) and sentence in line
+    assert ("items would decide" in line) == (status in ("met", "missed"))
+
+
+def test_too_few_items_prove_nothing(reference: TransformersOracle) -> None:
+    """29 items without a difference: the verdict is met, and the report names the number of items needed."""
+    certificate = certificate_of(estimate(0.0, 0.0, 29), certify(reference, Coarse(reference, 1.0)))
+    assert certificate.verdict is not None and not certificate.verdict.enough_items
+    assert overall_verdict(LOSS, {"toy": certificate}) == "met"
+    assert certificate.verdict.items_needed is not None and certificate.verdict.items_needed > 29
+
+
+def test_the_weakest_task_speaks_for_all(reference: TransformersOracle) -> None:
+    base = certify(reference, Coarse(reference, 1.0))
+    order = ("supported", "met", "missed", "refuted")
+    for weaker in range(4):
+        for stronger in range(weaker + 1):
+            pair = {
+                name: certificate_of(VERDICTS[order[which]][0], base)
+                for name, which in (("a", stronger), ("b", weaker))
+            }
+            assert overall_verdict(LOSS, pair) == order[weaker]
+    assert overall_verdict(Target("size", 10**9), {"toy": base}) == "measured"
+    assert overall_verdict(Target("uniform", 4), {}) == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("mean", "standard_error", "status"),
+    [(0.03, 0.01, "supported"), (0.045, 0.01, "met"), (0.055, 0.01, "missed"), (0.08, 0.01, "refuted")],
+)
+def test_a_kl_target_gets_a_verdict_of_its_own(mean: float, standard_error: float, status: str) -> None:
+    target, good = Target("kl", 0.05), DivergenceCertificate(summary(0.001, 0.0001), 100)
+    found = DivergenceCertificate(summary(mean, standard_error), 100)
+    assert judge_divergence(found.divergence, 0.05) == status
+    assert overall_verdict(target, {}, {"good": good, "found": found}) == status
+    assert overall_verdict(target, {}, {}) == "not measured"
+    told = {"items": 100, **found.divergence.to_json()}
+    quality = {"verdict": status, "target": {"kind": "kl", "value": 0.05}, "tasks": {}, "held_out_kl": {"a": told}}
+    assert verdict_line(quality).startswith(status) and "0.05" in verdict_line(quality)
