@@ -50,7 +50,7 @@ def exit_code(run: Callable[[], Any]) -> int:
         output.say(shown.getvalue(), end="")
         return problem.exit_code
     except Exception as problem:
-        return _interrupted() if _is_interrupt(problem) else _told(problem)
+        return _interrupted() if is_interrupt(problem) else _told(problem)
     finally:
         output.settle()
 
@@ -73,7 +73,7 @@ def _told(problem: Exception) -> int:
     return told.exit_code
 
 
-def _is_interrupt(problem: BaseException) -> bool:
+def is_interrupt(problem: BaseException) -> bool:
     """Return whether an interrupt is the cause. An extension interrupted while it loads raises another error."""
     seen: BaseException | None = problem
     while seen is not None:

@@ -22,6 +22,7 @@ QUALITY_NAME = "quality.json"
 TOKENIZER_NAME = "tokenizer.json"
 CARD_NAME = "README.md"
 PARTIAL_SUFFIX = ".partial"
+WORK_SUFFIX = ".work"
 MAX_FILE_BYTES = 1 << 46
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _XXH3 = re.compile(r"[0-9a-f]{32}")

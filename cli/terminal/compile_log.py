@@ -10,8 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from moec.manifests.bundle import PARTIAL_SUFFIX
+from moec.manifests.bundle import PARTIAL_SUFFIX, WORK_SUFFIX
 
+from ..exit_codes import is_interrupt
 from . import output
 from .progress_bar import ProgressBar
 
@@ -86,12 +87,15 @@ class CompileLog:
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the last bar, also after an error."""
+        """Remove the last bar, also after an error. After an interrupt, say how to continue."""
         if problem is None:
             self.done()
-        else:
-            self._close_bar()
-            self._event("failed")
+            return
+        self._close_bar()
+        self._event("failed")
+        work = self._next_to_destination(WORK_SUFFIX)
+        if is_interrupt(problem) and work.exists():
+            output.say(f"finished stages are in `{work}`; the same command with `--resume` continues")
 
     def done(self) -> None:
         """Record once that the compile is complete."""
@@ -115,9 +119,14 @@ class CompileLog:
     def _event(self, text: str) -> None:
         self.events.append({"seconds": round(time.monotonic() - self._start, 3), "event": text})
 
+    def _next_to_destination(self, ending: str) -> Path:
+        return self._destination.with_name(self._destination.name + ending)
+
     def _disk_bytes(self) -> int:
         """Return the bytes next to the destination: results of finished stages, and an incomplete bundle."""
-        folders = (self._destination.with_name(self._destination.name + suffix) for suffix in (".work", PARTIAL_SUFFIX))
+        folders = (
+            self._destination.with_name(self._destination.name + suffix) for suffix in (WORK_SUFFIX, PARTIAL_SUFFIX)
+        )
         total = 0
         for folder in folders:
             with suppress(OSError):

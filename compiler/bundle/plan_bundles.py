@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from moec.manifests.bundle import PARTIAL_SUFFIX, DeviceSummary
+from moec.manifests.bundle import PARTIAL_SUFFIX, WORK_SUFFIX, DeviceSummary
 from moec.manifests.errors import DoesNotFit, OptionError
 from moec.manifests.model import ModelSpec
 from moec.manifests.progress import Progress
@@ -24,7 +24,7 @@ from ..request.plan import CompilePlan, plain_plan
 from ..request.ports import BundleEngine, OpenRuntime
 from ..request.request import CompileRequest
 from ..workspace.durable import Disk, disk_errors, require_free_bytes
-from ..workspace.work_folder import WORK_SUFFIX, check_partial
+from ..workspace.work_folder import check_partial
 from .emit import BundleContent, emit
 
 _NO_DEVICE = DeviceSummary("trial", "0" * 64, 0, 0)

@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME
+from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, WORK_SUFFIX
 from moec.manifests.errors import InputError, MoecError, OptionError, TargetUnreachable
 from moec.manifests.files.output_file import WRITING_SUFFIX
 
 from .durable import Disk
 from .journal import Journal, Note
 
-WORK_SUFFIX = ".work"
 CERTIFIED = "certified"
 """Last stage in the journal: the digest of the manifest that will be published."""
 

@@ -28,7 +28,7 @@ def main() -> None:
     """Run all stages."""
     parser = argparse.ArgumentParser(prog="python -m example_smollm2", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("build/example-smollm2"))
-    parser.add_argument("--minutes", type=float, default=180.0, help="time of the training")
+    parser.add_argument("--minutes", type=float, default=180.0, help="processor time of the training for each thread")
     parser.add_argument("--experts", type=int, default=EXPERTS)
     parser.add_argument("--top-k", type=int, default=TOP_K)
     parser.add_argument("--shared-width", type=int, default=SHARED_WIDTH)

@@ -128,7 +128,9 @@ def test_an_interrupted_comparison_is_taken_up(
 
     with monkeypatch.context() as patched:
         patched.setattr("moec.compiler.search.comparison.importance_list", halt)
-        assert invoke("compare", bundle).exit_code != 0
+        result = invoke("compare", bundle)
+        assert result.exit_code != 0
+        assert "out.comparison.work`; the same command with `--resume` continues" in result.stderr
     assert "out.comparison.work" in names(tmp_path) and "out.comparison.lock" not in names(tmp_path)
     result = invoke("compare", bundle, "--resume")
     assert result.exit_code == 0 and "taking up" in result.stderr, result.stderr

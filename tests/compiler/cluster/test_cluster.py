@@ -66,6 +66,7 @@ def cluster(home: Path) -> Iterator[Any]:
     pytest.importorskip("ray", reason="needs Ray: pip install 'moec[cluster]'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setattr(ray_pool, "START_SECONDS", 3600)  # a worker imports torch, which a busy machine delays
         from ray.cluster_utils import Cluster
 
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
