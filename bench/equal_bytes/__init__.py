@@ -1,0 +1,1 @@
+"""KL and perplexity over bytes, next to what people would use."""

@@ -1,0 +1,165 @@
+"""KL and perplexity over bytes: moec, one format for all, one format per layer and projection, and llama.cpp.
+
+    python -m bench.equal_bytes MODEL --data FOLDER [--task NAME] --results FOLDER [--items N] [--ggml FILE]
+
+The routed experts are quantized, all other weights keep 16 bits. Calibration of moec and importance data of llama.cpp
+come from the same train texts. KL(checkpoint || quantized) and perplexity are measured on test items that neither side
+has seen. Weights alone are compared: activations are float32 on all sides. For every mixture of llama.cpp, moec plans
+at most the same bytes.
+
+Every row is kept in FOLDER as soon as it is measured, with sums per text, and a second call continues. The table on
+stdout has the ratio of mean KL, moec over the other, with a 95 % interval of paired texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.sensitivity.answer_walk import planned_weights
+from moec.compiler.walker.kept_layers import LARGE_TEXTS
+from moec.compiler.walker.loaded_layer import Replaced
+from moec.manifests.model import UnitKey
+
+from ..example import Example
+from .ggml_blocks import GgmlBlocks, library_path
+from .importance import importance_of
+from .llama_mixtures import MIXTURES, block_type
+from .our_plans import OurPlans
+
+RESAMPLES = 2_000
+BITS = (1, 1.6, 2, 3, 4, 5, 6, 8, 16)
+
+
+Quantized = tuple[Replaced, int]
+"""Quantized weights, and the bytes of the routed experts."""
+HEAD = ("format", "bits", "KL", "perplexity", "moec bits", "moec KL", "moec perplexity", "KL ratio")
+
+
+class Comparison:
+    """Rows of the table. Each is measured once and kept.
+
+    results: folder of the rows.
+    items: number of test items.
+    """
+
+    def __init__(self, example: Example, plans: OurPlans, results: Path, items: int) -> None:
+        self._plans, self._results = plans, results
+        self._walk = example.walk(example.splits.test.items[:items])
+        self._counts = np.array(self._walk.answers.counts)
+        shapes = (example.model.unit_shape(unit.layer, unit.projection) for unit in example.plain.units)
+        self._weights = sum(int(np.prod(shape)) for shape in shapes)
+        print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
+
+    def add_plan(self, name: str, plan: CompilePlan | None) -> None:
+        """Compare a plan of one kind with the searched plan of the same bytes. None: there is no plan."""
+        if plan is not None:
+            self.add(name, lambda: self._planned(plan))
+
+    def add(self, name: str, make: Callable[[], Quantized]) -> int:
+        """Print one line. make: makes the weights of the row, if it is not measured yet. Returns its bytes."""
+        row = self._row(name, make)
+        size: int = row["bytes"]
+        plan = self._plans.within(size)
+        if plan is not None:
+            self._print(name, row, self._row(f"moec-{size}", lambda: self._planned(plan)))
+        return size
+
+    def _planned(self, plan: CompilePlan) -> Quantized:
+        return planned_weights(plan, self._plans.store), plan.expert_packed_bytes
+
+    def _row(self, name: str, make: Callable[[], Quantized]) -> dict[str, Any]:
+        """Return bytes, and the sums of KL and -log p in nats over each text."""
+        path = self._results / f"{name}.json"
+        if not path.exists():
+            weights, size = make()
+            found = self._walk.measure(weights)
+            starts = np.cumsum([0, *self._counts[:-1]])
+            sums = {key: np.add.reduceat(getattr(found, key), starts).tolist() for key in ("kl", "nll")}
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps({"bytes": size, **sums}) + "\n", encoding="utf-8")
+            new.rename(path)
+        row: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return row
+
+    def _print(self, name: str, row: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+        theirs, own = np.array(row["kl"]), np.array(ours["kl"])
+        low, high = interval(own, theirs)
+        cells = [
+            name,
+            *self._figures(row),
+            *self._figures(ours),
+            f"{own.sum() / theirs.sum():.3f} ({low:.3f} to {high:.3f})",
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+    def _figures(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
+        kl, nll = (np.sum(row[key]) / self._counts.sum() for key in ("kl", "nll"))
+        return f"{8 * row['bytes'] / self._weights:.3f}", f"{kl:.5f}", f"{np.exp(nll):.3f}"
+
+
+def llama_weights(
+    example: Example, blocks: GgmlBlocks, importance: Mapping[tuple[int, str], Tensor], mixture: str
+) -> Quantized:
+    """Return all experts after llama.cpp's quantization, and their bytes."""
+    layers = example.model.num_layers
+
+    def rounded(unit: UnitKey) -> tuple[UnitKey, Tensor, int]:
+        matrix = example.lowering.unit(unit).float().numpy()
+        kind = block_type(mixture, unit.projection, unit.layer, layers)
+        values, size = blocks.rounded(matrix, kind, importance[unit.layer, unit.projection][unit.expert].numpy())
+        return unit, torch.from_numpy(values).bfloat16(), size
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        parts = list(pool.map(rounded, example.plain.units))
+    units = {unit: values for unit, values, _ in parts}
+    return lambda name: units[name].float() if name in units else None, sum(size for _, _, size in parts)
+
+
+def interval(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval of the ratio of means, by a bootstrap that draws texts in pairs."""
+    draws = np.random.default_rng(0).integers(0, len(ours), (RESAMPLES, len(ours)))
+    low, high = np.quantile(ours[draws].sum(1) / theirs[draws].sum(1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def main() -> None:
+    """Read the command line, measure and print."""
+    parser = argparse.ArgumentParser(description="KL and perplexity over bytes.")
+    parser.add_argument("model")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--task", default="perplexity")
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--items", type=int, default=200, help="test items")
+    parser.add_argument("--mixtures", default=",".join(MIXTURES))
+    parser.add_argument("--ggml", type=Path, help="libggml-base.so; default: that of llama-cpp-python")
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    plans = OurPlans(options.model, options.data, options.task, options.results / "work", BITS)
+    example = Example(options.model, options.data, options.task)
+    table = Comparison(example, plans, options.results, options.items)
+    for name, plan in plans.uniform().items():
+        table.add_plan(f"uniform-{name}", plan)
+    blocks = GgmlBlocks(options.ggml or library_path())
+
+    @cache
+    def importance() -> dict[tuple[int, str], Tensor]:
+        return importance_of(example, example.texts(example.splits.train.items).first(LARGE_TEXTS.calibration))
+
+    for mixture in filter(None, options.mixtures.split(",")):
+        size = table.add(mixture, lambda mixture=mixture: llama_weights(example, blocks, importance(), mixture))
+        table.add_plan(f"layers-{size}", plans.by_layer_and_projection(size))
+
+
+if __name__ == "__main__":
+    main()
