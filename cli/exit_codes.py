@@ -1,12 +1,12 @@
 """Exit codes of `moec`, and the message of each error.
 
 Exit codes:
-- 0: done.
-- 1: an error that the user can act on, or a closed output.
-- 2: wrong usage.
-- 3: a damaged bundle.
-- 70: a fault in moec.
-- 130: interrupted.
+* 0: done.
+* 1: an error that the user can act on, or a closed output.
+* 2: wrong usage.
+* 3: a damaged bundle.
+* 70: a fault in moec.
+* 130: interrupted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Tasks, metrics and paired statistics. Independent of compiler and runtime: it receives an engine.
 
-- `data.load_splits`, `data.load_items`: JSONL, folders and hub sets -> ItemSet.
-- `tasks.find_task`, `tasks.infer_task`: prompt, answer and score of a task.
-- `run.evaluate`, `run.compare`: engine + items -> EvaluationResult; two results -> LossEstimate.
-- `statistics`: paired bootstrap, verdicts, summaries of KL and agreement.
-- `hf_metrics.load_metric`: the same metrics as `evaluate.Metric`.
+* `data.load_splits`, `data.load_items`: JSONL, folders and hub sets -> ItemSet.
+* `tasks.find_task`, `tasks.infer_task`: prompt, answer and score of a task.
+* `run.evaluate`, `run.compare`: engine + items -> EvaluationResult; two results -> LossEstimate.
+* `statistics`: paired bootstrap, verdicts, summaries of KL and agreement.
+* `hf_metrics.load_metric`: the same metrics as `evaluate.Metric`.
 
 Importing any of them loads only numpy and the standard library.
 The functions that need `datasets`, `evaluate` or `rouge_score` load them (extra `[eval]`).

@@ -229,13 +229,13 @@ class BundleManifest:
     """All data that a runtime needs before it reads a weight.
 
     Raises ValueError if fields contradict each other:
-    - the version is not the lowest one that has its formats.
-    - an expert is missing or occurs twice.
-    - a size differs from that of its formats.
-    - ranges overlap.
-    - a dense weight has the wrong shape.
-    - a file is not listed.
-    - a cost differs from that of the formats.
+    * the version is not the lowest one that has its formats.
+    * an expert is missing or occurs twice.
+    * a size differs from that of its formats.
+    * ranges overlap.
+    * a dense weight has the wrong shape.
+    * a file is not listed.
+    * a cost differs from that of the formats.
     """
 
     format_version: int

@@ -42,8 +42,8 @@ class GgmlBlocks:
     def rounded(self, matrix: Matrix, block_type: str, importance: Matrix) -> tuple[Matrix, int]:
         """Return a matrix after quantization, [N, K], and its bytes.
 
-        Blocks need rows of a multiple of 256 or 32 columns. Where K is none, as many rows as needed are laid end to
-        end. llama.cpp itself would take a simpler block type, so this is in its favour.
+        Blocks need rows of a multiple of 256 or 32 columns. For other K, as many rows as needed are laid end to end.
+        In such a case llama.cpp takes a simpler block type, so this is in its favour.
         importance: mean square of each input, [K].
         """
         kind = gguf.GGMLQuantizationType[block_type]

@@ -7,8 +7,8 @@ Takes a minute. Prints Markdown tables.
 A plan of b bits per weight has the loss 0.0143 * 2^((6.7 - b) / 0.76). Texts differ: the loss of one text is that loss
 plus a deviation of 0.25 * sqrt(loss), with the tails of a t distribution with 5 degrees of freedom. Deviations of two
 plans have the correlation 2^-|difference in doublings of the loss|. The three numbers come from plans of
-SmolLM2-135M-Instruct with experts: 1.46 % of loss at 6.7 bits, 0.225 % standard error with 160 texts, and a KL that
-falls by a factor of 28 from 2.9 to 6.56 bits.
+SmolLM2-135M-Instruct with experts. At 6.7 bits, 160 texts lost 1.46 %, with a standard error of 0.225 %. From 2.9 to
+6.56 bits, KL fell by a factor of 28.
 
 Each simulated search bisects over bits with validation texts, and takes the smallest accepted plan. Its certificate is
 supported if the one-sided 95 % bound on test texts is at most the target. For each rule the tables show how often it

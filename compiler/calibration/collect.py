@@ -42,8 +42,7 @@ class ActivationStatistics:
     path_keys, path_offsets, path_experts, path_counts: see paths.PathDictionary.
     router_quantiles: float32 [L, Q], quantiles 0 to 1 of a token's largest router weight.
     lower_half: float64 [L], mean share of a token's router weight in the lower-ranked half of its experts. It is at
-        most
-        0.5, for an even router.
+        most 0.5, for an even router.
     unimportance: int64 [L, UNIMPORTANCE_BINS], counts of chosen experts by unimportance, in even bins from 0 to 1; see
         `weight_summary`. A token's best expert is not counted.
     unseen_experts: experts that no token reached.
@@ -188,8 +187,7 @@ def weight_summary(weights: Tensor) -> tuple[Tensor, NDArray[np.int64]]:
 
     Returns the largest weight and the share of the lower-ranked half, float32 [N, 2], and counts of unimportance, int64
     [UNIMPORTANCE_BINS]. The unimportance of an expert is the share of its token's weight in better-ranked experts. It
-    is 0
-    for the best expert, which is not counted. HOBBIT compares its thresholds with it.
+    is 0 for the best expert, which is not counted. HOBBIT compares its thresholds with it.
     Source: HOBBIT, token-level dynamic loading.
     """
     ranked = weights.float().sort(dim=1, descending=True).values

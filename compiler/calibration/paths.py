@@ -48,8 +48,7 @@ class PathReport:
     """Quality of predictions of a layer from the two layers before it, on tokens that were not counted.
 
     accuracy_*: share of tokens whose top candidate was activated, over layers 2 to L-1. The candidates come from the
-    pair
-        form, from the exact sets, from the previous layer alone, or from popularity.
+        pair form, from the exact sets, from the previous layer alone, or from popularity.
     frequent_paths: share of tokens on the 20 % most frequent observed paths through all layers.
     frequent_windows: the same share for paths through three consecutive layers.
     observed_paths: number of distinct paths through all layers.

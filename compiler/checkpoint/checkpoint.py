@@ -1,9 +1,9 @@
 """A Hugging Face model folder as a mapping of tensors on disk. This module depends on no model family.
 
 Every file is untrusted:
-- headers are bounded and checked before any weight is read;
-- shard names must stay in the folder;
-- pickled weights are refused.
+* headers are bounded and checked before any weight is read;
+* shard names must stay in the folder;
+* pickled weights are refused.
 """
 
 from __future__ import annotations
@@ -154,11 +154,11 @@ def open_checkpoint(path: str) -> Checkpoint:
     """Open a local model folder, a folder at an fsspec URL, or a hub id if there is a network.
 
     Raises CheckpointError, which names the file, if
-    - the path is not a folder;
-    - config.json is missing or damaged;
-    - there are no safetensors weights, or they are damaged or truncated;
-    - the index does not match its shards;
-    - a dtype is not bfloat16, float16 or float32.
+    * the path is not a folder;
+    * config.json is missing or damaged;
+    * there are no safetensors weights, or they are damaged or truncated;
+    * the index does not match its shards;
+    * a dtype is not bfloat16, float16 or float32.
     """
     root, name = _locate(path)
     config = _read_json(root / CONFIG_NAME, MAX_CONFIG_BYTES, "a Hugging Face model folder has one; is this one?")

@@ -1,8 +1,8 @@
 """Stand-ins: transformers models for families that transformers lacks. They compute the same as the family.
 
 The reference model of such a family is its stand-in:
-- DeepSeekMoE: Qwen2-MoE without biases, whose shared expert's gate is always open.
-- MiniCPM-MoE: GraniteMoE. Its softmax over the chosen experts equals a renormalised softmax over all experts.
+* DeepSeekMoE: Qwen2-MoE without biases, whose shared expert's gate is always open.
+* MiniCPM-MoE: GraniteMoE. Its softmax over the chosen experts equals a renormalised softmax over all experts.
 
 tests/oracles defines both families independently and compares them with their stand-ins.
 """

@@ -1,8 +1,8 @@
 """Names and places on disk of the weights of decoders of the Llama shape.
 
 Weights on disk have one of two forms:
-- one tensor per projection, as on the hub;
-- one stack of all experts, as transformers 5 holds them in memory.
+* one tensor per projection, as on the hub;
+* one stack of all experts, as transformers 5 holds them in memory.
 """
 
 from __future__ import annotations

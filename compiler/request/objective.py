@@ -1,8 +1,8 @@
 """Cost of a byte of each unit on the device. The search minimises the total.
 
-- `size`: each byte counts once.
-- `bytes-per-token`: a byte counts as often as a token reads it.
-- `tpot`: the larger of compute time and storage time decides. Bytes count by reads if storage is the bottleneck, else
+* `size`: each byte counts once.
+* `bytes-per-token`: a byte counts as often as a token reads it.
+* `tpot`: the larger of compute time and storage time decides. Bytes count by reads if storage is the bottleneck, else
   once.
 """
 

@@ -238,11 +238,11 @@ class CompileOptions:
     ) -> tuple[QuantSpec, ...]:
         """Return the formats on offer to routed experts, smallest first: those of `bits` with a kernel on the device.
 
-        - 8 bits use the widest group that divides a width. Narrower groups add bytes and no measurable quality.
-        - 1 bit has no groups of 32, which take nearly the bytes of 2 bits.
-        - Groups of up to 5 bits have byte scales and minima: equal output error for fewer bytes
+        * 8 bits use the widest group that divides a width. Narrower groups add bytes and no measurable quality.
+        * 1 bit has no groups of 32, which take nearly the bytes of 2 bits.
+        * Groups of up to 5 bits have byte scales and minima: equal output error for fewer bytes
           (docs/experiments/2026-11-22-byte-scales.md).
-        - optimum-quanto has no bitwidth below 2, and no byte scales.
+        * optimum-quanto has no bitwidth below 2, and no byte scales.
 
         bitwidths: bitwidths with a kernel.
         plain: the format at 16 bits, which keeps the checkpoint's own numbers.

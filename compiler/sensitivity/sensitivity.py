@@ -1,9 +1,9 @@
 """Sensitivity of each unit to each format: predicted KL.
 
-- fisher: KL of a unit in a format to second order, from gradients (fisher.py).
-- proxy: output error of the unit, times a gain. The gain is measured per layer: KL at a probe format over the error
+* fisher: KL of a unit in a format to second order, from gradients (fisher.py).
+* proxy: output error of the unit, times a gain. The gain is measured per layer: KL at a probe format over the error
   there (stages/sweep.py). Dense weights always use this, per group.
-- exact: EdgeMoE's measurement, one expert at a time. It corrects the prediction of each expert.
+* exact: EdgeMoE's measurement, one expert at a time. It corrects the prediction of each expert.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Trials: a plan is measured. Nothing here predicts.
 
 There are two measurements:
-- mean KL to the unquantized model on the answer tokens of a few validation items, layer by layer;
-- the task metric on answers that the runtime generates from a temporary bundle, which a loss target is about.
+* mean KL to the unquantized model on the answer tokens of a few validation items, layer by layer;
+* the task metric on answers that the runtime generates from a temporary bundle, which a loss target is about.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ class Trials:
         """First guess of KL over relative loss.
 
         A perplexity rises by about the KL. For generated answers, the example has these values:
-        - 2 % loss: 0.002 nats per token;
-        - 5 % loss: 0.007 nats per token;
-        - 45 % loss: 0.015 nats per token.
+        * 2 % loss: 0.002 nats per token;
+        * 5 % loss: 0.007 nats per token;
+        * 45 % loss: 0.015 nats per token.
         """
         return 1.0 if all(data.task.answer_field is None for data in self.tasks) else 0.1
 

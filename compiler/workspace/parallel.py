@@ -1,8 +1,8 @@
 """Passes in parallel: each on one thread, results in order, the same bits for any number of threads.
 
 A pass over 2,048 tokens has products too small to divide. Measured with 2 cores and 11 M parameters:
-- two passes at once: 11,500 tokens/s;
-- one pass with two threads: 6,000 to 7,700 tokens/s.
+* two passes at once: 11,500 tokens/s;
+* one pass with two threads: 6,000 to 7,700 tokens/s.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 An expert on the device runs there. For another expert there is a choice.
 Either the CPU computes it, or its weights are copied and the device computes it. Four rules exist:
 
-- `published` is the rule of Twiddler (section 3.3, algorithm 1), applied to each expert.
+* `published` is the rule of Twiddler (section 3.3, algorithm 1), applied to each expert.
   It copies if cpu_lat(s) > gpu_lat(s) + transfer_lat(). It adds times as if the steps ran one after the other.
-- `auto` minimises the end time of the layer. CPU, link and device work at the same time.
+* `auto` minimises the end time of the layer. CPU, link and device work at the same time.
   Copies wait for each other on the link, and for a slot.
   The experts with the most tokens are copied, as many as minimise that time.
   Then resident experts that are also in host memory move to the CPU, fewest tokens first, as long as that helps.
   A small expert can finish on the CPU before the device has started its kernels.
-- `gpu` copies all experts (HOBBIT's GPU-centric mode).
-- `cpu` copies none (HOBBIT's cooperative mode).
+* `gpu` copies all experts (HOBBIT's GPU-centric mode).
+* `cpu` copies none (HOBBIT's cooperative mode).
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The kernels are compiled without Python, together with `instruction_sets.cpp`. T
 instruction sets with the scalar kernels, bit for bit. NEON runs under qemu-user. qemu cannot run the other sets, so
 `emulated_*.h` replace their instructions. The kernels then run on any processor with AVX2:
 
-- `emulated_avx512_lanes.h`: pairs of AVX2 registers for AVX-512.
-- `emulated_vnni.h`: AVX2 instructions that make the same sums as the dot products of VNNI.
-- `emulated_amx_tiles.h`: loops over memory for the tiles of AMX.
+* `emulated_avx512_lanes.h`: pairs of AVX2 registers for AVX-512.
+* `emulated_vnni.h`: AVX2 instructions that make the same sums as the dot products of VNNI.
+* `emulated_amx_tiles.h`: loops over memory for the tiles of AMX.
 
 MOEC_REQUIRE_QEMU=1 turns the skips into failures.
 """

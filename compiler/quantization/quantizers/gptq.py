@@ -1,10 +1,10 @@
 """GPTQ: columns are rounded one after the other, and later columns compensate for the error of earlier ones.
 
-- Groups are static: scales are chosen before any column is rounded.
-- Columns are ordered by the second moment of their inputs, largest first.
-- Group ranges come from a clip search.
-- With up to sixteen codes, scales are fitted to the codes (refit.py). With up to four, codes and scales alternate.
-- Rounding to nearest is always tried too, so no row gets worse than that.
+* Groups are static: scales are chosen before any column is rounded.
+* Columns are ordered by the second moment of their inputs, largest first.
+* Group ranges come from a clip search.
+* With up to sixteen codes, scales are fitted to the codes (refit.py). With up to four, codes and scales alternate.
+* Rounding to nearest is always tried too, so no row gets worse than that.
 
 Source: GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers, section 3, algorithm 1.
 Shapes: B matrices, N rows, K columns, G groups.

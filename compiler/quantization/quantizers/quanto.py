@@ -25,9 +25,9 @@ from ..quantized import QuantizedMatrix
 def quantize_quanto(weight: Tensor, spec: QuantSpec) -> QuantizedMatrix:
     """Quantize with the best optimizer of optimum-quanto for the bitwidth.
 
-    - 2 and 4 bits: HqqOptimizer (half-quadratic).
-    - 3, 5 and 6 bits: MaxOptimizer. It alone accepts a bitwidth that the package does not offer.
-    - 8 bits: AbsmaxOptimizer, one scale per row.
+    * 2 and 4 bits: HqqOptimizer (half-quadratic).
+    * 3, 5 and 6 bits: MaxOptimizer. It alone accepts a bitwidth that the package does not offer.
+    * 8 bits: AbsmaxOptimizer, one scale per row.
 
     weight: [N, K] floats, finite.
     Raises OptionError for formats that the package lacks: below 2 bits, 8 bits in groups, 2 to 6 bits symmetric.
