@@ -19,7 +19,7 @@ SEED = 20261125
 TASKS = ("prose", "next_sentence", "continuation")
 _COUNTS = {"train": 1_000, "validation": 1_000, "test": 2_500, "unseen": 2_500}
 _PROSE_WORDS = 160
-_CONTEXT_WORDS = (20, 60)
+_CONTEXT_WORDS = (12, 80)
 _ENDING_WORDS = (8, 30)
 _SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
