@@ -8,7 +8,8 @@ has seen. Weights alone are compared: activations are float32 on all sides. For 
 at most the same bytes.
 
 Every row is kept in FOLDER as soon as it is measured, with sums per text, and a second call continues. The table on
-stdout has the ratio of mean KL, moec over the other, with a 95 % interval of paired texts.
+stdout has the ratio of mean KL, moec over the other, with a 95 % interval of paired texts. With `--executed`, a second
+table compares the KL of own plans with weights alone and in the runtime, which rounds activations to 8 bits.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from moec.compiler.walker.loaded_layer import Replaced
 from moec.manifests.model import UnitKey
 
 from ..example import Example
+from .executed import open_executed
 from .ggml_blocks import GgmlBlocks, library_path
 from .importance import importance_of
 from .llama_mixtures import MIXTURES, block_type
@@ -54,7 +56,7 @@ class Comparison:
     """
 
     def __init__(self, example: Example, plans: OurPlans, results: Path, items: int) -> None:
-        self._plans, self._results = plans, results
+        self._plans, self._results, self.own_plans = plans, results, dict[str, CompilePlan]()
         self._walk = example.walk(example.splits.test.items[:items])
         self._counts = np.array(self._walk.answers.counts)
         shapes = (example.model.unit_shape(unit.layer, unit.projection) for unit in example.plain.units)
@@ -64,6 +66,7 @@ class Comparison:
     def add_plan(self, name: str, plan: CompilePlan | None) -> None:
         """Compare a plan of one kind with the searched plan of the same bytes. None: there is no plan."""
         if plan is not None:
+            self.own_plans[name] = plan
             self.add(name, lambda: self._planned(plan))
 
     def add(self, name: str, make: Callable[[], Quantized]) -> int:
@@ -72,8 +75,26 @@ class Comparison:
         size: int = row["bytes"]
         plan = self._plans.within(size)
         if plan is not None:
+            self.own_plans[f"moec-{size}"] = plan
             self._print(name, row, self._row(f"moec-{size}", lambda: self._planned(plan)))
         return size
+
+    def print_executed(self) -> None:
+        """Print the KL of all own plans with weights alone and as executed by the runtime."""
+        plain = self._plans.plain
+        print(
+            "\n| plan | bits | KL, weights alone | KL, executed | standard error |\n|---|---|---|---|---|", flush=True
+        )
+        with open_executed(self._plans.bundles, plain, self._walk.answers.pairs) as executed:
+            for name, plan in self.own_plans.items():
+                path = self._results / f"{name}.executed.json"
+                if not path.exists():
+                    found = executed.kl(plan, self._plans.store)
+                    path.write_text(json.dumps(found.to_json()) + "\n", encoding="utf-8")
+                run = json.loads(path.read_text(encoding="utf-8"))
+                alone = self._figures(json.loads((self._results / f"{name}.json").read_text(encoding="utf-8")))
+                cells = [name, *alone[:2], f"{run['mean']:.5f}", f"{run['standard_error']:.5f}"]
+                print(f"| {' | '.join(cells)} |", flush=True)
 
     def _planned(self, plan: CompilePlan) -> Quantized:
         return planned_weights(plan, self._plans.store), plan.expert_packed_bytes
@@ -142,6 +163,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--items", type=int, default=200, help="test items")
     parser.add_argument("--mixtures", default=",".join(MIXTURES))
+    parser.add_argument("--executed", action="store_true", help="also run own plans in the runtime")
     parser.add_argument("--ggml", type=Path, help="libggml-base.so; default: that of llama-cpp-python")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
@@ -159,6 +181,8 @@ def main() -> None:
     for mixture in filter(None, options.mixtures.split(",")):
         size = table.add(mixture, lambda mixture=mixture: llama_weights(example, blocks, importance(), mixture))
         table.add_plan(f"layers-{size}", plans.by_layer_and_projection(size))
+    if options.executed:
+        table.print_executed()
 
 
 if __name__ == "__main__":

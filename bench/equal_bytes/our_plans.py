@@ -17,7 +17,7 @@ from moec.compiler.request.targets import Target
 from moec.compiler.request.uniform import fits_all, uniform_like
 from moec.compiler.search.knapsack import ChoiceTable, least_loss
 from moec.compiler.stages.compile_context import CompileContext
-from moec.compiler.stages.measure import measure
+from moec.compiler.stages.measure import measure, plan_bundles
 from moec.compiler.stages.planning import open_space
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
@@ -49,9 +49,16 @@ class OurPlans:
         )
         profile, talk = load_profile("laptop"), Talk(say)
         prepared = prepare(CompileRequest(model, work / "out", options, profile, open_partial, talk, plan_only=True))
-        measured = measure(CompileContext(prepared, Journal(work, prepared.identity(), Disk(), say), None))
+        context = CompileContext(prepared, Journal(work, prepared.identity(), Disk(), say), None)
+        measured = measure(context)
         self.store: UnitStore = measured.store
+        self.bundles = plan_bundles(context)
         self._space, self._specs = open_space(prepared, measured), prepared.specs
+
+    @property
+    def plain(self) -> CompilePlan:
+        """The plan at 16 bits."""
+        return self._space.plain
 
     def within(self, size_bytes: int) -> CompilePlan | None:
         """Return the plan of least predicted KL whose experts have at most so many bytes. None if none fits."""
