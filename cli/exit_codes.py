@@ -20,6 +20,7 @@ import click
 
 from moec.manifests.errors import ExecutionError, MissingDependency, MoecError
 
+from .interrupts import is_interrupt
 from .terminal import output
 
 EXIT_FAULT = 70
@@ -71,16 +72,6 @@ def _told(problem: Exception) -> int:
         return _fault()
     output.error(told)
     return told.exit_code
-
-
-def is_interrupt(problem: BaseException) -> bool:
-    """Return whether an interrupt is the cause. An extension interrupted while it loads raises another error."""
-    seen: BaseException | None = problem
-    while seen is not None:
-        if isinstance(seen, KeyboardInterrupt):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
 
 
 def _interrupted() -> int:

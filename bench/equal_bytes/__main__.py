@@ -1,4 +1,4 @@
-"""KL and perplexity over bytes: moec, one format for all, one format per layer and projection, and llama.cpp.
+"""KL and perplexity over bytes: moec, one format for all, one per layer and projection, llama.cpp, and HQQ.
 
     python -m bench.equal_bytes MODEL --data FOLDER [--task NAME] --results FOLDER [--items N] [--ggml FILE]
 
@@ -38,6 +38,7 @@ from .ggml_blocks import GgmlBlocks, library_path
 from .importance import importance_of
 from .llama_mixtures import MIXTURES, block_type
 from .our_plans import OurPlans
+from .peer_environment import rounded_by
 
 RESAMPLES = 2_000
 BITS = (1, 1.6, 2, 3, 4, 5, 6, 8, 16)
@@ -147,6 +148,15 @@ def llama_weights(
     return lambda name: units[name].float() if name in units else None, sum(size for _, _, size in parts)
 
 
+def hqq_weights(example: Example, folder: Path, bits: int, group_size: int) -> Quantized:
+    """Return all experts after HQQ, and their bytes: codes, and 16 bits for scale and zero point of each group."""
+    units = {unit: example.lowering.unit(unit) for unit in example.plain.units}
+    rounded = rounded_by("hqq", folder, units, bits, group_size)
+    weights = sum(matrix.numel() for matrix in units.values())
+    size = weights * bits // 8 + 4 * weights // group_size
+    return lambda name: rounded[name].float() if name in rounded else None, size
+
+
 def interval(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
     """Return the 95 % interval of the ratio of means, by a bootstrap that draws texts in pairs."""
     draws = np.random.default_rng(0).integers(0, len(ours), (RESAMPLES, len(ours)))
@@ -164,6 +174,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=200, help="test items")
     parser.add_argument("--mixtures", default=",".join(MIXTURES))
     parser.add_argument("--executed", action="store_true", help="also run own plans in the runtime")
+    parser.add_argument("--hqq", default="2:64,3:64,4:64,5:64,6:64,8:64", help="bits:group size of HQQ, repeated")
     parser.add_argument("--ggml", type=Path, help="libggml-base.so; default: that of llama-cpp-python")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
@@ -181,6 +192,9 @@ def main() -> None:
     for mixture in filter(None, options.mixtures.split(",")):
         size = table.add(mixture, lambda mixture=mixture: llama_weights(example, blocks, importance(), mixture))
         table.add_plan(f"layers-{size}", plans.by_layer_and_projection(size))
+    for setting in filter(None, options.hqq.split(",")):
+        bits, group_size = map(int, setting.split(":"))
+        table.add(f"HQQ-{bits}g{group_size}", lambda b=bits, g=group_size: hqq_weights(example, options.results, b, g))
     if options.executed:
         table.print_executed()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from moec.manifests.bundle import PARTIAL_SUFFIX, WORK_SUFFIX
 
-from ..exit_codes import is_interrupt
+from ..interrupts import is_interrupt
 from . import output
 from .progress_bar import ProgressBar
 

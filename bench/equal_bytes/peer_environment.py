@@ -1,0 +1,54 @@
+"""Quantizers of other projects, each in an environment of its own.
+
+An environment has a script of this folder, which runs there without moec: `hqq_script.py`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moec.manifests.model import UnitKey
+
+REQUIREMENTS = {"hqq": ("torch==2.13.0", "hqq==0.2.8.post1", "numpy", "safetensors")}
+
+
+def environment(name: str, folder: Path) -> Path:
+    """Return the interpreter of an environment, which is made if it is absent.
+
+    name: of REQUIREMENTS.
+    """
+    place = folder / f"environment-{name}"
+    ready = place / ".ready"
+    python = place / "bin" / "python"
+    if not ready.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", *REQUIREMENTS[name]], check=True)
+        ready.touch()
+    return python
+
+
+def rounded_by(
+    name: str, folder: Path, units: Mapping[UnitKey, Tensor], bits: int, group_size: int
+) -> dict[UnitKey, Tensor]:
+    """Return matrices after quantization in another project, bfloat16.
+
+    folder: holds the environment and the matrices of the call.
+    """
+    python = environment(name, folder)
+    source, target = folder / "matrices.safetensors", folder / "rounded.safetensors"
+    names = {unit: f"{unit.layer}.{unit.expert}.{unit.projection}" for unit in units}
+    save_file({names[unit]: matrix.float().contiguous() for unit, matrix in units.items()}, source)
+    script = Path(__file__).with_name(f"{name}_script.py")
+    threads = str(torch.get_num_threads())
+    subprocess.run([python, script, source, target, str(bits), str(group_size), threads], check=True)
+    found = load_file(target)
+    source.unlink()
+    target.unlink()
+    return {unit: found[names[unit]] for unit in units}
