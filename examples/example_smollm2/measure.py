@@ -43,6 +43,8 @@ def routing(network: Network, tokens: Tensor) -> dict[str, Any]:
     weights: mean routing weight of the first, second, ... chosen expert.
     most_used, least_used: use of an expert as a multiple of its layer's mean, averaged over the layers.
     half_of_uses: share of the experts that have half of the uses, averaged over the layers.
+    of_largest: uses of all experts of all layers over the largest of them, as the Twiddler paper (appendix C) reports
+        them for Mixtral-8x7B.
     """
     shape = network.shape
     weights, uses = torch.zeros(shape.top_k), torch.zeros(shape.layers, shape.experts)
@@ -61,8 +63,20 @@ def routing(network: Network, tokens: Tensor) -> dict[str, Any]:
         "most_used": round(ranked[:, 0].mean().item(), 3),
         "least_used": round(ranked[:, -1].mean().item(), 3),
         "half_of_uses": round(halves.float().mean().item() / shape.experts, 3),
+        "of_largest": _spread(uses / uses.max()),
         "use_of_each_rank": [round(value, 3) for value in ranked.mean(0).tolist()],
     }
+
+
+def _spread(values: Tensor) -> dict[str, float]:
+    """Return mean, standard deviation, least value and quartiles."""
+    flat = values.flatten()
+    low, high = flat.quantile(torch.tensor([0.25, 0.75])).tolist()
+    found = {
+        "mean": flat.mean().item(), "standard_deviation": flat.std().item(), "least": flat.min().item(),
+        "quartile_1": low, "quartile_3": high,
+    }  # fmt: skip
+    return {name: round(value, 3) for name, value in found.items()}
 
 
 @torch.inference_mode()
