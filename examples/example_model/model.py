@@ -186,15 +186,18 @@ class ExampleModel(nn.Module):
         self.register_buffer("cosine", angles.cos(), persistent=False)
         self.register_buffer("sine", angles.sin(), persistent=False)
 
-    def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weights. Attention and experts add nothing at first, because their output matrices start at zero."""
+    def initialise(self, generator: torch.Generator, has_spread_channels: bool = True) -> None:
+        """Draw the weights. Attention and experts add nothing at first, because their output matrices start at zero.
+
+        has_spread_channels: see `Layer.spread_channels`.
+        """
         for name, parameter in self.named_parameters():
             if name.endswith(("out", "down")):
                 nn.init.zeros_(parameter)
             elif "norm" not in name:
                 scale = 0.02 if "router" in name else 0.0625
                 nn.init.normal_(parameter, std=scale, generator=generator)
-        for layer in self.blocks:
+        for layer in self.blocks if has_spread_channels else ():
             layer.spread_channels(generator)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -114,16 +114,21 @@ def liken(embedding: torch.Tensor, tokenizer: Tokenizer) -> None:
 
 
 class Run(TrainingRun):
-    """The training of the first example."""
+    """The training of the first example.
+
+    shape: sizes of the model.
+    has_spread_channels: whether channels start with unequal sizes.
+    """
 
     steps, score_every = STEPS, SCORE_EVERY
+    shape, has_spread_channels = Shape(), True
 
     def __init__(self, state: Path, log: Path, folder: Path, rank: int = 0) -> None:
         torch.manual_seed(SEED)
         self.folder = folder
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        model = ExampleModel(Shape())
-        model.initialise(torch.Generator().manual_seed(SEED))
+        model = ExampleModel(self.shape)
+        model.initialise(torch.Generator().manual_seed(SEED), self.has_spread_channels)
         liken(model.embed, self.tokenizer)
         matrices = [weight for weight in model.parameters() if weight.ndim > 1]
         vectors = [weight for weight in model.parameters() if weight.ndim == 1]
@@ -131,7 +136,7 @@ class Run(TrainingRun):
         optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.98), fused=True)
         super().__init__(model, optimizer, state, log, rank)
         if rank == 0:
-            write_configs(folder, Shape(), identity(self.tokenizer, END), identity(self.tokenizer, PAD))
+            write_configs(folder, self.shape, identity(self.tokenizer, END), identity(self.tokenizer, PAD))
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
