@@ -109,10 +109,8 @@ def eval_command(
         result, facts = _evaluate(engine, items.task, items.items, examples)
     if per_item is not None:
         _write_items(per_item, result)
-    if as_json:
-        output.data_json({**result.to_json(), "skipped": items.skipped, **facts})
-    else:
-        output.data(_page(result))
+    told = {**result.to_json(), "skipped": items.skipped, **facts}
+    output.data_json(told) if as_json else output.data(_page(result))
 
 
 def _write_items(path: Path, result: EvaluationResult) -> None:

@@ -16,7 +16,6 @@ from click.testing import Result
 from safetensors.torch import load_file, save_file
 
 from moec.cli.commands.compile import compile_command
-from moec.compiler.request.options import DEFAULT_BITS
 from moec.compiler.workspace import durable
 from moec.compiler.workspace.durable import Disk
 from tests.tiny_compile import check_bundle, contents, names, save_model, save_problems, save_texts
@@ -395,9 +394,3 @@ def test_a_sweep_prints_a_table_and_leaves_a_curve_beside(
     assert json.loads(again.stdout)["curve"] == curve
     refused = run(model, "--sweep", "20%", "--loss", "2%", *arguments)
     assert refused.exit_code == 1 and "`--sweep` and `--loss` both name losses" in refused.stderr
-
-
-def test_the_help_names_the_default_bitwidths() -> None:
-    shown = ",".join(f"{bits:g}" for bits in DEFAULT_BITS)
-    with click.Context(compile_command) as context:
-        assert f"[default: {shown}]" in " ".join(compile_command.get_help(context).split())

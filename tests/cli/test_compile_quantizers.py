@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import click
 import pytest
 
+from moec.cli.commands.compile import compile_command
 from moec.compiler.quantization.quantizers import QUANTIZERS
+from moec.compiler.request.options import DEFAULT_BITS
 from moec.manifests.quant import BITWIDTHS
 from moec.runtime import kernels
 from tests.tiny_compile import check_bundle, contents, names, save_model, save_texts
@@ -100,3 +103,9 @@ def test_a_search_with_quanto_on_the_command_line(
     assert result.exit_code == 0, result.stderr
     formats = check_bundle(tmp_path / "out")["bits"]["formats"]
     assert any(name.startswith(("q2g", "q3g", "q4g")) for name in formats), json.dumps(formats)
+
+
+def test_the_help_names_the_default_bitwidths() -> None:
+    shown = ",".join(f"{bits:g}" for bits in DEFAULT_BITS)
+    with click.Context(compile_command) as context:
+        assert f"[default: {shown}]" in " ".join(compile_command.get_help(context).split())
