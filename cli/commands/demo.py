@@ -100,7 +100,7 @@ def _compile(model: Path, options: CompileOptions, target_path: Path) -> tuple[C
     from moec.compiler.request.request import CompileRequest
     from moec.profiles.loading import load_profile
 
-    log = CompileLog(target_path)
+    log = CompileLog(target_path, has_resume=False)
     request = CompileRequest(
         source=str(model),
         output=target_path,

@@ -37,16 +37,17 @@ class CompileLog:
     """Notes and progress on stderr, the same with times for `NAME.log.json`, and the cost of each stage.
 
     destination: folder of the bundle. Results of finished stages are next to it.
+    has_resume: whether the command has `--resume`.
     sources: paths of checkpoint and data, as `model` and `data`.
 
     with CompileLog(destination) as log:
         compile_checkpoint(... Talk(log.note, log.progress))
     """
 
-    def __init__(self, destination: Path) -> None:
+    def __init__(self, destination: Path, has_resume: bool = True) -> None:
         self._start = time.monotonic()
         self._bar: ProgressBar | None = None
-        self._destination = destination
+        self._destination, self._has_resume = destination, has_resume
         self._running: tuple[str, float] | None = None
         self._stages: dict[str, Stage] = {}
         self.events: list[dict[str, Any]] = []
@@ -94,7 +95,7 @@ class CompileLog:
         self._close_bar()
         self._event("failed")
         work = self._next_to_destination(WORK_SUFFIX)
-        if is_interrupt(problem) and work.exists():
+        if self._has_resume and is_interrupt(problem) and work.exists():
             output.say(f"finished stages are in `{work}`; the same command with `--resume` continues")
 
     def done(self) -> None:

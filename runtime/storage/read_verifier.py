@@ -2,7 +2,7 @@
 
 An expert is compared when it is first read, and again when anything about its file has changed.
 One call of `fstat` after each read shows that. The time of both: docs/design/storage.md, Verification.
-With the cache in C++, `note_verified` in native/experts/reader_threads.cpp decides when, and calls `compare`.
+With the cache in C++, `serve` in native/experts/reader_threads.cpp decides when, and calls `compare`.
 """
 
 from __future__ import annotations

@@ -142,3 +142,13 @@ def test_a_compile_that_fails_leaves_no_bar_under_its_error(tmp_path: Path, monk
     (stage,) = log.stages()
     assert (stage["title"], stage["peak_memory_bytes"]) == ("calibrating", 7 << 20)
     assert [event["event"] for event in log.events] == ["calibrating", "failed"]
+
+
+@pytest.mark.parametrize("has_resume", [True, False])
+def test_an_interrupted_compile_names_resume_if_the_command_has_it(
+    has_resume: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.work").mkdir()
+    with pytest.raises(KeyboardInterrupt), CompileLog(tmp_path / "out", has_resume):
+        raise KeyboardInterrupt
+    assert ("out.work`; the same command with `--resume` continues" in capsys.readouterr().err) == has_resume

@@ -1,6 +1,7 @@
 """The example of natural weights, on a tiny network: text, division into experts, checkpoints, and training."""
 
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -143,6 +144,27 @@ def test_training_approaches_the_dense_network_and_continues(dense: Network, tmp
         torch.equal(one, other)
         for one, other in zip(trained.student.state_dict().values(), again.student.state_dict().values(), strict=True)
     )
+
+
+def test_a_pause_of_the_training_takes_none_of_its_time(
+    dense: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Over(Exception):
+        pass
+
+    network = with_experts(dense, TOKENS, shared=32, experts=4, top_k=2, loss=0.3)
+    run = Distillation(dense, network, tmp_path / "state", tmp_path / "log", 1e9)
+
+    def pause(tokens: torch.Tensor) -> float:
+        if run.step == 3:
+            raise Over
+        time.sleep(0.5)
+        return 0.0
+
+    monkeypatch.setattr(run, "learn", pause)
+    with pytest.raises(Over):
+        run.run(TOKENS, TOKENS)
+    assert run.step == 3 and run.seconds < 0.75, "three pauses of half a second"
 
 
 def test_paragraphs_are_running_text() -> None:
