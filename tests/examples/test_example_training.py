@@ -48,6 +48,16 @@ def test_a_run_that_is_stopped_goes_on_exactly(model_folder: Path) -> None:
         assert torch.equal(one, other)
 
 
+def test_the_plain_example_starts_with_equal_channels(tmp_path: Path) -> None:
+    from example_plain.train import PlainRun
+
+    plain = PlainRun(tmp_path / "state", tmp_path / "log", tmp_path / "model").model
+    first = plain.blocks[0]
+    assert (first.shape.experts, first.shape.top_k) == (16, 4)
+    assert torch.equal(first.experts_norm, torch.ones_like(first.experts_norm))
+    assert (tmp_path / "model" / "tokenizer.json").read_bytes() == (EXAMPLES / "model" / "tokenizer.json").read_bytes()
+
+
 def test_loss_is_taken_on_answers_and_on_the_results_of_drills(model_folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
     text = training_texts("gsm8k", 1)[0]
