@@ -74,7 +74,7 @@ class Comparison:
         """Print one line. make: makes the weights of the row, if it is not measured yet. Returns its bytes."""
         row = self._row(name, make)
         size: int = row["bytes"]
-        plan = self._plans.within(size)
+        plan = self.own_plans.get(f"moec-{size}") or self._plans.within(size)
         if plan is not None:
             self.own_plans[f"moec-{size}"] = plan
             self._print(name, row, self._row(f"moec-{size}", lambda: self._planned(plan)))
@@ -173,15 +173,17 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--items", type=int, default=200, help="test items")
     parser.add_argument("--mixtures", default=",".join(MIXTURES))
+    parser.add_argument("--uniform", action=argparse.BooleanOptionalAction, default=True, help="one format for all")
+    parser.add_argument("--swaps", type=int, help="swaps of each search; default: those of a compile")
     parser.add_argument("--executed", action="store_true", help="also run own plans in the runtime")
     parser.add_argument("--hqq", default="2:64,3:64,4:64,5:64,6:64,8:64", help="bits:group size of HQQ, repeated")
     parser.add_argument("--ggml", type=Path, help="libggml-base.so; default: that of llama-cpp-python")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
-    plans = OurPlans(options.model, options.data, options.task, options.results / "work", BITS)
+    plans = OurPlans(options.model, options.data, options.task, options.results / "work", BITS, options.swaps)
     example = Example(options.model, options.data, options.task)
     table = Comparison(example, plans, options.results, options.items)
-    for name, plan in plans.uniform().items():
+    for name, plan in plans.uniform().items() if options.uniform else ():
         table.add_plan(f"uniform-{name}", plan)
     blocks = GgmlBlocks(options.ggml or library_path())
 

@@ -15,12 +15,14 @@ from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.targets import Target
 from moec.compiler.request.uniform import fits_all, uniform_like
+from moec.compiler.search.bisect import search
 from moec.compiler.search.knapsack import ChoiceTable, least_loss
 from moec.compiler.stages.compile_context import CompileContext
 from moec.compiler.stages.measure import measure, plan_bundles
-from moec.compiler.stages.planning import open_space
+from moec.compiler.stages.planning import open_space, swaps
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
+from moec.manifests.errors import TargetUnreachable
 from moec.profiles.loading import load_profile
 
 
@@ -35,9 +37,12 @@ class OurPlans:
     model, data: folders. task: name of the task.
     work: folder of the measurements. A second call with the same inputs takes them from there.
     bits: bitwidths on offer.
+    swap_count: swaps of each search; None: as many as a compile makes.
     """
 
-    def __init__(self, model: str, data: str, task: str, work: Path, bits: tuple[float, ...]) -> None:
+    def __init__(
+        self, model: str, data: str, task: str, work: Path, bits: tuple[float, ...], swap_count: int | None
+    ) -> None:
         options = CompileOptions(
             Target("bits_per_weight", 4.0),
             data=data,
@@ -45,7 +50,7 @@ class OurPlans:
             dense_bits=16,
             bits=bits,
             comparisons=False,
-            swaps=0,
+            swaps=swap_count,
         )
         profile, talk = load_profile("laptop"), Talk(say)
         prepared = prepare(CompileRequest(model, work / "out", options, profile, open_partial, talk, plan_only=True))
@@ -54,6 +59,7 @@ class OurPlans:
         self.store: UnitStore = measured.store
         self.bundles = plan_bundles(context)
         self._space, self._specs = open_space(prepared, measured), prepared.specs
+        self._trials, self._swaps = measured.trials, swaps(prepared)
 
     @property
     def plain(self) -> CompilePlan:
@@ -61,9 +67,11 @@ class OurPlans:
         return self._space.plain
 
     def within(self, size_bytes: int) -> CompilePlan | None:
-        """Return the plan of least predicted KL whose experts have at most so many bytes. None if none fits."""
-        choice = least_loss(self._space.size_table(), size_bytes)
-        return None if choice is None else self._space.plan(choice)
+        """Return the plan of `moec compile --size` for the experts. None if none fits."""
+        try:
+            return search(self._space, self._trials, Target("size", size_bytes), say, self._swaps)
+        except TargetUnreachable:
+            return None
 
     def uniform(self) -> dict[str, CompilePlan]:
         """Return the plans with one format for all experts, by the name of the format."""
