@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
+from example_smollm2.dialogues import SYSTEM
 from example_smollm2.network import Network, normed, turns_of
 from example_smollm2.perplexity import perplexity
 
@@ -82,10 +83,9 @@ def _spread(values: Tensor) -> dict[str, float]:
 @torch.inference_mode()
 def answers(network: Network, tokenizer: Tokenizer, end: int) -> dict[str, str]:
     """Return greedy answers to a few instructions, in the form of SmolLM2's chat."""
-    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     found = {}
     for prompt in _PROMPTS:
-        turns = [("system", system), ("user", prompt)]
+        turns = [("system", SYSTEM), ("user", prompt)]
         text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
         tokens = tokenizer.encode(text + "<|im_start|>assistant\n").ids
         start = len(tokens)
