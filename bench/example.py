@@ -69,9 +69,9 @@ class Example:
         """Return what measures the answers of these items under other weights."""
         return AnswerWalk(lambda: self.slot, self.answers(items), torch.get_num_threads(), silent)
 
-    def calibrated(self, items: Sequence[Item]) -> tuple[list[LayerInputs], ActivationStatistics]:
-        """Return what the texts of these items hand to the experts of each layer, and the counts of it."""
-        texts, inputs, counts = self.texts(items), list[LayerInputs](), []
+    def calibrated(self, texts: TokenTexts) -> tuple[list[LayerInputs], ActivationStatistics]:
+        """Return what texts hand to the experts of each layer, and the counts of it."""
+        inputs, counts = list[LayerInputs](), []
         states = TextStates.begin(texts, self.slot.embed)
         with workers(torch.get_num_threads()) as pool:
             for layer in range(self.model.num_layers):

@@ -1,4 +1,4 @@
-"""KL and perplexity over bytes: moec, one format for all, one per layer and projection, llama.cpp, and HQQ.
+"""KL and perplexity over bytes: moec, one format for all, one per layer and projection, llama.cpp, GPTQModel, HQQ.
 
     python -m bench.equal_bytes MODEL --data FOLDER [--task NAME] --results FOLDER [--items N] [--ggml FILE]
 
@@ -30,9 +30,10 @@ from moec.compiler.request.plan import CompilePlan
 from moec.compiler.sensitivity.answer_walk import planned_weights
 from moec.compiler.walker.kept_layers import LARGE_TEXTS
 from moec.compiler.walker.loaded_layer import Replaced
-from moec.manifests.model import UnitKey
+from moec.compiler.walker.texts import TokenTexts
+from moec.manifests.model import PROJECTIONS, UnitKey
 
-from ..example import Example
+from ..example import Example, moments_of
 from .executed import open_executed
 from .ggml_blocks import GgmlBlocks, library_path
 from .importance import importance_of
@@ -157,6 +158,17 @@ def hqq_weights(example: Example, folder: Path, bits: int, group_size: int) -> Q
     return lambda name: rounded[name].float() if name in rounded else None, size
 
 
+def gptqmodel_weights(
+    example: Example, folder: Path, moments: Mapping[tuple[int, str], Tensor], bits: int, group_size: int
+) -> Quantized:
+    """Return all experts after GPTQModel, and their bytes: codes, 16 bits of scale and a zero point in each group."""
+    units = {unit: example.lowering.unit(unit) for unit in example.plain.units}
+    rounded = rounded_by("gptqmodel", folder, units, bits, group_size, moments)
+    weights = sum(matrix.numel() for matrix in units.values())
+    size = (weights * bits + (16 + bits) * weights // group_size) // 8
+    return lambda name: rounded[name].float() if name in rounded else None, size
+
+
 def interval(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
     """Return the 95 % interval of the ratio of means, by a bootstrap that draws texts in pairs."""
     draws = np.random.default_rng(0).integers(0, len(ours), (RESAMPLES, len(ours)))
@@ -177,6 +189,7 @@ def main() -> None:
     parser.add_argument("--swaps", type=int, help="swaps of each search; default: those of a compile")
     parser.add_argument("--executed", action="store_true", help="also run own plans in the runtime")
     parser.add_argument("--hqq", default="2:64,3:64,4:64,5:64,6:64,8:64", help="bits:group size of HQQ, repeated")
+    parser.add_argument("--gptqmodel", default="2:64,3:64,4:64,4:32,8:64", help="the same of GPTQModel")
     parser.add_argument("--ggml", type=Path, help="libggml-base.so; default: that of llama-cpp-python")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
@@ -187,9 +200,20 @@ def main() -> None:
         table.add_plan(f"uniform-{name}", plan)
     blocks = GgmlBlocks(options.ggml or library_path())
 
+    def calibration_texts() -> TokenTexts:
+        return example.texts(example.splits.train.items).first(LARGE_TEXTS.calibration)
+
+    @cache
+    def moments() -> dict[tuple[int, str], Tensor]:
+        inputs, _ = example.calibrated(calibration_texts())
+        found = dict[tuple[int, str], Tensor]()
+        for layer, seen in enumerate(inputs):
+            found |= {(layer, projection): moments_of(seen, projection) for projection in PROJECTIONS}
+        return found
+
     @cache
     def importance() -> dict[tuple[int, str], Tensor]:
-        return importance_of(example, example.texts(example.splits.train.items).first(LARGE_TEXTS.calibration))
+        return importance_of(example, calibration_texts())
 
     for mixture in filter(None, options.mixtures.split(",")):
         size = table.add(mixture, lambda mixture=mixture: llama_weights(example, blocks, importance(), mixture))
@@ -197,6 +221,12 @@ def main() -> None:
     for setting in filter(None, options.hqq.split(",")):
         bits, group_size = map(int, setting.split(":"))
         table.add(f"HQQ-{bits}g{group_size}", lambda b=bits, g=group_size: hqq_weights(example, options.results, b, g))
+    for setting in filter(None, options.gptqmodel.split(",")):
+        bits, group_size = map(int, setting.split(":"))
+        table.add(
+            f"GPTQModel-{bits}g{group_size}",
+            lambda b=bits, g=group_size: gptqmodel_weights(example, options.results, moments(), b, g),
+        )
     if options.executed:
         table.print_executed()
 

@@ -1,10 +1,11 @@
 """Quantizers of other projects, each in an environment of its own.
 
-An environment has a script of this folder, which runs there without moec: `hqq_script.py`.
+An environment has a script of this folder, which runs there without moec: `hqq_script.py`, `gptqmodel_script.py`.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,10 @@ from torch import Tensor
 
 from moec.manifests.model import UnitKey
 
-REQUIREMENTS = {"hqq": ("torch==2.13.0", "hqq==0.2.8.post1", "numpy", "safetensors")}
+REQUIREMENTS = {
+    "hqq": ("torch==2.13.0", "hqq==0.2.8.post1", "numpy", "safetensors"),
+    "gptqmodel": ("torch==2.13.0", "gptqmodel==7.6.0", "safetensors"),
+}
 
 
 def environment(name: str, folder: Path) -> Path:
@@ -35,19 +39,34 @@ def environment(name: str, folder: Path) -> Path:
 
 
 def rounded_by(
-    name: str, folder: Path, units: Mapping[UnitKey, Tensor], bits: int, group_size: int
+    name: str,
+    folder: Path,
+    units: Mapping[UnitKey, Tensor],
+    bits: int,
+    group_size: int,
+    moments: Mapping[tuple[int, str], Tensor] | None = None,
 ) -> dict[UnitKey, Tensor]:
     """Return matrices after quantization in another project, bfloat16.
 
     folder: holds the environment and the matrices of the call.
+    moments: second moments of the inputs of all experts, [E, K, K], by layer and projection; None if not needed.
+        `gate` and `up` share theirs.
     """
     python = environment(name, folder)
     source, target = folder / "matrices.safetensors", folder / "rounded.safetensors"
     names = {unit: f"{unit.layer}.{unit.expert}.{unit.projection}" for unit in units}
-    save_file({names[unit]: matrix.float().contiguous() for unit, matrix in units.items()}, source)
+    tensors = {names[unit]: matrix.float().contiguous() for unit, matrix in units.items()}
+    shared = dict[str, str]()
+    for unit in units if moments else ():
+        key = f"{unit.layer}.{unit.expert}.{'middle' if unit.projection == 'down' else 'input'}.moment"
+        shared[names[unit]] = key
+        if key not in tensors:
+            tensors[key] = moments[unit.layer, unit.projection][unit.expert].contiguous()
+    save_file(tensors, source, metadata={"moments": json.dumps(shared)})
     script = Path(__file__).with_name(f"{name}_script.py")
     threads = str(torch.get_num_threads())
-    subprocess.run([python, script, source, target, str(bits), str(group_size), threads], check=True)
+    # GPTQModel prints a banner on stdout, where the table goes.
+    subprocess.run([python, script, source, target, str(bits), str(group_size), threads], check=True, stdout=sys.stderr)
     found = load_file(target)
     source.unlink()
     target.unlink()

@@ -228,8 +228,8 @@ def main() -> None:
     parser.add_argument("--bits", default="2,3")
     options = parser.parse_args()
     example = Example(str(EXAMPLES / "model"), str(EXAMPLES / "data"), "gsm8k")
-    seen, _ = example.calibrated(example.splits.train.limit(CALIBRATION_ITEMS, SEED).items)
-    held, _ = example.calibrated(example.splits.validation.items[:HELD_OUT_ITEMS])
+    seen, _ = example.calibrated(example.texts(example.splits.train.limit(CALIBRATION_ITEMS, SEED).items))
+    held, _ = example.calibrated(example.texts(example.splits.validation.items[:HELD_OUT_ITEMS]))
     for bits in map(int, options.bits.split(",")):
         for shape in sorted(formats(bits), key=lambda each: each.bits_per_weight):
             line: dict[str, object] = {"format": shape.kind, "bits": bits, "group": shape.group}

@@ -82,7 +82,7 @@ def mean_kl(walk: AnswerWalk, make: Callable[[UnitKey], Tensor]) -> float:
 def main() -> None:
     """Measure, and print one line per way to store two versions."""
     example = Example(str(EXAMPLES / "model"), str(EXAMPLES / "data"), "gsm8k")
-    inputs, _ = example.calibrated(example.splits.train.limit(CALIBRATION_ITEMS, SEED).items)
+    inputs, _ = example.calibrated(example.texts(example.splits.train.limit(CALIBRATION_ITEMS, SEED).items))
     walk = example.walk(example.splits.validation.items[:KL_ITEMS])
     halves = {QuantSpec(bits, GROUP): QuantSpec(bits // 2, GROUP) for bits in (4, 8)}
 
