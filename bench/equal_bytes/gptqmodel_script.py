@@ -3,11 +3,13 @@
     python gptqmodel_script.py SOURCE TARGET BITS GROUP_SIZE THREADS
 
 SOURCE and TARGET are safetensors files: float32 matrices, and the same in bfloat16 after quantization. SOURCE also has
-the second moments of the inputs, under the name of the matrix and `.moment`, or of the matrix that shares them.
+the second moments of the inputs; its header names the moment of each matrix. The header of TARGET has the seconds of
+processor time.
 """
 
 import json
 import sys
+import time
 
 import torch
 from gptqmodel.quantization import QuantizeConfig
@@ -41,13 +43,16 @@ def main() -> None:
     """Read the command line and quantize."""
     source, target, bits, group_size, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
-    rounded = {}
+    rounded, seconds = {}, 0.0
     with safe_open(source, framework="pt") as file:
         shared = json.loads(file.metadata()["moments"])
         for name, moment in sorted(shared.items()):
-            made = quantized(file.get_tensor(name), file.get_tensor(moment), int(bits), int(group_size))
+            weight, inputs = file.get_tensor(name), file.get_tensor(moment)
+            begun = time.process_time()
+            made = quantized(weight, inputs, int(bits), int(group_size))
+            seconds += time.process_time() - begun
             rounded[name] = made.to(torch.bfloat16).contiguous()
-    save_file(rounded, target)
+    save_file(rounded, target, metadata={"seconds": str(seconds)})
 
 
 if __name__ == "__main__":

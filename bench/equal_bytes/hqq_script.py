@@ -2,10 +2,12 @@
 
     python hqq_script.py SOURCE TARGET BITS GROUP_SIZE THREADS
 
-SOURCE and TARGET are safetensors files: float32 matrices, and the same in bfloat16 after quantization.
+SOURCE and TARGET are safetensors files: float32 matrices, and the same in bfloat16 after quantization. The header of
+TARGET has the seconds of processor time.
 """
 
 import sys
+import time
 
 import torch
 from hqq.core.quantize import Quantizer
@@ -17,7 +19,7 @@ def main() -> None:
     """Read the command line and quantize."""
     source, target, bits, group_size, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
-    rounded = {}
+    rounded, begun = {}, time.process_time()
     with safe_open(source, framework="pt") as file:
         for name in sorted(file.keys()):
             packed, meta = Quantizer.quantize(
@@ -31,7 +33,7 @@ def main() -> None:
             )
             meta["compute_dtype"] = torch.float32
             rounded[name] = Quantizer.dequantize(packed, meta).to(torch.bfloat16).contiguous()
-    save_file(rounded, target)
+    save_file(rounded, target, metadata={"seconds": str(time.process_time() - begun)})
 
 
 if __name__ == "__main__":
