@@ -1,14 +1,8 @@
-"""Read items from a JSONL file, a folder or a hub name, check them, and divide them into disjoint splits.
-
-The reader for local files names file and line in errors, and keeps every text unchanged. The JSON loader of `datasets`
-5.2 turns a column of texts such as "2020-01-01" into timestamps, even if text is requested.
-`datasets` loads hub sets, and `ItemSet.to_dataset` converts any set.
-"""
+"""Check the items of a data set, and divide them into disjoint splits."""
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,14 +10,13 @@ from typing import Any
 
 from moec.manifests.errors import DataError, OptionError
 
-from .jsonl import Rows, read_jsonl
 from .optional import load
+from .sources import SPLITS, DataSource, open_source
 from .tasks import TASKS, HiddenAnswer, Item, Task, find_task, infer_task
+from .text_files import Rows
 
-SPLITS = ("train", "validation", "test")
 SHARES = {"train": 20, "validation": 30, "test": 50}
 """Shares of a divided set, in %: calibration, search, certification."""
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +65,7 @@ class SplitData:
     """Three disjoint sets.
 
     repeated: number of dropped items, whose input occurs twice or in a set that is held out longer.
-    hidden: splits of a hub set without public answers. Their items are shares of another split.
+    hidden: splits of the set without public answers. Their items are shares of another split.
     """
 
     task: Task
@@ -81,6 +74,11 @@ class SplitData:
     test: ItemSet
     repeated: int
     hidden: tuple[str, ...] = ()
+
+    @property
+    def sets(self) -> tuple[tuple[str, ItemSet], ...]:
+        """Name and set of each split."""
+        return (("train", self.train), ("validation", self.validation), ("test", self.test))
 
 
 def item_key(task: Task, item: Item) -> str:
@@ -108,11 +106,12 @@ def load_splits(source: str | Path, task: str | None = None) -> SplitData:
     source: a folder, a file or a hub name, see below.
     task: name of the task; None: inferred from the fields.
 
-    A folder has train.jsonl, validation.jsonl and test.jsonl, or a folder with these files named after the task.
-    One JSONL file is divided by `split_of`.
-    A hub name is `owner/set` or `owner/set:configuration`. Its own splits are used. Splits that it lacks, or whose
-    answers it hides, are shares of its train split. Without a train split they are shares of its validation split. An
-    input that occurs in several splits stays in the split that is held out longest.
+    A folder has files of splits, or a folder `data` or of the task with such files: train, validation (or valid, val)
+    and test, as JSON Lines, a JSON list, CSV, Parquet or Arrow. It may also be one that `datasets` saved.
+    A hub name is `owner/set` or `owner/set:configuration`.
+    Splits that a folder or a hub set lacks, or whose answers it hides, are shares of its train split. Without a train
+    split they are shares of its validation split. One file, or one split alone, is divided by `split_of`. An input
+    that occurs in several splits stays in the split that is held out longest.
     Raises DataError (with file and line if there is one), OptionError, MissingDependency.
     """
     hidden = list[str]()
@@ -137,8 +136,8 @@ def load_items(
 ) -> tuple[ItemSet, tuple[Item, ...]]:
     """Return the items to evaluate, and `shots` solved examples from the train split, which are not among the items.
 
-    split: None means the test split of a folder or hub set. A single file is then used as a whole, and its train share
-        gives the examples.
+    split: None means the test split of a folder or hub set. A single file, or a set of one split, is then used as a
+        whole, and its train share gives the examples.
     Unused splits are not checked. A split that hides its answers is refused.
     Raises the errors of `load_splits`. Raises OptionError for an unknown split or too many shots.
     """
@@ -167,46 +166,17 @@ def _read_parts(
 ) -> tuple[Task, dict[str, ItemSet]]:
     """Return the task and the wanted sets by split name. A single file has the name `file`.
 
-    hidden: receives the names of splits of a hub set that hide their answers and are replaced; None: none are replaced.
+    hidden: receives the names of splits that hide their answers and are replaced; None: none are replaced.
     """
-    path = Path(source)
     chosen = None if task is None else find_task(task)
-    try:
-        is_folder, exists = path.is_dir(), path.exists()
-    except OSError as error:  # a name that is too long
-        raise DataError(f"cannot open `{str(source)[:80]}`: {error.strerror or error}", "check the path") from error
-    if is_folder:
-        rows = {name: read_jsonl(file) for name, file in _split_files(path, chosen, wanted).items()}
-    elif exists:
-        rows = {"file": read_jsonl(path)}
-    elif _HUB_NAME.fullmatch(str(source)) and path.suffix not in (".json", ".jsonl"):
-        rows = _hub_rows(str(source))
-    else:
-        raise DataError(f"`{source}` does not exist", "give a JSONL file or a folder of JSONL files")
+    data = open_source(source, [chosen.name] if chosen else list(TASKS))
     if chosen is None:
-        first = next(iter(rows.values()))
+        first = data.rows(next(name for name in (*wanted, *SPLITS, "file") if name in data.readers))
         number, value = first.numbered[0]
         chosen = infer_task(value, first.place(number))
-    if not exists:
-        return chosen, _hub_parts(chosen, rows, wanted, hidden)
-    return chosen, {name: check_items(chosen, part) for name, part in rows.items()}
-
-
-def _split_files(folder: Path, task: Task | None, wanted: Sequence[str]) -> dict[str, Path]:
-    """Return the files of the wanted splits, in the folder or in its sub-folder with the task's name."""
-    names = [f"{name}.jsonl" for name in wanted]
-    if not any((folder / f"{name}.jsonl").exists() for name in SPLITS):
-        inner = [name for name in ([task.name] if task else TASKS) if (folder / name).is_dir()]
-        if len(inner) > 1:
-            raise DataError(f"`{folder}` holds the tasks {' and '.join(inner)}", "choose one with `--task`")
-        folder = folder / inner[0] if inner else folder
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise DataError(
-            f"`{folder}`: expected the files {', '.join(names)}, {' and '.join(missing)} is missing",
-            "add it, or give one JSONL file to divide",
-        )
-    return {name: folder / f"{name}.jsonl" for name in wanted}
+    if data.is_file:
+        return chosen, {"file": check_items(chosen, data.rows("file"))}
+    return chosen, _parts(chosen, data, wanted, hidden)
 
 
 def check_items(task: Task, rows: Rows) -> ItemSet:
@@ -277,24 +247,22 @@ def _divided(task: Task, parts: dict[str, ItemSet]) -> dict[str, ItemSet]:
     return _portions(task, parts["file"], SPLITS) if "file" in parts else parts
 
 
-def _hub_parts(
-    task: Task, rows: dict[str, Rows], wanted: Sequence[str], hidden: list[str] | None
-) -> dict[str, ItemSet]:
-    """Return the wanted splits of a hub set. Splits that it lacks are shares of one that it has.
+def _parts(task: Task, data: DataSource, wanted: Sequence[str], hidden: list[str] | None) -> dict[str, ItemSet]:
+    """Return the wanted splits. Splits that the set lacks are shares of one that it has.
 
-    Only wanted splits are checked.
+    Only wanted splits are read and checked.
     hidden: as in `_read_parts`.
     """
     if hidden is not None:
-        hidden += [name for name, part in rows.items() if _hides_answers(task, part)]
-    own = {name: part for name, part in rows.items() if name not in (hidden or ())} or rows
-    base = next(name for name in SPLITS if name in own)
+        hidden += [name for name in data.readers if _hides_answers(task, data.rows(name))]
+    own = [name for name in SPLITS if name in data.readers and name not in (hidden or ())] or list(data.readers)
+    base = own[0]
     shared = [name for name in SPLITS if name not in own]
     shared = [name for name in SPLITS if name in (base, *shared)] if shared else []
-    parts = {name: check_items(task, own[name]) for name in wanted if name not in shared}
+    parts = {name: check_items(task, data.rows(name)) for name in wanted if name not in shared}
     if not set(wanted) & set(shared):
         return parts
-    portions = _portions(task, check_items(task, own[base]), shared)
+    portions = _portions(task, check_items(task, data.rows(base)), shared)
     return {name: parts[name] if name in parts else portions[name] for name in wanted}
 
 
@@ -347,31 +315,6 @@ def _unseen(part: ItemSet, seen: set[str]) -> ItemSet:
 
 def _without(part: ItemSet, keys: set[str]) -> ItemSet:
     return replace(part, items=tuple(item for item in part.items if item_key(part.task, item) not in keys))
-
-
-def _hub_rows(name: str) -> dict[str, Rows]:
-    """Load the known splits of a hub set; rows count from 1. Needs a network or a filled cache."""
-    datasets = load("datasets", f"the hub set `{name}`")
-    repository, _, configuration = name.partition(":")
-    options = datasets.DownloadConfig(max_retries=1)
-    try:
-        loaded = datasets.load_dataset(repository, configuration or None, download_config=options)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"`{name}` is not a file here and could not be loaded from the hub: {reason}",
-            "give a local JSONL file or folder, or name the configuration as `owner/set:configuration`",
-        ) from error
-    rows = {
-        split: Rows(f"hub:{name}/{split}", tuple(enumerate((dict(row) for row in loaded[split]), start=1)))
-        for split in SPLITS
-        if split in loaded and len(loaded[split])
-    }
-    if not rows:
-        raise DataError(
-            f"`{name}`: expected the splits {', '.join(SPLITS)}, found {', '.join(loaded)}", "give local files"
-        )
-    return rows
 
 
 def _digest(text: str) -> str:

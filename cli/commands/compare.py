@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.command("compare", short_help="Measure the bytes that other quantization plans need.")
 @click.argument("bundle", type=PATH)
 @click.option("--model", metavar="FOLDER", help="The checkpoint.  [default: from the log next to the bundle]")
-@click.option("--data", metavar="DIR_OR_JSONL", help="The task items.  [default: from the log next to the bundle]")
+@click.option("--data", metavar="DATA", help="The task items.  [default: from the log next to the bundle]")
 @click.option("--memory", metavar="SIZE", help="Memory for the comparison.  [default: 7/8 of the machine's]")
 @click.option("--resume", is_flag=True, help="Continue an interrupted comparison.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -73,8 +73,8 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 @click.option(
     "--data",
     type=PLACE,
-    metavar="DIR_OR_JSONL",
-    help="Task items: a folder with train, validation and test files, or one JSONL file to divide.",
+    metavar="DATA",
+    help="Task items: a folder with train, validation and test files, one file to divide, or a hub name.",
 )
 @click.option("--task", "tasks", multiple=True, metavar="NAME", help="gsm8k, samsum, mmlu, ...; repeatable.")
 @click.option(

@@ -41,7 +41,12 @@ DEFAULT_SLOTS = 32
 @click.command("eval", cls=SectionCommand, short_help="Score a bundle or a checkpoint on a task.")
 @click.argument("model", metavar="BUNDLE_OR_MODEL_DIR", type=PATH)
 @click.option(
-    "--data", "source", type=PLACE, required=True, metavar="FILE_OR_DIR", help="JSONL items, or a folder of splits."
+    "--data",
+    "source",
+    type=PLACE,
+    required=True,
+    metavar="DATA",
+    help="Task items: a file, a folder with files of splits, or a hub name.",
 )
 @click.option(
     "--task", metavar="NAME", help="gsm8k, samsum, xsum, perplexity, hellaswag, piqa, ...  [default: by the fields]"

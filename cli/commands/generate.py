@@ -20,7 +20,7 @@ from ..terminal.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from moec.evaluation.engine import Generation
-    from moec.evaluation.jsonl import Rows
+    from moec.evaluation.text_files import Rows
 
 DEFAULT_SLOTS = 32
 # What ends the body of a function in HumanEval. Source: Evaluating Large Language Models Trained on Code, section 2.1.
@@ -77,7 +77,7 @@ def generate_command(
     moec generate mixtral-moec --prompts HumanEval.jsonl -o samples.jsonl --code --max-new-tokens 512
     """
     from moec.evaluation.engine import GenerationRequest
-    from moec.evaluation.jsonl import read_jsonl
+    from moec.evaluation.text_files import read_jsonl
 
     from ..measuring.text_engines import bundle_engine
 

@@ -138,7 +138,7 @@ class CompileOptions:
         elif self.data is None and self.target.kind in ("loss", "kl"):
             raise OptionError(
                 f"a target of {self.target} is measured on text, and none was given",
-                "add `--data DIR_OR_JSONL`, or take `--bits-per-weight`, `--size` or `--uniform`",
+                "add `--data DATA`, or take `--bits-per-weight`, `--size` or `--uniform`",
             )
 
     def _check_counts(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from moec.evaluation.data import SPLITS, SplitData, load_splits
+from moec.evaluation.data import SplitData, load_splits
 from moec.evaluation.tasks import Item
 from moec.manifests.errors import OptionError
 
@@ -32,7 +32,7 @@ def load_task_data(options: CompileOptions, note: Callable[[str], None]) -> tupl
         shots[split.task.name] = examples
         for name in split.hidden:
             note(f"{split.task.name}: the split `{name}` hides its answers and is not used")
-        used = ", ".join(f"{name} from `{getattr(split, name).source}`" for name in SPLITS)
+        used = ", ".join(f"{name} from `{part.source}` ({len(part):,} items)" for name, part in split.sets)
         note(f"{split.task.name}: {used}")
         if split.repeated:
             note(f"{split.task.name}: {split.repeated} repeated items are used in one split only")
@@ -48,5 +48,5 @@ def train_texts(split: SplitData, shots: Shots) -> list[tuple[str, str]]:
 def _limited(splits: SplitData, options: CompileOptions) -> SplitData:
     if options.limit is None:
         return splits
-    cut = {name: getattr(splits, name).limit(options.limit, options.seed) for name in SPLITS}
-    return replace(splits, **cut)
+    train, validation, test = (part.limit(options.limit, options.seed) for _, part in splits.sets)
+    return replace(splits, train=train, validation=validation, test=test)

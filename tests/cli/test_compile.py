@@ -237,8 +237,9 @@ def test_data_of_another_task(run: Compile, model: Path, data: Path, place: Path
     said = refused(run, model, *KL, "--data", data, "--task", "gsm8k")
     assert "the field `question` of task `gsm8k` is missing" in said and "train.jsonl:1" in said
     assert "task `sums` is not known" in refused(run, model, *KL, "--data", data, "--task", "sums")
-    (data / "test.jsonl").unlink()
-    assert "test.jsonl" in refused(run, model, *KL, "--data", data)
+    for path in data.glob("*.jsonl"):
+        path.rename(path.with_suffix(".text"))
+    assert "expected files of splits, found test.text" in refused(run, model, *KL, "--data", data)
     assert "does not exist" in refused(run, model, *KL, "--data", "nothing.jsonl")
 
 

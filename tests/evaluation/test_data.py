@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,11 +89,12 @@ def test_split_without_items_of_its_own(write, problems) -> None:
         load_splits(write("one.jsonl", problems(0, 1)))
 
 
-def test_missing_split_file_is_named(write, problems) -> None:
-    folder = _folder(write, problems)
-    (folder / "validation.jsonl").unlink()
-    with pytest.raises(DataError, match=r"expected the files train\.jsonl.*validation\.jsonl is missing"):
-        load_splits(folder)
+def test_a_missing_split_is_a_share_and_is_named(write, problems) -> None:
+    write("set/train.jsonl", problems(0, 400))
+    folder = write("set/test.jsonl", problems(400, 5)).parent
+    data = load_splits(folder)
+    assert len(data.train) + len(data.validation) == 400 and len(data.test) == 5
+    assert data.validation.source == f"{folder / 'train.jsonl'} (validation share)"
     assert len(load_items(folder)[0]) == 5
 
 
@@ -226,8 +228,10 @@ class _Hub(types.ModuleType):
         self.sets = sets
         self.exceptions = types.SimpleNamespace(DatasetsError=type("DatasetsError", (Exception,), {}))
         self.DownloadConfig = lambda max_retries: max_retries
+        self.disable_progress_bars = lambda: None
 
-    def load_dataset(self, name: str, configuration: str | None, download_config: object) -> Any:
+    def load_dataset(self, name: str, configuration: str | None, **options: object) -> Any:
+        assert not str(options["cache_dir"]).startswith(str(Path.home()))
         if (name, configuration) not in self.sets:
             raise ConnectionError(f"Couldn't reach '{name}' on the Hub\nlong story")
         return self.sets[name, configuration]
@@ -238,7 +242,7 @@ def test_hub_sets_are_completed_to_three_splits(problems, monkeypatch) -> None:
         ("a/full", None): {"train": problems(0, 5), "validation": problems(5, 5), "test": problems(10, 5)},
         ("a/two", "main"): {"train": problems(0, 500), "test": problems(500, 5)},
         ("a/one", None): {"test": problems(0, 500)},
-        ("a/odd", None): {"dev": problems(0, 5)},
+        ("a/odd", None): {"extra": problems(0, 5)},
         ("a/bad", None): {"train": problems(0, 2), "test": [{"question": "q", "answer": 1}]},
     }
     monkeypatch.setitem(sys.modules, "datasets", _Hub(sets))
@@ -251,7 +255,7 @@ def test_hub_sets_are_completed_to_three_splits(problems, monkeypatch) -> None:
     one = load_splits("a/one")
     assert len(one.test) == pytest.approx(250, abs=40)
     assert len(load_items("a/two:main", shots=2)[0]) == 5
-    with pytest.raises(DataError, match="expected the splits train, validation, test, found dev"):
+    with pytest.raises(DataError, match="expected the splits train, validation, test, found extra"):
         load_splits("a/odd")
     with pytest.raises(DataError, match="`hub:a/bad/test:1`: expected text in `answer`, found int"):
         load_splits("a/bad")
@@ -296,7 +300,8 @@ def test_hidden_answers_of_other_splits_are_no_hindrance(monkeypatch, hidden: ob
     notes: list[str] = []
     load_task_data(CompileOptions(Target("kl", 0.1), data="a/hidden", tasks=("mmlu",)), notes.append)
     assert notes[0] == "mmlu: the split `test` hides its answers and is not used"
-    assert "validation from `hub:a/hidden/validation`, test from `hub:a/hidden/train (test share)`" in notes[1]
+    assert "validation from `hub:a/hidden/validation` (20 items), " in notes[1]
+    assert "test from `hub:a/hidden/train (test share)` (" in notes[1]
 
 
 def test_faults_of_splits_that_are_not_used_are_not_looked_at(problems, monkeypatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moec.evaluation.jsonl import read_jsonl
+from moec.evaluation.text_files import read_jsonl
 from moec.manifests.errors import DataError
 from tests.fuzz.targets.scratch import file_of
 

@@ -1,4 +1,4 @@
-"""Every fault of a JSONL file is told with file and line."""
+"""Every fault of a JSON Lines, JSON or CSV file is told with its place."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.evaluation import jsonl
-from moec.evaluation.jsonl import read_jsonl
+from moec.evaluation import text_files
+from moec.evaluation.text_files import read_jsonl
 from moec.manifests.errors import DataError
 
 
@@ -58,7 +58,7 @@ def test_empty_file(write, rows: list[str]) -> None:
 
 
 def test_a_line_is_bounded_before_it_is_parsed(write, monkeypatch) -> None:
-    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 64)
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 64)
     path = write("long.jsonl", [{"text": "a"}, {"text": "b" * 100}])
     with pytest.raises(DataError, match=r"long\.jsonl:2`: expected lines of at most"):
         read_jsonl(path)
@@ -85,3 +85,60 @@ def test_any_bytes_give_rows_or_a_data_error(scratch: Path, content: bytes) -> N
     else:
         assert rows.numbered
         assert all(isinstance(value, dict) for _, value in rows.numbered)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[]", "expected rows, found none"),
+        (b'[{"text": "a"}, 3]', ":2`: expected a JSON object, found a number"),
+        (b'[{"text": "a"}', "malformed JSON"),
+        (b'[{"text": "\xff"}]', "found byte 0xff"),
+        (b"[" * 100_000, "JSON that cannot be read"),
+    ],
+)
+def test_faults_of_a_json_list(tmp_path: Path, text: bytes, message: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(text)
+    with pytest.raises(DataError) as caught:
+        text_files.read_json(path)
+    assert message in str(caught.value) and str(path) in str(caught.value) and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "expected rows, found none"),
+        (b"text\n", "expected rows, found none"),
+        (b"text,n\na,1\nb\n", ":3`: expected as many values as columns"),
+        (b"text,n\na,1,2\n", ":2`: expected as many values as columns"),
+        (b'text\n"a\n', "malformed CSV"),
+        (b"text\n\xff\n", "expected UTF-8 text"),
+    ],
+)
+def test_faults_of_a_csv_file(tmp_path: Path, text: bytes, message: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(text)
+    with pytest.raises(DataError) as caught:
+        text_files.read_csv(path)
+    assert message in str(caught.value) and str(path) in str(caught.value) and caught.value.hint
+
+
+@pytest.mark.parametrize("read", [text_files.read_json, text_files.read_csv])
+def test_files_read_as_a_whole_have_a_limit(tmp_path: Path, read, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "MAX_WHOLE_BYTES", 1 << 20)
+    path = tmp_path / "a"
+    path.write_bytes(b"[" + b" " * (1 << 20) + b"]")
+    with pytest.raises(DataError, match="expected at most 1 MiB"):
+        read(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        read(tmp_path)
+
+
+def test_values_of_csv_stay_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xef\xbb\xbftext,n\r\n"2020-01-01\nand ""more""",007\r\nNA,\r\n')
+    assert [row for _, row in text_files.read_csv(path).numbered] == [
+        {"text": '2020-01-01\nand "more"', "n": "007"},
+        {"text": "NA", "n": ""},
+    ]
