@@ -106,8 +106,9 @@ def load_splits(source: str | Path, task: str | None = None) -> SplitData:
     source: a folder, a file or a hub name, see below.
     task: name of the task; None: inferred from the fields.
 
-    A folder has files of splits, or a folder `data` or of the task with such files: train, validation (or valid, val)
-    and test, as JSON Lines, a JSON list, CSV, Parquet or Arrow. It may also be one that `datasets` saved.
+    A folder has files of the splits train, validation (or valid, val) and test. They may be in its folder `data`, or in
+    one with the name of the task. Files are JSON Lines, a JSON list, CSV, Parquet or Arrow. A folder may also be one
+    that `datasets` saved.
     A hub name is `owner/set` or `owner/set:configuration`.
     Splits that a folder or a hub set lacks, or whose answers it hides, are shares of its train split. Without a train
     split they are shares of its validation split. One file, or one split alone, is divided by `split_of`. An input
