@@ -43,7 +43,7 @@ class DataSource:
 
     @property
     def is_file(self) -> bool:
-        """Whether the set is one file, or has one split alone."""
+        """True if the set is one file, or has one split alone."""
         return "file" in self.readers
 
     def rows(self, name: str) -> Rows:

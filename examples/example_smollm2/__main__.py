@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m example_smollm2", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("build/example-smollm2"))
     parser.add_argument(
-        "--minutes", type=float, nargs=2, default=(62.0, 60.0), metavar=("PROSE", "MIXED"),
+        "--minutes", type=float, nargs=2, default=(62.0, 35.0), metavar=("PROSE", "MIXED"),
         help="processor time for each thread of the two parts of the training: prose, then prose and dialogues",
     )  # fmt: skip
     parser.add_argument("--experts", type=int, default=EXPERTS)
