@@ -88,7 +88,7 @@ def _scalar(declared: Any, value: Any, path: str) -> Any:
     if declared is float and (type(value) is float or (type(value) is int and abs(value) < _MAX_INTEGER)):
         if not math.isfinite(value):
             raise DecodeError(path, "expected a finite number")
-        return float(value)
+        return value  # a whole number stays one, so that it is written again as it was
     if type(value) is not declared:
         raise DecodeError(path, f"expected {declared.__name__}, found {type(value).__name__}")
     if declared is int and abs(value) >= _MAX_INTEGER:

@@ -166,3 +166,12 @@ def test_schema_refuses_what_the_codec_refuses() -> None:
         plain = load_strict_json(ENCODED, MANIFEST_JSON)
         put(plain, path, value)
         assert not VALIDATOR.is_valid(plain)
+
+
+def test_a_whole_number_in_a_field_of_numbers_is_written_again_as_it_was() -> None:
+    """Another writer may write `10000` for 10000.0. The digest is that of these bytes."""
+    plain = plain_example()
+    for layer in plain["model"]["layers"]:
+        layer["attention"]["rope"]["theta"] = 10_000
+    data = seal(plain)
+    assert b'"theta": 10000,' in data and encode_manifest(decode_manifest(data, "moec.json")) == data
