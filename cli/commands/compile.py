@@ -134,6 +134,13 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 )
 @click.option("--shots", type=int, default=0, show_default=True, help="Solved examples before each item.")
 @click.option(
+    "--long-items",
+    type=click.Choice(["truncate", "skip", "refuse"]),
+    default="truncate",
+    show_default=True,
+    help="Items that exceed the context: cut their document (a question is left out), leave them out, or stop.",
+)
+@click.option(
     "--confidence",
     type=float,
     metavar="SHARE",
@@ -331,6 +338,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
         fallback_bits=values["fallback_bits"],
         prune=values["prune"],
         swaps=values["swaps"],
+        long_items=values["long_items"],
     )
 
 

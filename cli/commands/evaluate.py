@@ -58,6 +58,13 @@ DEFAULT_SLOTS = 32
 @click.option("--limit", type=int, metavar="N", help="Take N items, chosen by hash.  [default: all]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the choice of items and examples.")
 @click.option("--slots", type=int, metavar="N", help="Sequences decoded at once.  [default: 32, or fewer that fit]")
+@click.option(
+    "--long-items",
+    type=click.Choice(["truncate", "skip", "refuse"]),
+    default="truncate",
+    show_default=True,
+    help="Items that exceed the context: cut their document (a question is left out), leave them out, or stop.",
+)
 @output_option("--per-item", help="Write JSONL, a line per item.")
 @mode_sweep_option(
     "Measure every lossy mode, or these settings, against the lossless run, and write `NAME.modes.json`."
@@ -78,6 +85,7 @@ def eval_command(
     limit: int | None,
     seed: int,
     slots: int | None,
+    long_items: str,
     per_item: Path | None,
     modes: str | None,
     as_json: bool,
@@ -107,11 +115,15 @@ def eval_command(
             if given is not None:
                 raise OptionError(f"`--{name}` has no effect with `--modes`", "leave it out")
         output.say(told_items)
-        _sweep(model, modes, items.task, items.items, examples, values, as_json)
+        _sweep(model, modes, items.task, items.items, examples, long_items, values, as_json)
         return
     with _engine(ctx, model, slots, values) as engine:
         output.say(told_items)
-        result, facts = _evaluate(engine, items.task, items.items, examples)
+        fitted = engine.fit_items(items.task, items.items, examples, long_items)
+        for sentence in fitted.told(engine.engine.memory.context):
+            output.say(sentence)
+        result, facts = _evaluate(engine, items.task, fitted.items, examples)
+        facts["long_items"] = {"shortened": len(fitted.shortened), "left_out": len(fitted.left_out)}
     if per_item is not None:
         _write_items(per_item, result)
     told = {**result.to_json(), "skipped": items.skipped, **facts}
@@ -144,6 +156,7 @@ def _sweep(
     task: Task,
     items: Sequence[Item],
     shots: Sequence[Item],
+    long_items: str,
     values: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -157,7 +170,7 @@ def _sweep(
     check_output(path)
     options = sweep_options(build_options(values, bundle=model))
     settings = settings_of(modes, open_bundle(folder).manifest, calibrated_deciles(folder), options)
-    sweep = QualitySweep(model, options, values["kernels"], task, items, shots)
+    sweep = QualitySweep(model, options, values["kernels"], task, items, shots).fitted(long_items)
     record = sweep.run(settings, keep=partial(write_record, model))
     if as_json:
         output.data_json(record)

@@ -139,6 +139,14 @@ class QualitySweep:
     items: Sequence[Item]
     shots: Sequence[Item]
 
+    def fitted(self, policy: str) -> QualitySweep:
+        """Return the sweep on the items that fit the context. policy: see `evaluation/long_items.py`."""
+        with self._opened({}, is_partial=False) as engine:
+            found = engine.fit_items(self.task, self.items, self.shots, policy)
+            for sentence in found.told(engine.engine.memory.context):
+                output.say(sentence)
+        return replace(self, items=found.items)
+
     def run(
         self,
         settings: Sequence[dict[str, str]],

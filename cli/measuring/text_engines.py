@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest
+from moec.evaluation.long_items import FittedItems, fit_items
+from moec.evaluation.tasks import Item, Task
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
 from moec.manifests.errors import ContextOverflow
 from moec.manifests.progress import Progress
@@ -80,6 +82,20 @@ class BundleEngine:
         collected = dict(forced_logits(self.engine, ended, self._decodes))
         return [collected[index] for index in range(len(pairs))]
 
+    def fit_items(self, task: Task, items: Sequence[Item], shots: Sequence[Item], policy: str) -> FittedItems:
+        """Return the items that fit the context of the engine. policy: see `evaluation/long_items.py`."""
+        has_encoder = self.engine.bundle.manifest.model.encoder is not None
+        context = self.engine.memory.context
+        return fit_items(task, items, shots, self._encode, context, policy, has_encoder, self._has_memory_for)
+
+    def _has_memory_for(self, text: str) -> bool:
+        """Return whether a text can be encoded within the budget."""
+        try:
+            self.engine.tokenizer.check_size(text, self.engine.memory)
+        except ContextOverflow:
+            return False
+        return True
+
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
         """Return the tokens of prompts and answers, see evaluation/text_pairs.py.
 
@@ -88,6 +104,10 @@ class BundleEngine:
         for pair in pairs:
             for text in pair:
                 self.engine.tokenizer.check_size(text, self.engine.memory)
+        return self._encode(pairs)
+
+    def _encode(self, pairs: Sequence[tuple[str, str]]) -> list[TokenPair]:
+        """Return the tokens of prompts and answers, which are already known to be short enough to encode."""
         has_encoder = self.engine.bundle.manifest.model.encoder is not None
         return encode_pairs(self.engine.tokenizer, pairs, is_joint=not has_encoder)
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 
 from moec.evaluation.data import SplitData
+from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.codec import canonical_json
 from moec.manifests.quant import QuantSpec
 
 from ..bundle.emit import producer
 from ..bundle.plan_bundles import require_trials
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.tokenizer import load_tokenizer
 from ..cluster.session import check_cluster
 from ..families import Lowering, lower
 from ..quantization.quantizers import check_format
 from ..request.options import UNIFORM_GROUP_SIZE
 from ..request.plan import CompilePlan, plain_plan
 from ..request.request import CompileRequest
-from ..request.task_data import Shots, load_task_data
+from ..request.task_data import Shots, fit_splits, load_task_data
 from ..request.uniform import uniform_spec
 from ..search.pruning import prunes
 from ..sensitivity.fisher import asks_gradients
@@ -109,6 +112,9 @@ def prepare(request: CompileRequest) -> Prepared:
     for note in report.notes:
         request.talk.note(note)
     splits, shots = load_task_data(options, request.talk.note)
+    if splits:
+        encode = partial(encode_pairs, load_tokenizer(checkpoint.root), is_joint=lowering.model.encoder is None)
+        splits = fit_splits(splits, shots, encode, lowering.model, options.long_items, request.talk.note)
     found = replace(found, splits=splits, shots=shots)
     if request.measure_modes is not None:
         request.measure_modes.check(lowering.model, options.fallback_bits is not None)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moec.evaluation.long_items import TRUNCATE
 from moec.manifests.errors import OptionError
 from moec.manifests.progress import Progress
 from moec.manifests.quant import (
@@ -53,11 +54,13 @@ _OF_DATA: dict[str, object] = {
     "search": "knapsack",
     "prune": None,
     "swaps": None,
+    "long_items": TRUNCATE,
 }
 _OF_SEARCH: dict[str, object] = {"bits": DEFAULT_BITS, "objective": None}
 _OPTION_NAMES = {
     "tasks": "task",
     "comparisons": "comparisons/--no-comparisons",
+    "long_items": "long-items",
     "prune": "prune-experts/--keep-experts",
 }
 
@@ -85,6 +88,7 @@ class CompileOptions:
     fallback_bits: bitwidth of a second version of each larger expert. None: no second version.
     prune: whether the search may leave experts out. None: if a measured loss or KL decides.
     swaps: measurements that improve a plan at equal bytes. None: the search decides.
+    long_items: what becomes of items that exceed the context, see `evaluation/long_items.py`.
     Raises OptionError for values out of range or without effect.
     """
 
@@ -107,6 +111,7 @@ class CompileOptions:
     fallback_bits: int | None = None
     prune: bool | None = None
     swaps: int | None = None
+    long_items: str = TRUNCATE
 
     def __post_init__(self) -> None:
         if self.dense_bits is not None and self.dense_bits not in DENSE_BITS:
@@ -310,6 +315,7 @@ class CompileOptions:
             "limit": str(self.limit or "none"),
             "seed": str(self.seed),
             **({} if self.confidence is None else {"confidence": f"{self.confidence:g}"}),
+            **({} if self.long_items == TRUNCATE else {"long_items": self.long_items}),
             **({} if self.swaps is None else {"swaps": str(self.swaps)}),
             **({} if self.prune is None else {"prune": str(self.prune).lower()}),
             **({} if self.fallback_bits is None else {"fallback_bits": str(self.fallback_bits)}),

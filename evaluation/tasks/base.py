@@ -38,6 +38,7 @@ class Task:
     choices: returns the given answers of an item. The likeliest one is the prediction.
     read: converts a raw row to an item, for data sets with a form of their own; None otherwise.
     raw_fields: fields of such a row.
+    document_field: field of a text whose end may be cut if it is too long; None: nothing may be cut.
 
     A prompt is `lead + input + cue`. The answer follows after one space.
     read raises ValueError with the error in the row, and HiddenAnswer if the right answer is not given.
@@ -58,6 +59,7 @@ class Task:
     choices: Callable[[Item], Choices] | None = None
     read: Callable[[Mapping[str, object]], Item] | None = None
     raw_fields: tuple[str, ...] = ()
+    document_field: str | None = None
 
     @property
     def metric(self) -> str:

@@ -15,4 +15,5 @@ PERPLEXITY = Task(
     higher_is_better=False,
     score_range=None,
     max_new_tokens=0,
+    document_field="text",
 )

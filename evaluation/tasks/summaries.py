@@ -17,6 +17,7 @@ SAMSUM = Task(
     score_range=1.0,
     max_new_tokens=96,
     stop=("\n\n", "\nDialogue:"),
+    document_field="dialogue",
 )
 
 XSUM = Task(
@@ -31,4 +32,5 @@ XSUM = Task(
     score_range=1.0,
     max_new_tokens=64,
     stop=("\n\n", "\nDocument:"),
+    document_field="document",
 )

@@ -151,6 +151,12 @@ RUNS = {
         {"limit": Given("--limit 2", "count", 2), "seed": Given("--seed 4", "seed", 4)},
         "--data {folder}/texts.jsonl",
     ),
+    "eval, long items": Line(
+        "eval",
+        "moec.cli.measuring.text_engines.fit_items",
+        {"long_items": Given("--long-items skip", "policy", "skip")},
+        "--data {folder}/texts.jsonl",
+    ),
     "eval, modes": Line(
         "eval",
         "moec.cli.lossy_modes.mode_sweep.settings_of",
@@ -262,6 +268,7 @@ COMPILES = {
             "quantizer": Given("--quantizer rtn", f"{OPTIONS}.quantizer", "rtn"),
             "shots": Given("--shots 3", f"{OPTIONS}.shots", 3),
             "confidence": Given("--confidence 0.9", f"{OPTIONS}.confidence", 0.9),
+            "long_items": Given("--long-items skip", f"{OPTIONS}.long_items", "skip"),
             "fallback_bits": Given("--fallback-bits 2", f"{OPTIONS}.fallback_bits", 2),
             "prune": Given("--keep-experts", f"{OPTIONS}.prune", False),
             "swaps": Given("--swaps 12", f"{OPTIONS}.swaps", 12),

@@ -217,7 +217,22 @@ def test_bad_data_names_file_and_line(
 
 def test_a_prompt_longer_than_the_context(invoke: Invoke, bundle: Path, problems: Path) -> None:
     result = invoke("eval", bundle, "--data", problems, "--context", 8)
-    assert result.exit_code == 1 and "expected 1 to 7" in result.stderr and "--context" in result.stderr
+    assert result.exit_code == 1 and "fits a context of 8 tokens" in result.stderr and "--context" in result.stderr
+
+
+def test_long_items_do_not_end_an_evaluation(invoke: Invoke, bundle: Path, tmp_path: Path) -> None:
+    """The text of 300 words exceeds the context, and keeps its start."""
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": "word " * size}) + "\n" for size in (2, 300, 3)))
+    found = {}
+    for policy in ("truncate", "skip", "refuse"):
+        result = invoke("eval", bundle, "--data", path, "--context", 64, "--long-items", policy, "--json")
+        found[policy] = result
+    assert json.loads(found["truncate"].stdout)["long_items"] == {"shortened": 1, "left_out": 0}
+    assert "1 items lose the end of their text: item 1 has" in found["truncate"].stderr
+    skipped = json.loads(found["skip"].stdout)
+    assert skipped["n"] == 2 and skipped["long_items"] == {"shortened": 0, "left_out": 1}
+    assert found["refuse"].exit_code == 1 and "item 1 has" in found["refuse"].stderr
 
 
 def test_models_that_are_none(invoke: Invoke, own_bundle: Path, texts: Path, tmp_path: Path) -> None:
