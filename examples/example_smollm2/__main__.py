@@ -8,7 +8,6 @@ import torch
 
 from example_smollm2 import measure
 from example_smollm2.checkpoint import dense_network, read_network, write_network
-from example_smollm2.dialogues import Dialogues
 from example_smollm2.distil import Distillation
 from example_smollm2.gguf_file import GgufModel
 from example_smollm2.perplexity import rows_of
@@ -22,7 +21,6 @@ CALIBRATION_ROWS = 16
 SCORED_ROWS = 200
 EXPERTS, TOP_K, SHARED_WIDTH = 16, 6, 512
 SLOPE_LOSS = 0.3
-DIALOGUE_ROWS = 2112
 SEED = 20261125
 
 
@@ -30,10 +28,7 @@ def main() -> None:
     """Run all stages."""
     parser = argparse.ArgumentParser(prog="python -m example_smollm2", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("build/example-smollm2"))
-    parser.add_argument(
-        "--minutes", type=float, nargs=2, default=(62.0, 35.0), metavar=("PROSE", "MIXED"),
-        help="processor time for each thread of the two parts of the training: prose, then prose and dialogues",
-    )  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=62.0, help="processor time of the training for each thread")
     parser.add_argument("--experts", type=int, default=EXPERTS)
     parser.add_argument("--top-k", type=int, default=TOP_K)
     parser.add_argument("--shared-width", type=int, default=SHARED_WIDTH)
@@ -65,11 +60,8 @@ def make_example(options: argparse.Namespace) -> None:
     student = read_network(untrained_folder)
     untrained = measure.compare(dense, student, {"test": rows["test"]}, SCORED_ROWS)
     print(f"untrained: {json.dumps(untrained)}", flush=True)
-    prose = Distillation(dense, student, folder / "train.state", folder / "train.log", 60 * options.minutes[0])
-    prose.run(rows["train"], rows["validation"])
-    dialogues = Dialogues(dense, tokenizer, gguf.end_token, folder / "dialogues").rows(DIALOGUE_ROWS, ROW_TOKENS, SEED)
-    mixed = Distillation(dense, student, folder / "mixed.state", folder / "mixed.log", 60 * options.minutes[1])
-    mixed.run(_alternately(rows["train"].roll(-prose.rows, 0), dialogues), rows["validation"])
+    run = Distillation(dense, student, folder / "train.state", folder / "train.log", 60 * options.minutes)
+    run.run(rows["train"], rows["validation"])
     write_network(folder / "model", student, gguf)
     counts = make_tasks(texts, folder / "data")
     student = read_network(folder / "model")
@@ -79,10 +71,7 @@ def make_example(options: argparse.Namespace) -> None:
         "packages": package_sums(packages),
         "shape": {"experts": sizes[1], "top_k": sizes[2], "shared_width": sizes[0]},
         "untrained": untrained,
-        "training": {
-            part: {"steps": run.step, "seconds": round(run.seconds)}
-            for part, run in (("prose", prose), ("prose and dialogues", mixed))
-        },
+        "training": {"steps": run.step, "seconds": round(run.seconds)},
         "perplexity": measure.compare(dense, student, {name: rows[name] for name in ("test", "unseen")}, SCORED_ROWS),
         "routing": measure.routing(student, rows["test"][:SCORED_ROWS]),
         "answers": {name: measure.answers(net, tokenizer, gguf.end_token) for name, net in _both(dense, student)},
@@ -91,12 +80,6 @@ def make_example(options: argparse.Namespace) -> None:
     text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
     (folder / "results.json").write_text(text, encoding="utf-8")
     print(text)
-
-
-def _alternately(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return a row of the first, one of the second, and so on. Both [B, T], as many rows of each."""
-    count = min(len(first), len(second))
-    return torch.stack([first[:count], second[:count]], 1).flatten(0, 1)
 
 
 def _both(dense: torch.nn.Module, student: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

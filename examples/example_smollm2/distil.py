@@ -46,17 +46,12 @@ class Distillation:
         else:
             log.write_text("", encoding="utf-8")
 
-    @property
-    def rows(self) -> int:
-        """Rows that were learned so far."""
-        return self.step * ROWS
-
     def run(self, rows: Tensor, validation: Tensor) -> None:
         """Train until the time is over. rows: [N, T] training text, used in order, again from the start at its end."""
         losses: list[float] = []
         while self.seconds < self.limit:
             began = _processor_seconds()
-            at = self.rows % (len(rows) - ROWS + 1)
+            at = self.step * ROWS % (len(rows) - ROWS + 1)
             losses.append(self.learn(rows[at : at + ROWS]))
             self.step += 1
             self.seconds += _processor_seconds() - began
@@ -124,7 +119,8 @@ class Distillation:
         os.replace(new, self.state)
 
     def _write(self, **values: float) -> None:
-        line = {"step": self.step, "rows": self.rows, "seconds": round(self.seconds)}
+        tokens = self.step * ROWS
+        line = {"step": self.step, "rows": tokens, "seconds": round(self.seconds)}
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line | {name: round(value, 5) for name, value in values.items()}) + "\n")
 

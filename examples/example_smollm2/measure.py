@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from example_smollm2.dialogues import SYSTEM
 from example_smollm2.network import Network, normed, turns_of
 from example_smollm2.perplexity import perplexity
 
@@ -83,9 +82,10 @@ def _spread(values: Tensor) -> dict[str, float]:
 @torch.inference_mode()
 def answers(network: Network, tokenizer: Tokenizer, end: int) -> dict[str, str]:
     """Return greedy answers to a few instructions, in the form of SmolLM2's chat."""
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     found = {}
     for prompt in _PROMPTS:
-        turns = [("system", SYSTEM), ("user", prompt)]
+        turns = [("system", system), ("user", prompt)]
         text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
         tokens = tokenizer.encode(text + "<|im_start|>assistant\n").ids
         start = len(tokens)
