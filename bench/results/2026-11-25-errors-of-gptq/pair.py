@@ -1,24 +1,55 @@
-import torch,time,sys,json
-torch.set_num_threads(1)
+"""Processor time and output error of GPTQ on one expert, in the tree of this interpreter.
+
+    python pair.py old|new
+
+`old`: a tree before commit 3a00e2d, whose second moments have a leading dimension of 1. Prints one JSON object: by
+format the seconds and the mean relative squared output error of the three projections.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+
 from moec.compiler.quantization.layer_quantizer import ExpertQuantizer
 from moec.manifests.quant import QuantSpec
-old=sys.argv[1]=="old"
-g=torch.Generator().manual_seed(0)
-D,F=2048,1024
-W={"gate":torch.randn(F,D,generator=g)*.02,"up":torch.randn(F,D,generator=g)*.02,"down":torch.randn(D,F,generator=g)*.02}
-def mom(n):
-    M=torch.randn(n,n,generator=g)/n**.5+torch.eye(n)
-    X=torch.randn(2500,n,generator=g)@M
-    H=X.T@X
-    return H[None] if old else H
-m=(mom(D),mom(F))
-out={}
-with torch.inference_mode():
-    for t in "q1g64b,q1.6g128s,q2g64b,q2g32b,q3g64b,q4g64b,q8g128".split(","):
-        s=QuantSpec.parse(t); b=time.thread_time(); r=ExpertQuantizer(0,"gptq",(s,)).run(0,W,m,2500); tot=time.thread_time()-b
-        errs=[]
-        for (u,_),q in r.items():
-            H=(m[1] if u.projection=="down" else m[0]); H=(H[0] if old else H).double(); d=(q.dequantize()-W[u.projection]).double(); w=W[u.projection].double()
-            errs.append(float(((d@H)*d).sum()/((w@H)*w).sum()))
-        out[t]=[tot,sum(errs)/3]
-print(json.dumps(out))
+
+HIDDEN, WIDTH, TOKENS = 2048, 1024, 2500
+FORMATS = ("q1g64b", "q1.6g128s", "q2g64b", "q2g32b", "q3g64b", "q4g64b", "q8g128")
+
+
+def main() -> None:
+    """Measure all formats."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+    weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()}
+    moments = [moment(columns, generator) for columns in (HIDDEN, WIDTH)]
+    given = tuple(value[None] if sys.argv[1] == "old" else value for value in moments)
+    found = {}
+    for text in FORMATS:
+        with torch.inference_mode():
+            begun = time.thread_time()
+            made = ExpertQuantizer(0, "gptq", (QuantSpec.parse(text),)).run(0, weights, given, TOKENS)
+            seconds = time.thread_time() - begun
+        errors = []
+        for (unit, _), matrix in made.items():
+            wide, weight = moments[unit.projection == "down"].double(), weights[unit.projection].double()
+            difference = matrix.dequantize().double() - weight
+            errors.append(float(((difference @ wide) * difference).sum() / ((weight @ wide) * weight).sum()))
+        found[text] = [seconds, sum(errors) / 3]
+    print(json.dumps(found))
+
+
+def moment(columns: int, generator: torch.Generator) -> torch.Tensor:
+    """Return the second moment of random inputs that depend on each other, [K, K]."""
+    mixing = torch.randn(columns, columns, generator=generator) / columns**0.5 + torch.eye(columns)
+    inputs = torch.randn(TOKENS, columns, generator=generator) @ mixing
+    return inputs.T @ inputs
+
+
+if __name__ == "__main__":
+    main()
