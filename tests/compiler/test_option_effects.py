@@ -55,7 +55,10 @@ PREPARED: dict[str, Effect] = {
     "tasks": Effect(("perplexity",), {"data": "{data}"}, lambda found: [each.task.name for each in found.splits]),
     "limit": Effect(2, {"data": "{data}"}, lambda found: [len(each.train) for each in found.splits]),
     "seed": Effect(7, {"data": "{data}", "limit": 4}, texts_of),
-    "shots": Effect(2, {"data": "{data}"}, lambda found: [len(shots) for shots in found.shots.values()]),
+    "shots": Effect(1, {"data": "{data}"}, lambda found: [len(shots) for shots in found.shots.values()]),
+    "long_items": Effect(
+        "skip", {"data": "{data}", "tasks": ("perplexity",)}, lambda found: [len(each.test) for each in found.splits]
+    ),
     "prune": Effect(True, {"data": "{data}"}, lambda found: found.prunes),
     "bits": Effect((2, 8), {}, lambda found: found.specs),
     "group_sizes": Effect((64,), {}, lambda found: found.specs),
@@ -67,10 +70,12 @@ PREPARED: dict[str, Effect] = {
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Items of two tasks: sums, which fit the fields better, and plain text."""
+    """Items of two tasks: sums, which fit the fields better, and plain text. One exceeds the context."""
     folder = save_problems(tmp_path_factory.mktemp("problems") / "data", train=8)
     for path in folder.iterdir():
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        count = len(path.read_text().splitlines())
+        rows = [{"question": f"{path.stem} {at}?", "answer": f"#### {at}"} for at in range(count)]
+        rows.append({"question": f"{path.stem} " + "word " * 200, "answer": "#### 1"})
         path.write_text("".join(json.dumps({**row, "text": row["question"]}) + "\n" for row in rows))
     return folder
 
