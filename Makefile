@@ -127,7 +127,7 @@ example-bundle: $(READY)  ## Compile examples/bundle anew: 5 to 20 minutes on 2 
 	cp -r build/example-bundle examples/bundle
 	mv build/machine.json examples/bundle.machine.json
 
-example-smollm2: $(READY)  ## Make the example of natural weights in build/example-smollm2: 90 minutes on 2 cores, on Debian
+example-smollm2: $(READY)  ## Make the example of natural weights in build/example-smollm2: over an hour on 2 cores, on Debian
 	$(PIP_INSTALL) gguf
 	cd examples && ../$(BIN)/python -m example_smollm2 --folder ../build/example-smollm2
 

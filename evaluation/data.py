@@ -116,7 +116,7 @@ def load_splits(source: str | Path, task: str | None = None) -> SplitData:
     Raises DataError (with file and line if there is one), OptionError, MissingDependency.
     """
     hidden = list[str]()
-    chosen, parts = _read_parts(source, task, SPLITS, hidden)
+    chosen, parts, _ = _read_parts(source, task, SPLITS, hidden)
     sets = _divided(chosen, parts)
     seen: set[str] = set()
     kept: dict[str, ItemSet] = {}
@@ -137,7 +137,7 @@ def load_items(
 ) -> tuple[ItemSet, tuple[Item, ...]]:
     """Return the items to evaluate, and `shots` solved examples from the train split, which are not among the items.
 
-    split: None means the test split of a folder or hub set. A single file, or a set of one split, is then used as a
+    split: None means the test split of a folder or hub set. A single file, or the only split of a set, is used as a
         whole, and its train share gives the examples.
     Unused splits are not checked. A split that hides its answers is refused.
     Raises the errors of `load_splits`. Raises OptionError for an unknown split or too many shots.
@@ -147,11 +147,11 @@ def load_items(
     if shots < 0:
         raise OptionError(f"`--shots` must not be negative, found {shots}", "leave it out for none")
     wanted = tuple(name for name in SPLITS if name == (split or "test") or (shots and name == "train"))
-    chosen, parts = _read_parts(source, task, wanted)
+    chosen, parts, only = _read_parts(source, task, wanted)
     if shots and chosen.answer_field is None:
         raise OptionError(f"task `{chosen.name}` scores plain text and takes no solved examples", "drop `--shots`")
     sets = _divided(chosen, parts)
-    whole = "file" in parts and split is None
+    whole = "file" in parts and split in (None, only)
     items = parts["file"] if whole else sets[split or "test"]
     examples = sets["train"].limit(shots, seed).items if shots else ()
     if len(examples) < shots:
@@ -164,8 +164,10 @@ def load_items(
 
 def _read_parts(
     source: str | Path, task: str | None, wanted: Sequence[str], hidden: list[str] | None = None
-) -> tuple[Task, dict[str, ItemSet]]:
-    """Return the task and the wanted sets by split name. A single file has the name `file`.
+) -> tuple[Task, dict[str, ItemSet], str]:
+    """Return the task, the wanted sets by split name, and the name of the only split if there is one.
+
+    A single file, or a set of one split, has the name `file`.
 
     hidden: receives the names of splits that hide their answers and are replaced; None: none are replaced.
     """
@@ -176,8 +178,8 @@ def _read_parts(
         number, value = first.numbered[0]
         chosen = infer_task(value, first.place(number))
     if data.is_file:
-        return chosen, {"file": check_items(chosen, data.rows("file"))}
-    return chosen, _parts(chosen, data, wanted, hidden)
+        return chosen, {"file": check_items(chosen, data.rows("file"))}, data.only
+    return chosen, _parts(chosen, data, wanted, hidden), ""
 
 
 def check_items(task: Task, rows: Rows) -> ItemSet:

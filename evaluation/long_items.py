@@ -48,35 +48,41 @@ class FittedItems:
         return [f"{len(found)} {what}: {_lengths(found, context)}" for found, what in kinds if found]
 
 
-def fit_items(
-    task: Task,
-    items: Sequence[Item],
-    shots: Sequence[Item],
-    encode: Encode,
-    context: int,
-    policy: str = TRUNCATE,
-    has_encoder: bool = False,
-    is_encodable: Callable[[str], bool] = lambda text: True,
-) -> FittedItems:
-    """Return the items whose prompt, reference answer and end token fit into `context` tokens.
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The context that prompts, answers and the end token have to fit.
 
+    tokens: its length.
     encode: tokens as the engine makes them.
-    has_encoder: the prompt is for an encoder, which has a context of its own.
+    has_encoder: prompts are for an encoder, which has a context of its own.
     is_encodable: whether there is memory to encode a text. A text without counts as too long.
+    """
+
+    tokens: int
+    encode: Encode
+    has_encoder: bool = False
+    is_encodable: Callable[[str], bool] = lambda text: True
+
+
+def fit_items(
+    task: Task, items: Sequence[Item], shots: Sequence[Item], context: Context, policy: str = TRUNCATE
+) -> FittedItems:
+    """Return the items that fit a context with their reference answer.
+
     policy: `truncate` cuts documents and leaves other long items out, `skip` leaves all out, `refuse` raises.
     Raises OptionError for another policy, ContextOverflow if a long item is refused, DataError if no item is left.
     """
     if policy not in POLICIES:
         raise OptionError(f"`--long-items {policy}` is not known", f"choose one of {', '.join(POLICIES)}")
-    room = _Room(task, shots, encode, context, has_encoder, is_encodable)
+    room = _Room(task, shots, context)
     kept, shortened, left_out = list[Item](), list[LongItem](), list[LongItem]()
     for at, (item, tokens) in enumerate(zip(items, room.lengths(items), strict=True)):
-        if tokens <= context:
+        if tokens <= context.tokens:
             kept.append(item)
             continue
         if policy == REFUSE:
             raise ContextOverflow(
-                f"item {at} has {tokens} tokens with its answer, the context has {context}",
+                f"item {at} has {tokens} tokens with its answer, the context has {context.tokens}",
                 "raise `--context`, or take `--long-items truncate` or `--long-items skip`",
             )
         shorter = room.shortened(item) if policy == TRUNCATE else None
@@ -87,21 +93,19 @@ def fit_items(
             shortened.append(LongItem(at, tokens))
     if not kept:
         raise DataError(
-            f"none of {len(items)} items fits a context of {context} tokens", "raise `--context` or give shorter items"
+            f"none of {len(items)} items fits a context of {context.tokens} tokens",
+            "raise `--context` or give shorter items",
         )
     return FittedItems(tuple(kept), tuple(shortened), tuple(left_out))
 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """The context that an item has to fit."""
+    """The lengths of the items of a task in a context."""
 
     task: Task
     shots: Sequence[Item]
-    encode: Encode
-    context: int
-    has_encoder: bool
-    is_encodable: Callable[[str], bool]
+    context: Context
 
     def lengths(self, items: Sequence[Item]) -> list[int]:
         """Return the tokens of each item with its longest answer and the end token.
@@ -110,12 +114,14 @@ class _Room:
         """
         pairs = [self._pairs(item) for item in items]
         is_short = [self._is_short(own) for own in pairs]
-        encoded = iter(self.encode([pair for own, short in zip(pairs, is_short, strict=True) if short for pair in own]))
+        encoded = iter(
+            self.context.encode([pair for own, short in zip(pairs, is_short, strict=True) if short for pair in own])
+        )
         found = []
         for own, short in zip(pairs, is_short, strict=True):
             if not short:
                 characters = max(len(prompt) + len(answer) for prompt, answer in own)
-                found.append(self.context + 1 + characters // _CHARACTERS_PER_TOKEN)
+                found.append(self.context.tokens + 1 + characters // _CHARACTERS_PER_TOKEN)
             else:
                 found.append(max(self._length(*next(encoded)) for _ in own))
         return found
@@ -129,21 +135,21 @@ class _Room:
         while text.strip():
             tried = {**item, name: text}
             tokens = self.lengths([tried])[0]
-            if tokens <= self.context:
+            if tokens <= self.context.tokens:
                 return tried
             # The excess as a share of the text: two or three turns.
-            text = _cut(text, min(len(text) - 1, len(text) * self.context // tokens))
+            text = _cut(text, min(len(text) - 1, len(text) * self.context.tokens // tokens))
         return None
 
     def _is_short(self, pairs: Sequence[tuple[str, str]]) -> bool:
         """Return whether the texts can be encoded."""
-        most = self.context * _CHARACTERS_PER_TOKEN
+        most = self.context.tokens * _CHARACTERS_PER_TOKEN
         sizes_fit = all(len(prompt) + len(answer) <= most for prompt, answer in pairs)
-        return sizes_fit and all(self.is_encodable(text) for pair in pairs for text in pair)
+        return sizes_fit and all(self.context.is_encodable(text) for pair in pairs for text in pair)
 
     def _length(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
         """Return the tokens of a row. An encoder and a decoder have a context each."""
-        return max(len(prompt), len(answer) + 1) if self.has_encoder else len(prompt) + len(answer) + 1
+        return max(len(prompt), len(answer) + 1) if self.context.has_encoder else len(prompt) + len(answer) + 1
 
     def _pairs(self, item: Item) -> list[tuple[str, str]]:
         """Return the prompt with the reference answer, or with each of the given answers."""

@@ -37,9 +37,11 @@ class DataSource:
     """A data set.
 
     readers: by split, or by `file` for one file or one split, which is to be divided. Each reads its rows once.
+    only: name of the only split, or `file`; empty for several splits.
     """
 
     readers: Mapping[str, Callable[[], Rows]]
+    only: str
 
     @property
     def is_file(self) -> bool:
@@ -71,9 +73,8 @@ def open_source(source: str | Path, folders: Sequence[str] = ()) -> DataSource:
         readers = _hub(str(source))
     else:
         raise DataError(f"`{source}` does not exist", f"give a file or a folder of files: {_FORMS}")
-    if len(readers) == 1:
-        readers = {"file": next(iter(readers.values()))}
-    return DataSource({name: cache(reader) for name, reader in readers.items()})
+    only = next(iter(readers)) if len(readers) == 1 else ""
+    return DataSource({"file" if only else name: cache(reader) for name, reader in readers.items()}, only)
 
 
 def _folder(folder: Path, names: Sequence[str]) -> dict[str, Callable[[], Rows]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moec.manifests.errors import DataError
+from moec.manifests.files.input_file import UnreadableFile, read_input
 
 MAX_LINE_BYTES = 16 << 20
 MAX_WHOLE_BYTES = 256 << 20
@@ -92,15 +93,9 @@ def _rows(path: Path, found: Sequence[dict[str, object]]) -> Rows:
 def _whole(path: Path) -> bytes:
     """Return the bytes of a file without the mark that some editors put first."""
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_WHOLE_BYTES + 1)
-    except OSError as error:
-        raise DataError(f"`{path}` cannot be read: {error.strerror}", "give a readable file") from error
-    if len(text) > MAX_WHOLE_BYTES:
-        raise DataError(
-            f"`{path}`: expected at most {MAX_WHOLE_BYTES >> 20} MiB", "write JSON Lines, which have no limit"
-        )
-    return text.removeprefix(_MARK)
+        return read_input(path, MAX_WHOLE_BYTES, follow_links=True).removeprefix(_MARK)
+    except UnreadableFile as error:
+        raise DataError(f"`{path}` {error}", "give a readable file; JSON Lines have no limit") from error
 
 
 def _list(value: object) -> list[object]:

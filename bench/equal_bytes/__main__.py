@@ -176,28 +176,8 @@ def interval(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def main() -> None:
-    """Read the command line, measure and print."""
-    parser = argparse.ArgumentParser(description="KL and perplexity over bytes.")
-    parser.add_argument("model")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--task", default="perplexity")
-    parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--items", type=int, default=200, help="test items")
-    parser.add_argument("--mixtures", default=",".join(MIXTURES))
-    parser.add_argument("--uniform", action=argparse.BooleanOptionalAction, default=True, help="one format for all")
-    parser.add_argument("--swaps", type=int, help="swaps of each search; default: those of a compile")
-    parser.add_argument("--executed", action="store_true", help="also run own plans in the runtime")
-    parser.add_argument("--hqq", default="2:64,3:64,4:64,5:64,6:64,8:64", help="bits:group size of HQQ, repeated")
-    parser.add_argument("--gptqmodel", default="2:64,3:64,4:64,4:32,8:64", help="the same of GPTQModel")
-    parser.add_argument("--ggml", type=Path, help="libggml-base.so; default: that of llama-cpp-python")
-    options = parser.parse_args()
-    options.results.mkdir(parents=True, exist_ok=True)
-    plans = OurPlans(options.model, options.data, options.task, options.results / "work", BITS, options.swaps)
-    example = Example(options.model, options.data, options.task)
-    table = Comparison(example, plans, options.results, options.items)
-    for name, plan in plans.uniform().items() if options.uniform else ():
-        table.add_plan(f"uniform-{name}", plan)
+def add_peers(table: Comparison, example: Example, plans: OurPlans, options: argparse.Namespace) -> None:
+    """Compare with llama.cpp, HQQ and GPTQModel. All calibrate on the texts of moec's calibration."""
     blocks = GgmlBlocks(options.ggml or library_path())
 
     def calibration_texts() -> TokenTexts:
@@ -227,6 +207,31 @@ def main() -> None:
             f"GPTQModel-{bits}g{group_size}",
             lambda b=bits, g=group_size: gptqmodel_weights(example, options.results, moments(), b, g),
         )
+
+
+def main() -> None:
+    """Read the command line, measure and print."""
+    parser = argparse.ArgumentParser(description="KL and perplexity over bytes.")
+    parser.add_argument("model")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--task", default="perplexity")
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--items", type=int, default=200, help="test items")
+    parser.add_argument("--mixtures", default=",".join(MIXTURES))
+    parser.add_argument("--uniform", action=argparse.BooleanOptionalAction, default=True, help="one format for all")
+    parser.add_argument("--swaps", type=int, help="swaps of each search; default: those of a compile")
+    parser.add_argument("--executed", action="store_true", help="also run own plans in the runtime")
+    parser.add_argument("--hqq", default="2:64,3:64,4:64,5:64,6:64,8:64", help="bits:group size of HQQ, repeated")
+    parser.add_argument("--gptqmodel", default="2:64,3:64,4:64,4:32,8:64", help="the same of GPTQModel")
+    parser.add_argument("--ggml", type=Path, help="libggml-base.so; default: that of llama-cpp-python")
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    plans = OurPlans(options.model, options.data, options.task, options.results / "work", BITS, options.swaps)
+    example = Example(options.model, options.data, options.task)
+    table = Comparison(example, plans, options.results, options.items)
+    for name, plan in plans.uniform().items() if options.uniform else ():
+        table.add_plan(f"uniform-{name}", plan)
+    add_peers(table, example, plans, options)
     if options.executed:
         table.print_executed()
 

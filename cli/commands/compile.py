@@ -14,7 +14,7 @@ import click
 from moec.manifests.files.output_file import check_folder, check_output, write_output
 
 from ..lossy_modes.mode_sweep import mode_sweep_option
-from ..options.paths import PATH, PLACE
+from ..options.paths import PATH, PLACE, long_items_option
 from ..terminal import output
 from ..terminal.compile_log import CompileLog, stage_table
 from ..terminal.compile_result import CURVE_SUFFIX, PICTURE_SUFFIX, print_curve, print_forecast, print_result
@@ -133,13 +133,7 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     help="gptq: with calibration data; rtn: round to nearest; quanto: optimum-quanto's optimizers.",
 )
 @click.option("--shots", type=int, default=0, show_default=True, help="Solved examples before each item.")
-@click.option(
-    "--long-items",
-    type=click.Choice(["truncate", "skip", "refuse"]),
-    default="truncate",
-    show_default=True,
-    help="Items that exceed the context: cut their document (a question is left out), leave them out, or stop.",
-)
+@long_items_option
 @click.option(
     "--confidence",
     type=float,

@@ -17,7 +17,7 @@ from moec.manifests.files.output_file import check_output
 from ..lossy_modes.mode_costs import say_mode_cost
 from ..lossy_modes.mode_sweep import decisions_text, mode_sweep_option
 from ..options.opening import accelerator_facts, bundle_folder, is_bundle, mode_facts
-from ..options.paths import PATH, PLACE, output_option, write_json_lines
+from ..options.paths import PATH, PLACE, long_items_option, output_option, write_json_lines
 from ..options.runtime_options import (
     accelerator_options,
     build_options,
@@ -30,8 +30,9 @@ from ..terminal.help_sections import SectionCommand
 from ..terminal.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
+    from moec.evaluation.data import ItemSet
     from moec.evaluation.results import EvaluationResult
-    from moec.evaluation.tasks import Item, Task
+    from moec.evaluation.tasks import Item
 
     from ..measuring.text_engines import BundleEngine
 
@@ -58,13 +59,7 @@ DEFAULT_SLOTS = 32
 @click.option("--limit", type=int, metavar="N", help="Take N items, chosen by hash.  [default: all]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the choice of items and examples.")
 @click.option("--slots", type=int, metavar="N", help="Sequences decoded at once.  [default: 32, or fewer that fit]")
-@click.option(
-    "--long-items",
-    type=click.Choice(["truncate", "skip", "refuse"]),
-    default="truncate",
-    show_default=True,
-    help="Items that exceed the context: cut their document (a question is left out), leave them out, or stop.",
-)
+@long_items_option
 @output_option("--per-item", help="Write JSONL, a line per item.")
 @mode_sweep_option(
     "Measure every lossy mode, or these settings, against the lossless run, and write `NAME.modes.json`."
@@ -109,21 +104,14 @@ def eval_command(
         raise InputError(f"`{model}` is not a folder, expected a bundle or a model", "name the folder")
     items, examples = load_items(source, task, split, shots, seed)
     items = items.limit(limit, seed)
-    told_items = f"items: {len(items)} of `{items.source}`"
     if modes is not None:
         for name, given in (("slots", slots), ("per-item", per_item)):
             if given is not None:
                 raise OptionError(f"`--{name}` has no effect with `--modes`", "leave it out")
-        output.say(told_items)
-        _sweep(model, modes, items.task, items.items, examples, long_items, values, as_json)
+        _sweep(model, modes, items, examples, long_items, values, as_json)
         return
     with _engine(ctx, model, slots, values) as engine:
-        output.say(told_items)
-        fitted = engine.fit_items(items.task, items.items, examples, long_items)
-        for sentence in fitted.told(engine.engine.memory.context):
-            output.say(sentence)
-        result, facts = _evaluate(engine, items.task, fitted.items, examples)
-        facts["long_items"] = {"shortened": len(fitted.shortened), "left_out": len(fitted.left_out)}
+        result, facts = _evaluate(engine, items, examples, long_items)
     if per_item is not None:
         _write_items(per_item, result)
     told = {**result.to_json(), "skipped": items.skipped, **facts}
@@ -136,15 +124,24 @@ def _write_items(path: Path, result: EvaluationResult) -> None:
     write_json_lines(path, rows if isinstance(rows, list) else [])
 
 
+def _say_items(items: ItemSet) -> None:
+    output.say(f"items: {len(items)} of `{items.source}`")
+
+
 def _evaluate(
-    engine: BundleEngine, task: Task, items: Sequence[Item], shots: Sequence[Item]
+    engine: BundleEngine, items: ItemSet, shots: Sequence[Item], long_items: str
 ) -> tuple[EvaluationResult, dict[str, Any]]:
     """Evaluate the items. Return the result, and the facts of the run for the JSON output."""
     from moec.evaluation.run import evaluate
 
-    with ProgressBar(f"{task.name}, {len(items)} items") as progress:
-        result = evaluate(task, items, engine, shots=shots, progress=progress)
+    _say_items(items)
+    fitted = engine.fit_items(items.task, items.items, shots, long_items)
+    for sentence in fitted.told(engine.engine.memory.context):
+        output.say(sentence)
+    with ProgressBar(f"{items.task.name}, {len(fitted.items)} items") as progress:
+        result = evaluate(items.task, fitted.items, engine, shots=shots, progress=progress)
     facts = _runtime_facts(engine)
+    facts["long_items"] = {"shortened": len(fitted.shortened), "left_out": len(fitted.left_out)}
     if "decisions" in facts:
         output.say(f"decisions: {decisions_text(facts['decisions'])}")
     return result, facts
@@ -153,8 +150,7 @@ def _evaluate(
 def _sweep(
     model: Path,
     modes: str,
-    task: Task,
-    items: Sequence[Item],
+    items: ItemSet,
     shots: Sequence[Item],
     long_items: str,
     values: dict[str, Any],
@@ -166,11 +162,12 @@ def _sweep(
 
     from ..lossy_modes.mode_sweep import QualitySweep, quality_page, settings_of, sweep_options
 
+    _say_items(items)
     folder, path = bundle_folder(model), record_path(model)
     check_output(path)
     options = sweep_options(build_options(values, bundle=model))
     settings = settings_of(modes, open_bundle(folder).manifest, calibrated_deciles(folder), options)
-    sweep = QualitySweep(model, options, values["kernels"], task, items, shots).fitted(long_items)
+    sweep = QualitySweep(model, options, values["kernels"], items.task, items.items, shots).fitted(long_items)
     record = sweep.run(settings, keep=partial(write_record, model))
     if as_json:
         output.data_json(record)

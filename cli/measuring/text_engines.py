@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest
-from moec.evaluation.long_items import FittedItems, fit_items
+from moec.evaluation.long_items import Context, FittedItems, fit_items
 from moec.evaluation.tasks import Item, Task
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
 from moec.manifests.errors import ContextOverflow
@@ -85,8 +85,8 @@ class BundleEngine:
     def fit_items(self, task: Task, items: Sequence[Item], shots: Sequence[Item], policy: str) -> FittedItems:
         """Return the items that fit the context of the engine. policy: see `evaluation/long_items.py`."""
         has_encoder = self.engine.bundle.manifest.model.encoder is not None
-        context = self.engine.memory.context
-        return fit_items(task, items, shots, self._encode, context, policy, has_encoder, self._has_memory_for)
+        context = Context(self.engine.memory.context, self._encode, has_encoder, self._has_memory_for)
+        return fit_items(task, items, shots, context, policy)
 
     def _has_memory_for(self, text: str) -> bool:
         """Return whether a text can be encoded within the budget."""

@@ -81,6 +81,13 @@ PLACE = PlaceType()
 bundle_argument = click.argument("bundle", type=PATH)
 file_option = partial(click.option, type=PATH, metavar="FILE")
 output_option = partial(click.option, type=OUTPUT_FILE, metavar="FILE")
+long_items_option = click.option(
+    "--long-items",
+    type=click.Choice(["truncate", "skip", "refuse"]),
+    default="truncate",
+    show_default=True,
+    help="Items that exceed the context: cut their document (a question is left out), leave them out, or stop.",
+)
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

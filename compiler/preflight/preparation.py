@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from moec.evaluation.data import SplitData
+from moec.evaluation.long_items import Context
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.codec import canonical_json
 from moec.manifests.quant import QuantSpec
@@ -113,8 +114,10 @@ def prepare(request: CompileRequest) -> Prepared:
         request.talk.note(note)
     splits, shots = load_task_data(options, request.talk.note)
     if splits:
-        encode = partial(encode_pairs, load_tokenizer(checkpoint.root), is_joint=lowering.model.encoder is None)
-        splits = fit_splits(splits, shots, encode, lowering.model, options.long_items, request.talk.note)
+        has_encoder = lowering.model.encoder is not None
+        encode = partial(encode_pairs, load_tokenizer(checkpoint.root), is_joint=not has_encoder)
+        context = Context(lowering.model.default_context, encode, has_encoder)
+        splits = fit_splits(splits, shots, context, options.long_items, request.talk.note)
     found = replace(found, splits=splits, shots=shots)
     if request.measure_modes is not None:
         request.measure_modes.check(lowering.model, options.fallback_bits is not None)

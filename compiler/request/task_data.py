@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moec.evaluation.data import SplitData, load_splits
-from moec.evaluation.long_items import Encode, fit_items
+from moec.evaluation.long_items import Context, fit_items
 from moec.evaluation.tasks import Item
 from moec.manifests.errors import OptionError
-from moec.manifests.model import ModelSpec
 
 from .options import CompileOptions
 
@@ -42,27 +41,19 @@ def load_task_data(options: CompileOptions, note: Callable[[str], None]) -> tupl
 
 
 def fit_splits(
-    splits: Sequence[SplitData],
-    shots: Shots,
-    encode: Encode,
-    model: ModelSpec,
-    policy: str,
-    note: Callable[[str], None],
+    splits: Sequence[SplitData], shots: Shots, context: Context, policy: str, note: Callable[[str], None]
 ) -> tuple[SplitData, ...]:
-    """Return the splits with validation and test items that fit the context of a certificate.
+    """Return the splits with validation and test items that fit a context.
 
-    encode: tokens as the engine makes them. policy: see `evaluation/long_items.py`.
+    policy: see `evaluation/long_items.py`.
     Raises ContextOverflow, DataError.
     """
     fitted = []
     for split in splits:
         sets = {"validation": split.validation, "test": split.test}
         for name, part in sets.items():
-            found = fit_items(
-                split.task, part.items, shots[split.task.name], encode, model.default_context, policy,
-                has_encoder=model.encoder is not None,
-            )  # fmt: skip
-            for sentence in found.told(model.default_context):
+            found = fit_items(split.task, part.items, shots[split.task.name], context, policy)
+            for sentence in found.told(context.tokens):
                 note(f"{split.task.name}, {name}: {sentence}")
             sets[name] = replace(part, items=found.items)
         fitted.append(replace(split, validation=sets["validation"], test=sets["test"]))

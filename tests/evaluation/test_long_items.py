@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moec.evaluation.long_items import POLICIES, fit_items
+from moec.evaluation.long_items import POLICIES, Context, fit_items
 from moec.evaluation.tasks import find_task
 from moec.manifests.errors import ContextOverflow, DataError, OptionError
 
@@ -26,7 +26,7 @@ def dialogue(count: int) -> dict[str, str]:
 
 def test_a_document_loses_its_end_and_nothing_else() -> None:
     items = [dialogue(5), dialogue(40)]
-    fitted = fit_items(SAMSUM, items, (), words, 20)
+    fitted = fit_items(SAMSUM, items, (), Context(20, words))
     assert fitted.items[0] == items[0] and fitted.items[1]["summary"] == "a b c" and not fitted.left_out
     # 2 words of the prompt, 3 of the summary, and the end token.
     assert fitted.items[1]["dialogue"] == " ".join(f"w{n}" for n in range(14))
@@ -35,37 +35,37 @@ def test_a_document_loses_its_end_and_nothing_else() -> None:
 
 def test_a_question_is_never_cut() -> None:
     items = [{"question": "word " * 30, "answer": "#### 1"}, {"question": "short", "answer": "#### 2"}]
-    fitted = fit_items(GSM8K, items, (), words, 20)
+    fitted = fit_items(GSM8K, items, (), Context(20, words))
     assert fitted.items == (items[1],) and not fitted.shortened
     assert fitted.told(20) == ["1 items are left out: item 0 has 35 tokens; the context has 20"]
 
 
 def test_policies() -> None:
     items = [dialogue(5), dialogue(40)]
-    assert fit_items(SAMSUM, items, (), words, 20, "skip").items == (items[0],)
+    assert fit_items(SAMSUM, items, (), Context(20, words), "skip").items == (items[0],)
     with pytest.raises(ContextOverflow, match=r"item 1 has 46 tokens .*context has 20 .*--long-items truncate"):
-        fit_items(SAMSUM, items, (), words, 20, "refuse")
+        fit_items(SAMSUM, items, (), Context(20, words), "refuse")
     for policy in POLICIES:
-        assert fit_items(SAMSUM, items, (), words, 46, policy).items == tuple(items)
+        assert fit_items(SAMSUM, items, (), Context(46, words), policy).items == tuple(items)
     with pytest.raises(OptionError, match="`--long-items cut` is not known"):
-        fit_items(SAMSUM, items, (), words, 20, "cut")
+        fit_items(SAMSUM, items, (), Context(20, words), "cut")
     with pytest.raises(DataError, match="none of 2 items fits a context of 4 tokens"):
-        fit_items(SAMSUM, items, (), words, 4)
+        fit_items(SAMSUM, items, (), Context(4, words))
 
 
 def test_solved_examples_take_their_part_of_the_context() -> None:
     shots = [dialogue(6)]
-    whole = fit_items(SAMSUM, [dialogue(9)], shots, words, 30)
+    whole = fit_items(SAMSUM, [dialogue(9)], shots, Context(30, words))
     assert not whole.shortened
-    assert len(fit_items(SAMSUM, [dialogue(20)], shots, words, 30).items[0]["dialogue"].split()) == 13
+    assert len(fit_items(SAMSUM, [dialogue(20)], shots, Context(30, words)).items[0]["dialogue"].split()) == 13
 
 
 def test_every_given_answer_has_to_fit() -> None:
     row = {"goal": "open it", "sol1": "turn", "sol2": "word " * 30, "label": 0}
     assert PIQA.read is not None
     with pytest.raises(DataError):
-        fit_items(PIQA, [PIQA.read(row)], (), words, 20)
-    assert fit_items(PIQA, [PIQA.read(row)], (), words, 40).items
+        fit_items(PIQA, [PIQA.read(row)], (), Context(20, words))
+    assert fit_items(PIQA, [PIQA.read(row)], (), Context(40, words)).items
 
 
 def test_a_huge_text_is_not_encoded() -> None:
@@ -75,20 +75,22 @@ def test_a_huge_text_is_not_encoded() -> None:
         seen.extend(len(prompt) + len(answer) for prompt, answer in pairs)
         return words(pairs)
 
-    fitted = fit_items(TEXT, [{"text": "word " * 1_000_000}], (), encode, 50)
+    fitted = fit_items(TEXT, [{"text": "word " * 1_000_000}], (), Context(50, encode))
     assert 0 < len(fitted.items[0]["text"].split()) <= 49 and max(seen) <= 32 * 50
 
 
 def test_a_text_that_memory_cannot_encode_is_too_long() -> None:
-    fitted = fit_items(TEXT, [{"text": "word " * 30}], (), words, 100, is_encodable=lambda text: len(text) < 60)
+    fitted = fit_items(
+        TEXT, [{"text": "word " * 30}], (), Context(100, words, is_encodable=lambda text: len(text) < 60)
+    )
     assert len(fitted.items[0]["text"]) < 60 and fitted.shortened
     with pytest.raises(ContextOverflow):
-        fit_items(TEXT, [{"text": "word " * 30}], (), words, 100, "refuse", is_encodable=lambda text: False)
+        fit_items(TEXT, [{"text": "word " * 30}], (), Context(100, words, is_encodable=lambda text: False), "refuse")
 
 
 def test_an_encoder_has_a_context_of_its_own() -> None:
-    assert fit_items(SAMSUM, [dialogue(17)], (), words, 19, has_encoder=True).items == (dialogue(17),)
-    assert fit_items(SAMSUM, [dialogue(18)], (), words, 19, has_encoder=True).shortened
+    assert fit_items(SAMSUM, [dialogue(17)], (), Context(19, words, has_encoder=True)).items == (dialogue(17),)
+    assert fit_items(SAMSUM, [dialogue(18)], (), Context(19, words, has_encoder=True)).shortened
 
 
 @settings(max_examples=200, deadline=None)
@@ -100,7 +102,7 @@ def test_what_is_kept_fits_and_is_a_start(text: str, context: int) -> None:
         return [([0] * len(prompt), [0] * len(answer)) for prompt, answer in pairs]
 
     try:
-        fitted = fit_items(TEXT, [{"text": text}], (), encode, context)
+        fitted = fit_items(TEXT, [{"text": text}], (), Context(context, encode))
     except DataError:
         assert len(text) + 1 > context and not text[: context - 1].strip()
         return

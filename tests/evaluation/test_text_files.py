@@ -129,9 +129,9 @@ def test_files_read_as_a_whole_have_a_limit(tmp_path: Path, read, monkeypatch: p
     monkeypatch.setattr(text_files, "MAX_WHOLE_BYTES", 1 << 20)
     path = tmp_path / "a"
     path.write_bytes(b"[" + b" " * (1 << 20) + b"]")
-    with pytest.raises(DataError, match="expected at most 1 MiB"):
+    with pytest.raises(DataError, match="more than the limit of 1048576"):
         read(path)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot be read|is a folder"):
         read(tmp_path)
 
 

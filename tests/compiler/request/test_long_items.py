@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.targets import Target
 from moec.compiler.request.task_data import fit_splits, load_task_data
+from moec.evaluation.long_items import Context
 from moec.manifests.errors import ContextOverflow
-
-MODEL: Any = SimpleNamespace(default_context=50, encoder=None)
 
 
 def words(pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
     """Return a token per word."""
     return [([0] * len(prompt.split()), [0] * len(answer.split())) for prompt, answer in pairs]
+
+
+CONTEXT = Context(50, words)
 
 
 def test_each_long_item_is_named_and_cut(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_each_long_item_is_named_and_cut(tmp_path: Path) -> None:
     options = CompileOptions(Target("kl", 0.1), data=str(tmp_path))
     splits, shots = load_task_data(options, lambda sentence: None)
     notes = list[str]()
-    (fitted,) = fit_splits(splits, shots, words, MODEL, options.long_items, notes.append)
+    (fitted,) = fit_splits(splits, shots, CONTEXT, options.long_items, notes.append)
     assert [len(part) for _, part in fitted.sets] == [4, 4, 4]
     assert fitted.train is splits[0].train
     assert max(len(item["text"].split()) for item in fitted.test.items) == 49
@@ -38,7 +38,7 @@ def test_each_long_item_is_named_and_cut(tmp_path: Path) -> None:
         f"perplexity, {name}: 1 items lose the end of their text: item 1 has {size} tokens; the context has 50"
         for name, size in (("validation", 63), ("test", 73))
     ]
-    (skipped,) = fit_splits(splits, shots, words, MODEL, "skip", notes.append)
+    (skipped,) = fit_splits(splits, shots, CONTEXT, "skip", notes.append)
     assert [len(part) for _, part in skipped.sets] == [4, 3, 3]
     with pytest.raises(ContextOverflow, match="item 1 has 63 tokens"):
-        fit_splits(splits, shots, words, MODEL, "refuse", notes.append)
+        fit_splits(splits, shots, CONTEXT, "refuse", notes.append)
