@@ -131,7 +131,7 @@ def test_files_read_as_a_whole_have_a_limit(tmp_path: Path, read, monkeypatch: p
     path.write_bytes(b"[" + b" " * (1 << 20) + b"]")
     with pytest.raises(DataError, match="more than the limit of 1048576"):
         read(path)
-    with pytest.raises(DataError, match="cannot be read|is a folder"):
+    with pytest.raises(DataError, match="is a "):
         read(tmp_path)
 
 
