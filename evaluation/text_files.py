@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moec.manifests.errors import DataError
-from moec.manifests.files.input_file import UnreadableFile, read_input
+from moec.manifests.files.input_file import UnreadableFile, open_input, read_input
 
 MAX_LINE_BYTES = 16 << 20
 MAX_WHOLE_BYTES = 256 << 20
@@ -52,10 +53,13 @@ def read_json(path: Path) -> Rows:
     Raises DataError.
     """
     try:
-        with path.open("rb") as file:
-            is_list = file.read(64).removeprefix(_MARK).lstrip()[:1] == b"["
-    except OSError as error:
-        raise DataError(f"`{path}` cannot be read: {error.strerror}", "give a readable JSON file") from error
+        descriptor = open_input(path, follow_links=True)
+    except UnreadableFile as error:
+        raise DataError(f"`{path}` {error}", "give a readable JSON file") from error
+    try:
+        is_list = os.pread(descriptor, 64, 0).removeprefix(_MARK).lstrip()[:1] == b"["
+    finally:
+        os.close(descriptor)
     if not is_list:
         return read_jsonl(path)
     values = _list(_loaded(_whole(path), f"`{path}`"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,9 @@ def test_files_read_as_a_whole_have_a_limit(tmp_path: Path, read, monkeypatch: p
         read(path)
     with pytest.raises(DataError, match="is a "):
         read(tmp_path)
+    os.mkfifo(tmp_path / "pipe")  # without a writer
+    with pytest.raises(DataError, match="is a "):
+        read(tmp_path / "pipe")
 
 
 def test_values_of_csv_stay_text(tmp_path: Path) -> None:
