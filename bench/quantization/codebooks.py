@@ -185,7 +185,7 @@ def _rounded(values: Tensor, most: int) -> Tensor:
 
 def compensated(fit: Fit, prepared: PreparedInputs) -> Tensor:
     """Return the codes [N, K] of GPTQ for the present scales and entries of the fit."""
-    order, factors = prepared.order[0], prepared.factors[0]
+    order, factors = prepared.order, prepared.factor
     work, codes = fit.weight[:, order].clone(), torch.zeros(fit.weight.shape, dtype=torch.long)
     for at, column in enumerate(order.tolist()):
         code, value = fit.round(column, work[:, at])
@@ -197,7 +197,7 @@ def compensated(fit: Fit, prepared: PreparedInputs) -> Tensor:
 
 def quantized(weight: Tensor, moment: Tensor, tokens: int, shape: Format) -> Tensor:
     """Return the weights in the format: for each row the best of all turns."""
-    prepared = prepare_inputs(moment[None], [tokens])
+    prepared = prepare_inputs(moment, tokens)
     damped = moment / moment.diagonal().mean() + DAMPING * torch.eye(len(moment))
     fit = Fit(weight, moment, shape)
     best, errors = torch.zeros_like(weight), torch.full((len(weight),), np.inf)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moec.compiler.calibration.layer_inputs import LayerInputs
 from moec.compiler.quantization.output_error import relative_output_error
-from moec.compiler.quantization.quantizers.gptq import quantize_gptq_batch
+from moec.compiler.quantization.quantizers.gptq import quantize_gptq
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
@@ -44,8 +44,8 @@ def relative_errors(
     held: inputs to measure with.
     """
     moments, held_moments = moments_of(seen, projection), moments_of(held, projection)
-    for expert, gptq in enumerate(quantize_gptq_batch(weights, spec, moments, seen.tokens)):
-        weight = weights[expert]
+    for expert, weight in enumerate(weights):
+        gptq = quantize_gptq(weight, spec, moments[expert], int(seen.tokens[expert]))
         nearest = quantize_rtn(weight, spec)
         clipped = quantize_rtn(weight, spec, True, moments[expert].diagonal())
         yield tuple(

@@ -108,9 +108,8 @@ class LayerInputs:
         return rows, weights, float(self.tokens[expert]) / len(rows)
 
     def moments_of(self, expert: int) -> tuple[tuple[Tensor, Tensor], int]:
-        """Return the moments of the inputs of gate and up [1, D, D] and of down [1, F, F], and their tokens."""
-        own = slice(expert, expert + 1)
-        return (self.input_moments[own], self.middle_moments[own]), int(self.tokens[expert])
+        """Return the moments of the inputs of gate and up [D, D] and of down [F, F], and their tokens."""
+        return (self.input_moments[expert], self.middle_moments[expert]), int(self.tokens[expert])
 
 
 def calibrate_layer(

@@ -28,12 +28,12 @@ from ..reference.expert_module import activated, first_products, projections_of
 from ..workspace.parallel import Workers
 from .quantized import LEFT_OUT, QuantizedMatrix
 from .quantizers import quantizer as find_quantizer
-from .quantizers.gptq import prepare_inputs, quantize_gptq_batch
+from .quantizers.gptq import prepare_inputs, quantize_gptq
 
 Costs = dict[tuple[UnitKey, QuantSpec], float]
 Matrices = dict[tuple[UnitKey, QuantSpec], QuantizedMatrix]
 Moments = tuple[Tensor, Tensor]
-"""Second moments of the inputs of gate and up [1, D, D], and of down [1, F, F]."""
+"""Second moments of the inputs of gate and up [D, D], and of down [F, F]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +58,22 @@ class ExpertQuantizer:
         matrices: Matrices = {}
         for group, at in ((("gate", "up"), 0), (("down",), 1)):
             own = [name for name in group if name in weights]
-            fitting = [spec for spec in self.specs if spec.fits(weights[own[0]].shape[1])]
+            # Projections of the same inputs are rounded as one matrix: rows are independent, and calls are fewer.
+            weight = torch.cat([weights[name] for name in own])
+            fitting = [spec for spec in self.specs if spec.fits(weight.shape[1])]
             moment, prepared = None if moments is None else moments[at], None
             if self.quantizer == "gptq" and moment is not None and tokens and fitting:
-                prepared = prepare_inputs(moment, [tokens])  # shared by gate and up, and by every format
-            for projection in own:
-                weight = weights[projection].contiguous()
-                for spec in fitting:
-                    key = (UnitKey(self.layer, expert, projection), spec)
-                    if self.quantizer == "gptq" and not spec.is_mxfp4:
-                        counts = torch.tensor([tokens])
-                        matrices[key] = quantize_gptq_batch(weight.unsqueeze(0), spec, moment, counts, prepared)[0]
-                    else:
-                        matrices[key] = find_quantizer(self.quantizer)(weight, spec, None, 0)
+                prepared = prepare_inputs(moment, tokens)  # shared by every format
+            for spec in fitting:
+                if self.quantizer == "gptq" and not spec.is_mxfp4:
+                    made = quantize_gptq(weight, spec, moment, tokens, prepared)
+                else:
+                    made = find_quantizer(self.quantizer)(weight, spec, None, 0)
+                start = 0
+                for projection in own:
+                    end = start + len(weights[projection])
+                    matrices[UnitKey(self.layer, expert, projection), spec] = made.rows(start, end)
+                    start = end
         return matrices
 
 

@@ -30,6 +30,11 @@ class QuantizedMatrix:
     scales: torch.Tensor
     minima: torch.Tensor | None
 
+    def rows(self, start: int, end: int) -> QuantizedMatrix:
+        """Return some of the rows, without copying them."""
+        minima = None if self.minima is None else self.minima[start:end]
+        return QuantizedMatrix(self.spec, self.codes[start:end], self.scales[start:end], minima)
+
     def dequantize(self) -> torch.Tensor:
         """Return the weights that the runtime computes with, float32 [N, K]."""
         rows, columns = self.codes.shape

@@ -57,25 +57,3 @@ def check_format(name: str, spec: QuantSpec) -> None:
     """Raise OptionError if this quantizer cannot make a format. All quantizers keep 16 bits and mxfp4."""
     if name == "quanto" and spec.bitwidth != 16 and not (spec.is_mxfp4 or spec.is_pruned):
         importlib.import_module(".quanto", __package__).check_format(spec)
-
-
-def quantize_batch(
-    name: str,
-    weights: torch.Tensor,
-    spec: QuantSpec,
-    second_moments: torch.Tensor | None = None,
-    tokens: torch.Tensor | None = None,
-) -> list[QuantizedMatrix]:
-    """Quantize one projection of several experts.
-
-    weights: [E, N, K] floats.
-    second_moments: [E, K, K] or None.
-    tokens: [E] or None.
-    Raises the errors of the quantizer.
-    """
-    if name == "gptq" and not (spec.is_mxfp4 or spec.is_pruned):
-        from .gptq import quantize_gptq_batch
-
-        return quantize_gptq_batch(weights, spec, second_moments, tokens)
-    function = quantizer(name)
-    return [function(weight, spec, None, 0) for weight in weights]

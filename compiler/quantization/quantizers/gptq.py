@@ -7,12 +7,11 @@
 * Rounding to nearest is always tried too, so no row gets worse than that.
 
 Source: GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers, section 3, algorithm 1.
-Shapes: B matrices, N rows, K columns, G groups.
+Shapes: N rows, K columns, G groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -22,7 +21,6 @@ from torch import Tensor
 from moec.manifests.quant import QuantSpec
 
 from ...workspace.parallel import one_torch_thread
-from ..output_error import row_errors
 from ..quantized import QuantizedMatrix
 from .refit import refit
 from .rtn import quantize_rtn
@@ -32,7 +30,7 @@ DAMPING = 0.01
 SPARSE_DAMPING = 0.1
 """The share for fewer tokens than columns. It lowers the output error on held-out inputs by up to 10 %."""
 ONE_THREAD_WEIGHTS = 1 << 22
-"""Batches below this many weights use one thread, because their operations are too short to divide."""
+"""Matrices below this many weights use one thread, because their operations are too short to divide."""
 REFITTED_CODES, FEW_CODES, REFITS = 16, 4, 4
 """Limits of the fit of scales to GPTQ's codes.
 
@@ -42,124 +40,128 @@ times. Measured (docs/experiments/2026-11-22-scales-fitted-at-3-and-4-bits.md an
 - 2 bits, four turns: output error on held-out inputs falls by a tenth.
 - below 2 bits, four turns: it falls by a sixth.
 """
-_BLOCK_COLUMNS = 32  # columns in a block are updated one by one, later columns by one product per block
+# Columns in a block are updated one by one, later columns of the outer block by one product per block, and all others
+# by one product per outer block. So the whole matrix passes through the cache once per outer block.
+_BLOCK_COLUMNS, _OUTER_COLUMNS = 32, 256
+_ROOT_ROWS = 256  # rows of a triangular factor in one product; the zeros left of them are not multiplied
 _DAMPING_GROWTH = 10.0
 _DAMPING_TRIALS = 6
-
-
-def quantize_gptq(weight: Tensor, spec: QuantSpec, second_moment: Tensor | None, tokens: int) -> QuantizedMatrix:
-    """Quantize one matrix; see quantize_gptq_batch.
-
-    weight: [N, K] floats.
-    second_moment: [K, K], sum of x x^T over the inputs x, or None.
-    tokens: number of inputs.
-    """
-    moments = None if second_moment is None else second_moment.unsqueeze(0)
-    return quantize_gptq_batch(weight.unsqueeze(0), spec, moments, torch.tensor([tokens]))[0]
+_ROUNDING = 4e-6  # errors under H are sums in float32; more than their relative error, so that no row gets worse
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedInputs:
     """The part of GPTQ that depends on second moments alone. All matrices of the same inputs and all formats share it.
 
-    order: [B, K] columns, largest moment first.
-    factors: [B, K, K] upper triangular, in that order.
+    H is the second moment over its mean diagonal, with `damping` added to the diagonal.
+    order: [K] columns, largest moment first.
+    factor: U with U^T U = H^-1, [K, K] upper triangular, in that order.
+    root: M = U^-1 with M M^T = H, [K, K] upper triangular, in that order.
+
+    GPTQ divides the error of each rounded column by its entry on the diagonal of U. Let E be these errors, [N, K].
+    Each later column receives -E U, so the difference of the weights is D = E U. With H^-1 = U^T U it follows that
+
+        D H = E U^-T = E M^T  and  D H D^T = E E^T.
+
+    So the output error costs no product with H, and its gradient D H costs half of one.
     """
 
     order: Tensor
-    factors: Tensor
+    factor: Tensor
+    root: Tensor
+    damping: float
+
+    def residual(self, errors: Tensor) -> Tensor:
+        """Return D H [N, K] from E^T [K, N], whose rows are in the order of GPTQ."""
+        sums = torch.empty_like(errors)
+        for start in range(0, len(errors), _ROOT_ROWS):
+            end = start + _ROOT_ROWS
+            torch.mm(self.root[start:end, start:], errors[start:], out=sums[start:end])
+        return torch.empty_like(sums).index_copy_(0, self.order, sums).T.contiguous()
+
+    def row_errors(self, difference: Tensor) -> Tensor:
+        """Return D H D^T of each row, float64 [N], from D, [N, K]: the squares of D M, without the zeros of M."""
+        columns = difference.T.contiguous()[self.order]
+        total = torch.zeros(len(difference), dtype=torch.float64)
+        for start in range(0, len(columns), _ROOT_ROWS):
+            end = start + _ROOT_ROWS
+            total += (self.root[:end, start:end].T @ columns[:end]).square_().sum(0, dtype=torch.float64)
+        return total
 
 
-def prepare_inputs(second_moments: Tensor, counts: Sequence[int]) -> PreparedInputs:
-    """Sort and factor second moments.
+def prepare_inputs(second_moment: Tensor, tokens: int) -> PreparedInputs:
+    """Sort and factor a second moment.
 
-    second_moments: [B, K, K].
-    counts: inputs that each matrix has seen, all above 0.
+    second_moment: [K, K].
+    tokens: inputs in it, above 0.
     """
-    moments = second_moments.float()
-    moments = (
-        moments / moments.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(torch.float32).tiny)[:, None, None]
-    )
-    order = moments.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-    moments = moments.gather(1, order[:, :, None].expand_as(moments)).gather(2, order[:, None].expand_as(moments))
-    columns = moments.shape[1]
-    damping = torch.tensor([DAMPING if count >= columns else SPARSE_DAMPING for count in counts])
-    return PreparedInputs(order, inverse_factors(moments, damping))
+    moment = over_mean(second_moment)
+    order = moment.diagonal().argsort(descending=True, stable=True)
+    damping = DAMPING if tokens >= len(moment) else SPARSE_DAMPING
+    return PreparedInputs(order, *triangular_factors(moment[order][:, order], damping))
 
 
-def quantize_gptq_batch(
-    weights: Tensor,
+def over_mean(second_moment: Tensor) -> Tensor:
+    """Return a second moment [K, K] over the mean of its diagonal, a new float32 tensor. Zeros stay zeros."""
+    moment = second_moment.float()
+    return moment / moment.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def quantize_gptq(
+    weight: Tensor,
     spec: QuantSpec,
-    second_moments: Tensor | None,
-    tokens: Tensor | None,
+    second_moment: Tensor | None,
+    tokens: int,
     prepared: PreparedInputs | None = None,
-) -> list[QuantizedMatrix]:
-    """Quantize matrices of one shape, each against the second moment of its inputs.
+) -> QuantizedMatrix:
+    """Quantize a matrix against the second moment of its inputs.
 
-    Matrices without tokens are rounded to nearest with clip search, and so are all without second moments.
-    Apart from rounding, a result does not depend on the other matrices of its batch.
+    Without tokens or a second moment, it is rounded to nearest with clip search.
     In each row, trace(d H d^T) is at most that of rounding to nearest with clip search.
 
-    weights: [B, N, K] floats, finite.
-    second_moments: [B, K, K] float32, any scale, or None.
-    tokens: [B] inputs seen.
-    prepared: result of prepare_inputs for these moments; only if every matrix has tokens.
+    weight: [N, K] floats, finite.
+    second_moment: [K, K], sum of x x^T over the inputs x, in any scale, or None.
+    tokens: number of inputs.
+    prepared: result of prepare_inputs for this moment.
     Raises ValueError if the format does not fit, or its scales exceed float16.
     """
-    with one_torch_thread() if weights.numel() < ONE_THREAD_WEIGHTS else nullcontext():
-        return _quantize(weights.detach().float(), spec, second_moments, tokens, prepared)
+    with one_torch_thread() if weight.numel() < ONE_THREAD_WEIGHTS else nullcontext():
+        if second_moment is None or not tokens:
+            return quantize_rtn(weight, spec, True)
+        return _quantize(
+            weight.detach().float(), spec, second_moment, prepared or prepare_inputs(second_moment, tokens)
+        )
 
 
-def _quantize(
-    weights: Tensor,
-    spec: QuantSpec,
-    second_moments: Tensor | None,
-    tokens: Tensor | None,
-    prepared: PreparedInputs | None,
-) -> list[QuantizedMatrix]:
-    """Round to nearest, then run GPTQ if there are tokens, then take the better result of each row."""
-    counts = [0] * len(weights) if tokens is None or second_moments is None else [int(n) for n in tokens]
-    importance = None if second_moments is None else second_moments.diagonal(dim1=1, dim2=2)
-    nearest = [
-        quantize_rtn(weight, spec, True, None if importance is None or not counts[at] else importance[at])
-        for at, weight in enumerate(weights)
-    ]
-    seen = [at for at, count in enumerate(counts) if count]
-    if second_moments is None or not seen:
-        return nearest
-    if prepared is None:
-        prepared = prepare_inputs(second_moments[seen], [counts[at] for at in seen])
-    best = {at: _Rows.of(weights[at], nearest[at], second_moments[at]) for at in seen}
+def _quantize(weight: Tensor, spec: QuantSpec, second_moment: Tensor, prepared: PreparedInputs) -> QuantizedMatrix:
+    """Round to nearest, then run GPTQ in turns, and take the best result of each row."""
+    damped = over_mean(second_moment)
+    damped.diagonal().add_(prepared.damping)
+    tried = quantize_rtn(weight, spec, True, second_moment.diagonal())
+    difference = tried.dequantize().sub_(weight)
+    best = _Rows.of(tried, prepared.row_errors(difference) * (1 - _ROUNDING), difference, prepared.damping)
     fits = spec.largest_code < REFITTED_CODES
-    damped = [_damped(second_moments[at], counts[at]) if fits else None for at in seen]
     for _ in range(REFITS if spec.largest_code < FEW_CODES else 1):
-        compensated = _compensate(weights, prepared, nearest, seen)
-        for at, moment, codes in zip(seen, damped, compensated, strict=True):
-            tried = QuantizedMatrix(spec, codes, nearest[at].scales, nearest[at].minima)
-            if moment is not None:
-                tried = refit(weights[at], tried, moment)
-            best[at] = best[at].better(_Rows.of(weights[at], tried, second_moments[at]))
-            nearest[at] = tried
-    return [best[at].matrix if at in best else matrix for at, matrix in enumerate(nearest)]
-
-
-def _damped(moment: Tensor, tokens: int) -> Tensor:
-    """Return a second moment [K, K] over its mean diagonal, made positive definite."""
-    damping = DAMPING if tokens >= len(moment) else SPARSE_DAMPING
-    mean = moment.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
-    return (moment / mean).float() + damping * torch.eye(len(moment))
+        codes, errors = _compensate(weight, prepared, tried)
+        tried = QuantizedMatrix(spec, codes, tried.scales, tried.minima)
+        whole = errors.square().sum(0, dtype=torch.float64)
+        if fits:
+            tried, whole = refit(tried, prepared.residual(errors), whole, damped)
+        best = best.better(_Rows.of(tried, whole, tried.dequantize().sub_(weight), prepared.damping))
+    return best.matrix
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A matrix and the output error of each of its rows, [N]."""
+    """A matrix and the output error of each of its rows, float64 [N], under the moment over its mean diagonal."""
 
     matrix: QuantizedMatrix
     errors: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, matrix: QuantizedMatrix, moment: Tensor) -> _Rows:
-        return cls(matrix, row_errors(weight, matrix.dequantize(), moment))
+    def of(cls, matrix: QuantizedMatrix, damped: Tensor, difference: Tensor, damping: float) -> _Rows:
+        """Take errors under H, float64 [N], without what the damping adds to them. difference: D, [N, K]; changed."""
+        return cls(matrix, damped - damping * difference.square_().sum(1, dtype=torch.float64))
 
     def better(self, other: _Rows) -> _Rows:
         """Return the rows with the least output error from two matrices in one format. On a tie, this matrix wins."""
@@ -173,82 +175,73 @@ class _Rows:
         return _Rows(QuantizedMatrix(one.spec, codes, scales, minima), errors)
 
 
-def _compensate(weights: Tensor, prepared: PreparedInputs, nearest: list[QuantizedMatrix], seen: list[int]) -> Tensor:
-    """Return the codes of the matrices `seen` on the scales of `nearest`, uint8 [len(seen), N, K]."""
-    spec, order, factors = nearest[0].spec, prepared.order, prepared.factors
-    columns = order.shape[1]
-    scales = torch.stack([nearest[at].scales.float() for at in seen])
-    centre = float(spec.centre)
-    minima = -scales * centre if spec.symmetric else torch.stack([_minima(nearest[at]) for at in seen])
-    group = order // (columns // scales.shape[2])
-    by_column = order[:, :, None].expand(-1, -1, weights.shape[1])
-    work = weights[seen].transpose(1, 2).gather(1, by_column)
-    by_group = group[:, :, None].expand_as(by_column)
-    codes = _round_columns(
-        work,
-        factors,
-        scales.transpose(1, 2).gather(1, by_group),
-        minima.transpose(1, 2).gather(1, by_group),
-        float(spec.largest_code),
-    )
-    back = order.argsort(dim=1)[:, :, None].expand_as(by_column)
-    return codes.gather(1, back).transpose(1, 2).contiguous()
+def _compensate(weight: Tensor, prepared: PreparedInputs, matrix: QuantizedMatrix) -> tuple[Tensor, Tensor]:
+    """Return the codes of GPTQ on the scales of `matrix`, uint8 [N, K], and its errors E^T, [K, N].
 
-
-def _minima(matrix: QuantizedMatrix) -> Tensor:
-    if matrix.minima is None:
-        raise ValueError("an asymmetric matrix has minima")
-    return matrix.minima.float()
-
-
-def _round_columns(work: Tensor, factors: Tensor, scales: Tensor, minima: Tensor, most: float) -> Tensor:
-    """Round column by column and return codes, uint8 [B, K, N].
-
-    work: weights, [B, K, N]; overwritten.
-    factors: [B, K, K].
-    scales, minima: [B, K, N].
+    weight: [N, K].
+    The rows of the errors are in the order of `prepared`.
     """
-    columns = work.shape[1]
+    spec, order = matrix.spec, prepared.order
+    scales = matrix.scales.float()
+    minima = -scales * float(spec.centre) if matrix.minima is None else matrix.minima.float()
+    work = weight.T.contiguous()[order]
+    of_column = (order // (len(order) // scales.shape[1])).tolist()
+    codes = _round_columns(work, prepared.factor, scales.T.contiguous(), minima.T.contiguous(), of_column, spec)
+    return torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous(), work
+
+
+def _round_columns(
+    work: Tensor, factor: Tensor, scales: Tensor, minima: Tensor, of_column: list[int], spec: QuantSpec
+) -> Tensor:
+    """Round column by column and return codes, uint8 [K, N].
+
+    work: weights, [K, N]. Afterwards it holds the error of each column over its entry on the diagonal of U.
+    factor: U, [K, K].
+    scales, minima: [G, N].
+    of_column: group of each column.
+    """
+    columns, most = len(work), float(spec.largest_code)
     codes = torch.empty(work.shape, dtype=torch.uint8)
     steps = torch.where(scales > 0, scales, torch.ones_like(scales)).reciprocal_()
-    for start in range(0, columns, _BLOCK_COLUMNS):
-        end = min(start + _BLOCK_COLUMNS, columns)
-        errors = torch.empty_like(work[:, start:end])
-        for column in range(start, end):
-            weight, scale, minimum = work[:, column], scales[:, column], minima[:, column]
-            code = (weight - minimum).mul_(steps[:, column]).round_().clamp_(0.0, most)
-            codes[:, column] = code
-            error = (weight - torch.addcmul(minimum, code, scale)).div_(factors[:, column, column, None])
-            errors[:, column - start] = error
-            if column + 1 < end:
-                work[:, column + 1 : end].addcmul_(
-                    factors[:, column, column + 1 : end, None], error.unsqueeze(1), value=-1.0
-                )
-        if end < columns:
-            work[:, end:].baddbmm_(factors[:, start:end, end:].transpose(1, 2), errors, alpha=-1.0)
+    diagonal = factor.diagonal().tolist()
+    for outer in range(0, columns, _OUTER_COLUMNS):
+        outer_end = min(outer + _OUTER_COLUMNS, columns)
+        for start in range(outer, outer_end, _BLOCK_COLUMNS):
+            end = min(start + _BLOCK_COLUMNS, outer_end)
+            for column in range(start, end):
+                weight, group = work[column], of_column[column]
+                code = (weight - minima[group]).mul_(steps[group]).round_().clamp_(0.0, most)
+                codes[column] = code
+                weight.sub_(torch.addcmul(minima[group], code, scales[group])).div_(diagonal[column])
+                if column + 1 < end:
+                    work[column + 1 : end].addr_(factor[column, column + 1 : end], weight, alpha=-1.0)
+            _pass_on(work, factor, start, end, outer_end)
+        _pass_on(work, factor, outer, outer_end, columns)
     return codes
 
 
-def inverse_factors(moments: Tensor, damping: Tensor) -> Tensor:
-    """Return upper triangular U with U^T U = (H + damping * mean diagonal * I)^-1, [B, K, K].
+def _pass_on(work: Tensor, factor: Tensor, start: int, end: int, until: int) -> None:
+    """Subtract the errors of the columns from start to end from the columns after them, up to `until`."""
+    if end < until:
+        work[end:until].addmm_(factor[start:end, end:until].T, work[start:end], alpha=-1.0)
+
+
+def triangular_factors(moment: Tensor, damping: float) -> tuple[Tensor, Tensor, float]:
+    """Return upper triangular U and M with U^T U = (H + damping I)^-1 and M = U^-1, [K, K], and the damping.
 
     Columns without any input stay independent.
-    damping: [B]. It is raised tenfold for a matrix whose H is still not positive definite in float32.
+    moment: H, [K, K], with a mean diagonal of 1, or zeros.
+    damping: raised tenfold while the sum is not positive definite in float32.
     Raises ValueError if no damping helps, because values are not finite.
     """
-    moments = moments.clone()
-    diagonal = moments.diagonal(dim1=1, dim2=2)
-    mean = diagonal.mean(1)
-    diagonal[diagonal == 0] = 1.0
-    original = diagonal.clone()
-    damping = damping.clone()
     for _ in range(_DAMPING_TRIALS):
-        diagonal.copy_(original + (damping * mean).unsqueeze(1))
-        # Reversing rows and columns turns H = L L^T into H = M M^T with M upper triangular. U = M^-1.
-        lower, failed = torch.linalg.cholesky_ex(moments.flip(1, 2))
-        if not failed.any():
-            identity = torch.eye(moments.shape[1]).expand_as(moments)
-            factors: Tensor = torch.linalg.solve_triangular(lower.flip(1, 2), identity, upper=True)
-            return factors
-        damping = torch.where(failed > 0, damping * _DAMPING_GROWTH, damping)
+        damped = moment.clone()
+        damped.diagonal().add_(damping)
+        # Reversing rows and columns turns H = L L^T into H = M M^T with M upper triangular.
+        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        if not failed:
+            root = lower.flip(0, 1)
+            factor: Tensor = torch.linalg.solve_triangular(root, torch.eye(len(root)), upper=True)
+            return factor, root, damping
+        damping *= _DAMPING_GROWTH
     raise ValueError("a second moment is not positive definite, expected finite inputs")

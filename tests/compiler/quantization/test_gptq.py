@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moec.compiler.quantization.output_error import row_errors
 from moec.compiler.quantization.quantizers import gptq
-from moec.compiler.quantization.quantizers.gptq import inverse_factors, quantize_gptq, quantize_gptq_batch
+from moec.compiler.quantization.quantizers.gptq import quantize_gptq, triangular_factors
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.quant import QuantSpec
 
@@ -89,28 +89,41 @@ def test_no_row_is_worse_than_rounding_to_nearest(text, tokens, seed, dead):
     assert torch.equal(matrix.scales, nearest.scales) or spec.largest_code <= 15
 
 
-def test_a_batch_gives_what_single_matrices_give():
+def test_rows_do_not_depend_on_each_other():
+    """Projections of the same inputs are rounded as one matrix."""
     spec = QuantSpec.parse("q3g32")
-    cases = [draw(seed, tokens, 32, 64) for seed, tokens in ((0, 500), (1, 20), (2, 300))]
-    weights = torch.stack([case[0] for case in cases])
-    moments = torch.stack([case[1].T @ case[1] for case in cases])
-    moments[2] = 0
-    tokens = torch.tensor([500, 20, 0])
-    batch = quantize_gptq_batch(weights, spec, moments, tokens)
-    for at, matrix in enumerate(batch):
-        single = quantize_gptq(weights[at], spec, moments[at], int(tokens[at]))
-        assert torch.equal(matrix.scales, single.scales)
-        # A batched product rounds differently, so a tie may be rounded to the other value. No larger difference occurs.
-        assert (matrix.codes != single.codes).float().mean() < 0.01
-    unseen = quantize_rtn(weights[2], spec, True)
-    assert torch.equal(batch[2].codes, unseen.codes) and torch.equal(batch[2].scales, unseen.scales)
+    weight, seen, _ = draw(0, 500, 32, 64)
+    whole = quantize_gptq(weight, spec, seen.T @ seen, 500)
+    for start in (0, 16):
+        part = quantize_gptq(weight[start : start + 16], spec, seen.T @ seen, 500)
+        assert torch.equal(part.scales, whole.scales[start : start + 16])
+        # Another product rounds differently, so a tie may be rounded to the other value. No larger difference occurs.
+        assert (part.codes != whole.codes[start : start + 16]).float().mean() < 0.01
+
+
+def test_errors_of_rounding_give_the_error_and_the_gradient_of_the_outputs():
+    """E E^T = D H D^T and E M^T = D H, compared with products in float64."""
+    spec = QuantSpec.parse("q3g32")
+    weight, seen, _ = draw(0, 500, 32, 576)
+    moment = seen.T @ seen
+    prepared = gptq.prepare_inputs(moment, 500)
+    nearest = quantize_rtn(weight, spec, True)
+    codes, errors = gptq._compensate(weight, prepared, nearest)
+    difference = weight - gptq.QuantizedMatrix(spec, codes, nearest.scales, nearest.minima).dequantize()
+    damped = gptq.over_mean(moment).double() + prepared.damping * torch.eye(576).double()
+    product = difference.double() @ damped
+    whole = (product * difference).sum(1)
+    torch.testing.assert_close(errors.double().square().sum(0), whole, rtol=1e-4, atol=0)
+    torch.testing.assert_close(prepared.row_errors(difference), whole, rtol=1e-4, atol=0)
+    found = prepared.residual(errors).double()
+    torch.testing.assert_close(found, product, rtol=1e-3, atol=1e-3 * float(product.abs().max()))
 
 
 def test_without_moments_it_rounds_to_nearest():
     weight = draw(0, 1, 32, 64)[0]
     spec = QuantSpec.parse("q4g32")
     nearest = quantize_rtn(weight, spec, True)
-    for matrix in (quantize_gptq(weight, spec, None, 5), quantize_gptq_batch(weight[None], spec, None, None)[0]):
+    for matrix in (quantize_gptq(weight, spec, None, 5), quantize_gptq(weight, spec, torch.eye(64), 0)):
         assert torch.equal(matrix.codes, nearest.codes) and torch.equal(matrix.scales, nearest.scales)
 
 
@@ -124,27 +137,33 @@ def test_it_is_deterministic_and_leaves_its_arguments_and_threads_alone():
     assert torch.get_num_threads() == threads
 
 
-def test_factors_invert_the_damped_moment():
+@pytest.mark.parametrize("has_dead_column", [False, True])
+def test_factors_invert_the_damped_moment(has_dead_column):
     _, seen, _ = draw(4, 40, 8, 64)
-    moments = torch.stack([seen.T @ seen, torch.diag(torch.tensor([0.0, *[2.0] * 63]))])
-    factors = inverse_factors(moments, torch.tensor([0.1, 0.01]))
-    for at, damping in enumerate((0.1, 0.01)):
-        moment = moments[at].double()
-        diagonal = moment.diagonal()
-        mean = diagonal.mean()
-        diagonal[diagonal == 0] = 1
-        moment += damping * mean * torch.eye(64)
-        product = factors[at].T.double() @ factors[at].double() @ moment
-        torch.testing.assert_close(product, torch.eye(64).double(), atol=1e-3, rtol=0)
-        assert torch.equal(factors[at], factors[at].triu())
+    seen[:, 0] *= not has_dead_column
+    moment = gptq.over_mean(seen.T @ seen)
+    factor, root, damping = triangular_factors(moment, 0.1)
+    damped = moment.double() + damping * torch.eye(64).double()
+    identity = torch.eye(64).double()
+    torch.testing.assert_close(factor.T.double() @ factor.double() @ damped, identity, atol=1e-3, rtol=0)
+    torch.testing.assert_close(root.double() @ root.T.double(), damped, atol=1e-4, rtol=0)
+    assert damping == 0.1 and torch.equal(factor, factor.triu()) and torch.equal(root, root.triu())
 
 
 def test_damping_grows_where_a_moment_is_not_positive_definite():
     broken = torch.eye(8)
     broken[0, 1] = broken[1, 0] = 1.5
-    assert torch.isfinite(inverse_factors(broken[None], torch.tensor([0.01]))).all()
+    factor, _, damping = triangular_factors(broken, 0.01)
+    assert torch.isfinite(factor).all() and damping == pytest.approx(1)
     with pytest.raises(ValueError, match="not positive definite"):
-        inverse_factors(torch.full((1, 4, 4), float("nan")), torch.tensor([0.01]))
+        triangular_factors(torch.full((4, 4), float("nan")), 0.01)
+
+
+def test_inputs_that_are_all_zero_leave_rounding_to_nearest():
+    weight = draw(0, 1, 8, 64)[0]
+    spec = QuantSpec.parse("q4g32")
+    matrix = quantize_gptq(weight, spec, torch.zeros(64, 64), 5)
+    assert torch.isfinite(matrix.dequantize()).all()
 
 
 def test_formats_that_do_not_fit_are_refused():

@@ -27,6 +27,17 @@ def draw(seed: int, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(6, columns, generator=generator), inputs.T @ inputs / (4 * columns) + 0.05 * torch.eye(columns)
 
 
+def fitted(weight: torch.Tensor, matrix: QuantizedMatrix, moment: torch.Tensor) -> QuantizedMatrix:
+    """Return a matrix with fitted scales. The errors that the fit reports are those of the result."""
+    residual = (weight - matrix.dequantize()) @ moment
+    after, errors = refit(matrix, residual, row_errors(weight, matrix.dequantize(), moment).double(), moment)
+    wanted = row_errors(weight, after.dequantize(), moment)
+    torch.testing.assert_close(
+        errors.float(), wanted, rtol=1e-3, atol=1e-4 * float(row_errors(weight, 0 * weight, moment).max())
+    )
+    return after
+
+
 def least_squares(weight: np.ndarray, matrix: QuantizedMatrix, factor: np.ndarray) -> np.ndarray:
     """Return scales, then minima, of one row in float64.
 
@@ -50,7 +61,7 @@ def least_squares(weight: np.ndarray, matrix: QuantizedMatrix, factor: np.ndarra
 def test_scales_are_those_of_least_squares(text: str, seed: int) -> None:
     weight, moment = draw(seed)
     before = quantize_rtn(weight, QuantSpec.parse(text), clip_search=True)
-    after = refit(weight, before, moment)
+    after = fitted(weight, before, moment)
     assert after.spec == before.spec and after.codes is before.codes and (after.minima is None) == before.spec.symmetric
     factor = np.linalg.cholesky(moment.double().numpy()).T
     for row in range(len(weight)):
@@ -71,7 +82,7 @@ def test_what_codes_do_not_decide_stays(text: str) -> None:
     weight[4] = 0
     touched = torch.arange(128) % 3 > 0
     moment = moment * touched * touched[:, None] + 0.01 * torch.eye(128)
-    matrix = refit(weight, quantize_rtn(weight, QuantSpec.parse(text), clip_search=True), moment)
+    matrix = fitted(weight, quantize_rtn(weight, QuantSpec.parse(text), clip_search=True), moment)
     assert bool(torch.isfinite(matrix.scales).all()) and not matrix.dequantize()[4].any()
     if matrix.minima is None:  # a minimum may serve other groups, a scale of zeros cannot
         assert not matrix.dequantize()[2, :64].any()
@@ -82,15 +93,15 @@ def test_scales_stay_positive_and_finite() -> None:
     weight, moment = draw(5)
     before = quantize_rtn(weight, QuantSpec.parse("q1.6g64s"), clip_search=True)
     turned = QuantizedMatrix(before.spec, 2 - before.codes, before.scales, None)
-    assert torch.equal(refit(weight, turned, moment).scales, before.scales)
-    assert torch.equal(refit(weight * 1e6, before, moment).scales, before.scales)
+    assert torch.equal(fitted(weight, turned, moment).scales, before.scales)
+    assert torch.equal(fitted(weight * 1e6, before, moment).scales, before.scales)
 
 
 @pytest.mark.parametrize("text", ["q1.6g64s", "q2g32"])
 def test_rows_at_once_change_nothing(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, moment = draw(7)
     before = quantize_rtn(weight, QuantSpec.parse(text), clip_search=True)
-    whole = refit(weight, before, moment)
+    whole = fitted(weight, before, moment)
     monkeypatch.setattr(module, "SYSTEM_VALUES", 200)
-    parts = refit(weight, before, moment)
+    parts = fitted(weight, before, moment)
     torch.testing.assert_close(whole.scales.float(), parts.scales.float(), rtol=2e-3, atol=0)
