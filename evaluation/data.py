@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moec.manifests.codec import canonical_json
 from moec.manifests.errors import DataError, OptionError
 
 from .optional import load
@@ -81,14 +82,25 @@ class SplitData:
         return (("train", self.train), ("validation", self.validation), ("test", self.test))
 
 
+Change = Callable[[Task], Task]
+"""Returns a task with other prompts or another metric."""
+
+
+def unchanged(task: Task) -> Task:
+    """Return the task as it is."""
+    return task
+
+
 def item_key(task: Task, item: Item) -> str:
     """Return the normalised item: its input in lower case, with runs of white space as one space."""
-    return " ".join(item[task.input_field].lower().split())
+    return " ".join(" ".join(item[name] for name in task.input_fields).lower().split())
 
 
 def items_sha256(task: Task, items: Iterable[Item]) -> str:
-    """Return a digest of the task's name and the exact texts of all fields, in order."""
+    """Return a digest of the task's name, its settings and the exact texts of all fields, in order."""
     digest = hashlib.sha256(task.name.encode())
+    if task.settings:
+        digest.update(canonical_json(dict(task.settings)))
     for item in items:
         for name in task.fields:
             digest.update(hashlib.sha256(item[name].encode()).digest())
@@ -100,11 +112,12 @@ def split_of(task: Task, item: Item) -> str:
     return _share_of(task, item, SPLITS)
 
 
-def load_splits(source: str | Path, task: str | None = None) -> SplitData:
+def load_splits(source: str | Path, task: str | Task | None = None, change: Change = unchanged) -> SplitData:
     """Load train, validation and test items, disjoint in their normalised inputs.
 
     source: a folder, a file or a hub name, see below.
-    task: name of the task; None: inferred from the fields.
+    task: the task or its name; None: inferred from the fields.
+    change: returns the task with other prompts or another metric.
 
     A folder has files of the splits train, validation (or valid, val) and test. They may be in its folder `data`, or in
     one with the name of the task. Files are JSON Lines, a JSON list, CSV, Parquet or Arrow. A folder may also be one
@@ -116,7 +129,7 @@ def load_splits(source: str | Path, task: str | None = None) -> SplitData:
     Raises DataError (with file and line if there is one), OptionError, MissingDependency.
     """
     hidden = list[str]()
-    chosen, parts, _ = _read_parts(source, task, SPLITS, hidden)
+    chosen, parts, _ = _read_parts(source, task, change, SPLITS, hidden)
     sets = _divided(chosen, parts)
     seen: set[str] = set()
     kept: dict[str, ItemSet] = {}
@@ -133,7 +146,12 @@ def load_splits(source: str | Path, task: str | None = None) -> SplitData:
 
 
 def load_items(
-    source: str | Path, task: str | None = None, split: str | None = None, shots: int = 0, seed: int = 0
+    source: str | Path,
+    task: str | Task | None = None,
+    split: str | None = None,
+    shots: int = 0,
+    seed: int = 0,
+    change: Change = unchanged,
 ) -> tuple[ItemSet, tuple[Item, ...]]:
     """Return the items to evaluate, and `shots` solved examples from the train split, which are not among the items.
 
@@ -147,7 +165,7 @@ def load_items(
     if shots < 0:
         raise OptionError(f"`--shots` must not be negative, found {shots}", "leave it out for none")
     wanted = tuple(name for name in SPLITS if name == (split or "test") or (shots and name == "train"))
-    chosen, parts, only = _read_parts(source, task, wanted)
+    chosen, parts, only = _read_parts(source, task, change, wanted)
     if shots and chosen.answer_field is None:
         raise OptionError(f"task `{chosen.name}` scores plain text and takes no solved examples", "drop `--shots`")
     sets = _divided(chosen, parts)
@@ -163,7 +181,11 @@ def load_items(
 
 
 def _read_parts(
-    source: str | Path, task: str | None, wanted: Sequence[str], hidden: list[str] | None = None
+    source: str | Path,
+    task: str | Task | None,
+    change: Change,
+    wanted: Sequence[str],
+    hidden: list[str] | None = None,
 ) -> tuple[Task, dict[str, ItemSet], str]:
     """Return the task, the wanted sets by split name, and the name of the only split if there is one.
 
@@ -171,12 +193,13 @@ def _read_parts(
 
     hidden: receives the names of splits that hide their answers and are replaced; None: none are replaced.
     """
-    chosen = None if task is None else find_task(task)
+    chosen = find_task(task) if isinstance(task, str) else task
     data = open_source(source, [chosen.name] if chosen else list(TASKS))
     if chosen is None:
         first = data.rows(next(name for name in (*wanted, *SPLITS, "file") if name in data.readers))
         number, value = first.numbered[0]
         chosen = infer_task(value, first.place(number))
+    chosen = change(chosen)
     if data.is_file:
         return chosen, {"file": check_items(chosen, data.rows("file"))}, data.only
     return chosen, _parts(chosen, data, wanted, hidden), ""
@@ -193,7 +216,7 @@ def check_items(task: Task, rows: Rows) -> ItemSet:
         item = {name: _text(task, rows, number, row, name) for name in task.fields}
         if not all(text.strip() for text in item.values()):
             continue
-        fault = task.answer_fault(task.reference(item))
+        fault = task.answer_fault(item)
         if fault:
             raise DataError(
                 f"{rows.place(number)}: the field `{task.answer_field}` {fault}",

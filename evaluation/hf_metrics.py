@@ -12,7 +12,7 @@ from moec.manifests.errors import OptionError
 
 from .metrics import ROUGE_KINDS, perplexity, rouge
 from .optional import load
-from .tasks.gsm8k import exact_match_gsm8k
+from .tasks.answer_text import NUMBER, AnswerText
 
 
 def load_metric(name: str) -> Any:
@@ -30,7 +30,7 @@ def load_metric(name: str) -> Any:
 
 
 def _exact_match(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    return {"exact_match": float(np.mean(exact_match_gsm8k(predictions, references)))}
+    return {"exact_match": float(np.mean(AnswerText(compare=NUMBER).exact_match(predictions, references)))}
 
 
 def _rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:

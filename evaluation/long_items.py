@@ -153,11 +153,9 @@ class _Room:
 
     def _pairs(self, item: Item) -> list[tuple[str, str]]:
         """Return the prompt with the reference answer, or with each of the given answers."""
-        prompt = self.task.prompt(item, self.shots)
-        if self.task.choices is None:
-            return [(prompt, self.task.answer(item))]
-        solved = prompt.removesuffix(item[self.task.input_field])
-        return [(solved + own, answer) for own, answer in self.task.choices(item)[0]]
+        if self.task.choices is not None:
+            return self.task.given_answers(item, self.shots)[0]
+        return [(self.task.prompt(item, self.shots), self.task.answer(item))]
 
 
 def _cut(text: str, size: int) -> str:

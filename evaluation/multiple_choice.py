@@ -24,11 +24,8 @@ def evaluate_choices(
 
     Raises ExecutionError if the engine breaks its contract.
     """
-    if task.choices is None:
-        raise AssertionError("a task of choices has them")
-    solved = "".join(f"{shot[task.input_field]} {shot['answer']}\n\n" for shot in shots)
-    listed = [task.choices(item) for item in items]
-    pairs = [(solved + prompt, answer) for choices, _ in listed for prompt, answer in choices]
+    listed = [task.given_answers(item, shots) for item in items]
+    pairs = [pair for choices, _ in listed for pair in choices]
     started = time.perf_counter()
     scored = engine.answer_log_probs(pairs, progress)
     seconds = time.perf_counter() - started

@@ -18,7 +18,7 @@ from .metrics import item_perplexities, perplexity
 from .multiple_choice import evaluate_choices
 from .results import EvaluationResult, ItemResult, check_count, identity, rate
 from .statistics import LossEstimate
-from .tasks import Item, Task, find_task
+from .tasks import Item, Task
 
 
 def evaluate(
@@ -43,7 +43,7 @@ def evaluate(
     if not items:
         raise OptionError("there are no items to evaluate", "give at least one")
     length = task.max_new_tokens if max_new_tokens is None else max_new_tokens
-    if task.answer_field is None:
+    if task.is_perplexity:
         return _evaluate_text(task, items, engine, shots, progress)
     if task.choices is not None:
         return evaluate_choices(task, items, engine, shots, progress)
@@ -97,7 +97,7 @@ def joined(
     nll, tokens, scores = (
         np.concatenate([getattr(part, name) for part in parts]) for name in ("nll", "tokens", "scores")
     )
-    is_text = task.answer_field is None
+    is_text = task.is_perplexity
     seconds = sum(part.seconds for part in parts)
     weights = [part.n / len(items) for part in parts]
     return replace(
@@ -117,6 +117,7 @@ def joined(
 
 
 def compare(
+    task: Task,
     baseline: EvaluationResult,
     value: EvaluationResult,
     resamples: int = statistics.RESAMPLES,
@@ -124,6 +125,7 @@ def compare(
 ) -> LossEstimate:
     """Return the relative loss of `value` against `baseline`, paired by item.
 
+    task: the task of both.
     error: one-sided error probability of the bounds that decide a verdict.
     Raises OptionError if the two did not run the same task on the same items in the same way, or if the baseline is 0.
     """
@@ -134,8 +136,7 @@ def compare(
                 f"two evaluations do not compare: `{name}` is {theirs} in the baseline and {ours} in the other",
                 "evaluate both on the same items",
             )
-    task = find_task(value.task)
-    if task.answer_field is None:
+    if task.is_perplexity:
         return statistics.perplexity_loss(
             baseline.nll, baseline.tokens, value.nll, value.tokens, resamples, error=error
         )
@@ -192,8 +193,8 @@ def _evaluate_text(
         interval95=statistics.perplexity_interval95(nll, tokens),
         seconds=seconds,
         tokens_per_s=rate(int(tokens.sum()), seconds),
-        shots=0,
-        data_sha256=identity(task, items, (), 0),
+        shots=len(shots),
+        data_sha256=identity(task, items, shots, 0),
         items=tuple(
             ItemResult("", task.reference(item), ppl, score.tokens, score.nll)
             for item, score, ppl in zip(items, scored, each, strict=True)

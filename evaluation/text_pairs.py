@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from .tasks.prompt_forms import RenderedPrompt
+
 TokenPair = tuple[list[int], list[int]]
 """Token ids of a prompt and of its answer."""
 
@@ -35,11 +37,11 @@ def encode_pairs(tokenizer: Encoder, pairs: Sequence[tuple[str, str]], is_joint:
     is_joint: False if the prompt is for an encoder.
     """
     if not is_joint:
-        prompt_ids = [encoding.ids for encoding in tokenizer.encode_batch([prompt for prompt, _ in pairs])]
+        prompt_ids = _encoded(tokenizer, pairs, [prompt for prompt, _ in pairs])
         answers = tokenizer.encode_batch([answer for _, answer in pairs], add_special_tokens=False)
         return [(ids, answer.ids) for ids, answer in zip(prompt_ids, answers, strict=True)]
-    prompts = [encoding.ids for encoding in tokenizer.encode_batch([prompt for prompt, _ in pairs])]
-    joint = [encoding.ids for encoding in tokenizer.encode_batch([prompt + answer for prompt, answer in pairs])]
+    prompts = _encoded(tokenizer, pairs, [prompt for prompt, _ in pairs])
+    joint = _encoded(tokenizer, pairs, [prompt + answer for prompt, answer in pairs])
     encoded = []
     for (_, answer), before, both in zip(pairs, prompts, joint, strict=True):
         if both[: len(before)] == before:
@@ -47,6 +49,18 @@ def encode_pairs(tokenizer: Encoder, pairs: Sequence[tuple[str, str]], is_joint:
         else:
             encoded.append((before, tokenizer.encode(answer, add_special_tokens=False).ids))
     return encoded
+
+
+def _encoded(tokenizer: Encoder, pairs: Sequence[tuple[str, str]], texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of a text of each pair. Special tokens are added, but not to a rendered prompt."""
+    rows: list[list[int]] = [[] for _ in texts]
+    for is_rendered in (False, True):
+        own = [at for at, (prompt, _) in enumerate(pairs) if isinstance(prompt, RenderedPrompt) == is_rendered]
+        if own:
+            found = tokenizer.encode_batch([texts[at] for at in own], add_special_tokens=not is_rendered)
+            for at, encoding in zip(own, found, strict=True):
+                rows[at] = encoding.ids
+    return rows
 
 
 def forced_rows(

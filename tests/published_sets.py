@@ -124,6 +124,13 @@ def _truthfulqa(split: str, at: int) -> Row:
     return {"question": f"What is {at}?", "mc1_targets": first, "mc2_targets": second}
 
 
+def _humaneval(split: str, at: int) -> Row:
+    prompt = f'def add_{at}(x: int) -> int:\n    """Add {at}, for {split}."""\n'
+    check = f"def check(candidate):\n    assert candidate(1) == {at + 1}\n"
+    row = {"task_id": f"HumanEval/{at}", "prompt": prompt, "canonical_solution": f"    return x + {at}\n"}
+    return row | {"test": check, "entry_point": f"add_{at}"}
+
+
 def _wikitext(split: str, at: int) -> Row:
     texts = ("", f" = Heading {at} of {split} = \n", f" Line {at} of {split} .\n")
     return {"text": texts[at % 3]}
@@ -156,6 +163,9 @@ SETS = (
     PublishedSet("truthfulqa/truthful_qa:multiple_choice", "truthfulqa",
                  {"question": TEXT, "mc1_targets": _choices(ListOf(INTEGER)), "mc2_targets": _choices(ListOf(INTEGER))},
                  _truthfulqa, {"validation": 300}, "multiple_choice"),
+    PublishedSet("openai/openai_humaneval", "humaneval",
+                 dict.fromkeys(("task_id", "prompt", "canonical_solution", "test", "entry_point"), TEXT),
+                 _humaneval, {"test": 164}, "openai_humaneval"),
     PublishedSet("Salesforce/wikitext:wikitext-2-raw-v1", "perplexity", {"text": TEXT}, _wikitext,
                  {"test": 30, "train": 60, "validation": 30}, "wikitext-2-raw-v1"),
 )  # fmt: skip

@@ -15,6 +15,7 @@ from moec.manifests.files.output_file import check_folder, check_output, write_o
 
 from ..lossy_modes.mode_sweep import mode_sweep_option
 from ..options.paths import PATH, PLACE, long_items_option
+from ..options.task_options import TemplateProcesses, task_options, task_settings
 from ..terminal import output
 from ..terminal.compile_log import CompileLog, stage_table
 from ..terminal.compile_result import CURVE_SUFFIX, PICTURE_SUFFIX, print_curve, print_forecast, print_result
@@ -76,7 +77,9 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     metavar="DATA",
     help="Task items: a folder with train, validation and test files, one file to divide, or a hub name.",
 )
-@click.option("--task", "tasks", multiple=True, metavar="NAME", help="gsm8k, samsum, mmlu, ...; repeatable.")
+@click.option(
+    "--task", "tasks", multiple=True, metavar="NAME_OR_FILE", help="gsm8k, mmlu, ..., or a TOML file; repeatable."
+)
 @click.option(
     "--device",
     type=PLACE,
@@ -134,6 +137,7 @@ def _bitwidths(text: str) -> tuple[float, ...]:
 )
 @click.option("--shots", type=int, default=0, show_default=True, help="Solved examples before each item.")
 @long_items_option
+@task_options
 @click.option(
     "--confidence",
     type=float,
@@ -222,7 +226,8 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     log.sources = _sources(model, options.data)
     request = _request(model, destination, options, log, values)
     request.sweep, request.plan_only = sweep, values["plan_only"] or bool(sweep)
-    with log:
+    with TemplateProcesses() as processes, log:
+        request.templates = processes.of_model
         if values["estimate"]:
             print_forecast(forecast(request), as_json)
             return
@@ -333,6 +338,7 @@ def _options(values: dict[str, Any]) -> CompileOptions:
         prune=values["prune"],
         swaps=values["swaps"],
         long_items=values["long_items"],
+        task_settings=task_settings(values),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from ..options.runtime_options import (
     refuse_given,
     runtime_options,
 )
+from ..options.task_options import TemplateProcesses, task_options, task_settings
 from ..terminal import output
 from ..terminal.help_sections import SectionCommand
 from ..terminal.progress_bar import ProgressBar
@@ -50,7 +51,9 @@ DEFAULT_SLOTS = 32
     help="Task items: a file, a folder with files of splits, or a hub name.",
 )
 @click.option(
-    "--task", metavar="NAME", help="gsm8k, samsum, xsum, perplexity, hellaswag, piqa, ...  [default: by the fields]"
+    "--task",
+    metavar="NAME_OR_FILE",
+    help="gsm8k, perplexity, mmlu, ..., or a TOML file.  [default: by the fields]",
 )
 @click.option(
     "--split", metavar="NAME", help="train, validation or test.  [default: test; a single file is taken whole]"
@@ -60,6 +63,7 @@ DEFAULT_SLOTS = 32
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the choice of items and examples.")
 @click.option("--slots", type=int, metavar="N", help="Sequences decoded at once.  [default: 32, or fewer that fit]")
 @long_items_option
+@task_options
 @output_option("--per-item", help="Write JSONL, a line per item.")
 @mode_sweep_option(
     "Measure every lossy mode, or these settings, against the lossless run, and write `NAME.modes.json`."
@@ -99,23 +103,34 @@ def eval_command(
     moec eval mixtral-moec --data data/gsm8k --limit 500 --modes sweep --expert-cache 25%
     """
     from moec.evaluation.data import load_items
+    from moec.evaluation.tasks import find_task
 
     if not model.is_dir():
         raise InputError(f"`{model}` is not a folder, expected a bundle or a model", "name the folder")
-    items, examples = load_items(source, task, split, shots, seed)
-    items = items.limit(limit, seed)
-    if modes is not None:
-        for name, given in (("slots", slots), ("per-item", per_item)):
-            if given is not None:
-                raise OptionError(f"`--{name}` has no effect with `--modes`", "leave it out")
-        _sweep(model, modes, items, examples, long_items, values, as_json)
-        return
-    with _engine(ctx, model, slots, values) as engine:
-        result, facts = _evaluate(engine, items, examples, long_items)
+    settings = task_settings(values)
+    with TemplateProcesses() as processes:
+        asked = None if task is None else find_task(task, settings.trusts_metric_code)
+        change = partial(settings.apply, templates=lambda: processes.of_model(model))
+        items, examples = load_items(source, asked, split, shots, seed, change)
+        items = items.limit(limit, seed)
+        if modes is not None:
+            _refuse_with_modes({"slots": slots, "per-item": per_item})
+            _sweep(model, modes, items, examples, long_items, values, as_json)
+            return
+        with _engine(ctx, model, slots, values) as engine:
+            result, facts = _evaluate(engine, items, examples, long_items)
+    facts |= {"settings": dict(items.task.settings)} if items.task.settings else {}
     if per_item is not None:
         _write_items(per_item, result)
     told = {**result.to_json(), "skipped": items.skipped, **facts}
     output.data_json(told) if as_json else output.data(_page(result))
+
+
+def _refuse_with_modes(options: Mapping[str, object]) -> None:
+    """Raise OptionError for an option that was given and has no effect on a sweep of lossy modes."""
+    for name, given in options.items():
+        if given is not None:
+            raise OptionError(f"`--{name}` has no effect with `--modes`", "leave it out")
 
 
 def _write_items(path: Path, result: EvaluationResult) -> None:

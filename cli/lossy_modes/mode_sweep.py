@@ -171,7 +171,7 @@ class QualitySweep:
                 row = _row(setting, engine, result) | {"ttft_ns": self._first_token_ns(engine)}
             lossless = lossless or result
             # A model that solves no item has no relative loss.
-            loss = compare(lossless, result).to_json() if lossless.value > 0 else None
+            loss = compare(self.task, lossless, result).to_json() if lossless.value > 0 else None
             row |= {"value": result.value, "loss": loss}
             with self._opened(setting, is_partial) as engine:
                 row["kl"] = self._divergence(engine, log_p, f"KL, {title}")

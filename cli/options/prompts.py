@@ -35,7 +35,7 @@ class RunPrompt:
         self.adds_special_tokens = not is_chat  # a rendered chat has them already
         self._renderer = None
         if is_chat:
-            from moec.runtime.text.chat_process import ChatRenderer
+            from moec.runtime.text.template_process import ChatRenderer
 
             self._renderer = ChatRenderer()
 
@@ -58,7 +58,7 @@ class RunPrompt:
         if self._renderer is None:
             self.text = text
             return
-        from moec.runtime.text.chat_process import template_files
+        from moec.runtime.text.template_process import template_files
 
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         self.text = self._renderer.render(

@@ -7,8 +7,8 @@ unquantized model. `certify.py` makes the certificates of all tasks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class TaskCertificate:
     loss: relative loss, or None if the baseline scores 0.
     verdict: verdict on the loss, or None if the target is not a loss.
     divergence: KL and agreement.
+    settings: what differs from the task's own definition, such as the digest of a chat template.
     """
 
     baseline: EvaluationResult
@@ -54,6 +55,7 @@ class TaskCertificate:
     loss: LossEstimate | None
     verdict: Verdict | None
     divergence: DistributionSummary
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
         """Return the entry of the task in quality.json. Without times, equal bundles have equal reports."""
@@ -72,6 +74,7 @@ class TaskCertificate:
             "verdict": None if self.verdict is None else self.verdict.to_json(),
             "kl": self.divergence.to_json(),
             "data_sha256": self.value.data_sha256,
+            **({"settings": dict(self.settings)} if self.settings else {}),
         }
 
 
@@ -151,18 +154,18 @@ def certify_task(
     for before, count in itertools.pairwise([0, *counts]):
         chosen, title = items.items[before:count], f"{task.name}, items {before + 1} to {count}"
         own = evaluate(task, chosen, reference, shots=shots, progress=talk.progress(f"baseline on {title}"))
-        drafts = [" " + item.prediction for item in own.items]
+        drafts = [task.continuation(item.prediction) for item in own.items]
         found = evaluate(task, chosen, engine, shots=shots, drafts=drafts, progress=talk.progress(f"bundle on {title}"))
         for part, result in zip(parts, (own, found), strict=True):
             part.append(result)
         baseline, value = (joined(task, items.items[:count], part, shots) for part in parts)
         # A checkpoint that solves no item has no relative loss, and needs another target.
         is_stated = target.kind == "loss" or baseline.value > 0
-        loss = compare(baseline, value, error=error) if is_stated else None
+        loss = compare(task, baseline, value, error=error) if is_stated else None
         verdict = judge(loss, target.value) if loss is not None and target.kind == "loss" else None
         if verdict is not None and (verdict.supported or verdict.refuted):
             break
-    return TaskCertificate(baseline, value, loss, verdict, divergence)
+    return TaskCertificate(baseline, value, loss, verdict, divergence, task.settings)
 
 
 def look_counts(items: int) -> list[int]:

@@ -50,9 +50,9 @@ def _count(prepared: Prepared, split: SplitData, items: Sequence[Item], shots: S
     right = encode_pairs(tokenizer, [(task.prompt(item, shots), task.answer(item)) for item in sample])
     given = right
     if task.choices is not None:
-        given = encode_pairs(tokenizer, [pair for item in sample for pair in task.choices(item)[0]])
+        given = encode_pairs(tokenizer, [pair for item in sample for pair in task.given_answers(item, shots)[0]])
     read, answered = (sum(min(len(p) + len(a), context) for p, a in pairs) for pairs in (given, right))
-    is_generated = task.answer_field is not None and task.choices is None
+    is_generated = task.score is not None
     decoded = sum(len(answer) for _, answer in right) if is_generated else 0
     scale = len(items) / max(len(sample), 1)
     return AnswerTokens(scale * read, scale * answered, scale * decoded)

@@ -112,7 +112,8 @@ def prepare(request: CompileRequest) -> Prepared:
     )
     for note in report.notes:
         request.talk.note(note)
-    splits, shots = load_task_data(options, request.talk.note)
+    opened = None if request.templates is None else partial(request.templates, checkpoint.root)
+    splits, shots = load_task_data(options, request.talk.note, opened)
     if splits:
         has_encoder = lowering.model.encoder is not None
         encode = partial(encode_pairs, load_tokenizer(checkpoint.root), is_joint=not has_encoder)

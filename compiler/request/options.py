@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moec.evaluation.long_items import TRUNCATE
+from moec.evaluation.tasks import task_name
+from moec.evaluation.tasks.task_settings import NO_SETTINGS, TaskSettings
 from moec.manifests.errors import OptionError
 from moec.manifests.progress import Progress
 from moec.manifests.quant import (
@@ -55,12 +57,14 @@ _OF_DATA: dict[str, object] = {
     "prune": None,
     "swaps": None,
     "long_items": TRUNCATE,
+    "task_settings": NO_SETTINGS,
 }
 _OF_SEARCH: dict[str, object] = {"bits": DEFAULT_BITS, "objective": None}
 _OPTION_NAMES = {
     "tasks": "task",
     "comparisons": "comparisons/--no-comparisons",
     "long_items": "long-items",
+    "task_settings": "chat, --prompt-template or --metric",
     "prune": "prune-experts/--keep-experts",
 }
 
@@ -71,7 +75,7 @@ class CompileOptions:
 
     target: exactly one target.
     data: folder, JSONL or hub name.
-    tasks: names of tasks. Empty: one task is inferred from the fields.
+    tasks: names or files of tasks. Empty: one task is inferred from the fields.
     dense_bits: bitwidth of dense weights. None: searched, or 8 with a uniform target.
     bits: bitwidths on offer to routed experts.
     group_sizes: columns per scale. 0 is one scale per row.
@@ -89,6 +93,7 @@ class CompileOptions:
     prune: whether the search may leave experts out. None: if a measured loss or KL decides.
     swaps: measurements that improve a plan at equal bytes. None: the search decides.
     long_items: what becomes of items that exceed the context, see `evaluation/long_items.py`.
+    task_settings: changes of all tasks: prompts and metric.
     Raises OptionError for values out of range or without effect.
     """
 
@@ -112,6 +117,7 @@ class CompileOptions:
     prune: bool | None = None
     swaps: int | None = None
     long_items: str = TRUNCATE
+    task_settings: TaskSettings = NO_SETTINGS
 
     def __post_init__(self) -> None:
         if self.dense_bits is not None and self.dense_bits not in DENSE_BITS:
@@ -133,7 +139,7 @@ class CompileOptions:
             raise OptionError(f"unknown quantizer `{self.quantizer}`", f"choose one of {', '.join(QUANTIZERS)}")
         if self.objective is not None and self.objective not in OBJECTIVES:
             raise OptionError(f"unknown objective `{self.objective}`", f"choose one of {', '.join(OBJECTIVES)}")
-        if len(set(self.tasks)) < len(self.tasks):
+        if len(set(map(task_name, self.tasks))) < len(self.tasks):
             raise OptionError(f"`--task` names a task twice: {', '.join(self.tasks)}", "name each once")
         self._check_counts()
         self._check_fallback()
@@ -302,7 +308,7 @@ class CompileOptions:
         """Return the options that decide the bytes as text, for the manifest. The location of the data is left out."""
         return {
             "target": str(self.target),
-            "tasks": ",".join(self.tasks),
+            "tasks": ",".join(map(task_name, self.tasks)),
             "dense_bits": "searched" if self.dense_bits is None else str(self.dense_bits),
             "bits": ",".join(f"{bits:g}" for bits in self.bits),
             "group_sizes": ",".join(map(str, self.group_sizes or DEFAULT_GROUP_SIZES)),
@@ -316,6 +322,7 @@ class CompileOptions:
             "seed": str(self.seed),
             **({} if self.confidence is None else {"confidence": f"{self.confidence:g}"}),
             **({} if self.long_items == TRUNCATE else {"long_items": self.long_items}),
+            **self.task_settings.to_plain(),
             **({} if self.swaps is None else {"swaps": str(self.swaps)}),
             **({} if self.prune is None else {"prune": str(self.prune).lower()}),
             **({} if self.fallback_bits is None else {"fallback_bits": str(self.fallback_bits)}),

@@ -12,6 +12,7 @@ import numpy as np
 
 from moec.evaluation.engine import TextEngine
 from moec.evaluation.tasks import Item, Task
+from moec.evaluation.tasks.task_settings import Templates
 from moec.manifests.model import ModelSpec
 
 
@@ -24,6 +25,9 @@ class BundleEngine(TextEngine, Protocol):
 
 
 OpenRuntime = Callable[[Path, int], AbstractContextManager[BundleEngine]]
+
+OpenTemplates = Callable[[Path], Templates]
+"""Opens the templates of prompts for the model in a folder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from moec.profiles.probe import memory_limit_bytes
 
 from ..workspace.durable import Disk
 from .options import CompileOptions, Talk
-from .ports import MeasureModes, OpenRuntime
+from .ports import MeasureModes, OpenRuntime, OpenTemplates
 from .result import CompileResult
 
 
@@ -33,6 +33,7 @@ class CompileRequest:
     cluster: str | None = None  # address of a Ray cluster, or `auto` for that of this machine
     measure_modes: MeasureModes | None = None  # measures the lossy modes for quality.json
     published: Callable[[CompileResult], None] = lambda result: None  # called once the bundle is published
+    templates: OpenTemplates | None = None  # opens the templates of prompts; None: they cannot be used
     memory_bytes: int = 0  # memory of the compile; 0: 7/8 of the machine's memory
 
     @property

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from moec.evaluation.data import SplitData, load_splits
 from moec.evaluation.long_items import Context, fit_items
-from moec.evaluation.tasks import Item
+from moec.evaluation.tasks import Item, find_task
+from moec.evaluation.tasks.task_settings import Templates
 from moec.manifests.errors import OptionError
 
 from .options import CompileOptions
@@ -16,12 +18,20 @@ Shots = Mapping[str, tuple[Item, ...]]
 """Solved examples by task name."""
 
 
-def load_task_data(options: CompileOptions, note: Callable[[str], None]) -> tuple[tuple[SplitData, ...], Shots]:
-    """Return splits and solved examples of every task. Both are empty without data. Raises DataError or OptionError."""
+def load_task_data(
+    options: CompileOptions, note: Callable[[str], None], templates: Callable[[], Templates] | None = None
+) -> tuple[tuple[SplitData, ...], Shots]:
+    """Return splits and solved examples of every task. Both are empty without data.
+
+    templates: opens the templates of prompts.
+    Raises DataError, OptionError, InputError.
+    """
     if options.data is None:
         return (), {}
-    names: Sequence[str | None] = options.tasks or (None,)
-    splits = tuple(_limited(load_splits(options.data, name), options) for name in names)
+    settings = options.task_settings
+    change = partial(settings.apply, templates=templates)
+    tasks = [find_task(name, settings.trusts_metric_code) for name in options.tasks]
+    splits = tuple(_limited(load_splits(options.data, task, change), options) for task in tasks or (None,))
     shots = {}
     for split in splits:
         examples = split.train.limit(options.shots, options.seed).items if options.shots else ()

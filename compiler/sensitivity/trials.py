@@ -149,7 +149,7 @@ class Trials:
         * 5 % loss: 0.007 nats per token;
         * 45 % loss: 0.015 nats per token.
         """
-        return 1.0 if all(data.task.answer_field is None for data in self.tasks) else 0.1
+        return 1.0 if all(data.task.is_perplexity for data in self.tasks) else 0.1
 
     @property
     def has_data(self) -> bool:
@@ -297,7 +297,7 @@ class Trials:
         """Return the loss on validation. Stop early at CLEAR_STANDARD_ERRORS from the decision."""
         baseline, items, done = self.baseline(data), data.validation.items, 0
         results: list[EvaluationResult] = []
-        drafts = [" " + item.prediction for item in baseline.items]
+        drafts = [data.task.continuation(item.prediction) for item in baseline.items]
         while True:
             look = next((n for n in LOOKS if done < n < len(items)), len(items))
             part, guesses = items[done:look], drafts[done:look]
@@ -379,7 +379,7 @@ def loss_so_far(task: Task, baseline: EvaluationResult, parts: Sequence[Evaluati
     """Return the relative loss on the items measured so far, paired with the first items of the baseline."""
     scores = np.concatenate([part.scores for part in parts])
     count = len(scores)
-    if task.answer_field is None:
+    if task.is_perplexity:
         nll, tokens = (np.concatenate([getattr(part, name) for part in parts]) for name in ("nll", "tokens"))
         return perplexity_loss(baseline.nll[:count], baseline.tokens[:count], nll, tokens, TRIAL_RESAMPLES)
     return relative_loss(

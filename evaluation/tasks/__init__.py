@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from moec.manifests.errors import DataError, OptionError
 
 from .base import HiddenAnswer, Item, Task
 from .choices import HELLASWAG, MMLU, PIQA, TRUTHFULQA, WINOGRANDE
-from .gsm8k import GSM8K
-from .perplexity import PERPLEXITY
-from .summaries import SAMSUM, XSUM
+from .task_files import SUFFIX, own_task, read_task_file
 
-__all__ = ["TASKS", "HiddenAnswer", "Item", "Task", "find_task", "infer_task"]
+__all__ = ["TASKS", "HiddenAnswer", "Item", "Task", "find_task", "infer_task", "task_name"]
 
-_ALL = (GSM8K, SAMSUM, XSUM, PERPLEXITY, HELLASWAG, PIQA, WINOGRANDE, MMLU, TRUTHFULQA)
+_FILES = tuple(own_task(name) for name in ("gsm8k", "samsum", "xsum", "perplexity", "humaneval"))
+_ALL = (*_FILES, HELLASWAG, PIQA, WINOGRANDE, MMLU, TRUTHFULQA)
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 
 
@@ -22,11 +22,24 @@ def _known() -> str:
     return ", ".join(f"{task.name} ({', '.join(task.row_fields)})" for task in TASKS.values())
 
 
-def find_task(name: str) -> Task:
-    """Return the task with this name. Raises OptionError."""
+def find_task(name: str, trusts_code: bool = False) -> Task:
+    """Return the task with this name, or the task of a TOML file.
+
+    trusts_code: whether the code of a metric in the file may run.
+    Raises OptionError, and InputError for a file that is no task.
+    """
+    if name.endswith(SUFFIX):
+        return read_task_file(Path(name), trusts_code)
     if name not in TASKS:
-        raise OptionError(f"task `{name}` is not known", f"the tasks and their fields are {_known()}")
+        raise OptionError(
+            f"task `{name}` is not known", f"give a task file `NAME.toml`; the tasks and their fields are {_known()}"
+        )
     return TASKS[name]
+
+
+def task_name(name: str) -> str:
+    """Return the name of a task that is given by its name or its file."""
+    return Path(name).stem if name.endswith(SUFFIX) else name
 
 
 def infer_task(fields: Iterable[str], place: str) -> Task:

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from .base import Choices, HiddenAnswer, Item, Task
+from .base import PLACE, Choices, HiddenAnswer, Item, Task
 
 Row = Mapping[str, object]
 _LETTERS = "ABCDEFGHIJ"
@@ -35,6 +35,26 @@ def choices_of(item: Item) -> Choices:
     """Return the answers of an item that `_item` made."""
     pairs, right = json.loads(item["choices"])
     return [(prompt, answer) for prompt, answer in pairs], int(right)
+
+
+def listed_item(row: Row, prompt: str, options: str, answer: str, separator: str) -> Item:
+    """Return the item of a row that lists its answers.
+
+    prompt: text with `{NAME}` for fields of the row.
+    options: field with the list of answers.
+    answer: field with the right one: its place from 0, its letter, or its text.
+    separator: text between prompt and answer.
+    Raises ValueError, and HiddenAnswer if the right answer is not given.
+    """
+    texts, given = _texts(row, options), row[answer]
+    filled = PLACE.sub(lambda place: _text(row, place.group(1)), prompt)
+    if isinstance(given, str) and given in texts:
+        right = texts.index(given)
+    elif isinstance(given, str) and len(given) == 1 and given in _LETTERS:
+        right = _LETTERS.index(given)
+    else:
+        right = _number(given, answer)
+    return _item([(filled, separator + text.strip()) for text in texts], right)
 
 
 def _text(row: Row, name: str) -> str:
@@ -114,7 +134,7 @@ def _truthfulqa(row: Row) -> Item:
 def _task(name: str, fields: tuple[str, ...], read: Callable[[Row], Item], by_length: bool = False) -> Task:
     metrics = ("accuracy_by_length", "accuracy") if by_length else ("accuracy", "accuracy_by_length")
     return Task(
-        name=name, input_field="question", answer_field="answer", lead="", cue="", metrics=metrics, score=None,
+        name=name, template="{question}", answer_field="answer", metrics=metrics, score=None,
         higher_is_better=True, score_range=1.0, max_new_tokens=0, choices=choices_of, read=read, raw_fields=fields,
     )  # fmt: skip
 

@@ -139,7 +139,7 @@ RUNS = {
         "moec.evaluation.data.load_items",
         {
             "source": Given("--data {folder}/texts.jsonl", "source", "{folder}/texts.jsonl"),
-            "task": Given("--task perplexity", "task", "perplexity"),
+            "task": Given("--task perplexity", "task.name", "perplexity"),
             "split": Given("--split validation", "split", "validation"),
             "shots": Given("--shots 3", "shots", 3),
             "seed": Given("--seed 4", "seed", 4),
@@ -149,6 +149,19 @@ RUNS = {
         "eval",
         "moec.evaluation.data.ItemSet.limit",
         {"limit": Given("--limit 2", "count", 2), "seed": Given("--seed 4", "seed", 4)},
+        "--data {folder}/texts.jsonl",
+    ),
+    "eval, task": Line(
+        "eval",
+        "moec.evaluation.tasks.task_settings.TaskSettings.apply",
+        {
+            "chat": Given("--chat", "self.chat", True),
+            "system": Given("--system kind", "self.system", "kind"),
+            "prompt_template": Given("--prompt-template a.jinja", "self.prompt_template", "a.jinja"),
+            "metric": Given("--metric wer", "self.metric", "wer"),
+            "lower_is_better": Given("--lower-is-better", "self.lower_is_better", True),
+            "trust_metric_code": Given("--trust-metric-code", "self.trusts_metric_code", True),
+        },
         "--data {folder}/texts.jsonl",
     ),
     "eval, long items": Line(
@@ -269,6 +282,14 @@ COMPILES = {
             "shots": Given("--shots 3", f"{OPTIONS}.shots", 3),
             "confidence": Given("--confidence 0.9", f"{OPTIONS}.confidence", 0.9),
             "long_items": Given("--long-items skip", f"{OPTIONS}.long_items", "skip"),
+            "chat": Given("--chat", f"{OPTIONS}.task_settings.chat", True),
+            "system": Given("--system kind", f"{OPTIONS}.task_settings.system", "kind"),
+            "prompt_template": Given(
+                "--prompt-template a.jinja", f"{OPTIONS}.task_settings.prompt_template", "a.jinja"
+            ),
+            "metric": Given("--metric wer", f"{OPTIONS}.task_settings.metric", "wer"),
+            "lower_is_better": Given("--lower-is-better", f"{OPTIONS}.task_settings.lower_is_better", True),
+            "trust_metric_code": Given("--trust-metric-code", f"{OPTIONS}.task_settings.trusts_metric_code", True),
             "fallback_bits": Given("--fallback-bits 2", f"{OPTIONS}.fallback_bits", 2),
             "prune": Given("--keep-experts", f"{OPTIONS}.prune", False),
             "swaps": Given("--swaps 12", f"{OPTIONS}.swaps", 12),
@@ -283,6 +304,9 @@ COMPILES = {
             "model": Given("", "request.source", "{folder}/model"),
             "": Given("", "request.open_runtime", open_partial),
         },
+    ),
+    "compile, templates": Line(
+        "compile", COMPILE, {"": Given("", "request.templates.__name__", "of_model")}, f"--uniform 4 {LAPTOP}"
     ),
     "compile, pruned": Line(
         "compile",

@@ -198,6 +198,6 @@ def test_a_silent_command_line_leaves_the_defaults(folder: Path) -> None:
     silent = Line("compile", LINES["compile"].seam, {}, "--size 3MiB --device laptop")
     request = follow(silent, folder).request
     assert request.options == CompileOptions(Target("size", 3 << 20))
-    told = {"source", "output", "options", "profile", "open_runtime", "talk", "disk", "published"}
+    told = {"source", "output", "options", "profile", "open_runtime", "talk", "disk", "published", "templates"}
     for field in fields(CompileRequest):
         assert field.name in told or getattr(request, field.name) == default_of(field), field.name

@@ -17,6 +17,7 @@ from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.result import CompileResult
 from moec.compiler.sensitivity.gradients import LayerGradients
 from moec.compiler.stages import encode_texts, measure, planning
+from moec.evaluation.tasks.task_settings import TaskSettings
 from tests.tiny_compile import compile_tiny, make_request, save_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,6 +59,9 @@ PREPARED: dict[str, Effect] = {
     "shots": Effect(1, {"data": "{data}"}, lambda found: [len(shots) for shots in found.shots.values()]),
     "long_items": Effect(
         "skip", {"data": "{data}", "tasks": ("perplexity",)}, lambda found: [len(each.test) for each in found.splits]
+    ),
+    "task_settings": Effect(
+        TaskSettings(metric="rouge2"), {"data": "{data}"}, lambda found: [each.task.metric for each in found.splits]
     ),
     "prune": Effect(True, {"data": "{data}"}, lambda found: found.prunes),
     "bits": Effect((2, 8), {}, lambda found: found.specs),

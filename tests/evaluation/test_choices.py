@@ -81,7 +81,7 @@ def test_the_likeliest_answer_is_the_prediction(tmp_path: Path) -> None:
     assert [item.prediction for item in found.items] == ["Drop it.", "Drop it."]
     assert [item.reference for item in found.items] == ["Twist the lid.", "Drop it."]
     assert len(engine.asked) == 4
-    assert compare(found, evaluate(items.task, items.items, Likes(lambda answer: -len(answer)))).loss == 0.0
+    assert compare(items.task, found, evaluate(items.task, items.items, Likes(lambda answer: -len(answer)))).loss == 0.0
 
 
 def test_solved_examples_stand_in_front(tmp_path: Path) -> None:

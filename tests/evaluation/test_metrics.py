@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from moec.evaluation.hf_metrics import load_metric
 from moec.evaluation.metrics import ROUGE_KINDS, item_perplexities, perplexity, rouge
-from moec.evaluation.tasks.gsm8k import exact_match_gsm8k, gsm8k_number
+from moec.evaluation.tasks.answer_text import NUMBER, AnswerText
+from moec.evaluation.tasks.numbers import answer_number
 from moec.manifests.errors import MissingDependency, OptionError
 
 
@@ -47,28 +48,28 @@ from moec.manifests.errors import MissingDependency, OptionError
     ],
 )
 def test_number_of_a_solution(text: str, number: str | None) -> None:
-    assert gsm8k_number(text) == number
+    assert answer_number(text) == number
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(0, 4))
 def test_spelling_of_a_number_does_not_matter(value: int, zeros: int) -> None:
     spelled = f"#### {value:,}" + ("." + "0" * zeros if zeros else "")
-    assert gsm8k_number(spelled) == str(value)
-    assert exact_match_gsm8k([spelled], [f"{value}"]).tolist() == [1.0]
+    assert answer_number(spelled) == str(value)
+    assert AnswerText(compare=NUMBER).exact_match([spelled], [f"{value}"]).tolist() == [1.0]
 
 
 @given(st.text(max_size=60))
 def test_any_text_has_a_number_or_none(text: str) -> None:
-    found = gsm8k_number(text)
-    assert found is None or gsm8k_number(f"#### {found}") == found
+    found = answer_number(text)
+    assert found is None or answer_number(f"#### {found}") == found
 
 
 def test_exact_match_scores_each_item() -> None:
     predictions = ["#### 5", "so 5", "#### 6", "", "#### 1,000"]
     references = ["#### 5", "#### 5", "#### 5", "#### 5", "#### 1000"]
-    assert exact_match_gsm8k(predictions, references).tolist() == [1, 1, 0, 0, 1]
+    assert AnswerText(compare=NUMBER).exact_match(predictions, references).tolist() == [1, 1, 0, 0, 1]
     with pytest.raises(ValueError, match="zip"):
-        exact_match_gsm8k(["1"], [])
+        AnswerText(compare=NUMBER).exact_match(["1"], [])
 
 
 def test_rouge_by_hand() -> None:

@@ -100,11 +100,11 @@ def test_comparison_is_paired_and_judged(problems, table_engine) -> None:
     items = problems(0, 400)
     baseline = evaluate(GSM8K, items, table_engine(_answers(items, 40)))
     worse = evaluate(GSM8K, items, table_engine(_answers(items, 58)))
-    estimate = compare(baseline, worse, resamples=2000)
+    estimate = compare(GSM8K, baseline, worse, resamples=2000)
     assert estimate.loss == pytest.approx(18 / 360)
     assert judge(estimate, 0.02).status == "refuted"
     assert judge(estimate, 0.10).status == "supported"
-    same = compare(baseline, baseline, resamples=100)
+    same = compare(GSM8K, baseline, baseline, resamples=100)
     assert (same.loss, same.standard_error) == (0, 0)
 
 
@@ -112,7 +112,9 @@ def test_comparison_of_perplexities(table_engine) -> None:
     items = [{"text": f"text {i}"} for i in range(60)]
     base = {item["text"]: (20.0 + i % 7, 10) for i, item in enumerate(items)}
     worse = {text: (nll + 0.1, tokens) for text, (nll, tokens) in base.items()}
-    estimate = compare(evaluate(TEXT, items, table_engine(nll=base)), evaluate(TEXT, items, table_engine(nll=worse)))
+    estimate = compare(
+        TEXT, evaluate(TEXT, items, table_engine(nll=base)), evaluate(TEXT, items, table_engine(nll=worse))
+    )
     assert estimate.loss == pytest.approx(math.expm1(0.01))
     assert judge(estimate, 0.02).supported
 
@@ -128,7 +130,7 @@ def test_different_runs_do_not_compare(problems, table_engine) -> None:
         (dataclasses.replace(result, task="samsum"), "task"),
     ):
         with pytest.raises(OptionError, match=f"do not compare: `{name}`"):
-            compare(result, other)
+            compare(GSM8K, result, other)
 
 
 def test_baseline_of_zero(problems, table_engine) -> None:
@@ -136,7 +138,7 @@ def test_baseline_of_zero(problems, table_engine) -> None:
     nothing = evaluate(GSM8K, items, table_engine())
     assert nothing.value == 0
     with pytest.raises(OptionError, match=r"baseline scores 0 on 4 items.*--kl"):
-        compare(nothing, nothing)
+        compare(GSM8K, nothing, nothing)
 
 
 def test_unusable_arguments(problems, table_engine) -> None:

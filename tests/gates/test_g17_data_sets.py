@@ -31,7 +31,7 @@ def nothing_in_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
 
 def prompts(items: ItemSet) -> list[str]:
     """Return the inputs of the items."""
-    return [item[items.task.input_field] for item in items.items]
+    return [item[items.task.input_fields[0]] for item in items.items]
 
 
 def check(published: PublishedSet, source: str | Path) -> None:

@@ -22,7 +22,7 @@ from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import PROJECTIONS
-from moec.runtime.text.chat_process import render_chat
+from moec.runtime.text.template_process import render_chat
 from tests.compiler.configured import configured, lowered
 from tests.compiler.swept import swept
 from tests.compiler.walked import walked_logits

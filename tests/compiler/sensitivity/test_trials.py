@@ -125,7 +125,7 @@ def test_a_plan_is_measured_as_the_reference_model_computes_it(scene: Scene, tmp
     assert told == pytest.approx(float(np.concatenate(nll).mean()), rel=1e-4)
     _, losses = trials.accepts(scene.coarse, 0.02, "coarse")
     # The runtime rounds what quantized matrices read to 8 bits.
-    assert losses["perplexity"].loss == pytest.approx(compare(baseline, value).loss, abs=0.03)
+    assert losses["perplexity"].loss == pytest.approx(compare(data.task, baseline, value).loss, abs=0.03)
     assert trials.baseline(data).value == pytest.approx(baseline.value, rel=1e-4)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moec.manifests.errors import InputError, ManifestInvalid, OptionError
-from moec.runtime.text.chat_process import render_chat
+from moec.runtime.text.template_process import render_chat
 from tests.tiny_models import tiny_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Où? {{ x }}"}]

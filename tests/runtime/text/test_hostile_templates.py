@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.manifests.errors import ManifestInvalid
-from moec.runtime.text import chat_process
-from moec.runtime.text.chat_process import CONFIG_NAME, TEMPLATE_NAME, ChatRenderer, folder_files, render_chat
-from moec.runtime.text.chat_template import render
+from moec.runtime.text import template_process
+from moec.runtime.text.template_process import CONFIG_NAME, TEMPLATE_NAME, ChatRenderer, folder_files, render_chat
+from moec.runtime.text.template_rendering import Source
 from tests.interrupts import hear_interrupts
 from tests.runtime.limited_child import ROOT, outcomes, report
 
@@ -112,7 +112,7 @@ def found() -> dict[str, dict[str, Any]]:
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Return the cases that `found` runs."""
-    chat_process.MAX_TEMPLATE_CPU_S = 1
+    template_process.MAX_TEMPLATE_CPU_S = 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for case, (template, _) in TEMPLATES.items():
@@ -159,6 +159,38 @@ def test_a_process_that_is_killed(number: int, tmp_path: Path) -> None:
     assert renderer.process.returncode is not None
 
 
+def test_one_process_renders_many_texts_and_each_has_its_own_limits(tmp_path: Path) -> None:
+    (tmp_path / TEMPLATE_NAME).write_text(
+        "{% if messages[0].content == 'long' %}{% for i in range(99999) %}{{ 'a'*100000 }}{% endfor %}{% endif %}"
+        "{% if messages[0].content == 'large' %}{{ 'a' * 10**10 }}{% endif %}{{ messages[0].content }}"
+    )
+    files = folder_files(tmp_path)
+    with ChatRenderer() as renderer:
+        for text in ("a", "long", "b\n", "large", "c" * 300_000, "é"):
+            asked = [{"role": "user", "content": text}]
+            if text in ("long", "large"):
+                with pytest.raises(ManifestInvalid, match=f"too long a text|{MEMORY}"):
+                    renderer.render(files, asked)
+            else:
+                assert renderer.render(files, asked) == text
+
+
+def test_processor_time_is_limited_for_each_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that together take longer than the limit are rendered; a single one is not."""
+    monkeypatch.setattr(template_process, "MAX_TEMPLATE_CPU_S", 1)
+    inner = "{% for i in range(messages[0].content | int) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
+    (tmp_path / TEMPLATE_NAME).write_text(inner)
+    files = folder_files(tmp_path)
+    with ChatRenderer() as renderer:
+        started = time.monotonic()
+        while time.monotonic() - started < 3:
+            assert renderer.render(files, [{"role": "user", "content": "2000"}]) == ""
+        with pytest.raises(ManifestInvalid, match=TIME):
+            renderer.render(files, [{"role": "user", "content": "99999"}])
+        with pytest.raises(ManifestInvalid):  # the process has ended
+            renderer.render(files, [{"role": "user", "content": "1"}])
+
+
 def test_a_renderer_that_is_not_asked_ends() -> None:
     with ChatRenderer() as renderer:
         pass
@@ -170,11 +202,11 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     )
     code = (
-        "import sys; from pathlib import Path; from moec.runtime.text import chat_process\n"
-        "chat_process.MAX_TEMPLATE_CPU_S = 20\n"
-        "with chat_process.ChatRenderer() as renderer:\n"
+        "import sys; from pathlib import Path; from moec.runtime.text import template_process\n"
+        "template_process.MAX_TEMPLATE_CPU_S = 20\n"
+        "with template_process.ChatRenderer() as renderer:\n"
         "    print(renderer.process.pid, flush=True)\n"
-        "    renderer.render(chat_process.folder_files(Path(sys.argv[1])), [])"
+        "    renderer.render(template_process.folder_files(Path(sys.argv[1])), [])"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(
@@ -245,7 +277,7 @@ BLOCKS = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(BLOCKS)
 def test_any_template_has_one_of_the_outcomes(template: str) -> None:
-    word, text = render(MESSAGES, b"{}", template.encode(), 10_000)
+    word, text = Source("chat", b"{}", template.encode()).render({"messages": MESSAGES}, 10_000)
     assert word in {"text", "damaged", "refused", "endless", "long"}
     assert word in {"text", "endless", "long"} or text
 
@@ -262,7 +294,7 @@ def test_any_template_has_one_of_the_outcomes(template: str) -> None:
     )
 )
 def test_any_settings_have_one_of_the_outcomes(settings_: object) -> None:
-    word, _ = render(MESSAGES, json.dumps(settings_).encode(), None, 10_000)
+    word, _ = Source("chat", json.dumps(settings_).encode(), None).render({"messages": MESSAGES}, 10_000)
     assert word in {"text", "missing", "damaged", "refused"}
 
 

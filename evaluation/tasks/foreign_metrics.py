@@ -1,0 +1,112 @@
+"""Metrics of the package `evaluate`: a folder with a metric's code, or a name on the hub."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moec.manifests.errors import DataError, OptionError
+
+from ..metrics import Scores
+from ..optional import load
+
+_MAX_REASON_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignMetric:
+    """A metric of `evaluate`, computed for one item at a time, so that items can be paired.
+
+    name: the metric's name, without its folder.
+    key: name of its value in the result.
+    """
+
+    name: str
+    key: str
+    compute: Callable[..., dict[str, Any]]
+
+    def scores(self, predictions: Sequence[str], references: Sequence[str]) -> Scores:
+        """Return the value of each item, [n]. Raises DataError for an item without a finite value."""
+        found = []
+        for at, (prediction, reference) in enumerate(zip(predictions, references, strict=True)):
+            try:
+                value = float(self.compute(predictions=[prediction], references=[reference])[self.key])
+            except Exception as error:  # code of others raises what it likes
+                raise DataError(
+                    f"item {at}: the metric `{self.name}` fails with {_reason(error)}", "take another `--metric`"
+                ) from error
+            if not math.isfinite(value):
+                raise DataError(
+                    f"item {at}: the metric `{self.name}` gives {value}, expected a finite value",
+                    "take another `--metric`",
+                )
+            found.append(value)
+        return np.array(found, dtype=np.float64)
+
+
+def foreign_metric(name: str, trusts_code: bool) -> ForeignMetric:
+    """Load a metric of `evaluate`, and compute it once.
+
+    name: a folder with `NAME.py`, or a name on the hub. `NAME:KEY` chooses one of several values.
+    trusts_code: permission to run the metric's code.
+    Raises OptionError without permission, for an unknown metric, or for a metric that takes no pairs of texts.
+    Raises MissingDependency without `evaluate`.
+    """
+    place, _, key = name.partition(":")
+    if not trusts_code:
+        raise OptionError(
+            f"the metric `{place}` is code of others, which runs with your rights",
+            "read it, then add `--trust-metric-code`; exact_match, rouge1, rouge2 and rougeL need no permission",
+        )
+    metric = _loaded(place)
+    short = Path(place).name.removesuffix(".py")
+    try:
+        values = metric.compute(predictions=["a b"], references=["a b"])
+    except Exception as error:  # code of others raises what it likes
+        raise OptionError(
+            f"the metric `{place}` does not take texts as predictions and references: {_reason(error)}",
+            "choose a metric of generated text",
+        ) from error
+    numbers = [own for own, value in (values or {}).items() if isinstance(value, (int, float))]
+    chosen = key or (short if short in numbers else numbers[0] if len(numbers) == 1 else "")
+    if chosen not in numbers:
+        raise OptionError(
+            f"the metric `{place}` has the values {', '.join(numbers) or 'none'}, and one is needed",
+            f"choose one with `--metric {place}:VALUE`",
+        )
+    return ForeignMetric(short if chosen in (short, "") or len(numbers) == 1 else chosen, chosen, metric.compute)
+
+
+def _loaded(place: str) -> Any:
+    """Load a metric by `evaluate.load`."""
+    evaluate = load("evaluate", "this metric")
+    if os.sep in place and not Path(place).exists():
+        raise OptionError(f"the metric `{place}` does not exist", "give a folder with the metric's code, or a name")
+    held, evaluate.config.HF_MODULES_CACHE = evaluate.config.HF_MODULES_CACHE, _code_folder().name
+    try:
+        return evaluate.load(place, keep_in_memory=True, cache_dir=_code_folder().name)
+    except Exception as error:  # `evaluate` raises errors of many kinds
+        raise OptionError(
+            f"the metric `{place}` cannot be loaded: {_reason(error)}",
+            "give a folder with `NAME.py`, or the name of a metric on the hub",
+        ) from error
+    finally:
+        evaluate.config.HF_MODULES_CACHE = held
+
+
+@cache
+def _code_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder of the copies that `evaluate` makes of a metric's code. They would be in HOME otherwise."""
+    return tempfile.TemporaryDirectory(prefix="moec-metric-")
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MAX_REASON_CHARACTERS] or type(error).__name__

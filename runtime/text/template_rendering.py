@@ -1,0 +1,216 @@
+"""Render a template, in a process of its own: a model's chat template, or a user's template of prompts.
+
+`template_process.py` starts the process, sends requests through a pipe, and limits it.
+
+It imports only the standard library and jinja2, because it is started with `python -I -S`.
+The first line on standard input is JSON with `kind` (`chat` or `prompt`), `config_bytes` and `template_bytes`.
+The bytes of `tokenizer_config.json` and of the template file follow. A size of -1 means that a file is missing.
+Each further line is a request: JSON with `variables`, `memory_bytes`, `cpu_s` and `text_characters`.
+The answer on standard output is a line with one word and a number of bytes, then as many bytes of text in UTF-8.
+Untrusted files are parsed only here, under the limits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_MAX_REASON_CHARACTERS = 300
+
+Answer = tuple[str, str]
+"""One word and a text.
+
+- `text`: the rendered text.
+- `no-json`: the settings are not JSON; the reason.
+- `missing`: there is no template.
+- `damaged`: the template has an error; the reason.
+- `refused`: the template refuses the messages; the reason.
+- `endless`: the template calls itself without end.
+- `memory`: the template needs more memory than the limit.
+- `long`: the text is too long.
+"""
+
+
+class Source:
+    """A template, which is compiled when it is rendered for the first time.
+
+    kind: `chat` or `prompt`.
+    config: content of `tokenizer_config.json`; None if the file is missing. A prompt has none.
+    template: content of the template file; None if the file is missing.
+    """
+
+    def __init__(self, kind: str, config: bytes | None, template: bytes | None) -> None:
+        self._kind, self._config, self._template = kind, config, template
+        self._settings: Mapping[str, Any] = {}
+        self._compiled: Any = None
+
+    def render(self, variables: Mapping[str, Any], characters: int) -> Answer:
+        """Return the text of the template, or why there is none. Raises nothing but KeyboardInterrupt.
+
+        variables: `messages` of a chat, with `role` and `content`; the fields of a prompt.
+        characters: most characters of the text.
+        """
+        try:
+            fault = self._compile() if self._compiled is None else None
+            return fault or self._text(variables, characters)
+        except MemoryError:
+            return "memory", ""
+        except RecursionError:
+            return "endless", ""
+        except Exception as error:
+            # jinja2 passes on errors of Python's own compiler, and its code for a constant may use an undefined name.
+            is_refusal = self._compiled is not None and _is_refusal(error)
+            return "refused" if is_refusal else "damaged", _reason(error)
+
+    def _compile(self) -> Answer | None:
+        """Set the compiled template and the settings of its model. Returns why this is not possible, or None."""
+        try:
+            settings = {} if self._config is None else json.loads(self._config)
+        except (ValueError, RecursionError) as error:
+            return "no-json", _reason(error)
+        self._settings = settings if isinstance(settings, dict) else {}
+        own = self._template
+        source = _template_of(self._settings) if own is None else own.decode("utf-8", errors="replace")
+        if source is None:
+            return "missing", ""
+        self._compiled = _environment(is_strict=self._kind == "prompt").from_string(source)
+        return None
+
+    def _text(self, variables: Mapping[str, Any], characters: int) -> Answer:
+        known = variables if self._kind == "prompt" else _chat_variables(variables["messages"], self._settings)
+        parts, size = list[str](), 0
+        for part in self._compiled.generate(**known):
+            parts.append(part)
+            size += len(part)
+            if size > characters:
+                return "long", ""
+        return "text", "".join(parts)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether an error says that a sound template does not take the variables."""
+    import jinja2
+
+    kinds = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+    return isinstance(error, kinds) and not isinstance(error, jinja2.TemplateSyntaxError)
+
+
+def _environment(is_strict: bool) -> Any:
+    """Return the sandbox with the extensions of transformers (utils/chat_template_utils.py).
+
+    is_strict: refuse unknown variables, instead of taking them for empty texts.
+    """
+    from jinja2 import StrictUndefined, Undefined, nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The tag that marks the assistant's own text for training. Only the text inside is used."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", Generation],
+        undefined=StrictUndefined if is_strict else Undefined,
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(raise_exception=_refuse, strftime_now=_now)
+    return environment
+
+
+def _chat_variables(messages: list[dict[str, str]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of a chat template. There are no tools and no documents."""
+    tokens = {name: _token_text(settings[name]) for name in _SPECIAL_TOKENS if settings.get(name) is not None}
+    return {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None, **tokens}
+
+
+def _template_of(settings: Mapping[str, Any]) -> str | None:
+    """Return the template in the tokenizer's settings, or None. Of several named templates it is `default`."""
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    return template if isinstance(template, str) else None
+
+
+def _token_text(token: Any) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(form: str) -> str:
+    from datetime import datetime  # few templates use it, and its import takes 3 ms
+
+    return datetime.now().strftime(form)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _reason(error: BaseException) -> str:
+    return str(error)[:_MAX_REASON_CHARACTERS] or type(error).__name__
+
+
+def set_limits(memory_bytes: int, cpu_s: int) -> None:
+    """Limit what the next request may take. A template cannot raise the limits.
+
+    memory_bytes: address space in addition to what the process has.
+    cpu_s: processor time in addition to what it used, whole seconds.
+    """
+    with open("/proc/self/statm", encoding="ascii") as file:
+        held_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    _limit(resource.RLIMIT_AS, held_bytes + memory_bytes)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + cpu_s)  # a soft limit sends SIGXCPU
+    _limit(resource.RLIMIT_CORE, 0)
+
+
+def _limit(kind: int, soft: int) -> None:
+    """Set a soft limit, but not above the hard one."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _main() -> None:
+    """Answer requests until the input ends.
+
+    The one-time work of jinja2 (imports, its lexer) is done before the first one, while the caller opens the bundle.
+    """
+    Source("chat", None, b"{{ '' | trim }}").render({"messages": []}, 1)
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    if not (line := source.readline()):
+        return  # the caller has ended without a request
+    first = json.loads(line)
+    files = [None if first[name] < 0 else source.read(first[name]) for name in ("config_bytes", "template_bytes")]
+    template = Source(first["kind"], files[0], files[1])
+    while line := source.readline():
+        request = json.loads(line)
+        set_limits(request["memory_bytes"], request["cpu_s"])
+        word, text = template.render(request["variables"], request["text_characters"])
+        data = text.encode("utf-8", errors="surrogatepass")
+        target.write(f"{word} {len(data)}\n".encode())
+        target.write(data)
+        target.flush()
+    os._exit(0)  # skip the clean-up of the interpreter: it takes time and may run out of memory
+
+
+if __name__ == "__main__":
+    sys.path += sys.argv[1:]
+    _main()
