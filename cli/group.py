@@ -21,6 +21,7 @@ _COMMANDS = {
     "eval": "evaluate:eval_command",
     "inspect": "inspect:inspect_command",
     "verify": "verify:verify_command",
+    "export": "export:export_command",
     "pack": "pack:pack_command",
     "unpack": "unpack:unpack_command",
     "bench": "bench:bench_command",

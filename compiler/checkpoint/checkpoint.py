@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,11 @@ def open_checkpoint(path: str) -> Checkpoint:
             "start from the checkpoint before it was quantized",
         )
     return Checkpoint(root, name, config, generation_config, tensors)
+
+
+def is_companion(name: str) -> bool:
+    """Return whether a file of a bundle came from the checkpoint: config, tokenizer or template."""
+    return any(fnmatch(name, pattern) for pattern in COMPANION_PATTERNS)
 
 
 def _is_packed(name: str, ref: TensorRef) -> bool:

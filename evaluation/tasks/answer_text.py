@@ -17,7 +17,7 @@ COMPARISONS = (TEXT, NUMBER)
 
 @dataclass(frozen=True, slots=True)
 class AnswerText:
-    """What is compared of an answer.
+    """The part of an answer that is compared.
 
     pattern: the first match is the answer, or its first group if it has one. None: the whole text.
     compare: `text`, or `number` for the number after `####`, else the last number.

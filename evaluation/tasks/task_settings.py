@@ -1,4 +1,4 @@
-"""What a user changes in a task: its prompts and its metric."""
+"""Changes of a task: its prompts and its metric."""
 
 from __future__ import annotations
 

@@ -1,0 +1,58 @@
+"""The weights of a bundle as floats, one at a time, for export and comparison. A run does not use this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from moec.manifests.bundle import DENSE_NAME, ExpertEntry, unit_offsets
+from moec.manifests.errors import ChecksumMismatch
+from moec.manifests.model import UnitKey
+
+from ..kernels.packed_matrix import unpack
+from .files import COPY_AGAIN
+from .opening import Bundle
+
+
+@dataclass(frozen=True)
+class BundleWeights:
+    """Reads weights of an opened bundle, with the values that the kernels compute with. Checksums are compared."""
+
+    bundle: Bundle
+
+    def dense(self, name: str) -> np.ndarray:
+        """Return a dense weight, float32 in its own shape. Raises ChecksumMismatch, StorageReadFailed."""
+        entry = next(entry for entry in self.bundle.manifest.dense if entry.name == name)
+        data = self.bundle.read_tensor_bytes(DENSE_NAME, self.bundle.headers[DENSE_NAME][name])
+        self._check(data, entry.xxh3, f"`{self.bundle.path / DENSE_NAME}`, `{name}`")
+        if len(entry.shape) == 2:
+            return unpack(data, *entry.shape, entry.spec)
+        if entry.spec.float_type == "float16":
+            return data.view(np.float16).astype(np.float32)
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+    def unit(self, key: UnitKey) -> np.ndarray:
+        """Return one projection of an expert that is not left out, float32 [N, K].
+
+        Raises ChecksumMismatch, StorageReadFailed.
+        """
+        manifest = self.bundle.manifest
+        entry = self._entry(key)
+        data = np.empty(entry.size_bytes, np.uint8)
+        self.bundle.read_into(entry.file, entry.offset_bytes, data)
+        self._check(data, entry.xxh3, f"`{self.bundle.path / entry.file}`, expert {key.expert} of layer {key.layer}")
+        projections = manifest.model.layers[key.layer].experts.projections
+        specs = {projection: entry.spec(projection) for projection in projections}
+        rows, columns = manifest.model.unit_shape(key.layer, key.projection)
+        spec, start = specs[key.projection], unit_offsets(manifest.model, key.layer, specs)[0][key.projection]
+        return unpack(data[start : start + spec.packed_bytes(rows, columns)], rows, columns, spec)
+
+    def _entry(self, key: UnitKey) -> ExpertEntry:
+        experts = self.bundle.manifest.experts
+        return next(entry for entry in experts if (entry.layer, entry.expert) == (key.layer, key.expert))
+
+    def _check(self, data: np.ndarray, digest: str, place: str) -> None:
+        if xxhash.xxh3_128_hexdigest(data.data) != digest:
+            raise ChecksumMismatch(f"{place}: bytes differ from their checksum", COPY_AGAIN)
