@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moec.evaluation.data import SplitData
+from moec.evaluation.tasks import TASKS
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import CheckpointError, DataError, ManifestInvalid, OptionError
 from moec.manifests.quant import BITWIDTHS
@@ -115,11 +116,27 @@ def options_of(request: ComparisonRequest) -> CompileOptions:
                 f"`{request.bundle}` was compiled without data: nothing of it was measured",
                 "compile it with `--data`, which compares at once",
             )
+        _refuse_changed_tasks(request)
         return _options(request.manifest.options, Target(kind, value), request.data)
     except (KeyError, TypeError, ValueError) as error:
         raise ManifestInvalid(
             f"`{request.bundle}` does not record how it was compiled: {error}", "compile it again"
         ) from error
+
+
+_CHANGES_OF_TASKS = ("chat", "system", "prompt_template", "metric", "lower_is_better")
+
+
+def _refuse_changed_tasks(request: ComparisonRequest) -> None:
+    """Raise OptionError for a bundle whose tasks are not the project's own: their files are not in the bundle."""
+    changed = [name for name in _CHANGES_OF_TASKS if name in request.manifest.options]
+    files = [name for name in request.manifest.options["tasks"].split(",") if name and name not in TASKS]
+    if changed or files:
+        found = f"the task file `{files[0]}.toml`" if files else f"`--{changed[0].replace('_', '-')}`"
+        raise OptionError(
+            f"`{request.bundle}` was compiled with {found}, which a comparison cannot repeat",
+            "compare in the compile: `moec compile --comparisons`",
+        )
 
 
 def _options(plain: Mapping[str, str], target: Target, data: str) -> CompileOptions:

@@ -7,6 +7,8 @@ checkpoint -> preflight -> measure -> price -> search -> compare -> write -> cer
 
 from __future__ import annotations
 
+import numpy as np
+
 from moec.manifests.bundle import PARTIAL_SUFFIX
 
 from .bundle.plan_bundles import clear_trials
@@ -16,7 +18,7 @@ from .preflight.preparation import prepare
 from .request.request import CompileRequest
 from .request.result import CompileResult
 from .stages.bundle import certify_bundle, complete_bundle, report, write_bundle
-from .stages.compile_context import Certified, open_for_compile, open_for_plan
+from .stages.compile_context import Certified, Planned, open_for_compile, open_for_plan
 from .stages.planning import make_curve, make_plan
 from .workspace.output_lock import hold_output
 from .workspace.work_folder import check_partial, removed_on_failure
@@ -41,7 +43,7 @@ def _plan(request: CompileRequest) -> CompileResult:
         planned = make_plan(context)
         curve = make_curve(context, planned) if request.sweep else None
     quality = report(prepared, planned, Certified(), None)
-    return CompileResult(None, planned.plan, quality, curve)
+    return CompileResult(None, planned.plan, quality, curve, popularity_of(planned))
 
 
 def _compile(request: CompileRequest) -> CompileResult:
@@ -73,6 +75,11 @@ def _compile(request: CompileRequest) -> CompileResult:
             complete_bundle(prepared, manifest, quality, partial)
             note_certified(context.journal, request, partial)
             publish_directory(disk, partial, output, request.overwrite)
-        result = CompileResult(output, planned.plan, quality)
+        result = CompileResult(output, planned.plan, quality, popularity=popularity_of(planned))
         request.published(result)
     return result
+
+
+def popularity_of(planned: Planned) -> np.ndarray | None:
+    """Return the tokens of calibration per layer and expert, or None."""
+    return None if planned.statistics is None else planned.statistics.popularity

@@ -14,11 +14,13 @@ import click
 from moec.manifests.files.output_file import check_folder, check_output, write_output
 
 from ..lossy_modes.mode_sweep import mode_sweep_option
+from ..options.compile_options import compile_options
 from ..options.paths import PATH, PLACE, long_items_option
-from ..options.task_options import TemplateProcesses, task_options, task_settings
+from ..options.task_options import TemplateProcesses, task_options
 from ..terminal import output
 from ..terminal.compile_log import CompileLog, stage_table
 from ..terminal.compile_result import CURVE_SUFFIX, PICTURE_SUFFIX, print_curve, print_forecast, print_result
+from .compile_devices import MakeRequest, compile_all
 
 if TYPE_CHECKING:
     from moec.compiler.request.options import CompileOptions
@@ -31,32 +33,6 @@ if TYPE_CHECKING:
 LOG_SUFFIX = ".log.json"
 LONGEST_SUFFIX = ".moec-replaced"
 """The longest suffix of a file or folder next to a bundle."""
-MAX_DIGITS = 9
-"""Digits of a number in a list."""
-MAX_SHOWN = 80
-"""Characters of a wrong value that an error repeats."""
-
-
-def _numbers(text: str | None) -> tuple[int, ...]:
-    """Parse a list: `2,3,4` -> (2, 3, 4). Raises OptionError."""
-    from moec.manifests.errors import OptionError
-
-    if text is None:
-        return ()
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and len(part.strip()) <= MAX_DIGITS for part in parts):
-        raise OptionError(f"`{text[:MAX_SHOWN]}` is not a list of numbers", "write them with commas, like `32,64`")
-    return tuple(int(part) for part in parts)
-
-
-def _bitwidths(text: str) -> tuple[float, ...]:
-    """Parse a list of bitwidths: `1,1.6,2` -> (1, 1.6, 2). Raises OptionError."""
-    from moec.manifests.quant import TERNARY
-
-    found: list[float] = []
-    for part in text.split(","):
-        found += (TERNARY,) if part.strip() == str(TERNARY) else _numbers(part)
-    return tuple(found)
 
 
 @click.command("compile", short_help="Find the fewest bytes that keep a target; write a bundle.")
@@ -85,8 +61,8 @@ def _bitwidths(text: str) -> tuple[float, ...]:
     type=PLACE,
     default="host",
     show_default=True,
-    metavar="PROFILE",
-    help="Device profile: a name, or a TOML file.",
+    metavar="PROFILE,...",
+    help="Device profile: a name or a TOML file. Several give one bundle each, `NAME-DEVICE`.",
 )
 @click.option(
     "--dense-bits", type=int, metavar="16|8|6|5|4", help="Bits of attention, embedding, lm_head.  [default: searched]"
@@ -203,6 +179,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     moec compile mixtral --uniform 4                    4 bits for all experts, without data
     moec compile mixtral --size 2.1GiB --data a.jsonl   best quality in 2.1 GiB
     moec compile mixtral --sweep 0.5%..20% --data d/    fewest bytes at each loss: a table, JSON and a plot
+    moec compile mixtral --loss 2% --data gsm8k/ --device jetson-agx-orin,laptop    one bundle for each
 
     On many machines the plan and the bytes are the same. All machines need the same version of moec[cluster]. MODEL is
     a shared path or a URL.
@@ -212,33 +189,58 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     ray start --address=10.0.0.1:6379                   on each other machine, with the address that was printed
     moec compile s3://models/mixtral --loss 2% --data d/ --cluster auto
     """
-    from moec.compiler.forecast import forecast
-    from moec.compiler.pipeline import compile_checkpoint
     from moec.manifests.errors import OptionError
 
     sweep = _sweep(values)
-    options = _options(values)
+    options = compile_options(values)
     destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
     if not destination.name:
         raise OptionError(f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`")
     _check_outputs(destination, values["estimate"] or values["plan_only"], bool(sweep))
+    devices = values["device"].split(",")
+    with TemplateProcesses() as processes:
+
+        def make_request(device: str, target: Path, log: CompileLog) -> CompileRequest:
+            log.sources = _sources(model, options.data)
+            request = _request(model, target, options, log, {**values, "device": device})
+            request.sweep, request.plan_only = sweep, values["plan_only"] or bool(sweep)
+            request.templates = processes.of_model
+            return request
+
+        if len(devices) > 1:
+            _refuse_many(values)
+            compile_all(devices, destination, make_request, values["plan_only"], as_json)
+        else:
+            _compile_one(make_request, destination, values, as_json)
+
+
+def _compile_one(make_request: MakeRequest, destination: Path, values: dict[str, Any], as_json: bool) -> None:
+    """Compile for one device, or predict the cost, and print the result."""
+    from moec.compiler.forecast import forecast
+    from moec.compiler.pipeline import compile_checkpoint
+
     log = CompileLog(destination)
-    log.sources = _sources(model, options.data)
-    request = _request(model, destination, options, log, values)
-    request.sweep, request.plan_only = sweep, values["plan_only"] or bool(sweep)
-    with TemplateProcesses() as processes, log:
-        request.templates = processes.of_model
+    request = make_request(values["device"], destination, log)
+    with log:
         if values["estimate"]:
             print_forecast(forecast(request), as_json)
             return
         result = compile_checkpoint(request)
     if result.curve is not None:
         print_curve(result.curve, destination, as_json)
-        return
-    if as_json:
+    elif as_json:
         output.data_json(result.quality)
-        return
-    print_result(result, stage_table(log.stages()) if values["plan_only"] else "")
+    else:
+        print_result(result, stage_table(log.stages()) if values["plan_only"] else "")
+
+
+def _refuse_many(values: dict[str, Any]) -> None:
+    """Raise OptionError for an option that takes one device."""
+    from moec.manifests.errors import OptionError
+
+    for name in ("estimate", "sweep", "cluster"):
+        if values[name]:
+            raise OptionError(f"`--{name}` takes one device, found several", "name one with `--device`")
 
 
 def _check_outputs(destination: Path, writes_nothing: bool, is_sweep: bool) -> None:
@@ -310,36 +312,6 @@ def _sweep(values: dict[str, Any]) -> tuple[float, ...]:
         raise OptionError("`--sweep` and `--loss` both name losses", "drop one of them")
     values["loss"] = f"{100 * losses[-1]:.6f}%"
     return losses
-
-
-def _options(values: dict[str, Any]) -> CompileOptions:
-    from moec.compiler.request.options import DEFAULT_BITS, CompileOptions
-    from moec.compiler.request.targets import choose_target
-
-    target = choose_target(values["loss"], values["kl"], values["bits_per_weight"], values["size"], values["uniform"])
-    return CompileOptions(
-        target=target,
-        data=values["data"],
-        tasks=tuple(values["tasks"]),
-        dense_bits=values["dense_bits"],
-        bits=_bitwidths(values["bits"]) if values["bits"] is not None else DEFAULT_BITS,
-        group_sizes=_numbers(values["group_size"]),
-        sensitivity=values["sensitivity"],
-        search=values["search"],
-        objective=values["objective"],
-        quantizer=values["quantizer"],
-        shots=values["shots"],
-        limit=values["limit"],
-        seed=values["seed"],
-        comparisons=values["comparisons"],
-        symmetric=values["symmetric"],
-        confidence=values["confidence"],
-        fallback_bits=values["fallback_bits"],
-        prune=values["prune"],
-        swaps=values["swaps"],
-        long_items=values["long_items"],
-        task_settings=task_settings(values),
-    )
 
 
 def _profile(name: str, destination: Path) -> Any:

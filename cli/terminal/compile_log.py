@@ -47,7 +47,7 @@ class CompileLog:
     def __init__(self, destination: Path, has_resume: bool = True) -> None:
         self._start = time.monotonic()
         self._bar: ProgressBar | None = None
-        self._destination, self._has_resume = destination, has_resume
+        self.destination, self._has_resume = destination, has_resume
         self._running: tuple[str, float] | None = None
         self._stages: dict[str, Stage] = {}
         self.events: list[dict[str, Any]] = []
@@ -121,12 +121,12 @@ class CompileLog:
         self.events.append({"seconds": round(time.monotonic() - self._start, 3), "event": text})
 
     def _next_to_destination(self, ending: str) -> Path:
-        return self._destination.with_name(self._destination.name + ending)
+        return self.destination.with_name(self.destination.name + ending)
 
     def _disk_bytes(self) -> int:
         """Return the bytes next to the destination: results of finished stages, and an incomplete bundle."""
         folders = (
-            self._destination.with_name(self._destination.name + suffix) for suffix in (WORK_SUFFIX, PARTIAL_SUFFIX)
+            self.destination.with_name(self.destination.name + suffix) for suffix in (WORK_SUFFIX, PARTIAL_SUFFIX)
         )
         total = 0
         for folder in folders:

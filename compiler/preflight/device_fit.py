@@ -13,7 +13,7 @@ from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.profiles.device import DeviceProfile
 from moec.profiles.memory_floor import FixedMemory, kv_bytes, process_bytes, scratch_bytes, tables_bytes
-from moec.profiles.predict import default_objective, expected_misses, recommended_cache_bytes
+from moec.profiles.predict import default_objective, expected_misses, predicted_tpot_ns, recommended_cache_bytes
 
 from ..families import Lowering
 from ..request.objective import Objective, reads_decide
@@ -92,6 +92,24 @@ def choose_objective(
     objective = asked or default_objective(steady, touched, missed, reads)
     compute_ns = touched / steady.memory_bytes_per_s * 1e9
     return reads_decide(objective, compute_ns, missed, steady.storage_bytes_per_s)
+
+
+def predicted_token_ns(
+    profile: DeviceProfile, plan: CompilePlan, popularity: np.ndarray | None, tokenizer_file_bytes: int
+) -> int | None:
+    """Return the predicted time per output token of a plan on a device, or None if the device cannot hold it.
+
+    popularity: tokens of calibration per layer and expert; None: experts are equally popular.
+    tokenizer_file_bytes: size of `tokenizer.json`.
+    """
+    experts, touched = _costs(plan, popularity)
+    try:
+        fixed = fixed_memory(plan, tokenizer_file_bytes)
+        cache = recommended_cache_bytes(profile, fixed, sum(size for size, _ in experts))
+    except DoesNotFit:
+        return None
+    missed, reads = expected_misses(experts, cache)
+    return predicted_tpot_ns(profile, touched, missed, reads)
 
 
 def summarise_device(profile: DeviceProfile, plan: CompilePlan, tokenizer_file_bytes: int = 0) -> DeviceSummary:

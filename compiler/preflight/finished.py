@@ -22,7 +22,7 @@ from ..request.plan import CompilePlan
 from ..request.request import CompileRequest
 from ..request.result import CompileResult
 from ..workspace.journal import Journal
-from ..workspace.work_folder import CERTIFIED, forget, work_folder
+from ..workspace.work_folder import certified_stage, forget, work_folder
 
 
 def note_certified(journal: Journal, request: CompileRequest, partial: Path) -> None:
@@ -31,12 +31,14 @@ def note_certified(journal: Journal, request: CompileRequest, partial: Path) -> 
     Raises DoesNotFit or MoecError if the disk refuses.
     """
     digest = hashlib.sha256((partial / MANIFEST_NAME).read_bytes()).hexdigest()
-    journal.put(CERTIFIED, canonical_json({"manifest_sha256": digest, "asked": _asked(request)}))
+    journal.put(
+        certified_stage(request.profile.name), canonical_json({"manifest_sha256": digest, "asked": _asked(request)})
+    )
 
 
 def may_be_finished(request: CompileRequest) -> bool:
     """Return whether a resumed run finds both a work folder and a bundle. Their content is not checked."""
-    return request.resume and work_folder(request.output).is_dir() and (request.output / MANIFEST_NAME).is_file()
+    return request.resume and work_folder(request.work_base).is_dir() and (request.output / MANIFEST_NAME).is_file()
 
 
 def complete_earlier_run(request: CompileRequest, identity: str) -> CompileResult | None:
@@ -47,19 +49,20 @@ def complete_earlier_run(request: CompileRequest, identity: str) -> CompileResul
     Raises OptionError if the work folder holds anything but results of a journal.
     Raises the errors of `request.published`.
     """
-    journal = Journal(work_folder(request.output), identity, request.disk, request.talk.note)
+    journal = Journal(work_folder(request.work_base), identity, request.disk, request.talk.note)
     result = _published(journal, request)
     if result is None:
         return None
     request.talk.note(f"`{request.output}` is complete: an earlier run of these inputs and options wrote it")
     request.published(result)
-    forget(journal)
+    if not request.keeps_work:
+        forget(journal, certified_stage(request.profile.name))
     return result
 
 
 def _published(journal: Journal, request: CompileRequest) -> CompileResult | None:
     """Return the bundle at the output if the journal has its digest, else None."""
-    stored = journal.get(CERTIFIED)
+    stored = journal.get(certified_stage(request.profile.name))
     try:
         data = read_input(request.output / MANIFEST_NAME, MAX_MANIFEST_BYTES)
         quality_data = read_input(request.output / QUALITY_NAME, MAX_QUALITY_BYTES)
@@ -88,5 +91,6 @@ def plan_of(manifest: BundleManifest) -> CompilePlan:
 
 
 def _asked(request: CompileRequest) -> list[Any]:
-    """Return the options that change a bundle but not the identity, because no measurement depends on them."""
-    return [request.options.comparisons, repr(request.measure_modes)]
+    """Return what changes a bundle but not the identity, because no measurement depends on it."""
+    profile = request.profile
+    return [request.options.comparisons, repr(request.measure_modes), profile.name, profile.sha256]

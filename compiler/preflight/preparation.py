@@ -83,12 +83,12 @@ class Prepared:
         return dense_formats(self.plain_plan(), widths, UNIFORM_GROUP_SIZE, self.lowering.float_type)
 
     def identity(self) -> str:
-        """Return a digest of everything that the result depends on."""
+        """Return a digest of everything that measurements depend on. A device decides only what is done with them."""
         data = [[s.task.name, s.train.sha256, s.validation.sha256, s.test.sha256] for s in self.splits]
         files = [[entry.name, entry.sha256] for entry in self.checkpoint.source_files()]
-        profile = [self.request.profile.name, self.request.profile.sha256]
+        formats = [str(spec) for spec in self.stored_specs]
         limits = asdict(self.kept_layers.texts)
-        plain = [producer(), JOURNAL_FORMAT, files, self.request.options.to_plain(), data, profile, limits]
+        plain = [producer(), JOURNAL_FORMAT, files, self.request.options.to_plain(), data, formats, limits]
         return hashlib.sha256(canonical_json(plain)).hexdigest()
 
 

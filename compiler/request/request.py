@@ -15,6 +15,18 @@ from .ports import MeasureModes, OpenRuntime, OpenTemplates
 from .result import CompileResult
 
 
+@dataclass(frozen=True, slots=True)
+class SharedWork:
+    """The measurements that several compiles of one model share.
+
+    base: path whose `BASE.work` holds them.
+    is_last: whether they are removed afterwards.
+    """
+
+    base: Path
+    is_last: bool
+
+
 @dataclass(slots=True)
 class CompileRequest:
     """A compile request: the source, the output, the device, and the runtime that certifies the bundle."""
@@ -33,8 +45,19 @@ class CompileRequest:
     cluster: str | None = None  # address of a Ray cluster, or `auto` for that of this machine
     measure_modes: MeasureModes | None = None  # measures the lossy modes for quality.json
     published: Callable[[CompileResult], None] = lambda result: None  # called once the bundle is published
+    shared: SharedWork | None = None  # measurements of several compiles; None: its own
     templates: OpenTemplates | None = None  # opens the templates of prompts; None: they cannot be used
     memory_bytes: int = 0  # memory of the compile; 0: 7/8 of the machine's memory
+
+    @property
+    def work_base(self) -> Path:
+        """The path whose `.work` holds the results of finished stages."""
+        return self.output if self.shared is None else self.shared.base
+
+    @property
+    def keeps_work(self) -> bool:
+        """True if a later compile uses the results of the stages."""
+        return self.shared is not None and not self.shared.is_last
 
     @property
     def memory_limit_bytes(self) -> int:

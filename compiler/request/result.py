@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moec.evaluation.statistics import LossEstimate
 
 from .plan import CompilePlan
@@ -54,9 +56,11 @@ class CompileResult:
     plan: the plan.
     quality: content of quality.json.
     curve: points of a sweep, or None.
+    popularity: tokens of calibration per layer and expert, or None.
     """
 
     path: Path | None
     plan: CompilePlan
     quality: dict[str, Any]
     curve: LossCurve | None = None
+    popularity: np.ndarray | None = None

@@ -24,7 +24,7 @@ from ..sensitivity.trials import Trials
 from ..workspace.durable import disk_errors
 from ..workspace.journal import Journal
 from ..workspace.output_lock import hold_output
-from ..workspace.work_folder import planning_journal, work_folder, work_journal
+from ..workspace.work_folder import certified_stage, planning_journal, work_folder, work_journal
 from .encode_texts import CompileTexts
 
 
@@ -107,6 +107,10 @@ def open_for_plan(prepared: Prepared) -> Iterator[CompileContext]:
     The plan reads the journal of an interrupted compile and adds to it. It writes nothing else.
     """
     request, note = prepared.request, prepared.request.talk.note
+    if request.shared is not None:
+        with open_for_compile(prepared, prepared.identity()) as context:
+            yield context
+        return
     is_shared = request.resume and work_folder(request.output).is_dir()
     held = hold_output(request.output, request.disk, note) if is_shared else nullcontext()
     opened = planning_journal(request.output, prepared.identity(), request.resume, note)
@@ -121,7 +125,10 @@ def open_for_compile(prepared: Prepared, identity: str) -> Iterator[CompileConte
     identity: digest of all inputs.
     """
     request = prepared.request
-    opened = work_journal(request.output, identity, request.disk, request.resume, request.talk.note)
+    last = certified_stage(request.profile.name)
+    opened = work_journal(
+        request.work_base, identity, request.disk, request.resume, request.talk.note, last, request.keeps_work
+    )
     with disk_errors(request.output.parent), _workers(prepared) as cluster, opened as journal:
         yield CompileContext(prepared, journal, cluster)
 
@@ -133,7 +140,8 @@ def open_for_comparison(prepared: Prepared, output: Path, identity: str) -> Iter
     output: measurements are kept next to this path.
     """
     request = prepared.request
-    with work_journal(output, identity, request.disk, request.resume, request.talk.note) as journal:
+    last = certified_stage(request.profile.name)
+    with work_journal(output, identity, request.disk, request.resume, request.talk.note, last) as journal:
         yield CompileContext(prepared, journal, None)
 
 

@@ -16,8 +16,10 @@ from moec.manifests.files.output_file import WRITING_SUFFIX
 from .durable import Disk
 from .journal import Journal, Note
 
-CERTIFIED = "certified"
-"""Last stage in the journal: the digest of the manifest that will be published."""
+
+def certified_stage(device: str) -> str:
+    """Return the last stage in the journal: the digest of the manifest that will be published for a device."""
+    return f"certified-{device}"
 
 
 def work_folder(output: Path) -> Path:
@@ -38,10 +40,14 @@ def check_partial(partial: Path) -> None:
 
 
 @contextlib.contextmanager
-def work_journal(output: Path, identity: str, disk: Disk, resume: bool, note: Note) -> Iterator[Journal]:
+def work_journal(
+    output: Path, identity: str, disk: Disk, resume: bool, note: Note, last: str, is_kept: bool = False
+) -> Iterator[Journal]:
     """Open the journal next to the output. It is kept only if the run was interrupted and can be resumed.
 
     If the input is refused, a resumed run would be refused too, so the journal is removed.
+    last: stage whose result is removed last.
+    is_kept: keep the journal for another compile.
     note: called with sentences about resumed stages and damaged results.
     Raises the errors of Journal.
     """
@@ -53,9 +59,10 @@ def work_journal(output: Path, identity: str, disk: Disk, resume: bool, note: No
         yield journal
     except (MoecError, OSError) as error:
         if isinstance(error, (InputError, TargetUnreachable)) or not any(work_folder(output).iterdir()):
-            forget(journal)
+            forget(journal, last)
         raise
-    forget(journal)
+    if not is_kept:
+        forget(journal, last)
 
 
 @contextlib.contextmanager
@@ -96,7 +103,7 @@ def removed_on_failure(disk: Disk, partial: Path) -> Iterator[None]:
         raise
 
 
-def forget(journal: Journal) -> None:
-    """Remove the journal. The stage CERTIFIED goes last. A leftover is no failure; the next compile removes it."""
+def forget(journal: Journal, last: str) -> None:
+    """Remove the journal. The stage `last` goes last. A leftover is no failure; the next compile removes it."""
     with contextlib.suppress(MoecError):
-        journal.remove(CERTIFIED)
+        journal.remove(last)

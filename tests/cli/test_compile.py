@@ -89,7 +89,7 @@ def test_help_teaches(invoke: Invoke) -> None:
     assert result.exit_code == 0 and result.stderr == ""
     for word in ("--loss", "--kl", "--bits-per-weight", "--size", "--uniform", "exactly one target", "2.1GiB"):
         assert word in result.stdout
-    assert result.stdout.count("moec compile mixtral") == 4, "examples say more than a list of options"
+    assert result.stdout.count("moec compile mixtral") == 5, "examples say more than a list of options"
     without = [p.opts for p in compile_command.params if isinstance(p, click.Option) and not p.help]
     assert without == []
 

@@ -37,6 +37,7 @@ NOT_OFFERED = {
     (CompileRequest, "talk"): "the log and the progress of the terminal",
     (CompileRequest, "published"): "writes what lies next to the bundle",
     (CompileRequest, "disk"): "replaced by tests that let it fail",
+    (CompileRequest, "shared"): "set for each device of several, see test_compile_devices.py",
 }
 # Class -> path of its fields in the arguments of a seam, and the seams.
 PLACES = {

@@ -1,0 +1,64 @@
+"""`moec compile --device a,b,c`: one bundle per device from one set of measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moec.manifests.errors import OptionError
+
+from ..terminal import output
+from ..terminal.compile_log import CompileLog, stage_table
+from ..terminal.compile_result import print_result
+from ..terminal.device_table import device_sentences, device_table
+
+if TYPE_CHECKING:
+    from moec.compiler.request.request import CompileRequest
+
+MakeRequest = Callable[[str, Path, CompileLog], "CompileRequest"]
+"""(device, output, log) -> the request of one device."""
+
+
+def compile_all(devices: Sequence[str], base: Path, make_request: MakeRequest, is_plan: bool, as_json: bool) -> None:
+    """Compile for all devices, and print the results and the predicted speed of each bundle on each device.
+
+    base: each output is `BASE-DEVICE`.
+    is_plan: no bundle is written.
+    Raises OptionError, and the errors of a compile.
+    """
+    from moec.compiler.devices import compile_for_devices, predictions
+
+    if not all(device.strip() for device in devices):
+        raise OptionError("`--device` has an empty name", "write `--device raspberry-pi-5,laptop`")
+    logs, requests = list[CompileLog](), list["CompileRequest"]()
+    for device in devices:
+        log = CompileLog(base)
+        request = make_request(device.strip(), base, log)
+        request.output = base.with_name(f"{base.name}-{request.profile.name}")
+        log.destination = request.output
+        logs.append(log)
+        requests.append(request)
+    results, compiles = [], compile_for_devices(requests, base)
+    for request, log in zip(requests, logs, strict=True):
+        output.say(f"device {request.profile.name}")
+        with log:
+            results.append(next(compiles))
+        if not as_json:
+            output.data(f"device   {request.profile.name}")
+            print_result(results[-1], stage_table(log.stages()) if is_plan else "")
+            output.data("")
+    by_device = {request.profile.name: result for request, result in zip(requests, results, strict=True)}
+    sizes = {name: result.plan.expert_packed_bytes for name, result in by_device.items()}
+    predicted = [asdict(each) for each in predictions(requests, results)]
+    sizes = {
+        request.profile.name: result.plan.expert_packed_bytes for request, result in zip(requests, results, strict=True)
+    }
+    if as_json:
+        qualities = {name: result.quality for name, result in by_device.items()}
+        output.data_json({"devices": qualities, "predicted_token_ns": predicted})
+        return
+    output.data(device_table(predicted, sizes))
+    for sentence in device_sentences(predicted, sizes):
+        output.data(sentence)

@@ -1,0 +1,114 @@
+"""One bundle per device from one set of measurements: calibration, quantization and trials are shared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moec.manifests.bundle import MANIFEST_NAME, FileEntry
+from moec.manifests.codec import decode_manifest
+from moec.manifests.errors import OptionError
+from moec.manifests.files.input_file import read_input
+from moec.manifests.files.limits import MAX_MANIFEST_BYTES
+
+from .checkpoint.checkpoint import open_checkpoint
+from .pipeline import compile_checkpoint
+from .preflight.device_fit import predicted_token_ns
+from .preflight.preparation import prepare
+from .request.options import Talk
+from .request.request import CompileRequest, SharedWork
+from .request.result import CompileResult
+from .workspace.output_lock import hold_output
+
+_LINKING_SUFFIX = ".moec-linking"
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePrediction:
+    """The predicted time per token of the bundle of one device on each device.
+
+    device: whose bundle it is.
+    token_ns: by device; None where the bundle does not fit.
+    """
+
+    device: str
+    token_ns: dict[str, int | None]
+
+
+def compile_for_devices(requests: Sequence[CompileRequest], base: Path) -> Iterator[CompileResult]:
+    """Compile one bundle per request, and yield each when it is complete.
+
+    requests: equal but for profile, output, log and `published`.
+    base: path whose `BASE.work` holds the shared measurements.
+    All devices are checked before any work. Identical files of the bundles become hard links.
+    Raises OptionError for two devices of one name, and the errors of a compile.
+    """
+    names = [request.profile.name for request in requests]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise OptionError(f"`--device` has two devices of the name `{twice[0]}`", "name each device once")
+    for request in requests:
+        prepare(replace(request, talk=Talk()))
+    with _hold(requests, base):
+        made = list[Path]()
+        for at, request in enumerate(requests):
+            is_first, is_last = at == 0, at == len(requests) - 1
+            resumes = request.resume if is_first else True
+            result = compile_checkpoint(replace(request, shared=SharedWork(base, is_last), resume=resumes))
+            if result.path is not None:
+                link_identical(result.path, made)
+                made.append(result.path)
+            yield result
+
+
+@contextmanager
+def _hold(requests: Sequence[CompileRequest], base: Path) -> Iterator[None]:
+    """Keep other compiles away from the shared measurements."""
+    first = requests[0]
+    with hold_output(base, first.disk, first.talk.note):
+        yield
+
+
+def link_identical(folder: Path, earlier: Sequence[Path]) -> int:
+    """Replace files of a bundle that an earlier bundle has too by hard links. Return the bytes that this saves.
+
+    A file system without links keeps the files.
+    """
+    known = {(entry.sha256, entry.size_bytes): path / entry.name for path in earlier for entry in _files(path)}
+    saved = 0
+    for entry in _files(folder):
+        same = known.get((entry.sha256, entry.size_bytes))
+        if same is None or not entry.size_bytes:
+            continue
+        target = folder / entry.name
+        linking = target.with_name(target.name + _LINKING_SUFFIX)
+        with suppress(OSError):
+            linking.unlink(missing_ok=True)
+            os.link(same, linking)
+            os.replace(linking, target)
+            saved += entry.size_bytes
+    return saved
+
+
+def _files(folder: Path) -> Sequence[FileEntry]:
+    return decode_manifest(read_input(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES), str(folder)).files
+
+
+def predictions(requests: Sequence[CompileRequest], results: Sequence[CompileResult]) -> list[DevicePrediction]:
+    """Return the predicted time per token of every bundle on every device."""
+    tokenizer_bytes = open_checkpoint(requests[0].source).tokenizer_file_bytes
+    return [
+        DevicePrediction(
+            request.profile.name,
+            {
+                other.profile.name: predicted_token_ns(
+                    other.profile.rounded(), result.plan, result.popularity, tokenizer_bytes
+                )
+                for other in requests
+            },
+        )
+        for request, result in zip(requests, results, strict=True)
+    ]
