@@ -13,7 +13,7 @@ PACKAGES := manifests profiles evaluation runtime compiler cli
 NATIVE := $(shell find runtime/kernels/native -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test tests test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs site example-bundle example-smollm2 figures clean links
+.PHONY: help venv demo test tests quantization-tools test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs site example-bundle example-smollm2 figures clean links
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,8 +46,19 @@ links:
 demo: $(READY)  ## Compile the example to a 2 % loss, run it, evaluate it, show the tables
 	$(BIN)/moec demo
 
+# The tools that wrote quantized checkpoints, for tests of the readers. They do not import as a whole next to today's
+# transformers, and one has a package `tests`, so they are kept apart. Without them their tests are not run.
+TOOLS := build/quantization-tools
+TOOL_PACKAGES = auto-gptq==0.7.1 autoawq==0.2.9 compressed-tensors==0.19.0 loguru==0.7.3 accelerate==1.15.0 psutil==7.2.2
+
+quantization-tools: $(TOOLS)/.ready  ## Fetch AutoGPTQ, AutoAWQ and compressed-tensors, for the tests of their layouts
+
+$(TOOLS)/.ready: | $(READY)
+	@BUILD_CUDA_EXT=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TOOLS) \
+	    $(TOOL_PACKAGES) && touch $@ || echo "NOT RUN: tests of quantized checkpoints, because pip could not install their tools" >&2
+
 # Work stealing: each process gets a half in one piece, so that fixtures of a module are made once, and both end together.
-test: $(READY) lint typecheck contracts  ## Set up and run the whole fast suite
+test: $(READY) lint typecheck contracts quantization-tools  ## Set up and run the whole fast suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 # Other versions than the tested ones, each in a new environment of its own; no linters, whose newest rules prove nothing.
@@ -59,7 +70,7 @@ test-newest:  ## Run the suite with the newest versions that pyproject.toml allo
 test-oldest: build/oldest.txt  ## Run the suite with the oldest versions that pyproject.toml allows (torch apart)
 	$(call OTHER_VERSIONS,oldest,$(abspath build/oldest.txt))
 
-tests: $(READY)
+tests: $(READY) quantization-tools
 	@$(BIN)/python -m pip list --disable-pip-version-check
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 

@@ -119,7 +119,6 @@ def eval_command(
             return
         with _engine(ctx, model, slots, values) as engine:
             result, facts = _evaluate(engine, items, examples, long_items)
-    facts |= {"settings": dict(items.task.settings)} if items.task.settings else {}
     if per_item is not None:
         _write_items(per_item, result)
     told = {**result.to_json(), "skipped": items.skipped, **facts}
@@ -156,6 +155,7 @@ def _evaluate(
     with ProgressBar(f"{items.task.name}, {len(fitted.items)} items") as progress:
         result = evaluate(items.task, fitted.items, engine, shots=shots, progress=progress)
     facts = _runtime_facts(engine)
+    facts |= {"settings": dict(items.task.settings)} if items.task.settings else {}
     facts["long_items"] = {"shortened": len(fitted.shortened), "left_out": len(fitted.left_out)}
     if "decisions" in facts:
         output.say(f"decisions: {decisions_text(facts['decisions'])}")

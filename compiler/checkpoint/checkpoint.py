@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,18 @@ import torch
 
 from moec.manifests.bundle import TOKENIZER_NAME, FileEntry
 from moec.manifests.errors import CheckpointError
-from moec.manifests.files.input_file import UnreadableFile, open_input, read_input
-from moec.manifests.files.limits import COMPANION_JSON, MAX_COMPANION_BYTES, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
-from moec.manifests.files.strict_json import load_strict_json
-from moec.manifests.safetensors_header import ITEM_BYTES, HeaderError, TensorEntry, read_header
+from moec.manifests.files.input_file import UnreadableFile, open_input
+from moec.manifests.files.limits import MAX_COMPANION_BYTES, MAX_CONFIG_BYTES
+from moec.manifests.safetensors_header import ITEM_BYTES
 
 from .mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX
+from .packed_tensors import METHODS, find_packed
+from .packed_weights import LayoutError, PackedWeight
 from .url import PLAIN_NAME, fetch, is_url, url_name
+from .weight_files import INDEX_NAME, WEIGHTS_NAME, TensorRef, read_file, read_json, read_tensors
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 COMPANION_PATTERNS = (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -49,26 +50,13 @@ _PATTERNS = ("*.safetensors", INDEX_NAME, *COMPANION_PATTERNS)
 _READ_BYTES = 8 << 20
 DIGESTS_AT_ONCE = 2  # one hashes while another reads
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_PACKED_DTYPES = {"U8": torch.uint8}  # MXFP4 blocks and scales
+_PACKED_DTYPES = {
+    "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""Types of the parts of quantized weights."""
+_E8M0_BIAS = 127
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRef:
-    """One tensor on disk.
-
-    file: its file in the folder.
-    dtype: the name of its type in the file.
-    shape: its shape.
-    offset_bytes, size_bytes: its place in the file.
-    """
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset_bytes: int
-    size_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +64,9 @@ class Checkpoint:
     """An opened model folder.
 
     name: the name of the folder or the hub model, without a path.
+    tensors: weights by name. A weight that is stored quantized has the type and shape of its decoded form.
+    packed: the weights that are stored quantized.
+    parts: the tensors on disk that hold them.
     """
 
     root: Path
@@ -83,16 +74,35 @@ class Checkpoint:
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     tensors: Mapping[str, TensorRef]
+    packed: Mapping[str, PackedWeight] = field(default_factory=dict)
+    parts: Mapping[str, TensorRef] = field(default_factory=dict)
+    precision: str = ""
     _digests: dict[str, FileEntry] = field(default_factory=dict, repr=False)
 
     def tensor(self, name: str, index: int | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """Read one tensor in its own dtype. Only the bytes that are returned are read.
+        """Read one tensor in its own dtype. Only the bytes that are returned are read, of a quantized weight all.
 
         index: the matrix of a stacked tensor, or None for the whole tensor.
         rows: start and stop of the rows to read, or None for all.
         Raises CheckpointError if the file ends early or cannot be read.
         """
-        ref = self.tensors[name]
+        if name in self.packed:
+            return self._decoded(name)[() if rows is None else slice(*rows)]
+        return self._read(self.tensors[name], name, index, rows)
+
+    def _decoded(self, name: str) -> torch.Tensor:
+        """Return a weight that is stored quantized. Raises CheckpointError."""
+        weight = self.packed[name]
+        parts = {part: self._read(self.parts[stored], stored) for part, stored in weight.names.items()}
+        try:
+            return weight.decode(parts).to(_DTYPES[self.tensors[name].dtype]).contiguous()
+        except LayoutError as error:
+            raise CheckpointError(f"`{self.root}`, `{name}`: {error}", "copy the checkpoint again") from error
+
+    def _read(
+        self, ref: TensorRef, name: str, index: int | None = None, rows: tuple[int, int] | None = None
+    ) -> torch.Tensor:
+        """Read a tensor on disk."""
         shape, start = ref.shape, ref.offset_bytes
         item = ITEM_BYTES[ref.dtype]
         for at, stop in (() if index is None else ((index, None),)) + (() if rows is None else (rows,)):
@@ -117,6 +127,9 @@ class Checkpoint:
                     done += count
         except OSError as error:
             raise CheckpointError(f"cannot read `{self.root / ref.file}`: {error.strerror or error}") from error
+        if ref.dtype == "F8_E8M0":  # powers of two, without a sign
+            exponents = torch.frombuffer(raw, dtype=torch.uint8).int() - _E8M0_BIAS
+            return torch.ldexp(torch.ones(len(exponents)), exponents).reshape(shape)
         return torch.frombuffer(raw, dtype=(_DTYPES | _PACKED_DTYPES)[ref.dtype]).reshape(shape)
 
     def companion_files(self) -> tuple[str, ...]:
@@ -139,7 +152,7 @@ class Checkpoint:
 
     def weight_files(self) -> tuple[str, ...]:
         """Return the sorted names of the files that hold tensors."""
-        return tuple(sorted({ref.file for ref in self.tensors.values()}))
+        return tuple(sorted({ref.file for ref in (*self.tensors.values(), *self.parts.values())}))
 
     def source_files(self) -> tuple[FileEntry, ...]:
         """Return size and SHA-256 of every file of the model, by name. Each file is read once per opened folder."""
@@ -162,7 +175,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     * a dtype is not bfloat16, float16 or float32.
     """
     root, name = _locate(path)
-    config = _read_json(root / CONFIG_NAME, MAX_CONFIG_BYTES, "a Hugging Face model folder has one; is this one?")
+    config = read_json(root / CONFIG_NAME, MAX_CONFIG_BYTES, "a Hugging Face model folder has one; is this one?")
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(
             f"`{root / CONFIG_NAME}` has no `model_type`, expected the name of a model family",
@@ -171,8 +184,9 @@ def open_checkpoint(path: str) -> Checkpoint:
     generation = root / GENERATION_CONFIG_NAME
     generation_config = dict[str, Any]()
     if os.path.lexists(generation):
-        generation_config = _read_json(generation, MAX_CONFIG_BYTES, "remove or repair it")
-    tensors = _read_tensors(root)
+        generation_config = read_json(generation, MAX_CONFIG_BYTES, "remove or repair it")
+    opened = _with_decoded(Checkpoint(root, name, config, generation_config, read_tensors(root)))
+    tensors = opened.tensors
     wrong = sorted(n for n, ref in tensors.items() if ref.dtype not in _DTYPES and not _is_packed(n, ref))
     if wrong:
         raise CheckpointError(
@@ -180,7 +194,49 @@ def open_checkpoint(path: str) -> Checkpoint:
             f"{tensors[wrong[0]].dtype}",
             "start from the checkpoint before it was quantized",
         )
-    return Checkpoint(root, name, config, generation_config, tensors)
+    return opened
+
+
+def _with_decoded(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with its quantized weights as if they were not. Raises CheckpointError."""
+    settings, place = checkpoint.config.get("quantization_config"), checkpoint.root / CONFIG_NAME
+    if settings is None or (isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"):
+        return checkpoint
+    if not isinstance(settings, dict) or settings.get("quant_method") not in METHODS:
+        found = settings.get("quant_method") if isinstance(settings, dict) else settings
+        raise CheckpointError(
+            f"`{place}`: `quantization_config` has the method `{str(found)[:80]}`, expected "
+            f"{', '.join(METHODS)} or mxfp4",
+            "start from the checkpoint before it was quantized",
+        )
+    try:
+        found = find_packed(checkpoint.tensors, settings, checkpoint.tensor)
+    except LayoutError as error:
+        raise CheckpointError(
+            f"`{checkpoint.root}`, {error}", "start from the checkpoint before it was quantized"
+        ) from error
+    if not found.weights:
+        raise CheckpointError(
+            f"`{place}`: `quantization_config` has the method `{settings['quant_method']}`, and no tensor is stored so",
+            "remove the key, or copy the checkpoint again",
+        )
+    plain = {name: ref for name, ref in checkpoint.tensors.items() if name not in found.parts}
+    parts = {name: checkpoint.tensors[name] for name in found.parts}
+    own = Counter(ref.dtype for ref in plain.values() if ref.dtype in ("BF16", "F16"))
+    dtype = own.most_common(1)[0][0] if own else "BF16"
+    decoded = {
+        name: TensorRef(parts[next(iter(weight.names.values()))].file, dtype, weight.shape, 0, 0)
+        for name, weight in found.weights.items()
+    }
+    config = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
+    return replace(
+        checkpoint,
+        config=config,
+        tensors={**plain, **decoded},
+        packed=found.weights,
+        parts=parts,
+        precision=found.precision(),
+    )
 
 
 def is_companion(name: str) -> bool:
@@ -248,94 +304,3 @@ def _download(hub_id: str) -> Path:
             f"no folder `{hub_id}` here, and the hub gave no model of that name: {reason}",
             "check the path, or download the model and name its folder",
         ) from error
-
-
-def read_file(path: Path, limit_bytes: int, remedy: str) -> bytes:
-    """Return the content of a regular file of at most `limit_bytes`.
-
-    Links are followed, because hub caches consist of them. Raises CheckpointError.
-    """
-    try:
-        return read_input(path, limit_bytes, follow_links=True)
-    except UnreadableFile as error:
-        if not os.path.lexists(path):
-            raise CheckpointError(f"no `{path.name}` in `{path.parent}`", remedy) from error
-        raise CheckpointError(f"`{path}` {error}", remedy) from error
-
-
-def _read_json(path: Path, limit_bytes: int, remedy: str) -> dict[str, Any]:
-    """Read a JSON object from a small file. Raises CheckpointError."""
-    try:
-        plain = load_strict_json(read_file(path, limit_bytes, remedy), COMPANION_JSON)
-    except ValueError as error:
-        raise CheckpointError(f"`{path}` is not JSON: {error}", remedy) from error
-    if not isinstance(plain, dict):
-        raise CheckpointError(f"`{path}`: expected a JSON object, found {type(plain).__name__}", remedy)
-    return plain
-
-
-def _read_tensors(root: Path) -> dict[str, TensorRef]:
-    """Return all tensors of the folder. Only headers are read. Raises CheckpointError."""
-    if (root / WEIGHTS_NAME).is_file():
-        return _refs(WEIGHTS_NAME, _header(root / WEIGHTS_NAME))
-    if (root / INDEX_NAME).is_file():
-        return _read_sharded(root, _read_json(root / INDEX_NAME, MAX_INDEX_BYTES, "copy the index again"))
-    pickles = sorted(path.name for path in root.iterdir() if path.suffix in _PICKLE_SUFFIXES)
-    if pickles:
-        raise CheckpointError(
-            f"`{root}` holds pickled weights only (`{pickles[0]}`), expected `{WEIGHTS_NAME}`",
-            "load and save the model with transformers, which writes safetensors",
-        )
-    raise CheckpointError(
-        f"`{root}` has neither `{WEIGHTS_NAME}` nor `{INDEX_NAME}`", "name a folder that holds safetensors weights"
-    )
-
-
-def _read_sharded(root: Path, index: dict[str, Any]) -> dict[str, TensorRef]:
-    """Return the tensors of all shards. Index and shards must name the same tensors. Raises CheckpointError."""
-    place = root / INDEX_NAME
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"`{place}` has no `weight_map`, expected tensor names and files", "copy the index again")
-    files = sorted({str(file) for file in weight_map.values()})
-    for file in files:
-        if not PLAIN_NAME.fullmatch(file):
-            raise CheckpointError(f"`{place}` names `{file[:80]}`, expected a plain file name", "copy the index again")
-    missing = [file for file in files if not (root / file).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"`{root}` lacks {len(missing)} of {len(files)} weight files that its index names, first `{missing[0]}`",
-            "copy the missing files",
-        )
-    tensors: dict[str, TensorRef] = {}
-    for file in files:
-        for name, ref in _refs(file, _header(root / file)).items():
-            if name in tensors:
-                raise CheckpointError(
-                    f"tensor `{name}` lies in both `{root / tensors[name].file}` and `{file}`", "keep one of them"
-                )
-            tensors[name] = ref
-    for name, file in weight_map.items():
-        if name not in tensors or tensors[name].file != file:
-            raise CheckpointError(
-                f"`{place}` names tensor `{name}` in `{file}`, which does not hold it", "copy index and weights again"
-            )
-    return tensors
-
-
-def _refs(file: str, header: Mapping[str, TensorEntry]) -> dict[str, TensorRef]:
-    return {
-        name: TensorRef(file, entry.dtype, entry.shape, entry.offset_bytes, entry.size_bytes)
-        for name, entry in header.items()
-    }
-
-
-def _header(path: Path) -> dict[str, TensorEntry]:
-    try:
-        return read_header(path)
-    except HeaderError as error:
-        raise CheckpointError(
-            f"`{path}` is damaged or truncated: {error}", "copy the file again and compare its size with the source"
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}") from error

@@ -11,7 +11,7 @@ from moec.manifests.errors import CheckpointError
 from moec.manifests.files.limits import MAX_TOKENIZER_BYTES
 from moec.manifests.tokenizer.tokenizer_file import UnsafeTokenizer, check_tokenizer
 
-from .checkpoint import read_file
+from .weight_files import read_file
 
 _SAMPLE = "Question: a pen and 12 boxes?\n"
 """Text that every tokenizer must encode and decode."""

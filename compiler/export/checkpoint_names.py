@@ -12,7 +12,8 @@ import torch
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 
-from ..checkpoint.checkpoint import Checkpoint, TensorRef
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.weight_files import TensorRef
 from ..families import FAMILIES, Lowering
 
 _STACKS = {

@@ -110,6 +110,8 @@ def prepare(request: CompileRequest) -> Prepared:
         size_bytes=round(value) if kind == "size" else None,
         prunes=bool(options.prune),
     )
+    if checkpoint.precision:
+        request.talk.note(f"the weights are stored as {checkpoint.precision}: what they decode to is the baseline")
     for note in report.notes:
         request.talk.note(note)
     opened = None if request.templates is None else partial(request.templates, checkpoint.root)

@@ -79,7 +79,9 @@ def report(
     )
     options = prepared.request.options
     cost = cost_summary(plan, tables.popularity) if manifest is None else manifest.cost
-    return quality_report(plan, options.target, cost, evidence, options.confidence)
+    quality = quality_report(plan, options.target, cost, evidence, options.confidence)
+    precision = prepared.checkpoint.precision
+    return {**quality, "baseline_precision": precision} if precision else quality
 
 
 def complete_bundle(prepared: Prepared, manifest: BundleManifest, quality: dict[str, Any], partial: Path) -> None:

@@ -1,0 +1,151 @@
+"""Find the weights of a checkpoint that are stored quantized, by the names and shapes of their tensors.
+
+`packed_weights.py` decodes them. A label in config.json says only that there are some. What a tensor is follows from
+its parts, because labels differ from what tools wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from . import packed_weights
+from .packed_weights import DEFAULT_BLOCK, LayoutError, PackedWeight
+
+METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
+"""Values of `quant_method` whose weights are decoded."""
+_UNUSED = ("input_scale", "output_scale", "input_zero_point", "k_scale", "v_scale", "weight_global_scale", "bias_scale")
+"""Parts that describe activations, which the runtime rounds in its own way."""
+_GPTQ = frozenset({"qweight", "qzeros", "scales"})
+_INTEGERS = frozenset({"weight_packed", "weight_scale", "weight_shape"})
+GPTQ_NAME = "GPTQ"
+_SAMPLED = 32
+"""Weights that are read to tell the versions of GPTQ apart."""
+_SURE_STEPS = 0.1
+"""Standard error of a mean code at which the versions, one step apart, are told apart."""
+_SCALES = ("weight_scale_inv", "weight_scale")
+_FLOATS = ("F8_E4M3", "F8_E5M2")
+
+
+class Ref(Protocol):
+    """A tensor on disk."""
+
+    @property
+    def dtype(self) -> str:
+        """Its type as the file names it."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensors:
+    """The quantized weights of a checkpoint.
+
+    weights: by the name of the weight.
+    parts: all tensors on disk that belong to them, or describe activations.
+    """
+
+    weights: Mapping[str, PackedWeight]
+    parts: frozenset[str]
+
+    def precision(self) -> str:
+        """Return the stored precisions, most frequent first; empty if nothing is quantized."""
+        counts = defaultdict[str, int](int)
+        for weight in self.weights.values():
+            counts[weight.precision] += 1
+        return ", ".join(sorted(counts, key=lambda name: (-counts[name], name)))
+
+
+def find_packed(tensors: Mapping[str, Ref], config: Mapping[str, Any], read: Callable[[str], Tensor]) -> PackedTensors:
+    """Return the quantized weights among the tensors of a checkpoint.
+
+    config: `quantization_config` of config.json.
+    read: returns a small tensor.
+    Raises LayoutError, with the name of the weight first.
+    """
+    modules = defaultdict[str, dict[str, str]](dict)
+    for name in tensors:
+        module, _, part = name.rpartition(".")
+        modules[module][part] = name
+    weights, parts = dict[str, PackedWeight](), set[str]()
+    for module, names in modules.items():
+        try:
+            found = _weight(names, tensors, config, read)
+        except LayoutError as error:
+            raise LayoutError(f"`{module}.weight`: {error}") from error
+        if found is not None:
+            weights[f"{module}.weight"] = found
+            parts.update(found.names.values())
+            parts.update(names[part] for part in ("weight_shape", "g_idx", "weight_g_idx") if part in names)
+        parts.update(names[part] for part in _UNUSED if part in names)
+    if not _is_less_one(weights, config, read):
+        for name, weight in weights.items():
+            if "qweight" in weight.names and weight.precision.startswith(GPTQ_NAME):
+                shapes = {part: tensors[stored].shape for part, stored in weight.names.items()}
+                weights[name] = packed_weights.gptq(weight.names, shapes, is_less_one=False)
+    return PackedTensors(weights, frozenset(parts))
+
+
+def _is_less_one(weights: Mapping[str, PackedWeight], config: Mapping[str, Any], read: Callable[[str], Tensor]) -> bool:
+    """Return whether the zeros of GPTQ are stored less one, which version 1 of the format does.
+
+    Labels are not reliable. Symmetric weights have the middle code as their zero, or one less. Others are centred: with
+    the wrong zeros all of them are off by one step. The label decides only if the weights are too few to tell.
+    """
+    total, variance, count = 0.0, 0.0, 0
+    for weight in [each for each in weights.values() if each.precision.startswith(GPTQ_NAME)][:_SAMPLED]:
+        parts = {part: read(stored) for part, stored in weight.names.items()}
+        mean, spread, size = packed_weights.code_less_zero(parts, weight)
+        if not spread:
+            return mean > 0.5
+        total, variance, count = total + mean * size, max(variance, spread), count + size
+        if math.sqrt(variance / count) < _SURE_STEPS:
+            return total / count > 0.5
+    return config.get("checkpoint_format") != "gptq_v2"
+
+
+def _weight(
+    names: Mapping[str, str], tensors: Mapping[str, Ref], config: Mapping[str, Any], read: Callable[[str], Tensor]
+) -> PackedWeight | None:
+    """Return the quantized weight of a module, or None if it has none."""
+    shapes = {part: tensors[name].shape for part, name in names.items()}
+    if set(names) >= _GPTQ:
+        own = {part: names[part] for part in (*_GPTQ, "g_idx") if part in names}
+        words, outputs = (shapes[part][-1] if len(shapes[part]) == 2 else 0 for part in ("qweight", "scales"))
+        if words == outputs:
+            return packed_weights.gptq(own, shapes)
+        return packed_weights.awq({part: name for part, name in own.items() if part != "g_idx"}, shapes)
+    if set(names) >= _INTEGERS:
+        optional = ("weight_zero_point", "weight_g_idx")
+        own = {part: names[part] for part in ("weight_packed", "weight_scale", *optional) if part in names}
+        stored = [int(extent) for extent in read(names["weight_shape"]).flatten().tolist()]
+        if len(stored) != 2:
+            raise LayoutError(f"expected two numbers in `weight_shape`, found {stored}")
+        return packed_weights.packed_integers(own, shapes, (stored[0], stored[1]))
+    dtype = tensors[names["weight"]].dtype if "weight" in names else ""
+    if dtype != "I8" and dtype not in _FLOATS:
+        return None
+    scale = next((part for part in _SCALES if part in names), None)
+    if scale is None:
+        raise LayoutError(f"expected `{_SCALES[0]}` or `{_SCALES[1]}` next to a weight of {dtype}, found neither")
+    own = {"weight": names["weight"], "scale": names[scale]}
+    own |= {part: names[part] for part in ("weight_zero_point",) if part in names}
+    kind = "8-bit integers" if dtype == "I8" else f"FP8 ({dtype.removeprefix('F8_')})"
+    return packed_weights.scaled(own, {**shapes, "scale": shapes[scale]}, _block(config), kind)
+
+
+def _block(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return rows and columns that share a scale. Raises LayoutError."""
+    block = config.get("weight_block_size") or DEFAULT_BLOCK
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        raise LayoutError(f"expected two positive numbers in `weight_block_size`, found {str(block)[:80]}")
+    return block[0], block[1]

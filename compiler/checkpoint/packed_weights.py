@@ -1,0 +1,217 @@
+"""Weights that a checkpoint stores quantized, decoded one at a time.
+
+Layouts: GPTQ (AutoGPTQ and GPTQModel, both versions of zeros), AWQ (GEMM), compressed-tensors (packed integers, 8-bit
+integers, 8-bit floats), and FP8 with one scale per block, row or tensor. MXFP4 is in `mxfp4.py`.
+Sources: the packages auto-gptq 0.7.1 (qlinear_cuda_old.py), autoawq 0.2.9 (modules/linear/gemm.py and
+utils/packing_utils.py) and compressed-tensors 0.19.0 (compressors); the model card of DeepSeek-V3 (weight_scale_inv).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_WORD_BITS = 32
+GPTQ_BITS = (2, 3, 4, 8)
+AWQ_BITS = 4
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Place in a word of columns 0 to 7. Source: autoawq, utils/packing_utils.py (AWQ_REVERSE_ORDER)."""
+INTEGER_BITS = (4, 8)
+DEFAULT_BLOCK = (128, 128)
+
+Parts = Mapping[str, Tensor]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class LayoutError(ValueError):
+    """Tensors that fit no known layout. The text tells what was expected and found."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight in several tensors.
+
+    names: tensor on disk of each part.
+    shape: shape of the weight, [N, K].
+    precision: the stored precision, for people.
+    decode: (parts) -> the weight, float32.
+    """
+
+    names: Mapping[str, str]
+    shape: tuple[int, int]
+    precision: str
+    decode: Callable[[Parts], Tensor]
+
+
+def gptq(names: Mapping[str, str], shapes: Shapes, is_less_one: bool = True) -> PackedWeight:
+    """Return a weight in the layout of GPTQ.
+
+    is_less_one: zeros are stored less one, as in version 1 of the format.
+    shapes: qweight [K bits / 32, N], scales [G, N], qzeros [G, N bits / 32], g_idx [K] if it exists.
+    The number of bits follows from the shapes. Raises LayoutError.
+    """
+    words, columns = _matrix(shapes, "qweight")
+    groups, outputs = _matrix(shapes, "scales")
+    zeros = _matrix(shapes, "qzeros")
+    bits = next((bits for bits in GPTQ_BITS if zeros == (groups, -(-outputs * bits // _WORD_BITS))), None)
+    if columns != outputs or bits is None:
+        raise LayoutError(
+            f"expected `qzeros` [{groups}, {outputs} x 2, 3, 4 or 8 bits] and `qweight` [., {outputs}], "
+            f"found {list(zeros)} and {[words, columns]}"
+        )
+    inputs = words * _WORD_BITS // bits
+    order = shapes.get("g_idx")
+    if order not in (None, (inputs,)) or (inputs % groups and order is None):
+        raise LayoutError(f"expected `g_idx` [{inputs}] for {bits} bits, found {list(order or ())}")
+
+    def decode(parts: Parts) -> Tensor:
+        codes = _unpack_columns(parts["qweight"].T, bits, inputs)  # [N, K]
+        stored = _unpack_columns(parts["qzeros"], bits, outputs)  # [G, N]
+        of_input = _groups_of(parts, inputs, groups)
+        zero = (stored + 1) & ((1 << bits) - 1) if is_less_one else stored
+        scales = parts["scales"].float()
+        weight = (codes.float() - zero.T.float()[:, of_input]) * scales.T[:, of_input]
+        return weight
+
+    return PackedWeight(names, (outputs, inputs), f"GPTQ, {bits} bits", decode)
+
+
+def code_less_zero(parts: Parts, packed: PackedWeight) -> tuple[float, float, int]:
+    """Return the mean and the variance of (code - stored zero) of a weight in the layout of GPTQ, and its size."""
+    outputs, inputs = packed.shape
+    bits = parts["qweight"].shape[0] * _WORD_BITS // inputs
+    codes = _unpack_columns(parts["qweight"].T, bits, inputs).float()
+    stored = _unpack_columns(parts["qzeros"], bits, outputs)
+    if bool((stored == stored.flatten()[0]).all()):  # symmetric: the middle, or one less
+        return float(stored.flatten()[0] < 1 << (bits - 1)), 0.0, 1
+    of_input = _groups_of(parts, inputs, len(stored))
+    return float(codes.mean() - stored.float()[of_input].mean()), float(codes.var()), codes.numel()
+
+
+def awq(names: Mapping[str, str], shapes: Shapes) -> PackedWeight:
+    """Return a weight in the layout of AWQ for matrix products.
+
+    shapes: qweight [K, N / 8], scales [G, N], qzeros [G, N / 8]. Raises LayoutError.
+    """
+    inputs, words = _matrix(shapes, "qweight")
+    groups, outputs = _matrix(shapes, "scales")
+    expected = outputs * AWQ_BITS // _WORD_BITS
+    if words != expected or _matrix(shapes, "qzeros") != (groups, expected) or not groups or inputs % groups:
+        raise LayoutError(
+            f"expected `qweight` [{inputs}, {expected}] and `qzeros` [{groups}, {expected}] of 4 bits, found "
+            f"{[inputs, words]} and {list(_matrix(shapes, 'qzeros'))}"
+        )
+
+    def decode(parts: Parts) -> Tensor:
+        codes, zeros = (_awq_codes(parts[name], outputs) for name in ("qweight", "qzeros"))  # [K, N], [G, N]
+        grouped = codes.float().view(groups, inputs // groups, outputs) - zeros.float()[:, None]
+        weight = grouped * parts["scales"].float()[:, None]
+        return weight.view(inputs, outputs).T
+
+    return PackedWeight(names, (outputs, inputs), "AWQ, 4 bits", decode)
+
+
+def packed_integers(names: Mapping[str, str], shapes: Shapes, original: tuple[int, int]) -> PackedWeight:
+    """Return a weight in the packed layout of compressed-tensors.
+
+    shapes: weight_packed [N, K bits / 32], weight_scale [N, G], weight_zero_point [N bits / 32, G] and weight_g_idx [K]
+        if they exist.
+    original: N and K, as `weight_shape` tells. Raises LayoutError.
+    """
+    rows, columns = original
+    words, scales = _matrix(shapes, "weight_packed"), _matrix(shapes, "weight_scale")
+    bits = next((bits for bits in INTEGER_BITS if words == (rows, -(-columns * bits // _WORD_BITS))), None)
+    groups = scales[1]
+    if bits is None or scales[0] != rows or not groups or columns % groups:
+        raise LayoutError(
+            f"expected `weight_packed` [{rows}, {columns} x 4 or 8 bits] and `weight_scale` [{rows}, groups], found "
+            f"{list(words)} and {list(scales)}"
+        )
+
+    def decode(parts: Parts) -> Tensor:
+        half = 1 << (bits - 1)
+        codes = _unpack_columns(parts["weight_packed"], bits, columns).int() - half
+        of_column = parts["weight_g_idx"].long() if "weight_g_idx" in parts else None
+        if of_column is None or int(of_column.min()) < 0:
+            of_column = torch.arange(columns) // (columns // groups)
+        zero = torch.zeros(rows, groups)
+        if "weight_zero_point" in parts:
+            zero = _unpack_columns(parts["weight_zero_point"].T, bits, rows).T.float() - half
+        scale = parts["weight_scale"].float()
+        weight = (codes.float() - zero[:, of_column]) * scale[:, of_column]
+        return weight
+
+    return PackedWeight(names, (rows, columns), f"compressed-tensors, {bits} bits", decode)
+
+
+def scaled(names: Mapping[str, str], shapes: Shapes, block: tuple[int, int], kind: str) -> PackedWeight:
+    """Return a weight of 8-bit integers or floats with scales.
+
+    shapes: weight [N, K], scale, and weight_zero_point if it exists, with the shape of the scale. There is one scale
+        per block, [N / block, K / block], one per row, [N, 1] or [N], or one in all, [] or [1].
+    block: rows and columns that share a scale.
+    kind: the type, for people. Raises LayoutError.
+    """
+    rows, columns = _matrix(shapes, "weight")
+    found, blocks = shapes["scale"], (-(-rows // block[0]), -(-columns // block[1]))
+    if found not in ((), (1,), (rows,), (rows, 1), blocks):
+        raise LayoutError(
+            f"expected scales of shape {list(blocks)} for blocks of {list(block)}, [{rows}, 1] or [1], found "
+            f"{list(found)}"
+        )
+
+    def spread(values: Tensor) -> Tensor:
+        plain = values.float()
+        if found == blocks and found != (rows, 1):
+            plain = plain.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+        return plain.reshape(rows, 1) if found == (rows,) else plain
+
+    def decode(parts: Parts) -> Tensor:
+        weight = parts["weight"].float()
+        if "weight_zero_point" in parts:
+            weight = weight - spread(parts["weight_zero_point"])
+        return weight * spread(parts["scale"])
+
+    return PackedWeight(names, (rows, columns), kind, decode)
+
+
+def _groups_of(parts: Parts, inputs: int, groups: int) -> Tensor:
+    """Return the group of each input, int64 [inputs]. Raises LayoutError."""
+    if "g_idx" not in parts:
+        return torch.arange(inputs) // (inputs // groups)
+    of_input = parts["g_idx"].long()
+    if int(of_input.min()) < 0 or int(of_input.max()) >= groups:
+        raise LayoutError(f"`g_idx` names a group beyond {groups}")
+    return of_input
+
+
+def _matrix(shapes: Shapes, name: str) -> tuple[int, int]:
+    """Return the shape of a part that must be a matrix. Raises LayoutError."""
+    shape = shapes.get(name)
+    if shape is None or len(shape) != 2:
+        raise LayoutError(f"expected a matrix `{name}`, found {'none' if shape is None else list(shape)}")
+    return shape[0], shape[1]
+
+
+def _unpack_columns(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return `count` codes of each row, uint8 [R, count]. The codes are a stream of bits, the lowest first.
+
+    words: int32 [R, W].
+    """
+    first = torch.arange(count) * bits
+    at, shift = first // _WORD_BITS, first % _WORD_BITS
+    wide = words.to(torch.int64) & 0xFFFFFFFF
+    low = wide[:, at] >> shift
+    if _WORD_BITS % bits:  # a code of 3 bits may continue in the next word
+        high = wide[:, (at + 1).clamp_max(words.shape[1] - 1)] << (_WORD_BITS - shift)
+        low = torch.where(shift + bits > _WORD_BITS, low | high, low)
+    return (low & ((1 << bits) - 1)).to(torch.uint8)
+
+
+def _awq_codes(words: Tensor, count: int) -> Tensor:
+    """Return the codes of AWQ's words, uint8 [R, count]."""
+    ordered = _unpack_columns(words, AWQ_BITS, count).view(len(words), -1, len(_AWQ_ORDER))
+    return ordered[:, :, list(_AWQ_ORDER)].reshape(len(words), count)

@@ -1,0 +1,183 @@
+"""Quantized checkpoints: what the original tools wrote decodes to what those tools decode, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.families import lower
+from moec.compiler.preflight.preflight import preflight
+from moec.compiler.request.options import Talk
+from moec.manifests.errors import CheckpointError
+from moec.runtime import load
+from tests.compiler.checkpoint import write_packed
+from tests.gates.bundles import emit_bundle
+from tests.tiny_compile import compile_tiny, save_texts
+from tests.tiny_models import TinyMixtral, save_tiny_qwen3_moe
+
+ROOT = Path(__file__).parents[3]
+TOOLS = ROOT / "build" / "quantization-tools"
+TINY = TinyMixtral(layers=2, experts=4, width=64, hidden_size=64, heads=2, kv_heads=1, head_size=32)
+LAYOUTS = list(write_packed.LAYOUTS)
+WEIGHT = "model.layers.1.mlp.experts.2.up_proj"
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that quantizes a tiny checkpoint with the tool of a layout, once."""
+    if not (TOOLS / ".ready").exists():
+        if os.environ.get("CI"):
+            pytest.fail("`make quantization-tools` has not filled build/quantization-tools")
+        pytest.skip("needs `make quantization-tools`")
+    folder = tmp_path_factory.mktemp("packed")
+    save_tiny_qwen3_moe(folder / "plain", TINY)
+
+    def made(layout: str) -> Path:
+        if not (folder / layout).exists():
+            command = [sys.executable, write_packed.__file__, TOOLS, folder / "plain", folder / layout, layout]
+            run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+            assert run.returncode == 0, run.stderr
+        return folder / layout
+
+    return made
+
+
+@pytest.fixture
+def copied(quantized: Callable[[str], Path], tmp_path: Path) -> Callable[[str], tuple[Path, dict[str, torch.Tensor]]]:
+    """Return a function that copies a quantized checkpoint, which a test may damage, and reads its tensors."""
+
+    def copy(layout: str) -> tuple[Path, dict[str, torch.Tensor]]:
+        folder = Path(shutil.copytree(quantized(layout), tmp_path / layout))
+        return folder, load_file(folder / "model.safetensors")
+
+    return copy
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_are_those_that_the_tool_decodes(layout: str, quantized: Callable[[str], Path]) -> None:
+    folder = quantized(layout)
+    checkpoint, expected = open_checkpoint(str(folder)), load_file(folder / "expected.st")
+    assert set(checkpoint.packed) == set(expected) and len(expected) == 2 * (4 * 3 + 4)
+    for name, weight in expected.items():
+        packed = checkpoint.packed[name]
+        parts = {part: checkpoint._read(checkpoint.parts[stored], stored) for part, stored in packed.names.items()}
+        assert torch.equal(packed.decode(parts).to(weight.dtype), weight), name
+        assert checkpoint.tensor(name, rows=(3, 9)).shape == (6, weight.shape[1])
+    assert checkpoint.precision and "quantization_config" not in checkpoint.config
+    report = preflight(lower(checkpoint), required=(), offered=())
+    assert report is not None
+
+
+@pytest.mark.parametrize("layout", ["gptq-act-order", "awq", "ct-int4", "fp8-blocks"])
+def test_a_16_bit_bundle_computes_with_the_decoded_weights(
+    layout: str, quantized: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = quantized(layout)
+    decoded, checkpoint = tmp_path / "decoded", open_checkpoint(str(folder))
+    shutil.copytree(folder.parent / "plain", decoded)
+    save_file(
+        {name: checkpoint.tensor(name) for name in checkpoint.tensors}, decoded / "model.safetensors", {"format": "pt"}
+    )
+    found = []
+    for name, source in (("one", folder), ("other", decoded)):
+        with load(emit_bundle(source, tmp_path / name), expert_cache="100%", context=64) as engine:
+            found.append(engine.logits([1, 5, 9, 2, 7]))
+    assert np.array_equal(*found)
+
+
+def test_a_certificate_names_the_precision_of_its_baseline(
+    quantized: Callable[[str], Path], tmp_path: Path, one_thread: None
+) -> None:
+    notes: list[str] = []
+    data, talk = str(save_texts(tmp_path / "data")), Talk(notes.append)
+    result = compile_tiny(quantized("gptq-4"), tmp_path / "out", "kl", 0.5, data=data, talk=talk)
+    assert result.quality["baseline_precision"] == "GPTQ, 4 bits"
+    assert "the weights are stored as GPTQ, 4 bits: what they decode to is the baseline" in notes
+
+
+def test_the_version_of_gptq_follows_from_the_zeros(
+    quantized: Callable[[str], Path], copied: Callable[[str], tuple[Path, dict[str, torch.Tensor]]]
+) -> None:
+    """A wrong label changes nothing. The layout `gptq-v2` has the label of the first version."""
+    folder, _ = copied("gptq-4")
+    right = {name: open_checkpoint(str(folder)).tensor(name) for name in open_checkpoint(str(folder)).packed}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["checkpoint_format"] = "gptq_v2"
+    (folder / "config.json").write_text(json.dumps(config))
+    labelled = open_checkpoint(str(folder))
+    assert all(torch.equal(labelled.tensor(name), weight) for name, weight in right.items())
+
+
+Damage = Callable[[dict[str, torch.Tensor], dict[str, Any]], None]
+
+
+def _set(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    def damage(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
+        tensors[f"{WEIGHT}.{part}"] = change(tensors[f"{WEIGHT}.{part}"]).contiguous()
+
+    return damage
+
+
+def _drop(part: str) -> Damage:
+    def damage(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
+        del tensors[f"{WEIGHT}.{part}"]
+
+    return damage
+
+
+def _setting(name: str, value: object) -> Damage:
+    return lambda tensors, settings: settings.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("layout", "damage", "message"),
+    [
+        ("gptq-4", _set("qzeros", lambda t: t[:, :5]), "expected `qzeros` .* 2, 3, 4 or 8 bits"),
+        ("gptq-4", _set("qweight", lambda t: t[:, :-8]), "expected `qweight`|expected `qzeros`"),
+        ("gptq-4", _set("g_idx", lambda t: t[:-1]), r"expected `g_idx` \[64\] for 4 bits"),
+        ("gptq-4", _set("g_idx", lambda t: t + 7), "`g_idx` names a group beyond 2"),
+        ("awq", _set("qzeros", lambda t: t[:1]), "expected `qweight` .* of 4 bits"),
+        ("ct-int4", _set("weight_packed", lambda t: t[:, :3]), r"expected `weight_packed` \[64, 64 x 4 or 8 bits\]"),
+        ("ct-int4", _set("weight_shape", lambda t: t[:1]), "expected two numbers in `weight_shape`"),
+        ("ct-int4", _set("weight_scale", lambda t: t[:5]), "`weight_scale` "),
+        ("fp8-blocks", _set("weight_scale_inv", lambda t: t[:1]), r"scales of shape \[2, 2\] for blocks of \[32, 32\]"),
+        ("fp8-blocks", _drop("weight_scale_inv"), "expected `weight_scale_inv` or `weight_scale` .* found neither"),
+        ("fp8-blocks", _setting("weight_block_size", [0, 3]), "two positive numbers in `weight_block_size`"),
+        ("fp8-blocks", _setting("quant_method", "bitsandbytes"), "method `bitsandbytes`, expected awq"),
+        ("fp8-blocks", _setting("quant_method", None), "method `None`, expected awq"),
+    ],
+)
+def test_layouts_that_no_reader_knows(
+    layout: str,
+    damage: Damage,
+    message: str,
+    copied: Callable[[str], tuple[Path, dict[str, torch.Tensor]]],
+) -> None:
+    folder, tensors = copied(layout)
+    config = json.loads((folder / "config.json").read_text())
+    damage(tensors, config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        lowering = lower(open_checkpoint(str(folder)))
+        [lowering.unit(key) for key in lowering.units]
+
+
+def test_a_label_without_quantized_tensors(tmp_path: Path) -> None:
+    folder = save_tiny_qwen3_moe(tmp_path / "plain", TINY)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(CheckpointError, match="the method `gptq`, and no tensor is stored so"):
+        open_checkpoint(str(folder))
