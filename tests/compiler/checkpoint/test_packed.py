@@ -36,22 +36,17 @@ WEIGHT = "model.layers.1.mlp.experts.2.up_proj"
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that quantizes a tiny checkpoint with the tool of a layout, once."""
+    """Return a function that gives the checkpoint of a layout. One process writes all of them."""
     if not (TOOLS / ".ready").exists():
         if os.environ.get("CI"):
             pytest.fail("`make quantization-tools` has not filled build/quantization-tools")
         pytest.skip("needs `make quantization-tools`")
     folder = tmp_path_factory.mktemp("packed")
     save_tiny_qwen3_moe(folder / "plain", TINY)
-
-    def made(layout: str) -> Path:
-        if not (folder / layout).exists():
-            command = [sys.executable, write_packed.__file__, TOOLS, folder / "plain", folder / layout, layout]
-            run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-            assert run.returncode == 0, run.stderr
-        return folder / layout
-
-    return made
+    command = [sys.executable, write_packed.__file__, TOOLS, folder / "plain", folder]
+    run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return lambda layout: folder / layout
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """Quantize a checkpoint with the original tools, in a process of its own.
 
-    python write_packed.py TOOLS CHECKPOINT OUT LAYOUT
+    python write_packed.py TOOLS CHECKPOINT OUT
 
-TOOLS is a folder with auto-gptq, autoawq and compressed-tensors, which `make quantization-tools` fills. OUT gets the
-quantized checkpoint. `expected.safetensors` in it has the weights as the tool itself decodes them.
+TOOLS is a folder with auto-gptq, autoawq and compressed-tensors, which `make quantization-tools` fills. OUT/LAYOUT gets
+a quantized checkpoint of each layout. `expected.st` in it has the weights as the tool itself decodes them.
 The packages do not import as a whole with today's transformers, so only the modules are imported that are needed.
 """
 
@@ -138,14 +138,19 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Made]]] = {
 }
 
 
-def main(tools: str, source: str, target: str, layout: str) -> None:
-    """Write one quantized checkpoint."""
+def main(tools: str, source: str, target: str) -> None:
+    """Write a quantized checkpoint of each layout."""
     sys.path.append(tools)
     for name in ("auto_gptq", "awq"):
         hollow(name)
+    for layout in LAYOUTS:
+        write(Path(source), Path(target) / layout, layout)
+
+
+def write(folder: Path, out: Path, layout: str) -> None:
+    """Write one quantized checkpoint."""
     torch.manual_seed(0)
     settings, quantize = LAYOUTS[layout]
-    folder, out = Path(source), Path(target)
     shutil.copytree(folder, out)
     tensors, made, expected = load_file(folder / "model.safetensors"), {}, {}
     for name, tensor in tensors.items():
