@@ -2,9 +2,9 @@
 
     python -m bench.quantization.quantizers [--task gsm8k] [--formats q2g128,q3g128,q4g64]
 
-The example is calibrated on the train split. Errors are measured with the second moments of 1,000 validation items. The
-figure is the relative output error sqrt(tr(D H D^T) / tr(W H W^T)), median of all experts. Prints one JSON object per
-line.
+AutoGPTQ comes from `make quantization-tools`. The example is calibrated on the train split. Errors are measured with the
+second moments of 1,000 validation items. The figure is the relative output error sqrt(tr(D H D^T) / tr(W H W^T)), median
+of all experts. Prints one JSON object per line.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from moec.compiler.calibration.layer_inputs import LayerInputs
 from moec.compiler.quantization.output_error import relative_output_error
-from moec.compiler.quantization.quantizers.gptq import quantize_gptq
+from moec.compiler.quantization.quantizers import quantizer
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
@@ -32,12 +33,15 @@ from ..example import Example, moments_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HELD_OUT_ITEMS = 1_000
+NAMES = ("rtn", "rtn, clipped", "quanto", "auto-gptq", "gptq")
+TOOLS = Path(__file__).parents[2] / "build" / "quantization-tools"
+"""Folder of AutoGPTQ: make quantization-tools."""
 
 
 def relative_errors(
     weights: Tensor, projection: str, spec: QuantSpec, seen: LayerInputs, held: LayerInputs
 ) -> Iterator[tuple[float, ...]]:
-    """Yield the errors of every expert: rounded to nearest, with clip search, and by GPTQ.
+    """Yield the errors of every expert by each of NAMES.
 
     weights: of one projection of all experts, [E, N, K].
     seen: inputs that the quantizers know.
@@ -45,13 +49,15 @@ def relative_errors(
     """
     moments, held_moments = moments_of(seen, projection), moments_of(held, projection)
     for expert, weight in enumerate(weights):
-        gptq = quantize_gptq(weight, spec, moments[expert], int(seen.tokens[expert]))
-        nearest = quantize_rtn(weight, spec)
-        clipped = quantize_rtn(weight, spec, True, moments[expert].diagonal())
-        yield tuple(
-            float(relative_output_error(weight, made.dequantize(), held_moments[expert]))
-            for made in (nearest, clipped, gptq)
-        )
+        given = (moments[expert], int(seen.tokens[expert]))
+        made = [
+            quantize_rtn(weight, spec, True, given[0].diagonal())
+            if name == "rtn, clipped"
+            else quantizer(name)(weight, spec, *given)
+            for name in NAMES
+        ]
+        held_moment = held_moments[expert]
+        yield tuple(float(relative_output_error(weight, each.dequantize(), held_moment)) for each in made)
 
 
 def main() -> None:
@@ -60,6 +66,7 @@ def main() -> None:
     parser.add_argument("--task", default="gsm8k")
     parser.add_argument("--formats", default="q2g128,q3g128,q4g64")
     options = parser.parse_args()
+    sys.path.append(str(TOOLS))
     example = Example(str(EXAMPLES / "model"), str(EXAMPLES / "data"), options.task)
     seen, statistics = example.calibrated(example.texts(example.splits.train.items))
     held, _ = example.calibrated(example.texts(example.splits.validation.items[:HELD_OUT_ITEMS]))
@@ -74,8 +81,8 @@ def main() -> None:
                 units = [example.lowering.unit(UnitKey(layer, expert, projection)) for expert in experts]
                 weights = torch.stack(units).float()
                 rows += relative_errors(weights, projection, spec, seen[layer], inputs)
-            nearest, clipped, gptq = np.median(np.array(rows), axis=0).round(4).tolist()
-            line = {"format": str(spec), "projection": projection, "nearest": nearest, "clipped": clipped, "gptq": gptq}
+            errors = np.median(np.array(rows), axis=0).round(4).tolist()
+            line = {"format": str(spec), "projection": projection, **dict(zip(NAMES, errors, strict=True))}
             print(json.dumps(line), flush=True)
 
 

@@ -106,10 +106,11 @@ LONGEST_SUFFIX = ".moec-replaced"
 )
 @click.option(
     "--quantizer",
-    type=click.Choice(["gptq", "rtn", "quanto"]),
+    type=click.Choice(["gptq", "rtn", "quanto", "auto-gptq"]),
     default="gptq",
     show_default=True,
-    help="gptq: with calibration data; rtn: round to nearest; quanto: optimum-quanto's optimizers.",
+    help="gptq: with calibration data; rtn: round to nearest; quanto: optimum-quanto's optimizers; auto-gptq: the "
+    "archived package's GPTQ.",
 )
 @click.option("--shots", type=int, default=0, show_default=True, help="Solved examples before each item.")
 @long_items_option

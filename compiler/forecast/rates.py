@@ -27,6 +27,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..families import Lowering
 from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer
 from ..quantization.packing import pack, unpack
+from ..quantization.quantizers import WITH_MOMENTS
 from ..quantization.quantizers import quantizer as find_quantizer
 from ..quantization.quantizers.rtn import rounded_rows
 from ..walker.loaded_layer import LoadedLayer
@@ -152,7 +153,7 @@ def measure_layer(
         decoded = _decoded_token(slot, texts, pool, threads)
         progress(2, pieces)
         with clock.running():
-            inputs, _ = calibrate_layer(slot, many, pool, quantizer == "gptq")
+            inputs, _ = calibrate_layer(slot, many, pool, quantizer in WITH_MOMENTS)
         calibration_token = clock.seconds / many.num_moving
         progress(3, pieces)
         quantizing = LayerQuantizer(slot.experts, ExpertQuantizer(layer, quantizer, tuple(formats)))

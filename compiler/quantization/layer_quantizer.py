@@ -52,7 +52,7 @@ class ExpertQuantizer:
         """Return all projections of an expert in every format.
 
         weights: by projection, [N, K] float32.
-        moments: of the expert's inputs, or None. Quantizers other than gptq ignore them.
+        moments: of the expert's inputs, or None. Not all quantizers use them.
         tokens: number of tokens in the moments.
         """
         matrices: Matrices = {}
@@ -68,7 +68,7 @@ class ExpertQuantizer:
                 if self.quantizer == "gptq" and not spec.is_mxfp4:
                     made = quantize_gptq(weight, spec, moment, tokens, prepared)
                 else:
-                    made = find_quantizer(self.quantizer)(weight, spec, None, 0)
+                    made = find_quantizer(self.quantizer)(weight, spec, moment, tokens)
                 start = 0
                 for projection in own:
                     end = start + len(weights[projection])

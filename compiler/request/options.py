@@ -21,7 +21,7 @@ from moec.manifests.quant import (
     QuantSpec,
 )
 
-from ..quantization.quantizers import QUANTIZERS
+from ..quantization.quantizers import PACKAGES, QUANTIZERS
 from .objective import OBJECTIVES, Objective
 from .targets import Target
 
@@ -82,7 +82,7 @@ class CompileOptions:
     sensitivity: how losses of units are predicted.
     search: the search algorithm.
     objective: the cost of a byte. None: the device profile decides.
-    quantizer: `gptq`, `rtn` or `quanto`.
+    quantizer: `gptq`, `rtn`, `quanto` or `auto-gptq`.
     shots: solved examples before each item.
     limit: maximum number of items per split.
     seed: seed of all random choices.
@@ -220,7 +220,7 @@ class CompileOptions:
 
         Scales are bytes if quantizer and bitwidth support that.
         """
-        has_bytes = group > 0 and bits in BYTE_SCALES_BITWIDTHS and self.quantizer != "quanto"
+        has_bytes = group > 0 and bits in BYTE_SCALES_BITWIDTHS and self.quantizer not in PACKAGES
         return QuantSpec(bits, group, byte_scales=has_bytes)
 
     @property
@@ -253,7 +253,7 @@ class CompileOptions:
         * 1 bit has no groups of 32, which take nearly the bytes of 2 bits.
         * Groups of up to 5 bits have byte scales and minima: equal output error for fewer bytes
           (docs/experiments/2026-11-22-byte-scales.md).
-        * optimum-quanto has no bitwidth below 2, and no byte scales.
+        * Quantizers of other packages have no bitwidth below 2, and no byte scales.
 
         bitwidths: bitwidths with a kernel.
         plain: the format at 16 bits, which keeps the checkpoint's own numbers.
@@ -261,7 +261,7 @@ class CompileOptions:
         Raises OptionError if no format is left.
         """
         specs: list[QuantSpec] = []
-        excluded = {1, TERNARY} if self.quantizer == "quanto" else set()
+        excluded = {1, TERNARY} if self.quantizer in PACKAGES else set()
         for bits in sorted((set(self.bits) & set(bitwidths)) - excluded):
             if bits == 16:
                 specs.append(plain)
@@ -272,7 +272,7 @@ class CompileOptions:
         if not specs:
             reason = "has a kernel on this device"
             if excluded & set(self.bits):
-                reason += ", and optimum-quanto has none below 2"
+                reason += f", and {self.quantizer} has none below 2"
             raise OptionError(f"no bitwidth of {self.bits} {reason}", "offer others with `--bits`")
         return tuple(specs)
 

@@ -9,6 +9,7 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.quant import COLUMNS_PER_TILE, FloatType, QuantSpec
 
 from ..families import Lowering
+from ..quantization.quantizers import WITH_MOMENTS
 from .options import UNIFORM_DENSE_BITS, CompileOptions
 from .plan import CompilePlan
 
@@ -28,7 +29,7 @@ def uniform_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:
 
 def uniform_quantizer(options: CompileOptions) -> str:
     """Return the quantizer. GPTQ becomes `rtn`, because there is no data."""
-    return "rtn" if options.quantizer == "gptq" else options.quantizer
+    return "rtn" if options.quantizer in WITH_MOMENTS else options.quantizer
 
 
 def uniform_dense_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:

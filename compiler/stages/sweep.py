@@ -26,6 +26,7 @@ from moec.manifests.quant import QuantSpec
 from ..calibration.collect import ActivationStatistics, count_statistics
 from ..calibration.layer_inputs import LayerInputs, calibrate_layer
 from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer, QuantizeElsewhere
+from ..quantization.quantizers import WITH_MOMENTS
 from ..quantization.swept_store import SweptStore, packed_unit, stage_name
 from ..sensitivity.sensitivity import SensitivityTable, dense_groups, probe_format
 from ..walker.loaded_layer import LoadedLayer, embedded
@@ -227,7 +228,7 @@ class Sweep:
         if self._slot.experts is None:
             self._slot.run(travellers.all(), pool)
             return {}, None
-        has_moments = self._store.quantizer == "gptq"
+        has_moments = self._store.quantizer in WITH_MOMENTS
         inputs, counts = calibrate_layer(self._slot, travellers.calibration, pool, has_moments)
         self._slot.run([*travellers.unchanged(), *travellers.variants.values()], pool)
         return counts, inputs

@@ -13,7 +13,11 @@ from moec.manifests.quant import QuantSpec
 from ..quantized import QuantizedMatrix, left_out
 from .exact import repack_mxfp4
 
-QUANTIZERS = ("gptq", "rtn", "quanto")
+QUANTIZERS = ("gptq", "rtn", "quanto", "auto-gptq")
+WITH_MOMENTS = ("gptq", "auto-gptq")
+"""Quantizers that use the second moments of the inputs."""
+PACKAGES = ("quanto", "auto-gptq")
+"""Quantizers of other packages, which cannot express every format."""
 
 
 class Quantizer(Protocol):
@@ -32,13 +36,14 @@ class Quantizer(Protocol):
 def quantizer(name: str) -> Quantizer:
     """Return the quantizer of that name.
 
-    `rtn` and `quanto` use the weights alone, `gptq` also the second moment. All keep mxfp4 weights as they are.
+    `rtn` and `quanto` use the weights alone, the others also the second moment. All keep mxfp4 weights as they are.
     Raises OptionError for an unknown name.
     The quantizer raises CheckpointError if mxfp4 cannot hold the weights exactly.
     """
     if name not in QUANTIZERS:
         raise OptionError(f"unknown quantizer `{name[:40]}`, expected one of {', '.join(QUANTIZERS)}")
-    function: Any = getattr(importlib.import_module(f".{name}", __package__), f"quantize_{name}")
+    own = name.replace("-", "_")
+    function: Any = getattr(importlib.import_module(f".{own}", __package__), f"quantize_{own}")
 
     def quantize(
         weight: torch.Tensor, spec: QuantSpec, second_moment: torch.Tensor | None, tokens: int
@@ -47,7 +52,7 @@ def quantizer(name: str) -> Quantizer:
             return repack_mxfp4(weight, spec)
         if spec.is_pruned:
             return left_out(len(weight))
-        arguments = (second_moment, tokens) if name == "gptq" else ()
+        arguments = (second_moment, tokens) if name in WITH_MOMENTS else ()
         return function(weight, spec, *arguments)  # type: ignore[no-any-return]
 
     return quantize
@@ -55,5 +60,5 @@ def quantizer(name: str) -> Quantizer:
 
 def check_format(name: str, spec: QuantSpec) -> None:
     """Raise OptionError if this quantizer cannot make a format. All quantizers keep 16 bits and mxfp4."""
-    if name == "quanto" and spec.bitwidth != 16 and not (spec.is_mxfp4 or spec.is_pruned):
-        importlib.import_module(".quanto", __package__).check_format(spec)
+    if name in PACKAGES and spec.bitwidth != 16 and not (spec.is_mxfp4 or spec.is_pruned):
+        importlib.import_module(f".{name.replace('-', '_')}", __package__).check_format(spec)

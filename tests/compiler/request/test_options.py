@@ -120,7 +120,7 @@ def test_five_and_six_bits_are_on_offer_by_request() -> None:
 
 
 def test_bits_that_quanto_lacks_are_named() -> None:
-    with pytest.raises(OptionError, match="optimum-quanto has none below 2"):
+    with pytest.raises(OptionError, match="quanto has none below 2"):
         CompileOptions(KL, data="items.jsonl", quantizer="quanto", bits=(1,)).unit_specs(BITWIDTHS, BF16)
 
 

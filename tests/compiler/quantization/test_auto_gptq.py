@@ -1,0 +1,97 @@
+"""AutoGPTQ's own class on the same second moments as ours, and without the package."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moec.compiler.quantization.quantizers import auto_gptq, quantizer
+from moec.manifests.errors import MissingDependency, OptionError
+from moec.manifests.quant import QuantSpec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOOLS = Path(__file__).parents[3] / "build" / "quantization-tools"
+TOKENS = 1500
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the package importable, as `pip install --no-deps auto-gptq` does."""
+    if not (TOOLS / ".ready").exists():
+        if os.environ.get("CI"):
+            pytest.fail("`make quantization-tools` has not filled build/quantization-tools")
+        pytest.skip("needs `make quantization-tools`")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(TOOLS)])
+    auto_gptq._imported.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def drawn() -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [96, 128], and the second moment of correlated inputs."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(96, 128, generator=generator) * 0.02
+    mixing = torch.randn(128, 128, generator=generator) / 128**0.5 + torch.eye(128)
+    inputs = torch.randn(TOKENS, 128, generator=generator) @ mixing
+    return weight, inputs.T @ inputs
+
+
+def output_error(weight: torch.Tensor, rounded: torch.Tensor, moment: torch.Tensor) -> float:
+    difference = rounded - weight
+    return float(((difference @ moment) * difference).sum() / ((weight @ moment) * weight).sum())
+
+
+@pytest.mark.parametrize("text", ["q2g64", "q3g32", "q4g64", "q4g32s", "q5g64", "q8", "q8g128"])
+def test_weights_are_those_of_the_class(text: str, package: None, drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """The codes and scales of a bundle stand for the weights that the class itself leaves in the layer."""
+    weight, moment = drawn
+    spec = QuantSpec.parse(text)
+    made = quantizer("auto-gptq")(weight, spec, moment, TOKENS)
+    layer = torch.nn.Linear(128, 96, bias=False)
+    layer.weight.data = weight.clone()
+    solver = auto_gptq._gptq()(layer)
+    solver.quantizer.configure(int(spec.bitwidth), perchannel=True, sym=spec.symmetric, mse=False)
+    solver.H, solver.nsamples = moment * 2 / TOKENS, TOKENS
+    solver.fasterquant(percdamp=0.01, group_size=spec.group_size or -1)
+    step = made.scales.float().max()
+    assert (made.dequantize() - layer.weight.data).abs().max() < 0.1 * step  # float16 scales and minima
+    assert made.codes.dtype == torch.uint8 and int(made.codes.max()) <= spec.largest_code
+    assert (made.minima is None) == spec.symmetric
+
+
+@pytest.mark.parametrize(("text", "least"), [("q2g64", 0.3), ("q3g32", 0.6), ("q4g64", 0.75), ("q4g32s", 0.7)])
+def test_our_own_has_at_most_its_output_error(
+    text: str, least: float, package: None, drawn: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Both use the same second moments. Ours also searches clips and fits scales, which gains most at few bits."""
+    weight, moment = drawn
+    spec = QuantSpec.parse(text)
+    errors = [
+        output_error(weight, quantizer(name)(weight, spec, moment, TOKENS).dequantize(), moment)
+        for name in ("gptq", "auto-gptq", "rtn")
+    ]
+    assert least * errors[1] < errors[0] < errors[1] < errors[2]
+
+
+def test_without_moments_weights_are_rounded(package: None, drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
+    weight, _ = drawn
+    made = quantizer("auto-gptq")(weight, QuantSpec.parse("q4g64"), None, 0)
+    assert (made.dequantize() - weight).abs().max() <= 0.6 * made.scales.float().max()
+
+
+def test_no_hollow_package_stays_behind(package: None, drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
+    quantizer("auto-gptq")(drawn[0], QuantSpec.parse("q8"), drawn[1], TOKENS)
+    assert not [name for name in sys.modules if name.split(".")[0] == "auto_gptq"]
+
+
+def test_formats_that_it_lacks_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.ones(32, 128)
+    with pytest.raises(OptionError, match=r"AutoGPTQ has no weights of 1 bits"):
+        quantizer("auto-gptq")(weight, QuantSpec.parse("q1g64b"), None, 0)
+    auto_gptq._imported.cache_clear()
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(TOOLS)])
+    with pytest.raises(MissingDependency, match="pip install --no-deps auto-gptq"):
+        quantizer("auto-gptq")(weight, QuantSpec.parse("q4g64"), None, 0)
