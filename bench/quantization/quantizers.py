@@ -2,9 +2,9 @@
 
     python -m bench.quantization.quantizers [--task gsm8k] [--formats q2g128,q3g128,q4g64]
 
-AutoGPTQ comes from `make quantization-tools`. The example is calibrated on the train split. Errors are measured with the
-second moments of 1,000 validation items. The figure is the relative output error sqrt(tr(D H D^T) / tr(W H W^T)), median
-of all experts. Prints one JSON object per line.
+AutoGPTQ comes from `make quantization-tools`. The example is calibrated on the train split. Errors are measured with
+the second moments of 1,000 validation items. The figure is the relative output error
+sqrt(tr(D H D^T) / tr(W H W^T)), median of all experts. Prints one JSON object per line.
 """
 
 from __future__ import annotations

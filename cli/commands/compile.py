@@ -46,7 +46,12 @@ LONGEST_SUFFIX = ".moec-replaced"
     "--bits-per-weight", type=float, metavar="BITS", help="Target: bits per weight of routed experts, scales included."
 )
 @click.option("--size", metavar="SIZE", help="Target: bytes of routed experts, like `2.1GiB`.")
-@click.option("--uniform", type=float, metavar="BITS", help="One bitwidth for all experts: no search, no data.")
+@click.option(
+    "--uniform",
+    type=float,
+    metavar="BITS",
+    help="One bitwidth for all experts: no search. With --data: statistics, and GPTQ.",
+)
 @click.option(
     "--data",
     type=PLACE,
@@ -177,7 +182,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
 
     \b
     moec compile mixtral --loss 2% --data gsm8k/        fewest bytes that lose at most 2 %
-    moec compile mixtral --uniform 4                    4 bits for all experts, without data
+    moec compile mixtral --uniform 4                    4 bits for all experts; add --data for GPTQ
     moec compile mixtral --size 2.1GiB --data a.jsonl   best quality in 2.1 GiB
     moec compile mixtral --sweep 0.5%..20% --data d/    fewest bytes at each loss: a table, JSON and a plot
     moec compile mixtral --loss 2% --data gsm8k/ --device jetson-agx-orin,laptop    one bundle for each

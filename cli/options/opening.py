@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moec.manifests.errors import BundleIncomplete, InputError, MemoryBudgetExceeded
 
+from ..terminal import output
+
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
     from moec.runtime.engine.engine import Engine
@@ -53,9 +55,23 @@ def open_engine(
         runtime_kernels.select(kernels)
     require_memory_for_manifest(folder, options)
     bundle = open_bundle(folder, allow_partial=allow_partial)
+    _say_without_statistics(bundle, options)
     if before_load is not None:
         before_load(bundle)
     return Engine(bundle, options, closes_bundle=True)
+
+
+def _say_without_statistics(bundle: Bundle, options: RuntimeOptions) -> None:
+    """Say which options have nothing to go by, because the bundle was compiled without data."""
+    if bundle.manifest.calibration is not None:
+        return
+    used = [f"`--prefetch {options.prefetch}`"] if options.prefetch in ("path", "popularity") else []
+    used += [f"`--policy {options.policy}`"] if options.policy == "edgemoe" else []
+    if used:
+        output.say(
+            f"warning: `{bundle.path}` was compiled without data and has no statistics, so {' and '.join(used)} "
+            "begins with nothing to go by; compile it with `--data`"
+        )
 
 
 def accelerator_facts(engine: Engine) -> dict[str, Any]:

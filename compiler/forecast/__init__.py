@@ -29,7 +29,7 @@ def forecast(request: CompileRequest) -> list[StageForecast]:
     lowering, options, talk = prepared.lowering, request.options, request.talk
     parent = existing_parent(request.output)
     disk = measure_disk(prepared.checkpoint, parent, request.disk)
-    if options.target.kind == "uniform":
+    if options.target.kind == "uniform" and not prepared.splits:
         rates = measure_expert(lowering, [uniform_spec(options, lowering)], uniform_quantizer(options))
         return uniform_stages(prepared, disk, rates)
     if not prepared.splits:
@@ -41,4 +41,5 @@ def forecast(request: CompileRequest) -> list[StageForecast]:
     layer = measure_layer(
         lowering, texts.calibration, prepared.stored_specs, options.quantizer, talk.progress("timing a layer")
     )
-    return SearchForecast(prepared, texts, disk, layer).stages()
+    counted = SearchForecast(prepared, texts, disk, layer)
+    return counted.calibrated_stages() if options.target.kind == "uniform" else counted.stages()

@@ -98,7 +98,7 @@ class SearchForecast:
 
     def stages(self) -> list[StageForecast]:
         """Return the stages, in order."""
-        model, specs, experts = self._model, self._specs, len(self._model.expert_keys())
+        model, specs = self._model, self._specs
         work, calibration = self._work_bytes(), self._texts.calibration.num_tokens
         # For tasks, the disk also holds bundles of the checkpoint and of the tried plan.
         tried = (
@@ -113,13 +113,7 @@ class SearchForecast:
         passes = sweep_bytes(model, tokens, probe, specs, self._threads) + resident
         return [
             _digests(self._prepared, self._disk),
-            StageForecast(
-                "calibrating and quantizing",
-                self._sweep_seconds() + work * self._disk.written_byte,
-                passes,
-                work,
-                f"{calibration:,} tokens, {experts:,} experts in {len(specs)} formats",
-            ),
+            self._calibrating(passes, work),
             *self._gradients(work, resident),
             *self._divergences(passes, work),
             *self._comparisons(passes, work),
@@ -134,7 +128,29 @@ class SearchForecast:
             *([self._answers(memory, work + tried)] if tried else []),
         ]
 
+    def calibrated_stages(self) -> list[StageForecast]:
+        """Return the stages of `--uniform` with data: no plan is measured."""
+        resident = resident_bytes(self._model, self._prepared.kept_layers.count)
+        work, probe = self._work_bytes(), self._texts.probe.num_tokens
+        tokens = self._texts.calibration.num_tokens
+        memory = sweep_bytes(self._model, tokens, probe, self._specs, self._threads) + resident
+        return [
+            _digests(self._prepared, self._disk),
+            self._calibrating(memory, work),
+            self._writing(memory, work + self._bundle),
+        ]
+
     # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _calibrating(self, memory: int, work: int) -> StageForecast:
+        calibration, experts = self._texts.calibration.num_tokens, len(self._model.expert_keys())
+        return StageForecast(
+            "calibrating and quantizing",
+            self._sweep_seconds() + work * self._disk.written_byte,
+            memory,
+            work,
+            f"{calibration:,} tokens, {experts:,} experts in {len(self._specs)} formats",
+        )
 
     def _divergences(self, memory: int, disk: int) -> list[StageForecast]:
         """Return the stages that measure plans by their KL: of the search, and of swaps."""

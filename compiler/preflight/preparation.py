@@ -59,6 +59,8 @@ class Prepared:
     def specs(self) -> tuple[QuantSpec, ...]:
         """Formats on offer to units."""
         model, bitwidths = self.lowering.model, self.request.profile.bitwidths
+        if self.request.options.target.kind == "uniform":
+            return (uniform_spec(self.request.options, self.lowering),)
         return self.request.options.unit_specs(bitwidths, self.lowering.own_unit_spec, routed_widths(model))
 
     @property
@@ -127,7 +129,7 @@ def prepare(request: CompileRequest) -> Prepared:
     if request.cluster is not None:
         check_cluster(kind)
     if kind == "uniform":
-        return found
+        return with_kept_layers(found) if found.splits else found
     smallest = smallest_plan(lowering, options, found.specs)
     summarise_device(request.profile, smallest, found.checkpoint.tokenizer_file_bytes)
     return with_kept_layers(found)

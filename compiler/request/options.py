@@ -59,6 +59,8 @@ _OF_DATA: dict[str, object] = {
     "long_items": TRUNCATE,
     "task_settings": NO_SETTINGS,
 }
+_OF_CALIBRATION = ("tasks", "shots", "limit", "seed", "long_items", "task_settings")
+"""Options that also count with `--uniform`, whose data gives statistics and second moments."""
 _OF_SEARCH: dict[str, object] = {"bits": DEFAULT_BITS, "objective": None}
 _OPTION_NAMES = {
     "tasks": "task",
@@ -74,7 +76,7 @@ class CompileOptions:
     """Options of a compile.
 
     target: exactly one target.
-    data: folder, JSONL or hub name.
+    data: folder, JSONL or hub name. With a uniform target it gives statistics and second moments.
     tasks: names or files of tasks. Empty: one task is inferred from the fields.
     dense_bits: bitwidth of dense weights. None: searched, or 8 with a uniform target.
     bits: bitwidths on offer to routed experts.
@@ -171,8 +173,9 @@ class CompileOptions:
         if self.confidence is not None and not 0.5 <= self.confidence < 1:
             raise OptionError(f"`--confidence {self.confidence:g}` is not from 0.5 to below 1", "write 0.95")
         if self.target.kind == "uniform":
-            self._refuse_given(_OF_DATA | _OF_SEARCH, "with `--uniform`, which searches nothing")
-        elif self.data is None:
+            searched = {name: default for name, default in _OF_DATA.items() if name not in _OF_CALIBRATION}
+            self._refuse_given(searched | _OF_SEARCH, "with `--uniform`, which searches nothing")
+        if self.data is None:
             self._refuse_given(_OF_DATA, "without `--data`")
         if self.target.kind != "uniform" or self.target.value == 16:
             self._refuse_given({"symmetric": None}, "but with `--uniform` below 16 bits")
@@ -205,8 +208,6 @@ class CompileOptions:
             )
         if self.target.value == TERNARY and self.uniform_group % TERNARY_COLUMNS:
             raise _no_ternary_groups(self.group_sizes)
-        if self.data is not None:
-            raise OptionError("`--data` has no effect with `--uniform`", "leave it out; `moec eval` measures a bundle")
 
     @property
     def low_spec(self) -> QuantSpec | None:

@@ -28,8 +28,8 @@ def uniform_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:
 
 
 def uniform_quantizer(options: CompileOptions) -> str:
-    """Return the quantizer. GPTQ becomes `rtn`, because there is no data."""
-    return "rtn" if options.quantizer in WITH_MOMENTS else options.quantizer
+    """Return the quantizer. Without data, those that use inputs become `rtn`."""
+    return "rtn" if options.quantizer in WITH_MOMENTS and options.data is None else options.quantizer
 
 
 def uniform_dense_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:

@@ -36,7 +36,7 @@ def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleM
         prepared.lowering,
         content,
         partial,
-        packed_units=None if planned.searched is None else planned.searched.measured.store.for_bundle,
+        packed_units=None if planned.store is None else planned.store.for_bundle,
         disk=request.disk,
         progress=request.talk.progress("writing the bundle"),
     )

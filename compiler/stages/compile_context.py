@@ -62,6 +62,14 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What the data of a uniform target gives: counts, and every unit in its one format."""
+
+    statistics: ActivationStatistics
+    store: SweptStore
+
+
+@dataclass(frozen=True, slots=True)
 class Searched:
     """A complete search: what it measured, the plans on offer, and the comparison with baselines."""
 
@@ -75,15 +83,26 @@ class Planned:
     """A plan.
 
     searched: the search; None if the request names the format.
+    calibrated: the result of the data of such a request, or None.
     """
 
     plan: CompilePlan
     searched: Searched | None = None
+    calibrated: Calibrated | None = None
 
     @property
     def statistics(self) -> ActivationStatistics | None:
         """Counts of calibration; None without data."""
+        if self.calibrated is not None:
+            return self.calibrated.statistics
         return None if self.searched is None else self.searched.measured.statistics
+
+    @property
+    def store(self) -> SweptStore | None:
+        """The quantized units; None if they are made when the bundle is written."""
+        if self.calibrated is not None:
+            return self.calibrated.store
+        return None if self.searched is None else self.searched.measured.store
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from moec.evaluation.data import SplitData
 from moec.manifests.progress import Progress
+from moec.manifests.quant import QuantSpec
 
 from ..bundle.plan_bundles import PlanBundles
 from ..calibration.collect import unseen_notes
@@ -21,7 +23,7 @@ from ..sensitivity.gradients import LayerGradients
 from ..sensitivity.sensitivity import SensitivityTable, corrected_by_measurement, with_gradients
 from ..sensitivity.trials import TaskData, Trials
 from ..walker.loaded_layer import LoadedLayer
-from .compile_context import CompileContext, Measured
+from .compile_context import Calibrated, CompileContext, Measured
 from .encode_texts import CompileTexts, encode_all_texts
 from .sweep import Sweep, Swept, sweep_dense_probe
 
@@ -47,7 +49,7 @@ def measure(context: CompileContext) -> Measured:
     store = SweptStore(prepared.lowering, prepared.request.options.quantizer, prepared.stored_specs, context.journal)
     texts = encode_all_texts(prepared) if prepared.splits else None
     passes = _Passes(context, slot, store, texts, torch.get_num_threads())
-    swept = _swept(passes)
+    swept = _swept(passes, sweep_dense_probe(prepared.dense_formats()))
     prices = _with_gradients(passes, swept.sensitivity)
     progress = prepared.request.talk.progress("measuring plans by their KL")
     walk = None if texts is None else _answer_meter(passes, texts, swept, progress)
@@ -56,6 +58,24 @@ def measure(context: CompileContext) -> Measured:
         exact_progress = prepared.request.talk.progress("measuring each expert alone")
         prices = corrected_by_measurement(prices, trials, prepared.plain_plan(), prepared.specs, exact_progress)
     return Measured(swept.statistics, store, trials, prices, texts, swept.held_out)
+
+
+def calibrate(context: CompileContext) -> Calibrated:
+    """Count what the train texts use, and quantize every unit in the format of a uniform target."""
+    prepared = context.prepared
+    store = SweptStore(prepared.lowering, prepared.request.options.quantizer, prepared.stored_specs, context.journal)
+    texts = encode_all_texts(prepared)
+    passes = _Passes(
+        context,
+        LoadedLayer(prepared.lowering, prepared.kept_layers.count),
+        store,
+        replace(texts, validation=texts.validation.select([0]), held_out={}),  # only train texts count
+        torch.get_num_threads(),
+    )
+    statistics = _swept(passes, {}).statistics
+    if statistics is None:
+        raise AssertionError("a sweep with texts counts them")
+    return Calibrated(statistics, store)
 
 
 def plan_bundles(context: CompileContext) -> PlanBundles:
@@ -83,9 +103,9 @@ def _require_baselines(context: CompileContext, bundles: PlanBundles) -> None:
     Trials(None, bundles, store, task_data(prepared), progress, context.journal).require_baselines()
 
 
-def _swept(passes: _Passes) -> Swept:
+def _swept(passes: _Passes, probe: Mapping[str, QuantSpec]) -> Swept:
+    """Pass all layers. probe: format of each dense weight in which its gain is measured."""
     context, request = passes.context, passes.context.prepared.request
-    probe = sweep_dense_probe(context.prepared.dense_formats())
     elsewhere = None if context.cluster is None else context.cluster.quantize_experts
     sweep = Sweep(passes.slot, passes.store, context.journal, probe, request.options.seed, elsewhere)
     title = "calibrating and quantizing" if passes.texts is not None else "quantizing"

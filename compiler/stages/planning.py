@@ -22,17 +22,23 @@ from ..search.pruning import left_out_losses, with_pruning
 from ..search.space import SearchSpace, build_space
 from ..search.swaps import SWAPS, Swaps
 from .compile_context import CompileContext, Measured, Planned, Searched
-from .measure import measure
+from .measure import calibrate, measure
 
 
 def make_plan(context: CompileContext) -> Planned:
     """Return the plan of the request, with low versions where they are asked for."""
     options = context.prepared.request.options
     is_searched = options.target.kind != "uniform"
-    planned = plan_by_search(context) if is_searched else Planned(plan_uniform(context.prepared))
+    planned = plan_by_search(context) if is_searched else plan_by_request(context)
     if options.low_spec is None:
         return planned
     return replace(planned, plan=with_low_versions(planned.plan, options.low_spec))
+
+
+def plan_by_request(context: CompileContext) -> Planned:
+    """Return the plan of a uniform target, calibrated if there is data."""
+    plan = plan_uniform(context.prepared)
+    return Planned(plan, calibrated=calibrate(context) if context.prepared.splits else None)
 
 
 def plan_uniform(prepared: Prepared) -> CompilePlan:

@@ -95,7 +95,7 @@ class Sweep:
 
     slot: loads the layers.
     store: takes the quantized units.
-    dense_probe: format of each dense weight in which its gain is measured.
+    dense_probe: format of each dense weight in which its gain is measured. Empty: no gains are measured.
     seed: seed of the choice of texts.
     elsewhere: other machines that quantize experts, or None for the threads of this process.
     """
@@ -132,7 +132,7 @@ class Sweep:
                 progress(layer + 1, total)
             if texts is None or travellers is None:
                 return Swept(None, self._table_of_ones(), torch.empty(0), {})
-            sensitivity = self._sensitivity(travellers)
+            sensitivity = self._sensitivity(travellers) if self._dense_probe else self._table_of_ones()
         answers = self._slot.normed(travellers.validation.scored_states(texts.validation.counts))
         held_out = {
             task: self._slot.normed(travellers.held_out[task].scored_states(own.counts))
@@ -272,6 +272,8 @@ class Sweep:
         return costs
 
     def _probe_spec(self, unit: UnitKey) -> QuantSpec | None:
+        if not self._dense_probe:
+            return None
         return probe_format(self._store.specs, self._model.unit_shape(unit.layer, unit.projection)[1])
 
     def _has_probe(self, layer: int) -> bool:
@@ -279,7 +281,8 @@ class Sweep:
 
     def _is_probed(self, variant: _Variant) -> bool:
         """Return whether a dense part exists and has a probe format below 16 bits."""
-        return any(self._dense_probe[name].bitwidth < 16 for name in self._groups.get(variant.group, ()))
+        names = self._groups.get(variant.group, ()) if self._dense_probe else ()
+        return any(self._dense_probe[name].bitwidth < 16 for name in names)
 
     def _variants(self, layer: int) -> list[_Variant]:
         """Return the variants that begin in a layer, in their order."""

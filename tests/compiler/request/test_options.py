@@ -39,7 +39,6 @@ def test_out_of_range(values: dict[str, Any], named: str) -> None:
 @pytest.mark.parametrize(
     ("target", "values", "option"),
     [
-        (UNIFORM, {"data": "items.jsonl"}, "--data"),
         (UNIFORM, {"tasks": ("gsm8k",)}, "--task"),
         (UNIFORM, {"bits": (2, 4)}, "--bits"),
         (UNIFORM, {"search": "edgemoe"}, "--search"),
