@@ -90,10 +90,15 @@ class Checkpoint:
             return self._decoded(name)[() if rows is None else slice(*rows)]
         return self._read(self.tensors[name], name, index, rows)
 
+    def stored_parts(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the tensors that hold a quantized weight, by part. Raises CheckpointError."""
+        names = self.packed[name].names
+        return {part: self._read(self.parts[stored], stored) for part, stored in names.items()}
+
     def _decoded(self, name: str) -> torch.Tensor:
         """Return a weight that is stored quantized. Raises CheckpointError."""
         weight = self.packed[name]
-        parts = {part: self._read(self.parts[stored], stored) for part, stored in weight.names.items()}
+        parts = self.stored_parts(name)
         try:
             return weight.decode(parts).to(_DTYPES[self.tensors[name].dtype]).contiguous()
         except LayoutError as error:

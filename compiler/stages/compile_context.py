@@ -63,7 +63,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What the data of a uniform target gives: counts, and every unit in its one format."""
+    """The result of the data of a uniform target: counts, and every unit in its one format."""
 
     statistics: ActivationStatistics
     store: SweptStore

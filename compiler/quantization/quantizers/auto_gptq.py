@@ -47,7 +47,7 @@ def quantize_auto_gptq(weight: Tensor, spec: QuantSpec, second_moment: Tensor | 
     layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
     layer.weight = torch.nn.Parameter(weight.detach().float().clone(), requires_grad=False)
     with torch.inference_mode(False), torch.no_grad():
-        solver = _gptq()(layer)
+        solver = gptq_class()(layer)
         solver.quantizer.configure(int(spec.bitwidth), perchannel=True, sym=spec.symmetric, mse=False)
         moment = torch.eye(columns) if second_moment is None or not tokens else second_moment.float() * (2 / tokens)
         solver.H, solver.nsamples = moment.clone(), max(tokens, 1)
@@ -85,14 +85,14 @@ class _TorchWithoutCuda:
         return getattr(torch, name)
 
 
-def _gptq() -> Any:
+def gptq_class() -> Any:
     """Return the class. The first call imports it."""
     with _importing:
-        return _imported()
+        return import_class()
 
 
 @cache
-def _imported() -> Any:
+def import_class() -> Any:
     """Import the module of the class without the package's own `__init__`. Raises MissingDependency."""
     remedy = "pip install --no-deps auto-gptq"
     spec = importlib.util.find_spec(_NAME)

@@ -67,8 +67,7 @@ def test_weights_are_those_that_the_tool_decodes(layout: str, quantized: Callabl
     assert set(checkpoint.packed) == set(expected) and len(expected) == 2 * (4 * 3 + 4)
     for name, weight in expected.items():
         packed = checkpoint.packed[name]
-        parts = {part: checkpoint._read(checkpoint.parts[stored], stored) for part, stored in packed.names.items()}
-        assert torch.equal(packed.decode(parts).to(weight.dtype), weight), name
+        assert torch.equal(packed.decode(checkpoint.stored_parts(name)).to(weight.dtype), weight), name
         assert checkpoint.tensor(name, rows=(3, 9)).shape == (6, weight.shape[1])
     assert checkpoint.precision and "quantization_config" not in checkpoint.config
     report = preflight(lower(checkpoint), required=(), offered=())

@@ -173,7 +173,7 @@ def test_an_unknown_family_is_refused_by_name(copy: Path) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "key `rope_parameters`: expected rope type"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "key `rope_scaling`: expected rope type `default`"),
         ({"rope_parameters": {"rope_theta": 1e4, "factor": 2}}, "embedding without `factor`"),
-        ({"quantization_config": {"bits": 4}}, "key `quantization_config`: expected `None`"),
+        ({"quantization_config": {"bits": 4}}, "`quantization_config` has the method `None`, expected awq"),
         ({"attention_bias": True}, "key `attention_bias`: expected `False`, found `True`"),
         ({"logit_cap": 30}, r"key `logit_cap`: expected only keys whose effect is known \(unknown: logit_cap\)"),
     ],

@@ -26,7 +26,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
             pytest.fail("`make quantization-tools` has not filled build/quantization-tools")
         pytest.skip("needs `make quantization-tools`")
     monkeypatch.setattr(sys, "path", [*sys.path, str(TOOLS)])
-    auto_gptq._imported.cache_clear()
+    auto_gptq.import_class.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_weights_are_those_of_the_class(text: str, package: None, drawn: tuple[t
     made = quantizer("auto-gptq")(weight, spec, moment, TOKENS)
     layer = torch.nn.Linear(128, 96, bias=False)
     layer.weight.data = weight.clone()
-    solver = auto_gptq._gptq()(layer)
+    solver = auto_gptq.gptq_class()(layer)
     solver.quantizer.configure(int(spec.bitwidth), perchannel=True, sym=spec.symmetric, mse=False)
     solver.H, solver.nsamples = moment * 2 / TOKENS, TOKENS
     solver.fasterquant(percdamp=0.01, group_size=spec.group_size or -1)
@@ -91,7 +91,7 @@ def test_formats_that_it_lacks_and_a_missing_package(monkeypatch: pytest.MonkeyP
     weight = torch.ones(32, 128)
     with pytest.raises(OptionError, match=r"AutoGPTQ has no weights of 1 bits"):
         quantizer("auto-gptq")(weight, QuantSpec.parse("q1g64b"), None, 0)
-    auto_gptq._imported.cache_clear()
+    auto_gptq.import_class.cache_clear()
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(TOOLS)])
     with pytest.raises(MissingDependency, match="pip install --no-deps auto-gptq"):
         quantizer("auto-gptq")(weight, QuantSpec.parse("q4g64"), None, 0)
