@@ -14,6 +14,7 @@ from moec.manifests.errors import OptionError
 from moec.manifests.files.input_file import read_input
 from moec.manifests.files.limits import MAX_MANIFEST_BYTES
 
+from .bundle.publish import check_replaceable
 from .checkpoint.checkpoint import open_checkpoint
 from .pipeline import compile_checkpoint
 from .preflight.device_fit import predicted_token_ns
@@ -43,15 +44,8 @@ def compile_for_devices(requests: Sequence[CompileRequest], base: Path) -> Itera
 
     requests: equal but for profile, output, log and `published`.
     base: path whose `BASE.work` holds the shared measurements.
-    All devices are checked before any work. Identical files of the bundles become hard links.
-    Raises OptionError for two devices of one name, and the errors of a compile.
+    Call `check_devices` first. Identical files of the bundles become hard links. Raises the errors of a compile.
     """
-    names = [request.profile.name for request in requests]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise OptionError(f"`--device` has two devices of the name `{twice[0]}`", "name each device once")
-    for request in requests:
-        prepare(replace(request, talk=Talk()))
     with _hold(requests, base):
         made = list[Path]()
         for at, request in enumerate(requests):
@@ -62,6 +56,21 @@ def compile_for_devices(requests: Sequence[CompileRequest], base: Path) -> Itera
                 link_identical(result.path, made)
                 made.append(result.path)
             yield result
+
+
+def check_devices(requests: Sequence[CompileRequest]) -> None:
+    """Check all devices before any work.
+
+    Raises OptionError for two devices of one name, and the errors of a compile.
+    """
+    names = [request.profile.name for request in requests]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise OptionError(f"`--device` has two devices of the name `{twice[0]}`", "name each device once")
+    for request in requests:
+        prepare(replace(request, talk=Talk()))
+        if not request.plan_only and not request.resume:
+            check_replaceable(request.output, request.overwrite)
 
 
 @contextmanager

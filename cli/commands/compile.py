@@ -63,11 +63,13 @@ LONGEST_SUFFIX = ".moec-replaced"
 )
 @click.option(
     "--device",
+    "devices",
     type=PLACE,
-    default="host",
+    multiple=True,
+    default=("host",),
     show_default=True,
     metavar="PROFILE,...",
-    help="Device profile: a name or a TOML file. Several give one bundle each, `NAME-DEVICE`.",
+    help="Device profile: a name or a TOML file. Several (with commas) give one bundle each, `NAME-DEVICE`.",
 )
 @click.option(
     "--dense-bits", type=int, metavar="16|8|6|5|4", help="Bits of attention, embedding, lm_head.  [default: searched]"
@@ -203,7 +205,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     if not destination.name:
         raise OptionError(f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`")
     _check_outputs(destination, values["estimate"] or values["plan_only"], bool(sweep))
-    devices = values["device"].split(",")
+    devices = [name for given in values["devices"] for name in given.split(",")]
     with TemplateProcesses() as processes:
 
         def make_request(device: str, target: Path, log: CompileLog) -> CompileRequest:
@@ -217,16 +219,18 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
             _refuse_many(values)
             compile_all(devices, destination, make_request, values["plan_only"], as_json)
         else:
-            _compile_one(make_request, destination, values, as_json)
+            _compile_one(make_request, devices[0], destination, values, as_json)
 
 
-def _compile_one(make_request: MakeRequest, destination: Path, values: dict[str, Any], as_json: bool) -> None:
+def _compile_one(
+    make_request: MakeRequest, device: str, destination: Path, values: dict[str, Any], as_json: bool
+) -> None:
     """Compile for one device, or predict the cost, and print the result."""
     from moec.compiler.forecast import forecast
     from moec.compiler.pipeline import compile_checkpoint
 
     log = CompileLog(destination)
-    request = make_request(values["device"], destination, log)
+    request = make_request(device, destination, log)
     with log:
         if values["estimate"]:
             print_forecast(forecast(request), as_json)

@@ -28,7 +28,7 @@ def compile_all(devices: Sequence[str], base: Path, make_request: MakeRequest, i
     is_plan: no bundle is written.
     Raises OptionError, and the errors of a compile.
     """
-    from moec.compiler.devices import compile_for_devices, predictions
+    from moec.compiler.devices import check_devices, compile_for_devices, predictions
 
     if not all(device.strip() for device in devices):
         raise OptionError("`--device` has an empty name", "write `--device raspberry-pi-5,laptop`")
@@ -40,9 +40,9 @@ def compile_all(devices: Sequence[str], base: Path, make_request: MakeRequest, i
         log.destination = request.output
         logs.append(log)
         requests.append(request)
+    check_devices(requests)
     results, compiles = [], compile_for_devices(requests, base)
     for request, log in zip(requests, logs, strict=True):
-        output.say(f"device {request.profile.name}")
         with log:
             results.append(next(compiles))
         if not as_json:

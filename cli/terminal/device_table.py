@@ -18,7 +18,7 @@ def device_table(predicted: Sequence[Mapping[str, Any]], expert_bytes: Mapping[s
     expert_bytes: packed bytes of the routed experts, by device.
     """
     devices = [str(row["device"]) for row in predicted]
-    header = ("bundle for", "expert bytes", *(f"TPOT on {name}" for name in devices))
+    header = ("bundle for", "expert bytes", *(f"predicted TPOT on {name}" for name in devices))
     rows = [
         (row["device"], f"{expert_bytes[row['device']]:,}", *(_time(row["token_ns"][name]) for name in devices))
         for row in predicted

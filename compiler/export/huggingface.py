@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,9 @@ def export_folder(
         files = {**bundle.files, CONFIG_NAME: _json(own), INDEX_NAME: _json(written)}
         for name, data in files.items():
             disk.write_file(partial / name, data)
+        mode = (partial / CONFIG_NAME).stat().st_mode  # the library makes files that only their owner may read
+        for path in partial.glob("*.safetensors"):
+            path.chmod(stat.S_IMODE(mode))
     return total
 
 

@@ -21,7 +21,7 @@ from ..checkpoint.tokenizer import load_tokenizer
 from ..cluster.session import check_cluster
 from ..families import Lowering, lower
 from ..quantization.quantizers import check_format
-from ..request.options import UNIFORM_GROUP_SIZE
+from ..request.options import DEFAULT_QUANTIZER, UNIFORM_GROUP_SIZE
 from ..request.plan import CompilePlan, plain_plan
 from ..request.request import CompileRequest
 from ..request.task_data import Shots, fit_splits, load_task_data
@@ -128,6 +128,8 @@ def prepare(request: CompileRequest) -> Prepared:
         request.measure_modes.check(lowering.model, options.fallback_bits is not None)
     if request.cluster is not None:
         check_cluster(kind)
+    if kind == "uniform" and not splits and value < 16 and options.quantizer == DEFAULT_QUANTIZER:
+        request.talk.note("without `--data` weights are rounded to nearest; with it, GPTQ keeps far more below 4 bits")
     if kind == "uniform":
         return with_kept_layers(found) if found.splits else found
     smallest = smallest_plan(lowering, options, found.specs)

@@ -21,7 +21,7 @@ from moec.manifests.quant import (
     QuantSpec,
 )
 
-from ..quantization.quantizers import PACKAGES, QUANTIZERS
+from ..quantization.quantizers import PACKAGES, QUANTIZERS, WITH_MOMENTS
 from .objective import OBJECTIVES, Objective
 from .targets import Target
 
@@ -34,6 +34,7 @@ DEFAULT_BITS: tuple[float, ...] = (1, TERNARY, 2, 3, 4, 8, 16)
 5 and 6 bits are left out: they need version 2 of the bundle format, which is not released, and gain little.
 Source: docs/experiments/2026-11-25-five-and-six-bits.md.
 """
+DEFAULT_QUANTIZER = "gptq"
 DENSE_BITS = (4, 5, 6, 8, 16)
 SEARCHED_DENSE_BITS = (4, 8, 16)
 FALLBACK_BITS = (1, 2, 3, 4, 5, 6)
@@ -66,7 +67,6 @@ _OPTION_NAMES = {
     "tasks": "task",
     "comparisons": "comparisons/--no-comparisons",
     "long_items": "long-items",
-    "task_settings": "chat, --prompt-template or --metric",
     "prune": "prune-experts/--keep-experts",
 }
 
@@ -108,7 +108,7 @@ class CompileOptions:
     sensitivity: Sensitivity = "auto"
     search: Search = "knapsack"
     objective: Objective | None = None
-    quantizer: str = "gptq"
+    quantizer: str = DEFAULT_QUANTIZER
     shots: int = 0
     limit: int | None = None
     seed: int = 0
@@ -193,11 +193,19 @@ class CompileOptions:
         for name, default in defaults.items():
             if getattr(self, name) != default:
                 option = _OPTION_NAMES.get(name, name)
+                if name == "task_settings":
+                    option = self.task_settings.first_option
                 raise OptionError(f"`--{option}` has no effect {reason}", "leave it out")
 
     def _check_uniform(self) -> None:
         if self.group_sizes and self.target.value == 16:
             raise OptionError("`--group-size` has no effect with `--uniform 16`", "leave it out")
+        if self.data is None and self.quantizer in WITH_MOMENTS and self.quantizer != DEFAULT_QUANTIZER:
+            raise OptionError(
+                f"`--quantizer {self.quantizer}` has no effect without `--data`, whose inputs it uses", "add `--data`"
+            )
+        if self.task_settings.metric is not None:
+            raise OptionError("`--metric` has no effect with `--uniform`, which measures nothing", "leave it out")
         if len(self.group_sizes) > 1:
             raise OptionError("`--uniform` takes one `--group-size`", "give it once")
         one_kind = {1: False, TERNARY: True}.get(self.target.value)

@@ -61,10 +61,13 @@ def foreign_metric(name: str, trusts_code: bool) -> ForeignMetric:
     Raises MissingDependency without `evaluate`.
     """
     place, _, key = name.partition(":")
+    if os.sep in place and not Path(place).exists():
+        raise OptionError(f"the metric `{place}` does not exist", "give a folder with the metric's code, or a name")
     if not trusts_code:
         raise OptionError(
-            f"the metric `{place}` is code of others, which runs with your rights",
-            "read it, then add `--trust-metric-code`; exact_match, rouge1, rouge2 and rougeL need no permission",
+            f"`{place}` is none of moec's metrics (exact_match, rouge1, rouge2, rougeL), and a metric of `evaluate` is "
+            "code of others, which runs with your rights",
+            "correct the name, or read the code and add `--trust-metric-code`",
         )
     metric = _loaded(place)
     short = Path(place).name.removesuffix(".py")
@@ -88,8 +91,6 @@ def foreign_metric(name: str, trusts_code: bool) -> ForeignMetric:
 def _loaded(place: str) -> Any:
     """Load a metric by `evaluate.load`."""
     evaluate = load("evaluate", "this metric")
-    if os.sep in place and not Path(place).exists():
-        raise OptionError(f"the metric `{place}` does not exist", "give a folder with the metric's code, or a name")
     held, evaluate.config.HF_MODULES_CACHE = evaluate.config.HF_MODULES_CACHE, _code_folder().name
     try:
         return evaluate.load(place, keep_in_memory=True, cache_dir=_code_folder().name)

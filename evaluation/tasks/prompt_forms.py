@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from moec.manifests.errors import OptionError
+
 RenderChat = Callable[[Sequence[Mapping[str, str]]], str]
 """Messages with `role` and `content` -> the text before the assistant's next message, with special tokens."""
 RenderPrompt = Callable[[Mapping[str, object]], str]
@@ -53,13 +55,21 @@ class PromptForm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TemplateForm:
-    """Prompts by a user's template. It receives the fields of the item, and `shots`."""
+    """Prompts by a user's template. It receives the fields of the item, and `shots`.
+
+    uses_shots: the template names `shots`.
+    """
 
     render: RenderPrompt
     separator: str = " "
+    uses_shots: bool = True
 
     def prompt(self, solved: Sequence[Example], asked: Example) -> str:
-        """Return the rendered template."""
+        """Return the rendered template. Raises OptionError if it has no place for solved examples."""
+        if solved and not self.uses_shots:
+            raise OptionError(
+                "`--shots` has no effect: the template does not name `shots`", "use them, or drop `--shots`"
+            )
         return self.render({**asked.fields, "shots": [dict(example.fields) for example in solved]})
 
 

@@ -80,6 +80,11 @@ class TaskSettings:
         if self.lower_is_better and self.metric is None:
             raise OptionError("`--lower-is-better` has no effect without `--metric`", "add `--metric`")
 
+    @property
+    def first_option(self) -> str:
+        """The option that set the first of the changes."""
+        return next(iter(self.to_plain()), "trust-metric-code").replace("_", "-")
+
     def to_plain(self) -> dict[str, str]:
         """Return what was set, for records. A file's content is in the settings of the task."""
         plain = {
@@ -113,7 +118,7 @@ class TaskSettings:
         settings, own = dict[str, str](), None
         if self.prompt_template is not None:
             template = templates.prompt(Path(self.prompt_template))
-            own = TemplateForm(template.render, _separator(template.content))
+            own = TemplateForm(template.render, _separator(template.content), b"shots" in template.content)
             settings["prompt_template_sha256"] = hashlib.sha256(template.content).hexdigest()
         if not self.chat:
             assert own is not None  # one of the two is asked for

@@ -165,7 +165,9 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _reason(error: BaseException) -> str:
-    return str(error)[:_MAX_REASON_CHARACTERS] or type(error).__name__
+    line = getattr(error, "lineno", None)
+    place = f"line {line}: " if isinstance(line, int) else ""
+    return place + str(error)[:_MAX_REASON_CHARACTERS] or type(error).__name__
 
 
 def set_limits(memory_bytes: int, cpu_s: int) -> None:

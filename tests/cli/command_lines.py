@@ -272,7 +272,7 @@ COMPILES = {
             "target_path": Given("-o {folder}/made", "request.output", Path("{folder}/made")),
             "data": Given("--data {folder}/texts.jsonl", f"{OPTIONS}.data", "{folder}/texts.jsonl"),
             "tasks": Given("--task gsm8k --task samsum", f"{OPTIONS}.tasks", ("gsm8k", "samsum")),
-            "device": Given("--device raspberry-pi-4b-sd", "request.profile.name", "raspberry-pi-4b-sd"),
+            "devices": Given("--device raspberry-pi-4b-sd", "request.profile.name", "raspberry-pi-4b-sd"),
             "dense_bits": Given("--dense-bits 4", f"{OPTIONS}.dense_bits", 4),
             "bits": Given("--bits 1.6,2,8", f"{OPTIONS}.bits", (1.6, 2, 8)),
             "group_size": Given("--group-size 64,128", f"{OPTIONS}.group_sizes", (64, 128)),

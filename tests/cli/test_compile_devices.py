@@ -38,7 +38,7 @@ def test_one_bundle_per_device(invoke: Invoke, model: Path, data: Path, tmp_path
         assert json.loads((folder / "moec.json").read_text())["device"]["profile"] == name
         log = json.loads(folder.with_name(folder.name + ".log.json").read_text())
         assert log["model"] == str(model) and log["events"]
-        assert f"device   {name}" in result.stdout and f"TPOT on {name}" in result.stdout
+        assert f"device   {name}" in result.stdout and f"predicted TPOT on {name}" in result.stdout
 
 
 def test_plans_alone(invoke: Invoke, model: Path, data: Path, tmp_path: Path) -> None:

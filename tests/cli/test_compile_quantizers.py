@@ -19,7 +19,7 @@ from .conftest import Invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PI = ("--device", "raspberry-pi-4b-sd")
-LACKS = {"quanto": "optimum-quanto", "auto-gptq": "AutoGPTQ"}
+LACKS = {"quanto": "optimum-quanto"}
 """Quantizers without formats below 2 bits, and the names of their packages."""
 
 
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("bits", BITWIDTHS)
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("quantizer", [name for name in QUANTIZERS if name != "auto-gptq"])
 def test_every_quantizer_makes_every_bitwidth_or_refuses_it(
     invoke: Invoke, model: Path, tmp_path: Path, quantizer: str, bits: float
 ) -> None:
@@ -112,3 +112,15 @@ def test_the_help_names_the_default_bitwidths() -> None:
     shown = ",".join(f"{bits:g}" for bits in DEFAULT_BITS)
     with click.Context(compile_command) as context:
         assert f"[default: {shown}]" in " ".join(compile_command.get_help(context).split())
+
+
+def test_a_quantizer_of_inputs_needs_data(invoke: Invoke, model: Path, tmp_path: Path) -> None:
+    arguments = ("compile", model, "--uniform", "4", *PI, "-o", tmp_path / "out")
+    refused = invoke(*arguments, "--quantizer", "auto-gptq")
+    assert refused.exit_code == 1 and "`--quantizer auto-gptq` has no effect without `--data`" in refused.stderr
+    metric = invoke(*arguments, "--data", tmp_path, "--metric", "rouge1")
+    assert metric.exit_code == 1 and "`--metric` has no effect with `--uniform`" in metric.stderr
+    template = invoke(*arguments, "--prompt-template", "a.jinja")
+    assert template.exit_code == 1 and "`--prompt-template` has no effect without `--data`" in template.stderr
+    assert names(tmp_path) == set()
+    assert "weights are rounded to nearest" in invoke(*arguments).stderr

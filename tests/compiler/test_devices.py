@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moec.compiler.devices import compile_for_devices, link_identical, predictions
+from moec.compiler.devices import check_devices, compile_for_devices, link_identical, predictions
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.quantization.layer_quantizer import ExpertQuantizer
 from moec.compiler.request.request import CompileRequest
@@ -102,8 +102,8 @@ def test_an_interrupted_run_continues_with_the_next_device(model: Path, texts: P
 def test_devices_are_checked_before_any_work(model: Path, texts: Path, tmp_path: Path) -> None:
     asked = requests(model, texts, tmp_path)
     with pytest.raises(OptionError, match="two devices of the name `little`"):
-        next(compile_for_devices([asked[0], asked[1], asked[0]], tmp_path / "out"))
+        check_devices([asked[0], asked[1], asked[0]])
     asked[-1].profile = replace(device("large"), memory_budget_bytes=1_000_000)
     with pytest.raises(DoesNotFit, match="`large` has a memory budget of 1000000 bytes"):
-        next(compile_for_devices(asked, tmp_path / "out"))
+        check_devices(asked)
     assert names(tmp_path) == set()

@@ -57,7 +57,7 @@ def test_solved_examples_are_turns_of_a_chat() -> None:
 
 def test_a_template_makes_the_prompt_or_the_message(tmp_path: Path) -> None:
     path = tmp_path / "t.jinja"
-    path.write_text("{{ question }}")
+    path.write_text("{{ question }}{{ shots }}")
     task = applied(prompt_template=str(path))
     assert (task.prompt(ITEM, [SHOT]), task.answer(ITEM)) == ("T(2+2?|#### 2)", " #### 4")
     assert not isinstance(task.prompt(ITEM), RenderedPrompt) and task.stop == GSM8K.stop
@@ -65,6 +65,15 @@ def test_a_template_makes_the_prompt_or_the_message(tmp_path: Path) -> None:
     assert both.prompt(ITEM, [SHOT]) == "<user>T(1+1?|)<assistant>#### 2<user>T(2+2?|)<assistant>"
     path.write_text("{{ question }}\nAnswer:\n\n")
     assert applied(prompt_template=str(path)).answer(ITEM) == "#### 4"
+
+
+def test_a_template_without_shots_takes_none(tmp_path: Path) -> None:
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ question }}")
+    task = applied(prompt_template=str(path))
+    assert task.prompt(ITEM) == "T(2+2?|)"
+    with pytest.raises(OptionError, match="the template does not name `shots`"):
+        task.prompt(ITEM, [SHOT])
 
 
 def test_listed_answers_follow_a_chat() -> None:
@@ -165,7 +174,7 @@ def test_a_metric_of_evaluate_scores_each_item(tmp_path: Path, table_engine, mon
 
 
 def test_code_of_a_metric_needs_permission(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"runs with your rights .*--trust-metric-code"):
+    with pytest.raises(OptionError, match=r"is none of moec's metrics .* runs with your rights .*--trust-metric-code"):
         applied(metric=metric_folder(tmp_path))
 
 

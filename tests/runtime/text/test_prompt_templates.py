@@ -35,7 +35,7 @@ def test_fields_and_shots_are_filled_in(tmp_path: Path) -> None:
             "{{ context }}",
             "does not fit the items: 'context' is undefined the fields are `question`, `answer`, `shots`",
         ),
-        ("{% if %}", "is no Jinja template"),
+        ("a\n{% if %}", "is no Jinja template: line 2: "),
         ("{{ 'a' * 10**12 }}", "bytes of memory"),
         ("{% for i in range(99999) %}{{ 'a'*100000 }}{% endfor %}", "characters of its own"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "without end"),
