@@ -28,6 +28,8 @@ _SAMPLED = 32
 """Weights that are read to tell the versions of GPTQ apart."""
 _SURE_STEPS = 0.1
 """Standard error of a mean code at which the versions, one step apart, are told apart."""
+_WORDS = frozenset({"qweight", "qzeros", "weight_packed"})
+"""Parts that are 32-bit words of codes."""
 _SCALES = ("weight_scale_inv", "weight_scale")
 _FLOATS = ("F8_E4M3", "F8_E5M2")
 
@@ -118,6 +120,9 @@ def _weight(
 ) -> PackedWeight | None:
     """Return the quantized weight of a module, or None if it has none."""
     shapes = {part: tensors[name].shape for part, name in names.items()}
+    for part in _WORDS & set(names):
+        if tensors[names[part]].dtype not in ("I32", "U32"):
+            raise LayoutError(f"expected 32-bit integers in `{part}`, found {tensors[names[part]].dtype}")
     if set(names) >= _GPTQ:
         own = {part: names[part] for part in (*_GPTQ, "g_idx") if part in names}
         words, outputs = (shapes[part][-1] if len(shapes[part]) == 2 else 0 for part in ("qweight", "scales"))

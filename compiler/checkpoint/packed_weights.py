@@ -57,7 +57,7 @@ def gptq(names: Mapping[str, str], shapes: Shapes, is_less_one: bool = True) -> 
     groups, outputs = _matrix(shapes, "scales")
     zeros = _matrix(shapes, "qzeros")
     bits = next((bits for bits in GPTQ_BITS if zeros == (groups, -(-outputs * bits // _WORD_BITS))), None)
-    if columns != outputs or bits is None:
+    if columns != outputs or bits is None or not (groups and words and outputs):
         raise LayoutError(
             f"expected `qzeros` [{groups}, {outputs} x 2, 3, 4 or 8 bits] and `qweight` [., {outputs}], "
             f"found {list(zeros)} and {[words, columns]}"
@@ -68,8 +68,8 @@ def gptq(names: Mapping[str, str], shapes: Shapes, is_less_one: bool = True) -> 
         raise LayoutError(f"expected `g_idx` [{inputs}] for {bits} bits, found {list(order or ())}")
 
     def decode(parts: Parts) -> Tensor:
-        codes = _unpack_columns(parts["qweight"].T, bits, inputs)  # [N, K]
-        stored = _unpack_columns(parts["qzeros"], bits, outputs)  # [G, N]
+        codes = unpack_codes(parts["qweight"].T, bits, inputs)  # [N, K]
+        stored = unpack_codes(parts["qzeros"], bits, outputs)  # [G, N]
         of_input = _groups_of(parts, inputs, groups)
         zero = (stored + 1) & ((1 << bits) - 1) if is_less_one else stored
         scales = parts["scales"].float()
@@ -83,8 +83,8 @@ def code_less_zero(parts: Parts, packed: PackedWeight) -> tuple[float, float, in
     """Return the mean and the variance of (code - stored zero) of a weight in the layout of GPTQ, and its size."""
     outputs, inputs = packed.shape
     bits = parts["qweight"].shape[0] * _WORD_BITS // inputs
-    codes = _unpack_columns(parts["qweight"].T, bits, inputs).float()
-    stored = _unpack_columns(parts["qzeros"], bits, outputs)
+    codes = unpack_codes(parts["qweight"].T, bits, inputs).float()
+    stored = unpack_codes(parts["qzeros"], bits, outputs)
     if bool((stored == stored.flatten()[0]).all()):  # symmetric: the middle, or one less
         return float(stored.flatten()[0] < 1 << (bits - 1)), 0.0, 1
     of_input = _groups_of(parts, inputs, len(stored))
@@ -99,7 +99,8 @@ def awq(names: Mapping[str, str], shapes: Shapes) -> PackedWeight:
     inputs, words = _matrix(shapes, "qweight")
     groups, outputs = _matrix(shapes, "scales")
     expected = outputs * AWQ_BITS // _WORD_BITS
-    if words != expected or _matrix(shapes, "qzeros") != (groups, expected) or not groups or inputs % groups:
+    is_whole = bool(groups and inputs and outputs) and not (inputs % groups or outputs % len(_AWQ_ORDER))
+    if words != expected or _matrix(shapes, "qzeros") != (groups, expected) or not is_whole:
         raise LayoutError(
             f"expected `qweight` [{inputs}, {expected}] and `qzeros` [{groups}, {expected}] of 4 bits, found "
             f"{[inputs, words]} and {list(_matrix(shapes, 'qzeros'))}"
@@ -125,21 +126,32 @@ def packed_integers(names: Mapping[str, str], shapes: Shapes, original: tuple[in
     words, scales = _matrix(shapes, "weight_packed"), _matrix(shapes, "weight_scale")
     bits = next((bits for bits in INTEGER_BITS if words == (rows, -(-columns * bits // _WORD_BITS))), None)
     groups = scales[1]
-    if bits is None or scales[0] != rows or not groups or columns % groups:
+    if bits is None or rows < 1 or columns < 1 or scales[0] != rows or not groups or columns % groups:
         raise LayoutError(
             f"expected `weight_packed` [{rows}, {columns} x 4 or 8 bits] and `weight_scale` [{rows}, groups], found "
             f"{list(words)} and {list(scales)}"
         )
 
+    zeros = shapes.get("weight_zero_point")
+    packed_rows = -(-rows * bits // _WORD_BITS)
+    order = shapes.get("weight_g_idx", (columns,))
+    if zeros not in (None, (packed_rows, groups)) or order != (columns,):
+        raise LayoutError(
+            f"expected `weight_zero_point` [{packed_rows}, {groups}] and `weight_g_idx` [{columns}], found "
+            f"{list(zeros or ())} and {list(order)}"
+        )
+
     def decode(parts: Parts) -> Tensor:
         half = 1 << (bits - 1)
-        codes = _unpack_columns(parts["weight_packed"], bits, columns).int() - half
+        codes = unpack_codes(parts["weight_packed"], bits, columns).int() - half
         of_column = parts["weight_g_idx"].long() if "weight_g_idx" in parts else None
         if of_column is None or int(of_column.min()) < 0:
             of_column = torch.arange(columns) // (columns // groups)
+        if int(of_column.max()) >= groups:
+            raise LayoutError(f"`weight_g_idx` names a group beyond {groups}")
         zero = torch.zeros(rows, groups)
         if "weight_zero_point" in parts:
-            zero = _unpack_columns(parts["weight_zero_point"].T, bits, rows).T.float() - half
+            zero = unpack_codes(parts["weight_zero_point"].T, bits, rows).T.float() - half
         scale = parts["weight_scale"].float()
         weight = (codes.float() - zero[:, of_column]) * scale[:, of_column]
         return weight
@@ -162,6 +174,10 @@ def scaled(names: Mapping[str, str], shapes: Shapes, block: tuple[int, int], kin
             f"expected scales of shape {list(blocks)} for blocks of {list(block)}, [{rows}, 1] or [1], found "
             f"{list(found)}"
         )
+
+    zeros = shapes.get("weight_zero_point", found)
+    if not rows or not columns or zeros != found:
+        raise LayoutError(f"expected zeros of shape {list(found)}, as the scales, found {list(zeros)}")
 
     def spread(values: Tensor) -> Tensor:
         plain = values.float()
@@ -196,7 +212,7 @@ def _matrix(shapes: Shapes, name: str) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _unpack_columns(words: Tensor, bits: int, count: int) -> Tensor:
+def unpack_codes(words: Tensor, bits: int, count: int) -> Tensor:
     """Return `count` codes of each row, uint8 [R, count]. The codes are a stream of bits, the lowest first.
 
     words: int32 [R, W].
@@ -213,5 +229,5 @@ def _unpack_columns(words: Tensor, bits: int, count: int) -> Tensor:
 
 def _awq_codes(words: Tensor, count: int) -> Tensor:
     """Return the codes of AWQ's words, uint8 [R, count]."""
-    ordered = _unpack_columns(words, AWQ_BITS, count).view(len(words), -1, len(_AWQ_ORDER))
+    ordered = unpack_codes(words, AWQ_BITS, count).view(len(words), -1, len(_AWQ_ORDER))
     return ordered[:, :, list(_AWQ_ORDER)].reshape(len(words), count)

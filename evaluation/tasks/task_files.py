@@ -29,7 +29,7 @@ MAX_NEW_TOKENS = 1 << 16
 DEFAULT_NEW_TOKENS = 256
 ACCURACIES = ("accuracy", "accuracy_by_length")
 _NAME = re.compile(r"\w[\w-]{0,63}")
-_KEYS: dict[str, tuple[type, str]] = {
+KEYS: dict[str, tuple[type, str]] = {
     "prompt": (str, "text"),
     "answer": (str, "text"),
     "metric": (str, "text"),
@@ -73,9 +73,9 @@ def _plain(path: Path, data: bytes) -> dict[str, Any]:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"`{path}` is not TOML: {str(error)[:200]}", "repair the file") from error
     for key, value in plain.items():
-        if key not in _KEYS:
-            raise InputError(f"`{path}`: unknown key `{key[:80]}`", f"the keys are {', '.join(_KEYS)}")
-        kind, expected = _KEYS[key]
+        if key not in KEYS:
+            raise InputError(f"`{path}`: unknown key `{key[:80]}`", f"the keys are {', '.join(KEYS)}")
+        kind, expected = KEYS[key]
         is_right = all(isinstance(part, str) for part in value) if isinstance(value, list) else type(value) is kind
         if not is_right or isinstance(value, list) is not (kind is list):
             raise _fault(path, key, expected, value)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from moec.evaluation.data import items_sha256, load_items
 from moec.evaluation.run import compare, evaluate
 from moec.evaluation.tasks import TASKS, find_task, task_name
+from moec.evaluation.tasks.task_files import KEYS
 from moec.manifests.errors import DataError, InputError, OptionError
 
 SUMS = """
@@ -123,3 +126,22 @@ def test_rows_that_do_not_fit_a_task(tmp_path: Path, write) -> None:
     number = find_task(save(tmp_path, 'prompt = "{q}"\nanswer = "a"\ncompare = "number"', "number.toml"))
     with pytest.raises(DataError, match="holds no number"):
         load_items(write("b.jsonl", [{"q": "q", "a": "none"}]), number)
+
+
+VALUES = st.sampled_from(
+    ['"{q}"', '"a"', '"rouge2"', '"perplexity"', '"accuracy"', '"("', "1", "0", "-5", "true", "[]"]
+)
+LINES = st.tuples(st.sampled_from([*KEYS, "name", "a.b"]), VALUES | st.just('["x"]')).map(" = ".join)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=60) | st.lists(LINES, max_size=6).map(lambda lines: "\n".join(lines).encode()))
+def test_any_file_is_a_task_or_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "any.toml"
+    path.write_bytes(content)
+    try:
+        task = find_task(str(path))
+    except (InputError, OptionError) as error:
+        assert error.hint
+    else:
+        assert task.name == "any" and task.metrics and task.input_fields
