@@ -72,7 +72,10 @@ LONGEST_SUFFIX = ".moec-replaced"
     help="Device profile: a name or a TOML file. Several (with commas) give one bundle each, `NAME-DEVICE`.",
 )
 @click.option(
-    "--dense-bits", type=int, metavar="16|8|6|5|4", help="Bits of attention, embedding, lm_head.  [default: searched]"
+    "--dense-bits",
+    type=int,
+    metavar="16|8|6|5|4",
+    help="Bits of attention, embedding, lm_head.  [default: searched; 8 with --uniform]",
 )
 @click.option(
     "--bits",
