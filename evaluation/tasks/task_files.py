@@ -86,6 +86,11 @@ def _task(path: Path, plain: Mapping[str, Any], digest: str, trusts_code: bool) 
     prompt = plain.get("prompt", "")
     if not places(prompt):
         raise _fault(path, "prompt", "a text with a field in braces, such as `{question}`", prompt)
+    if prompt.endswith(" ") and plain.get("separator", " ").startswith(" "):
+        raise InputError(
+            f"`{path}`: `prompt` ends with a space and `separator` begins with one, which models do not expect",
+            "leave it out of `prompt`",
+        )
     if plain.get("document", None) not in (None, *places(prompt)):
         raise _fault(path, "document", "a field of the prompt", plain["document"])
     length = plain.get("max_new_tokens", DEFAULT_NEW_TOKENS)

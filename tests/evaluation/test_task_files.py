@@ -85,6 +85,7 @@ def test_the_content_of_a_file_is_part_of_the_identity(tmp_path: Path) -> None:
         ('prompt = "{q}"\nanswer = "a"\nmetrc = "x"', InputError, "unknown key `metrc`"),
         ('prompt = "no field"\nanswer = "a"', InputError, "`prompt` must be a text with a field"),
         ('answer = "a"', InputError, "`prompt` must be"),
+        ('prompt = "{q} A: "\nanswer = "a"', InputError, "`prompt` ends with a space"),
         ('prompt = "{q}"\nanswer = 1', InputError, "`answer` must be text, found 1"),
         ('prompt = "{q}"\nanswer = "a"\nstop = "x"', InputError, "`stop` must be a list of texts"),
         ('prompt = "{q}"\nanswer = "a"\nstop = [1]', InputError, "`stop` must be a list of texts"),
