@@ -1,7 +1,7 @@
 """DeviceProfile: the properties of a device, checked. Every number states its source.
 
-A profile is independent of models and bundles. `loading.py` reads it from TOML, `probe.py` measures the present
-machine, and `predict.py` combines it with a bundle.
+A profile is independent of models and bundles. Its optional parts are in `device_parts.py`. `loading.py` reads it from
+TOML, `probe.py` measures the present machine, and `predict.py` combines it with a bundle.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 from moec.manifests.quant import TERNARY
 
+from .device_parts import MAX_PROCESSORS, Cores, Gpu, Power
+
 # Bitwidths with a kernel in each instruction set. A profile does not offer a format without a kernel.
 KERNEL_FORMATS: dict[str, tuple[float, ...]] = {
     "scalar": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
@@ -26,9 +28,19 @@ KERNEL_FORMATS: dict[str, tuple[float, ...]] = {
     "neon-dot": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
     "neon-i8mm": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
 }
-PROVENANCE_KINDS = ("measured", "datasheet", "EdgeMoE (journal), section", "HOBBIT, section", "estimate")
+PROVENANCE_KINDS = (
+    "measured",
+    "datasheet",
+    "EdgeMoE (journal), section",
+    "HOBBIT, section",
+    "MoBiLE, section",
+    "Twiddler, section",
+    "Twiddler, table",
+    "estimate",
+)
+MEASURED = "measured: "
+"""Begin of each provenance of a probe. A number of somebody else is `measured by ...`."""
 HOST_NAME = "host"
-MAX_THREADS = 4096
 _MAX_NUMBER = 1 << 60
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 NUMBERS = (
@@ -55,9 +67,11 @@ class DeviceProfile:
     storage_block_bytes: alignment of reads.
     threads: computing threads.
     instruction_sets: names in KERNEL_FORMATS, best first.
-    provenance: source of each field's value.
+    provenance: source of each field's value, and of each value of a part, as `gpu.memory_bytes`.
     is_probed: whether it was measured on the present machine, so that it varies.
-    Raises ValueError, with the field first, if a value is out of range or has no provenance.
+    gpu, cores, power: parts that the profile may state; None: not stated.
+    Raises ValueError, with the field first, if a value is out of range or has no provenance, or if two values exclude
+    each other.
     """
 
     name: str
@@ -70,6 +84,9 @@ class DeviceProfile:
     instruction_sets: tuple[str, ...]
     provenance: Mapping[str, str] = field(compare=False)
     is_probed: bool = False
+    gpu: Gpu | None = None
+    cores: Cores | None = None
+    power: Power | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -81,22 +98,55 @@ class DeviceProfile:
         block = self.storage_block_bytes
         if block & (block - 1) or not 512 <= block <= 1 << 24:
             raise ValueError(f"`storage_block_bytes`: expected a power of two from 512 to {1 << 24}, found {block}")
-        if self.threads > MAX_THREADS:
-            raise ValueError(f"`threads`: expected at most {MAX_THREADS}, found {self.threads}")
+        if self.threads > MAX_PROCESSORS:
+            raise ValueError(f"`threads`: expected at most {MAX_PROCESSORS}, found {self.threads}")
         unknown = [name for name in self.instruction_sets if name not in KERNEL_FORMATS]
         if unknown or not self.instruction_sets or len(set(self.instruction_sets)) != len(self.instruction_sets):
             found = list(self.instruction_sets)
             raise ValueError(f"`instruction_sets`: expected some of {sorted(KERNEL_FORMATS)} once each, found {found}")
+        self._check_possible()
         self._check_provenance()
 
+    def _check_possible(self) -> None:
+        """Refuse values that no device can have together."""
+        families = {_family(name) for name in self.instruction_sets} - {None}
+        if len(families) > 1:
+            raise ValueError(
+                f"`instruction_sets`: expected sets of one processor, found those of Arm and of x86 in "
+                f"{list(self.instruction_sets)}"
+            )
+        if self.cores is not None and self.threads > self.cores.big + self.cores.little:
+            raise ValueError(
+                f"`threads`: expected at most {self.cores.big + self.cores.little}, the big and little cores, "
+                f"found {self.threads}"
+            )
+        if self.gpu is not None and self.gpu.link_bytes_per_s is not None:
+            fastest = max(self.memory_bytes_per_s, self.gpu.memory_bytes_per_s)
+            if self.gpu.link_bytes_per_s > fastest:
+                raise ValueError(
+                    f"`gpu.link_bytes_per_s`: expected at most {fastest}, the faster of both memories, "
+                    f"found {self.gpu.link_bytes_per_s}"
+                )
+        if self.power is not None and self.power.gpu_watts is not None and self.gpu is None:
+            raise ValueError(f"`power.gpu_watts`: expected a table `gpu`, found none for {self.power.gpu_watts} watts")
+
     def _check_provenance(self) -> None:
-        if set(self.provenance) != set(CONTENT):
-            missing, unknown = set(CONTENT) - set(self.provenance), set(self.provenance) - set(CONTENT)
+        expected = set(self.stated_keys())
+        if set(self.provenance) != expected:
+            missing, unknown = expected - set(self.provenance), set(self.provenance) - expected
             raise ValueError(f"`provenance`: missing {sorted(missing)}, unknown {sorted(unknown)}")
         for key, text in self.provenance.items():
             if not text.startswith(PROVENANCE_KINDS):
                 kinds = ", ".join(f"`{kind}`" for kind in PROVENANCE_KINDS)
                 raise ValueError(f"`provenance.{key}`: expected a text that starts with one of {kinds}")
+
+    def stated_keys(self) -> tuple[str, ...]:
+        """Return the keys that need a provenance: CONTENT, then those of each part, as `gpu.memory_bytes`."""
+        return (*CONTENT, *(f"{part.TABLE}.{key}" for part in self.parts() for key in part.stated()))
+
+    def parts(self) -> tuple[Gpu | Cores | Power, ...]:
+        """Return the parts that the profile states."""
+        return tuple(part for part in (self.gpu, self.cores, self.power) if part is not None)
 
     @property
     def bitwidths(self) -> tuple[float, ...]:
@@ -105,7 +155,7 @@ class DeviceProfile:
 
     @property
     def sha256(self) -> str:
-        """Digest of the content that decides a compile, without provenance.
+        """Digest of the content that decides a compile, without provenance and without the optional parts.
 
         For a probed profile only the values count that a second probe measures again: rounded memory budget, block
         size, instruction sets. Measured rates and threads are left out, so that two compiles on one machine can give
@@ -138,7 +188,14 @@ class DeviceProfile:
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
         plain["instruction_sets"] = list(self.instruction_sets)
         plain["provenance"] = dict(self.provenance)
+        plain |= {part.TABLE: part.to_plain() for part in self.parts()}
         return {**plain, "bitwidths": list(self.bitwidths), "sha256": self.sha256}
+
+
+def _family(instruction_set: str) -> str | None:
+    """Return the kind of processor that has an instruction set; None: any."""
+    families = {"neon": "Arm", "avx": "x86", "amx": "x86"}
+    return next((kind for prefix, kind in families.items() if instruction_set.startswith(prefix)), None)
 
 
 def round_down(value: int, digits: int) -> int:

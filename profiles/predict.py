@@ -13,6 +13,7 @@ from typing import Literal
 from moec.manifests.errors import DoesNotFit
 
 from .device import DeviceProfile
+from .device_parts import Power
 from .memory_floor import FixedMemory, memory_option
 
 Objective = Literal["tpot", "bytes-per-token", "size"]
@@ -43,6 +44,22 @@ def predicted_tpot_ns(
     return max(
         compute_ns(profile, compute_bytes_per_token), storage_ns(profile, missed_bytes_per_token, reads_per_token)
     )
+
+
+def predicted_joules(power: Power, elapsed_ns: float, stall: float, uses_gpu: bool) -> float | None:
+    """Return the energy of an elapsed time by the stated draw: that under load, and that without work while stalled.
+
+    A draw without work that is not stated counts as the one under load. A GPU counts as busy all the time.
+    stall: share of the time in which the processor waits.
+    Returns None if the profile does not state a draw that is needed.
+    """
+    if power.load_watts is None or (uses_gpu and power.gpu_watts is None):
+        return None
+    idle_watts = power.load_watts if power.idle_watts is None else power.idle_watts
+    watts = (1 - stall) * power.load_watts + stall * idle_watts
+    if uses_gpu and power.gpu_watts is not None:
+        watts += power.gpu_watts
+    return watts * elapsed_ns / _NS_PER_S
 
 
 def expected_misses(experts: Iterable[tuple[int, float]], cache_bytes: int) -> tuple[float, float]:

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from moec.manifests.errors import ProfileError
 
-from .device import HOST_NAME, DeviceProfile
-from .processor import instruction_sets, read_text
+from .device import HOST_NAME, MEASURED, DeviceProfile
+from .processor import core_kinds, instruction_sets, read_text
 
 REQUEST_BYTES = 2 << 20
 READERS = 2
@@ -69,6 +69,8 @@ def probe_host(storage: Path, system: Path = _SYSTEM, request_bytes: int = REQUE
     copy_bytes = min(MAX_COPY_BYTES, max(2 * cache, MIN_COPY_BYTES), max(limit // 16, 1 << 20))
     figures = measure_storage(storage, request_bytes)
     way = "direct reads" if figures.is_direct else "buffered reads after dropping the page cache"
+    kinds = core_kinds(allowed_processors(), system)
+    cores, source = (None, "") if kinds is None else kinds
     return DeviceProfile(
         name=HOST_NAME,
         memory_budget_bytes=limit * 7 // 8,
@@ -79,15 +81,17 @@ def probe_host(storage: Path, system: Path = _SYSTEM, request_bytes: int = REQUE
         threads=available_threads(),
         instruction_sets=instruction_sets(system),
         provenance={
-            "memory_budget_bytes": "measured: 7/8 of the least of physical memory and the control group's limit",
-            "memory_bytes_per_s": f"measured: copy of {copy_bytes} bytes by one thread, read and written bytes counted",
-            "storage_bytes_per_s": f"measured: {READERS} {way} at a time of {figures.request_bytes} bytes",
-            "storage_latency_ns": f"measured: median of {way} of {figures.block_bytes} bytes at random places",
-            "storage_block_bytes": "measured: fragment size of the file system",
-            "threads": "measured: processors this process may use",
-            "instruction_sets": "measured: features in /proc/cpuinfo",
+            "memory_budget_bytes": f"{MEASURED}7/8 of the least of physical memory and the control group's limit",
+            "memory_bytes_per_s": f"{MEASURED}copy of {copy_bytes} bytes by one thread, read and written bytes counted",
+            "storage_bytes_per_s": f"{MEASURED}{READERS} {way} at a time of {figures.request_bytes} bytes",
+            "storage_latency_ns": f"{MEASURED}median of {way} of {figures.block_bytes} bytes at random places",
+            "storage_block_bytes": f"{MEASURED}fragment size of the file system",
+            "threads": f"{MEASURED}processors this process may use",
+            "instruction_sets": f"{MEASURED}features in /proc/cpuinfo",
+            **{f"cores.{key}": f"{MEASURED}{source} of the system" for key in (cores.stated() if cores else ())},
         },
         is_probed=True,
+        cores=cores,
     )
 
 
@@ -162,9 +166,14 @@ def machine_sha256(system: Path = _SYSTEM) -> str:
 
 def available_threads() -> int:
     """Return the number of processors that this process may use."""
+    return len(allowed_processors())
+
+
+def allowed_processors() -> set[int]:
+    """Return the numbers of the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def measure_memory(copy_bytes: int) -> int:

@@ -1,8 +1,11 @@
-"""Name the instruction sets of this processor that have kernels."""
+"""Name the instruction sets of this processor that have kernels, and tell its big cores from its little ones."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
+
+from .device_parts import MAX_PROCESSORS, Cores
 
 _FEATURES = {
     "amx": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "amx_tile", "amx_int8"},
@@ -25,6 +28,43 @@ def instruction_sets(system: Path = _SYSTEM) -> tuple[str, ...]:
             features = set(value.split())
             break
     return (*(name for name, needed in _FEATURES.items() if needed <= features), "scalar")
+
+
+def core_kinds(allowed: Collection[int], system: Path = _SYSTEM) -> tuple[Cores, str] | None:
+    """Return the big and little processors, and the file of the system that tells; None if all are alike or none tells.
+
+    Arm systems state a capacity of each processor; those under the largest one are little. Hybrid x86 systems list the
+    processors of each kind.
+    allowed: numbers of the processors that this process may use.
+    """
+    numbers = sorted(number for number in allowed if number < MAX_PROCESSORS)
+    capacities = {number: _capacity(number, system) for number in numbers}
+    little, source = [], ""
+    if numbers and all(capacities.values()):
+        most = max(capacities.values())
+        little, source = [number for number in numbers if capacities[number] < most], "cpu_capacity"
+    elif (system / "sys/devices/cpu_core/cpus").exists():
+        atoms = _processor_list(read_text(system / "sys/devices/cpu_atom/cpus"))
+        little, source = [number for number in numbers if number in atoms], "cpu_atom/cpus"
+    big = len(numbers) - len(little)
+    return (Cores(big, len(little), tuple(little)), source) if big and little else None
+
+
+def _capacity(number: int, system: Path) -> int:
+    """Return the capacity of a processor; 0 if the system does not state it."""
+    text = read_text(system / f"sys/devices/system/cpu/cpu{number}/cpu_capacity").strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+
+
+def _processor_list(text: str) -> set[int]:
+    """Return the numbers of a list like `0-3,8`; empty if it is none."""
+    found: set[int] = set()
+    for piece in text.strip().split(","):
+        first, _, last = piece.partition("-")
+        if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in (first, last or first)):
+            return set()
+        found.update(range(int(first), min(int(last or first), MAX_PROCESSORS) + 1))
+    return found
 
 
 def read_text(path: Path) -> str:

@@ -5,8 +5,9 @@
 No part of this runs on a GPU. The processor's times are measured on this machine: one expert of the model's shape and
 format, its dense products, its head, and the copy of an expert into a buffer.
 
-The device's times are computed from constants that the options name. An expert takes LAUNCHES starts of a kernel, its
-bytes through the device's memory, and its products at the device's rate. The link carries an expert at its own rate.
+The device's times are computed from the GPU of a device profile and from constants that the options name. An expert
+takes LAUNCHES starts of a kernel, its bytes through the device's memory, and its products at the device's rate. The
+link carries an expert at its own rate.
 
 Experts of tokens are drawn from popularities rank^-SKEW. Attention over cached keys is left out on all sides. Prints a
 Markdown table: tokens/s of decoding, time to the first token of 512 to 4,096 tokens, and steps/s of beams of 4, 8 and
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moec.manifests.quant import QuantSpec
+from moec.profiles.loading import load_profile
 from moec.runtime import kernels
 from moec.runtime.accelerator.image import expert_bytes, write_image
 from moec.runtime.accelerator.latency import SAMPLE_TOKENS, LatencyModel, fit_line
@@ -147,18 +149,22 @@ def read_options() -> argparse.Namespace:
     """Return what the command line says of the model and of the simulated device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="olmoe")
-    parser.add_argument(
-        "--link-gb-per-s", type=float, default=12.0, help="pinned copies; PCIe 3.0 x16 has at most 15.8"
-    )
-    parser.add_argument("--device-gb-per-s", type=float, default=672.0, help="device memory; Quadro RTX 6000: 672")
-    parser.add_argument(
-        "--device-tflops", type=float, default=8.0, help="float32; half of the 16.3 of a Quadro RTX 6000"
-    )
+    parser.add_argument("--profile", default="quadro-rtx-6000-host", help="device profile with a GPU")
+    parser.add_argument("--link-gb-per-s", type=float, help="pinned copies; default: the profile's")
+    parser.add_argument("--device-gb-per-s", type=float, help="device memory; default: the profile's")
+    parser.add_argument("--device-tflops", type=float, help="float32; default: half of the profile's peak")
     parser.add_argument("--launch-us", type=float, default=6.0, help="time to start an eager torch kernel")
     parser.add_argument("--cpu-speed", type=float, default=1.0, help="simulated processor divided by this machine")
     parser.add_argument("--skew", type=float, default=0.3, help="popularity falls with rank^-SKEW")
     parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args()
+    options = parser.parse_args()
+    gpu = load_profile(options.profile).gpu
+    if gpu is None or gpu.link_bytes_per_s is None or gpu.flops_per_s is None:
+        parser.error(f"the profile {options.profile} states no GPU with a link and a rate of operations")
+    options.link_gb_per_s = options.link_gb_per_s or gpu.link_bytes_per_s / 1e9
+    options.device_gb_per_s = options.device_gb_per_s or gpu.memory_bytes_per_s / 1e9
+    options.device_tflops = options.device_tflops or gpu.flops_per_s / 2e12
+    return options
 
 
 def conditions(model: str, size_bytes: int, work: Workload, latency: LatencyModel) -> str:

@@ -23,6 +23,7 @@ from ..lossy_modes.mode_sweep import LOSSLESS, decisions_text, mode_sweep_option
 from ..options.opening import bundle_folder
 from ..options.paths import PLACE, bundle_argument, file_option
 from ..options.runtime_options import cache_state_option
+from ..simulation.energy import joules_text, power_text, token_joules
 from ..simulation.lossy_replay import require_scores
 from ..simulation.predictions import Row, Simulation, has_static_routers
 from ..simulation.simulated_device import device_rates, parse_accelerator, shared_device
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moec.profiles.device import DeviceProfile
+    from moec.profiles.device_parts import Gpu, Power
     from moec.runtime.bundle.opening import Bundle
     from moec.runtime.expert_cache.policies import PolicyScore
     from moec.runtime.options.runtime import Cooperation, Prefetch, PrefetchRule
@@ -95,7 +97,8 @@ DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
 @click.option(
     "--accelerator",
     metavar="memory=SIZE,expert=TIME,token=TIME,link=SIZE",
-    help="Accelerator: its memory, the fixed time of an expert, its time per token, and the link in bytes/s.",
+    help="Accelerator: its memory, the fixed time of an expert, its time per token, and the link in bytes/s.  "
+    "[default of memory and link: the GPU of the profile]",
 )
 @click.option(
     "--cooperation",
@@ -145,7 +148,8 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     if as_json:
         output.data_json(_plain(simulation, profile, rows))
     else:
-        output.data(f"{output.facts(_heading(simulation, profile))}\n\n{_table(rows, total_bytes)}")
+        power = None if profile is None else profile.power
+        output.data(f"{output.facts(_heading(simulation, profile))}\n\n{_table(rows, total_bytes, power)}")
 
 
 def _simulation(bundle: Bundle, trace_path: Path, profile: DeviceProfile | None, values: dict[str, Any]) -> Simulation:
@@ -157,25 +161,34 @@ def _simulation(bundle: Bundle, trace_path: Path, profile: DeviceProfile | None,
     replayed = replayed_bundle(bundle)
     if values["cache_state"] == "cold":
         replayed = replace(replayed, warm=[])
-    shared = _shared(values["accelerator"], values["cooperation"], bundle, trace, rates)
+    gpu = None if profile is None else profile.gpu
+    shared = _shared(values["accelerator"], gpu, values["cooperation"], bundle, trace, rates)
     return Simulation(bundle, trace, replayed, rates, prefetch, _advice(bundle, trace, prefetch), shared)
 
 
 def _plain(simulation: Simulation, profile: DeviceProfile | None, rows: list[Row]) -> dict[str, Any]:
     """Return the content of `--json`."""
     total_bytes, shared = simulation.replayed.total_bytes, simulation.shared
+    power = None if profile is None else profile.power
     device = {
         "name": _device_name(profile),
         **asdict(simulation.rates),
         "cache_bytes": None if profile is None else _device_cache_bytes(simulation.bundle, profile),
         "accelerator": _shared_plain(shared),
+        "power": None if power is None else power.to_plain(),
     }
     return {
         "device": device,
         "prefetch": simulation.prefetch,
         "recorded": _recorded(simulation.trace),
-        "rows": [row.to_plain() | {"share": row.timeline.capacity_bytes / total_bytes} for row in rows],
+        "rows": [_row_plain(row, total_bytes, power) for row in rows],
     }
+
+
+def _row_plain(row: Row, total_bytes: int, power: Power | None) -> dict[str, Any]:
+    """Return a row for `--json`."""
+    share = row.timeline.capacity_bytes / total_bytes
+    return {**row.to_plain(), "share": share, "joules_per_token": token_joules(power, row.timeline)}
 
 
 def _device_name(profile: DeviceProfile | None) -> str:
@@ -183,10 +196,15 @@ def _device_name(profile: DeviceProfile | None) -> str:
 
 
 def _shared(
-    accelerator: str | None, cooperation: Cooperation, bundle: Bundle, trace: Trace, rates: DeviceRates
+    accelerator: str | None,
+    gpu: Gpu | None,
+    cooperation: Cooperation,
+    bundle: Bundle,
+    trace: Trace,
+    rates: DeviceRates,
 ) -> ReplayedDevice | None:
     if accelerator is not None:
-        return shared_device(bundle, trace, rates, parse_accelerator(accelerator), cooperation)
+        return shared_device(bundle, trace, rates, parse_accelerator(accelerator, gpu), cooperation)
     if cooperation != "auto":
         raise OptionError("`--cooperation` has no effect without a device", "add `--accelerator`")
     return None
@@ -325,12 +343,16 @@ def _heading(simulation: Simulation, profile: DeviceProfile | None) -> list[tupl
         room = _device_cache_bytes(simulation.bundle, profile)
         left = "too little for this bundle" if room is None else f"leaves {output.human_bytes(room)} for experts"
         heading.append(("memory", left))
+    drawn = None if profile is None or profile.power is None else power_text(profile.power, shared is not None)
+    if drawn is not None:
+        heading.append(("power", drawn))
     return heading
 
 
-def _table(rows: Sequence[Row], total_bytes: int) -> str:
-    """Return the table of predictions. It has columns of modes and decisions if a row has a lossy mode."""
+def _table(rows: Sequence[Row], total_bytes: int, power: Power | None) -> str:
+    """Return the table of predictions. It has columns of energy, modes and decisions if a row has them."""
     has_modes, lines = any(row.mode for row in rows), list[tuple[str, ...]]()
+    has_energy = any(token_joules(power, row.timeline) is not None for row in rows)
     for row in rows:
         found = row.timeline
         line: tuple[str, ...] = (
@@ -341,8 +363,10 @@ def _table(rows: Sequence[Row], total_bytes: int) -> str:
             output.human_share(found.stall),
             output.human_share(found.cache.hit_rate),
             output.human_bytes(found.decode_bytes_read_per_token),
+            *((joules_text(token_joules(power, found)),) if has_energy else ()),
         )
         gain = "-" if row.gain is None else f"{row.gain:.2f}"
         lines.append((row.mode or LOSSLESS, *line, gain, decisions_text(row.decisions)) if has_modes else line)
     header: tuple[str, ...] = ("cache", "policy", "TPOT", "tokens/s", "stalled", "hit rate", "read a token")
+    header += ("energy",) if has_energy else ()
     return output.table(lines, ("mode", *header, "x lossless", "decisions") if has_modes else header)

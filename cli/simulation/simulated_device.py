@@ -12,6 +12,7 @@ from moec.runtime.options.runtime import MAX_READERS
 
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
+    from moec.profiles.device_parts import Gpu
     from moec.runtime.bundle.opening import Bundle
     from moec.runtime.options.runtime import Cooperation
     from moec.runtime.simulation.accelerator_replay import ReplayedDevice
@@ -68,8 +69,11 @@ def parse_time_ns(text: str) -> int:
     return round(float(match[1]) * units[match[2]])
 
 
-def parse_accelerator(text: str) -> AcceleratorRates:
-    """Parse `memory=8GiB,expert=600us,token=2us,link=12GB`. `token` is optional, 0 by default. Raises OptionError."""
+def parse_accelerator(text: str, gpu: Gpu | None = None) -> AcceleratorRates:
+    """Parse `memory=8GiB,expert=600us,token=2us,link=12GB`. `token` is optional, 0 by default. Raises OptionError.
+
+    gpu: GPU of the device profile, which states `memory` and `link` if the text does not; None without one.
+    """
     remedy = "write it like `memory=8GiB,expert=600us,token=2us,link=12GB`"
     given: dict[str, str] = {}
     for part in text.split(","):
@@ -79,6 +83,10 @@ def parse_accelerator(text: str) -> AcceleratorRates:
                 f"`--accelerator {text[:60]}`: `{part[:30]}` is not one of memory, expert, token, link", remedy
             )
         given[name] = value.strip()
+    if gpu is not None:
+        given = {"memory": str(gpu.memory_bytes)} | given
+    if gpu is not None and gpu.link_bytes_per_s is not None:
+        given = {"link": str(gpu.link_bytes_per_s)} | given
     missing = [name for name in ("memory", "expert", "link") if name not in given]
     if missing:
         raise OptionError(f"`--accelerator {text[:60]}` does not say {', '.join(missing)}", remedy)

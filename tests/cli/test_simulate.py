@@ -284,6 +284,45 @@ def test_an_accelerator_holds_the_most_popular_experts(
     assert lost.exit_code == 1 and "has no effect without a device" in lost.stderr
 
 
+def test_the_gpu_of_a_profile_brings_its_memory_and_its_link(
+    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%")
+    arguments = ("--policy", "lru", "--expert-cache", "40%", "--profile", "quadro-rtx-6000-host")
+    gpu = load_profile("quadro-rtx-6000-host").gpu
+    assert gpu is not None
+    short = simulated(invoke, mixed_bundle, trace, *arguments, "--accelerator", "expert=5us")
+    stated = f"memory={gpu.memory_bytes},expert=5us,link={gpu.link_bytes_per_s}"
+    assert short == simulated(invoke, mixed_bundle, trace, *arguments, "--accelerator", stated)
+    link = simulated(invoke, mixed_bundle, trace, *arguments, "--accelerator", "expert=5us,link=1GB")
+    assert link["device"]["accelerator"]["latency"]["link_ns_per_byte"] == 1.0, "the option comes before the profile"
+    for profile, missing in (("xiaomi-14", "does not say link"), ("laptop", "does not say memory, link")):
+        shared = ("--profile", profile, "--accelerator", "expert=5us")
+        refused = invoke("simulate", mixed_bundle, "--trace", trace, *shared)
+        assert refused.exit_code == 1 and missing in refused.stderr
+
+
+def test_energy_is_told_where_the_profile_states_a_draw(
+    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%")
+    arguments = ("--policy", "lru", "--expert-cache", "40%")
+    told = simulated(invoke, mixed_bundle, trace, *arguments, "--profile", "raspberry-pi-4b-sd")
+    (row,), power = told["rows"], told["device"]["power"]
+    watts = (1 - row["stall"]) * power["load_watts"] + row["stall"] * power["idle_watts"]
+    assert row["joules_per_token"] == pytest.approx(watts * row["tpot_mean_ns"] / 1e9) and 0 < row["stall"] < 1
+    done = invoke("simulate", mixed_bundle, "--trace", trace, *arguments, "--profile", "raspberry-pi-4b-sd")
+    assert "power     6.4 W computing, 2.7 W waiting, as the profile states" in done.stdout
+    assert "energy" in done.stdout and " mJ" in done.stdout
+    silent = simulated(invoke, mixed_bundle, trace, *arguments, "--profile", "laptop")
+    assert silent["device"]["power"] is None and silent["rows"][0]["joules_per_token"] is None
+    done = invoke("simulate", mixed_bundle, "--trace", trace, *arguments, "--profile", "rtx-4090-host")
+    assert done.exit_code == 0 and "energy" not in done.stdout, "the draw of its processor is not stated"
+    there = ("--profile", "rtx-4080-host", "--accelerator", "expert=5us")
+    done = invoke("simulate", mixed_bundle, "--trace", trace, *arguments, *there)
+    assert "power        117 W computing, 320 W of the GPU, as the profile states" in done.stdout
+
+
 def test_a_trace_that_asks_for_what_the_bundle_leaves_out_is_refused(
     invoke: Invoke, host: DeviceProfile, tmp_path: Path
 ) -> None:

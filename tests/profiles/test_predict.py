@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import DoesNotFit
 from moec.profiles.device import DeviceProfile
+from moec.profiles.device_parts import Power
 from moec.profiles.loading import load_profile
 from moec.profiles.memory_floor import PROCESS_BYTES, FixedMemory, memory_option
 from moec.profiles.predict import (
     compute_ns,
     default_objective,
     expected_misses,
+    predicted_joules,
     predicted_tpot_ns,
     recommended_cache_bytes,
     storage_ns,
@@ -118,3 +120,14 @@ def test_two_devices_have_two_objectives_for_one_model() -> None:
 def test_a_probe_decides_from_rounded_figures() -> None:
     probe = small(is_probed=True)
     assert default_objective(probe, 1000, 1000, 0) == default_objective(probe.rounded(), 1000, 1000, 0)
+
+
+def test_energy_is_the_stated_draw_times_the_predicted_time() -> None:
+    assert predicted_joules(Power(6.0, 2.0), 5e8, 0.0, uses_gpu=False) == 3.0
+    assert predicted_joules(Power(6.0, 2.0), 5e8, 1.0, uses_gpu=False) == 1.0
+    assert predicted_joules(Power(6.0, 2.0), 1e9, 0.25, uses_gpu=False) == 5.0
+    assert predicted_joules(Power(6.0), 1e9, 0.9, uses_gpu=False) == pytest.approx(6.0), "a draw that is not stated"
+    assert predicted_joules(Power(6.0, gpu_watts=100), 1e9, 0.0, uses_gpu=True) == 106.0
+    assert predicted_joules(Power(6.0, gpu_watts=100), 1e9, 0.0, uses_gpu=False) == 6.0
+    assert predicted_joules(Power(6.0), 1e9, 0.0, uses_gpu=True) is None, "its GPU draws what nobody states"
+    assert predicted_joules(Power(gpu_watts=100), 1e9, 0.0, uses_gpu=True) is None

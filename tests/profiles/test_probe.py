@@ -13,6 +13,7 @@ import pytest
 from moec.manifests.errors import ProfileError
 from moec.profiles import probe
 from moec.profiles.loading import load_profile
+from moec.profiles.processor import core_kinds
 
 FLAGS = "flags\t\t: fpu sse2 fma f16c avx avx2"
 
@@ -168,6 +169,67 @@ def test_a_machine_that_tells_nothing_is_refused(tmp_path: Path) -> None:
 def test_instruction_sets(system: Path, cpuinfo: str, expected: tuple[str, ...]) -> None:
     put(system, "proc/cpuinfo", cpuinfo)
     assert probe.instruction_sets(system) == expected
+
+
+CPU = "sys/devices/system/cpu"
+
+
+@pytest.mark.parametrize(
+    ("capacities", "expected"),
+    [
+        (["446", "446", "1024"], ((1, 2, (0, 1)), "cpu_capacity")),
+        (["1024", "900", "400"], ((1, 2, (1, 2)), "cpu_capacity")),
+        (["1024", "1024", "1024"], None),
+        (["446", "", "1024"], None),
+        (["446", "many", "1024"], None),
+        (["446", "9" * 5000, "1024"], None),
+    ],
+)
+def test_arm_processors_of_less_capacity_are_little(
+    system: Path, capacities: list[str], expected: tuple[tuple[int, int, tuple[int, ...]], str] | None
+) -> None:
+    for number, text in enumerate(capacities):
+        put(system, f"{CPU}/cpu{number}/cpu_capacity", text + "\n")
+    found = core_kinds(range(3), system)
+    assert (found and ((found[0].big, found[0].little, found[0].little_cpus), found[1])) == expected
+
+
+@pytest.mark.parametrize(
+    ("atoms", "little"),
+    [
+        ("4-7\n", (4, 5, 6, 7)),
+        ("4,6-7\n", (4, 6, 7)),
+        ("", ()),
+        ("x\n", ()),
+        ("4-x\n", ()),
+        (f"4-{10**9 - 1}\n", (4, 5, 6, 7)),
+    ],
+)
+def test_hybrid_x86_processors_are_listed_by_kind(system: Path, atoms: str, little: tuple[int, ...]) -> None:
+    put(system, "sys/devices/cpu_core/cpus", "0-3\n")
+    put(system, "sys/devices/cpu_atom/cpus", atoms)
+    found = core_kinds(range(8), system)
+    assert (() if found is None else found[0].little_cpus) == little
+
+
+def test_processors_that_this_process_may_not_use_are_not_counted(system: Path) -> None:
+    put(system, "sys/devices/cpu_core/cpus", "0-3\n")
+    put(system, "sys/devices/cpu_atom/cpus", "4-7\n")
+    found = core_kinds({2, 3, 7}, system)
+    assert found is not None and (found[0].big, found[0].little, found[0].little_cpus) == (2, 1, (7,))
+    assert core_kinds({2, 3}, system) is None
+
+
+def test_the_probe_tells_the_kinds_of_cores(system: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(probe, "allowed_processors", lambda: {0, 1, 2})
+    monkeypatch.setattr(probe, "measure_memory", lambda size: 9)
+    monkeypatch.setattr(probe, "measure_storage", lambda *_: probe.StorageFigures(1, 1, 1, 4096, True))
+    for number, text in enumerate(["446", "446", "1024"]):
+        put(system, f"{CPU}/cpu{number}/cpu_capacity", text + "\n")
+    profile = probe.probe_host(tmp_path, system)
+    assert profile.threads == 3 and profile.cores is not None and profile.cores.little_cpus == (0, 1)
+    assert profile.gpu is None and profile.power is None, "what is not measured is not stated"
+    assert profile.provenance["cores.little_cpus"] == "measured: cpu_capacity of the system"
 
 
 def test_last_level_cache(system: Path) -> None:

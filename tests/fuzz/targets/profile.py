@@ -21,4 +21,4 @@ def target(data: bytes) -> None:
 
 def seeds() -> list[bytes]:
     folder = Path(device.__file__).parent
-    return [(folder / f"{name}.toml").read_bytes() for name in ("laptop", "raspberry-pi-4b-sd")]
+    return [(folder / f"{name}.toml").read_bytes() for name in ("laptop", "quadro-rtx-6000-host", "xiaomi-14")]
