@@ -127,6 +127,9 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     between device and CPU as `run --accelerator cuda` does. The `mode:` line of such a run names the times of the
     device and the rate of its link. The CPU's time of an expert comes from the trace. Dense weights stay on the CPU.
 
+    If the profile states a power draw, each row has the energy of a token: that draw times the predicted time. The
+    profile says which parts of the device the draw covers. With --accelerator the GPU counts as always busy.
+
     \b
     moec bench mixtral-moec --text held-out.txt --expert-cache 50% --trace-out held-out.trace
     moec simulate mixtral-moec --trace held-out.trace --profile raspberry-pi-4b-sd

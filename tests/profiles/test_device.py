@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +77,15 @@ def test_list_names_the_probe_and_the_shipped_files() -> None:
     boards = ("jetson-agx-orin", "jetson-tx2-hdd", "jetson-tx2-ssd", "raspberry-pi-4b-sd", "raspberry-pi-5-nvme")
     hosts = ("quadro-rtx-6000-host", "rtx-4080-host", "rtx-4090-host")
     assert list_profiles() == ("host", *sorted((*boards, *hosts, "laptop", "xiaomi-14", "xiaomi-17")))
+
+
+def test_the_document_names_every_shipped_profile() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "device-profiles.md").read_text(encoding="utf-8")
+    table = text.split("## Profiles in the tree")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| .* \| ?(.*) \|$", table, re.MULTILINE)
+    assert [name for name, _ in rows] == [name for name in list_profiles() if name != "host"]
+    for name, told in rows:
+        assert [part.TABLE for part in load_profile(name).parts()] == re.findall(r"gpu|cores|power", told), name
 
 
 @pytest.mark.parametrize(("name", "digest"), DIGESTS.items())
