@@ -10,14 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 from moec.cli.simulation.traces import replayed_bundle
 from moec.runtime import Engine, RuntimeOptions, kernels
 from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.expert_cache import opening
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.expert_cache.interface import StreamingCache
 from moec.runtime.expert_cache.native_cache import NativeCache
-from moec.runtime.expert_cache.opening import NATIVE_POLICIES
 from moec.runtime.expert_cache.policies import policy_score
 from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.prefetch.predictors import LookaheadPredictor, PathPredictor, PopularityPredictor
@@ -62,13 +63,15 @@ def check_took_effect(engine: Engine, options: RuntimeOptions) -> None:
     assert type(engine.cache) is cache_kind(engine, options)
     assert parts["cache_kind"] == ("native" if isinstance(engine.cache, NativeCache) else "python"), engine.mode
     assert parts["layers"] == ("steps" if engine.model.token_experts is None else "one call"), engine.mode
-    assert reader_threads(engine) == options.readers
+    assert reader_threads(engine) == len(options.reader_threads.takes)
 
 
 def cache_kind(engine: Engine, options: RuntimeOptions) -> type[StreamingCache]:
-    """Return the class of the cache: PythonCache for mapped experts, other policies and encoders, else NativeCache."""
-    is_native = options.policy in NATIVE_POLICIES and options.io != "mmap" and engine.model.spec.encoder is None
-    return NativeCache if is_native and kernels.compiled() is not None else PythonCache
+    """Return the class of the cache: PythonCache for encoders and without the extension, else NativeCache."""
+    if isinstance(opening.why_not_native, mock.Mock):  # tests/runtime/cache_kinds.py
+        return PythonCache
+    is_native = engine.model.spec.encoder is None and kernels.compiled() is not None
+    return NativeCache if is_native else PythonCache
 
 
 def is_mapped(path: Path) -> bool:

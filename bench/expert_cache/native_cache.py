@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from unittest import mock
 
 from moec.runtime import Engine, load
 from moec.runtime.expert_cache import opening
@@ -17,10 +18,10 @@ from moec.runtime.expert_cache import opening
 from ..runs.turns import begin, decode_in_turns, print_turns
 
 
-def opened(path: Path, expert_cache: str, policies: tuple[str, ...]) -> Engine:
-    """Return an engine whose cache is in the extension only under these policies."""
-    opening.NATIVE_POLICIES = policies  # type: ignore[assignment]
-    return load(path, expert_cache=expert_cache, context=1024)
+def opened(path: Path, expert_cache: str, is_native: bool) -> Engine:
+    """Return an engine whose cache is in the extension, or in Python."""
+    with mock.patch.object(opening, "why_not_native", return_value=None if is_native else "a comparison"):
+        return load(path, expert_cache=expert_cache, context=1024)
 
 
 def main() -> None:
@@ -32,8 +33,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=14)
     options = parser.parse_args()
     engines = {
-        "python": opened(options.bundle, options.expert_cache, ()),
-        "native": opened(options.bundle, options.expert_cache, ("lrfu",)),
+        "python": opened(options.bundle, options.expert_cache, is_native=False),
+        "native": opened(options.bundle, options.expert_cache, is_native=True),
     }
     tokens = engines["python"].encode(options.text.read_text(encoding="utf-8"))
     for engine in engines.values():

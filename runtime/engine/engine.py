@@ -203,7 +203,7 @@ class Engine:
 
         Eviction policies that count uses within a sequence begin again, also if other slots continue.
         """
-        self.records.begin_sequence()
+        self.cache.begin_sequence()
         if self.lossy is not None:
             self.lossy.begin_sequence()
         self._sequence += 1
@@ -300,7 +300,7 @@ class Engine:
         if self._elastic is not None:
             self._elastic.after_pass(len(tokens))
         if self.storage.mode == "mmap":
-            self.storage.end_pass()
+            self.storage.end_pass(self.cache.resident)
         return result
 
     @exclusively

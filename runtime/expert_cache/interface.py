@@ -117,6 +117,10 @@ class StreamingCache(ABC):
         """Read experts ahead, likeliest first, as far as free memory and the pin limit allow. Replaces older advice."""
 
     @abstractmethod
+    def begin_sequence(self) -> None:
+        """Restart the counts of passes and uses of a sequence, by which some policies evict."""
+
+    @abstractmethod
     def warm(self, indices: Sequence[int]) -> None:
         """Fill free capacity in the given order, while there is no more urgent read. Evicts nothing.
 

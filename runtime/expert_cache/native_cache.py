@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -19,21 +20,25 @@ import numpy as np
 from moec.manifests.errors import ExecutionError
 
 from .. import kernels
-from ..options.runtime import Policy
+from ..options.readers import Takes
+from ..options.runtime import RuntimeOptions, parse_weights
+from ..storage.interface import NativeStorage
 from ..storage.read_runs import MAX_RUN_BYTES
-from ..storage.read_storage import ReadStorage
 from ..storage.readers import ReaderThreads
 from .bound_experts import BoundExperts
 from .cache_spec import CacheSpec
 from .cache_stats import CacheStats
 from .expert_state import RESIDENT
 from .interface import StreamingCache
+from .policies import DEFAULT_WEIGHTS
+from .records import ExpertRecords
 
 
 class NativeCache(StreamingCache):
     """The expert cache in C++. `opening.py` says which runs can have it.
 
     experts: kernels over the bytes of each expert.
+    options: policy and readers.
     The other parameters are those of PythonCache.
 
     reads: ExpertCache of the extension, which decides, reads and waits.
@@ -41,13 +46,12 @@ class NativeCache(StreamingCache):
 
     def __init__(
         self,
-        storage: ReadStorage,
+        storage: NativeStorage,
         experts: BoundExperts,
         spec: CacheSpec,
-        policy: Policy,
-        readers: int = 1,
+        options: RuntimeOptions,
     ) -> None:
-        records, count = spec.records, len(spec.sizes)
+        records, count, readers = spec.records, len(spec.sizes), options.reader_threads
         super().__init__(spec.sizes, np.empty(count, np.int8))
         self._leases, self.prefetches = np.zeros(count, bool), np.zeros((2, count), np.int64)
         self._counts = np.zeros(len(CacheStats.__slots__), np.int64)
@@ -68,14 +72,15 @@ class NativeCache(StreamingCache):
             spec.sizes.tolist(),
             records.layer.tolist(),
             storage.next_in_file,
-            readers,
+            readers.count,
             MAX_RUN_BYTES,
             records.half_life,
-            policy,
+            _eviction(extension, options, records),
             spec.capacity_bytes,
             spec.pin_limit_bytes,
             [(*storage.source(index), *experts.native(index)) for index in range(count)],
             storage.mode == "buffered",
+            storage.mapped(),
         )
         self._storage = storage
         self._readers = ReaderThreads(readers, self._serve)
@@ -136,12 +141,19 @@ class NativeCache(StreamingCache):
     def unlease(self, indices: Sequence[int]) -> None:
         self.reads.unlease(indices)
 
-    def bind_layers(self, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: dict[str, float]) -> Any:
+    def bind_layers(
+        self,
+        layers: list[dict[str, Any]],
+        size: int,
+        ahead_eps: float,
+        rules: dict[str, float],
+        paths: dict[str, Any] | None = None,
+    ) -> Any:
         """Return the extension's `ExpertLayers` over this cache, made from these arguments."""
         extension = kernels.compiled()
         if extension is None:
             raise ValueError("layers need native kernels")
-        return extension.ExpertLayers(self.reads, layers, size, ahead_eps, rules)
+        return extension.ExpertLayers(self.reads, layers, size, ahead_eps, rules, paths)
 
     def begin_token(self) -> None:
         """Prepare for a pass of one token through bound layers. Raises ExecutionError like `stream`."""
@@ -159,6 +171,9 @@ class NativeCache(StreamingCache):
     def prefetch(self, indices: Sequence[int]) -> None:
         self.reads.prefetch(indices)
         self._start_readers()
+
+    def begin_sequence(self) -> None:
+        self.reads.begin_sequence()
 
     def warm(self, indices: Sequence[int]) -> None:
         self.reads.warm(indices)
@@ -201,9 +216,9 @@ class NativeCache(StreamingCache):
             self._readers.start()
             self._stop = stop
 
-    def _serve(self) -> None:
+    def _serve(self, takes: Takes) -> None:
         try:
-            self.reads.serve(self._load, self._check_new if self._storage.verifies else None)
+            self.reads.serve(self._load, self._check_new if self._storage.verifies else None, takes)
         except MemoryError:  # the failed read is not known, so no layer may wait for it
             self._has_no_memory = True
             self.reads.close()
@@ -239,6 +254,15 @@ class NativeCache(StreamingCache):
             self.reads.place(run[0], 0)
             return list(run)
         return []
+
+
+def _eviction(extension: Any, options: RuntimeOptions, records: ExpertRecords) -> Any:
+    """Return what the policy goes by, as the extension's `Eviction`."""
+    weights = DEFAULT_WEIGHTS if options.policy_weights is None else parse_weights(options.policy_weights)
+    high = np.arange(len(records.layer)) if records.expert is None else records.expert
+    return extension.Eviction(
+        options.policy, astuple(weights), records.frequency.tolist(), high.tolist(), records.num_layers
+    )
 
 
 def _stop_readers(reads: Any, readers: ReaderThreads, process: int) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .. import kernels
-from ..options.runtime import Policy, RuntimeOptions
-from ..storage.interface import ExpertStorage
-from ..storage.read_storage import ReadStorage
+from ..options.runtime import RuntimeOptions
+from ..storage.interface import NativeStorage
 from .bound_experts import BoundExperts
 from .cache_spec import CacheSpec
 from .interface import StreamingCache
@@ -13,21 +12,19 @@ from .native_cache import NativeCache
 from .policies import policy_score
 from .python_cache import PythonCache
 
-NATIVE_POLICIES: tuple[Policy, ...] = ("lrfu", "lru", "lfu")
-
 
 def open_cache(
-    storage: ExpertStorage,
+    storage: NativeStorage,
     experts: BoundExperts,
     spec: CacheSpec,
     options: RuntimeOptions,
 ) -> StreamingCache:
     """Return a NativeCache if a run can have one, else a PythonCache. Both make the same decisions."""
     has_encoder = bool(spec.records.encoder_layers)
-    if why_not_native(options, has_encoder) is None and isinstance(storage, ReadStorage):
-        return NativeCache(storage, experts, spec, options.policy, options.readers)
+    if why_not_native(options, has_encoder) is None:
+        return NativeCache(storage, experts, spec, options)
     score = policy_score(options.policy, options.policy_weights)
-    return PythonCache(storage, spec, score, options.readers)
+    return PythonCache(storage, spec, score, options.reader_threads)
 
 
 def why_not_native(options: RuntimeOptions, has_encoder: bool) -> str | None:
@@ -36,8 +33,4 @@ def why_not_native(options: RuntimeOptions, has_encoder: bool) -> str | None:
         return f"kernels {kernels.active()}"
     if options.accelerator is not None:
         return "an accelerator"
-    if has_encoder:
-        return "an encoder"
-    if options.policy not in NATIVE_POLICIES:
-        return f"policy {options.policy}"
-    return "io mmap" if options.io == "mmap" else None
+    return "an encoder" if has_encoder else None

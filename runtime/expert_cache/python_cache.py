@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from ..options.readers import ONE_READER, Readers, Takes
 from ..storage.interface import ExpertStorage
 from ..storage.read_runs import ReadRuns
 from ..storage.readers import BusyClock, ReaderThreads
@@ -32,7 +33,7 @@ class PythonCache(StreamingCache):
     storage: storage that holds the experts.
     spec: sizes, records and limits. Each use is added to the records.
     policy: score by which experts are kept.
-    readers: number of reader threads.
+    readers: number and duties of reader threads.
     Invariant: bytes of queued, loading and resident experts never exceed the capacity.
     """
 
@@ -41,12 +42,13 @@ class PythonCache(StreamingCache):
         storage: ExpertStorage,
         spec: CacheSpec,
         policy: PolicyScore,
-        readers: int = 1,
+        readers: Readers = ONE_READER,
     ) -> None:
         self._storage = storage
         order = partial(eviction_order, spec.records, policy)
-        runs = ReadRuns(spec.sizes.tolist(), storage.next_in_file, readers)
+        runs = ReadRuns(spec.sizes.tolist(), storage.next_in_file, readers.count)
         ledger = Residency(spec, order, storage.release, runs)
+        self._records = spec.records
         super().__init__(spec.sizes, ledger.state)
         self._ledger, self._leases, self.prefetches = ledger, ledger.is_leased, ledger.prefetches
         self._lock = threading.Lock()
@@ -129,6 +131,10 @@ class PythonCache(StreamingCache):
 
     # -- warm start --------------------------------------------------------------------------------------------
 
+    def begin_sequence(self) -> None:
+        with self._lock:
+            self._records.begin_sequence()
+
     def warm(self, indices: Sequence[int]) -> None:
         with self._lock:
             self._warmup = deque(indices)
@@ -185,10 +191,10 @@ class PythonCache(StreamingCache):
         self._readers.start()
         self._work.notify_all()
 
-    def _read_loop(self) -> None:
+    def _read_loop(self, takes: Takes) -> None:
         while True:
             with self._changed:
-                run, warms = self._next_read()
+                run, warms = self._next_read(takes)
                 if not run:
                     return
                 self._warming += warms
@@ -201,12 +207,12 @@ class PythonCache(StreamingCache):
                     self._end_read(index, warms, failures.get(index))
                 self._changed.notify_all()
 
-    def _next_read(self) -> tuple[list[int], bool]:
+    def _next_read(self, takes: Takes) -> tuple[list[int], bool]:
         """Wait for the most urgent read. Returns its experts, none after `close`, and whether it is a warm one."""
         while not self._closed:
-            if run := self._ledger.next_read():
+            if run := self._ledger.next_read(takes):
                 return run, False
-            index = self._next_to_warm()
+            index = None if takes == "advice" else self._next_to_warm()
             if index is not None:
                 return [index], True
             self._work.wait()

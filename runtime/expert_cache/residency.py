@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..options.readers import Takes
 from ..storage.read_runs import NONE, ReadRuns
 from .cache_spec import CacheSpec
 from .eviction import EvictingLedger, Order
@@ -130,11 +131,15 @@ class Residency(EvictingLedger):
         while self.advice:
             self._make_absent(self.advice.popleft())
 
-    def next_read(self) -> list[int]:
-        """Begin the most urgent queued read. Returns its experts, which are adjacent in the file; empty without one."""
-        if not (self.demand or self.advice):
+    def next_read(self, takes: Takes = "any") -> list[int]:
+        """Begin the most urgent queued read. Returns its experts, which are adjacent in the file; empty without one.
+
+        takes: the queues that count.
+        """
+        queue = {"any": self.demand or self.advice, "demand": self.demand, "advice": self.advice}[takes]
+        if not queue:
             return []
-        run = self._runs.take(self.demand or self.advice)
+        run = self._runs.take(queue)
         self.state[run] = LOADING
         return run
 

@@ -169,6 +169,21 @@ def first_changed(files: Int64s) -> int:
 def forget_mapping(watch: int) -> None:
     """Stop watching a mapping. Call it before the mapping ends."""
 
+Takes = Literal["any", "demand", "advice"]
+
+class Eviction:
+    """What an eviction policy goes by.
+
+    policy: a name in runtime/expert_cache/policies.py.
+    weights: of recency, uses, uses at high precision and nearness of the layer, for HOBBIT's score.
+    frequency: share of its layer's tokens that chose each expert in calibration.
+    high: per expert the index of its high version.
+    """
+
+    def __init__(
+        self, policy: str, weights: list[float], frequency: list[float], high: list[int], num_layers: int
+    ) -> None: ...
+
 class ExpertCache:
     """The expert cache: decisions as in residency.py and eviction.py of runtime/expert_cache/, reader threads, callers.
 
@@ -182,10 +197,12 @@ class ExpertCache:
     next_in_file: per expert the one whose bytes follow in the file, or -1.
 
     half_life: in requests of a layer.
-    policy: lrfu, lru or lfu.
+    eviction: what the eviction policy goes by.
     sources: one tuple per expert. File descriptor, offset, size, Expert or None, and where gate, up and down begin.
     A gate of -1: the expert has none.
     drops_pages: drop read pages from the page cache after every read.
+    mapped: empty, or one tuple per expert if files are mapped. Address and size of its whole pages, number of the watch
+    of their mapping, and address of the expert.
     Raises ValueError.
     """
 
@@ -198,11 +215,12 @@ class ExpertCache:
         readers: int,
         max_run_bytes: int,
         half_life: float,
-        policy: str,
+        eviction: Eviction,
         capacity_bytes: int,
         pin_limit_bytes: int,
         sources: list[tuple[int, int, int, Expert | None, int, int, int]],
         drops_pages: bool,
+        mapped: Sequence[tuple[int, int, int, int]] = (),
     ) -> None: ...
     @property
     def capacity_bytes(self) -> int: ...
@@ -218,7 +236,7 @@ class ExpertCache:
     def request(self, layer: int, experts: Sequence[int]) -> tuple[list[int], list[int]]: ...
     def queue_and_lease(self, waiting: Sequence[int]) -> None: ...
     def advise(self, indices: Sequence[int]) -> None: ...
-    def next_read(self) -> list[int]: ...
+    def next_read(self, takes: Takes = "any") -> list[int]: ...
     def arrive(self, index: int) -> None: ...
     def fail_read(self, index: int) -> None: ...
     # The cache, with its lock. None: closed.
@@ -227,6 +245,7 @@ class ExpertCache:
         self, remaining: Sequence[int], together: bool
     ) -> tuple[Literal["ready", "again", "failed", "too large", "closed"], list[int]]: ...
     def unlease(self, indices: Sequence[int]) -> None: ...
+    def begin_sequence(self) -> None: ...
     def prefetch(self, indices: Sequence[int]) -> None: ...
     def warm(self, indices: Sequence[int]) -> None: ...
     def wait_warmed(self) -> bool: ...
@@ -239,7 +258,10 @@ class ExpertCache:
     def place(self, index: int, address: int) -> None: ...
     # The loop of a reader thread, until `close`. load and check return the failed experts of a run, and never raise.
     def serve(
-        self, load: Callable[[list[int]], list[int]], check: Callable[[list[int], list[int]], list[int]] | None
+        self,
+        load: Callable[[list[int]], list[int]],
+        check: Callable[[list[int], list[int]], list[int]] | None,
+        takes: Takes = "any",
     ) -> None: ...
     def close(self) -> None: ...
 
@@ -256,19 +278,29 @@ class ExpertLayers:
     - `experts`: one Expert per row of the router; None for one that is left out.
     - `ahead`: later layers to predict, nearest first, one tuple each.
 
-    A tuple of `ahead` has nine values:
-    - How many layers route up to this one; its number, its first expert and its top_k.
+    A tuple of `ahead` has twelve values:
+    - How many layers route up to this one; its number, its first expert, its top_k and its number of experts.
+    - The experts to read ahead, -1 for as many as learned thresholds say; the most of them that count as predicted;
+      whether a missing one ends the advice.
     - Its router, norm, and bias or None; or None three times, if there is no router to compute.
-    - Experts that are always predicted and their scores; two empty lists if there is a router.
+    - The layer whose experts predict it by paths, and the one before that; -1 for none.
+    - Experts that are predicted without a router and a known path, and their scores.
 
     size: D.
     ahead_eps: epsilon of the norms before routers of later layers.
     rules: RULES of runtime/prefetch/thresholds.py.
+    paths: None, or the arrays of PathTables by name and `least_count`, the uses from which a path counts.
     Raises ValueError.
     """
 
     def __init__(
-        self, reads: ExpertCache, layers: list[dict[str, Any]], size: int, ahead_eps: float, rules: dict[str, float]
+        self,
+        reads: ExpertCache,
+        layers: list[dict[str, Any]],
+        size: int,
+        ahead_eps: float,
+        rules: dict[str, float],
+        paths: dict[str, Any] | None = None,
     ) -> None: ...
     # Whether a layer is being computed. Then all other calls raise ValueError.
     @property
@@ -278,7 +310,8 @@ class ExpertLayers:
     def begin_pass(self) -> None: ...
     def forget_guesses(self) -> None: ...
     def threshold(self, running: int, layer: int, rank: int) -> float: ...
-    # Results of the layer that ran last: its experts, experts to prefetch, float32 [E], float32 [M, E].
+    # Results of the layer that ran last: its experts, experts to prefetch, float32 [E], float32 [M, E], and float64 [E]
+    # or nothing.
     @property
     def chosen(self) -> list[int]: ...
     @property
@@ -287,3 +320,5 @@ class ExpertLayers:
     def logits(self) -> bytes: ...
     @property
     def shares(self) -> bytes: ...
+    @property
+    def path_shares(self) -> bytes: ...

@@ -24,7 +24,7 @@ from ..layers.routing import Router
 from ..layers.shared_expert import SharedExpert
 from ..options.runtime import RuntimeOptions
 from ..prefetch.advisor import Advisor, LayerAhead
-from ..prefetch.predictors import LookaheadPredictor
+from ..prefetch.predictors import MINIMUM_PAIR_COUNT, PathPredictor, Predictor
 from ..prefetch.quality import PrefetchQuality
 from ..prefetch.thresholds import RULES
 from ..trace.statistics import PhaseTimes
@@ -32,6 +32,8 @@ from ..trace.trace import TraceRecorder
 
 MAX_ROUTERS = 8
 """Most routers of later layers that the extension evaluates at once."""
+_NO_PATH = (-1, -1)
+"""Layers of a prediction that no path makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class TokenExperts:
         self._bound = _bound_to(cache, advisor)
         self._layers, self._specs = layers, layers.spec.layers
         fields = [self.fields(at) for at in range(layers.spec.num_layers)]
-        self.native = cache.bind_layers(fields, layers.spec.hidden_size, layers.norms[0].eps, RULES)
+        paths = _paths_of(advisor.predictor)
+        self.native = cache.bind_layers(fields, layers.spec.hidden_size, layers.norms[0].eps, RULES, paths)
 
     def fits(self, cache: StreamingCache, advisor: Advisor) -> bool:
         """Return whether the layers are bound to this cache and advisor, and no layer is running.
@@ -117,23 +120,36 @@ class TokenExperts:
 
     def _foreseen(self, layer: int) -> list[np.ndarray]:
         """Return the scores [E] of the layers ahead, nearest first."""
-        layers_ahead = [] if self._predictor is None else self._advisor.layers_ahead(layer)
+        layers_ahead, native, predictor = self._layers_ahead(layer), self.native, self._predictor
         known = [self._known(layer, each) for each in layers_ahead]
-        evaluated = sum(scores is None for scores in known)
-        rows = iter(np.frombuffer(self.native.shares, np.float32).reshape(evaluated, -1) if evaluated else ())
+        if isinstance(predictor, PathPredictor):
+            shares = np.frombuffer(native.path_shares, np.float64)
+            by_path = [shares if shares.size else predictor.popularity(layer, each.ahead) for each in layers_ahead]
+            evaluated = [scores[: each.count] for scores, each in zip(by_path, layers_ahead, strict=True)]
+        else:
+            count = sum(scores is None for scores in known)
+            evaluated = list(np.frombuffer(native.shares, np.float32).reshape(count, -1)) if count else []
+        rows = iter(evaluated)
         return [next(rows) if scores is None else scores for scores in known]
 
-    def _known(self, layer: int, later: LayerAhead) -> np.ndarray | None:
-        """Return the scores [E] of a layer whose router cannot be evaluated ahead; None if it can."""
+    def _layers_ahead(self, layer: int) -> list[LayerAhead]:
+        """Return the layers that are predicted while a layer runs, nearest first."""
         predictor = self._predictor
-        if not isinstance(predictor, LookaheadPredictor) or predictor.router_ahead(layer, later.ahead) is not None:
-            return None
-        return predictor.scores_without_router(layer, later.ahead)[: later.count]
+        if predictor is None:
+            return []
+        layers_ahead = [each for each in self._advisor.layers_ahead(layer) if self._advisor.fixed_count(each)]
+        if isinstance(predictor, PathPredictor):
+            return [each for each in layers_ahead if predictor.is_next(layer, each.ahead)]
+        return layers_ahead
+
+    def _known(self, layer: int, later: LayerAhead) -> np.ndarray | None:
+        """Return the scores [E] of a layer that no token changes; None if they depend on it."""
+        scores = None if self._predictor is None else self._predictor.fixed_scores(layer, later.ahead)
+        return None if scores is None else scores[: later.count]
 
     def fields(self, at: int) -> dict[str, Any]:
         """Return a layer in the form that the extension takes: a dictionary of `_native.ExpertLayers`."""
         layers, spec, first = self._layers, self._specs[at].experts, self._advisor.first_expert[at]
-        layers_ahead = [] if self._predictor is None else self._advisor.layers_ahead(at)
         router, shared = layers.routers[at], layers.shared.get(at)
         return {
             "norm": layers.norms[at].weight,
@@ -150,20 +166,27 @@ class TokenExperts:
             "experts": [
                 None if expert is None else _native(expert) for expert in layers.experts[first : first + spec.count]
             ],
-            "ahead": [self._ahead(at, each) for each in layers_ahead],
+            "ahead": [self._ahead(at, each) for each in self._layers_ahead(at)],
         }
 
     def _ahead(self, at: int, later: LayerAhead) -> tuple[Any, ...]:
         """Return a layer that is predicted while layer `at` runs, in the form that the extension takes."""
-        layer, top_k = later.layer, later.top_k
-        place = (later.rank, layer, self._advisor.first_expert[layer], top_k)
+        layer, predictor, advisor = later.layer, self._predictor, self._advisor
+        count = advisor.fixed_count(later)
+        rule = (count, advisor.most_predicted(later.top_k, later), advisor.rule == "first-miss")
+        place = (later.rank, layer, advisor.first_expert[layer], later.top_k, later.count, rule)
+        most = max(later.top_k + 1, count)
         scores = self._known(at, later)
         if scores is not None:
-            return *place, None, None, None, *kernels.largest(scores, top_k + 1)
+            return *place, None, None, None, _NO_PATH, *kernels.largest(scores, most)
+        if isinstance(predictor, PathPredictor):
+            before, last = [-1, *predictor.source_layers(at, later.ahead)][-2:]
+            popularity = predictor.popularity(at, later.ahead)[: later.count]
+            return *place, None, None, None, (last, before), *kernels.largest(popularity, most)
         router, norm = self._layers.routers[layer], self._layers.norms[layer].weight
         if router is None:
             raise ValueError(f"layer {layer} routes nothing")
-        return *place, _native(router.matrix), norm, router.bias_among_kept, [], []
+        return *place, _native(router.matrix), norm, router.bias_among_kept, _NO_PATH, [], []
 
 
 def bind_token_experts(layers: ModelLayers, cache: StreamingCache, advisor: Advisor) -> TokenExperts | None:
@@ -211,16 +234,23 @@ def _why_not_layer(layer: LayerSpec) -> str | None:
 def _why_not_advice(model: ModelSpec, options: RuntimeOptions) -> str | None:
     """Return why the extension cannot read ahead by these options; None if it can, or if nothing is read ahead.
 
-    It knows prediction by the routers of later layers.
+    It evaluates routers of later layers together, so these must have as many experts.
     """
     if options.prefetch == "off":
         return None
-    if options.prefetch != "lookahead":
-        return f"prefetch {options.prefetch}"
-    if options.prefetch_rule != "likely" or options.prefetch_experts:
-        return f"prefetch rule {options.prefetch_rule}" if not options.prefetch_experts else "prefetch experts"
     counts = {layer.experts.count for layer in model.layers if layer.experts.count}
-    return None if len(counts) == 1 else "layers with different numbers of experts"
+    is_one_size = options.prefetch != "lookahead" or len(counts) == 1
+    return None if is_one_size else "layers with different numbers of experts"
+
+
+def _paths_of(predictor: Predictor | None) -> dict[str, Any] | None:
+    """Return the path dictionary in the form that the extension takes; None if the predictor has none."""
+    if not isinstance(predictor, PathPredictor):
+        return None
+    tables = predictor.paths
+    return {name: getattr(tables, name) for name in ("transitions", "keys", "offsets", "experts", "counts")} | {
+        "least_count": float(MINIMUM_PAIR_COUNT)
+    }
 
 
 def _native(part: Any) -> Any:

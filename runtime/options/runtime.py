@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -11,12 +12,13 @@ from moec.manifests.sizes import parse_bytes
 
 from .field_types import check_field_types
 from .lossy import CACHE_STATES, CacheState, LossyModes, parse_modes
+from .readers import Readers
 from .setting import check_settings, docstring_of, setting
 
 POLICIES = ("lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed")
 WEIGHTED_POLICIES = ("hobbit", "hobbit-printed")
 PREFETCHERS = ("lookahead", "path", "popularity", "off")
-PREFETCH_RULES = ("likely", "spread", "first-miss")
+PREFETCH_RULES = ("likely", "spread", "first-miss", "until-routed")
 KV_NAMES = ("float32", "float16")
 IO_MODES = ("auto", "direct", "buffered", "mmap")
 MAX_THREADS = 256
@@ -28,7 +30,7 @@ _SUM_TOLERANCE = 1e-3  # `moec tune` writes three digits after the point
 
 Policy = Literal["lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed"]
 Prefetch = Literal["lookahead", "path", "popularity", "off"]
-PrefetchRule = Literal["likely", "spread", "first-miss"]
+PrefetchRule = Literal["likely", "spread", "first-miss", "until-routed"]
 KvType = Literal["float32", "float16"]
 IoMode = Literal["auto", "direct", "buffered", "mmap"]
 Cooperation = Literal["auto", "published", "gpu", "cpu"]
@@ -67,6 +69,19 @@ class EvictionWeights:
     def to_text(self) -> str:
         """Return the text that `parse_weights` reads."""
         return ",".join(f"{weight:g}" for weight in (self.lru, self.lfu, self.lhu, self.fld))
+
+
+def _parse_cpus(text: str) -> tuple[int, ...]:
+    """Parse `0,1` into numbers of processors that this process may use. Raises OptionError."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    parts = text.split(",")
+    numbers = {int(part) for part in parts if re.fullmatch(r"[0-9]{1,4}", part)}
+    if len(numbers) != len(parts) or not numbers <= allowed:
+        raise OptionError(
+            f"`--reader-cpus {text[:60]}`: expected different numbers out of {sorted(allowed)[:64]}",
+            "write the processors of the reader, like `0,1`",
+        )
+    return tuple(sorted(numbers))
 
 
 def parse_weights(text: str) -> EvictionWeights:
@@ -180,10 +195,18 @@ class RuntimeOptions:
     prefetch_rule: PrefetchRule = setting(
         "likely",
         "`likely` reads predictions that proved right often enough. `spread` reads 3/8 of the next layer's top-k, "
-        "fewer of later layers. `first-miss` is `spread` up to the first layer that lacks an expert.",
+        "fewer of later layers. `first-miss` is `spread` up to the first layer that lacks an expert. `until-routed` "
+        "reads all experts of the next layer, likeliest first, until that layer has chosen, with a reader of its own.",
         group="reading ahead",
         choices=PREFETCH_RULES,
         is_tuned=True,
+    )
+    reader_cpus: str | None = setting(
+        None,
+        "Processors of the reader of `--prefetch-rule until-routed`, like `0,1`.",
+        group="reading ahead",
+        metavar="N,N",
+        default_text="any",
     )
     cache_state: CacheState = setting(
         "warm",
@@ -250,7 +273,7 @@ class RuntimeOptions:
         check_field_types(self)
         check_settings(self)
         self._check_weights()
-        _ = self.modes
+        _ = self.modes, self.reader_threads
         self._check_accelerator()
 
     def _check_accelerator(self) -> None:
@@ -275,12 +298,25 @@ class RuntimeOptions:
         return parse_modes(self.dynamic_precision, self.big_little, self.cache_routing)
 
     @property
+    def reader_threads(self) -> Readers:
+        """Number and duties of the threads that read experts. Raises OptionError for processors of another form."""
+        if self.prefetch_rule != "until-routed" or self.prefetch == "off":
+            if self.reader_cpus is not None:
+                raise OptionError(
+                    "`--reader-cpus` has no effect without a reader of its own for what is read ahead",
+                    "add `--prefetch-rule until-routed`",
+                )
+            return Readers(self.readers)
+        return Readers(self.readers, () if self.reader_cpus is None else _parse_cpus(self.reader_cpus))
+
+    @property
     def prefetch_text(self) -> str:
         """Text of the `mode:` line."""
         if self.prefetch == "off":
             return self.prefetch
         count = f" of {self.prefetch_experts}" if self.prefetch_experts else ""
-        return self.prefetch + count + " to the first miss" * (self.prefetch_rule == "first-miss")
+        rule = {"first-miss": " to the first miss", "until-routed": " until routed"}.get(self.prefetch_rule, "")
+        return self.prefetch + count + rule
 
     def lossless(self) -> RuntimeOptions:
         """Return these options without lossy modes."""

@@ -80,6 +80,9 @@ class Advisor:
     Rule `first-miss` takes the same share, at least one, up to the first layer that misses an expert according to
     `holds`.
     Source of `first-miss`: HOBBIT, layer-level prediction.
+    Rule `until-routed` takes all experts of the next layer. The cache drops those that are not read when the layer
+    has chosen others.
+    Source of `until-routed`: EdgeMoE, preloading of experts.
     """
 
     spec: ModelSpec
@@ -112,6 +115,22 @@ class Advisor:
         self.layers, self.experts = options.prefetch_layers, options.prefetch_experts
         self.rule, self.holds = options.prefetch_rule, holds
 
+    def fixed_count(self, later: LayerAhead) -> int:
+        """Return the experts of a later layer that are read ahead for a single token; -1 if thresholds are learned."""
+        if self.rule == "likely" and not self.experts:
+            return -1
+        if self.rule == "until-routed":
+            return later.count if later.rank == 1 else 0
+        count = advised_experts(later.top_k, later.rank, self.experts)
+        return max(count, 1) if self.rule == "first-miss" else count
+
+    def most_predicted(self, top_k: int, later: LayerAhead) -> int:
+        """Return the most advised experts of a layer that count as its prediction.
+
+        Rule `until-routed` advises all experts, so its top_k counts.
+        """
+        return top_k if self.rule == "until-routed" else later.count
+
     def layers_ahead(self, layer: int) -> list[LayerAhead]:
         """Return the layers that are looked at while a layer runs, nearest first."""
         return self._layers_ahead[layer][: max(self.layers, 1)]
@@ -129,6 +148,8 @@ class Advisor:
             for each in self.layers_ahead(state.layer)
             if each.rank == 1 or len(state.hidden) == 1 or _asks_for_all(len(state.hidden), each)
         ]
+        if self.rule == "until-routed":
+            layers_ahead = layers_ahead[:1]
         scores = self._scores(state, layers_ahead)
         state.foreseen = list(scores.values())
         for later in layers_ahead:
@@ -201,6 +222,8 @@ class Advisor:
 
     def _advised(self, state: PassState, later: LayerAhead) -> int:
         """Return the number of experts of the layer that are worth reading ahead."""
+        if self.rule == "until-routed":
+            return later.count
         tokens = self._tokens_in(state, later.layer)
         if tokens == 1 < len(state.hidden) and self.rule == "likely" and not self.experts:
             return 0  # after a prompt only popularity is known of the next token: 6 of 100 experts would be right
@@ -222,9 +245,10 @@ class Advisor:
             experts = self.thresholds.likely(state.layer, layer, later.rank, scores, top_k)
         else:
             experts = candidates(scores, self._advised(state, later))
+        predicted = experts[: self.most_predicted(top_k, later)]
         if state.choice is not None and len(state.hidden) == 1:
-            return experts, state.choice.advised(layer, scores, experts, top_k)
-        return experts, self._stored(layer, experts)
+            return predicted, state.choice.advised(layer, scores, experts, top_k)
+        return predicted, self._stored(layer, experts)
 
     def _stored(self, layer: int, experts: Sequence[int]) -> list[int]:
         first = self.first_expert[layer]

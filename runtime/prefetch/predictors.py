@@ -34,6 +34,10 @@ class Predictor(Protocol):
         """Return `scores` of several layers."""
         return [self.scores(state, ahead) for ahead in aheads]
 
+    def fixed_scores(self, layer: int, ahead: int) -> np.ndarray | None:
+        """Return the scores [E] of the layer `ahead` layers after `layer` if no token changes them, else None."""
+        return None
+
 
 class PopularityPredictor(Predictor):
     """Predicts the experts that were chosen most often in the layer during calibration."""
@@ -43,6 +47,9 @@ class PopularityPredictor(Predictor):
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
         return self.of_layer(self._model.layer_after(state.layer, ahead))
+
+    def fixed_scores(self, layer: int, ahead: int) -> np.ndarray | None:
+        return self.of_layer(self._model.layer_after(layer, ahead))
 
     def of_layer(self, layer: int) -> np.ndarray:
         """Return the popularity counts of a layer, float64 [E]."""
@@ -62,16 +69,14 @@ class PathPredictor(Predictor):
     def __init__(self, tables: Tables, model: ModelSpec) -> None:
         if tables.paths is None:
             raise ValueError("the path dictionary was not read")
-        self._paths, self._model = tables.paths, model
+        self.paths, self._model = tables.paths, model
         self._popularity, self._experts = PopularityPredictor(tables, model), tables.popularity.shape[1]
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        following, routed = self._model.layer_after(state.layer, ahead), self._model.expert_layers
-        start = self._model.first_decoder_layer if following >= self._model.first_decoder_layer else 0
-        past = [layer for layer in routed if start <= layer <= state.layer]
-        if following <= state.layer or not past:  # the next token's first layer, or no earlier layer that routes
+        past, following = self.source_layers(state.layer, ahead), self._model.layer_after(state.layer, ahead)
+        if not past:
             return self._popularity.scores(state, ahead)
-        if any(state.layer < layer < following for layer in routed):
+        if not self.is_next(state.layer, ahead):
             return None
         total = np.zeros(self._experts)
         for token in range(len(state.chosen[past[-1]])):
@@ -79,13 +84,37 @@ class PathPredictor(Predictor):
             total += self._token_scores(following, before, past[-1], state.chosen[past[-1]][token].tolist())
         return total if total.any() else self._popularity.scores(state, ahead)
 
+    def fixed_scores(self, layer: int, ahead: int) -> np.ndarray | None:
+        return None if self.source_layers(layer, ahead) else self.popularity(layer, ahead)
+
+    def popularity(self, layer: int, ahead: int) -> np.ndarray:
+        """Return the scores [E] of a layer while no path of the token is known."""
+        return self._popularity.of_layer(self._model.layer_after(layer, ahead))
+
+    def source_layers(self, layer: int, ahead: int) -> list[int]:
+        """Return the layers whose experts predict a later layer: at most two, the nearest last.
+
+        layer, ahead: running layer, and distance of the later one.
+        There are none for the first layer of the next token, and if no earlier layer routes.
+        """
+        following, first = self._model.layer_after(layer, ahead), self._model.first_decoder_layer
+        if following <= layer:
+            return []
+        start = first if following >= first else 0
+        return [each for each in self._model.expert_layers if start <= each <= layer][-2:]
+
+    def is_next(self, layer: int, ahead: int) -> bool:
+        """Return whether no layer routes between `layer` and the layer `ahead` layers after it."""
+        following = self._model.layer_after(layer, ahead)
+        return not any(layer < each < following for each in self._model.expert_layers)
+
     def _token_scores(self, following: int, before: list[int], layer: int, chosen: list[int]) -> np.ndarray:
         """Return scores of the experts of layer `following` for one token.
 
         before: experts that the token chose in the layer before `layer`.
         chosen: experts that it chose in `layer`.
         """
-        paths = self._paths
+        paths = self.paths
         scores = np.zeros(self._experts)
         for row in paths.rows(following, before, chosen):
             part = slice(paths.offsets[row], paths.offsets[row + 1])
@@ -147,9 +176,8 @@ class LookaheadPredictor(Predictor):
             raise ValueError(f"layer {layer} routes nothing")
         return router.rule.demand(router.logits(self._norms[layer](state.hidden)))
 
-    def scores_without_router(self, layer: int, ahead: int) -> np.ndarray:
-        """Return the scores [E] of a layer without a usable router. They do not depend on the stream."""
-        return self._fallback.of_layer(self._model.layer_after(layer, ahead))
+    def fixed_scores(self, layer: int, ahead: int) -> np.ndarray | None:
+        return None if self.router_ahead(layer, ahead) is not None else self._fallback.fixed_scores(layer, ahead)
 
     def router_ahead(self, layer: int, ahead: int) -> Router | None:
         """Return the router of the layer `ahead` layers ahead, or None if it is not usable."""

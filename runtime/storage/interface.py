@@ -58,11 +58,46 @@ class ExpertStorage(Protocol):
     def on_place(self, rebind: Rebind) -> None:
         """Set the function that receives each expert and its memory before the expert is read."""
 
-    def end_pass(self) -> None:
-        """Check after a pass that its data are those of the files. Raises StorageReadFailed."""
+    def end_pass(self, resident: Callable[[], np.ndarray]) -> None:
+        """Check after a pass that its data are those of the files.
+
+        resident: returns the experts in memory, int64.
+        Raises StorageReadFailed, ChecksumMismatch.
+        """
 
     def close(self) -> None:
         """Close files. Views stay valid until they are dropped."""
+
+
+class NativeStorage(ExpertStorage, Protocol):
+    """Storage that a cache in the extension can read from without Python.
+
+    verifies: whether experts are compared with their checksums.
+    """
+
+    verifies: bool
+
+    def source(self, index: int) -> tuple[int, int, int]:
+        """Return file descriptor, offset and size of an expert. The descriptor of an expert that is left out is -1."""
+
+    def mapped(self) -> list[tuple[int, int, int, int]]:
+        """Return a tuple of each expert if files are mapped, else none.
+
+        Its values: address and size of the whole pages of the expert, number of the watch of their mapping, address of
+        the expert.
+        """
+
+    def address(self, index: int) -> int:
+        """Return the address of the first byte of an expert that is in memory."""
+
+    def check(self, index: int, address: int) -> None:
+        """Compare an expert that was read to an address with its checksum. Raises ChecksumMismatch."""
+
+    def take_hand_overs(self, take: Callable[[], HandOvers]) -> None:
+        """Update the memory of experts after a native cache has evicted some.
+
+        take: returns these changes, each of them once.
+        """
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
@@ -23,7 +23,7 @@ from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
 from .. import kernels
 from ..bundle.files import COPY_AGAIN, BundleFile, remedy_of
 from ..bundle.opening import Bundle
-from .interface import Rebind, closed_on_failure, page_bytes
+from .interface import HandOvers, Rebind, closed_on_failure, page_bytes
 from .read_runs import NONE
 from .read_verifier import ReadVerifier
 
@@ -54,9 +54,14 @@ class MappedFile:
             # Views of the view refer to it, so the watch ends before the mapping does.
             weakref.finalize(self.view, self._extension.forget_mapping, self._watch).atexit = False
 
+    @property
+    def watch(self) -> int:
+        """Number of the watch of the mapping; -1 if it is not watched."""
+        return -1 if self._watch is None else self._watch
+
     def state(self, file: BundleFile) -> tuple[int, ...]:
         """Return the row of this file for the extension's `first_changed`."""
-        return -1 if self._watch is None else self._watch, file.descriptor, *self.identity
+        return self.watch, file.descriptor, *self.identity
 
     def require_pages(self) -> None:
         """Raise StorageReadFailed if a page could not be read since the file was mapped."""
@@ -88,8 +93,7 @@ class MappedStorage:
         self._entries = bundle.manifest.stored_experts
         self.next_in_file = [NONE] * len(self._entries)  # each expert is requested separately
         self._files = {entry.file: bundle.files[entry.file] for entry in self._entries}
-        self._verifier, self._verifies = ReadVerifier(self._entries, self._files, verify), verify
-        self._loaded: set[int] = set()
+        self._verifier, self.verifies = ReadVerifier(self._entries, self._files, verify), verify
         try:
             self._mapped = {name: MappedFile(file) for name, file in self._files.items()}
             states = [self._mapped[name].state(file) for name, file in self._files.items()]
@@ -113,7 +117,26 @@ class MappedStorage:
             file.require_pages()
             with _missing_pages_first(file):
                 self._verifier.end((index,), (block,), before)
-            self._loaded.add(index)
+
+    def source(self, index: int) -> tuple[int, int, int]:
+        entry = self._entries[index]
+        file = self._files.get(entry.file)
+        return -1 if file is None or not entry.size_bytes else file.descriptor, entry.offset_bytes, entry.size_bytes
+
+    def address(self, index: int) -> int:
+        return int(self.block(index).__array_interface__["data"][0])
+
+    def mapped(self) -> list[tuple[int, int, int, int]]:
+        return [self._mapped_pages(index) for index in range(len(self._entries))]
+
+    def _mapped_pages(self, index: int) -> tuple[int, int, int, int]:
+        entry, address = self._entries[index], self.address(index)
+        start, size = self._pages(entry)
+        return address - entry.offset_bytes + start, size, self._mapped[entry.file].watch, address
+
+    def take_hand_overs(self, take: Callable[[], HandOvers]) -> None:
+        for index in take()[1]:
+            self.release(index)
 
     def _pages(self, entry: ExpertEntry) -> tuple[int, int]:
         """Return start and length of the whole pages that hold an expert.
@@ -136,7 +159,6 @@ class MappedStorage:
     def release(self, index: int) -> None:
         entry = self._entries[index]
         file = self._mapped[entry.file]
-        self._loaded.discard(index)
         file.mapping.madvise(mmap.MADV_DONTNEED, *self._pages(entry))
         opened = self._files.get(entry.file)
         if hasattr(os, "posix_fadvise") and opened is not None:
@@ -145,34 +167,37 @@ class MappedStorage:
     def trim(self) -> None:
         """Do nothing: released ranges have no memory."""
 
-    def end_pass(self) -> None:
+    def end_pass(self, resident: Callable[[], np.ndarray]) -> None:
         """Refuse a pass if a file that it used has changed since it was mapped.
 
         If the content may be unchanged (another name or owner), experts in memory are compared again.
         Raises StorageReadFailed, ChecksumMismatch.
         """
         extension = kernels.loaded()
-        if extension is not None and self._verifies and extension.first_changed(self._states) < 0:
+        if extension is not None and self.verifies and extension.first_changed(self._states) < 0:
             return
         for at, (name, opened) in enumerate(self._files.items()):
             file = self._mapped[name]
             file.require_pages()
-            if not self._verifies:
+            if not self.verifies:
                 continue
             identity = opened.identity()
             if identity == file.identity:
                 continue
             if identity[:2] != file.identity[:2]:
                 raise StorageReadFailed(f"`{file.path}` was changed while it was in use", COPY_AGAIN)
-            self._compare_loaded(name)
+            self._compare(name, resident())
             file.identity = identity
             self._states[at] = file.state(opened)
 
-    def _compare_loaded(self, name: str) -> None:
-        for index in tuple(self._loaded):  # readers may add experts at the same time
-            if self._entries[index].file == name:
-                with _missing_pages_first(self._mapped[name]):
-                    self._verifier.compare(index, self.block(index))
+    def _compare(self, name: str, resident: np.ndarray) -> None:
+        for index in resident.tolist():
+            if self._entries[index].file == name and self._entries[index].size_bytes:
+                self.check(index)
+
+    def check(self, index: int, address: int = 0) -> None:
+        with _missing_pages_first(self._mapped[self._entries[index].file]):
+            self._verifier.compare(index, self.block(index))
 
     def close(self) -> None:
         self._files.clear()

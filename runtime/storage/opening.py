@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ..bundle.opening import Bundle
 from ..options.runtime import IoMode
-from .interface import ExpertStorage
+from .interface import NativeStorage
 from .read_storage import ReadStorage
 
 
-def open_storage(bundle: Bundle, io: IoMode, verify: bool, capacity_bytes: int | None = None) -> ExpertStorage:
+def open_storage(bundle: Bundle, io: IoMode, verify: bool, capacity_bytes: int | None = None) -> NativeStorage:
     """Open the storage of a bundle.
 
     `auto` uses direct reads if the file system allows them. Otherwise it uses buffered reads that drop the page cache.

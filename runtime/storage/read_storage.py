@@ -123,25 +123,21 @@ class ReadStorage:
             self._places.remove(index)
 
     def source(self, index: int) -> tuple[int, int, int]:
-        """Return file descriptor, offset and size of an expert. The descriptor of an expert that is left out is -1."""
         entry = self._entries[index]
         file = self._files.get(entry.file)
         return -1 if file is None or not entry.size_bytes else file.descriptor, entry.offset_bytes, entry.size_bytes
 
+    def mapped(self) -> list[tuple[int, int, int, int]]:
+        return []
+
     def address(self, index: int) -> int:
-        """Return the address of the first byte of an expert that has a place."""
         return int(self.block(index).__array_interface__["data"][0])
 
     def check(self, index: int, address: int) -> None:
-        """Compare an expert that was read to an address with its checksum. Raises ChecksumMismatch."""
         start = address - int(self.arena.view.__array_interface__["data"][0])
         self._verifier.compare(index, self.arena.view[start : start + self._entries[index].size_bytes])
 
     def take_hand_overs(self, take: Callable[[], HandOvers]) -> None:
-        """Update the places after a native cache has passed them on.
-
-        take: returns these changes, each of them once.
-        """
         with self._lock:
             moved, spare = take()
             for before, index in moved:
@@ -167,7 +163,7 @@ class ReadStorage:
     def on_place(self, rebind: Rebind) -> None:
         self._rebind = rebind
 
-    def end_pass(self) -> None:
+    def end_pass(self, resident: Callable[[], np.ndarray]) -> None:
         """Do nothing: the data are in memory of this process, and cannot change."""
 
     def close(self) -> None:

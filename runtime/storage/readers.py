@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+from ..options.readers import Readers, Takes
+
+LOW_PRIORITY = 10
+"""Nice value of a reader of advice. It yields to threads that compute and to readers of demand."""
 
 
 class ReaderThreads:
-    """Threads of one loop, started at the first read."""
+    """Threads of one loop, started at the first read. The loop is called with the queues that the reader takes from."""
 
-    def __init__(self, count: int, loop: Callable[[], None]) -> None:
-        self._count, self._loop = count, loop
+    def __init__(self, readers: Readers, loop: Callable[[Takes], None]) -> None:
+        self._readers, self._loop = readers, loop
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Start the threads that are not running."""
-        while len(self._threads) < self._count:
-            thread = threading.Thread(target=self._loop, name=f"moec-reader-{len(self._threads)}", daemon=True)
+        takes = self._readers.takes
+        while len(self._threads) < len(takes):
+            at = len(self._threads)
+            thread = threading.Thread(target=self._run, args=(takes[at],), name=f"moec-reader-{at}", daemon=True)
             thread.start()
             self._threads.append(thread)
+
+    def _run(self, takes: Takes) -> None:
+        if takes == "advice":
+            _step_back(self._readers.cpus or ())
+        self._loop(takes)
 
     def running(self) -> int:
         """Return how many have started and have not ended."""
@@ -35,8 +49,23 @@ class ReaderThreads:
         self._loop = _ended
 
 
-def _ended() -> None:
+def _ended(takes: Takes) -> None:
     """The loop after `join`."""
+
+
+def _step_back(cpus: Collection[int]) -> None:
+    """Give the calling thread low priority, and these processors if there are any.
+
+    A refusal of the system is ignored.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    own = threading.get_native_id()
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, own, max(LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, own)))
+    if cpus:
+        with suppress(OSError):
+            os.sched_setaffinity(own, cpus)
 
 
 class BusyClock:

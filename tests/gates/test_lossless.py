@@ -20,6 +20,7 @@ from moec.runtime.options.runtime import POLICIES
 from tests.gates.bundles import emit_bundle
 from tests.gates.damage import write_tables
 from tests.observed_runs import Workers, begin_trace, check_took_effect, counts, forget_mappings, replayed, threads
+from tests.runtime.cache_kinds import Kind, both_caches, caches_of
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 TOKENS = np.random.default_rng(3).integers(4, 260, 60).tolist()
@@ -146,9 +147,10 @@ def test_io_and_threads_change_nothing(wide: Path, resident_wide: np.ndarray, io
 @pytest.mark.gate("G2")
 @pytest.mark.parametrize("readers", [1, 4])
 @pytest.mark.parametrize("policy", ["lrfu", "edgemoe"])
-def test_readers_change_nothing(bundle: Path, resident: np.ndarray, readers: int, policy: str) -> None:
-    """Test the native cache and the Python cache."""
-    found = run(bundle, expert_cache="40%", readers=readers, policy=policy, prefetch="off")
+@both_caches
+def test_readers_change_nothing(bundle: Path, resident: np.ndarray, readers: int, policy: str, kind: Kind) -> None:
+    with caches_of(kind):
+        found = run(bundle, expert_cache="40%", readers=readers, policy=policy, prefetch="off")
     assert counts(found.stats) == found.by_policy[policy]
     check_equal(found, resident)
 

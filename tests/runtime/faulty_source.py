@@ -16,6 +16,7 @@ from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.expert_cache.records import expert_records
+from moec.runtime.options.readers import Readers
 from moec.runtime.storage.read_runs import NONE
 
 LAYERS, EXPERTS = 3, 4
@@ -92,7 +93,7 @@ def make_cache(
     records = expert_records(layers, np.arange(len(array), dtype=np.float64), LAYERS)
     score = SCORES[policy]  # type: ignore[index]
     limit = capacity_bytes if pins is None else pins
-    return source, PythonCache(source, CacheSpec(array, capacity_bytes, records, limit), score, readers)
+    return source, PythonCache(source, CacheSpec(array, capacity_bytes, records, limit), score, Readers(readers))
 
 
 def warmed(cache: PythonCache, indices: Sequence[int]) -> None:

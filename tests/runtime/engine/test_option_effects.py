@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import fields
@@ -82,6 +83,13 @@ def readers(engine: Engine) -> int:
     return reader_threads(engine)
 
 
+def advice_cpus(engine: Engine) -> set[int]:
+    """Return the processors of the last reader, which reads ahead."""
+    run(engine)
+    own = [thread for thread in threading.enumerate() if thread.name == f"moec-reader-{engine.options.readers}"]
+    return os.sched_getaffinity(own[-1].native_id or 0)
+
+
 def shared(engine: Engine) -> dict[str, Any]:
     """Return where experts were computed; empty without an accelerator."""
     run(engine)
@@ -137,6 +145,7 @@ EFFECTS: dict[str, Effect] = {
     "prefetch_layers": Effect(1, AHEAD, advised),
     "prefetch_experts": Effect(3, AHEAD, advised),
     "prefetch_rule": Effect("spread", {"expert_cache": "60%", "context": 64}, advised),
+    "reader_cpus": Effect(str(min(os.sched_getaffinity(0))), {**AHEAD, "prefetch_rule": "until-routed"}, advice_cpus),
     "cache_state": Effect("cold", SMALL, lambda engine: (counted(engine), engine.cache.stats.warm_reads)),
     "dynamic_precision": Effect("0,1", SMALL, decided),
     "big_little": Effect("gamma=0.9", SMALL, decided),

@@ -8,30 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from moec.runtime import Engine, kernels, load
+from moec.runtime import Engine, load
 from moec.runtime.engine import engine as engine_module
-from moec.runtime.expert_cache.interface import StreamingCache
-from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.expert_cache.python_cache import PythonCache
-from moec.runtime.options.runtime import Policy, Prefetch, PrefetchRule
+from moec.runtime.options.runtime import Prefetch, PrefetchRule
 from moec.runtime.prefetch.advisor import advised_experts
 from moec.runtime.storage.interface import page_bytes
 from moec.runtime.storage.read_storage import ReadStorage
+from tests.runtime.cache_kinds import Kind, both_caches, caches_of
 
 CONTEXT = 64
 PROMPT = [(7 * at * at + 5 * at + 3) % 250 + 3 for at in range(40)]
 
-both_caches = pytest.mark.parametrize("policy, kind", [("lrfu", NativeCache), ("edgemoe", PythonCache)])
 
-
-def open_small(
-    bundle: Path, policy: Policy, kind: type[StreamingCache], prefetch: Prefetch, rule: PrefetchRule = "likely"
-) -> Engine:
+def open_small(bundle: Path, kind: Kind, prefetch: Prefetch, rule: PrefetchRule = "likely") -> Engine:
     """Room for 40 % of the experts, none of which is there."""
-    if kind is NativeCache and kernels.compiled() is None:
-        pytest.skip("no extension")
     limits = {"expert_cache": "40%", "context": CONTEXT, "cache_state": "cold"}
-    engine = load(bundle, **limits, policy=policy, prefetch=prefetch, prefetch_rule=rule, readers=2)
+    with caches_of(kind):
+        engine = load(bundle, **limits, prefetch=prefetch, prefetch_rule=rule, readers=2)
     assert isinstance(engine.cache, kind)
     return engine
 
@@ -54,12 +48,11 @@ def read_by_python(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 def test_a_prompt_reads_no_expert_twice(
     tiny_bundle: Path,
     read_by_python: Counter[int],
-    policy: Policy,
-    kind: type[StreamingCache],
+    kind: Kind,
     prefetch: Prefetch,
 ) -> None:
     """No expert is read ahead for the token after it, of which nothing is known."""
-    with open_small(tiny_bundle, policy, kind, prefetch) as engine:
+    with open_small(tiny_bundle, kind, prefetch) as engine:
         engine.prefill(PROMPT)
     stored, stats = engine.bundle.manifest.experts, engine.cache.stats
     assert stats.rereads == 0 and stats.evictions > 0
@@ -72,10 +65,10 @@ def test_a_prompt_reads_no_expert_twice(
 
 @both_caches
 def test_a_prompt_token_by_token_would_read_them_again(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy, kind: type[StreamingCache]
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     monkeypatch.setattr(engine_module, "MAX_PASS_TOKENS", 1)
-    with open_small(tiny_bundle, policy, kind, "off") as engine:
+    with open_small(tiny_bundle, kind, "off") as engine:
         engine.prefill(PROMPT)
         assert engine.cache.stats.rereads > len(engine.bundle.manifest.experts)
 
@@ -89,7 +82,7 @@ def test_a_rule_that_reads_for_the_next_token_reads_for_one(tiny_bundle: Path, m
         prefetch(cache, indices)
 
     monkeypatch.setattr(PythonCache, "prefetch", noted)
-    with open_small(tiny_bundle, "edgemoe", PythonCache, "lookahead", rule="spread") as engine:
+    with open_small(tiny_bundle, PythonCache, "lookahead", rule="spread") as engine:
         top_k = engine.bundle.manifest.model.layers[0].experts.top_k
         engine.prefill(PROMPT)
     assert len(advised[-1]) == advised_experts(top_k, 1) and len(advised) == len(engine.model.spec.layers)

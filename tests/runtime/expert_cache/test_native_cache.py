@@ -25,11 +25,10 @@ from moec.runtime.bundle.opening import Bundle, open_bundle
 from moec.runtime.expert_cache.bound_experts import BoundExperts, bind_experts
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.native_cache import NativeCache
-from moec.runtime.expert_cache.opening import NATIVE_POLICIES, open_cache
-from moec.runtime.expert_cache.python_cache import PythonCache
+from moec.runtime.expert_cache.opening import open_cache
 from moec.runtime.expert_cache.records import bundle_records
 from moec.runtime.model.dense_weights import load_dense
-from moec.runtime.options.runtime import IoMode, Policy, RuntimeOptions
+from moec.runtime.options.runtime import POLICIES, IoMode, Policy, RuntimeOptions
 from moec.runtime.storage.interface import page_bytes
 from moec.runtime.storage.opening import open_storage
 from moec.runtime.storage.read_storage import ReadStorage
@@ -58,7 +57,6 @@ class Opened:
         self.sizes = np.array([page_bytes(entry.size_bytes) for entry in stored], np.int64)
         self.capacity = int(self.sizes.sum()) if capacity is None else capacity
         storage = open_storage(self.bundle, io, verify, self.capacity)
-        assert isinstance(storage, ReadStorage)
         self.storage, records = storage, bundle_records(self.bundle, self.bundle.tables(), stored)
         self.experts: BoundExperts = bind_experts(self.bundle, stored, storage, load_dense(self.bundle, verify=False))
         spec = CacheSpec(self.sizes, self.capacity, records, pin_limit_bytes=self.capacity)
@@ -79,6 +77,11 @@ class Opened:
     def close(self) -> None:
         self.cache.close()
         self.storage.close()
+
+    def check_memory(self) -> None:
+        """Places take no more than the cache may hold. Mapped files have none."""
+        if isinstance(self.storage, ReadStorage):
+            assert self.storage.memory_bytes <= self.capacity_bytes()
 
     def check(self) -> None:
         """Both ledgers, the places, and the bytes at them."""
@@ -114,8 +117,8 @@ def test_experts_are_what_they_are_wherever_they_go(
     sizes = [page_bytes(entry.size_bytes) for entry in open_bundle(tiny_bundle).manifest.stored_experts]
     least = 2 * max(sizes)
     capacities = st.integers(least, sum(sizes)).map(lambda size: size // mmap.PAGESIZE * mmap.PAGESIZE)
-    io, readers = data.draw(st.sampled_from(("auto", "buffered"))), data.draw(st.integers(1, 3))
-    policy: Policy = data.draw(st.sampled_from(NATIVE_POLICIES))
+    io, readers = data.draw(st.sampled_from(("auto", "buffered", "mmap"))), data.draw(st.integers(1, 3))
+    policy: Policy = data.draw(st.sampled_from(POLICIES))
     with opened(tiny_bundle, data.draw(capacities), io=io, readers=readers, policy=policy) as own:
         if data.draw(st.booleans()):
             own.cache.warm(range(COUNT))
@@ -133,7 +136,7 @@ def test_experts_are_what_they_are_wherever_they_go(
             assert not asked and own.cache.used_bytes <= own.cache.capacity_bytes
             if data.draw(st.integers(0, 4)) == 0:
                 own.cache.resize(data.draw(capacities))
-            assert own.storage.memory_bytes <= own.capacity_bytes()
+            own.check_memory()
         own.check()
         stats = own.cache.stats
         assert stats.lookups == stats.hits + stats.misses and stats.prefetch_used <= stats.prefetch_reads <= stats.reads
@@ -349,15 +352,10 @@ def test_closing_wakes_who_waits(tiny_bundle: Path, in_time: InTime, monkeypatch
 
 
 def test_who_decides(tiny_bundle: Path) -> None:
-    """Policies of numpy, mapped files and numpy's kernels have the cache in Python."""
-    for options, is_native in (
-        ({}, True),
-        ({"policy": "lru"}, True),
-        ({"policy": "edgemoe"}, False),
-        ({"io": "mmap"}, False),
-    ):
+    """Every policy and every way to read has the cache of the extension."""
+    for options in (*({"policy": policy} for policy in POLICIES), *({"io": io} for io in ("auto", "buffered", "mmap"))):
         with load(tiny_bundle, expert_cache="50%", context=64, **options) as engine:
-            assert isinstance(engine.cache, NativeCache if is_native else PythonCache)
+            assert isinstance(engine.cache, NativeCache)
 
 
 def test_other_kernels_than_it_was_loaded_with_are_refused(tiny_bundle: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,10 @@ from moec.runtime import kernels
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.expert_cache.eviction import eviction_order
-from moec.runtime.expert_cache.opening import NATIVE_POLICIES
-from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.policies import SCORES, MultidimensionalScore, PolicyScore
 from moec.runtime.expert_cache.records import ExpertRecords, expert_records
 from moec.runtime.expert_cache.residency import Residency
-from moec.runtime.options.runtime import Policy
+from moec.runtime.options.runtime import POLICIES, WEIGHTED_POLICIES, EvictionWeights, Policy
 from moec.runtime.storage.read_runs import MAX_RUN_BYTES, NONE, ReadRuns
 
 LAYERS, EXPERTS = 3, 5
@@ -30,21 +30,49 @@ NAMES = ("state", "is_leased", "is_ahead", "is_seen", "prefetches")
 pytestmark = pytest.mark.skipif(kernels.compiled() is None, reason="no extension")
 
 
-def fresh_records() -> ExpertRecords:
-    return expert_records(LAYER, np.arange(COUNT, dtype=np.float64) % EXPERTS, LAYERS)
+WEIGHTS = EvictionWeights(lru=0.2, lfu=0.3, lhu=0.1, fld=0.4)
+# The last two of each layer are low versions of the first two.
+HIGH = np.arange(COUNT) // EXPERTS * EXPERTS + np.tile([0, 1, 2, 0, 1], LAYERS)
+
+
+def fresh_records(has_low: bool = False) -> ExpertRecords:
+    popularity = np.arange(COUNT, dtype=np.float64) % EXPERTS
+    return expert_records(LAYER, popularity, LAYERS, expert=HIGH if has_low else None)
+
+
+def score_of(policy: Policy) -> PolicyScore:
+    """Return the score of a policy, with WEIGHTS where it takes weights."""
+    if policy not in WEIGHTED_POLICIES:
+        return SCORES[policy]
+    return MultidimensionalScore(WEIGHTS, as_printed=policy == "hobbit-printed")
 
 
 def native(
-    sizes: list[int], capacity: int, pins: int, policy: Policy, next_in_file: list[int], readers: int
+    sizes: list[int],
+    capacity: int,
+    pins: int,
+    policy: Policy,
+    next_in_file: list[int],
+    readers: int,
+    has_low: bool = False,
+    **changed: Any,
 ) -> tuple[Any, dict[str, np.ndarray], ExpertRecords]:
     """The extension's cache without storage, the arrays that it writes, and the records."""
-    records = fresh_records()
+    records = fresh_records(has_low)
     arrays: dict[str, np.ndarray] = {name: np.zeros(COUNT, np.uint8) for name in NAMES[:4]}
     arrays |= {"prefetches": np.zeros((2, COUNT), np.int64), "counts": np.zeros(len(CacheStats.__slots__), np.int64)}
     shared = {"heat": records.heat, "last_used": records.last_used, "uses": records.uses}
     extension = kernels.compiled()
     assert extension is not None
-    limits = (readers, MAX_RUN_BYTES, records.half_life, policy, capacity, pins)
+    high = HIGH if has_low else np.arange(COUNT)
+    goes_by = {
+        "policy": policy,
+        "weights": astuple(WEIGHTS),
+        "frequency": records.frequency.tolist(),
+        "high": high.tolist(),
+        "num_layers": LAYERS,
+    }
+    limits = (readers, MAX_RUN_BYTES, records.half_life, extension.Eviction(**goes_by | changed), capacity, pins)
     sources = [(-1, 0, size, None, -1, 0, 0) for size in sizes]
     reads = extension.ExpertCache(arrays | shared, sizes, LAYER.tolist(), next_in_file, *limits, sources, False)
     return reads, arrays, records
@@ -57,16 +85,26 @@ class BothMachine(RuleBasedStateMachine):
         sizes=st.lists(st.sampled_from((0, 10, 10, 20, 30)), min_size=COUNT, max_size=COUNT),
         capacity=st.integers(30, 250),
         pins=st.integers(0, 250),
-        policy=st.sampled_from(NATIVE_POLICIES),
+        policy=st.sampled_from(POLICIES),
+        has_low=st.booleans(),
         breaks=st.sets(st.integers(0, COUNT - 1)),
         readers=st.integers(1, 3),
     )
-    def begin(self, sizes: list[int], capacity: int, pins: int, policy: Policy, breaks: set[int], readers: int) -> None:
+    def begin(
+        self,
+        sizes: list[int],
+        capacity: int,
+        pins: int,
+        policy: Policy,
+        breaks: set[int],
+        readers: int,
+        has_low: bool,
+    ) -> None:
         following = [NONE if at in breaks or at + 1 == COUNT else at + 1 for at in range(COUNT)]
-        own, array = fresh_records(), np.array(sizes, np.int64)
-        order, runs = partial(eviction_order, own, SCORES[policy]), ReadRuns(sizes, following, readers)
+        own, array = fresh_records(has_low), np.array(sizes, np.int64)
+        order, runs = partial(eviction_order, own, score_of(policy)), ReadRuns(sizes, following, readers)
         self.spec, self.spec_records = Residency(CacheSpec(array, capacity, own, pins), order, runs=runs), own
-        self.reads, self.arrays, self.records = native(sizes, capacity, pins, policy, following, readers)
+        self.reads, self.arrays, self.records = native(sizes, capacity, pins, policy, following, readers, has_low)
         self.waiting: list[int] = []
         self.loading: list[int] = []
 
@@ -81,6 +119,11 @@ class BothMachine(RuleBasedStateMachine):
         assert self.reads.request(layer, indices) == found
         self.waiting = found[1]
         self.queue_and_lease()
+
+    @rule()
+    def begin_sequence(self) -> None:
+        self.spec_records.begin_sequence()
+        self.reads.begin_sequence()
 
     @rule()
     def queue_and_lease(self) -> None:
@@ -132,7 +175,11 @@ TestBothMachine.settings = settings(max_examples=120, stateful_step_count=40, de
 @pytest.mark.parametrize(
     "broken, told",
     [
-        ({"policy": "hobbit"}, "policy: expected lrfu, lru or lfu, found hobbit"),
+        ({"policy": "fifo"}, "policy: expected lrfu, lru, lfu, edgemoe, hobbit or hobbit-printed, found fifo"),
+        ({"weights": (0.5, 0.5)}, "expected four weights"),
+        ({"frequency": [0.5]}, "expected four weights, and a frequency"),
+        ({"high": [COUNT] * COUNT}, "a high version and a layer of each expert"),
+        ({"num_layers": LAYERS - 1}, "a high version and a layer of each expert"),
         ({"next_in_file": [COUNT] * COUNT}, "next_in_file: expected experts or -1"),
         ({"readers": 0}, "at least one reader"),
         ({"sizes": [1] * (COUNT - 1)}, "expected one per expert"),

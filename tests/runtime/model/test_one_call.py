@@ -16,14 +16,15 @@ from moec.manifests.errors import ExecutionError
 from moec.manifests.model import ModelSpec
 from moec.runtime import Engine, kernels, load
 from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.tables import PathTables, Tables
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.options.runtime import RuntimeOptions
-from moec.runtime.prefetch.predictors import PopularityPredictor
+from moec.runtime.prefetch.predictors import PathPredictor, PopularityPredictor
 from moec.runtime.trace.trace import TraceRecorder
 from tests.gates.bundles import emit_bundle
 from tests.pruned_mixtral import LEFT_OUT, PRUNED, save_whole
-from tests.runtime.one_call import LAYERS, bundle, calls, in_one_call, steps_only
+from tests.runtime.one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 
 TOKENS = 120
@@ -111,6 +112,15 @@ def weighed(model: ModelSpec) -> ModelSpec:
         {"prefetch_layers": 1},
         {"prefetch_layers": 3},
         {"policy": "lru"},
+        {"policy": "edgemoe", "prefetch": "popularity"},
+        {"policy": "hobbit", "prefetch": "path", "prefetch_layers": 1},
+        {"policy": "hobbit-printed", "prefetch": "path", "io": "mmap"},
+        {"prefetch_rule": "spread", "prefetch_layers": 3},
+        {"prefetch_rule": "first-miss", "prefetch_layers": 3},
+        {"prefetch_rule": "first-miss", "prefetch": "path"},
+        {"prefetch_experts": 5},
+        {"prefetch_rule": "until-routed"},
+        {"prefetch_rule": "until-routed", "prefetch": "popularity"},
     ],
     ids=str,
 )
@@ -129,11 +139,53 @@ def test_one_call_decides_and_computes_as_the_steps_do(
     assert one.thresholds == pytest.approx(steps.thresholds, rel=1e-12)
     if options.get("prefetch") != "off":
         assert any(advice for _, layers, _ in one.passes for advice in layers) and sum(one.quality[1].values()) > 0
-        assert one.thresholds != [0.4, 0.8, 0.4, 0.4]
+        learns = options.get("prefetch_rule", "likely") == "likely" and "prefetch_experts" not in options
+        assert (one.thresholds != [0.4, 0.8, 0.4, 0.4]) == learns
     for run in runs:
         before, after = run.learned_over_prompt
         assert before == after
     assert one.times.dense_ns > 0 and one.times.experts_ns > 0 and one.times.shared_ns == 0
+
+
+def random_paths(seed: int, keys: int, transitions: float) -> Tables:
+    """Return tables with some pairs of experts, and some single ones, that were seen.
+
+    keys: pairs of each layer that were seen, some of them too rarely to count.
+    transitions: share of the single experts that were seen.
+    """
+    drawn = np.random.default_rng(seed)
+    rows = np.sort(drawn.choice(LAYERS * EXPERTS * EXPERTS, keys, replace=False)).astype(np.int64)
+    lengths = drawn.integers(1, 5, keys)
+    experts = np.concatenate([drawn.choice(EXPERTS, length, replace=False) for length in lengths] or [np.empty(0)])
+    seen = drawn.random((LAYERS - 1, EXPERTS, 1)) < transitions
+    paths = PathTables(
+        transitions=(drawn.integers(0, 9, (LAYERS - 1, EXPERTS, EXPERTS)) * seen).astype(np.uint32),
+        keys=rows,
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        experts=experts.astype(np.uint16),
+        counts=drawn.integers(1, 12, len(experts)).astype(np.uint32),
+    )
+    return Tables(drawn.integers(1, 99, (LAYERS, EXPERTS)).astype(np.uint32), paths)
+
+
+@pytest.mark.parametrize(
+    "keys, transitions, has_paths",
+    [(LAYERS * EXPERTS * EXPERTS, 0.0, True), (60, 0.5, True), (0, 1.0, True), (0, 0.0, False)],
+)
+def test_paths_predict_as_in_python(bundle: Path, keys: int, transitions: float, has_paths: bool) -> None:
+    """The dictionary decides, or single experts, or popularity if neither was seen."""
+    runs, tables = [], random_paths(keys, keys, transitions)
+    for way in (in_one_call, steps_only):
+        with opened(bundle, prefetch="path") as engine:
+            engine.model.advisor.predictor = PathPredictor(tables, engine.model.spec)
+            engine.model.bind_one_call()
+            runs.append(Run(engine, way, reads_ahead=False))
+    one, steps = runs
+    assert one.passes == steps.passes and one.decisions == steps.decisions
+    assert one.thresholds == pytest.approx(steps.thresholds, rel=1e-12)
+    popularity = [tables.popularity[at].astype(np.float32).tobytes() for at in range(1, LAYERS)]
+    predicted = [scores.ahead[at][0] for _, _, scores in one.passes if scores for at in range(LAYERS - 1)]
+    assert all(scores in popularity for scores in predicted) != has_paths
 
 
 def never_left_out(passes: list[Any]) -> bool:
@@ -219,21 +271,11 @@ def test_experts_are_read_ahead(bundle: Path) -> None:
 
 
 def test_who_takes_one_call(bundle: Path, tmp_path: Path) -> None:
-    """If the extension does not support a model, a cache or a rule, the steps are used."""
+    """If the extension does not support a model, the steps are used."""
     plain = {"expert_cache": "50%", "context": 64}
-    others: tuple[dict[str, Any], ...] = (
-        {"policy": "edgemoe"},
-        {"io": "mmap"},
-        {"prefetch": "path"},
-        {"prefetch_rule": "spread"},
-        {"prefetch_experts": 1},
-    )
-    for options in ({}, {"prefetch": "off"}, {"expert_cache": "100%"}, {"policy": "lfu"}):
+    for options in ({}, {"prefetch": "off"}, {"expert_cache": "100%"}, {"policy": "edgemoe"}, {"io": "mmap"}):
         with load(bundle, **(plain | options)) as engine:
             assert engine.model.token_experts is not None
-    for options in others:
-        with load(bundle, **(plain | options)) as engine:
-            assert engine.model.token_experts is None
 
     def with_sigmoid(model: ModelSpec) -> ModelSpec:
         first = model.layers[0]

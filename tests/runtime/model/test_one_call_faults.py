@@ -141,6 +141,48 @@ def test_a_signal_comes_through_while_a_layer_waits(
         signal.signal(signal.SIGUSR1, before)
 
 
+LEARNED = (-1, 12, False)
+
+
+def wrong_fields(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Return changes of the fields of a layer, and what the refusal of each says."""
+    short, norms = fields["experts"][:-1], np.ones(3, np.float32)
+    router, norm = fields["router"], fields["norm"]
+    return [
+        ({"experts": short}, "experts: expected 12"),
+        ({"experts": [3] * 12}, "experts of the extension"),
+        ({"experts": [None] * 12}, "expected at least 3 that are not left out, found 0"),
+        ({"shared": 3}, "experts of the extension"),
+        ({"norm_eps": "x"}, "norm_eps: found a value of another type"),
+        ({"top_k": 13}, "experts: expected 12"),
+        ({"top_k": 0}, "experts: expected 12"),
+        ({"norm": norms}, "norm"),
+        ({"router": 3}, "router: expected a packed matrix"),
+        ({"router": None}, "experts: expected 0"),
+        ({"router_bias": np.zeros(11, np.float32)}, "router_bias"),
+        ({"ahead": [(1, 1, 12, 3, 12, LEARNED, router, norm, norm, (-1, -1), [], [])]}, "router_bias"),
+        ({"first_expert": 30}, "first_expert: expected experts below 36"),
+        ({"ahead": [(1, 1, 30, 3, 12, LEARNED, router, norm, None, (-1, -1), [], [])]}, "first_expert"),
+        ({"ahead": [(1, 1, 12, 3, 12, LEARNED, router, norms, None, (-1, -1), [], [])]}, "norm"),
+        ({"ahead": [(1, 1, 12, 0, 12, LEARNED, router, norm, None, (-1, -1), [], [])]}, "a top-k of 1 to 36"),
+        (
+            {"ahead": [(1, 1, 12, 2**63 - 1, 12, LEARNED, router, norm, None, (-1, -1), [], [])]},
+            "a top-k of 1 to 36",
+        ),
+        ({"ahead": [(0, 1, 12, 3, 12, LEARNED, router, norm, None, (-1, -1), [], [])]}, "a rank of at least 1"),
+        ({"ahead": [(1, 1, 12, 3, 12, LEARNED, None, None, None, (-1, -1), [99], [1.0])]}, "first_expert"),
+        ({"ahead": [(1, 1, 12, 3, 12, LEARNED, None, None, None, (-1, -1), [1], [])]}, "a score for each"),
+        (
+            {"ahead": [(1, 1, 12, 3, 12, LEARNED, None, None, None, (0, -1), [], [])]},
+            "expected paths, and two layers",
+        ),
+        (
+            {"ahead": [(1, 1, 12, 3, 12, LEARNED, router, norm, None, (-1, -1), [], [])] * 9},
+            "at most 8 routers",
+        ),
+    ]
+
+
 def test_what_does_not_fit_is_refused(bundle: Path) -> None:
     with load(bundle, expert_cache="50%", context=64) as engine:
         layers = engine.model.token_experts
@@ -151,35 +193,10 @@ def test_what_does_not_fit_is_refused(bundle: Path) -> None:
         for at in (-1, LAYERS):
             with pytest.raises(ValueError, match="expected a layer below 3"):
                 native.run(at, np.zeros((1, engine.model.spec.hidden_size), np.float32))
-        fields = layers.fields(0)
-        short, norms, size = fields["experts"][:-1], np.ones(3, np.float32), engine.model.spec.hidden_size
-        router, norm = fields["router"], fields["norm"]
-        wrong = (
-            ({"experts": short}, "experts: expected 12"),
-            ({"experts": [3] * 12}, "experts of the extension"),
-            ({"experts": [None] * 12}, "expected at least 3 that are not left out, found 0"),
-            ({"shared": 3}, "experts of the extension"),
-            ({"norm_eps": "x"}, "norm_eps: found a value of another type"),
-            ({"top_k": 13}, "experts: expected 12"),
-            ({"top_k": 0}, "experts: expected 12"),
-            ({"norm": norms}, "norm"),
-            ({"router": 3}, "router: expected a packed matrix"),
-            ({"router": None}, "experts: expected 0"),
-            ({"router_bias": np.zeros(11, np.float32)}, "router_bias"),
-            ({"ahead": [(1, 1, 12, 3, router, norm, norm, [], [])]}, "router_bias"),
-            ({"first_expert": 30}, "first_expert: expected experts below 36"),
-            ({"ahead": [(1, 1, 30, 3, router, norm, None, [], [])]}, "first_expert"),
-            ({"ahead": [(1, 1, 12, 3, router, norms, None, [], [])]}, "norm"),
-            ({"ahead": [(1, 1, 12, 0, router, norm, None, [], [])]}, "a top-k of 1 to 36"),
-            ({"ahead": [(1, 1, 12, 2**63 - 1, router, norm, None, [], [])]}, "a top-k of 1 to 36"),
-            ({"ahead": [(0, 1, 12, 3, router, norm, None, [], [])]}, "a rank of at least 1"),
-            ({"ahead": [(1, 1, 12, 3, None, None, None, [99], [1.0])]}, "first_expert"),
-            ({"ahead": [(1, 1, 12, 3, None, None, None, [1], [])]}, "a score for each"),
-            ({"ahead": [(1, 1, 12, 3, router, norm, None, [], [])] * 9}, "at most 8 routers"),
-        )
+        fields, size = layers.fields(0), engine.model.spec.hidden_size
         cache = engine.cache
         assert isinstance(cache, NativeCache)
-        for change, told in wrong:
+        for change, told in wrong_fields(fields):
             with pytest.raises(ValueError, match=told):
                 cache.bind_layers([fields | change], size, 1e-5, RULES)
         with pytest.raises(ValueError, match="expected `norm`"):

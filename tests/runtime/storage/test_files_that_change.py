@@ -28,14 +28,14 @@ from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.storage import read_verifier as read_verifier_module
 from moec.runtime.storage.opening import open_storage
+from tests.runtime.cache_kinds import Kind, caches_of
 from tests.runtime.faulty_source import InTime
 from tests.runtime.settled import wait_until_settled
 
 TOKENS = [1, 5, 9, 3, 7, 2, 8, 4, 6, 1, 3, 9]
 READS = ("direct", "buffered")
 every_io = pytest.mark.parametrize("io", [*READS, "mmap"])
-CACHES = {"native": "lru", "python": "edgemoe"}
-"""Policies with which an engine has each cache."""
+CACHES: dict[str, Kind] = {"native": NativeCache, "python": PythonCache}
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def expected(tiny_bundle: Path) -> np.ndarray:
 @contextmanager
 def small_engine(path: Path, io: str, cache: str = "native") -> Iterator[Engine]:
     """An engine whose experts come and go."""
-    options: dict[str, Any] = {"io": io, "expert_cache": "25%", "cache_state": "cold", "policy": CACHES[cache]}
-    with load(path, **options) as engine:
-        is_native = cache == "native" and io != "mmap" and kernels.compiled() is not None
-        assert isinstance(engine.cache, NativeCache if is_native else PythonCache)
+    options: dict[str, Any] = {"io": io, "expert_cache": "25%", "cache_state": "cold"}
+    kind = CACHES[cache] if kernels.compiled() is not None else PythonCache
+    with caches_of(kind), load(path, **options) as engine:
+        assert isinstance(engine.cache, kind)
         yield engine
 
 

@@ -1,5 +1,5 @@
 // Eviction on the default path, specified by runtime/expert_cache/eviction.py. `make_room` evicts until there is room,
-// `next_victim` gives the expert to evict next, `goes_before` is the order of the policy, and `evict` marks the expert
+// `next_victim` gives the expert to evict next, `score` is that of the policy (policies.py), and `evict` marks the expert
 // absent. Where its memory goes: reader_threads.cpp.
 
 #include <algorithm>
@@ -19,12 +19,51 @@ void Residency::evict(int64_t index) {
     ++counts_->evictions;
 }
 
-bool Residency::goes_before(int64_t one, int64_t other) const {
-    if (facts_.score == Score::kHeat && columns_.heat[one] != columns_.heat[other]) {
-        return columns_.heat[one] < columns_.heat[other];
+// Layers that run until the layer does: 1 for the one after the running layer, num_layers for the running one.
+int64_t Residency::distance(int64_t layer, int64_t running) const {
+    const int64_t layers = facts_.num_layers;
+    return (layer - running - 1 + 2 * layers) % layers + 1;
+}
+
+// The steps are those of MultidimensionalScore in policies.py, so that both give the same bits.
+double Residency::hobbit_score(int64_t index) const {
+    const size_t at = static_cast<size_t>(index), high = static_cast<size_t>(facts_.high[at]);
+    const int64_t layers = facts_.num_layers, first_pass = sequence_start_ + 1;
+    const double passes = static_cast<double>(std::max(int64_t{0}, clock_ - first_pass) / layers + 1);
+    const int64_t since = columns_.last_used[index] - first_pass;
+    const double last_pass = since < 0 ? 0.0 : static_cast<double>(since / layers + 1);
+    double score = facts_.weights.lru / passes * last_pass;
+    score += facts_.weights.lfu / passes * static_cast<double>(uses_of_any_version_[high]);
+    if (facts_.weights.lhu != 0.0) {
+        score += facts_.weights.lhu / passes * static_cast<double>(columns_.uses[high] - uses_before_[high]);
     }
-    if (facts_.score == Score::kUses && columns_.uses[one] != columns_.uses[other]) {
-        return columns_.uses[one] < columns_.uses[other];
+    const int64_t running = (layer_ - facts_.weights.layers_back + layers) % layers;
+    const double nearness =
+        1.0 - static_cast<double>(distance(layer_of(index), running) - 1) / static_cast<double>(layers);
+    score += facts_.weights.fld * nearness;
+    return score;
+}
+
+double Residency::score(int64_t index) const {
+    switch (facts_.score) {
+        case Score::kHeat:
+            return columns_.heat[index];
+        case Score::kUses:
+            return static_cast<double>(columns_.uses[index]);
+        case Score::kEdgeMoe:
+            return facts_.frequency[static_cast<size_t>(index)] / static_cast<double>(distance(layer_of(index), layer_));
+        case Score::kHobbit:
+            return hobbit_score(index);
+        case Score::kLastUsed:
+            break;
+    }
+    return static_cast<double>(columns_.last_used[index]);
+}
+
+bool Residency::goes_before(int64_t one, int64_t other) const {
+    const double own = scores_[static_cast<size_t>(one)], others = scores_[static_cast<size_t>(other)];
+    if (own != others) {
+        return own < others;
     }
     if (columns_.last_used[one] != columns_.last_used[other]) {
         return columns_.last_used[one] < columns_.last_used[other];
@@ -32,11 +71,12 @@ bool Residency::goes_before(int64_t one, int64_t other) const {
     return one < other;
 }
 
-void Residency::make(Victims& victims) const {
+void Residency::make(Victims& victims) {
     victims.is_made = true;
     for (int64_t index = 0; index < count(); ++index) {
         if (is_evictable(index) && size(index) > 0) {
             victims.order.push_back(index);
+            scores_[static_cast<size_t>(index)] = score(index);
         }
     }
     for (size_t i = pins_.size(); i-- > 0;) {
@@ -46,7 +86,7 @@ void Residency::make(Victims& victims) const {
     }
 }
 
-int64_t Residency::next_victim(Victims& victims) const {
+int64_t Residency::next_victim(Victims& victims) {
     if (!victims.is_made) {
         make(victims);
     }

@@ -16,12 +16,13 @@ constexpr std::chrono::milliseconds kLook{100};  // longest wait before Python l
 }  // namespace
 
 ExpertCache::ExpertCache(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity, int64_t pin_limit,
-                         std::vector<ExpertSource> sources, bool drops_pages)
+                         std::vector<ExpertSource> sources, bool drops_pages, std::vector<MappedPages> mapped)
     : Residency(std::move(facts), columns, counts, capacity, pin_limit),
       sources_(std::move(sources)),
-      drops_pages_(drops_pages),
       file_of_(sources_.size()),
       verified_(sources_.size(), 0),
+      drops_pages_(drops_pages),
+      mapped_(std::move(mapped)),
       addresses_(sources_.size(), nullptr),
       has_failed_(sources_.size(), 0) {
     for (size_t index = 0; index < sources_.size(); ++index) {
@@ -45,6 +46,11 @@ void ExpertCache::close() {
 bool ExpertCache::has_work() {
     const Lock lock(mutex_);
     return !demand.empty() || !advice.empty() || !warmup_.empty();
+}
+
+bool ExpertCache::is_held(int64_t index) {
+    const Lock lock(mutex_);
+    return columns_.state[index] == kLoading || columns_.state[index] == kResident;
 }
 
 ExpertCache::Ledger ExpertCache::ledger() {
@@ -140,6 +146,11 @@ void ExpertCache::unlease(const Indices& indices) {
     changed_.notify_all();
 }
 
+void ExpertCache::restart_sequence() {
+    const Lock lock(mutex_);
+    begin_sequence();
+}
+
 void ExpertCache::prefetch(const Indices& indices) {
     const Lock lock(mutex_);
     advise(indices);
@@ -173,6 +184,10 @@ bool ExpertCache::resize(int64_t capacity, int64_t pin_limit) {
 
 void ExpertCache::take_places(std::vector<std::pair<int64_t, int64_t>>& moved, Indices& spare) {
     const Lock lock(mutex_);
+    if (!mapped_.empty()) {
+        spare = take_dropped();
+        return;
+    }
     size_t count = 0;
     for (const auto& [size, experts] : spare_) {
         count += experts.size();

@@ -1,6 +1,7 @@
 // The expert cache of the default path, in C++ what runtime/expert_cache/python_cache.py is in Python. Reader threads read the
 // experts that Residency queues, and callers wait for them. A place is the memory of one expert; a read goes into the place of
-// an evicted expert of the same size. Which expert is evicted is decided in eviction.cpp.
+// an evicted expert of the same size. With mapped files (`--io mmap`) an expert is always at the same address; a read brings
+// its pages into memory. Which expert is evicted is decided in eviction.cpp.
 //
 // Functions of callers: expert_cache.cpp. Functions of reader threads: reader_threads.cpp.
 //
@@ -32,6 +33,12 @@ struct ExpertSource {
     int64_t gate_bytes, up_bytes, down_bytes;
 };
 
+// The pages of one expert in a mapped file, and the number of the file's mapping in mapped_faults.h.
+struct MappedPages {
+    uint8_t* start;
+    int64_t size_bytes, watch;
+};
+
 class ExpertCache : public Residency {
   public:
     enum class Wait { kReady, kAgain, kFailed, kTooLarge, kClosed };
@@ -40,11 +47,12 @@ class ExpertCache : public Residency {
     using Load = std::function<Indices(const Indices&)>;
     using Check = std::function<Indices(const Indices&, const std::vector<uint8_t*>& addresses)>;
 
+    // mapped: pages of each expert if the files are mapped; empty if experts are read into places.
     ExpertCache(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity_bytes, int64_t pin_limit_bytes,
-                std::vector<ExpertSource> sources, bool drops_pages);
+                std::vector<ExpertSource> sources, bool drops_pages, std::vector<MappedPages> mapped);
 
-    // The loop of a reader thread, until `close`. Without a check nothing is compared.
-    void serve(const Load& load, const Check& check);
+    // The loop of a reader thread, until `close`. Without a check nothing is compared. Experts to warm count as demand.
+    void serve(const Load& load, const Check& check, Takes takes);
     void close();
 
     // Request the experts of a layer. hits: resident, now leased. misses: as many as fit now are queued and leased.
@@ -54,17 +62,21 @@ class ExpertCache : public Residency {
     // Returns kAgain after a short time, so that the caller can look at signals.
     Wait wait(const Indices& remaining, bool together, Indices& found);
     void unlease(const Indices& indices);
+    void restart_sequence();
     void prefetch(const Indices& indices);
     void warm(const Indices& indices);
     // Returns true when all experts to warm are read. Waits a short time at most.
     bool wait_warmed();
     // Returns false while running reads keep the cache too large. Waits a short time at most.
     bool resize(int64_t capacity_bytes, int64_t pin_limit_bytes);
-    // Changes since the last call. moved: {old, new} experts of a place. spare: experts whose places are free.
+    // Changes since the last call. moved: {old, new} experts of a place. spare: experts whose places are free, or whose mapped
+    // pages can be dropped.
     void take_places(std::vector<std::pair<int64_t, int64_t>>& moved, Indices& spare);
     // Python has read this expert to this address and checked it.
     void place(int64_t index, uint8_t* address);
     bool has_work();
+    // Whether an expert is in memory or being read.
+    bool is_held(int64_t index);
     struct Ledger {
         int64_t capacity_bytes, pin_limit_bytes, used_bytes;
     };
@@ -88,10 +100,14 @@ class ExpertCache : public Residency {
     bool is_verified(const Indices& run, uint32_t state) const;
     void note_verified(const Indices& run, const Indices& failed, const SourceFile& before, const FileIdentity& after);
     SourceFile& file_of(const Indices& run) { return files_[file_of_[static_cast<size_t>(run[0])]]; }
-    Indices next_run(Lock& lock, bool& is_warm);
+    Indices next_run(Lock& lock, bool& is_warm, Takes takes);
     bool give_places(const Indices& run);
     void rebind(int64_t index);
     bool read(const Indices& run, const std::vector<uint8_t*>& addresses) const;
+    bool read_into_places(const Indices& run, const std::vector<uint8_t*>& addresses) const;
+    bool read_pages(int64_t index) const;
+    void drop_pages(const Indices& experts) const;
+    Indices take_dropped();
     void end(const Indices& run, const Indices& failed, bool is_warm);
     void change_reading(int by);
     bool is_any_on_its_way() const;
@@ -104,6 +120,8 @@ class ExpertCache : public Residency {
     std::vector<size_t> file_of_;      // per expert
     std::vector<uint32_t> verified_;   // per expert: `state` of its file at the last comparison; 0: never compared
     bool drops_pages_, is_closed_ = false;
+    std::vector<MappedPages> mapped_;  // per expert, or empty
+    Indices dropped_;                  // evicted experts whose mapped pages are still there
     std::vector<uint8_t*> addresses_;  // null: no place is known here
     std::vector<uint8_t> has_failed_;
     std::map<int64_t, Indices> spare_;  // by size: evicted experts whose places are free

@@ -35,8 +35,14 @@ class Leases {
 }  // namespace
 
 ExpertLayers::ExpertLayers(ExpertCache& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
-                           const ThresholdRules& rules)
-    : reads_(reads), layers_(std::move(layers)), ahead_eps_(ahead_eps), size_(size), thresholds_(rules) {
+                           const ThresholdRules& rules, const PathTables& paths)
+    : reads_(reads),
+      layers_(std::move(layers)),
+      ahead_eps_(ahead_eps),
+      size_(size),
+      thresholds_(rules),
+      paths_(paths),
+      chosen_of_(layers_.size()) {
     int64_t ranks = 0;
     for (const ExpertLayerView& layer : layers_) {
         ranks = std::max(ranks, layer.top_k + (layer.shared != nullptr));
@@ -193,10 +199,14 @@ ExpertLayers::Outcome ExpertLayers::run(size_t at, float* hidden, const std::fun
     const int64_t started_ns = now_ns();
     advice.clear();
     shares.clear();
+    path_shares.clear();
     if (!route(layer, hidden)) {
         return ended(End::kNoMemory);
     }
     outcome.dense_ns = now_ns() - started_ns;
+    if (paths_.num_experts > 0) {
+        chosen_of_[at] = chosen;
+    }
     if (has_predicted_) {
         outcome.predicted = std::count_if(chosen.begin(), chosen.end(), [this](int32_t expert) {
             return std::find(predicted_.begin(), predicted_.end(), expert) != predicted_.end();

@@ -10,16 +10,21 @@
 #include <vector>
 
 #include "experts/expert_cache.h"
-#include "experts/thresholds.h"
+#include "prefetch/path_scores.h"
+#include "prefetch/thresholds.h"
 #include "operations/operations.h"
 
 namespace moec {
 
 // A later layer, whose experts are predicted while this one runs.
 // rank: 1 for the next layer that routes, 2 for the one after it.
+// A router or earlier layers predict its experts. Without both, and if the paths of a token are unknown, `known` does.
+// advised: experts to read ahead; -1: as many as learned thresholds say. predicted: the most that count as a prediction.
 struct LayerAhead {
-    int64_t rank, layer, first_expert, top_k;
-    NormedRouter router;  // no matrix: there is no router to compute, and `known` is always the prediction
+    int64_t rank, layer, first_expert, top_k, num_experts, advised, predicted;
+    bool stops_at_miss;   // if one of them has to be read, nothing is advised for later layers
+    NormedRouter router;  // no matrix: no router predicts
+    PathSource path;      // last -1: no path predicts
     Ranked known;
 };
 
@@ -50,8 +55,9 @@ class ExpertLayers {
     };
 
     // size: D. ahead_eps: epsilon of the norms before the routers of later layers.
+    // paths: what `LayerAhead::path` refers to.
     ExpertLayers(ExpertCache& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
-                 const ThresholdRules& rules);
+                 const ThresholdRules& rules, const PathTables& paths);
 
     // hidden += the weighted sum of the layer's experts, float32 [D]. `is_interrupted` is called during waits.
     Outcome run(size_t at, float* hidden, const std::function<bool()>& is_interrupted);
@@ -67,6 +73,7 @@ class ExpertLayers {
     // Results of the layer that ran last.
     std::vector<int32_t> chosen;
     std::vector<float> logits, shares;  // [E]; [M, E], softmax of the routers of later layers
+    std::vector<double> path_shares;    // [E], or empty if no path is known
     Indices advice;
 
   private:
@@ -74,6 +81,9 @@ class ExpertLayers {
     const float* logits_among_kept(const ExpertLayerView& layer);
     void replace_left_out(const ExpertLayerView& layer, const float* kept);
     bool look_ahead(const ExpertLayerView& layer, const float* hidden);
+    Ranked predict(const LayerAhead& ahead, const float*& row, int64_t width);
+    Indices advised(const ExpertLayerView& layer, const LayerAhead& ahead, const Ranked& best);
+    bool is_held(const LayerAhead& ahead, const Indices& experts);
     bool compute(const ExpertLayerView& layer, const Indices& found, Outcome& outcome);
     bool compute_shared(const ExpertLayerView& layer, Outcome& outcome);
     bool compute_present(const ExpertLayerView& layer, const float* hidden, Indices& hits, bool has_misses, Outcome& outcome);
@@ -86,6 +96,8 @@ class ExpertLayers {
     float ahead_eps_;
     int64_t size_;
     LearnedThresholds thresholds_;
+    PathTables paths_;
+    std::vector<std::vector<int32_t>> chosen_of_;  // by layer, for this token
     Indices predicted_;  // for the next layer that routes
     bool has_predicted_ = false;
     std::vector<float> normed_, weights_, parts_, sum_, kept_;

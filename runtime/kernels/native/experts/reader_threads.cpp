@@ -5,11 +5,13 @@
 #include <chrono>
 
 #include "experts/expert_cache.h"
+#include "experts/mapped_faults.h"
 #include "threads/clock.h"
 
 #if defined(__unix__) || defined(__APPLE__)
 #define MOEC_HAS_PREADV 1
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -22,6 +24,15 @@ namespace {
 // Age from which an identity is trusted. A younger file may change again without a new time stamp.
 constexpr std::chrono::seconds kSettled{2};
 
+// Read a byte of each page, so that all are in memory.
+void touch(const uint8_t* start, int64_t size_bytes) {
+    constexpr int64_t kPageBytes = 4096;
+    volatile uint8_t sum = 0;
+    for (int64_t at = 0; at < size_bytes; at += kPageBytes) {
+        sum = static_cast<uint8_t>(sum + start[at]);
+    }
+}
+
 bool is_settled(const FileIdentity& identity) {
     const auto now = std::chrono::system_clock::now().time_since_epoch();
     const int64_t now_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
@@ -30,23 +41,27 @@ bool is_settled(const FileIdentity& identity) {
 
 }  // namespace
 
-// An expert was evicted or its read failed. Its place becomes free for the next expert of its size.
+// An expert was evicted or its read failed. Its place becomes free for the next expert of its size. Mapped pages are dropped
+// later, without the lock.
 void ExpertCache::left(int64_t index) {
-    if (addresses_[static_cast<size_t>(index)] != nullptr) {
+    if (!mapped_.empty()) {
+        dropped_.push_back(index);
+    } else if (addresses_[static_cast<size_t>(index)] != nullptr) {
         spare_[size(index)].push_back(index);
     }
 }
 
-void ExpertCache::serve(const Load& load, const Check& check) {
+void ExpertCache::serve(const Load& load, const Check& check, Takes takes) {
     for (;;) {
         bool is_warm = false, has_places = false, is_known = false;
         Indices run;
         SourceFile before{};
         FileIdentity after;
         std::vector<uint8_t*> addresses;
+        Indices dropped;
         {
             Lock lock(mutex_);
-            run = next_run(lock, is_warm);
+            run = next_run(lock, is_warm, takes);
             if (run.empty()) {
                 return;
             }
@@ -55,10 +70,12 @@ void ExpertCache::serve(const Load& load, const Check& check) {
             has_places = give_places(run);
             before = file_of(run);
             is_known = is_verified(run, before.state);
+            dropped = take_dropped();
             for (const int64_t index : run) {
                 addresses.push_back(addresses_[static_cast<size_t>(index)]);
             }
         }
+        drop_pages(dropped);
         Indices failed;
         if (!has_places || !read(run, addresses)) {
             failed = load(run);
@@ -106,11 +123,15 @@ void ExpertCache::note_verified(const Indices& run, const Indices& failed, const
 }
 
 // Wait for the most urgent read. Returns an empty run once closed.
-ExpertCache::Indices ExpertCache::next_run(Lock& lock, bool& is_warm) {
+ExpertCache::Indices ExpertCache::next_run(Lock& lock, bool& is_warm, Takes takes) {
     while (!is_closed_) {
-        Indices run = next_read();
+        Indices run = next_read(takes);
         if (!run.empty()) {
             return run;
+        }
+        if (takes == Takes::kAdvice) {
+            work_.wait(lock);
+            continue;
         }
         bool had_warmup = !warmup_.empty();
         while (!warmup_.empty()) {  // an expert that does not fit now is skipped
@@ -133,6 +154,9 @@ ExpertCache::Indices ExpertCache::next_run(Lock& lock, bool& is_warm) {
 // Give every expert of a run the free place of an evicted expert of its size. Returns false, with nothing changed, if one of
 // them gets none.
 bool ExpertCache::give_places(const Indices& run) {
+    if (!mapped_.empty()) {
+        return true;
+    }
     if (moved_.size() >= addresses_.size()) {
         return false;  // Python must first learn of the earlier moves, so that their list stays bounded
     }
@@ -172,6 +196,54 @@ void ExpertCache::rebind(int64_t index) {
 }
 
 bool ExpertCache::read(const Indices& run, const std::vector<uint8_t*>& addresses) const {
+    return mapped_.empty() ? read_into_places(run, addresses)
+                           : std::all_of(run.begin(), run.end(), [this](int64_t index) { return read_pages(index); });
+}
+
+// Bring the mapped pages of an expert into memory. Returns false if one is missing: Python tells why.
+bool ExpertCache::read_pages(int64_t index) const {
+    const MappedPages& pages = mapped_[static_cast<size_t>(index)];
+#if defined(MOEC_HAS_PREADV)
+    const size_t size = static_cast<size_t>(pages.size_bytes);
+    ::madvise(pages.start, size, MADV_WILLNEED);
+#if defined(MADV_POPULATE_READ)
+    if (::madvise(pages.start, size, MADV_POPULATE_READ) == 0) {  // Linux 5.14; page by page on older systems
+        return !has_faulted(pages.watch);
+    }
+#endif
+#endif
+    touch(pages.start, pages.size_bytes);
+    return !has_faulted(pages.watch);
+}
+
+// Take the mapped pages of evicted experts out of memory and out of the page cache. If one of them is being read again, it is
+// only read twice.
+void ExpertCache::drop_pages(const Indices& experts) const {
+#if defined(MOEC_HAS_PREADV)
+    for (const int64_t index : experts) {
+        const MappedPages& pages = mapped_[static_cast<size_t>(index)];
+        ::madvise(pages.start, static_cast<size_t>(pages.size_bytes), MADV_DONTNEED);
+#if defined(POSIX_FADV_DONTNEED)
+        const ExpertSource& source = sources_[static_cast<size_t>(index)];
+        ::posix_fadvise(source.descriptor, source.offset_bytes, source.size_bytes, POSIX_FADV_DONTNEED);
+#endif
+    }
+#else
+    static_cast<void>(experts);
+#endif
+}
+
+// Returns the evicted experts that are still absent. Call it with the lock.
+ExpertCache::Indices ExpertCache::take_dropped() {
+    Indices experts;
+    experts.swap(dropped_);
+    experts.erase(std::remove_if(experts.begin(), experts.end(),
+                                 [this](int64_t index) { return columns_.state[index] != kAbsent; }),
+                  experts.end());
+    return experts;
+}
+
+bool ExpertCache::read_into_places(const Indices& run, const std::vector<uint8_t*>& addresses) const {
 #if defined(MOEC_HAS_PREADV)
     std::vector<iovec> parts;
     int64_t left_bytes = 0;

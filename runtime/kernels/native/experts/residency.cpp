@@ -33,6 +33,8 @@ double log_add_exp2(double x, double y) {
 Residency::Residency(ResidencyFacts facts, Columns columns, CacheCounts* counts, int64_t capacity, int64_t pin_limit)
     : capacity_bytes(capacity), pin_limit_bytes(pin_limit), facts_(std::move(facts)), columns_(columns), counts_(counts) {
     previous_in_file_.assign(facts_.sizes.size(), -1);
+    scores_.resize(facts_.sizes.size());
+    begin_sequence();
     for (int64_t index = 0; index < count(); ++index) {
         const int64_t next = facts_.next_in_file[static_cast<size_t>(index)];
         if (next >= 0) {
@@ -40,6 +42,12 @@ Residency::Residency(ResidencyFacts facts, Columns columns, CacheCounts* counts,
         }
         columns_.state[index] = size(index) > 0 ? kAbsent : kResident;
     }
+}
+
+void Residency::begin_sequence() {
+    sequence_start_ = clock_;
+    uses_before_.assign(columns_.uses, columns_.uses + count());
+    uses_of_any_version_.assign(facts_.sizes.size(), 0);
 }
 
 void Residency::request(int64_t layer, const Indices& experts, Indices& hits, Indices& misses) {
@@ -52,6 +60,7 @@ void Residency::request(int64_t layer, const Indices& experts, Indices& hits, In
         }
     }
     ++clock_;
+    layer_ = layer;
     use(experts);
     for (const int64_t index : experts) {
         if (columns_.state[index] != kResident) {
@@ -75,6 +84,7 @@ void Residency::use(const Indices& experts) {
         columns_.heat[index] = log_add_exp2(columns_.heat[index], static_cast<double>(clock_) / facts_.half_life);
         columns_.last_used[index] = clock_;
         ++columns_.uses[index];
+        ++uses_of_any_version_[static_cast<size_t>(facts_.high[static_cast<size_t>(index)])];
     }
 }
 
@@ -153,11 +163,13 @@ void Residency::drop_advice() {
     }
 }
 
-Residency::Indices Residency::next_read() {
-    if (demand.empty() && advice.empty()) {
+Residency::Indices Residency::next_read(Takes takes) {
+    const bool takes_demand = takes == Takes::kDemand || (takes == Takes::kAny && !demand.empty());
+    std::deque<int64_t>& queue = takes_demand ? demand : advice;
+    if (queue.empty()) {
         return {};
     }
-    Indices run = take(demand.empty() ? advice : demand);
+    Indices run = take(queue);
     for (const int64_t index : run) {
         columns_.state[index] = kLoading;
     }

@@ -19,9 +19,17 @@ bool contains(const Container& values, int64_t value) {
     return std::find(values.begin(), values.end(), value) != values.end();
 }
 
+// The queues that a reader takes from: demand before advice, demand alone, advice alone.
+enum class Takes { kAny, kDemand, kAdvice };
+
 enum State : uint8_t { kAbsent, kQueued, kLoading, kResident };
 // The score by which experts are kept. The lowest is evicted first, then the least recently used, then the lowest index.
-enum class Score { kHeat, kLastUsed, kUses };
+enum class Score { kHeat, kLastUsed, kUses, kEdgeMoe, kHobbit };
+// Weights of kHobbit. layers_back: 1 for the distances as printed in the paper, which are those of the layer before; else 0.
+struct HobbitWeights {
+    double lru, lfu, lhu, fld;
+    int64_t layers_back;
+};
 
 // Arrays per expert, [N] each, shared with Python. prefetches: [2, N], counts of prefetch reads, and of those used in time.
 struct Columns {
@@ -48,6 +56,10 @@ struct ResidencyFacts {
     int64_t readers, max_run_bytes;
     double half_life;                // in requests of a layer
     Score score;
+    std::vector<double> frequency;   // share of its layer's tokens that chose each expert in calibration
+    std::vector<int64_t> high;       // the high version of each expert, often itself
+    int64_t num_layers;
+    HobbitWeights weights;
 };
 
 class Residency {
@@ -60,6 +72,8 @@ class Residency {
     int64_t count() const { return static_cast<int64_t>(facts_.sizes.size()); }
     int64_t size(int64_t index) const { return facts_.sizes[static_cast<size_t>(index)]; }
 
+    // Restart the counts of passes and uses of a sequence.
+    void begin_sequence();
     // Request experts for one layer of one pass. hits: resident, leased now. misses: the others.
     void request(int64_t layer, const Indices& experts, Indices& hits, Indices& misses);
     // Queue the reads of the waiting experts that fit now, and lease these experts.
@@ -67,7 +81,7 @@ class Residency {
     // Queue reads ahead, likeliest first, as far as free memory and the pin limit allow. Replaces older advice.
     void advise(const Indices& indices);
     void drop_advice();
-    Indices next_read();
+    Indices next_read(Takes takes);
     void arrive(int64_t index);
     bool fits_free(int64_t index) const;
     void begin_warm(int64_t index);
@@ -100,6 +114,9 @@ class Residency {
 
     int64_t layer_of(int64_t index) const { return facts_.layer_of[static_cast<size_t>(index)]; }
     bool is_evictable(int64_t index) const { return columns_.state[index] == kResident && !columns_.is_leased[index]; }
+    double score(int64_t index) const;
+    double hobbit_score(int64_t index) const;
+    int64_t distance(int64_t layer, int64_t running) const;
     bool goes_before(int64_t one, int64_t other) const;
     void use(const Indices& experts);
     void become_resident(int64_t index);
@@ -107,15 +124,18 @@ class Residency {
     void reserve(int64_t index);
     // Eviction, in eviction.cpp.
     void evict(int64_t index);
-    void make(Victims& victims) const;
-    int64_t next_victim(Victims& victims) const;  // -1: none
+    void make(Victims& victims);
+    int64_t next_victim(Victims& victims);  // -1: none
     bool make_room(int64_t need_bytes, Victims& victims, bool is_demand);
     Indices take(std::deque<int64_t>& queue);
     Indices within_pin_limit(const Indices& indices) const;
 
     std::vector<int64_t> previous_in_file_;  // the expert whose bytes come before, or -1
     Indices pins_;
-    int64_t clock_ = 0;
+    int64_t clock_ = 0, layer_ = 0;  // requests so far, and the layer of the last one
+    int64_t sequence_start_ = 0;     // clock when the sequence began
+    Indices uses_before_, uses_of_any_version_;  // before the sequence, and within it by high version
+    std::vector<double> scores_;     // of the experts that may be evicted now
 };
 
 }  // namespace moec

@@ -58,7 +58,8 @@ bool router_shares(const NormedRouter* routers, int64_t count, float eps, const 
     return true;
 }
 
-std::vector<int64_t> largest(const float* values, int64_t size, int64_t count) {
+template <class Float>
+static std::vector<int64_t> largest_of(const Float* values, int64_t size, int64_t count) {
     const auto is_before = [values](int64_t one, int64_t other) {
         if (std::isnan(values[other])) {
             return !std::isnan(values[one]) || one < other;
@@ -71,6 +72,14 @@ std::vector<int64_t> largest(const float* values, int64_t size, int64_t count) {
     std::partial_sort(order.begin(), order.begin() + kept, order.end(), is_before);
     order.resize(static_cast<size_t>(kept));
     return order;
+}
+
+std::vector<int64_t> largest(const float* values, int64_t size, int64_t count) {
+    return largest_of(values, size, count);
+}
+
+std::vector<int64_t> largest(const double* values, int64_t size, int64_t count) {
+    return largest_of(values, size, count);
 }
 
 }  // namespace moec

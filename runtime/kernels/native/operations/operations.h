@@ -57,5 +57,6 @@ struct NormedRouter {
 bool router_shares(const NormedRouter* routers, int64_t count, float eps, const float* x, float* out);
 // Indices of the `count` largest values, largest first. Equal values: the lowest index first. NaN comes last.
 std::vector<int64_t> largest(const float* values, int64_t size, int64_t count);
+std::vector<int64_t> largest(const double* values, int64_t size, int64_t count);
 
 }  // namespace moec

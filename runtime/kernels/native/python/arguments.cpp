@@ -19,6 +19,10 @@ KindFacts facts_of(Kind kind) {
     switch (kind) {
         case Kind::kUint8:
             return {"uint8", "B", 1};
+        case Kind::kUint16:
+            return {"uint16", "H", 2};
+        case Kind::kUint32:
+            return {"uint32", "IL", 4};
         case Kind::kInt32:
             return {"int32", "il", 4};
         case Kind::kInt64:

@@ -12,7 +12,7 @@ namespace moec {
 
 namespace nb = nanobind;
 
-enum class Kind { kUint8, kInt32, kInt64, kFloat16, kFloat32, kFloat64 };
+enum class Kind { kUint8, kUint16, kUint32, kInt32, kInt64, kFloat16, kFloat32, kFloat64 };
 enum class Access { kRead, kWrite };
 
 // A C-contiguous array. It holds the buffer of the Python object while it lives. Create and destroy it with the interpreter

@@ -4,6 +4,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -48,14 +49,40 @@ struct HeldColumns {
 };
 
 inline Score score_named(const std::string& name) {
-    if (name == "lrfu") {
-        return Score::kHeat;
+    for (const auto& [known, score] : {std::pair{"lrfu", Score::kHeat}, {"lru", Score::kLastUsed}, {"lfu", Score::kUses},
+                                       {"edgemoe", Score::kEdgeMoe}, {"hobbit", Score::kHobbit},
+                                       {"hobbit-printed", Score::kHobbit}}) {
+        if (name == known) {
+            return score;
+        }
     }
-    if (name != "lru" && name != "lfu") {
-        refuse("policy: expected lrfu, lru or lfu, found " + name);
-    }
-    return name == "lru" ? Score::kLastUsed : Score::kUses;
+    refuse("policy: expected lrfu, lru, lfu, edgemoe, hobbit or hobbit-printed, found " + name);
 }
+
+// What a policy goes by: its name, the weights of HOBBIT's score, and the calibration of each expert.
+struct Eviction {
+    std::string policy;
+    std::vector<double> weights, frequency;
+    std::vector<int64_t> high;
+    int64_t num_layers;
+
+    // Add it to the facts, whose experts must fit it.
+    void give_to(ResidencyFacts& facts) && {
+        const size_t count = facts.sizes.size();
+        const auto is_layer = [this](int64_t layer) { return layer >= 0 && layer < num_layers; };
+        const auto is_expert = [count](int64_t index) { return index >= 0 && index < static_cast<int64_t>(count); };
+        if (frequency.size() != count || high.size() != count || weights.size() != 4 ||
+            !std::all_of(facts.layer_of.begin(), facts.layer_of.end(), is_layer) ||
+            !std::all_of(high.begin(), high.end(), is_expert)) {
+            refuse("eviction: expected four weights, and a frequency, a high version and a layer of each expert");
+        }
+        facts.score = score_named(policy);
+        facts.frequency = std::move(frequency);
+        facts.high = std::move(high);
+        facts.num_layers = num_layers;
+        facts.weights = {weights[0], weights[1], weights[2], weights[3], policy == "hobbit-printed"};
+    }
+};
 
 // One tuple per expert: descriptor, offset and size in its file, Expert or None, and where gate (-1: none), up and down begin.
 inline std::vector<ExpertSource> sources_of(nb::list tuples, nb::list experts) {
@@ -76,13 +103,31 @@ inline std::vector<ExpertSource> sources_of(nb::list tuples, nb::list experts) {
     return sources;
 }
 
+// One tuple per expert: address and size of its pages, the number of their watch, and the address of its first byte.
+inline std::vector<MappedPages> pages_of(const nb::list& tuples, size_t count, std::vector<uint8_t*>& addresses) {
+    std::vector<MappedPages> mapped;
+    for (nb::handle each : tuples) {
+        const nb::tuple fields = nb::cast<nb::tuple>(each);
+        if (fields.size() != 4) {
+            refuse("mapped: expected four fields each");
+        }
+        mapped.push_back({reinterpret_cast<uint8_t*>(nb::cast<uintptr_t>(fields[0])), nb::cast<int64_t>(fields[1]),
+                          nb::cast<int64_t>(fields[2])});
+        addresses.push_back(reinterpret_cast<uint8_t*>(nb::cast<uintptr_t>(fields[3])));
+    }
+    if (!mapped.empty() && mapped.size() != count) {
+        refuse("mapped: expected none, or one per expert");
+    }
+    return mapped;
+}
+
 class BoundCache {
   public:
     using Indices = Residency::Indices;
 
     BoundCache(nb::dict arrays, std::vector<int64_t> sizes, std::vector<int64_t> layers, std::vector<int64_t> next_in_file,
-               int64_t readers, int64_t max_run_bytes, double half_life, const std::string& policy, int64_t capacity_bytes,
-               int64_t pin_limit_bytes, nb::list sources, bool drops_pages) {
+               int64_t readers, int64_t max_run_bytes, double half_life, Eviction eviction, int64_t capacity_bytes,
+               int64_t pin_limit_bytes, nb::list sources, bool drops_pages, nb::list mapped) {
         const int64_t count = static_cast<int64_t>(sizes.size());
         if (layers.size() != sizes.size() || next_in_file.size() != sizes.size() || sources.size() != sizes.size() ||
             readers < 1) {
@@ -94,10 +139,22 @@ class BoundCache {
             }
         }
         const Columns columns = held_.columns(arrays, count);
-        ResidencyFacts facts{std::move(sizes), std::move(layers), std::move(next_in_file), readers,
-                             max_run_bytes,    half_life,         score_named(policy)};
+        ResidencyFacts facts{};
+        facts.sizes = std::move(sizes);
+        facts.layer_of = std::move(layers);
+        facts.next_in_file = std::move(next_in_file);
+        facts.readers = readers;
+        facts.max_run_bytes = max_run_bytes;
+        facts.half_life = half_life;
+        std::move(eviction).give_to(facts);
+        std::vector<uint8_t*> addresses;
+        std::vector<MappedPages> pages = pages_of(mapped, facts.sizes.size(), addresses);
         reads_ = std::make_unique<ExpertCache>(std::move(facts), columns, held_.counts->data<CacheCounts>(), capacity_bytes,
-                                               pin_limit_bytes, sources_of(sources, held_.experts), drops_pages);
+                                               pin_limit_bytes, sources_of(sources, held_.experts), drops_pages,
+                                               std::move(pages));
+        for (size_t index = 0; index < addresses.size(); ++index) {
+            reads_->place(static_cast<int64_t>(index), addresses[index]);
+        }
     }
 
     ExpertCache& operator*() { return *reads_; }

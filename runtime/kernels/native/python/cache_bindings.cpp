@@ -43,8 +43,15 @@ std::pair<const char*, Indices> bind_wait(BoundCache& reads, const Indices& rema
     return {names[static_cast<int>(state)], std::move(found)};
 }
 
+Takes takes_named(const std::string& name) {
+    if (name != "any" && name != "demand" && name != "advice") {
+        refuse("takes: expected any, demand or advice, found " + name);
+    }
+    return name == "any" ? Takes::kAny : name == "demand" ? Takes::kDemand : Takes::kAdvice;
+}
+
 // load(run) and check(run, addresses) return the experts that failed. They must not raise.
-void bind_serve(BoundCache& reads, nb::callable load, nb::object check) {
+void bind_serve(BoundCache& reads, nb::callable load, nb::object check, const std::string& takes) {
     const auto load_in_python = [&load](const Indices& run) {
         nb::gil_scoped_acquire locked;
         return nb::cast<Indices>(load(run));
@@ -58,8 +65,9 @@ void bind_serve(BoundCache& reads, nb::callable load, nb::object check) {
         return nb::cast<Indices>(check(run, numbers));
     };
     const ExpertCache::Check checking = check.is_none() ? ExpertCache::Check() : check_in_python;
+    const Takes taken = takes_named(takes);
     nb::gil_scoped_release unlocked;
-    reads->serve(load_in_python, checking);
+    reads->serve(load_in_python, checking, taken);
 }
 
 std::pair<std::vector<std::pair<int64_t, int64_t>>, Indices> bind_take_places(BoundCache& reads) {
@@ -101,11 +109,19 @@ void bind_cache(nb::module_& module) {
     module.def("has_faulted", has_faulted, "watch"_a);
     module.def("first_changed", bind_first_changed, "files"_a);
     module.def("forget_mapping", forget_mapping, "watch"_a);
+    nb::class_<Eviction>(module, "Eviction")
+        .def(
+            "__init__",
+            [](Eviction* self, std::string policy, std::vector<double> weights, std::vector<double> frequency,
+               std::vector<int64_t> high, int64_t num_layers) {
+                new (self) Eviction{std::move(policy), std::move(weights), std::move(frequency), std::move(high), num_layers};
+            },
+            "policy"_a, "weights"_a, "frequency"_a, "high"_a, "num_layers"_a);
     nb::class_<BoundCache>(module, "ExpertCache")
         .def(nb::init<nb::dict, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, double,
-                      const std::string&, int64_t, int64_t, nb::list, bool>(),
-             "arrays"_a, "sizes"_a, "layers"_a, "next_in_file"_a, "readers"_a, "max_run_bytes"_a, "half_life"_a, "policy"_a,
-             "capacity_bytes"_a, "pin_limit_bytes"_a, "sources"_a, "drops_pages"_a)
+                      Eviction, int64_t, int64_t, nb::list, bool, nb::list>(),
+             "arrays"_a, "sizes"_a, "layers"_a, "next_in_file"_a, "readers"_a, "max_run_bytes"_a, "half_life"_a, "eviction"_a,
+             "capacity_bytes"_a, "pin_limit_bytes"_a, "sources"_a, "drops_pages"_a, "mapped"_a = nb::list())
         .def_prop_ro("capacity_bytes", [](BoundCache& reads) { return reads->ledger().capacity_bytes; })
         .def_prop_ro("pin_limit_bytes", [](BoundCache& reads) { return reads->ledger().pin_limit_bytes; })
         .def_prop_ro("used_bytes", [](BoundCache& reads) { return reads->ledger().used_bytes; })
@@ -118,13 +134,16 @@ void bind_cache(nb::module_& module) {
             "queue_and_lease",
             [](BoundCache& reads, const Indices& waiting) { reads->queue_and_lease(reads.checked(waiting)); }, "waiting"_a)
         .def("advise", [](BoundCache& reads, const Indices& indices) { reads->advise(reads.checked(indices)); }, "indices"_a)
-        .def("next_read", [](BoundCache& reads) { return reads->next_read(); })
+        .def(
+            "next_read", [](BoundCache& reads, const std::string& takes) { return reads->next_read(takes_named(takes)); },
+            "takes"_a = "any")
         .def("arrive", [](BoundCache& reads, int64_t index) { reads->arrive(reads.checked(index)); }, "index"_a)
         .def("fail_read", [](BoundCache& reads, int64_t index) { reads->fail_read(reads.checked(index)); }, "index"_a)
         // The cache, with its lock.
         .def("request_and_queue", bind_request_and_queue, "layer"_a, "experts"_a)
         .def("wait", bind_wait, "remaining"_a, "together"_a)
         .def("unlease", [](BoundCache& reads, const Indices& indices) { reads->unlease(reads.checked(indices)); }, "indices"_a)
+        .def("begin_sequence", [](BoundCache& reads) { reads->restart_sequence(); })
         .def(
             "prefetch", [](BoundCache& reads, const Indices& indices) { reads->prefetch(reads.checked(indices)); }, "indices"_a)
         .def("warm", [](BoundCache& reads, const Indices& indices) { reads->warm(reads.checked(indices)); }, "indices"_a)
@@ -134,7 +153,7 @@ void bind_cache(nb::module_& module) {
         .def("audit", [](BoundCache& reads) { return reads->audit(); })
         .def("take_places", bind_take_places)
         .def("place", bind_place, "index"_a, "address"_a)
-        .def("serve", bind_serve, "load"_a, "check"_a.none())
+        .def("serve", bind_serve, "load"_a, "check"_a.none(), "takes"_a = "any")
         .def("close", [](BoundCache& reads) { reads->close(); });
 }
 

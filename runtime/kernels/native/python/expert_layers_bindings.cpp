@@ -1,5 +1,6 @@
 // Bindings of ExpertLayers, the experts of one token. Types and meanings: runtime/kernels/_native.pyi.
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
@@ -18,9 +19,11 @@ namespace moec {
 namespace {
 
 constexpr const char* kEnds[] = {"done", "failed", "too large", "closed"};
-// A later layer as the running one sees it: rank, number, first expert, top_k, router, norm, bias or None, known experts and
-// their scores. Without a router (None), the known experts are always the prediction.
-using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, nb::object, nb::object, nb::object, nb::object, nb::object>;
+// A later layer as the running one sees it: rank, number, first expert, top_k, number of experts; experts to read ahead (-1:
+// learned), the most of them that count as predicted, and whether a missing one ends the advice; router, norm, bias or None; the two layers whose experts predict
+// it, or -1; known experts and their scores.
+using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, std::tuple<int64_t, int64_t, bool>, nb::object, nb::object,
+                         nb::object, std::pair<int64_t, int64_t>, nb::object, nb::object>;
 
 nb::object field(const nb::dict& fields, const char* name) {
     if (!fields.contains(name)) {
@@ -54,10 +57,14 @@ BoundCache& reads_of(nb::handle object) {
 // Weights of all layers, kept alive.
 class BoundLayers {
   public:
-    BoundLayers(nb::object reads, nb::list layers, int64_t size, float ahead_eps, const nb::dict& rules)
+    BoundLayers(nb::object reads, nb::list layers, int64_t size, float ahead_eps, const nb::dict& rules, nb::handle paths)
         : reads_(std::move(reads)), cache_(reads_of(reads_)) {
         if (size < 1) {
             refuse("size: expected at least 1, found " + std::to_string(size));
+        }
+        count_ = static_cast<int64_t>(layers.size());
+        if (!paths.is_none()) {
+            paths_ = paths_of(nb::cast<nb::dict>(paths));
         }
         std::vector<ExpertLayerView> views;
         for (nb::handle fields : layers) {
@@ -68,7 +75,7 @@ class BoundLayers {
         }
         const auto rule = [&rules](const char* name) { return value<double>(rules, name); };
         const ThresholdRules learning{rule("wrong"), rule("right"), rule("first"), rule("least"), rule("most"), rule("floor")};
-        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, learning);
+        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, learning, paths_);
     }
 
     // Returns how the layer ended; the expert that stopped it; nanoseconds in norm, router and shared expert, in routed
@@ -231,17 +238,33 @@ class BoundLayers {
     }
 
     LayerAhead ahead_of(const Ahead& fields, int64_t size) {
-        const auto& [rank, layer, first, top_k, router, norm, router_bias, known_experts, known_scores] = fields;
+        const auto& [rank, layer, first, top_k, count, rule, router, norm, router_bias, path, known_experts, known_scores] =
+            fields;
         auto experts = cast_or_refuse<std::vector<int64_t>>(known_experts, "ahead");
         auto scores = cast_or_refuse<std::vector<double>>(known_scores, "ahead");
-        LayerAhead ahead{rank, layer, first, top_k, {nullptr, nullptr, nullptr}, {experts, scores}};
+        const auto& [advised, predicted, stops_at_miss] = rule;
+        LayerAhead ahead{rank,
+                         layer,
+                         first,
+                         top_k,
+                         count,
+                         advised,
+                         predicted,
+                         stops_at_miss,
+                         {nullptr, nullptr, nullptr},
+                         {path.first, path.second},
+                         {experts, scores}};
         if (!router.is_none()) {
             const MatrixView* const gate = matrix(router);
             ahead.router = {gate, vector(norm, size), bias(router_bias, gate->rows)};
             expect_size(gate->columns, size);
             expect_experts(first, ahead.router.matrix->rows);
         }
-        if (rank < 1 || layer < 0 || top_k < 1 || top_k > cache_->count() || experts.size() != scores.size()) {
+        if (path.first >= 0) {
+            expect_path(path, layer, count);
+            expect_experts(first, count);
+        }
+        if (rank < 1 || layer < 0 || predicted < 0 || top_k < 1 || top_k > cache_->count() || experts.size() != scores.size()) {
             refuse("ahead: expected a rank of at least 1, a top-k of 1 to " + std::to_string(cache_->count()) +
                    ", and a score for each expert");
         }
@@ -249,6 +272,38 @@ class BoundLayers {
             expect_experts(first + expert, 1);
         }
         return ahead;
+    }
+
+    // The tables of runtime/bundle/tables.py, whose contents are checked there.
+    PathTables paths_of(const nb::dict& fields) {
+        const auto take = [this, &fields](const char* name, Kind kind, int rank) -> const Array& {
+            arrays_.push_back(std::make_unique<Array>(field(fields, name), name, kind, rank));
+            return *arrays_.back();
+        };
+        const Array& transitions = take("transitions", Kind::kUint32, 3);
+        const Array& keys = take("keys", Kind::kInt64, 1);
+        const Array& offsets = take("offsets", Kind::kInt64, 1);
+        const Array& experts = take("experts", Kind::kUint16, 1);
+        const Array& counts = take("counts", Kind::kUint32, 1);
+        const int64_t count = transitions.size(1), rows = keys.size(0);
+        transitions.expect({count_ - 1, count, count});
+        offsets.expect({rows + 1});
+        counts.expect({experts.size(0)});
+        return {transitions.data<const uint32_t>(),
+                keys.data<const int64_t>(),
+                offsets.data<const int64_t>(),
+                experts.data<const uint16_t>(),
+                counts.data<const uint32_t>(),
+                rows,
+                count,
+                value<double>(fields, "least_count")};
+    }
+
+    void expect_path(const std::pair<int64_t, int64_t>& path, int64_t layer, int64_t count) const {
+        if (paths_.num_experts == 0 || path.first >= layer || layer >= count_ || path.second < -1 ||
+            path.second >= path.first || count < 1 || count > paths_.num_experts) {
+            refuse("ahead: expected paths, and two layers before the predicted one");
+        }
     }
 
     static void expect_routers_alike(const std::vector<LayerAhead>& ahead) {
@@ -266,13 +321,16 @@ class BoundLayers {
     nb::object reads_;
     BoundCache& cache_;
     nb::list held_;
+    int64_t count_ = 0;
+    PathTables paths_{};
     std::vector<std::unique_ptr<Array>> arrays_;
     std::unique_ptr<ExpertLayers> layers_;
     bool is_running_ = false;
 };
 
-nb::bytes bytes_of(const std::vector<float>& values) {
-    return nb::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float));
+template <class Float>
+nb::bytes bytes_of(const std::vector<Float>& values) {
+    return nb::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(Float));
 }
 
 }  // namespace
@@ -280,8 +338,8 @@ nb::bytes bytes_of(const std::vector<float>& values) {
 void bind_expert_layers(nb::module_& module) {
     using namespace nanobind::literals;
     nb::class_<BoundLayers>(module, "ExpertLayers")
-        .def(nb::init<nb::object, nb::list, int64_t, float, const nb::dict&>(), "reads"_a, "layers"_a, "size"_a, "ahead_eps"_a,
-             "rules"_a)
+        .def(nb::init<nb::object, nb::list, int64_t, float, const nb::dict&, nb::handle>(), "reads"_a, "layers"_a, "size"_a, "ahead_eps"_a,
+             "rules"_a, "paths"_a = nb::none())
         .def("run", &BoundLayers::run, "at"_a, "hidden"_a)
         .def_prop_ro("is_running", &BoundLayers::is_running)
         .def("begin_pass", [](BoundLayers& layers) { (*layers).begin_pass(); })
@@ -296,6 +354,7 @@ void bind_expert_layers(nb::module_& module) {
         .def_prop_ro("chosen", [](BoundLayers& layers) { return (*layers).chosen; })
         .def_prop_ro("advice", [](BoundLayers& layers) { return (*layers).advice; })
         .def_prop_ro("logits", [](BoundLayers& layers) { return bytes_of((*layers).logits); })
+        .def_prop_ro("path_shares", [](BoundLayers& layers) { return bytes_of((*layers).path_shares); })
         .def_prop_ro("shares", [](BoundLayers& layers) { return bytes_of((*layers).shares); });
 }
 

@@ -1,4 +1,4 @@
-#include "experts/thresholds.h"
+#include "prefetch/thresholds.h"
 
 #include <algorithm>
 #include <cmath>
