@@ -1,183 +1,33 @@
-"""Compare a finished bundle with the baselines of the search, without changing it.
-
-The checkpoint and the data are measured again, with the options of the manifest. The plan is that of the bundle.
-"""
+"""Compare a finished bundle with the baselines of the search, without changing it."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from moec.evaluation.data import SplitData
-from moec.evaluation.tasks import TASKS
-from moec.manifests.bundle import BundleManifest
-from moec.manifests.errors import CheckpointError, DataError, ManifestInvalid, OptionError
-from moec.manifests.quant import BITWIDTHS
-from moec.profiles.device import DeviceProfile
+from moec.manifests.errors import OptionError
 
-from .bundle.plan_bundles import clear_trials
-from .checkpoint.checkpoint import Checkpoint, open_checkpoint
-from .families import lower
-from .preflight.finished import plan_of
-from .preflight.preparation import Prepared, with_kept_layers
-from .request.options import DEFAULT_GROUP_SIZES, CompileOptions, Talk
-from .request.ports import OpenRuntime
-from .request.request import CompileRequest
-from .request.targets import Target
-from .request.task_data import load_task_data
+from .measured_bundle import BundleRequest, opened_measurement, prepare_measurement
 from .search.comparison import can_compare, compare_with_baselines
-from .stages.compile_context import open_for_comparison
 from .stages.measure import measure
-from .workspace.output_lock import hold_output
 
 COMPARISON_SUFFIX = ".comparison"
 
 
-@dataclass(frozen=True, slots=True)
-class ComparisonRequest:
-    """A bundle to compare, and the inputs of its compile.
-
-    bundle: the folder. Measurements are kept next to it until all are made.
-    manifest: manifest of the bundle.
-    quality: content of its quality.json.
-    source: checkpoint of its compile.
-    data: task data of its compile.
-    profile: the device. Its kernels decide the formats on offer.
-    open_runtime: opens the runtime on plans, whose answers a loss is about.
-    resume: whether to continue an interrupted comparison.
-    memory_bytes: memory for the comparison; 0: 7/8 of the machine's.
-    """
-
-    bundle: Path
-    manifest: BundleManifest
-    quality: Mapping[str, Any]
-    source: str
-    data: str
-    profile: DeviceProfile
-    open_runtime: OpenRuntime
-    talk: Talk = field(default_factory=Talk)
-    resume: bool = False
-    memory_bytes: int = 0
-
-
-def compare_bundle(request: ComparisonRequest) -> dict[str, Any]:
+def compare_bundle(request: BundleRequest) -> dict[str, Any]:
     """Measure the best uniform format and EdgeMoE's search. Return the entry `comparison` of quality.json.
 
-    Raises OptionError if no baseline exists, or if one layer does not fit in memory.
-    Raises CheckpointError or DataError if the checkpoint or the data are not those of the compile.
-    Raises the errors of a compile.
+    Raises OptionError if no baseline exists.
+    Raises the errors of `prepare_measurement` and of a compile.
     """
-    options = options_of(request)
-    output = request.bundle.with_name(request.bundle.name + COMPARISON_SUFFIX)
-    inner = CompileRequest(
-        source=request.source, output=output, options=options, profile=request.profile,
-        open_runtime=request.open_runtime, talk=request.talk, resume=request.resume,
-        memory_bytes=request.memory_bytes,
-    )  # fmt: skip
-    checkpoint = open_checkpoint(request.source)
-    lowering = lower(checkpoint)
-    splits, shots = load_task_data(options, request.talk.note)
-    _check_data(request, splits)
-    prepared = with_kept_layers(Prepared(inner, checkpoint, lowering, splits, shots))
-    request.talk.note("hashing the checkpoint")
-    _check_source(request, checkpoint)
-    plan = plan_of(request.manifest)
+    # The plan is there: predictions decide nothing, and gradients take long.
+    measurement = prepare_measurement(request, COMPARISON_SUFFIX, "proxy")
+    prepared, plan = measurement.prepared, measurement.plan
     if not can_compare(plan, prepared.specs):
         raise OptionError(
             f"`{request.bundle}` has nothing to be compared with: no format below 16 bits fits every expert",
             "offer others with `--bits` when you compile",
         )
-    identity = hashlib.sha256(f"{prepared.identity()} {plan.digest}".encode()).hexdigest()
-    with hold_output(output, inner.disk, request.talk.note):
-        clear_trials(output, inner.disk)
-        with open_for_comparison(prepared, output, identity) as context:
-            trials = measure(context).trials
-            specs, target = prepared.specs, options.target
-            return compare_with_baselines(plan, specs, trials, trials.store, target, request.talk).to_json()
-
-
-def options_of(request: ComparisonRequest) -> CompileOptions:
-    """Return the options of the bundle's compile that affect comparisons.
-
-    Raises OptionError if there is nothing to compare, ManifestInvalid if no compile wrote such options.
-    """
-    try:
-        kind, value = request.quality["target"]["kind"], float(request.quality["target"]["value"])
-        if kind == "uniform":
-            raise OptionError(
-                f"`{request.bundle}` has one format by request: there was no search that could be compared",
-                "compare bundles that were compiled to a loss, a KL or a size",
-            )
-        if request.manifest.calibration is None:
-            raise OptionError(
-                f"`{request.bundle}` was compiled without data: nothing of it was measured",
-                "compile it with `--data`, which compares at once",
-            )
-        _refuse_changed_tasks(request)
-        return _options(request.manifest.options, Target(kind, value), request.data)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ManifestInvalid(
-            f"`{request.bundle}` does not record how it was compiled: {error}", "compile it again"
-        ) from error
-
-
-_CHANGES_OF_TASKS = ("chat", "system", "prompt_template", "metric", "lower_is_better")
-
-
-def _refuse_changed_tasks(request: ComparisonRequest) -> None:
-    """Raise OptionError for a bundle whose tasks are not the project's own: their files are not in the bundle."""
-    changed = [name for name in _CHANGES_OF_TASKS if name in request.manifest.options]
-    files = [name for name in request.manifest.options["tasks"].split(",") if name and name not in TASKS]
-    if changed or files:
-        found = f"the task file `{files[0]}.toml`" if files else f"`--{changed[0].replace('_', '-')}`"
-        raise OptionError(
-            f"`{request.bundle}` was compiled with {found}, which a comparison cannot repeat",
-            "compare in the compile: `moec compile --comparisons`",
-        )
-
-
-def _options(plain: Mapping[str, str], target: Target, data: str) -> CompileOptions:
-    """Return the options.
-
-    plain: options as `CompileOptions.to_plain` writes them.
-    Raises KeyError, ValueError, OptionError.
-    """
-    groups = tuple(int(size) for size in plain["group_sizes"].split(","))
-    return CompileOptions(
-        target=target,
-        data=data,
-        tasks=tuple(name for name in plain["tasks"].split(",") if name),
-        bits=tuple(bits for bits in BITWIDTHS if f"{bits:g}" in plain["bits"].split(",")),
-        group_sizes=() if groups == DEFAULT_GROUP_SIZES else groups,
-        quantizer=plain["quantizer"],
-        shots=int(plain["shots"]),
-        limit=None if plain["limit"] == "none" else int(plain["limit"]),
-        seed=int(plain["seed"]),
-        sensitivity="proxy",  # the plan is there: predictions decide nothing, and gradients take long
-        comparisons=True,
-    )
-
-
-def _check_data(request: ComparisonRequest, splits: tuple[SplitData, ...]) -> None:
-    """Refuse other data than the bundle was calibrated with."""
-    digest = hashlib.sha256("".join(split.train.sha256 for split in splits).encode()).hexdigest()
-    if request.manifest.calibration is None or request.manifest.calibration.data_sha256 != digest:
-        raise DataError(
-            f"`{request.data}` is not the data that `{request.bundle}` was compiled with: other items calibrate it",
-            "name that data with `--data`",
-        )
-
-
-def _check_source(request: ComparisonRequest, checkpoint: Checkpoint) -> None:
-    """Refuse another checkpoint than the bundle's."""
-    expected = {entry.name: entry.sha256 for entry in request.manifest.source.files}
-    found = {entry.name: entry.sha256 for entry in checkpoint.source_files()}
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if wrong:
-        raise CheckpointError(
-            f"`{request.source}` is not the checkpoint that `{request.bundle}` was compiled from: `{wrong[0]}` differs",
-            "name that checkpoint with `--model`",
-        )
+    with opened_measurement(measurement) as context:
+        trials = measure(context).trials
+        target = prepared.request.options.target
+        return compare_with_baselines(plan, prepared.specs, trials, trials.store, target, request.talk).to_json()

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from ..measuring.bundle_inputs import measurement_inputs
 from ..options.paths import PATH
 from ..terminal import output
 from ..terminal.compile_log import CompileLog
 from ..terminal.report import comparison_table
-
-if TYPE_CHECKING:
-    from moec.compiler.compare_bundle import ComparisonRequest
-    from moec.manifests.bundle import BundleManifest
 
 
 @click.command("compare", short_help="Measure the bytes that other quantization plans need.")
@@ -39,8 +36,13 @@ def compare_command(
     moec compare mixtral-moec --model mixtral --data gsm8k/
     """
     from moec.compiler.compare_bundle import COMPARISON_SUFFIX, compare_bundle
+    from moec.compiler.measured_bundle import BundleRequest
+    from moec.compiler.request.options import Talk
+    from moec.manifests.sizes import parse_bytes
+    from moec.profiles.loading import load_profile
     from moec.runtime.bundle.opening import open_bundle
 
+    from .compile import open_partial
     from .inspect import read_quality
 
     opened = open_bundle(bundle)
@@ -53,68 +55,16 @@ def compare_command(
     name = bundle.resolve().name
     folder = bundle.resolve().parent / name
     log = CompileLog(folder.with_name(name + COMPARISON_SUFFIX))
-    request = _request(folder, opened.manifest, quality, (model, data), log, memory, resume)
+    request = BundleRequest(
+        folder, opened.manifest, quality, *measurement_inputs(folder, model, data),
+        load_profile("host", folder.parent), open_partial, Talk(log.note, log.progress), resume,
+        0 if memory is None else parse_bytes(memory, "--memory"),
+    )  # fmt: skip
     with log:
         found = compare_bundle(request)
         path = _write(folder, found)
     _print({**quality, "comparison": found}, as_json)
     output.say(f"kept in `{path}`")
-
-
-def _request(
-    bundle: Path,
-    manifest: BundleManifest,
-    quality: dict[str, Any],
-    given: tuple[str | None, str | None],
-    log: CompileLog,
-    memory: str | None,
-    resume: bool,
-) -> ComparisonRequest:
-    """Return the request.
-
-    given: values of `--model` and `--data`.
-    Raises OptionError if a path is neither given nor in the log.
-    """
-    from moec.compiler.compare_bundle import ComparisonRequest
-    from moec.compiler.request.options import Talk
-    from moec.manifests.errors import OptionError
-    from moec.manifests.sizes import parse_bytes
-    from moec.profiles.loading import load_profile
-
-    from .compile import open_partial
-
-    logged = _logged(bundle)
-    source, data = given[0] or logged.get("model"), given[1] or logged.get("data")
-    if source is None or data is None:
-        missing = " and ".join(
-            text
-            for value, text in ((source, "the checkpoint (`--model`)"), (data, "the task data (`--data`)"))
-            if value is None
-        )
-        raise OptionError(
-            f"a comparison measures again, and the log next to `{bundle}` does not name {missing}",
-            "name the paths of the compile",
-        )
-    return ComparisonRequest(
-        bundle, manifest, quality, source, data, load_profile("host", bundle.parent), open_partial,
-        Talk(log.note, log.progress), resume, 0 if memory is None else parse_bytes(memory, "--memory"),
-    )  # fmt: skip
-
-
-def _logged(bundle: Path) -> dict[str, str]:
-    """Return `model` and `data` from the log next to the bundle. Without a log, return no entry."""
-    from moec.manifests.files.input_file import UnreadableFile, read_input
-    from moec.manifests.files.limits import LOG_JSON, MAX_LOG_BYTES
-    from moec.manifests.files.strict_json import load_strict_json
-
-    from .compile import LOG_SUFFIX
-
-    try:
-        plain = load_strict_json(read_input(bundle.with_name(bundle.name + LOG_SUFFIX), MAX_LOG_BYTES), LOG_JSON)
-    except (UnreadableFile, ValueError):
-        return {}
-    found = plain if isinstance(plain, dict) else {}
-    return {name: found[name] for name in ("model", "data") if isinstance(found.get(name), str)}
 
 
 def _write(bundle: Path, found: dict[str, Any]) -> Path:

@@ -18,7 +18,7 @@ from ..options.compile_options import compile_options
 from ..options.paths import PATH, PLACE, long_items_option
 from ..options.task_options import TemplateProcesses, task_options
 from ..terminal import output
-from ..terminal.compile_log import CompileLog, stage_table
+from ..terminal.compile_log import LOG_SUFFIX, CompileLog, stage_table
 from ..terminal.compile_result import CURVE_SUFFIX, PICTURE_SUFFIX, print_curve, print_forecast, print_result
 from .compile_devices import MakeRequest, compile_all
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from ..measuring.text_engines import BundleEngine
 
-LOG_SUFFIX = ".log.json"
 LONGEST_SUFFIX = ".moec-replaced"
 """The longest suffix of a file or folder next to a bundle."""
 

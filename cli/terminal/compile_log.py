@@ -17,6 +17,8 @@ from . import output
 from .progress_bar import ProgressBar
 
 DONE = "done"
+LOG_SUFFIX = ".log.json"
+"""What the name of a log adds to the name of its bundle."""
 
 
 @dataclass(slots=True)

@@ -45,6 +45,7 @@ class Prepared:
 
     kept_layers: the layers that stay in memory between passes, and the sizes of texts.
     prunes: experts may be left out.
+    offered: formats on offer to units instead of those of the options. Empty: those of the options.
     """
 
     request: CompileRequest
@@ -54,11 +55,14 @@ class Prepared:
     shots: Shots
     kept_layers: KeptLayers = NOTHING_KEPT
     prunes: bool = False
+    offered: tuple[QuantSpec, ...] = ()
 
     @property
     def specs(self) -> tuple[QuantSpec, ...]:
         """Formats on offer to units."""
         model, bitwidths = self.lowering.model, self.request.profile.bitwidths
+        if self.offered:
+            return self.offered
         if self.request.options.target.kind == "uniform":
             return (uniform_spec(self.request.options, self.lowering),)
         return self.request.options.unit_specs(bitwidths, self.lowering.own_unit_spec, routed_widths(model))

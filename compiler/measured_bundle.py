@@ -1,0 +1,200 @@
+"""A finished bundle, measured again: the same data and checkpoint, other plans. The bundle does not change.
+
+The checkpoint and the data are read again, with the options of the manifest. The plan is that of the bundle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moec.evaluation.data import SplitData
+from moec.evaluation.tasks import TASKS
+from moec.manifests.bundle import BundleManifest
+from moec.manifests.errors import CheckpointError, DataError, ManifestInvalid, OptionError
+from moec.manifests.quant import BITWIDTHS, QuantSpec
+from moec.profiles.device import DeviceProfile
+
+from .bundle.plan_bundles import clear_trials
+from .checkpoint.checkpoint import Checkpoint, open_checkpoint
+from .families import lower
+from .preflight.finished import plan_of
+from .preflight.preparation import Prepared, with_kept_layers
+from .request.options import DEFAULT_GROUP_SIZES, CompileOptions, Sensitivity, Talk
+from .request.plan import CompilePlan
+from .request.ports import OpenRuntime
+from .request.request import CompileRequest
+from .request.targets import Target
+from .request.task_data import load_task_data
+from .stages.compile_context import CompileContext, open_for_comparison
+from .workspace.output_lock import hold_output
+
+
+@dataclass(frozen=True, slots=True)
+class BundleRequest:
+    """A finished bundle to measure again, and the inputs of its compile.
+
+    bundle: the folder. Measurements are kept next to it until all are made.
+    manifest: manifest of the bundle.
+    quality: content of its quality.json.
+    source: checkpoint of its compile.
+    data: task data of its compile.
+    profile: the device. Its kernels decide the formats on offer.
+    open_runtime: opens the runtime on plans, whose answers a loss is about.
+    resume: whether to continue an interrupted measurement.
+    memory_bytes: memory for the measurement; 0: 7/8 of the machine's.
+    """
+
+    bundle: Path
+    manifest: BundleManifest
+    quality: Mapping[str, Any]
+    source: str
+    data: str
+    profile: DeviceProfile
+    open_runtime: OpenRuntime
+    talk: Talk = field(default_factory=Talk)
+    resume: bool = False
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BundleMeasurement:
+    """What measures plans of a finished bundle.
+
+    prepared: the compile of the bundle, checked.
+    plan: plan of the bundle.
+    output: measurements are kept next to this path until all are made.
+    """
+
+    prepared: Prepared
+    plan: CompilePlan
+    output: Path
+
+
+def prepare_measurement(
+    request: BundleRequest, suffix: str, sensitivity: Sensitivity, offered: tuple[QuantSpec, ...] = ()
+) -> BundleMeasurement:
+    """Check checkpoint and data against the bundle.
+
+    suffix: what the names of the measurement's files add to the name of the bundle.
+    sensitivity: how losses of units are predicted.
+    offered: formats in which units are measured. Empty: those of the compile.
+    Raises OptionError if the bundle has no measurements, or if one layer does not fit in memory.
+    Raises CheckpointError or DataError if the checkpoint or the data are not those of the compile.
+    Raises the errors of a compile.
+    """
+    options = options_of(request, sensitivity)
+    output = request.bundle.with_name(request.bundle.name + suffix)
+    inner = CompileRequest(
+        source=request.source, output=output, options=options, profile=request.profile,
+        open_runtime=request.open_runtime, talk=request.talk, resume=request.resume,
+        memory_bytes=request.memory_bytes,
+    )  # fmt: skip
+    checkpoint = open_checkpoint(request.source)
+    lowering = lower(checkpoint)
+    splits, shots = load_task_data(options, request.talk.note)
+    _check_data(request, splits)
+    prepared = with_kept_layers(Prepared(inner, checkpoint, lowering, splits, shots, offered=offered))
+    request.talk.note("hashing the checkpoint")
+    _check_source(request, checkpoint)
+    return BundleMeasurement(prepared, plan_of(request.manifest), output)
+
+
+@contextmanager
+def opened_measurement(measurement: BundleMeasurement) -> Iterator[CompileContext]:
+    """Open the journal, and keep other measurements of this kind away. Raises the errors of a compile."""
+    prepared, output = measurement.prepared, measurement.output
+    identity = hashlib.sha256(f"{prepared.identity()} {measurement.plan.digest}".encode()).hexdigest()
+    disk = prepared.request.disk
+    with hold_output(output, disk, prepared.request.talk.note):
+        clear_trials(output, disk)
+        with open_for_comparison(prepared, output, identity) as context:
+            yield context
+
+
+def options_of(request: BundleRequest, sensitivity: Sensitivity) -> CompileOptions:
+    """Return the options of the bundle's compile that affect measurements.
+
+    Raises OptionError if its compile measured nothing, ManifestInvalid if no compile wrote such options.
+    """
+    try:
+        kind, value = request.quality["target"]["kind"], float(request.quality["target"]["value"])
+        if kind == "uniform":
+            raise OptionError(
+                f"`{request.bundle}` has one format by request: its compile measured no plan",
+                "take a bundle that was compiled to a loss, a KL or a size",
+            )
+        if request.manifest.calibration is None:
+            raise OptionError(
+                f"`{request.bundle}` was compiled without data: nothing of it was measured",
+                "compile it with `--data`",
+            )
+        _refuse_changed_tasks(request)
+        return _options(request.manifest.options, Target(kind, value), request.data, sensitivity)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ManifestInvalid(
+            f"`{request.bundle}` does not record how it was compiled: {error}", "compile it again"
+        ) from error
+
+
+_CHANGES_OF_TASKS = ("chat", "system", "prompt_template", "metric", "lower_is_better")
+
+
+def _refuse_changed_tasks(request: BundleRequest) -> None:
+    """Raise OptionError for a bundle whose tasks are not the project's own: their files are not in the bundle."""
+    changed = [name for name in _CHANGES_OF_TASKS if name in request.manifest.options]
+    files = [name for name in request.manifest.options["tasks"].split(",") if name and name not in TASKS]
+    if changed or files:
+        found = f"the task file `{files[0]}.toml`" if files else f"`--{changed[0].replace('_', '-')}`"
+        raise OptionError(
+            f"`{request.bundle}` was compiled with {found}, which a measurement of the bundle cannot repeat",
+            "measure in the compile: `moec compile --comparisons`",
+        )
+
+
+def _options(plain: Mapping[str, str], target: Target, data: str, sensitivity: Sensitivity) -> CompileOptions:
+    """Return the options.
+
+    plain: options as `CompileOptions.to_plain` writes them.
+    Raises KeyError, ValueError, OptionError.
+    """
+    groups = tuple(int(size) for size in plain["group_sizes"].split(","))
+    return CompileOptions(
+        target=target,
+        data=data,
+        tasks=tuple(name for name in plain["tasks"].split(",") if name),
+        bits=tuple(bits for bits in BITWIDTHS if f"{bits:g}" in plain["bits"].split(",")),
+        group_sizes=() if groups == DEFAULT_GROUP_SIZES else groups,
+        quantizer=plain["quantizer"],
+        shots=int(plain["shots"]),
+        limit=None if plain["limit"] == "none" else int(plain["limit"]),
+        seed=int(plain["seed"]),
+        sensitivity=sensitivity,
+        comparisons=True,
+    )
+
+
+def _check_data(request: BundleRequest, splits: tuple[SplitData, ...]) -> None:
+    """Refuse other data than the bundle was calibrated with."""
+    digest = hashlib.sha256("".join(split.train.sha256 for split in splits).encode()).hexdigest()
+    if request.manifest.calibration is None or request.manifest.calibration.data_sha256 != digest:
+        raise DataError(
+            f"`{request.data}` is not the data that `{request.bundle}` was compiled with: other items calibrate it",
+            "name that data with `--data`",
+        )
+
+
+def _check_source(request: BundleRequest, checkpoint: Checkpoint) -> None:
+    """Refuse another checkpoint than the bundle's."""
+    expected = {entry.name: entry.sha256 for entry in request.manifest.source.files}
+    found = {entry.name: entry.sha256 for entry in checkpoint.source_files()}
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        raise CheckpointError(
+            f"`{request.source}` is not the checkpoint that `{request.bundle}` was compiled from: `{wrong[0]}` differs",
+            "name that checkpoint with `--model`",
+        )
