@@ -22,6 +22,7 @@ _COMMANDS = {
     "inspect": "inspect:inspect_command",
     "verify": "verify:verify_command",
     "export": "export:export_command",
+    "export-plan": "export_plan:export_plan_command",
     "pack": "pack:pack_command",
     "unpack": "unpack:unpack_command",
     "bench": "bench:bench_command",

@@ -1,0 +1,191 @@
+"""The plan of a bundle in the formats of another engine.
+
+llama.cpp and mlx store one projection of all experts of a layer in one stack, which has one format. The stacks' formats
+are a knapsack: the least predicted loss within the bytes of the bundle's experts. GPTQModel has a format per module, so
+each matrix keeps its bitwidth and group size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moec.manifests.model import ExpertKey, UnitKey
+from moec.manifests.quant import QuantSpec
+
+from ..request.plan import CompilePlan
+from ..search.knapsack import ChoiceTable, least_loss
+from ..sensitivity.sensitivity import dense_groups
+from .engine_formats import ENGINES, GPTQMODEL, EngineFormat, gptqmodel_format, offered_formats
+from .engine_names import require_family, shares_gate_and_up
+
+__all__ = ["ENGINES", "EnginePlan", "coarse_plan", "stack_formats"]
+
+UnitLoss = Callable[[UnitKey, QuantSpec], float]
+"""Predicted KL of a unit in a format of ours."""
+_EQUAL_BITS = 0.02
+"""Difference in bits per weight that a dense weight may lose by its format."""
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """A bundle's plan for another engine.
+
+    engine: one of ENGINES.
+    plan: plan of the bundle.
+    units: format of each projection of each expert.
+    dense: format of each dense group, by its name. Routers and norms keep 16 bits.
+    """
+
+    engine: str
+    plan: CompilePlan
+    units: Mapping[UnitKey, EngineFormat]
+    dense: Mapping[str, EngineFormat]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts in the engine."""
+        shapes = ((each, self.plan.model.unit_shape(unit.layer, unit.projection)) for unit, each in self.units.items())
+        return round(sum(each.bytes_of(*shape) for each, shape in shapes))
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Mean stored bits of an expert's weight in the engine, scales included."""
+        return 8 * self.expert_bytes / self.plan.expert_weights
+
+    @property
+    def left_out(self) -> tuple[ExpertKey, ...]:
+        """Experts that the bundle leaves out. The engine keeps them."""
+        return left_out_experts(self.plan)
+
+    def in_our_formats(self) -> CompilePlan:
+        """Return the plan whose loss is measured: a format of ours for each of the engine's."""
+        return replace(self.plan, units={unit: each.stand_in for unit, each in self.units.items()}, low_units={})
+
+
+def coarse_plan(engine: str, plan: CompilePlan, predicted: UnitLoss | None = None) -> EnginePlan:
+    """Return a bundle's plan for an engine.
+
+    predicted: losses for the knapsack of stacks. None: the loss of a stack falls to a quarter with each bit, and the
+        bundle's mean bits tell how much it matters.
+    Raises OptionError if the engine does not know the family.
+    """
+    require_family(engine, plan.model.family)
+    units = _unit_formats(plan) if engine == GPTQMODEL else _stack_choice(engine, plan, predicted)
+    return EnginePlan(engine, plan, {unit: units[unit] for unit in plan.units}, _dense_formats(engine, plan))
+
+
+def left_out_experts(plan: CompilePlan) -> tuple[ExpertKey, ...]:
+    """Return the experts that a plan leaves out."""
+    return tuple(key for key in plan.model.expert_keys() if plan.units[plan.model.units_of(key)[0]].is_pruned)
+
+
+def stack_formats(engine: str, plan: CompilePlan) -> tuple[EngineFormat, ...]:
+    """Return the formats that an engine offers to stacks of experts, fewest bits first."""
+    return offered_formats(engine, _plain(plan), any(spec.is_mxfp4 for spec in plan.units.values()))
+
+
+def _plain(plan: CompilePlan) -> QuantSpec:
+    """Return the format of weights that keep 16 bits. Norms always do."""
+    return plan.dense["final_norm"]
+
+
+def _stack_choice(engine: str, plan: CompilePlan, predicted: UnitLoss | None) -> dict[UnitKey, EngineFormat]:
+    """Return the formats of stacks of least predicted loss that take at most the bytes of the bundle's experts.
+
+    If no choice takes so little, each stack has its smallest format.
+    """
+    formats, stacks = stack_formats(engine, plan), _stacks(plan)
+    costs = np.full((len(stacks), len(formats)), np.inf)
+    losses = np.full_like(costs, np.inf)
+    for row, stack in enumerate(stacks):
+        rows, columns = plan.model.unit_shape(stack[0].layer, stack[0].projection)
+        for column, each in enumerate(formats):
+            if each.fits(columns):
+                costs[row, column] = len(stack) * each.bytes_of(rows, columns)
+                losses[row, column] = _stack_loss(plan, stack, each, predicted)
+    choice = least_loss(ChoiceTable(costs, losses), plan.expert_packed_bytes)
+    if choice is None:
+        choice = np.argmin(costs, axis=1)
+    return {unit: formats[int(choice[row])] for row, stack in enumerate(stacks) for unit in stack}
+
+
+def _stacks(plan: CompilePlan) -> list[list[UnitKey]]:
+    """Return the units of each layer and projection."""
+    found = defaultdict[tuple[int, str], list[UnitKey]](list)
+    for unit in plan.units:
+        found[unit.layer, unit.projection].append(unit)
+    return list(found.values())
+
+
+def _stack_loss(plan: CompilePlan, stack: Sequence[UnitKey], each: EngineFormat, predicted: UnitLoss | None) -> float:
+    """Return the predicted loss of a stack in a format, in any unit that all stacks share.
+
+    Without predictions: at the optimum of a search, equal bits saved cost equal losses everywhere. If a bit divides a
+    loss by four, a stack of n weights with b bits in the bundle then has a loss in proportion to n 4^(b - t) at t bits.
+    Source of the quarter: the error of uniform rounding, whose square halves twice with each bit.
+    """
+    if predicted is not None:
+        return sum(predicted(unit, each.stand_in) for unit in stack)
+    rows, columns = plan.model.unit_shape(stack[0].layer, stack[0].projection)
+    bits = [0.0 if spec.is_pruned else spec.bits_per_weight(columns) for spec in (plan.units[unit] for unit in stack)]
+    mean_bits: float = sum(bits) / len(bits)
+    return float(len(stack) * rows * columns * 4.0 ** (mean_bits - each.bits))
+
+
+def _unit_formats(plan: CompilePlan) -> dict[UnitKey, EngineFormat]:
+    """Return GPTQModel's format of each matrix. Experts that are left out get the smallest format of their layer."""
+    model, found = plan.model, dict[UnitKey, EngineFormat]()
+    for layer in model.expert_layers:
+        kept = [unit for unit in model.units_of_layer(layer) if not plan.units[unit].is_pruned]
+        for unit in kept:
+            columns = model.unit_shape(layer, unit.projection)[1]
+            found[unit] = gptqmodel_format(plan.units[unit], columns, _plain(plan))
+        for unit in model.units_of_layer(layer):
+            if unit not in found:
+                found[unit] = _smallest_of_layer(plan, kept, unit)
+    if shares_gate_and_up(model.family):
+        for unit in [unit for unit in found if unit.projection == "gate"]:
+            other = UnitKey(unit.layer, unit.expert, "up")
+            found[unit] = found[other] = max(found[unit], found[other], key=lambda each: each.bits)
+    return found
+
+
+def _smallest_of_layer(plan: CompilePlan, kept: Sequence[UnitKey], unit: UnitKey) -> EngineFormat:
+    """Return the format of a matrix of an expert that is left out: that of the fewest bits that its layer has."""
+    columns = plan.model.unit_shape(unit.layer, unit.projection)[1]
+    specs = {plan.units[other] for other in kept}
+    formats = [gptqmodel_format(spec, columns, _plain(plan)) for spec in specs if spec.fits(columns)]
+    return min(formats, key=lambda each: each.bits)
+
+
+def _dense_formats(engine: str, plan: CompilePlan) -> dict[str, EngineFormat]:
+    """Return the format of each dense group."""
+    choose = _gptqmodel_dense if engine == GPTQMODEL else _least_dense
+    return {group.name: choose(engine, plan, group.tensors) for group in dense_groups(plan.model)}
+
+
+def _least_dense(engine: str, plan: CompilePlan, names: Sequence[str]) -> EngineFormat:
+    """Return the smallest format that has at least the mean bits of these dense weights and fits all of them."""
+    shapes = plan.model.dense_shapes()
+    weights = sum(shapes[name][0] * shapes[name][1] for name in names)
+    stored = 8 * sum(plan.dense_bytes(name, shapes[name]) for name in names) / weights
+    offered = [each for each in offered_formats(engine, _plain(plan), False) if not each.needs_importance]
+    fitting = [each for each in offered if all(each.fits(shapes[name][1]) for name in names)]
+    return next(each for each in fitting if each.bits >= stored - _EQUAL_BITS)
+
+
+def _gptqmodel_dense(engine: str, plan: CompilePlan, names: Sequence[str]) -> EngineFormat:
+    """Return the format of the most bits that these dense weights have and that fits all of them.
+
+    GPTQModel quantizes neither embedding nor lm_head.
+    """
+    if names[0] in ("embedding", "lm_head"):
+        return gptqmodel_format(_plain(plan), 1, _plain(plan))
+    columns = {plan.model.dense_shapes()[name][1] for name in names}
+    specs = [spec for spec in {plan.dense[name] for name in names} if all(map(spec.fits, columns))]
+    formats = [gptqmodel_format(spec, min(columns), _plain(plan)) for spec in specs or [_plain(plan)]]
+    return max(formats, key=lambda each: each.bits)

@@ -1,0 +1,88 @@
+"""What an engine's plan has, as plain values and sentences."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from moec.manifests.model import UnitKey
+
+from .coarse_plan import EnginePlan
+from .engine_formats import GPTQMODEL, LLAMA_CPP
+from .plan_cost import PlanCost
+
+_PUBLISHED_PACKED = {
+    LLAMA_CPP: "llama-quantize takes them with `--allow-requantize`",
+    "mlx": "mlx-lm keeps them as they are, and quantizes them only in a 16-bit checkpoint",
+    GPTQMODEL: "give GPTQModel a 16-bit checkpoint",
+}
+
+
+def summary(plan: EnginePlan, cost: PlanCost | None) -> dict[str, Any]:
+    """Return the plan as plain values: formats by layer and projection with their number of experts, sizes, notes.
+
+    cost: the measured cost, or None.
+    """
+    bundle = plan.plan
+    return {
+        "engine": plan.engine,
+        "family": bundle.model.family,
+        "layers": _layers(plan),
+        "dense": {name: each.name for name, each in plan.dense.items()},
+        "expert_bytes": plan.expert_bytes,
+        "bits_per_weight": plan.bits_per_weight,
+        "bundle_expert_bytes": bundle.expert_packed_bytes,
+        "bundle_bits_per_weight": bundle.bits_per_weight,
+        "left_out": len(plan.left_out),
+        "notes": list(_notes(plan)),
+        "measured": None if cost is None else cost.to_json(),
+    }
+
+
+def _layers(plan: EnginePlan) -> list[dict[str, Any]]:
+    model, found = plan.plan.model, []
+    for layer in model.expert_layers:
+        row: dict[str, Any] = {"layer": layer}
+        for projection in model.layers[layer].experts.projections:
+            experts = range(model.layers[layer].experts.count)
+            names = (plan.units[UnitKey(layer, expert, projection)].name for expert in experts)
+            row[projection] = dict(sorted(Counter(names).items(), key=lambda item: (-item[1], item[0])))
+        found.append(row)
+    return found
+
+
+def _notes(plan: EnginePlan) -> Iterator[str]:
+    """Yield a sentence for each thing that the engine cannot express or needs."""
+    engine, bundle = plan.engine, plan.plan
+    if plan.left_out:
+        place = "the smallest format of their layer" if engine == GPTQMODEL else "the format of their stack"
+        count = len(plan.left_out)
+        yield f"{count} experts that the bundle leaves out are kept in {place}: {engine} cannot leave any out"
+    if bundle.low_experts:
+        yield f"the second versions of {len(bundle.low_experts)} experts are left out: {engine} has one version of each"
+    if bundle.model.family == "gpt_oss":
+        yield f"published checkpoints of gpt-oss hold packed experts: {_PUBLISHED_PACKED[engine]}"
+    important = sorted({each.name for each in plan.units.values() if each.needs_importance})
+    if important:
+        yield f"llama-quantize needs importance data for {', '.join(important)}: add `--imatrix FILE`"
+    yield from _size_notes(plan)
+
+
+def _size_notes(plan: EnginePlan) -> Iterator[str]:
+    """Yield why the experts take more bytes than in the bundle, if they do."""
+    own, size = plan.plan.expert_packed_bytes, plan.expert_bytes
+    if size <= own:
+        return
+    reason = f"{plan.engine} has no smaller formats for these matrices"
+    if plan.engine == GPTQMODEL:
+        reason = "each matrix keeps its bitwidth and group size, GPTQ's scales are wider"
+        raised = sum(_is_raised(plan, unit) for unit in plan.units)
+        if raised:
+            reason += f", and {raised} matrices have a bitwidth that GPTQModel lacks, so they get the next larger one"
+    yield f"the experts take {size / own - 1:.1%} more bytes than in the bundle: {reason}".replace("%", " %")
+
+
+def _is_raised(plan: EnginePlan, unit: UnitKey) -> bool:
+    spec = plan.plan.units[unit]
+    return not spec.is_pruned and plan.units[unit].stand_in.bitwidth > spec.bitwidth
