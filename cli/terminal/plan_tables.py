@@ -56,10 +56,12 @@ def _cost_table(engine: str, measured: Mapping[str, Any]) -> str:
         size = output.human_bytes(own["expert_packed_bytes"])
         rows.append([name, size, f"{kl['mean']:.5f}", f"{kl['agreement']:.2%}", *losses])
     header = ["measured in our formats", "expert bytes", "KL", "top-1 agree", *(f"loss of {task}" for task in tasks)]
+    tried = ", ".join(f"{kl:.5f} {way}" for way, kl in measured["tried"].items())
+    chosen = f"The formats are those of the least KL: {tried}.\n" if len(measured["tried"]) > 1 else ""
     return (
-        f"{output.table(rows, header)}\n"
-        f"KL in nats per token to the checkpoint, on {measured['items']} validation items. Each matrix is quantized in\n"
-        f"a format of ours with about the bits of {engine}'s. The quantizer of {engine} differs, so its KL does too."
+        f"{output.table(rows, header)}\n{chosen}"
+        f"KL in nats per token to the checkpoint, on {measured['items']} validation items. Each matrix is quantized\n"
+        f"in a format of ours with about the bits of {engine}'s. The quantizer of {engine} differs, so its KL does too."
     )
 
 

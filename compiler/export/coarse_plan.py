@@ -7,7 +7,7 @@ each matrix keeps its bitwidth and group size.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,8 +26,8 @@ __all__ = ["ENGINES", "EnginePlan", "coarse_plan", "stack_formats"]
 
 UnitLoss = Callable[[UnitKey, QuantSpec], float]
 """Predicted KL of a unit in a format of ours."""
-_EQUAL_BITS = 0.02
-"""Difference in bits per weight that a dense weight may lose by its format."""
+_UNTOUCHED = {GPTQMODEL: ("embedding", "lm_head")}
+"""Dense groups that an engine leaves at 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -163,29 +163,29 @@ def _smallest_of_layer(plan: CompilePlan, kept: Sequence[UnitKey], unit: UnitKey
 
 
 def _dense_formats(engine: str, plan: CompilePlan) -> dict[str, EngineFormat]:
-    """Return the format of each dense group."""
-    choose = _gptqmodel_dense if engine == GPTQMODEL else _least_dense
-    return {group.name: choose(engine, plan, group.tensors) for group in dense_groups(plan.model)}
+    """Return the format of each dense group: that of most of its weights, or the nearest one with no fewer bits."""
+    shapes, found = plan.model.dense_shapes(), dict[str, EngineFormat]()
+    for group in dense_groups(plan.model):
+        weights = Counter[QuantSpec]()
+        for name in group.tensors:
+            weights[plan.dense[name]] += shapes[name][0] * shapes[name][1]
+        columns = sorted({shapes[name][1] for name in group.tensors})
+        found[group.name] = _dense_format(engine, plan, weights.most_common(1)[0][0], columns)
+    for name in _UNTOUCHED.get(engine, ()):
+        if name in found:
+            found[name] = gptqmodel_format(_plain(plan), 1, _plain(plan))
+    return found
 
 
-def _least_dense(engine: str, plan: CompilePlan, names: Sequence[str]) -> EngineFormat:
-    """Return the smallest format that has at least the mean bits of these dense weights and fits all of them."""
-    shapes = plan.model.dense_shapes()
-    weights = sum(shapes[name][0] * shapes[name][1] for name in names)
-    stored = 8 * sum(plan.dense_bytes(name, shapes[name]) for name in names) / weights
-    offered = [each for each in offered_formats(engine, _plain(plan), False) if not each.needs_importance]
-    fitting = [each for each in offered if all(each.fits(shapes[name][1]) for name in names)]
-    return next(each for each in fitting if each.bits >= stored - _EQUAL_BITS)
+def _dense_format(engine: str, plan: CompilePlan, spec: QuantSpec, columns: Sequence[int]) -> EngineFormat:
+    """Return the format of dense weights that have a format of ours.
 
-
-def _gptqmodel_dense(engine: str, plan: CompilePlan, names: Sequence[str]) -> EngineFormat:
-    """Return the format of the most bits that these dense weights have and that fits all of them.
-
-    GPTQModel quantizes neither embedding nor lm_head.
+    Of the fewest code bits that are enough and fit all columns, it is the one nearest in bits per weight.
     """
-    if names[0] in ("embedding", "lm_head"):
-        return gptqmodel_format(_plain(plan), 1, _plain(plan))
-    columns = {plan.model.dense_shapes()[name][1] for name in names}
-    specs = [spec for spec in {plan.dense[name] for name in names} if all(map(spec.fits, columns))]
-    formats = [gptqmodel_format(spec, min(columns), _plain(plan)) for spec in specs or [_plain(plan)]]
-    return max(formats, key=lambda each: each.bits)
+    plain = _plain(plan)
+    if engine == GPTQMODEL:
+        return gptqmodel_format(spec if all(map(spec.fits, columns)) else plain, columns[0], plain)
+    offered = [each for each in offered_formats(engine, plain, False) if not each.needs_importance]
+    enough = [each for each in offered if each.stand_in.bitwidth >= spec.bitwidth and all(map(each.fits, columns))]
+    stored = spec.bits_per_weight(columns[0])
+    return min(enough, key=lambda each: (each.stand_in.bitwidth, abs(each.bits - stored)))

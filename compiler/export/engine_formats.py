@@ -43,7 +43,7 @@ _MLX_GROUPS = {2: (128, 64, 32), 3: (128, 64, 32), 4: (128, 64, 32), 5: (64,), 6
 """Group sizes on offer by bitwidth. MLX stores a scale and a minimum of 16 bits per group, as in our `q4g64`."""
 _MLX_MXFP4 = {"group_size": 32, "bits": 4, "mode": _MXFP4}
 
-_GPTQMODEL_BITS = (2, 3, 4, 8)
+GPTQMODEL_BITS = (2, 3, 4, 8)
 """Bitwidths of GPTQ's usual checkpoint format. 5, 6 and 7 need another one, which few engines read."""
 _GPTQMODEL_GROUP = 128
 """Group size of a matrix whose bitwidth GPTQModel does not have."""
@@ -67,7 +67,7 @@ class EngineFormat:
     bits: float
     columns: int
     stand_in: QuantSpec
-    settings: Mapping[str, int | str | bool] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
     needs_importance: bool = False
 
     def fits(self, columns: int) -> bool:
@@ -122,7 +122,7 @@ def gptqmodel_format(spec: QuantSpec, columns: int, plain: QuantSpec) -> EngineF
     """
     if spec.bitwidth == 16:
         return EngineFormat(str(plain), 16, 1, plain)
-    bits = next(width for width in _GPTQMODEL_BITS if width >= spec.bitwidth)
+    bits = next(width for width in GPTQMODEL_BITS if width >= spec.bitwidth)
     group = spec.group_size
     if bits != spec.bitwidth:
         group = next((size for size in (_GPTQMODEL_GROUP, 64, 32) if columns % size == 0), 0)

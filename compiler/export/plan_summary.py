@@ -9,12 +9,13 @@ from typing import Any
 from moec.manifests.model import UnitKey
 
 from .coarse_plan import EnginePlan
-from .engine_formats import GPTQMODEL, LLAMA_CPP
+from .engine_formats import GPTQMODEL, GPTQMODEL_BITS, LLAMA_CPP, MLX
+from .engine_names import shares_gate_and_up
 from .plan_cost import PlanCost
 
 _PUBLISHED_PACKED = {
     LLAMA_CPP: "llama-quantize takes them with `--allow-requantize`",
-    "mlx": "mlx-lm keeps them as they are, and quantizes them only in a 16-bit checkpoint",
+    MLX: "mlx-lm keeps them as they are, so dequantize them first, with its `--dequantize`",
     GPTQMODEL: "give GPTQModel a 16-bit checkpoint",
 }
 
@@ -76,13 +77,14 @@ def _size_notes(plan: EnginePlan) -> Iterator[str]:
         return
     reason = f"{plan.engine} has no smaller formats for these matrices"
     if plan.engine == GPTQMODEL:
-        reason = "each matrix keeps its bitwidth and group size, GPTQ's scales are wider"
-        raised = sum(_is_raised(plan, unit) for unit in plan.units)
-        if raised:
-            reason += f", and {raised} matrices have a bitwidth that GPTQModel lacks, so they get the next larger one"
+        reason = f"scales of GPTQ are wider{_raised(plan)}"
     yield f"the experts take {size / own - 1:.1%} more bytes than in the bundle: {reason}".replace("%", " %")
 
 
-def _is_raised(plan: EnginePlan, unit: UnitKey) -> bool:
-    spec = plan.plan.units[unit]
-    return not spec.is_pruned and plan.units[unit].stand_in.bitwidth > spec.bitwidth
+def _raised(plan: EnginePlan) -> str:
+    """Return why matrices have more bits in GPTQModel than in the bundle, as further reasons."""
+    specs = plan.plan.units.values()
+    count = sum(not spec.is_pruned and spec.bitwidth < 16 and spec.bitwidth not in GPTQMODEL_BITS for spec in specs)
+    found = f", {count} matrices get the next larger bitwidth that GPTQModel has" if count else ""
+    shared = ", gate and up of an expert share the larger format" if shares_gate_and_up(plan.plan.model.family) else ""
+    return found + shared

@@ -79,7 +79,7 @@ def _published(journal: Journal, request: CompileRequest) -> CompileResult | Non
 
 
 def plan_of(manifest: BundleManifest) -> CompilePlan:
-    """Return the plan that a bundle stores."""
+    """Return the plan that a bundle stores. Its quantizer is `rtn` if the bundle records no options."""
     units, low_units = dict[UnitKey, QuantSpec](), dict[UnitKey, QuantSpec]()
     for entries, formats in ((manifest.experts, units), (manifest.low_experts, low_units)):
         for entry in entries:
@@ -87,7 +87,7 @@ def plan_of(manifest: BundleManifest) -> CompilePlan:
             formats.update({UnitKey(entry.layer, entry.expert, p): s for p, s in specs.items() if s is not None})
     ordered = {unit: units[unit] for unit in manifest.model.unit_keys()}
     dense = {entry.name: entry.spec for entry in manifest.dense}
-    return CompilePlan(manifest.model, ordered, dense, manifest.options["quantizer"], low_units)
+    return CompilePlan(manifest.model, ordered, dense, manifest.options.get("quantizer", "rtn"), low_units)
 
 
 def _asked(request: CompileRequest) -> list[Any]:
