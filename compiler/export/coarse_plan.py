@@ -103,10 +103,11 @@ def _stack_choice(engine: str, plan: CompilePlan, predicted: UnitLoss | None) ->
     losses = np.full_like(costs, np.inf)
     for row, stack in enumerate(stacks):
         rows, columns = plan.model.unit_shape(stack[0].layer, stack[0].projection)
+        loss = _stack_loss(plan, stack, predicted)
         for column, each in enumerate(formats):
             if each.fits(columns):
                 costs[row, column] = len(stack) * each.bytes_of(rows, columns)
-                losses[row, column] = _stack_loss(plan, stack, each, predicted)
+                losses[row, column] = loss(each)
     choice = least_loss(ChoiceTable(costs, losses), plan.expert_packed_bytes)
     if choice is None:
         choice = np.argmin(costs, axis=1)
@@ -121,19 +122,21 @@ def _stacks(plan: CompilePlan) -> list[list[UnitKey]]:
     return list(found.values())
 
 
-def _stack_loss(plan: CompilePlan, stack: Sequence[UnitKey], each: EngineFormat, predicted: UnitLoss | None) -> float:
-    """Return the predicted loss of a stack in a format, in any unit that all stacks share.
+def _stack_loss(
+    plan: CompilePlan, stack: Sequence[UnitKey], predicted: UnitLoss | None
+) -> Callable[[EngineFormat], float]:
+    """Return the function that predicts the loss of a stack in a format, in any unit that all stacks share.
 
     Without predictions: at the optimum of a search, equal bits saved cost equal losses everywhere. If a bit divides a
     loss by four, a stack of n weights with b bits in the bundle then has a loss in proportion to n 4^(b - t) at t bits.
     Source of the quarter: the error of uniform rounding, whose square halves twice with each bit.
     """
     if predicted is not None:
-        return sum(predicted(unit, each.stand_in) for unit in stack)
+        return lambda each: sum(predicted(unit, each.stand_in) for unit in stack)
     rows, columns = plan.model.unit_shape(stack[0].layer, stack[0].projection)
     bits = [0.0 if spec.is_pruned else spec.bits_per_weight(columns) for spec in (plan.units[unit] for unit in stack)]
     mean_bits: float = sum(bits) / len(bits)
-    return float(len(stack) * rows * columns * 4.0 ** (mean_bits - each.bits))
+    return lambda each: float(len(stack) * rows * columns * 4.0 ** (mean_bits - each.bits))
 
 
 def _unit_formats(plan: CompilePlan) -> dict[UnitKey, EngineFormat]:

@@ -1,7 +1,7 @@
 """Formats of other engines: bits, shapes that they fit, and the format of ours that stands in for each.
 
-A stand-in has the bits of the engine's format within 0.13 bits per weight, where our menu allows it the same group
-size. A measurement of a plan quantizes with stand-ins, because the engines' own quantizers are not part of moec.
+From 256 columns on, a stand-in has the bits of the engine's format within 0.13 bits per weight. A measurement of a plan
+quantizes with stand-ins, because the engines' own quantizers are not part of moec.
 """
 
 from __future__ import annotations
@@ -130,5 +130,5 @@ def gptqmodel_format(spec: QuantSpec, columns: int, plain: QuantSpec) -> EngineF
     settings = {"bits": bits, "group_size": group or -1, "sym": is_symmetric}
     # Each group has a scale of 16 bits and a zero point of the bitwidth.
     stored = bits + (16 + bits) / (group or columns)
-    name = f"{bits}g{group}" if group else f"{bits}"
-    return EngineFormat(name, stored, group or 1, QuantSpec(bits, group, is_symmetric), settings)
+    stand_in = QuantSpec(bits, group, is_symmetric, byte_scales=group > 0 and not is_symmetric)
+    return EngineFormat(f"{bits}g{group}" if group else f"{bits}", stored, group or 1, stand_in, settings)

@@ -52,11 +52,11 @@ def test_the_file_is_written_without_a_measurement(bundle: Path, tmp_path: Path,
     told = invoke("export-plan", bundle, "--for", engine, "-o", tmp_path / "again", "--json")
     facts: dict[str, Any] = json.loads(told.stdout)
     assert facts["measured"] is None and facts["engine"] == engine and facts["file"] == str(tmp_path / "again")
-    sent = (tmp_path / "again").read_bytes(), (tmp_path / "new" / "plan.py").read_bytes()
-    assert sent[0].replace(b"again", b"plan") == sent[1].replace(b"plan.py", b"plan") or engine == "mlx"
+    if engine != "mlx":  # whose file names itself
+        assert (tmp_path / "again").read_bytes() == (tmp_path / "new" / "plan.py").read_bytes()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["llama.cpp", "gptqmodel"])
 def test_the_cost_is_measured_next_to_the_bundle(
     place: Path, bundle: Path, tmp_path: Path, invoke: Invoke, engine: str
 ) -> None:
@@ -138,7 +138,9 @@ def test_bad_input_is_refused_and_leaves_nothing(place: Path, bundle: Path, tmp_
     assert (tmp_path / "full").read_text() == "mine"
 
 
-def test_bundles_that_measured_nothing_have_a_plan_without_a_cost(place: Path, tmp_path: Path, invoke: Invoke) -> None:
+def test_bundles_that_cannot_be_measured_have_a_plan_without_a_cost(
+    place: Path, bundle: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert invoke("compile", place / "tiny", "--uniform", "4", *PI, "-o", tmp_path / "flat").exit_code == 0
     data = ("--model", place / "tiny", "--data", place / "texts")
     result = invoke("export-plan", tmp_path / "flat", "--for", "mlx", "-o", tmp_path / "plan", *data)
@@ -146,10 +148,9 @@ def test_bundles_that_measured_nothing_have_a_plan_without_a_cost(place: Path, t
     assert not (tmp_path / "plan").exists()
     result = invoke("export-plan", tmp_path / "flat", "--for", "mlx", "-o", tmp_path / "plan")
     assert result.exit_code == 0 and "4g64" in result.stdout
-    quanto = ("--bits-per-weight", "5", "--bits", "4,8", "--quantizer", "quanto", "--dense-bits", "8", *PI)
-    assert invoke("compile", place / "tiny", *data[2:], *quanto, "-o", tmp_path / "quanto").exit_code == 0
-    result = invoke("export-plan", tmp_path / "quanto", "--for", "mlx", "-o", tmp_path / "other", *data)
-    assert result.exit_code == 1 and "was quantized by quanto" in result.stderr and not (tmp_path / "other").exists()
+    monkeypatch.setattr("moec.compiler.export.plan_cost.PACKAGES", ("gptq",))
+    result = invoke("export-plan", bundle, "--for", "mlx", "-o", tmp_path / "other", *data)
+    assert result.exit_code == 1 and "was quantized by gptq" in result.stderr and not (tmp_path / "other").exists()
 
 
 def test_experts_that_are_left_out_are_told(checkpoint: Path, tmp_path: Path, invoke: Invoke) -> None:

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.export.coarse_plan import EnginePlan, coarse_plan, stack_formats
 from moec.compiler.export.engine_files import engine_file
-from moec.compiler.export.engine_formats import ENGINES, GPTQMODEL, LLAMA_CPP, MLX
+from moec.compiler.export.engine_formats import ENGINES, GPTQMODEL, LLAMA_CPP, MLX, gptqmodel_format
 from moec.compiler.export.plan_summary import summary
 from moec.compiler.families import FAMILIES, lower
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.manifests.errors import OptionError
-from moec.manifests.model import ModelSpec, UnitKey
+from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RouterSpec, UnitKey
 from moec.manifests.quant import PRUNED, QuantSpec
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
@@ -206,6 +206,12 @@ def sized(model: ModelSpec, hidden: int, width: int) -> ModelSpec:
     return replace(model, hidden_size=hidden, layers=layers)
 
 
+def sized_mixtral(columns: int) -> ModelSpec:
+    """A model without a checkpoint whose experts have so many columns."""
+    experts = ExpertsSpec(4, 2, columns, "silu", RouterSpec("softmax", True))
+    return ModelSpec("mixtral", columns, 64, 64, 1e-5, False, (LayerSpec(AttentionSpec(4, 4, 64, None), experts),))
+
+
 SPECS = ["q1g64b", "q1.6g128s", "q2g128b", "q2g32b", "q3g64b", "q4g64b", "q4g128", "q5g64b", "q6g64", "q8g128", "bf16"]
 
 
@@ -256,6 +262,30 @@ def test_the_bytes_of_llama_cpp_are_those_of_its_blocks(models: dict[str, ModelS
         assert columns % width == 0
         total += rows * columns // width * size
     assert plan.expert_bytes == total
+
+
+@pytest.mark.parametrize("columns", [256, 1024, 4096])
+def test_stand_ins_have_about_the_bits_of_the_engine(columns: int) -> None:
+    plan = mixed_plan(sized_mixtral(columns), ["mxfp4"])
+    formats = [each for engine in (LLAMA_CPP, MLX) for each in stack_formats(engine, plan)]
+    formats += [
+        gptqmodel_format(QuantSpec.parse(text), columns, BF16)
+        for text in (
+            "q2g32b",
+            "q2g64b",
+            "q2g128b",
+            "q3g32b",
+            "q3g64b",
+            "q3g128b",
+            "q4g32b",
+            "q4g64b",
+            "q4g128",
+            "q8g64",
+        )
+    ]
+    assert len(formats) > 30
+    for each in formats:
+        assert abs(each.bits - each.stand_in.bits_per_weight(columns)) < 0.13, each
 
 
 def test_a_stack_with_more_bits_in_the_bundle_has_no_fewer_in_the_engine(models: dict[str, ModelSpec]) -> None:
