@@ -63,7 +63,7 @@ class BundleRequest:
 
 @dataclass(frozen=True, slots=True)
 class BundleMeasurement:
-    """What measures plans of a finished bundle.
+    """The inputs of a measurement of plans, checked against a finished bundle.
 
     prepared: the compile of the bundle, checked.
     plan: plan of the bundle.

@@ -53,10 +53,10 @@ def export_plan_command(
 ) -> None:
     """Write the plan of BUNDLE as the configuration of another engine's quantizer. It holds no weights.
 
-    For llama.cpp it is the file of `llama-quantize --tensor-type-file`, for mlx a Python file with the
-    `quant_predicate` of mlx-lm, for gptqmodel the JSON of `QuantizeConfig(dynamic=...)`. llama.cpp and mlx have one
-    format for each layer and projection. The formats are those of least predicted loss within the bytes of the
-    bundle's experts.
+    For llama.cpp it is the file of `llama-quantize --tensor-type-file`. For mlx it is a Python file with the
+    `quant_predicate` of mlx-lm. For gptqmodel it is the JSON of `QuantizeConfig(dynamic=...)`. llama.cpp and mlx have
+    one format for each layer and projection. They get the formats of least predicted loss within the bytes of the
+    bundle's experts. GPTQModel keeps the bitwidth and the group size of each matrix.
 
     With `--model` or `--data` the plan is measured: its KL in our formats of about the same bits, next to that of the
     bundle. A path that is not given comes from the log next to the bundle. Both must be those of the compile. Needs

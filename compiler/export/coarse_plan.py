@@ -127,8 +127,8 @@ def _stack_loss(
 ) -> Callable[[EngineFormat], float]:
     """Return the function that predicts the loss of a stack in a format, in any unit that all stacks share.
 
-    Without predictions: at the optimum of a search, equal bits saved cost equal losses everywhere. If a bit divides a
-    loss by four, a stack of n weights with b bits in the bundle then has a loss in proportion to n 4^(b - t) at t bits.
+    Without predictions: at the optimum of a search, equal bytes saved cost equal losses everywhere. Let a bit divide a
+    loss by four. A stack of n weights with b bits in the bundle then loses in proportion to n 4^(b - t) at t bits.
     Source of the quarter: the error of uniform rounding, whose square halves twice with each bit.
     """
     if predicted is not None:

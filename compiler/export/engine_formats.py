@@ -59,7 +59,7 @@ class EngineFormat:
     bits: stored bits of a weight, with scales.
     columns: a matrix must have a multiple of so many columns.
     stand_in: the format of ours that is measured in its place.
-    settings: what the engine's configuration says. Empty: the weight is not quantized.
+    settings: values of the engine's configuration. Empty in llama.cpp, and for weights that are not quantized.
     needs_importance: whether llama-quantize refuses the type without `--imatrix`.
     """
 

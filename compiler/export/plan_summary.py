@@ -1,4 +1,4 @@
-"""What an engine's plan has, as plain values and sentences."""
+"""An engine's plan as plain values, and sentences on what the engine cannot express."""
 
 from __future__ import annotations
 

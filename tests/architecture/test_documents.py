@@ -46,7 +46,7 @@ STEADY = re.compile(
     r"|^ *\d+%  [a-z-]+ +\d+ +[\d.]+ % +[\d.]+ MiB +[\d.]+$"
     r"|^(?:lossless|dynamic-precision|big-little|cache-routing)[^|]*? 0\.\d{4}  .*? \d\.\d{4}(?= )"
     r"|^trace +.*decoded|^memory +leaves .*|(?:replaced|dropped|skipped) +[\d.]+ %"
-    r"|^ <<.*|^####.*|^packed .*|^unpacked .*|.* is whole: .*",
+    r"|^llama\.cpp  .*|^ {4}\d  iq\d.*|^ <<.*|^####.*|^packed .*|^unpacked .*|.* is whole: .*",
     re.MULTILINE,
 )
 # Figures that a page shows at least.
