@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from moec.compiler.export.engine_formats import ENGINES, GPTQMODEL, LLAMA_CPP, MLX
 from moec.manifests.errors import OptionError
 from moec.manifests.files.output_file import STDOUT, write_output
 
@@ -24,11 +25,10 @@ if TYPE_CHECKING:
     from moec.compiler.export.plan_cost import PlanCost
     from moec.runtime.bundle.opening import Bundle
 
-ENGINES = ("llama.cpp", "mlx", "gptqmodel")
 _USES = {
-    "llama.cpp": "llama-quantize --tensor-type-file {file} MODEL-F16.gguf TARGET.gguf Q8_0",
-    "mlx": "python {file} MODEL TARGET",
-    "gptqmodel": "QuantizeConfig(bits=4, dynamic=json.load(open({file})))",
+    LLAMA_CPP: "llama-quantize --tensor-type-file {file} MODEL-F16.gguf TARGET.gguf Q8_0",
+    MLX: "python {file} MODEL TARGET",
+    GPTQMODEL: "QuantizeConfig(bits=4, dynamic=json.load(open({file})))",
 }
 
 
@@ -143,5 +143,5 @@ def _tell(facts: dict[str, Any], target: Path, as_json: bool) -> None:
         output.say(f"note: {note}")
     if facts["measured"] is None:
         output.say("the KL that this plan costs is not measured: add `--model` and `--data` of the compile")
-    file = repr(str(target)) if facts["engine"] == "gptqmodel" else shlex.quote(str(target))
+    file = repr(str(target)) if facts["engine"] == GPTQMODEL else shlex.quote(str(target))
     output.say(f"wrote `{target}`, for: {_USES[facts['engine']].format(file=file)}")

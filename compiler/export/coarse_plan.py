@@ -19,10 +19,8 @@ from moec.manifests.quant import QuantSpec
 from ..request.plan import CompilePlan
 from ..search.knapsack import ChoiceTable, least_loss
 from ..sensitivity.sensitivity import dense_groups
-from .engine_formats import ENGINES, GPTQMODEL, EngineFormat, gptqmodel_format, offered_formats
+from .engine_formats import GPTQMODEL, EngineFormat, gptqmodel_format, offered_formats
 from .engine_names import require_family, shares_gate_and_up
-
-__all__ = ["ENGINES", "EnginePlan", "coarse_plan", "stack_formats"]
 
 UnitLoss = Callable[[UnitKey, QuantSpec], float]
 """Predicted KL of a unit in a format of ours."""
@@ -34,7 +32,7 @@ _UNTOUCHED = {GPTQMODEL: ("embedding", "lm_head")}
 class EnginePlan:
     """A bundle's plan for another engine.
 
-    engine: one of ENGINES.
+    engine: one of `engine_formats.ENGINES`.
     plan: plan of the bundle.
     units: format of each projection of each expert.
     dense: format of each dense group, by its name. Routers and norms keep 16 bits.

@@ -87,4 +87,5 @@ def _raised(plan: EnginePlan) -> str:
     count = sum(not spec.is_pruned and spec.bitwidth < 16 and spec.bitwidth not in GPTQMODEL_BITS for spec in specs)
     found = f", {count} matrices get the next larger bitwidth that GPTQModel has" if count else ""
     shared = ", gate and up of an expert share the larger format" if shares_gate_and_up(plan.plan.model.family) else ""
-    return found + shared
+    kept = ", experts that the bundle leaves out are kept" if plan.left_out else ""
+    return found + shared + kept
