@@ -13,6 +13,7 @@ import click
 
 from moec.manifests.files.output_file import check_folder, check_output, write_output
 
+from ..compile_devices import MakeRequest, compile_all
 from ..lossy_modes.mode_sweep import mode_sweep_option
 from ..options.compile_options import compile_options
 from ..options.paths import PATH, PLACE, long_items_option
@@ -20,7 +21,6 @@ from ..options.task_options import TemplateProcesses, task_options
 from ..terminal import output
 from ..terminal.compile_log import LOG_SUFFIX, CompileLog, stage_table
 from ..terminal.compile_result import CURVE_SUFFIX, PICTURE_SUFFIX, print_curve, print_forecast, print_result
-from .compile_devices import MakeRequest, compile_all
 
 if TYPE_CHECKING:
     from moec.compiler.request.options import CompileOptions

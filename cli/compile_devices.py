@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from moec.manifests.errors import OptionError
 
-from ..terminal import output
-from ..terminal.compile_log import CompileLog, stage_table
-from ..terminal.compile_result import print_result
-from ..terminal.device_table import device_sentences, device_table
+from .terminal import output
+from .terminal.compile_log import CompileLog, stage_table
+from .terminal.compile_result import print_result
+from .terminal.device_table import device_sentences, device_table
 
 if TYPE_CHECKING:
     from moec.compiler.request.request import CompileRequest
