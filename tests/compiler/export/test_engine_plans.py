@@ -163,7 +163,9 @@ def test_every_unit_of_every_family_is_named_once(models: dict[str, ModelSpec], 
         assert ("lm_head" in plan.dense) is not model.tie_embeddings
 
 
-@pytest.mark.parametrize(("engine", "family"), [(engine, name) for engine in ENGINES for name in UNKNOWN[engine]])
+@pytest.mark.parametrize(
+    ("engine", "family"), [(engine, name) for engine in ENGINES for name in sorted(UNKNOWN[engine])]
+)
 def test_an_unknown_family_is_refused(models: dict[str, ModelSpec], engine: str, family: str) -> None:
     with pytest.raises(OptionError, match=f"{engine} has no experts of the family `{family}`") as found:
         coarse_plan(engine, mixed_plan(models[family], ["q4g32"]))
