@@ -162,7 +162,7 @@ def format_counts(manifest: BundleManifest) -> dict[str, dict[str, int]]:
 
 def _summary(quality: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the certificate without the trials and tables of the search."""
-    known = ("target", "verdict", "tasks", "comparison")
+    known = ("target", "verdict", "tasks", "comparison", "baseline_precision", "own_codes")
     return quality and {name: quality[name] for name in known if name in quality}
 
 

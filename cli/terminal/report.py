@@ -110,7 +110,13 @@ def loss_table(quality: Quality) -> str:
         figures = f"{found['mean']:.4f}", f"{found['agreement']:.2%}"
         rows.append([name, "KL alone", str(found["items"]), "-", "-", "-", *figures, "-"])
     header = ["task", "metric", "items", "baseline", "bundle", "relative loss (95 %)", "KL", "top-1 agree", "verdict"]
-    return output.table(rows, header) if rows else ""
+    return "\n".join([output.table(rows, header), *_baseline_line(quality)]) if rows else ""
+
+
+def _baseline_line(quality: Quality) -> list[str]:
+    """Return a line on the baseline if the checkpoint stores its weights quantized."""
+    precision = quality.get("baseline_precision")
+    return [f"baseline: the checkpoint's own weights, stored as {precision}"] if precision else []
 
 
 def comparison_table(quality: Quality) -> str:

@@ -48,6 +48,7 @@ from moec.manifests.safetensors_header import build_header
 
 from ..calibration.tables import Statistics, Tables, encode_tables
 from ..families import Lowering
+from ..quantization.own_codes import unit_matrix
 from ..quantization.packing import pack, pack_16bit
 from ..quantization.quantizers import Quantizer, quantizer
 from ..quantization.quantizers.rtn import rounded_rows
@@ -278,7 +279,7 @@ class _Emitter:
             known = packed_units(key, spec) if packed_units is not None else None
             if known is not None:
                 return known
-            return pack(quantize(self._lowering.unit(key).float(), spec, None, 0))
+            return pack(unit_matrix(self._lowering, key, spec, quantize))
 
         # Only one thread reads units of an earlier stage. That takes no time.
         with workers(torch.get_num_threads() if packed_units is None else 1) as pool:

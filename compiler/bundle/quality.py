@@ -192,6 +192,14 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
         lines.append("")
     for name, found in quality["held_out_kl"].items():
         lines += [f"KL to the checkpoint on {found['items']} held-out answers of {name}: {found['mean']:.4f} nats.", ""]
+    precision = quality.get("baseline_precision")
+    if precision:
+        held = quality["own_codes"]
+        lines += [
+            f"The checkpoint stores weights as {precision}; what they decode to is the baseline. "
+            f"{held['held']} of {held['of']} expert projections keep the checkpoint's own codes.",
+            "",
+        ]
     lines += [
         "`quality.json` holds formats, statistics and every trial of the search. `moec.json` holds the layout.",
         "",

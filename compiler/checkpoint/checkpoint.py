@@ -12,8 +12,9 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -27,6 +28,7 @@ from moec.manifests.files.input_file import UnreadableFile, open_input
 from moec.manifests.files.limits import MAX_COMPANION_BYTES, MAX_CONFIG_BYTES
 from moec.manifests.safetensors_header import ITEM_BYTES
 
+from .integer_codes import CodeNeed, IntegerCodes
 from .mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX
 from .packed_tensors import METHODS, find_packed
 from .packed_weights import LayoutError, PackedWeight
@@ -65,8 +67,9 @@ class Checkpoint:
 
     name: the name of the folder or the hub model, without a path.
     tensors: weights by name. A weight that is stored quantized has the type and shape of its decoded form.
-    packed: the weights that are stored quantized.
+    packed: the weights that are stored quantized, except MXFP4.
     parts: the tensors on disk that hold them.
+    precision: the stored precision of quantized weights, for people; empty if there are none.
     """
 
     root: Path
@@ -90,17 +93,45 @@ class Checkpoint:
             return self._decoded(name)[() if rows is None else slice(*rows)]
         return self._read(self.tensors[name], name, index, rows)
 
-    def stored_parts(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the tensors that hold a quantized weight, by part. Raises CheckpointError."""
+    def stored_parts(self, name: str, without: str = "") -> dict[str, torch.Tensor]:
+        """Return the tensors that hold a quantized weight, by part.
+
+        without: a part that is not read. Raises CheckpointError.
+        """
         names = self.packed[name].names
-        return {part: self._read(self.parts[stored], stored) for part, stored in names.items()}
+        return {part: self._read(self.parts[stored], stored) for part, stored in names.items() if part != without}
+
+    def integer_codes(self, name: str) -> IntegerCodes | None:
+        """Return the codes of a weight that is stored as integers, None for others. Raises CheckpointError."""
+        layout = self.packed[name].integers if name in self.packed else None
+        if layout is None:
+            return None
+        parts = self.stored_parts(name)
+        with self._layout_errors(name):
+            return IntegerCodes(layout.codes(parts), layout.grid(parts))
+
+    def code_need(self, name: str) -> CodeNeed | None:
+        """Return what a format needs to hold a weight that is stored as integers, None for others. Reads no codes.
+
+        Raises CheckpointError.
+        """
+        layout = self.packed[name].integers if name in self.packed else None
+        if layout is None:
+            return None
+        with self._layout_errors(name):
+            return layout.grid(self.stored_parts(name, without=layout.part)).need()
 
     def _decoded(self, name: str) -> torch.Tensor:
         """Return a weight that is stored quantized. Raises CheckpointError."""
-        weight = self.packed[name]
         parts = self.stored_parts(name)
+        with self._layout_errors(name):
+            return self.packed[name].decode(parts).to(_DTYPES[self.tensors[name].dtype]).contiguous()
+
+    @contextmanager
+    def _layout_errors(self, name: str) -> Iterator[None]:
+        """Let a LayoutError become a CheckpointError that names the weight."""
         try:
-            return weight.decode(parts).to(_DTYPES[self.tensors[name].dtype]).contiguous()
+            yield
         except LayoutError as error:
             raise CheckpointError(f"`{self.root}`, `{name}`: {error}", "copy the checkpoint again") from error
 
@@ -199,6 +230,8 @@ def open_checkpoint(path: str) -> Checkpoint:
             f"{tensors[wrong[0]].dtype}",
             "start from the checkpoint before it was quantized",
         )
+    if any(_is_packed(name, ref) for name, ref in tensors.items()):
+        return replace(opened, precision=", ".join(filter(None, (opened.precision, "MXFP4"))))
     return opened
 
 

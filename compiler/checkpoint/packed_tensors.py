@@ -145,7 +145,7 @@ def _weight(
     own = {"weight": names["weight"], "scale": names[scale]}
     own |= {part: names[part] for part in ("weight_zero_point",) if part in names}
     kind = "8-bit integers" if dtype == "I8" else f"FP8 ({dtype.removeprefix('F8_')})"
-    return packed_weights.scaled(own, {**shapes, "scale": shapes[scale]}, _block(config), kind)
+    return packed_weights.scaled(own, {**shapes, "scale": shapes[scale]}, _block(config), kind, dtype == "I8")
 
 
 def _block(config: Mapping[str, Any]) -> tuple[int, int]:

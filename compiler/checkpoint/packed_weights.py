@@ -9,10 +9,12 @@ utils/packing_utils.py) and compressed-tensors 0.19.0 (compressors); the model c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from .integer_codes import IntegerGrid, IntegerLayout, Parts
 
 _WORD_BITS = 32
 GPTQ_BITS = (2, 3, 4, 8)
@@ -20,9 +22,11 @@ AWQ_BITS = 4
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of columns 0 to 7. Source: autoawq, utils/packing_utils.py (AWQ_REVERSE_ORDER)."""
 INTEGER_BITS = (4, 8)
+_BYTE_BITS, _BYTE_HALF = 8, 128
 DEFAULT_BLOCK = (128, 128)
 
-Parts = Mapping[str, Tensor]
+_CODES_AT_ONCE = 1 << 22
+"""Codes that are unpacked in one step, which takes some 40 bytes for each."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -38,12 +42,14 @@ class PackedWeight:
     shape: shape of the weight, [N, K].
     precision: the stored precision, for people.
     decode: (parts) -> the weight, float32.
+    integers: the place of its integer codes, None if it has none.
     """
 
     names: Mapping[str, str]
     shape: tuple[int, int]
     precision: str
     decode: Callable[[Parts], Tensor]
+    integers: IntegerLayout | None = None
 
 
 def gptq(names: Mapping[str, str], shapes: Shapes, is_less_one: bool = True) -> PackedWeight:
@@ -67,16 +73,20 @@ def gptq(names: Mapping[str, str], shapes: Shapes, is_less_one: bool = True) -> 
     if order not in (None, (inputs,)) or (inputs % groups and order is None):
         raise LayoutError(f"expected `g_idx` [{inputs}] for {bits} bits, found {list(order or ())}")
 
-    def decode(parts: Parts) -> Tensor:
-        codes = unpack_codes(parts["qweight"].T, bits, inputs)  # [N, K]
+    def grid(parts: Parts) -> IntegerGrid:
         stored = unpack_codes(parts["qzeros"], bits, outputs)  # [G, N]
-        of_input = _groups_of(parts, inputs, groups)
         zero = (stored + 1) & ((1 << bits) - 1) if is_less_one else stored
-        scales = parts["scales"].float()
-        weight = (codes.float() - zero.T.float()[:, of_input]) * scales.T[:, of_input]
-        return weight
+        return IntegerGrid(bits, zero.T.float(), parts["scales"].float().T, _groups_of(parts, inputs, groups))
 
-    return PackedWeight(names, (outputs, inputs), f"GPTQ, {bits} bits", decode)
+    layout = IntegerLayout("qweight", lambda parts: unpack_codes(parts["qweight"].T, bits, inputs), grid)
+    return _of_integers(names, (outputs, inputs), f"GPTQ, {bits} bits", layout)
+
+
+def _of_integers(
+    names: Mapping[str, str], shape: tuple[int, int], precision: str, layout: IntegerLayout
+) -> PackedWeight:
+    """Return a weight of integer codes."""
+    return PackedWeight(names, shape, precision, lambda parts: layout.grid(parts).values(layout.codes(parts)), layout)
 
 
 def code_less_zero(parts: Parts, packed: PackedWeight) -> tuple[float, float, int]:
@@ -106,13 +116,12 @@ def awq(names: Mapping[str, str], shapes: Shapes) -> PackedWeight:
             f"{[inputs, words]} and {list(_matrix(shapes, 'qzeros'))}"
         )
 
-    def decode(parts: Parts) -> Tensor:
-        codes, zeros = (_awq_codes(parts[name], outputs) for name in ("qweight", "qzeros"))  # [K, N], [G, N]
-        grouped = codes.float().view(groups, inputs // groups, outputs) - zeros.float()[:, None]
-        weight = grouped * parts["scales"].float()[:, None]
-        return weight.view(inputs, outputs).T
+    def grid(parts: Parts) -> IntegerGrid:
+        zeros = _awq_codes(parts["qzeros"], outputs).T.float()
+        return IntegerGrid(AWQ_BITS, zeros, parts["scales"].float().T, _runs(inputs, groups))
 
-    return PackedWeight(names, (outputs, inputs), "AWQ, 4 bits", decode)
+    layout = IntegerLayout("qweight", lambda parts: _awq_codes(parts["qweight"], outputs).T, grid)
+    return _of_integers(names, (outputs, inputs), "AWQ, 4 bits", layout)
 
 
 def packed_integers(names: Mapping[str, str], shapes: Shapes, original: tuple[int, int]) -> PackedWeight:
@@ -141,31 +150,32 @@ def packed_integers(names: Mapping[str, str], shapes: Shapes, original: tuple[in
             f"{list(zeros or ())} and {list(order)}"
         )
 
-    def decode(parts: Parts) -> Tensor:
-        half = 1 << (bits - 1)
-        codes = unpack_codes(parts["weight_packed"], bits, columns).int() - half
+    def grid(parts: Parts) -> IntegerGrid:
         of_column = parts["weight_g_idx"].long() if "weight_g_idx" in parts else None
         if of_column is None or int(of_column.min()) < 0:
-            of_column = torch.arange(columns) // (columns // groups)
+            of_column = _runs(columns, groups)
         if int(of_column.max()) >= groups:
             raise LayoutError(f"`weight_g_idx` names a group beyond {groups}")
-        zero = torch.zeros(rows, groups)
+        zeros = torch.full((rows, groups), float(1 << (bits - 1)))
         if "weight_zero_point" in parts:
-            zero = unpack_codes(parts["weight_zero_point"].T, bits, rows).T.float() - half
-        scale = parts["weight_scale"].float()
-        weight = (codes.float() - zero[:, of_column]) * scale[:, of_column]
-        return weight
+            zeros = unpack_codes(parts["weight_zero_point"].T, bits, rows).T.float()
+        return IntegerGrid(bits, zeros, parts["weight_scale"].float(), of_column)
 
-    return PackedWeight(names, (rows, columns), f"compressed-tensors, {bits} bits", decode)
+    layout = IntegerLayout("weight_packed", lambda parts: unpack_codes(parts["weight_packed"], bits, columns), grid)
+    return _of_integers(names, (rows, columns), f"compressed-tensors, {bits} bits", layout)
 
 
-def scaled(names: Mapping[str, str], shapes: Shapes, block: tuple[int, int], kind: str) -> PackedWeight:
+def scaled(
+    names: Mapping[str, str], shapes: Shapes, block: tuple[int, int], kind: str, has_integers: bool = False
+) -> PackedWeight:
     """Return a weight of 8-bit integers or floats with scales.
 
     shapes: weight [N, K], scale, and weight_zero_point if it exists, with the shape of the scale. There is one scale
         per block, [N / block, K / block], one per row, [N, 1] or [N], or one in all, [] or [1].
     block: rows and columns that share a scale.
-    kind: the type, for people. Raises LayoutError.
+    kind: the type, for people.
+    has_integers: True if the weight has integers.
+    Raises LayoutError.
     """
     rows, columns = _matrix(shapes, "weight")
     found, blocks = shapes["scale"], (-(-rows // block[0]), -(-columns // block[1]))
@@ -179,25 +189,39 @@ def scaled(names: Mapping[str, str], shapes: Shapes, block: tuple[int, int], kin
     if not rows or not columns or zeros != found:
         raise LayoutError(f"expected zeros of shape {list(found)}, as the scales, found {list(zeros)}")
 
+    is_blocked = found == blocks and found != (rows, 1)
+
     def spread(values: Tensor) -> Tensor:
+        """Return one number per row and group, [N, G]."""
         plain = values.float()
-        if found == blocks and found != (rows, 1):
-            plain = plain.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-        return plain.reshape(rows, 1) if found == (rows,) else plain
+        return plain.repeat_interleave(block[0], 0)[:rows] if is_blocked else plain.reshape(-1, 1).expand(rows, 1)
 
-    def decode(parts: Parts) -> Tensor:
-        weight = parts["weight"].float()
-        if "weight_zero_point" in parts:
-            weight = weight - spread(parts["weight_zero_point"])
-        return weight * spread(parts["scale"])
+    def grid(parts: Parts) -> IntegerGrid:
+        scales = spread(parts["scale"])
+        zeros = spread(parts["weight_zero_point"]) if "weight_zero_point" in parts else torch.zeros(scales.shape)
+        group_of = torch.arange(columns) // (block[1] if is_blocked else columns)
+        return IntegerGrid(_BYTE_BITS, zeros, scales, group_of)
 
-    return PackedWeight(names, (rows, columns), kind, decode)
+    def codes(parts: Parts) -> Tensor:
+        return (parts["weight"].short() + _BYTE_HALF).to(torch.uint8)
+
+    def grid_of_codes(parts: Parts) -> IntegerGrid:
+        found = grid(parts)
+        return replace(found, zeros=found.zeros + _BYTE_HALF)
+
+    layout = IntegerLayout("weight", codes, grid_of_codes) if has_integers else None
+    return PackedWeight(names, (rows, columns), kind, lambda parts: grid(parts).values(parts["weight"]), layout)
+
+
+def _runs(columns: int, groups: int) -> Tensor:
+    """Return the group of each column if groups are runs of equal length, int64 [columns]."""
+    return torch.arange(columns) // (columns // groups)
 
 
 def _groups_of(parts: Parts, inputs: int, groups: int) -> Tensor:
     """Return the group of each input, int64 [inputs]. Raises LayoutError."""
     if "g_idx" not in parts:
-        return torch.arange(inputs) // (inputs // groups)
+        return _runs(inputs, groups)
     of_input = parts["g_idx"].long()
     if int(of_input.min()) < 0 or int(of_input.max()) >= groups:
         raise LayoutError(f"`g_idx` names a group beyond {groups}")
@@ -217,6 +241,12 @@ def unpack_codes(words: Tensor, bits: int, count: int) -> Tensor:
 
     words: int32 [R, W].
     """
+    rows = max(1, _CODES_AT_ONCE // max(count, 1))
+    return torch.cat([_unpacked(part, bits, count) for part in torch.split(words, rows)])
+
+
+def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return the codes of some rows, see `unpack_codes`."""
     first = torch.arange(count) * bits
     at, shift = first // _WORD_BITS, first % _WORD_BITS
     wide = words.to(torch.int64) & 0xFFFFFFFF

@@ -19,6 +19,7 @@ from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
 from ..quantization.layer_quantizer import ExpertQuantizer
+from ..quantization.own_codes import exact_matrices
 from ..quantization.packing import unpack
 from ..workspace.parallel import workers
 from .wire import BundleFiles, Handle, PlainMatrix, to_plain
@@ -54,7 +55,7 @@ class QuantizeExperts:
             weights = {name: lowering.unit(UnitKey(layer, expert, name)).float() for name in projections}
             own = None if handed is None else (torch.tensor(handed[0]), torch.tensor(handed[1]))
             with torch.inference_mode():
-                matrices = self.quantizer.run(expert, weights, own, tokens)
+                matrices = self.quantizer.run(expert, weights, own, tokens, partial(exact_matrices, lowering))
             return [(unit, spec, to_plain(matrix)) for (unit, spec), matrix in matrices.items()]
 
         with workers(site.threads) as pool:

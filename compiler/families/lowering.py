@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,6 +12,7 @@ from moec.manifests.model import ModelSpec, UnitKey
 from moec.manifests.quant import FloatType, QuantSpec
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.integer_codes import CodeNeed, IntegerCodes
 from ..checkpoint.mxfp4 import decode
 
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,6 +66,12 @@ class TensorSource:
     is_flat: bool = False
     scales: str = ""
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the weight is all of its tensor, as it lies there."""
+        parts = (self.index, self.rows, self.heads, self.every)
+        return not (self.is_transposed or self.is_flat or self.scales) and all(part is None for part in parts)
+
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of the weight in the tensor that was read: [N, K], [H, r, C] of heads, [.., K] if flat."""
         if self.every is not None:
@@ -102,6 +109,7 @@ class Lowering:
     auxiliary: frozenset[str]
     float_type: FloatType
     notes: tuple[str, ...] = ()
+    _code_needs: dict[UnitKey, CodeNeed] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def spec_16bit(self) -> QuantSpec:
@@ -113,6 +121,26 @@ class Lowering:
         """Format of unquantized routed projections: mxfp4 if the checkpoint holds it, else 16 bits."""
         is_mxfp4 = bool(self.units) and all(source.scales for source in self.units.values())
         return QuantSpec.parse("mxfp4") if is_mxfp4 else self.spec_16bit
+
+    def code_needs(self) -> Mapping[UnitKey, CodeNeed]:
+        """Return what a format needs to hold the codes of each unit that is stored as integers. Reads no codes.
+
+        Raises CheckpointError.
+        """
+        if self.checkpoint.packed and not self._code_needs:
+            needs = {unit: self.code_need(unit) for unit in self.units}
+            self._code_needs.update({unit: need for unit, need in needs.items() if need is not None})
+        return self._code_needs
+
+    def code_need(self, unit: UnitKey) -> CodeNeed | None:
+        """Return what a format needs to hold the codes of a unit, None without codes. Raises CheckpointError."""
+        source = self.units[unit]
+        return self.checkpoint.code_need(source.name) if source.is_whole else None
+
+    def unit_codes(self, unit: UnitKey) -> IntegerCodes | None:
+        """Return the codes of a unit, None if it is not stored as integers. Raises CheckpointError."""
+        source = self.units[unit]
+        return self.checkpoint.integer_codes(source.name) if source.is_whole else None
 
     def unit(self, key: UnitKey) -> torch.Tensor:
         """Return one projection of one expert, [N, K] bfloat16 or float16. Raises CheckpointError."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from ..calibration.layer_inputs import LayerInputs, calibrate_layer
 from ..checkpoint.checkpoint import Checkpoint
 from ..families import Lowering
 from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer
+from ..quantization.own_codes import exact_matrices, unit_matrix
 from ..quantization.packing import pack, unpack
 from ..quantization.quantizers import WITH_MOMENTS
 from ..quantization.quantizers import quantizer as find_quantizer
@@ -156,7 +158,8 @@ def measure_layer(
             inputs, _ = calibrate_layer(slot, many, pool, quantizer in WITH_MOMENTS)
         calibration_token = clock.seconds / many.num_moving
         progress(3, pieces)
-        quantizing = LayerQuantizer(slot.experts, ExpertQuantizer(layer, quantizer, tuple(formats)))
+        how, exact = ExpertQuantizer(layer, quantizer, tuple(formats)), partial(exact_matrices, lowering)
+        quantizing = LayerQuantizer(slot.experts, how, exact=exact)
         expert, packed = _quantized_expert(quantizing, inputs, pool, threads)
         progress(4, pieces)
     with clock.running():
@@ -222,10 +225,12 @@ def measure_expert(lowering: Lowering, specs: Sequence[QuantSpec], quantizer: st
 
     def one(expert: int) -> None:
         for projection in model.layers[layer].experts.projections:
-            weight = lowering.unit(UnitKey(layer, expert, projection)).float()
+            unit = UnitKey(layer, expert, projection)
             for spec in specs:
-                if spec.bitwidth < 16 and spec.fits(weight.shape[1]):
-                    pack(rounding(weight, spec, None, 0))
+                if spec.bitwidth == 16:
+                    lowering.unit(unit)
+                elif spec.fits(model.unit_shape(layer, projection)[1]):
+                    pack(unit_matrix(lowering, unit, spec, rounding))
 
     with workers(threads) as pool:
         list(pool.in_order(one, experts[:threads]))  # warm-up: starts threads and maps pages

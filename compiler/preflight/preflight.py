@@ -16,6 +16,7 @@ from moec.manifests.quant import QuantSpec
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..families import Lowering, TensorSource
+from ..quantization.own_codes import held_units
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MAX_NAMED = 5
@@ -77,6 +78,7 @@ def preflight(
         *_ignored_notes(checkpoint, lowering),
         *_sixteen_bit_notes(model, offered),
         *_unused_bits_notes(model, offered),
+        *_own_codes_notes(lowering, required, offered),
     )
     return PreflightReport((*lowering.notes, *notes))
 
@@ -218,6 +220,18 @@ def _unused_bits_notes(model: ModelSpec, offered: Sequence[QuantSpec]) -> list[s
                 f"{bits:g} bits are not used: {', '.join(map(str, specs))} cannot hold rows of "
                 f"{' or '.join(map(str, widths))} weights"
             )
+    return notes
+
+
+def _own_codes_notes(lowering: Lowering, required: Sequence[QuantSpec], offered: Sequence[QuantSpec]) -> list[str]:
+    """Return notes on units whose own codes a format holds exactly: one for each format that does, or would."""
+    total, notes = len(lowering.units), []
+    for spec, count in held_units(lowering).items():
+        stored = f"{count} of {total} expert projections are stored with codes that `{spec}` holds exactly"
+        if spec in (*required, *offered):
+            notes.append(f"{stored}; they are taken as they are")
+        elif offered and all(other.bitwidth != spec.bitwidth for other in offered):
+            notes.append(f"{stored}, which is not on offer: add {spec.bitwidth:g} to `--bits`")
     return notes
 
 

@@ -1,4 +1,7 @@
-"""All checks of a compile before work: checkpoint, shapes, target, data, device, memory. No weight is read."""
+"""All checks of a compile before work: checkpoint, shapes, target, data, device, memory.
+
+Of weights only the scales and zeros of integer codes are read.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..cluster.session import check_cluster
 from ..families import Lowering, lower
+from ..quantization.own_codes import held_units
 from ..quantization.quantizers import check_format
 from ..request.options import DEFAULT_QUANTIZER, UNIFORM_GROUP_SIZE
 from ..request.plan import CompilePlan, plain_plan
@@ -65,7 +69,8 @@ class Prepared:
             return self.offered
         if self.request.options.target.kind == "uniform":
             return (uniform_spec(self.request.options, self.lowering),)
-        return self.request.options.unit_specs(bitwidths, self.lowering.own_unit_spec, routed_widths(model))
+        own, plain = held_units(self.lowering), self.lowering.own_unit_spec
+        return self.request.options.unit_specs(bitwidths, plain, routed_widths(model), own)
 
     @property
     def stored_specs(self) -> tuple[QuantSpec, ...]:

@@ -26,6 +26,7 @@ from moec.manifests.quant import QuantSpec
 from ..calibration.layer_inputs import LayerInputs
 from ..reference.expert_module import activated, first_products, projections_of
 from ..workspace.parallel import Workers
+from .own_codes import ExactMatrices, no_codes
 from .quantized import LEFT_OUT, QuantizedMatrix
 from .quantizers import quantizer as find_quantizer
 from .quantizers.gptq import prepare_inputs, quantize_gptq
@@ -48,32 +49,42 @@ class ExpertQuantizer:
     quantizer: str
     specs: tuple[QuantSpec, ...]
 
-    def run(self, expert: int, weights: Mapping[str, Tensor], moments: Moments | None, tokens: int) -> Matrices:
+    def run(
+        self,
+        expert: int,
+        weights: Mapping[str, Tensor],
+        moments: Moments | None,
+        tokens: int,
+        exact: ExactMatrices = no_codes,
+    ) -> Matrices:
         """Return all projections of an expert in every format.
 
         weights: by projection, [N, K] float32.
         moments: of the expert's inputs, or None. Not all quantizers use them.
         tokens: number of tokens in the moments.
+        exact: gives units in formats that hold the checkpoint's own codes. They are not quantized.
         """
         matrices: Matrices = {}
         for group, at in ((("gate", "up"), 0), (("down",), 1)):
-            own = [name for name in group if name in weights]
+            units = {UnitKey(self.layer, expert, name): weights[name] for name in group if name in weights}
+            held = {(unit, spec): matrix for unit in units for spec, matrix in exact(unit, self.specs).items()}
             # Projections of the same inputs are rounded as one matrix: rows are independent, and calls are fewer.
-            weight = torch.cat([weights[name] for name in own])
+            weight = torch.cat(list(units.values()))
             fitting = [spec for spec in self.specs if spec.fits(weight.shape[1])]
+            rounded = [spec for spec in fitting if any((unit, spec) not in held for unit in units)]
             moment, prepared = None if moments is None else moments[at], None
-            if self.quantizer == "gptq" and moment is not None and tokens and fitting:
+            if self.quantizer == "gptq" and moment is not None and tokens and rounded:
                 prepared = prepare_inputs(moment, tokens)  # shared by every format
-            for spec in fitting:
+            for spec in rounded:
                 if self.quantizer == "gptq" and not spec.is_mxfp4:
                     made = quantize_gptq(weight, spec, moment, tokens, prepared)
                 else:
                     made = find_quantizer(self.quantizer)(weight, spec, moment, tokens)
                 start = 0
-                for projection in own:
-                    end = start + len(weights[projection])
-                    matrices[UnitKey(self.layer, expert, projection), spec] = made.rows(start, end)
-                    start = end
+                for unit, own in units.items():
+                    matrices[unit, spec] = made.rows(start, start + len(own))
+                    start += len(own)
+            matrices.update(held)
         return matrices
 
 
@@ -87,10 +98,17 @@ class LayerQuantizer:
     module: the experts of the layer.
     quantizer: how each is quantized.
     elsewhere: other machines that quantize, or None for the threads of this process.
+    exact: gives units in formats that hold the checkpoint's own codes. Other machines have it from their checkpoint.
     """
 
-    def __init__(self, module: Any, quantizer: ExpertQuantizer, elsewhere: QuantizeElsewhere | None = None) -> None:
-        self._module, self._quantizer, self._elsewhere = module, quantizer, elsewhere
+    def __init__(
+        self,
+        module: Any,
+        quantizer: ExpertQuantizer,
+        elsewhere: QuantizeElsewhere | None = None,
+        exact: ExactMatrices = no_codes,
+    ) -> None:
+        self._module, self._quantizer, self._elsewhere, self._exact = module, quantizer, elsewhere, exact
 
     def run(
         self, inputs: LayerInputs | None, pool: Workers, only: Sequence[int] | None = None
@@ -112,7 +130,8 @@ class LayerQuantizer:
     def _quantized_here(self, expert: int, inputs: LayerInputs | None) -> tuple[Matrices, Costs]:
         moments, tokens = (None, 0) if inputs is None else inputs.moments_of(expert)
         with torch.inference_mode():
-            matrices = self._quantizer.run(expert, projections_of(self._module, expert), moments, tokens)
+            weights = projections_of(self._module, expert)
+            matrices = self._quantizer.run(expert, weights, moments, tokens, self._exact)
         return matrices, self._costs(expert, matrices, inputs)
 
     @torch.inference_mode()

@@ -10,6 +10,7 @@ from moec.manifests.quant import QuantSpec
 
 from ..families.lowering import Lowering
 from .output_error import output_error
+from .own_codes import unit_matrix
 from .packing import pack
 from .quantized import QuantizedMatrix, left_out
 from .quantizers import quantizer as find_quantizer
@@ -38,8 +39,7 @@ class UnitStore:
             return left_out(self.model.unit_shape(unit.layer, unit.projection)[0])
         if (unit, spec) in self._kept:
             return self._kept[(unit, spec)]
-        matrix = find_quantizer(self.quantizer)(self.lowering.unit(unit).float(), spec, None, 0)
-        return self._keep(unit, spec, matrix)
+        return self._keep(unit, spec, unit_matrix(self.lowering, unit, spec, find_quantizer(self.quantizer)))
 
     def _keep(self, name: UnitKey | str, spec: QuantSpec, matrix: QuantizedMatrix) -> QuantizedMatrix:
         size = matrix.codes.numel() + 2 * matrix.scales.numel()

@@ -21,7 +21,7 @@ from moec.manifests.quant import (
     QuantSpec,
 )
 
-from ..quantization.quantizers import PACKAGES, QUANTIZERS, WITH_MOMENTS
+from ..quantization.quantizers import PACKAGES, QUANTIZERS, WITH_MOMENTS, can_make
 from .objective import OBJECTIVES, Objective
 from .targets import Target
 
@@ -254,7 +254,11 @@ class CompileOptions:
         return 4 <= self.target.value <= 8 and self.uniform_group == 32 and self.quantizer != "quanto"
 
     def unit_specs(
-        self, bitwidths: tuple[float, ...], plain: QuantSpec, widths: Collection[int] = ()
+        self,
+        bitwidths: tuple[float, ...],
+        plain: QuantSpec,
+        widths: Collection[int] = (),
+        own: Collection[QuantSpec] = (),
     ) -> tuple[QuantSpec, ...]:
         """Return the formats on offer to routed experts, smallest first: those of `bits` with a kernel on the device.
 
@@ -263,10 +267,12 @@ class CompileOptions:
         * Groups of up to 5 bits have byte scales and minima: equal output error for fewer bytes
           (docs/experiments/2026-11-22-byte-scales.md).
         * Quantizers of other packages have no bitwidth below 2, and no byte scales.
+        * Formats that hold the checkpoint's own codes are added, whatever the group sizes.
 
         bitwidths: bitwidths with a kernel.
         plain: the format at 16 bits, which keeps the checkpoint's own numbers.
         widths: columns of the matrices in these formats. Empty: every group size divides them.
+        own: formats that hold the checkpoint's own codes exactly.
         Raises OptionError if no format is left.
         """
         specs: list[QuantSpec] = []
@@ -278,6 +284,8 @@ class CompileOptions:
                 specs += self._ternary_specs()
             else:
                 specs += [self._unit_spec(bits, size) for size in self._groups_of(bits, widths)]
+            added = [spec for spec in own if spec.bitwidth == bits and spec not in specs]
+            specs += [spec for spec in added if can_make(self.quantizer, spec)]
         if not specs:
             reason = "has a kernel on this device"
             if excluded & set(self.bits):

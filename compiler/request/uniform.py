@@ -9,7 +9,8 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.quant import COLUMNS_PER_TILE, FloatType, QuantSpec
 
 from ..families import Lowering
-from ..quantization.quantizers import WITH_MOMENTS
+from ..quantization.own_codes import held_units
+from ..quantization.quantizers import WITH_MOMENTS, can_make
 from .options import UNIFORM_DENSE_BITS, CompileOptions
 from .plan import CompilePlan
 
@@ -17,13 +18,19 @@ from .plan import CompilePlan
 def uniform_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:
     """Return the format of all experts.
 
-    4 bits of an mxfp4 checkpoint stay mxfp4, unless group size or symmetry is requested.
+    Unless group size or symmetry is requested, a checkpoint's own codes decide. 4 bits of an mxfp4 checkpoint stay
+    mxfp4. The bits of integer codes take the format that holds the most units exactly.
     """
     bits = options.target.value
     if bits == 16:
         return lowering.spec_16bit
-    if bits == 4 and lowering.own_unit_spec.is_mxfp4 and not options.group_sizes and options.symmetric is None:
-        return lowering.own_unit_spec
+    if not options.group_sizes and options.symmetric is None:
+        if bits == 4 and lowering.own_unit_spec.is_mxfp4:
+            return lowering.own_unit_spec
+        widths = {lowering.model.unit_shape(unit.layer, unit.projection)[1] for unit in lowering.units}
+        own = [spec for spec in held_units(lowering) if spec.bitwidth == bits and all(map(spec.fits, widths))]
+        if own and can_make(options.quantizer, own[0]):
+            return own[0]
     return QuantSpec(bits, options.uniform_group, options.is_uniform_symmetric)
 
 

@@ -156,7 +156,8 @@ def offered_to_edgemoe(plan: CompilePlan, specs: Sequence[QuantSpec], group_size
 
     def nearest(bitwidth: float) -> QuantSpec:
         distance = {spec: abs(spec.bitwidth - bitwidth) for spec in fitting}
-        return min(fitting, key=lambda spec: (distance[spec], spec.group_size != group_size, not spec.is_mxfp4))
+        is_own = {spec: spec.is_mxfp4 or spec.symmetric for spec in fitting}  # holds the checkpoint's own codes
+        return min(fitting, key=lambda spec: (distance[spec], spec.group_size != group_size, not is_own[spec]))
 
     return {spec.bitwidth: spec for spec in map(nearest, EDGEMOE_BITWIDTHS)}
 

@@ -17,6 +17,7 @@ from ..calibration.tables import Tables
 from ..preflight.device_fit import summarise_device
 from ..preflight.kept_layers import measures_tasks, runtime_bytes
 from ..preflight.preparation import Prepared
+from ..quantization.own_codes import units_held_by
 from ..request.ports import UnpublishedBundle
 from .compile_context import Certified, CompileContext, Planned
 from .measure import plan_bundles
@@ -81,7 +82,10 @@ def report(
     cost = cost_summary(plan, tables.popularity) if manifest is None else manifest.cost
     quality = quality_report(plan, options.target, cost, evidence, options.confidence)
     precision = prepared.checkpoint.precision
-    return {**quality, "baseline_precision": precision} if precision else quality
+    if not precision:
+        return quality
+    held = {"held": units_held_by(prepared.lowering, plan.units), "of": len(plan.units)}
+    return {**quality, "baseline_precision": precision, "own_codes": held}
 
 
 def complete_bundle(prepared: Prepared, manifest: BundleManifest, quality: dict[str, Any], partial: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from moec.manifests.quant import QuantSpec
 from ..calibration.collect import ActivationStatistics, count_statistics
 from ..calibration.layer_inputs import LayerInputs, calibrate_layer
 from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer, QuantizeElsewhere
+from ..quantization.own_codes import exact_matrices
 from ..quantization.quantizers import WITH_MOMENTS
 from ..quantization.swept_store import SweptStore, packed_unit, stage_name
 from ..sensitivity.sensitivity import SensitivityTable, dense_groups, probe_format
@@ -256,7 +258,8 @@ class Sweep:
             self._slot.give_back_memory()
             with ExitStack() as stack:
                 files = {spec: stack.enter_context(self._journal.stream(stage_name(layer, spec))) for spec in specs}
-                quantized = LayerQuantizer(self._slot.experts, quantizer, self._elsewhere)
+                exact = partial(exact_matrices, self._store.lowering)
+                quantized = LayerQuantizer(self._slot.experts, quantizer, self._elsewhere, exact)
                 for expert, matrices, expert_costs in quantized.run(inputs, pool):
                     for (unit, spec), cost in expert_costs.items():
                         costs[row_of[unit], priced.index(spec)] = cost

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.compiler.checkpoint import write_packed
 from tests.tiny_compile import save_model, save_texts
+from tests.tiny_models import TinyMixtral, save_tiny_qwen3_moe
+
+TOOLS = Path(__file__).parents[2] / "build" / "quantization-tools"
+TINY_PLAIN = TinyMixtral(layers=2, experts=4, width=64, hidden_size=64, heads=2, kv_heads=1, head_size=32)
+"""The checkpoint that `quantized` quantizes."""
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +28,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_texts(tmp_path_factory.mktemp("data") / "texts")
+
+
+@pytest.fixture(scope="session")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives the checkpoint of a layout. One process writes all of them."""
+    if not (TOOLS / ".ready").exists():
+        if os.environ.get("CI"):
+            pytest.fail("`make quantization-tools` has not filled build/quantization-tools")
+        pytest.skip("needs `make quantization-tools`")
+    folder = tmp_path_factory.mktemp("packed")
+    save_tiny_qwen3_moe(folder / "plain", TINY_PLAIN)
+    command = [sys.executable, write_packed.__file__, TOOLS, folder / "plain", folder]
+    run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return lambda layout: folder / layout

@@ -62,3 +62,12 @@ def check_format(name: str, spec: QuantSpec) -> None:
     """Raise OptionError if this quantizer cannot make a format. All quantizers keep 16 bits and mxfp4."""
     if name in PACKAGES and spec.bitwidth != 16 and not (spec.is_mxfp4 or spec.is_pruned):
         importlib.import_module(f".{name.replace('-', '_')}", __package__).check_format(spec)
+
+
+def can_make(name: str, spec: QuantSpec) -> bool:
+    """Return whether this quantizer can make a format."""
+    try:
+        check_format(name, spec)
+    except OptionError:
+        return False
+    return True

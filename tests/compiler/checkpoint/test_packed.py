@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,30 +20,13 @@ from moec.compiler.request.options import Talk
 from moec.manifests.errors import CheckpointError
 from moec.runtime import load
 from tests.compiler.checkpoint import write_packed
+from tests.compiler.conftest import TINY_PLAIN
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import compile_tiny, save_texts
-from tests.tiny_models import TinyMixtral, save_tiny_qwen3_moe
+from tests.tiny_models import save_tiny_qwen3_moe
 
-ROOT = Path(__file__).parents[3]
-TOOLS = ROOT / "build" / "quantization-tools"
-TINY = TinyMixtral(layers=2, experts=4, width=64, hidden_size=64, heads=2, kv_heads=1, head_size=32)
 LAYOUTS = list(write_packed.LAYOUTS)
 WEIGHT = "model.layers.1.mlp.experts.2.up_proj"
-
-
-@pytest.fixture(scope="module")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that gives the checkpoint of a layout. One process writes all of them."""
-    if not (TOOLS / ".ready").exists():
-        if os.environ.get("CI"):
-            pytest.fail("`make quantization-tools` has not filled build/quantization-tools")
-        pytest.skip("needs `make quantization-tools`")
-    folder = tmp_path_factory.mktemp("packed")
-    save_tiny_qwen3_moe(folder / "plain", TINY)
-    command = [sys.executable, write_packed.__file__, TOOLS, folder / "plain", folder]
-    run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return lambda layout: folder / layout
 
 
 @pytest.fixture
@@ -170,7 +150,7 @@ def test_layouts_that_no_reader_knows(
 
 
 def test_a_label_without_quantized_tensors(tmp_path: Path) -> None:
-    folder = save_tiny_qwen3_moe(tmp_path / "plain", TINY)
+    folder = save_tiny_qwen3_moe(tmp_path / "plain", TINY_PLAIN)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(CheckpointError, match="the method `gptq`, and no tensor is stored so"):

@@ -1,0 +1,132 @@
+"""Weights that a checkpoint stores as integer codes: what the codes stand for, and which formats of moec hold them.
+
+A weight is scale x (code - zero), with one scale and one zero for each group of a row.
+Shapes: N rows, K columns, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moec.manifests.quant import COLUMNS_PER_TILE, QuantSpec
+
+Parts = Mapping[str, Tensor]
+_HOLDING_BITS = (2, 3, 4, 5, 6, 8)
+"""Bitwidths of the formats that may hold codes exactly, smallest first."""
+
+_LARGEST_ZERO = 256
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerGrid:
+    """The numbers that the codes of a matrix may stand for.
+
+    bits: codes are 0 to 2^bits - 1.
+    zeros, scales: float32 [N, G].
+    group_of: group of each column, int64 [K].
+    """
+
+    bits: int
+    zeros: Tensor
+    scales: Tensor
+    group_of: Tensor
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Return the weights of codes [N, K], float32."""
+        zeros, scales = (self._by_column(each) for each in (self.zeros, self.scales))
+        return (codes.float() - zeros) * scales
+
+    def _by_column(self, values: Tensor) -> Tensor:
+        """Return numbers of groups for each column, [N, K], or [N, 1] if there is one group."""
+        return values if values.shape[1] == 1 else values[:, self.group_of]
+
+    def need(self) -> CodeNeed:
+        """Return what a format needs to hold any codes of this grid."""
+        columns, groups = len(self.group_of), self.scales.shape[1]
+        size = columns // groups
+        in_order = columns % groups == 0 and torch.equal(self.group_of, torch.arange(columns) // max(size, 1))
+        is_whole = bool(((self.zeros == self.zeros.round()) & (self.zeros.abs() <= _LARGEST_ZERO)).all())
+        return CodeNeed(
+            self.bits,
+            columns,
+            size if in_order and is_whole else 0,
+            (int(self.zeros.min()), int(self.zeros.max())) if is_whole else (0, 0),
+            is_half(self.scales),
+            is_half(self.zeros * self.scales),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CodeNeed:
+    """Requirements for a format that holds any codes of a matrix exactly.
+
+    bits: codes are 0 to 2^bits - 1.
+    columns: columns of the matrix.
+    group_size: columns of a group. 0 if groups are not runs of columns, or if zeros are not whole numbers.
+    zeros: the least and the largest zero.
+    has_half_scales: float16 holds all scales.
+    has_half_minima: float16 holds all products of scale and zero.
+    """
+
+    bits: int
+    columns: int
+    group_size: int
+    zeros: tuple[int, int]
+    has_half_scales: bool
+    has_half_minima: bool
+
+    def is_met_by(self, spec: QuantSpec) -> bool:
+        """Return whether this format holds the matrix to the last bit. Its groups may be finer."""
+        if not self.has_half_scales or not has_plain_scales(spec) or not spec.fits(self.columns):
+            return False
+        if not self.group_size or self.group_size % (spec.group_size or self.columns):
+            return False
+        largest = (1 << self.bits) - 1
+        if not spec.symmetric:
+            return self.has_half_minima and largest <= spec.largest_code
+        low, high = self.zeros
+        return high <= spec.centre and largest - low <= spec.largest_code - spec.centre
+
+    def least_format(self) -> QuantSpec | None:
+        """Return the symmetric format of fewest bits that holds the matrix, None if no format does."""
+        group = 0 if self.group_size == self.columns else self.group_size
+        if group % COLUMNS_PER_TILE:
+            return None
+        return next(filter(self.is_met_by, (QuantSpec(bits, group, symmetric=True) for bits in _HOLDING_BITS)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerLayout:
+    """The place of a weight's codes in its parts.
+
+    part: the part with the codes. The others, which are small, give the grid.
+    codes: (parts) -> codes, uint8 [N, K].
+    grid: (parts without the codes) -> the grid.
+    """
+
+    part: str
+    codes: Callable[[Parts], Tensor]
+    grid: Callable[[Parts], IntegerGrid]
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerCodes:
+    """The codes of one matrix, uint8 [N, K], and their grid."""
+
+    codes: Tensor
+    grid: IntegerGrid
+
+
+def has_plain_scales(spec: QuantSpec) -> bool:
+    """Return whether a format has integer codes and float16 scales."""
+    return spec.bitwidth not in (0, 16) and not (spec.is_mxfp4 or spec.byte_scales)
+
+
+def is_half(values: Tensor) -> bool:
+    """Return whether float16 holds all of these finite numbers."""
+    half = values.half()
+    return bool((torch.isfinite(half) & (half.float() == values)).all())

@@ -1,0 +1,78 @@
+"""Units whose checkpoint stores integer codes: the same numbers in a format of moec, where one holds them exactly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from moec.manifests.model import UnitKey
+from moec.manifests.quant import MAX_DIMENSION, QuantSpec
+
+from ..checkpoint.integer_codes import IntegerCodes
+from ..families.lowering import Lowering
+from .quantized import QuantizedMatrix
+from .quantizers import Quantizer
+
+ExactMatrices = Callable[[UnitKey, Sequence[QuantSpec]], dict[QuantSpec, QuantizedMatrix]]
+"""Returns a unit in those of some formats that hold the checkpoint's own codes of it."""
+
+
+def exact_matrices(lowering: Lowering, unit: UnitKey, specs: Sequence[QuantSpec]) -> dict[QuantSpec, QuantizedMatrix]:
+    """Return a unit in those of the formats that hold the checkpoint's own codes to the last bit.
+
+    The weights are those before they are rounded to the 16 bits of the baseline. Raises CheckpointError.
+    """
+    need = lowering.code_need(unit)
+    held = [spec for spec in specs if need is not None and need.is_met_by(spec)]
+    stored = lowering.unit_codes(unit) if held else None
+    return {} if stored is None else {spec: hold_codes(stored, spec) for spec in held}
+
+
+def no_codes(unit: UnitKey, specs: Sequence[QuantSpec]) -> dict[QuantSpec, QuantizedMatrix]:
+    """Return nothing: no unit has codes of its own."""
+    return {}
+
+
+def hold_codes(stored: IntegerCodes, spec: QuantSpec) -> QuantizedMatrix:
+    """Return the matrix in a format that meets its need (CodeNeed.is_met_by).
+
+    Symmetric formats hold the distances of the codes from their zeros. The others hold the codes as they are, with
+    minimum = -scale x zero. Of a wide group, each of several finer ones gets the scale.
+    """
+    grid, columns = stored.grid, stored.codes.shape[1]
+    groups = spec.groups(columns)
+    scales, zeros = (each.repeat_interleave(groups // each.shape[1], 1) for each in (grid.scales, grid.zeros))
+    if not spec.symmetric:
+        return QuantizedMatrix(spec, stored.codes.contiguous(), scales.half(), (-scales * zeros).half())
+    moved = (spec.centre - zeros).short().repeat_interleave(columns // groups, 1)
+    return QuantizedMatrix(spec, (stored.codes + moved).to(torch.uint8), scales.half(), None)
+
+
+def unit_matrix(lowering: Lowering, unit: UnitKey, spec: QuantSpec, quantize: Quantizer) -> QuantizedMatrix:
+    """Return a unit in a format below 16 bits: its own codes, or those of a quantizer without the inputs.
+
+    Raises CheckpointError.
+    """
+    held = exact_matrices(lowering, unit, (spec,)).get(spec)
+    return quantize(lowering.unit(unit).float(), spec, None, 0) if held is None else held
+
+
+def held_units(lowering: Lowering) -> dict[QuantSpec, int]:
+    """Return the smallest format that holds each unit exactly, with the number of units that it holds, most first.
+
+    A format with finer groups may hold the units of others, too. Raises CheckpointError.
+    """
+    needs = Counter(lowering.code_needs().values())
+    least = {spec for spec in (need.least_format() for need in needs) if spec is not None}
+    counts = {spec: sum(count for need, count in needs.items() if need.is_met_by(spec)) for spec in least}
+    return dict(
+        sorted(counts.items(), key=lambda item: (-item[1], item[0].bitwidth, -(item[0].group_size or MAX_DIMENSION)))
+    )
+
+
+def units_held_by(lowering: Lowering, plan: Mapping[UnitKey, QuantSpec]) -> int:
+    """Return how many units of a plan keep the codes of the checkpoint, mxfp4 included. Raises CheckpointError."""
+    needs = lowering.code_needs()
+    return sum(spec.is_mxfp4 or (unit in needs and needs[unit].is_met_by(spec)) for unit, spec in plan.items())

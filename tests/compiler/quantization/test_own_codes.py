@@ -1,0 +1,186 @@
+"""Integer codes of a checkpoint in formats of moec: the same weights to the last bit, or the format does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moec.compiler.calibration.layer_inputs import LayerInputs
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.integer_codes import IntegerCodes, IntegerGrid
+from moec.compiler.cluster.remote import experts_quantized_by
+from moec.compiler.families import Lowering, lower
+from moec.compiler.quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer
+from moec.compiler.quantization.own_codes import exact_matrices, held_units, hold_codes
+from moec.compiler.quantization.packing import pack, unpack
+from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.walker.loaded_layer import LoadedLayer
+from moec.compiler.workspace.parallel import workers
+from moec.manifests.model import UnitKey
+from moec.manifests.quant import QuantSpec
+from tests.compiler.cluster.pool_here import PoolHere
+
+FORMATS = [
+    *(f"q{bits}{group}{end}" for bits in (2, 3, 4, 5, 6, 8) for group in ("", "g32", "g64") for end in ("", "s")),
+    *("q1g32", "q1.6s", "q1.6g64s", "q4g32b", "mxfp4", "bf16", "q0"),
+]
+Q4 = QuantSpec.parse("q4g32s")
+HELD = {
+    "gptq-2": "q3g32s", "gptq-3": "q4g32s", "gptq-4": "q5g32s", "gptq-v2": "q4g32s", "awq": "q5g32s",
+    "ct-int4": "q4g32s", "ct-int4-zeros": "q5g32s", "ct-int8": "q8s",
+    "gptq-8": "", "gptq-act-order": "", "ct-fp8": "", "fp8-blocks": "", "fp8-ue8m0": "",
+}  # fmt: skip
+"""The format that holds all units of a checkpoint of each layout. Zeros off the middle take one bit more."""
+
+
+@st.composite
+def stored(draw: st.DrawFn) -> IntegerCodes:
+    """Draw codes with zeros in the middle or anywhere, scales of 16 or 32 bits, groups in order or not."""
+    bits, size = draw(st.sampled_from([2, 3, 4, 8])), draw(st.sampled_from([16, 32, 64, 128]))
+    groups, rows = draw(st.integers(1, 3)), draw(st.integers(1, 18))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    shape = rows, groups
+    zeros = torch.full(shape, 1 << (bits - 1))
+    if draw(st.booleans()):
+        zeros = torch.randint(0, (1 << bits) + 1, shape, generator=generator)
+    scales = torch.randn(shape, generator=generator) * draw(st.sampled_from([1e-6, 0.01, 3e4]))
+    kind = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
+    group_of = torch.arange(groups * size) // size
+    if draw(st.integers(0, 4)) == 0:
+        group_of = group_of[torch.randperm(groups * size, generator=generator)]
+    codes = torch.randint(0, 1 << bits, (rows, groups * size), generator=generator).to(torch.uint8)
+    codes[:, :2] = torch.tensor([0, (1 << bits) - 1])
+    return IntegerCodes(codes, IntegerGrid(bits, zeros.float(), scales.to(kind).float(), group_of))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two float32 tensors are equal to the last bit. Zeros may differ in sign."""
+    return torch.equal((one + 0.0).view(torch.int32), (other + 0.0).view(torch.int32))
+
+
+@settings(max_examples=400, deadline=None)
+@given(stored(), st.sampled_from(FORMATS).map(QuantSpec.parse))
+def test_a_format_that_fits_holds_the_weights_to_the_last_bit(found: IntegerCodes, spec: QuantSpec) -> None:
+    need, weight = found.grid.need(), found.grid.values(found.codes)
+    least = need.least_format()
+    for fitting in {spec, least} - {None}:
+        if fitting is not None and need.is_met_by(fitting):
+            data = pack(hold_codes(found, fitting))
+            assert same_bits(unpack(data, *weight.shape, fitting).dequantize(), weight)
+    assert least is None or need.is_met_by(least)
+    if need.is_met_by(spec) and spec.symmetric and not spec.is_ternary:
+        assert least is not None and least.bitwidth <= spec.bitwidth
+
+
+@settings(max_examples=200, deadline=None)
+@given(stored(), st.sampled_from(FORMATS).map(QuantSpec.parse))
+def test_a_format_that_does_not_fit_cannot_hold_the_weights(found: IntegerCodes, spec: QuantSpec) -> None:
+    """Of the formats with float16 scales and equal groups: the extreme codes, or a scale, are out of its reach."""
+    grid, need = found.grid, found.grid.need()
+    size = spec.group_size or len(grid.group_of)
+    if need.is_met_by(spec) or not spec.symmetric or size != need.group_size or not spec.fits(need.columns):
+        return
+    low, high = (code - grid.zeros + spec.centre for code in (0, (1 << grid.bits) - 1))
+    is_in_reach = bool((low >= 0).all() and (high <= spec.largest_code).all())
+    half = grid.scales.half()
+    assert not (is_in_reach and bool((half.float() == grid.scales).all()) and bool(torch.isfinite(half).all()))
+
+
+def grid(bits: int = 4, columns: int = 128, groups: int = 2) -> IntegerGrid:
+    """Return a grid with its zeros in the middle."""
+    middle = torch.full((3, groups), float(1 << (bits - 1)))
+    return IntegerGrid(bits, middle, torch.full((3, groups), 0.5), torch.arange(columns) // (columns // groups))
+
+
+@pytest.mark.parametrize(
+    ("changed", "least"),
+    [
+        (grid(), "q4g64s"),
+        (grid(columns=128, groups=1), "q4s"),
+        (grid(columns=96, groups=2), None),  # groups of 48
+        (grid(columns=32, groups=2), None),  # groups of 16
+        (grid(2, groups=4), "q2g32s"),
+        (replace(grid(), zeros=torch.full((3, 2), 7.0)), "q5g64s"),
+        (replace(grid(8), zeros=torch.full((3, 2), 127.0)), None),  # nine bits
+        (replace(grid(), zeros=torch.full((3, 2), 7.5)), None),
+        (replace(grid(), zeros=torch.full((3, 2), torch.inf)), None),
+        (replace(grid(), zeros=torch.full((3, 2), torch.nan)), None),
+        (replace(grid(), scales=torch.full((3, 2), 0.1)), None),  # no float16
+        (replace(grid(), scales=torch.full((3, 2), 2.0**17)), None),
+        (replace(grid(), scales=torch.full((3, 2), torch.nan)), None),
+        (replace(grid(), group_of=torch.arange(128) % 2), None),  # act-order
+    ],
+)
+def test_the_smallest_format(changed: IntegerGrid, least: str | None) -> None:
+    found = changed.need().least_format()
+    assert (None if found is None else str(found)) == least
+
+
+def test_formats_with_minima_and_finer_groups_hold_them_too() -> None:
+    need = grid().need()
+    met = [
+        name
+        for name in ("q4g64", "q4g32", "q4g32s", "q4g128s", "q4s", "q8g64", "q3g64")
+        if need.is_met_by(QuantSpec.parse(name))
+    ]
+    assert met == ["q4g64", "q4g32", "q4g32s", "q8g64"]
+    # A minimum of 7 x 1025 / 2^14 has more bits than float16.
+    odd = replace(grid(), zeros=torch.full((3, 2), 7.0), scales=torch.full((3, 2), 1025 / 2**14))
+    assert not odd.need().is_met_by(QuantSpec.parse("q4g64")) and odd.need().is_met_by(QuantSpec.parse("q5g64s"))
+
+
+@pytest.mark.parametrize("layout", HELD)
+def test_what_the_original_tools_wrote(layout: str, quantized: Callable[[str], Path]) -> None:
+    lowering = lower(open_checkpoint(str(quantized(layout))))
+    held = held_units(lowering)
+    assert {str(spec): count for spec, count in held.items()} == ({HELD[layout]: 24} if HELD[layout] else {})
+    for unit in lowering.units:
+        for spec, matrix in exact_matrices(lowering, unit, list(held)).items():
+            assert same_bits(matrix.dequantize(), decoded(lowering, unit)) and spec in held
+
+
+def decoded(lowering: Lowering, unit: UnitKey) -> torch.Tensor:
+    """Return a unit as the reader of the layout decodes it, before it is rounded to 16 bits."""
+    name = lowering.units[unit].name
+    return lowering.checkpoint.packed[name].decode(lowering.checkpoint.stored_parts(name))
+
+
+@pytest.mark.parametrize("name", ["gptq", "rtn"])
+def test_all_ways_to_a_unit_give_the_same_codes(name: str, quantized: Callable[[str], Path]) -> None:
+    """This machine, workers of a cluster and a store without inputs. Other formats are quantized as ever."""
+    folder = quantized("ct-int4")
+    lowering, specs = lower(open_checkpoint(str(folder))), (QuantSpec(2, 32), Q4)
+    slot, how = LoadedLayer(lowering), ExpertQuantizer(1, name, specs)
+    slot.load(1)
+    inputs: LayerInputs | None = None
+    with workers(2) as pool:
+        plain = list(LayerQuantizer(slot.experts, how).run(inputs, pool))
+        here = list(
+            LayerQuantizer(slot.experts, how, exact=lambda u, s: exact_matrices(lowering, u, s)).run(inputs, pool)
+        )
+        there = list(LayerQuantizer(slot.experts, how, experts_quantized_by(PoolHere(folder, 2, 1))).run(inputs, pool))
+    store = UnitStore(lowering, name)
+    for (expert, own, costs), (_, other, other_costs), (_, rounded, worse) in zip(here, there, plain, strict=True):
+        assert costs == other_costs and own.keys() == other.keys() == rounded.keys()
+        for (unit, spec), matrix in own.items():
+            assert unit.expert == expert and torch.equal(pack_of(matrix), pack_of(other[unit, spec]))
+            if spec == Q4:
+                assert same_bits(matrix.dequantize(), decoded(lowering, unit))
+                assert torch.equal(pack_of(matrix), torch.from_numpy(store.for_bundle(unit, spec)))
+                assert costs[unit, spec] < 0.1 * worse[unit, spec]
+            else:
+                assert (
+                    torch.equal(pack_of(matrix), pack_of(rounded[unit, spec]))
+                    and costs[unit, spec] == worse[unit, spec]
+                )
+
+
+def pack_of(matrix: object) -> torch.Tensor:
+    """Return the bytes of a matrix."""
+    return torch.from_numpy(pack(matrix))  # type: ignore[arg-type]
