@@ -120,6 +120,8 @@ def _weight(
 ) -> PackedWeight | None:
     """Return the quantized weight of a module, or None if it has none."""
     shapes = {part: tensors[name].shape for part, name in names.items()}
+    if "weight_packed" in names and tensors[names["weight_packed"]].dtype == "U8":
+        return _mxfp4(names, tensors)
     for part in _WORDS & set(names):
         if tensors[names[part]].dtype not in ("I32", "U32"):
             raise LayoutError(f"expected 32-bit integers in `{part}`, found {tensors[names[part]].dtype}")
@@ -146,6 +148,17 @@ def _weight(
     own |= {part: names[part] for part in ("weight_zero_point",) if part in names}
     kind = "8-bit integers" if dtype == "I8" else f"FP8 ({dtype.removeprefix('F8_')})"
     return packed_weights.scaled(own, {**shapes, "scale": shapes[scale]}, _block(config), kind, dtype == "I8")
+
+
+def _mxfp4(names: Mapping[str, str], tensors: Mapping[str, Ref]) -> PackedWeight:
+    """Return a weight of 4-bit floats. Raises LayoutError for other layouts of bytes, NVFP4 among them."""
+    own = {part: names[part] for part in ("weight_packed", "weight_scale") if part in names}
+    found = tensors[own["weight_scale"]].dtype if "weight_scale" in own else "none"
+    if found != "U8":
+        raise LayoutError(
+            f"expected exponents in bytes as `weight_scale` of 4-bit floats (MXFP4), found {found}: NVFP4 is not read"
+        )
+    return packed_weights.mxfp4_rows(own, {part: tensors[name].shape for part, name in own.items()})
 
 
 def _block(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Weights that a checkpoint stores quantized, decoded one at a time.
 
 Layouts: GPTQ (AutoGPTQ and GPTQModel, both versions of zeros), AWQ (GEMM), compressed-tensors (packed integers, 8-bit
-integers, 8-bit floats), and FP8 with one scale per block, row or tensor. MXFP4 is in `mxfp4.py`.
+integers, 8-bit floats, MXFP4), and FP8 with one scale per block, row or tensor. The stacks of gpt-oss are read by its
+family.
 Sources: the packages auto-gptq 0.7.1 (qlinear_cuda_old.py), autoawq 0.2.9 (modules/linear/gemm.py and
 utils/packing_utils.py) and compressed-tensors 0.19.0 (compressors); the model card of DeepSeek-V3 (weight_scale_inv).
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from . import mxfp4
 from .integer_codes import IntegerGrid, IntegerLayout, Parts
 
 _WORD_BITS = 32
@@ -43,6 +45,7 @@ class PackedWeight:
     precision: the stored precision, for people.
     decode: (parts) -> the weight, float32.
     integers: the place of its integer codes, None if it has none.
+    is_mxfp4: True if it has 4-bit floats in blocks with scales that are powers of two.
     """
 
     names: Mapping[str, str]
@@ -50,6 +53,7 @@ class PackedWeight:
     precision: str
     decode: Callable[[Parts], Tensor]
     integers: IntegerLayout | None = None
+    is_mxfp4: bool = False
 
 
 def gptq(names: Mapping[str, str], shapes: Shapes, is_less_one: bool = True) -> PackedWeight:
@@ -163,6 +167,25 @@ def packed_integers(names: Mapping[str, str], shapes: Shapes, original: tuple[in
 
     layout = IntegerLayout("weight_packed", lambda parts: unpack_codes(parts["weight_packed"], bits, columns), grid)
     return _of_integers(names, (rows, columns), f"compressed-tensors, {bits} bits", layout)
+
+
+def mxfp4_rows(names: Mapping[str, str], shapes: Shapes) -> PackedWeight:
+    """Return a weight of 4-bit floats in the layout of compressed-tensors (`mxfp4-pack-quantized`).
+
+    shapes: weight_packed [N, K / 2], the lower half of a byte first, weight_scale [N, K / 32]. Raises LayoutError.
+    """
+    (rows, packed), scales = _matrix(shapes, "weight_packed"), _matrix(shapes, "weight_scale")
+    half = mxfp4.BLOCK_VALUES // 2
+    if not rows or not packed or packed % half or scales != (rows, packed // half):
+        raise LayoutError(
+            f"expected `weight_packed` [rows, a multiple of {half}] of bytes and `weight_scale` "
+            f"[{rows}, {packed // half}], found {[rows, packed]} and {list(scales)}"
+        )
+
+    def decode(parts: Parts) -> Tensor:
+        return mxfp4.decode(parts["weight_packed"].reshape(rows, -1, half), parts["weight_scale"]).float()
+
+    return PackedWeight(names, (rows, 2 * packed), "compressed-tensors, MXFP4", decode, is_mxfp4=True)
 
 
 def scaled(

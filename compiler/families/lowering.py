@@ -119,8 +119,14 @@ class Lowering:
     @property
     def own_unit_spec(self) -> QuantSpec:
         """Format of unquantized routed projections: mxfp4 if the checkpoint holds it, else 16 bits."""
-        is_mxfp4 = bool(self.units) and all(source.scales for source in self.units.values())
+        is_mxfp4 = bool(self.units) and all(map(self._is_mxfp4, self.units.values()))
         return QuantSpec.parse("mxfp4") if is_mxfp4 else self.spec_16bit
+
+    def _is_mxfp4(self, source: TensorSource) -> bool:
+        """Return whether a weight is stored in MXFP4, and its 16-bit type holds all such values."""
+        packed = self.checkpoint.packed.get(source.name) if source.is_whole else None
+        has_rows = packed is not None and packed.is_mxfp4 and self.float_type == "bfloat16"
+        return bool(source.scales) or has_rows
 
     def code_needs(self) -> Mapping[UnitKey, CodeNeed]:
         """Return what a format needs to hold the codes of each unit that is stored as integers. Reads no codes.

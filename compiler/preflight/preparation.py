@@ -15,6 +15,7 @@ from moec.evaluation.data import SplitData
 from moec.evaluation.long_items import Context
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.codec import canonical_json
+from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
 from ..bundle.emit import producer
@@ -23,7 +24,7 @@ from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..cluster.session import check_cluster
 from ..families import Lowering, lower
-from ..quantization.own_codes import held_units
+from ..quantization.own_codes import held_units, units_held_by
 from ..quantization.quantizers import check_format
 from ..request.options import DEFAULT_QUANTIZER, UNIFORM_GROUP_SIZE
 from ..request.plan import CompilePlan, plain_plan
@@ -84,6 +85,10 @@ class Prepared:
         low = () if options.low_spec is None else (options.low_spec,)
         return (uniform_spec(options, self.lowering), *low) if options.target.kind == "uniform" else low
 
+    def uniform_units(self) -> dict[UnitKey, QuantSpec]:
+        """Return the format of every unit of a uniform target."""
+        return dict.fromkeys(self.lowering.units, uniform_spec(self.request.options, self.lowering))
+
     def plain_plan(self) -> CompilePlan:
         """Return the plan with all weights at 16 bits."""
         return plain_plan(self.lowering.model, self.lowering.spec_16bit, self.request.options.quantizer)
@@ -137,7 +142,8 @@ def prepare(request: CompileRequest) -> Prepared:
         request.measure_modes.check(lowering.model, options.fallback_bits is not None)
     if request.cluster is not None:
         check_cluster(kind)
-    if kind == "uniform" and not splits and value < 16 and options.quantizer == DEFAULT_QUANTIZER:
+    rounds = kind == "uniform" and value < 16 and units_held_by(lowering, found.uniform_units()) < len(lowering.units)
+    if rounds and not splits and options.quantizer == DEFAULT_QUANTIZER:
         request.talk.note("without `--data` weights are rounded to nearest; with it, GPTQ keeps far more below 4 bits")
     if kind == "uniform":
         return with_kept_layers(found) if found.splits else found

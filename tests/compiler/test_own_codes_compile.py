@@ -87,13 +87,15 @@ def test_little_memory_gives_the_same_experts(
 
 @pytest.mark.parametrize("with_data", [False, True])
 @pytest.mark.parametrize(
-    ("layout", "bits", "spec"), [("ct-int4", 4, "q4g32s"), ("awq", 5, "q5g32s"), ("ct-int8", 8, "q8s")]
+    ("layout", "bits", "spec"),
+    [("ct-int4", 4, "q4g32s"), ("awq", 5, "q5g32s"), ("ct-int8", 8, "q8s"), ("ct-mxfp4", 4, "mxfp4")],
 )
 def test_uniform_bits_of_the_codes_keep_them(
     layout: str, bits: int, spec: str, with_data: bool, quantized: Callable[[str], Path], texts: Path, tmp_path: Path
 ) -> None:
-    values = {"data": str(texts)} if with_data else {}
-    result = compile_tiny(quantized(layout), tmp_path / "out", "uniform", bits, **values)
+    values, notes = {"data": str(texts)} if with_data else {}, list[str]()
+    result = compile_tiny(quantized(layout), tmp_path / "out", "uniform", bits, talk=Talk(notes.append), **values)
+    assert not any("rounded to nearest" in note for note in notes)
     assert result.quality["bits"]["formats"] == {spec: 24}
     assert len(kept(tmp_path / "out", quantized(layout))) == 24
 

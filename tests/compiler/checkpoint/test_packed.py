@@ -54,7 +54,7 @@ def test_weights_are_those_that_the_tool_decodes(layout: str, quantized: Callabl
     assert report is not None
 
 
-@pytest.mark.parametrize("layout", ["gptq-act-order", "awq", "ct-int4", "fp8-blocks"])
+@pytest.mark.parametrize("layout", ["gptq-act-order", "awq", "ct-int4", "ct-mxfp4", "fp8-blocks"])
 def test_a_16_bit_bundle_computes_with_the_decoded_weights(
     layout: str, quantized: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -126,6 +126,14 @@ def _setting(name: str, value: object) -> Damage:
         ("ct-int4", _set("weight_packed", lambda t: t[:, :3]), r"expected `weight_packed` \[64, 64 x 4 or 8 bits\]"),
         ("ct-int4", _set("weight_shape", lambda t: t[:1]), "expected two numbers in `weight_shape`"),
         ("ct-int4", _set("weight_scale", lambda t: t[:5]), "`weight_scale` "),
+        (
+            "ct-mxfp4",
+            _set("weight_packed", lambda t: t[:, :-1]),
+            r"expected `weight_packed` \[rows, a multiple of 16\]",
+        ),
+        ("ct-mxfp4", _set("weight_scale", lambda t: t[:5]), r"`weight_scale` \[64, 2\], found .* \[5, 2\]"),
+        ("ct-mxfp4", _set("weight_scale", lambda t: t.to(torch.float8_e4m3fn)), "found F8_E4M3: NVFP4 is not read"),
+        ("ct-mxfp4", _drop("weight_scale"), "expected exponents in bytes as `weight_scale`.* found none"),
         ("fp8-blocks", _set("weight_scale_inv", lambda t: t[:1]), r"scales of shape \[2, 2\] for blocks of \[32, 32\]"),
         ("fp8-blocks", _drop("weight_scale_inv"), "expected `weight_scale_inv` or `weight_scale` .* found neither"),
         ("fp8-blocks", _setting("weight_block_size", [0, 3]), "two positive numbers in `weight_block_size`"),

@@ -101,6 +101,21 @@ def compressed(weight: Tensor, bits: int, sym: bool, kind: str, strategy: str) -
     return made, tool.decompress(made, scheme)["weight"]
 
 
+def mxfp4(weight: Tensor) -> Made:
+    """compressed-tensors: 4-bit floats in blocks of 32, with exponents as bytes."""
+    from compressed_tensors.compressors import MXFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import MXFP4A16
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args, own = MXFP4A16["weights"], weight.bfloat16()
+    parted = own.reshape(len(own), -1, 32)
+    scale, _ = calculate_qparams(parted.amin(-1), parted.amax(-1), args)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    made = MXFP4PackedCompressor.compress({"weight": own, "weight_scale": scale.bfloat16()}, scheme)
+    return made, MXFP4PackedCompressor.decompress(made, scheme)["weight"]
+
+
 def fp8_blocks(weight: Tensor, scale_type: torch.dtype) -> Made:
     """Blocks as DeepSeek-V3 publishes them, with torch's own type. ue8m0 scales are powers of two."""
     rows, columns = weight.shape
@@ -127,6 +142,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Made]]] = {
     "ct-int4-zeros": ({"quant_method": "compressed-tensors"}, lambda w: compressed(w, 4, False, "int", "group")),
     "ct-int8": ({"quant_method": "compressed-tensors"}, lambda w: compressed(w, 8, True, "int", "channel")),
     "ct-fp8": ({"quant_method": "compressed-tensors"}, lambda w: compressed(w, 8, True, "float", "channel")),
+    "ct-mxfp4": ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, mxfp4),
     "fp8-blocks": (
         {"quant_method": "fp8", "weight_block_size": [32, 32]},
         lambda w: fp8_blocks(w, torch.float32),

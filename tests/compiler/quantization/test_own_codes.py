@@ -34,7 +34,7 @@ Q4 = QuantSpec.parse("q4g32s")
 HELD = {
     "gptq-2": "q3g32s", "gptq-3": "q4g32s", "gptq-4": "q5g32s", "gptq-v2": "q4g32s", "awq": "q5g32s",
     "ct-int4": "q4g32s", "ct-int4-zeros": "q5g32s", "ct-int8": "q8s",
-    "gptq-8": "", "gptq-act-order": "", "ct-fp8": "", "fp8-blocks": "", "fp8-ue8m0": "",
+    "gptq-8": "", "gptq-act-order": "", "ct-fp8": "", "ct-mxfp4": "", "fp8-blocks": "", "fp8-ue8m0": "",
 }  # fmt: skip
 """The format that holds all units of a checkpoint of each layout. Zeros off the middle take one bit more."""
 
