@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from moec.cli.terminal.report import loss_table
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
+from moec.compiler.quantization.own_codes import held_units
 from moec.compiler.request.options import Talk
 from moec.manifests.model import UnitKey
 from moec.runtime.bundle.opening import open_bundle
@@ -150,6 +151,22 @@ def test_a_unit_that_does_not_fit_is_quantized_as_ever(
     assert result.quality["bits"]["formats"] == {"q4g32s": 24}
     assert result.quality["own_codes"] == {"held": 23, "of": 24}
     assert kept(tmp_path / "out", damaged) == set(lower(open_checkpoint(str(damaged))).units) - {DAMAGED}
+
+
+def test_groups_that_differ_between_projections(quantized: Callable[[str], Path], tmp_path: Path) -> None:
+    """Down projections in groups of 32, the others with one scale per row: the search is offered both formats."""
+    folder = Path(shutil.copytree(quantized("ct-int4"), tmp_path / "mixed"))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_proj.weight_scale", "up_proj.weight_scale"))]:
+        tensors[name] = tensors[name][:, :1].contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert {str(s): n for s, n in held_units(lower(open_checkpoint(str(folder)))).items()} == {"q4g32s": 24, "q4s": 16}
+    uniform = compile_tiny(folder, tmp_path / "uniform", "uniform", 4)
+    searched = compile_tiny(folder, tmp_path / "searched", "bits_per_weight", 4.34)
+    assert uniform.quality["bits"]["formats"] == {"q4g32s": 24}
+    assert searched.quality["bits"]["formats"] == {"q4g32s": 8, "q4s": 16}
+    for name in ("uniform", "searched"):
+        assert len(kept(tmp_path / name, folder)) == 24
 
 
 def test_two_compiles_give_equal_bytes(quantized: Callable[[str], Path], tmp_path: Path) -> None:
