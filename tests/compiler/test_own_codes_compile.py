@@ -169,7 +169,27 @@ def test_groups_that_differ_between_projections(quantized: Callable[[str], Path]
         assert len(kept(tmp_path / name, folder)) == 24
 
 
-def test_two_compiles_give_equal_bytes(quantized: Callable[[str], Path], tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        compile_tiny(quantized("gptq-v2"), tmp_path / name, "bits_per_weight", 4)
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+def test_equal_compiles_give_equal_bytes_killed_or_not(
+    quantized: Callable[[str], Path], texts: Path, tmp_path: Path
+) -> None:
+    source, data = quantized("gptq-v2"), str(texts)
+    compile_tiny(source, tmp_path / "whole", "uniform", 4, data=data)
+
+    class Killed(BaseException):
+        pass
+
+    def stop(title: str) -> Callable[[int, int], None]:
+        def report(done: int, total: int) -> None:
+            if title == "calibrating and quantizing" and done == 1:
+                raise Killed
+
+        return report
+
+    with pytest.raises(Killed):
+        compile_tiny(source, tmp_path / "out", "uniform", 4, data=data, talk=Talk(progress=stop))
+    notes = list[str]()
+    values: dict[str, Any] = {"data": data, "resume": True, "talk": Talk(notes.append)}
+    compile_tiny(source, tmp_path / "out", "uniform", 4, **values)
+    assert any("taking up" in note for note in notes)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert len(kept(tmp_path / "out", source)) == 24
