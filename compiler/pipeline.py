@@ -72,7 +72,7 @@ def _compile(request: CompileRequest) -> CompileResult:
             manifest = write_bundle(prepared, planned, partial)
             certified = certify_bundle(context, planned, partial)
             quality = report(prepared, planned, certified, manifest)
-            complete_bundle(prepared, manifest, quality, partial)
+            complete_bundle(prepared, manifest, certified, quality, partial)
             note_certified(context.journal, request, partial)
             publish_directory(disk, partial, output, request.overwrite)
         result = CompileResult(output, planned.plan, quality, popularity=popularity_of(planned))

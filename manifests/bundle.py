@@ -18,6 +18,7 @@ RELEASED_VERSION = 1
 MANIFEST_NAME = "moec.json"
 DENSE_NAME = "dense.safetensors"
 TABLES_NAME = "tables.safetensors"
+LOOKAHEAD_NAME = "lookahead.safetensors"
 QUALITY_NAME = "quality.json"
 TOKENIZER_NAME = "tokenizer.json"
 CARD_NAME = "README.md"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -15,8 +15,10 @@ from moec.evaluation.tasks import Item, Task
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
 from moec.manifests.errors import ContextOverflow
 from moec.manifests.progress import Progress
+from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.runtime.engine.batch import forced_logits, generate_many
 from moec.runtime.options.runtime import RuntimeOptions
+from moec.runtime.prefetch.learned_routers import RecordedRouting, recorded_routers
 
 from ..options.opening import open_engine, with_fitting_slots
 from ..terminal.progress_bar import ProgressBar
@@ -81,6 +83,17 @@ class BundleEngine:
         ended = [(prompt, [*answer, *end]) for prompt, answer in pairs]
         collected = dict(forced_logits(self.engine, ended, self._decodes))
         return [collected[index] for index in range(len(pairs))]
+
+    def recorded_routing(self, texts: Iterable[Sequence[int]]) -> Iterator[dict[int, RecordedRouting]]:
+        """Yield the routing of the beginning of each text by layer, as much of it as one pass has."""
+        engine, model = self.engine, self.engine.model
+        most = min(MAX_PASS_TOKENS, engine.memory.context)
+        with recorded_routers(model.advisor, model.router_norms(), model.routers()) as recorder:
+            for tokens in texts:
+                recorder.layers = {}
+                engine.begin_sequence()
+                engine.prefill(tokens[:most])
+                yield recorder.layers
 
     def fit_items(self, task: Task, items: Sequence[Item], shots: Sequence[Item], policy: str) -> FittedItems:
         """Return the items that fit the context of the engine. policy: see `evaluation/long_items.py`."""

@@ -68,7 +68,9 @@ ACCELERATOR_NAMES = _names("accelerator")
 _PLAIN_NAMES = tuple(
     name for name in _names("common", "memory and cache", "reading ahead", "machine") if name not in MODE_NAMES
 )
-OPTION_NAMES = (*_PLAIN_NAMES, "kernels", "no_verify")
+_SWITCHES = ("verify", "learned_routers")
+"""Options that are on. Their switches turn them off."""
+OPTION_NAMES = (*_PLAIN_NAMES, "kernels", *(f"no_{name}" for name in _SWITCHES))
 TUNED = tuple(name for name, (_, shown) in SETTINGS.items() if shown.is_tuned)
 """Options that `moec tune` measures."""
 _KERNELS = click.option(
@@ -102,7 +104,7 @@ def mode_options(command: F) -> F:
 
 def runtime_options(command: F) -> F:
     """Add the options to a command. They are passed as keyword arguments of these names."""
-    return _add(command, [*map(_option, _PLAIN_NAMES), _KERNELS, _flag("verify")])
+    return _add(command, [*map(_option, _PLAIN_NAMES), _KERNELS, *map(_flag, _SWITCHES)])
 
 
 def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = None) -> RuntimeOptions:
@@ -123,7 +125,8 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
             raise OptionError("`--mode-loss` has no effect without `auto`", "add `--dynamic-precision auto`")
     offered = (*_PLAIN_NAMES, *MODE_NAMES, *ACCELERATOR_NAMES)
     chosen = {name: values[name] for name in offered if name in values}
-    options = RuntimeOptions(**chosen, slots=slots, verify=not values["no_verify"])
+    chosen |= {name: not values[f"no_{name}"] for name in _SWITCHES}
+    options = RuntimeOptions(**chosen, slots=slots)
     return options if bundle is None else _with_tuned(options, bundle)
 
 

@@ -71,13 +71,13 @@ def certify(
     with ExitStack() as opened:
         half = (bundles.room_bytes - resident_set_bytes()) // 2
         reference = opened.enter_context(bundles.opened(plain, None, UNQUANTIZED, bundles.room_bytes - half))
-        engine = opened.enter_context(bundles.open_runtime(partial, bundles.room_bytes))
+        certified: BundleEngine = opened.enter_context(bundles.open_runtime(partial, bundles.room_bytes))
         for split in splits:
             name = split.task.name
             certificates[name] = certify_task(
                 HeldOutTask(split.task, split.test, shots[name]),
                 reference,
-                engine,
+                certified,
                 request.options.target,
                 request.talk,
                 divergences[name].divergence,

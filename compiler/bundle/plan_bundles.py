@@ -21,7 +21,7 @@ from moec.manifests.progress import Progress
 from ..families import Lowering
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan, plain_plan
-from ..request.ports import BundleEngine, OpenRuntime
+from ..request.ports import BundleEngine, OpenEngine
 from ..request.request import CompileRequest
 from ..workspace.durable import Disk, disk_errors, require_free_bytes
 from ..workspace.work_folder import check_partial
@@ -88,7 +88,7 @@ class PlanBundles:
     request: CompileRequest
     lowering: Lowering
     room_bytes: int
-    open_runtime: OpenRuntime
+    open_runtime: OpenEngine
 
     @contextmanager
     def opened(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,26 @@ from moec.evaluation.tasks.task_settings import Templates
 from moec.manifests.model import ModelSpec
 
 
+class RoutingRecord(Protocol):
+    """The routing of the T tokens of a text in one layer."""
+
+    @property
+    def inputs(self) -> np.ndarray:
+        """Return what the router reads, float32 [T, D]."""
+
+    @property
+    def logits(self) -> np.ndarray:
+        """Return the router's logits, float32 [T, E]."""
+
+    @property
+    def chosen(self) -> np.ndarray:
+        """Return the chosen experts, int32 [T, K]."""
+
+    @property
+    def foreseen(self) -> Mapping[int, np.ndarray]:
+        """Return the logits of later routers for this layer's stream, float32 [T, E], by distance."""
+
+
 class BundleEngine(TextEngine, Protocol):
     """The runtime, opened on a bundle that is not published yet."""
 
@@ -24,7 +44,21 @@ class BundleEngine(TextEngine, Protocol):
         ...
 
 
-OpenRuntime = Callable[[Path, int], AbstractContextManager[BundleEngine]]
+class LocalEngine(BundleEngine, Protocol):
+    """The runtime in this process, whose routing can be seen."""
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """Return the tokens of prompts and answers."""
+        ...
+
+    def recorded_routing(self, texts: Iterable[Sequence[int]]) -> Iterator[Mapping[int, RoutingRecord]]:
+        """Yield the routing of each text by layer. A text has 2 tokens or more."""
+        ...
+
+
+OpenRuntime = Callable[[Path, int], AbstractContextManager[LocalEngine]]
+OpenEngine = Callable[[Path, int], AbstractContextManager[BundleEngine]]
+"""Opens the runtime here or on a cluster."""
 
 OpenTemplates = Callable[[Path], Templates]
 """Opens the templates of prompts for the model in a folder."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moec.manifests.bundle import BundleManifest
+from moec.manifests.bundle import LOOKAHEAD_NAME, BundleManifest
 from moec.manifests.codec import canonical_json
 
 from ..bundle.certificates import MODES_ITEMS
@@ -13,6 +14,7 @@ from ..bundle.certify import HeldOutAnswers, certify
 from ..bundle.emit import BundleContent, cost_summary, emit, finish
 from ..bundle.quality import Evidence, model_card, quality_report, unimportance_deciles
 from ..calibration.collect import calibration_summary
+from ..calibration.lookahead import encode_maps, lookahead_report
 from ..calibration.tables import Tables
 from ..preflight.device_fit import summarise_device
 from ..preflight.kept_layers import measures_tasks, runtime_bytes
@@ -20,6 +22,7 @@ from ..preflight.preparation import Prepared
 from ..quantization.own_codes import units_held_by
 from ..request.ports import UnpublishedBundle
 from .compile_context import Certified, CompileContext, Planned
+from .lookahead import learn_lookahead
 from .measure import plan_bundles
 
 
@@ -44,7 +47,7 @@ def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleM
 
 
 def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> Certified:
-    """Run the bundle on data that nothing else saw, then its lossy modes."""
+    """Run the bundle on data that nothing else saw, then its lossy modes. Then learn to foresee its routers."""
     certified, request = Certified(), context.prepared.request
     measured = None if planned.searched is None else planned.searched.measured
     if measured is not None and measured.texts is not None:
@@ -57,10 +60,12 @@ def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> 
         splits = context.prepared.splits if with_tasks else ()
         tasks, divergences = certify(request, partial, plan_bundles(context), held_out, splits, context.prepared.shots)
         certified = Certified(tasks, divergences)
+    lookahead = learn_lookahead(context.prepared, partial)
+    certified = replace(certified, lookahead=lookahead)
     if request.measure_modes is None or not context.prepared.splits:
         return certified
     modes = request.measure_modes(_unpublished(context.prepared, planned, partial))
-    return Certified(certified.tasks, certified.divergences, modes)
+    return replace(certified, modes=modes)
 
 
 def report(
@@ -82,16 +87,21 @@ def report(
     cost = cost_summary(plan, tables.popularity) if manifest is None else manifest.cost
     quality = quality_report(plan, options.target, cost, evidence, options.confidence)
     precision = prepared.checkpoint.precision
-    if not precision:
-        return quality
-    held = {"held": units_held_by(prepared.lowering, plan.units), "of": len(plan.units)}
-    return {**quality, "baseline_precision": precision, "own_codes": held}
+    if precision:
+        held = {"held": units_held_by(prepared.lowering, plan.units), "of": len(plan.units)}
+        quality |= {"baseline_precision": precision, "own_codes": held}
+    if certified.lookahead:
+        quality["lookahead"] = lookahead_report(certified.lookahead, len(encode_maps(certified.lookahead)))
+    return quality
 
 
-def complete_bundle(prepared: Prepared, manifest: BundleManifest, quality: dict[str, Any], partial: Path) -> None:
-    """Add quality.json and the model card, and write the manifest again with `certified: true`."""
+def complete_bundle(
+    prepared: Prepared, manifest: BundleManifest, certified: Certified, quality: dict[str, Any], partial: Path
+) -> None:
+    """Add quality.json, the model card and what was learned, and write the manifest again with `certified: true`."""
     card = model_card(manifest, quality).encode()
-    finish(partial, manifest, canonical_json(quality), card, prepared.request.disk)
+    learned = {LOOKAHEAD_NAME: encode_maps(certified.lookahead)} if certified.lookahead else {}
+    finish(partial, manifest, canonical_json(quality), card, prepared.request.disk, learned)
 
 
 def _unpublished(prepared: Prepared, planned: Planned, partial: Path) -> UnpublishedBundle:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..bundle.certificates import DivergenceCertificate, TaskCertificate
 from ..calibration.collect import ActivationStatistics
+from ..calibration.lookahead import LearnedMap
 from ..cluster.session import ClusterSession, cluster_session
 from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
@@ -112,11 +113,13 @@ class Certified:
     tasks: certificates of tasks.
     divergences: KL on held-out answers, if no task is measured.
     modes: costs of the lossy modes, or None.
+    lookahead: maps that foresee later layers.
     """
 
     tasks: Mapping[str, TaskCertificate] = field(default_factory=dict)
     divergences: Mapping[str, DivergenceCertificate] = field(default_factory=dict)
     modes: Mapping[str, Any] | None = None
+    lookahead: Sequence[LearnedMap] = ()
 
 
 @contextmanager

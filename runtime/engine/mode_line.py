@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moec.manifests.bundle import BundleManifest
+from moec.manifests.bundle import LOOKAHEAD_NAME, BundleManifest
 
 from .. import kernels
 from ..memory.budget import MemoryPlan
@@ -32,7 +32,8 @@ def mode_line(
     """Return the `mode:` line."""
     share = min(memory.cache_bytes / max(manifest.cost.expert_padded_bytes, 1), 1)
     weights = f" {options.policy_weights}" if options.policy_weights else ""
-    advice = "off (all fit)" if use.holds_all else options.prefetch_text
+    has_learned = options.uses_learned_routers and any(entry.name == LOOKAHEAD_NAME for entry in manifest.files)
+    advice = "off (all fit)" if use.holds_all else options.prefetch_text + " by learned routers" * has_learned
     return (
         f"mode: {'resident' if use.holds_all else 'streaming'}, {_loss_text(options, memory)}; expert cache "
         f"{'from ' if use.grows else ''}{memory.cache_bytes / 2**20:.1f} MiB ({share:.0%} of experts), "

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moec.manifests.bundle import TABLES_NAME, BundleManifest
+from moec.manifests.bundle import LOOKAHEAD_NAME, TABLES_NAME, BundleManifest
 
 from .. import kernels
 from ..accelerator import HostParts, open_accelerator, start_cooperation
+from ..bundle.lookahead import read_lookahead
 from ..bundle.opening import Bundle, verify_files
 from ..expert_cache.bound_experts import bind_experts
 from ..expert_cache.cache_spec import CacheSpec
@@ -30,6 +31,7 @@ from ..modes.choice import Versions, low_version_indices
 from ..modes.decoder import LossyDecoder, check_modes
 from ..modes.logical_cache import LogicalCache
 from ..options.runtime import MAX_THREADS, RuntimeOptions
+from ..prefetch.learned_routers import learned_routers
 from ..prefetch.predictors import make_predictor
 from ..storage.interface import ExpertStorage, page_bytes
 from ..storage.opening import open_storage
@@ -104,7 +106,7 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
     manifest = bundle.manifest
     kernels.require(manifest.required_cpu_features)
     if options.verify:
-        verify_files(bundle, (TABLES_NAME,))
+        verify_files(bundle, (TABLES_NAME, LOOKAHEAD_NAME))
     device = open_accelerator(manifest, options)  # before the plan: it takes memory of the host
     tokenizer, memory = _plan(bundle, options, 0 if device is None else device.host_bytes)
     kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
@@ -122,7 +124,7 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
             on_failure.callback(cache.close)
             kv = KVCache(manifest.model, options.slots, memory.context, options.kv)
             model = Model(manifest, dense, bound.experts, cache, memory.context)
-        path = _look_ahead(model, manifest, options, experts, tables)
+        path = _look_ahead(model, bundle, options, experts, tables)
         elastic = ElasticCache(manifest, memory, options, cache) if _is_elastic(memory, options, experts) else None
         host = HostParts(model, kv, storage, records, is_in_host=cache.is_resident)
         accelerator = start_cooperation(device, manifest, options, host)  # the cache must not read yet
@@ -174,12 +176,15 @@ def _is_elastic(memory: MemoryPlan, options: RuntimeOptions, experts: ExpertSize
 
 
 def _look_ahead(
-    model: Model, manifest: BundleManifest, options: RuntimeOptions, experts: ExpertSizes, tables: Tables
+    model: Model, bundle: Bundle, options: RuntimeOptions, experts: ExpertSizes, tables: Tables
 ) -> CodePath:
     """Choose how experts are read ahead, and then whether a token takes one call of the extension per layer."""
+    manifest = bundle.manifest
     if experts.reads_ahead:
+        matrices = read_lookahead(bundle) if options.uses_learned_routers else {}
+        learned = learned_routers(manifest, matrices, options.prefetch_layers) if matrices else {}
         model.advisor.predictor = make_predictor(
-            options.prefetch, tables, manifest.model, model.router_norms(), model.routers()
+            options.prefetch, tables, manifest.model, model.router_norms(), model.routers(), learned
         )
     model.advisor.set_options(options, model.needs_no_read)
     path = code_path(manifest, options, experts.reads_ahead)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moec.manifests.bundle import MANIFEST_NAME, TABLES_NAME, TOKENIZER_NAME, BundleManifest
+from moec.manifests.bundle import LOOKAHEAD_NAME, MANIFEST_NAME, TABLES_NAME, TOKENIZER_NAME, BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError
 from moec.manifests.model import ModelSpec
 from moec.manifests.sizes import parse_bytes
@@ -118,13 +118,15 @@ def nominal_memory(
     """
     options = options or RuntimeOptions()
     model, context = manifest.model, chosen_context(manifest.model, options)
-    tables = next((entry.size_bytes for entry in manifest.files if entry.name == TABLES_NAME), 0)
+    sizes = {entry.name: entry.size_bytes for entry in manifest.files}
+    path_file = sizes.get(TABLES_NAME, 0) if options.prefetch == "path" else 0
+    lookahead_file = sizes.get(LOOKAHEAD_NAME, 0) if options.uses_learned_routers else 0
     return FixedMemory(
         process_bytes=nominal_process_bytes(manifest, options),
         dense_bytes=manifest.cost.dense_packed_bytes,
         kv_bytes=kv_bytes(model, context, options.slots, np.dtype(KV_TYPES[options.kv]).itemsize),
         scratch_bytes=scratch_bytes(model, options.slots, context),
-        tables_bytes=tables_bytes(model, tables if options.prefetch == "path" else 0),
+        tables_bytes=tables_bytes(model, path_file) + lookahead_file,
         minimum_expert_bytes=manifest.cost.minimum_expert_bytes,
         accelerator_bytes=accelerator_bytes,
     )

@@ -24,7 +24,7 @@ from ..layers.routing import Router
 from ..layers.shared_expert import SharedExpert
 from ..options.runtime import RuntimeOptions
 from ..prefetch.advisor import Advisor, LayerAhead
-from ..prefetch.predictors import MINIMUM_PAIR_COUNT, PathPredictor, Predictor
+from ..prefetch.predictors import MINIMUM_PAIR_COUNT, LookaheadPredictor, PathPredictor, Predictor
 from ..prefetch.quality import PrefetchQuality
 from ..prefetch.thresholds import RULES
 from ..trace.statistics import PhaseTimes
@@ -183,10 +183,11 @@ class TokenExperts:
             before, last = [-1, *predictor.source_layers(at, later.ahead)][-2:]
             popularity = predictor.popularity(at, later.ahead)[: later.count]
             return *place, None, None, None, (last, before), *kernels.largest(popularity, most)
-        router, norm = self._layers.routers[layer], self._layers.norms[layer].weight
-        if router is None:
-            raise ValueError(f"layer {layer} routes nothing")
-        return *place, _native(router.matrix), norm, router.bias_among_kept, _NO_PATH, [], []
+        source = predictor.source(at, later.ahead) if isinstance(predictor, LookaheadPredictor) else None
+        if source is None:
+            raise ValueError(f"no router predicts layer {layer} while layer {at} runs")
+        router, norm = source
+        return *place, _native(router.matrix), norm.weight, router.bias_among_kept, _NO_PATH, [], []
 
 
 def bind_token_experts(layers: ModelLayers, cache: StreamingCache, advisor: Advisor) -> TokenExperts | None:

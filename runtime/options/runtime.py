@@ -192,6 +192,14 @@ class RuntimeOptions:
         default_text="as many as the rule says",
         is_tuned=True,
     )
+    learned_routers: bool = setting(
+        True,
+        "Let `lookahead` use the routers that the compile learned for it, if the bundle has some.",
+        flag="no_learned_routers",
+        flag_text="Let `lookahead` use the model's own routers, even if the compile learned better ones.",
+        group="reading ahead",
+        is_on_command_line=False,
+    )
     prefetch_rule: PrefetchRule = setting(
         "likely",
         "`likely` reads predictions that proved right often enough. `spread` reads 3/8 of the next layer's top-k, "
@@ -296,6 +304,11 @@ class RuntimeOptions:
     def modes(self) -> LossyModes:
         """Lossy modes of the run. Raises OptionError for values that are not valid."""
         return parse_modes(self.dynamic_precision, self.big_little, self.cache_routing)
+
+    @property
+    def uses_learned_routers(self) -> bool:
+        """True if routers that a compile learned predict what is read ahead."""
+        return self.learned_routers and self.prefetch == "lookahead"
 
     @property
     def reader_threads(self) -> Readers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -131,13 +131,23 @@ class PathPredictor(Predictor):
 class LookaheadPredictor(Predictor):
     """Predicts with the routers of later layers, applied to this layer's residual stream.
 
-    Each router reads the stream through the norm of its own layer. After the last layer there is no next router.
+    Each router reads the stream through the norm of its own layer. A router that the compile learned takes its place:
+    it reads the stream through the norm of the running layer. After the last layer there is no next router.
     There popularity predicts the first layer of the next token.
     Source: HOBBIT, layer-level prediction.
+
+    learned: routers by running layer and distance.
     """
 
-    def __init__(self, tables: Tables, model: ModelSpec, norms: list[Norm], routers: list[Router | None]) -> None:
-        self._model, self._norms, self._routers = model, norms, routers
+    def __init__(
+        self,
+        tables: Tables,
+        model: ModelSpec,
+        norms: list[Norm],
+        routers: list[Router | None],
+        learned: Mapping[tuple[int, int], Router] | None = None,
+    ) -> None:
+        self._model, self._norms, self._routers, self._learned = model, norms, routers, learned or {}
         self._fallback = PopularityPredictor(tables, model)
         self._asked: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self._stacks: dict[tuple[int, tuple[int, ...]], RouterStack | None] = {}
@@ -161,20 +171,27 @@ class LookaheadPredictor(Predictor):
         """
         key = (state.layer, aheads)
         if key not in self._stacks:
-            layers = [self._model.layer_after(state.layer, ahead) for ahead in aheads]
-            routers = [router for layer in layers if (router := self._routers[layer]) is not None]
-            self._stacks[key] = stack_routers(routers, [self._norms[layer] for layer in layers])
+            sources = [source for ahead in aheads if (source := self.source(state.layer, ahead)) is not None]
+            self._stacks[key] = stack_routers([router for router, _ in sources], [norm for _, norm in sources])
         stack = self._stacks[key]
         if stack is not None and len(state.hidden) == 1:
             return stack.shares(state.hidden)
         return [self._demand(state, ahead) for ahead in aheads]
 
     def _demand(self, state: PassState, ahead: int) -> np.ndarray:
-        layer = self._model.layer_after(state.layer, ahead)
-        router = self._routers[layer]
+        source = self.source(state.layer, ahead)
+        if source is None:
+            raise ValueError(f"no router predicts the layer {ahead} layers after layer {state.layer}")
+        router, norm = source
+        return router.rule.demand(router.logits(norm(state.hidden)))
+
+    def source(self, layer: int, ahead: int) -> tuple[Router, Norm] | None:
+        """Return the router that predicts the layer `ahead` layers ahead, and the norm before it; None without one."""
+        router, following = self.router_ahead(layer, ahead), self._model.layer_after(layer, ahead)
         if router is None:
-            raise ValueError(f"layer {layer} routes nothing")
-        return router.rule.demand(router.logits(self._norms[layer](state.hidden)))
+            return None
+        learned = self._learned.get((layer, ahead))
+        return (router, self._norms[following]) if learned is None else (learned, self._norms[layer])
 
     def fixed_scores(self, layer: int, ahead: int) -> np.ndarray | None:
         return None if self.router_ahead(layer, ahead) is not None else self._fallback.fixed_scores(layer, ahead)
@@ -193,10 +210,11 @@ def make_predictor(
     model: ModelSpec,
     norms: list[Norm],
     routers: list[Router | None],
+    learned: Mapping[tuple[int, int], Router] | None = None,
 ) -> Predictor | None:
-    """Return the predictor of an option, or None for `off`."""
+    """Return the predictor of an option, or None for `off`. learned: routers that a compile learned."""
     if kind == "lookahead":
-        return LookaheadPredictor(tables, model, norms, routers)
+        return LookaheadPredictor(tables, model, norms, routers, learned)
     return table_predictor(kind, tables, model)
 
 

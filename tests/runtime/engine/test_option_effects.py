@@ -21,6 +21,7 @@ from moec.runtime.text.sampling import Sampler, SamplingOptions
 from tests.gates.bundles import emit_bundle
 from tests.gates.damage import flip, write_tables
 from tests.observed_runs import begin_trace, forget_mappings, how_read, reader_threads, threads
+from tests.runtime.learned_bundle import with_maps
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # torch computes on the device
@@ -34,14 +35,14 @@ BESIDE = {**SMALL, "accelerator": "torch-cpu", "accelerator_memory": "1MiB", "ac
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """8 bits, low versions of 2, tables of a calibration that saw experts at random."""
+    """8 bits, low versions of 2, tables of a calibration that saw experts at random, random maps."""
     root, draw = tmp_path_factory.mktemp("effects"), np.random.default_rng(5)
     shape = TinyMixtral(layers=LAYERS, experts=EXPERTS, top_k=4, seed=5)
     target = emit_bundle(save_tiny_mixtral(root / "model", shape), root / "bundle", bitwidth=8, low="q2g32")
     popularity = draw.integers(1, 99, (LAYERS, EXPERTS)).astype(np.uint32)
     transitions = draw.integers(1, 99, (LAYERS - 1, EXPERTS, EXPERTS)).astype(np.uint32)
     write_tables(target, popularity=popularity, transitions=transitions)
-    return target
+    return with_maps(target, root / "learned")
 
 
 def run(engine: Engine) -> np.ndarray:
@@ -146,6 +147,7 @@ EFFECTS: dict[str, Effect] = {
     "prefetch_experts": Effect(3, AHEAD, advised),
     "prefetch_rule": Effect("spread", {"expert_cache": "60%", "context": 64}, advised),
     "reader_cpus": Effect(str(min(os.sched_getaffinity(0))), {**AHEAD, "prefetch_rule": "until-routed"}, advice_cpus),
+    "learned_routers": Effect(False, {"expert_cache": "60%", "context": 64}, advised),
     "cache_state": Effect("cold", SMALL, lambda engine: (counted(engine), engine.cache.stats.warm_reads)),
     "dynamic_precision": Effect("0,1", SMALL, decided),
     "big_little": Effect("gamma=0.9", SMALL, decided),

@@ -24,6 +24,7 @@ from moec.runtime.prefetch.predictors import PathPredictor, PopularityPredictor
 from moec.runtime.trace.trace import TraceRecorder
 from tests.gates.bundles import emit_bundle
 from tests.pruned_mixtral import LEFT_OUT, PRUNED, save_whole
+from tests.runtime.learned_bundle import with_maps
 from tests.runtime.one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 
@@ -186,6 +187,20 @@ def test_paths_predict_as_in_python(bundle: Path, keys: int, transitions: float,
     popularity = [tables.popularity[at].astype(np.float32).tobytes() for at in range(1, LAYERS)]
     predicted = [scores.ahead[at][0] for _, _, scores in one.passes if scores for at in range(LAYERS - 1)]
     assert all(scores in popularity for scores in predicted) != has_paths
+
+
+def test_learned_routers_predict_as_in_python(bundle: Path, tmp_path: Path) -> None:
+    runs, learned = [], with_maps(bundle, tmp_path / "learned")
+    for way in (in_one_call, steps_only):
+        with opened(learned) as engine:
+            runs.append(Run(engine, way, reads_ahead=False))
+    with opened(learned, learned_routers=False) as engine:
+        plain = Run(engine, in_one_call, reads_ahead=False)
+    one, steps = runs
+    assert one.passes == steps.passes and one.decisions == steps.decisions
+    assert one.thresholds == pytest.approx(steps.thresholds, rel=1e-12)
+    assert all(np.array_equal(own, other) for own, other in zip(one.rows, plain.rows, strict=True))
+    assert one.passes != plain.passes
 
 
 def never_left_out(passes: list[Any]) -> bool:

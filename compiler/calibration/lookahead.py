@@ -1,0 +1,232 @@
+"""Learn linear maps that foresee which experts later layers choose, from the routing of calibration text.
+
+A map goes from what the router of a layer reads to the router logits of a later layer. Ridge regression has it in
+closed form. It is kept where it foresees more choices of held-out tokens than the later router does on the same stream.
+
+Shapes: T tokens, D hidden, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moec.manifests.bundle import LOOKAHEAD_NAME
+from moec.manifests.model import ModelSpec
+from moec.manifests.progress import Progress
+from moec.manifests.quant import QuantSpec
+from moec.manifests.safetensors_header import build_header
+
+from ..quantization.packing import pack, pack_16bit
+from ..quantization.quantizers.rtn import quantize_rtn
+from ..request.ports import RoutingRecord
+from ..workspace.parallel import one_torch_thread
+
+MAX_AHEAD = 3
+"""Layers from the running one to the furthest one that is foreseen."""
+MAX_TOKENS = 16_384
+HELD_OUT = 5
+"""One text of so many is held out."""
+_RIDGES = (1e-3, 1e-2, 1e-1)
+"""Penalties to try, as shares of the mean square of each input."""
+_FORMATS = (QuantSpec(4, 32), QuantSpec(8, 64))
+_SPARED = 0.05
+"""Share of a map's gain that a smaller format may cost."""
+_Z_95 = 1.645
+"""One-sided quantile of the normal distribution."""
+
+
+@dataclass(slots=True)
+class RoutingSample:
+    """Routing of the tokens of some texts in one layer.
+
+    inputs: what the router reads, float16 [T, D] per text.
+    logits: float32 [T, E] per text.
+    chosen: int64 [T, K] per text.
+    foreseen: logits of later routers for this layer's stream, float32 [T, E] per text, by distance.
+    """
+
+    inputs: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    chosen: list[Tensor] = field(default_factory=list)
+    foreseen: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, record: RoutingRecord) -> None:
+        """Add the routing of one text."""
+        self.inputs.append(torch.from_numpy(record.inputs).half())
+        self.logits.append(torch.from_numpy(record.logits).float())
+        self.chosen.append(torch.from_numpy(record.chosen).long())
+        for ahead, logits in record.foreseen.items():
+            self.foreseen.setdefault(ahead, []).append(torch.from_numpy(logits).float())
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedMap:
+    """A map that is kept.
+
+    layer, ahead: running layer, and the distance of the foreseen one.
+    recall: share of the held-out choices of the later layer that are among the top_k foreseen.
+    own_recall: the same by the later router, applied to the running layer's stream.
+    data: packed matrix [E, D] in this format.
+    bias: float32 [E].
+    """
+
+    layer: int
+    ahead: int
+    recall: float
+    own_recall: float
+    spec: QuantSpec
+    data: np.ndarray
+    bias: np.ndarray
+
+
+def can_learn(model: ModelSpec) -> bool:
+    """Return whether later routers of a model can be foreseen by a linear map."""
+    routers = [model.layers[layer].experts.router for layer in model.expert_layers]
+    return model.encoder is None and len(routers) > 1 and all(each.is_plain for each in routers)
+
+
+def most_tokens(model: ModelSpec, memory_bytes: int) -> int:
+    """Return the tokens whose routing fits into the memory, at most MAX_TOKENS."""
+    return min(MAX_TOKENS, memory_bytes // (2 * model.hidden_size * len(model.expert_layers)))
+
+
+def learn_maps(model: ModelSpec, samples: Mapping[int, RoutingSample], progress: Progress) -> list[LearnedMap]:
+    """Return the maps that foresee more than the later routers do, by layer and distance.
+
+    There are none of fewer than HELD_OUT texts, because no text is held out.
+    """
+    found, layers = list[LearnedMap](), model.expert_layers
+    if any(len(samples[layer].inputs) < HELD_OUT for layer in layers):
+        return found
+    with one_torch_thread():  # the same bits for any number of processors
+        for done, layer in enumerate(layers):
+            solve = _regression(samples[layer].inputs)
+            for ahead in range(1, MAX_AHEAD + 1):
+                if layer + ahead in layers:
+                    learned = _learn(model, samples, layer, ahead, solve)
+                    found += [] if learned is None else [learned]
+            progress(done + 1, len(layers))
+    return found
+
+
+_Solve = Callable[[Tensor, float], Tensor]
+"""Maps targets of the training tokens, [T, E], and a penalty to weights, float64 [E, D + 1]; the bias comes last."""
+
+
+def _is_held_out(texts: Sequence[Tensor]) -> list[bool]:
+    return [at % HELD_OUT == HELD_OUT - 1 for at in range(len(texts))]
+
+
+def _part(texts: Sequence[Tensor], is_held_out: bool) -> Tensor:
+    """Return the tokens of the training texts, or of the held-out ones."""
+    parts = [text for text, held_out in zip(texts, _is_held_out(texts), strict=True) if held_out == is_held_out]
+    return torch.cat(parts)
+
+
+def _regression(inputs: Sequence[Tensor]) -> _Solve:
+    """Return the ridge regression on the training tokens.
+
+    The penalty of each weight is a share of the mean square of its input, so the scale of an input has no effect.
+    """
+    x = _part(inputs, is_held_out=False).double()
+    x = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], dim=1)
+    moments = x.T @ x
+    squares = torch.diagonal(moments).clamp_min(1e-12).clone()
+
+    def solve(targets: Tensor, ridge: float) -> Tensor:
+        penalty = ridge * squares
+        penalty[-1] *= 1e-6  # the bias is free
+        factor = torch.linalg.cholesky(moments + torch.diag(penalty))
+        return torch.cholesky_solve(x.T @ targets.double(), factor).T
+
+    return solve
+
+
+def _learn(
+    model: ModelSpec, samples: Mapping[int, RoutingSample], layer: int, ahead: int, solve: _Solve
+) -> LearnedMap | None:
+    """Return the best map from one layer to a later one; None if it foresees no more than the later router."""
+    sample, later = samples[layer], samples[layer + ahead]
+    targets = _part(later.logits, is_held_out=False)
+    targets = targets - targets.mean(1, keepdim=True)  # softmax does not see what all have in common
+    inputs, chosen = _part(sample.inputs, is_held_out=True).float(), _part(later.chosen, is_held_out=True)
+    own = _hits(_part(sample.foreseen[ahead], is_held_out=True), chosen)
+
+    def hits_of(weights: Tensor) -> Tensor:
+        return _hits(inputs @ weights[:, :-1].T + weights[:, -1], chosen)
+
+    weights = max((solve(targets, ridge).float() for ridge in _RIDGES), key=lambda each: float(hits_of(each).mean()))
+    gains = hits_of(weights) - own
+    error = float(gains.std()) / len(gains) ** 0.5 if len(gains) > 1 else float("inf")
+    if float(gains.mean()) <= _Z_95 * error:
+        return None
+    rounded = _smallest(weights, lambda each: float(hits_of(each).mean()), float(own.mean()))
+    recall = float(hits_of(rounded.weights).mean())
+    bias = rounded.weights[:, -1].contiguous().numpy()
+    return LearnedMap(layer, ahead, recall, float(own.mean()), rounded.spec, rounded.data, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounded:
+    """A map in a format. weights: float32 [E, D + 1], with the bias last. data: packed matrix [E, D]."""
+
+    spec: QuantSpec
+    weights: Tensor
+    data: np.ndarray
+
+
+def _smallest(weights: Tensor, recall: Callable[[Tensor], float], own_recall: float) -> _Rounded:
+    """Return a map in the smallest format that keeps nearly all of its gain."""
+    matrix, bias = weights[:, :-1].contiguous(), weights[:, -1:]
+    most = recall(weights)
+    for spec in _FORMATS:
+        if spec.fits(matrix.shape[1]):
+            quantized = quantize_rtn(matrix, spec, clip_search=True)
+            rounded = torch.cat([quantized.dequantize(), bias], dim=1)
+            if most - recall(rounded) <= _SPARED * (most - own_recall):
+                return _Rounded(spec, rounded, pack(quantized))
+    spec = QuantSpec(16, float_type="bfloat16")
+    halves = matrix.bfloat16()
+    return _Rounded(spec, torch.cat([halves.float(), bias], dim=1), pack_16bit(halves, spec))
+
+
+def _hits(logits: Tensor, chosen: Tensor) -> Tensor:
+    """Return the share of each token's chosen experts that have the top-k logits, float64 [T]."""
+    top_k = logits.topk(chosen.shape[1], dim=1).indices
+    return (top_k.unsqueeze(2) == chosen.unsqueeze(1)).any(2).double().mean(1)
+
+
+def encode_maps(maps: Sequence[LearnedMap]) -> bytes:
+    """Return the maps as a safetensors file. Source: docs/format.md, Lookahead."""
+    tensors, parts = dict[str, tuple[str, tuple[int, ...]]](), list[bytes]()
+    for each in maps:
+        place = f"layers.{each.layer}.ahead.{each.ahead}"
+        tensors[f"{place}.weight.{each.spec}"] = ("U8", each.data.shape)
+        tensors[f"{place}.bias"] = ("F32", each.bias.shape)
+        parts += [each.data.tobytes(), each.bias.astype("<f4").tobytes()]
+    return build_header(tensors) + b"".join(parts)
+
+
+def lookahead_report(maps: Sequence[LearnedMap], size_bytes: int) -> dict[str, Any]:
+    """Return the entry `lookahead` of quality.json.
+
+    size_bytes: size of the file of the maps.
+    """
+    rows = []
+    for ahead in sorted({each.ahead for each in maps}):
+        own = [each for each in maps if each.ahead == ahead]
+        rows.append(
+            {
+                "ahead": ahead,
+                "layers": [each.layer for each in own],
+                "recall": sum(each.recall for each in own) / len(own),
+                "own_recall": sum(each.own_recall for each in own) / len(own),
+            }
+        )
+    return {"file": LOOKAHEAD_NAME, "size_bytes": size_bytes, "rows": rows}

@@ -1,0 +1,135 @@
+"""Maps that foresee later layers: what is learned, kept and rounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moec.compiler.calibration.lookahead import (
+    HELD_OUT,
+    LearnedMap,
+    RoutingSample,
+    can_learn,
+    encode_maps,
+    learn_maps,
+    lookahead_report,
+    most_tokens,
+)
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.families import lower
+from moec.manifests.model import ModelSpec
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+
+TEXTS, LENGTH, TOP_K = 40, 32, 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    folder = save_tiny_mixtral(tmp_path_factory.mktemp("model"), TinyMixtral(layers=3, experts=8, top_k=TOP_K))
+    return lower(open_checkpoint(str(folder))).model
+
+
+@dataclass(frozen=True)
+class Record:
+    inputs: np.ndarray
+    logits: np.ndarray
+    chosen: np.ndarray
+    foreseen: dict[int, np.ndarray]
+
+
+def samples_of(model: ModelSpec, noise: float, foresight: float) -> dict[int, RoutingSample]:
+    """Return routing in which later logits are linear in earlier inputs, with noise.
+
+    foresight: 0: the later routers foresee at random; 1: they foresee what comes.
+    """
+    drawn = np.random.default_rng(0)
+    count, size = model.layers[0].experts.count, model.hidden_size
+    maps = [drawn.standard_normal((size, count)) for _ in model.layers]
+    samples = {layer: RoutingSample() for layer in model.expert_layers}
+    for _ in range(TEXTS):
+        inputs = drawn.standard_normal((LENGTH, size)).astype(np.float32)
+        logits = [inputs @ each + noise * drawn.standard_normal((LENGTH, count)) for each in maps]
+        for layer in model.expert_layers:
+            chosen = np.argsort(-logits[layer], axis=1)[:, :TOP_K].astype(np.int32)
+            foreseen = {
+                ahead: (foresight * logits[layer + ahead] + (1 - foresight) * drawn.standard_normal((LENGTH, count)))
+                for ahead in (1, 2, 3)
+                if layer + ahead < model.num_layers
+            }
+            samples[layer].add(Record(inputs, logits[layer].astype(np.float32), chosen, foreseen))
+    return samples
+
+
+def quiet(done: int, total: int) -> None:
+    """Take progress."""
+
+
+def test_what_is_linear_is_learned(model: ModelSpec) -> None:
+    found = learn_maps(model, samples_of(model, noise=0.1, foresight=0.0), quiet)
+    assert [(each.layer, each.ahead) for each in found] == [(0, 1), (0, 2), (1, 1)]
+    for each in found:
+        assert each.recall > 0.9 and each.own_recall < 0.4
+        assert each.data.size == each.spec.packed_bytes(len(each.bias), model.hidden_size)
+
+
+def test_what_the_later_router_foresees_is_not_learned(model: ModelSpec) -> None:
+    assert learn_maps(model, samples_of(model, noise=0.1, foresight=1.0), quiet) == []
+
+
+def test_noise_is_not_learned(model: ModelSpec) -> None:
+    """A map that is as good as chance is kept only by chance, which one in twenty is."""
+    assert len(learn_maps(model, samples_of(model, noise=1e6, foresight=0.0), quiet)) <= 1
+
+
+def test_too_few_texts_teach_nothing(model: ModelSpec) -> None:
+    samples = samples_of(model, noise=0.1, foresight=0.0)
+    few = {
+        layer: replace(
+            own,
+            inputs=own.inputs[: HELD_OUT - 1],
+            logits=own.logits[: HELD_OUT - 1],
+            chosen=own.chosen[: HELD_OUT - 1],
+            foreseen={ahead: texts[: HELD_OUT - 1] for ahead, texts in own.foreseen.items()},
+        )
+        for layer, own in samples.items()
+    }
+    assert learn_maps(model, few, quiet) == []
+    assert learn_maps(model, {layer: RoutingSample() for layer in samples}, quiet) == []
+
+
+def test_equal_samples_give_equal_bytes(model: ModelSpec) -> None:
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(encode_maps(learn_maps(model, samples_of(model, noise=0.1, foresight=0.0), quiet)))
+    torch.set_num_threads(before)
+    assert found[0] == found[1]
+
+
+def test_the_report_has_means_by_distance(model: ModelSpec) -> None:
+    (first, *_) = learn_maps(model, samples_of(model, noise=0.1, foresight=0.0), quiet)
+    maps: list[LearnedMap] = [replace(first, recall=0.8), replace(first, layer=1, recall=0.6, own_recall=0.5)]
+    report = lookahead_report(maps, 7)
+    (row,) = report["rows"]
+    assert report["size_bytes"] == 7 and row["ahead"] == 1 and row["layers"] == [0, 1]
+    assert row["recall"] == pytest.approx(0.7) and row["own_recall"] == pytest.approx((first.own_recall + 0.5) / 2)
+
+
+def test_only_softmax_routers_of_decoders_learn(model: ModelSpec, tmp_path: Path) -> None:
+    layer = model.layers[1]
+    router = replace(layer.experts.router, scoring="sigmoid")
+    other = replace(layer, experts=replace(layer.experts, router=router))
+    assert can_learn(model)
+    assert not can_learn(replace(model, layers=(model.layers[0], other, model.layers[2])))
+    one = save_tiny_mixtral(tmp_path / "one", TinyMixtral(layers=1, experts=3, top_k=1))
+    assert not can_learn(lower(open_checkpoint(str(one))).model)
+
+
+def test_the_sample_fits_into_memory(model: ModelSpec) -> None:
+    assert most_tokens(model, 1 << 40) == 16_384
+    assert most_tokens(model, 1 << 20) == (1 << 20) // (2 * model.hidden_size * 3)
