@@ -300,10 +300,12 @@ def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> Measu
     """Return the measurement of `--modes`, or None. Raises OptionError without data or without a bundle."""
     from moec.manifests.errors import OptionError
 
+    from ..lossy_modes.mode_sweep import DYNAMIC
     from ..lossy_modes.modes_measurement import ModesMeasurement
 
     if values["modes"] is None:
-        return None
+        is_dynamic = options.fallback_bits is not None and options.data is not None and not values["plan_only"]
+        return ModesMeasurement(DYNAMIC) if is_dynamic else None
     if options.data is None or values["plan_only"]:
         raise OptionError(
             "`--modes` is measured on held-out items of a whole bundle",

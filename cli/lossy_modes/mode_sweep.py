@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 LOSSLESS = "lossless"
+DYNAMIC = "dynamic-precision"
+"""Value of `--modes` for thresholds of dynamic precision alone. A compile with low versions measures them."""
 KL_TOKENS = 512
 """Tokens of one answer. A certificate scores as many, and plans its memory for them."""
 KL_LOGITS = 1 << 26
@@ -76,9 +78,12 @@ def allowed_settings(
     from moec.runtime.modes.decoder import check_modes
     from moec.runtime.options.runtime import RuntimeOptions
 
-    is_sweep, refusal = text == "sweep", None
+    is_sweep, refusal = text in ("sweep", DYNAMIC), None
     found: list[dict[str, str]] = [{}]
-    for setting in _all_settings(has_low, deciles) if is_sweep else parse_mode_list(text):
+    chosen = _all_settings(has_low, deciles) if is_sweep else parse_mode_list(text)
+    if text == DYNAMIC:
+        chosen = [setting for setting in chosen if set(setting) == {"dynamic_precision"}]
+    for setting in chosen:
         try:
             check_modes(modes_of(setting), model, int(has_low))
             replace(options or RuntimeOptions(), **setting)  # type: ignore[arg-type]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moec.manifests.errors import OptionError
+
 from ..options.runtime_options import DEFAULT_CACHE
-from .mode_sweep import QualitySweep, allowed_settings, settings_of
+from .mode_sweep import DYNAMIC, QualitySweep, allowed_settings, settings_of
 
 if TYPE_CHECKING:
     from moec.compiler.request.ports import UnpublishedBundle
@@ -19,14 +21,15 @@ class ModesMeasurement:
 
     Experts have a cache of DEFAULT_CACHE. If the memory of the compile is too small for that, they have the rest of it.
 
-    modes: value of `--modes`.
+    modes: value of `--modes`, or DYNAMIC.
     """
 
     modes: str
 
     def check(self, model: ModelSpec, has_low_versions: bool) -> None:
         """Raise OptionError for modes that cannot be measured."""
-        allowed_settings(self.modes, model, has_low_versions, (), None)
+        if self.modes != DYNAMIC:  # nobody asked for these
+            allowed_settings(self.modes, model, has_low_versions, (), None)
 
     def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
         """Return the record for quality.json. Raises MemoryBudgetExceeded."""
@@ -36,7 +39,15 @@ class ModesMeasurement:
         from moec.runtime.options.runtime import RuntimeOptions
 
         manifest = open_bundle(bundle.path, allow_partial=True).manifest
-        settings = settings_of(self.modes, manifest, bundle.deciles)
+        published = ",".join(f"{round(share, 3):g}" for share in bundle.published)
+        try:
+            settings = settings_of(self.modes, manifest, bundle.deciles)
+        except OptionError:
+            if self.modes != DYNAMIC:
+                raise
+            return {}
+        if published and manifest.low_experts and {"dynamic_precision": published} not in settings:
+            settings.append({"dynamic_precision": published})
         options = RuntimeOptions(expert_cache=DEFAULT_CACHE)
         if bundle.memory_bytes:
             # Computed from shapes, not from the memory of this process: equal compiles must give equal bytes.
@@ -44,7 +55,8 @@ class ModesMeasurement:
             need = COMPILE_PROCESS_BYTES + plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes + plan.cache_bytes
             options = RuntimeOptions(memory=str(bundle.memory_bytes)) if need > bundle.memory_bytes else options
         sweep = QualitySweep(bundle.path, options, None, bundle.task, bundle.items, bundle.shots)
-        return untimed(sweep.run(settings, is_partial=True))
+        record = untimed(sweep.run(settings, is_partial=True))
+        return {**record, "published": published} if published and manifest.low_experts else record
 
 
 def untimed(record: dict[str, Any]) -> dict[str, Any]:

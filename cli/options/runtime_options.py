@@ -114,6 +114,8 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
     Raises OptionError; with a bundle also the errors of `open_engine`.
     """
     if bundle is not None:
+        if values.get("dynamic_precision") == "published":
+            values = {**values, "dynamic_precision": _published_thresholds(bundle)}
         if values.get("dynamic_precision") == "auto":
             if values.get("big_little") is not None or values.get("cache_routing") is not None:
                 raise OptionError(
@@ -166,6 +168,19 @@ def _chosen_thresholds(bundle: Path, text: str) -> str:
     if found is None:
         remedy = "measure them: moec eval BUNDLE --data DATA --modes sweep" if not rows else "allow more"
         raise OptionError(f"no thresholds were measured to cost at most {text} of `{bundle}`", remedy)
+    return found
+
+
+def _published_thresholds(bundle: Path) -> str:
+    """Return the thresholds of `--dynamic-precision published`. Raises OptionError if the bundle has none."""
+    from moec.runtime.tuning.mode_records import published_thresholds
+
+    found = published_thresholds(bundle_folder(bundle))
+    if found is None:
+        raise OptionError(
+            f"`{bundle}` does not record the thresholds that HOBBIT's shares have on its calibration",
+            "compile it with `--fallback-bits` and `--data`, or write the thresholds: `--dynamic-precision T1,T2`",
+        )
     return found
 
 

@@ -157,10 +157,15 @@ def _statistics(statistics: ActivationStatistics) -> dict[str, Any]:
 
 def unimportance_deciles(counts: NDArray[np.int64]) -> list[float]:
     """Return the nine deciles of counts [L, bins], or an empty list without counts."""
+    return unimportance_quantiles(counts, [tenth / 10 for tenth in range(1, 10)])
+
+
+def unimportance_quantiles(counts: NDArray[np.int64], shares: Sequence[float]) -> list[float]:
+    """Return the values below which these shares of counts [L, bins] lie, or an empty list without counts."""
     total = np.cumsum(counts.sum(axis=0))
     if not total[-1]:
         return []
-    places = np.searchsorted(total, np.arange(1, 10) / 10 * total[-1])
+    places = np.searchsorted(total, np.array(shares) * total[-1])
     return [float(place + 0.5) / counts.shape[1] for place in places.tolist()]
 
 

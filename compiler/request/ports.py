@@ -73,6 +73,7 @@ class UnpublishedBundle:
     items: items to measure.
     shots: solved examples.
     deciles: quality.unimportance_deciles.
+    published: unimportance above which HOBBIT's shares of experts lie, T1 and T2; empty without calibration.
     memory_bytes: memory of the runtime. 0: the runtime decides.
     """
 
@@ -82,6 +83,7 @@ class UnpublishedBundle:
     shots: Sequence[Item]
     deciles: Sequence[float]
     memory_bytes: int = 0
+    published: Sequence[float] = ()
 
 
 class MeasureModes(Protocol):

@@ -12,7 +12,7 @@ from moec.manifests.codec import canonical_json
 from ..bundle.certificates import MODES_ITEMS
 from ..bundle.certify import HeldOutAnswers, certify
 from ..bundle.emit import BundleContent, cost_summary, emit, finish
-from ..bundle.quality import Evidence, model_card, quality_report, unimportance_deciles
+from ..bundle.quality import Evidence, model_card, quality_report, unimportance_deciles, unimportance_quantiles
 from ..calibration.collect import calibration_summary
 from ..calibration.lookahead import encode_maps, lookahead_report
 from ..calibration.tables import Tables
@@ -24,6 +24,9 @@ from ..request.ports import UnpublishedBundle
 from .compile_context import Certified, CompileContext, Planned
 from .lookahead import learn_lookahead
 from .measure import plan_bundles
+
+HOBBIT_SHARES = (0.67, 0.97)
+"""Shares of the chosen experts up to T1 and up to T2: 67 % high, 30 % low, 3 % skipped. Source: HOBBIT, evaluation."""
 
 
 def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleManifest:
@@ -110,4 +113,5 @@ def _unpublished(prepared: Prepared, planned: Planned, partial: Path) -> Unpubli
     deciles = [] if statistics is None else unimportance_deciles(statistics.unimportance)
     room = runtime_bytes(prepared.lowering.model, request.memory_limit_bytes)
     items, shots = split.test.items[:MODES_ITEMS], prepared.shots[split.task.name]
-    return UnpublishedBundle(partial, split.task, items, shots, deciles, room)
+    published = [] if statistics is None else unimportance_quantiles(statistics.unimportance, HOBBIT_SHARES)
+    return UnpublishedBundle(partial, split.task, items, shots, deciles, room, published)

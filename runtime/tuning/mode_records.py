@@ -17,7 +17,7 @@ from moec.manifests.files.limits import MAX_QUALITY_BYTES, QUALITY_JSON
 from moec.manifests.files.output_file import write_output
 from moec.manifests.files.strict_json import load_strict_json
 
-from ..options.lossy import LossyModes, parse_modes
+from ..options.lossy import LossyModes, parse_dynamic_precision, parse_modes
 from .tune_file import bundle_sha256, file_next_to
 
 SUFFIX = ".modes.json"
@@ -96,6 +96,16 @@ def _calibrated(bundle: Path, name: str) -> list[float]:
 def modes_of_row(row: dict[str, Any]) -> LossyModes:
     """Return the modes of a row. Raises OptionError."""
     return parse_modes(*(row["options"].get(name) for name in OPTION_NAMES))
+
+
+def published_thresholds(bundle: Path) -> str | None:
+    """Return the `T1,T2` at which calibration has HOBBIT's shares of versions, from quality.json; None without them."""
+    record = _load(bundle / QUALITY_NAME).get("modes")
+    text = record.get("published") if isinstance(record, dict) else None
+    try:
+        return parse_dynamic_precision(text).to_text() if isinstance(text, str) else None
+    except OptionError:
+        return None
 
 
 def choose_thresholds(rows: list[dict[str, Any]], loss: float, low_bytes_share: float) -> str | None:

@@ -344,6 +344,28 @@ def test_a_compile_puts_what_modes_cost_into_the_bundle(
     assert "low versions" in shown
 
 
+def test_a_compile_with_low_versions_fits_thresholds(invoke: Invoke, tmp_path: Path, two_versions: Path) -> None:
+    """`auto` and `published` work on a fresh bundle, without a sweep of its owner."""
+    target, data = tmp_path / "out", tmp_path / "texts"
+    model = save_model(tmp_path / "model", layers=1, experts=8)
+    save_texts(data, train=4, validation=4, test=3)
+    result = invoke(
+        "compile", model, "--uniform", 8, "--group-size", 32, "--data", data, "--fallback-bits", 2, "-o", target
+    )
+    assert result.exit_code == 0, result.stderr
+    modes = json.loads((target / "quality.json").read_text())["modes"]
+    first, second = (float(part) for part in modes["published"].split(","))
+    assert 0 < first <= second < 1
+    settings = [row["options"] for row in modes["rows"]]
+    assert settings[0] == {} and {"dynamic_precision": modes["published"]} in settings
+    assert all(set(each) <= {"dynamic_precision"} for each in settings)
+    run = ("run", target, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision")
+    assert f"LOSSY (dynamic-precision {first:g},{second:g})" in invoke(*run, "published").stderr
+    assert "LOSSY (dynamic-precision" in invoke(*run, "auto", "--mode-loss", "99%").stderr
+    refused = invoke("run", two_versions, "--prompt", "a", "--dynamic-precision", "published")
+    assert refused.exit_code == 1 and "HOBBIT's shares" in refused.stderr
+
+
 def test_modes_are_measured_in_what_memory_a_compile_leaves(
     two_versions: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
