@@ -162,7 +162,7 @@ def format_counts(manifest: BundleManifest) -> dict[str, dict[str, int]]:
 
 def _summary(quality: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the certificate without the trials and tables of the search."""
-    known = ("target", "verdict", "tasks", "comparison", "baseline_precision", "own_codes")
+    known = ("target", "verdict", "tasks", "comparison", "baseline_precision", "own_codes", "lookahead")
     return quality and {name: quality[name] for name in known if name in quality}
 
 
@@ -218,6 +218,7 @@ def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
         ("kernels", f"{facts['kernels']['active']} (available: {', '.join(facts['kernels']['available'])})"),
         ("runs with", _code_path_line(facts["code_path"])),
         ("calibration", _calibration_line(facts["calibration"])),
+        *_lookahead_fact(facts["quality"]),
     ]
     parts = (output.facts(pairs), _formats_table(facts), heat_map(facts["formats"]["bits"]))
     return "\n\n".join(parts)
@@ -242,6 +243,18 @@ def _calibration_line(calibration: dict[str, Any] | None) -> str:
         f"{calibration['task']}, {calibration['items']} items, {calibration['tokens']} tokens"
         f"{f', {without} experts without tokens' if without else ''}"
     )
+
+
+def _lookahead_fact(quality: dict[str, Any] | None) -> list[tuple[str, object]]:
+    """Return what learned routers foresee one layer ahead; empty without them, or if the record has another form."""
+    try:
+        row = (quality or {})["lookahead"]["rows"][0]
+        told = (
+            f"{row['recall']:.1%} of the choices {row['ahead']} layer ahead foreseen, {row['own_recall']:.1%} without"
+        )
+    except (KeyError, IndexError, TypeError, ValueError):
+        return []
+    return [("learned routers", told)]
 
 
 def _quality_tables(folder: Path, quality: dict[str, Any] | None) -> str:

@@ -111,3 +111,16 @@ def test_the_verdict_stands_below_the_sizes(invoke: Invoke, mixed_bundle: Path, 
     assert "quality is not measured" in invoke("inspect", mixed_bundle).stdout.splitlines()[-1]
     told = json.loads(invoke("inspect", mixed_bundle, "--json").stdout)["quality"]
     assert told == {"target": {"kind": "size", "value": 9}, "verdict": "not measured", "tasks": {}}
+
+
+@pytest.mark.parametrize("rows", [[], [{"ahead": 1}], "three"])
+def test_what_was_learned_is_told(invoke: Invoke, mixed_bundle: Path, monkeypatch, rows: object) -> None:  # type: ignore[no-untyped-def]
+    quality = {"target": {"kind": "size", "value": 9}, "verdict": "not measured", "tasks": {}}
+    good = {"rows": [{"ahead": 1, "layers": [0], "recall": 0.9, "own_recall": 0.7}]}
+    monkeypatch.setattr("moec.cli.commands.inspect.read_quality", lambda folder: {**quality, "lookahead": good})
+    told = "learned routers  90.0% of the choices 1 layer ahead foreseen, 70.0% without"
+    assert told in invoke("inspect", mixed_bundle).stdout.splitlines()
+    damaged = {**quality, "lookahead": {"rows": rows}}
+    monkeypatch.setattr("moec.cli.commands.inspect.read_quality", lambda folder: damaged)
+    result = invoke("inspect", mixed_bundle)
+    assert result.exit_code == 0 and "learned routers" not in result.stdout
