@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from moec.manifests.errors import OptionError
 
+from .options.profile_defaults import run_settings, run_text
 from .terminal import output
 from .terminal.compile_log import CompileLog, stage_table
 from .terminal.compile_result import print_result
@@ -16,6 +17,8 @@ from .terminal.device_table import device_sentences, device_table
 
 if TYPE_CHECKING:
     from moec.compiler.request.request import CompileRequest
+    from moec.compiler.request.result import CompileResult
+    from moec.profiles.device import DeviceProfile
 
 MakeRequest = Callable[[str, Path, CompileLog], "CompileRequest"]
 """(device, output, log) -> the request of one device."""
@@ -47,7 +50,8 @@ def compile_all(devices: Sequence[str], base: Path, make_request: MakeRequest, i
             results.append(next(compiles))
         if not as_json:
             output.data(f"device   {request.profile.name}")
-            print_result(results[-1], stage_table(log.stages()) if is_plan else "")
+            stages = stage_table(log.stages()) if is_plan else ""
+            print_result(results[-1], stages, run_on(request.profile, results[-1]))
             output.data("")
     by_device = {request.profile.name: result for request, result in zip(requests, results, strict=True)}
     sizes = {name: result.plan.expert_packed_bytes for name, result in by_device.items()}
@@ -62,3 +66,10 @@ def compile_all(devices: Sequence[str], base: Path, make_request: MakeRequest, i
     output.data(device_table(predicted, sizes))
     for sentence in device_sentences(predicted, sizes):
         output.data(sentence)
+
+
+def run_on(profile: DeviceProfile, result: CompileResult) -> str:
+    """Return the defaults of a run on the device of a bundle; empty for the probed host, or without a bundle."""
+    if profile.is_probed or result.device is None:
+        return ""
+    return f"on {profile.name} with {run_text(run_settings(profile), result.device.recommended_cache_bytes)}"

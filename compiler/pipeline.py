@@ -75,7 +75,7 @@ def _compile(request: CompileRequest) -> CompileResult:
             complete_bundle(prepared, manifest, certified, quality, partial)
             note_certified(context.journal, request, partial)
             publish_directory(disk, partial, output, request.overwrite)
-        result = CompileResult(output, planned.plan, quality, popularity=popularity_of(planned))
+        result = CompileResult(output, planned.plan, quality, popularity=popularity_of(planned), device=manifest.device)
         request.published(result)
     return result
 

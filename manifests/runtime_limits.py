@@ -1,4 +1,4 @@
-"""Defaults of the runtime that a compile plans with."""
+"""Limits and defaults of the runtime that a compile or a device profile states too."""
 
 from __future__ import annotations
 
@@ -8,3 +8,7 @@ ANSWER_SLOTS = 64
 """Sequences that a compile lets the runtime decode at once, or fewer that fit."""
 MAX_PASS_TOKENS = 1024
 """Most tokens that a layer computes at once. A prompt up to this length reads each expert once."""
+IO_MODES = ("auto", "direct", "buffered", "mmap")
+"""Values of `--io`."""
+MAX_READERS = 32
+"""Most expert reads under way at once."""

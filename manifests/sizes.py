@@ -26,3 +26,11 @@ def parse_bytes(text: str, option: str = "") -> int:
     if "." in match[1] and not match[2]:
         raise OptionError(f"{shown} is not a whole number of bytes", "add a unit, like `2GiB`")
     return int(Fraction(match[1]) * _UNITS[match[2] or "B"])
+
+
+def exact_bytes(size_bytes: int) -> str:
+    """Return a size as a text that `parse_bytes` reads as the same number, in the largest unit that divides it."""
+    for unit in ("GiB", "MiB", "GB", "MB"):
+        if size_bytes % _UNITS[unit] == 0:
+            return f"{size_bytes // _UNITS[unit]}{unit}"
+    return str(size_bytes)

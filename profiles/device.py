@@ -1,7 +1,8 @@
 """DeviceProfile: the properties of a device, checked. Every number states its source.
 
 A profile is independent of models and bundles. Its optional parts are in `device_parts.py`. `loading.py` reads it from
-TOML, `probe.py` measures the present machine, and `predict.py` combines it with a bundle.
+TOML, `device_json.py` from the file of a bundle. `probe.py` measures the present machine, and `predict.py` combines
+it with a bundle.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from moec.manifests.quant import TERNARY
 
-from .device_parts import MAX_PROCESSORS, Cores, Gpu, Power
+from .device_parts import MAX_PROCESSORS, Cores, Gpu, Part, Power, Run
 
 # Bitwidths with a kernel in each instruction set. A profile does not offer a format without a kernel.
 KERNEL_FORMATS: dict[str, tuple[float, ...]] = {
@@ -69,7 +70,7 @@ class DeviceProfile:
     instruction_sets: names in KERNEL_FORMATS, best first.
     provenance: source of each field's value, and of each value of a part, as `gpu.memory_bytes`.
     is_probed: whether it was measured on the present machine, so that it varies.
-    gpu, cores, power: parts that the profile may state; None: not stated.
+    gpu, cores, power, run: parts that the profile may state; None: not stated.
     Raises ValueError, with the field first, if a value is out of range or has no provenance, or if two values exclude
     each other.
     """
@@ -87,6 +88,7 @@ class DeviceProfile:
     gpu: Gpu | None = None
     cores: Cores | None = None
     power: Power | None = None
+    run: Run | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -144,9 +146,9 @@ class DeviceProfile:
         """Return the keys that need a provenance: CONTENT, then those of each part, as `gpu.memory_bytes`."""
         return (*CONTENT, *(f"{part.TABLE}.{key}" for part in self.parts() for key in part.stated()))
 
-    def parts(self) -> tuple[Gpu | Cores | Power, ...]:
+    def parts(self) -> tuple[Part, ...]:
         """Return the parts that the profile states."""
-        return tuple(part for part in (self.gpu, self.cores, self.power) if part is not None)
+        return tuple(part for part in (self.gpu, self.cores, self.power, self.run) if part is not None)
 
     @property
     def bitwidths(self) -> tuple[float, ...]:

@@ -1,12 +1,14 @@
-"""Optional parts of a device profile: its GPU, its big and little cores, its power draw. Each is checked.
+"""Optional parts of a device profile: its GPU, its big and little cores, its power draw, settings of a run.
 
-No part enters the digest of a profile, because no plan depends on one.
+Each is checked. No part enters the digest of a profile, because no plan depends on one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
+
+from moec.manifests.runtime_limits import IO_MODES, MAX_READERS
 
 MAX_PROCESSORS = 4096
 MAX_WATTS = 1_000_000
@@ -127,4 +129,27 @@ class Power(_Part):
             )
 
 
-PARTS: tuple[type[Gpu] | type[Cores] | type[Power], ...] = (Gpu, Cores, Power)
+@dataclass(frozen=True, slots=True)
+class Run(_Part):
+    """Settings of a run that suit the storage. They are defaults of `moec run` on such a device.
+
+    io: how experts are read, as `--io`; None: not stated.
+    readers: expert reads under way at once, as `--readers`; None: not stated.
+    Raises ValueError, with the key first, if a value is out of range or none is stated.
+    """
+
+    TABLE: ClassVar[str] = "run"
+
+    io: str | None = None
+    readers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.io is not None and self.io not in IO_MODES:
+            raise ValueError(f"`run.io`: expected one of {', '.join(IO_MODES)}, found {self.io[:80]!a}")
+        self._check_range("readers", 1, MAX_READERS, f"1 to {MAX_READERS}")
+        if not self.stated():
+            raise ValueError("`run`: expected `io` or `readers`, found neither")
+
+
+Part = Gpu | Cores | Power | Run
+PARTS: tuple[type[Part], ...] = (Gpu, Cores, Power, Run)

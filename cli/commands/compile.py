@@ -13,7 +13,7 @@ import click
 
 from moec.manifests.files.output_file import check_folder, check_output, write_output
 
-from ..compile_devices import MakeRequest, compile_all
+from ..compile_devices import MakeRequest, compile_all, run_on
 from ..lossy_modes.mode_sweep import mode_sweep_option
 from ..options.compile_options import compile_options
 from ..options.paths import PATH, PLACE, long_items_option
@@ -243,7 +243,7 @@ def _compile_one(
     elif as_json:
         output.data_json(result.quality)
     else:
-        print_result(result, stage_table(log.stages()) if values["plan_only"] else "")
+        print_result(result, stage_table(log.stages()) if values["plan_only"] else "", run_on(request.profile, result))
 
 
 def _refuse_many(values: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from ..lossy_modes.mode_costs import say_mode_cost
 from ..lossy_modes.mode_sweep import decisions_text, mode_sweep_option
 from ..options.opening import accelerator_facts, bundle_folder, is_bundle, mode_facts
 from ..options.paths import PATH, PLACE, long_items_option, output_option, write_json_lines
+from ..options.profile_defaults import say_device
 from ..options.runtime_options import (
     accelerator_options,
     build_options,
@@ -181,7 +182,9 @@ def _sweep(
     folder, path = bundle_folder(model), record_path(model)
     check_output(path)
     options = sweep_options(build_options(values, bundle=model))
-    settings = settings_of(modes, open_bundle(folder).manifest, calibrated_deciles(folder), options)
+    opened = open_bundle(folder)
+    say_device(opened, options)
+    settings = settings_of(modes, opened.manifest, calibrated_deciles(folder), options)
     sweep = QualitySweep(model, options, values["kernels"], items.task, items.items, shots).fitted(long_items)
     record = sweep.run(settings, keep=partial(write_record, model))
     if as_json:

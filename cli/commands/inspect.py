@@ -61,6 +61,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "producer": manifest.producer,
         "format_version": manifest.format_version,
         "device": manifest.device.profile,
+        "run": run_on_device(bundle),
         "model": {
             "family": model.family,
             "layers": model.num_layers,
@@ -91,6 +92,24 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "code_path": code_path(manifest, RuntimeOptions()).to_plain(),
         "quality": _summary(read_quality(bundle)),
     }
+
+
+def run_on_device(bundle: Bundle) -> dict[str, Any] | None:
+    """Return the settings of a run on the device of a bundle, and whether this machine is one; None without a profile.
+
+    Raises BundleError, StorageReadFailed.
+    """
+    from moec.profiles.present_machine import first_difference
+    from moec.runtime.bundle.device_file import device_of
+
+    from ..options.profile_defaults import run_settings
+
+    profile = device_of(bundle)
+    if profile is None:
+        return None
+    cache_bytes = bundle.manifest.device.recommended_cache_bytes
+    settings = {"options": run_settings(profile), "expert_cache_bytes": cache_bytes}
+    return {**settings, "difference": first_difference(profile)}
 
 
 def _sizes(manifest: BundleManifest) -> dict[str, int]:
@@ -215,6 +234,7 @@ def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
             f"`{facts['memory']['option']}` for a context of {facts['memory']['context']}, of it "
             f"{size(sizes['minimum_expert_bytes'])} for experts",
         ),
+        *_run_lines(facts["run"]),
         ("kernels", f"{facts['kernels']['active']} (available: {', '.join(facts['kernels']['available'])})"),
         ("runs with", _code_path_line(facts["code_path"])),
         ("calibration", _calibration_line(facts["calibration"])),
@@ -222,6 +242,15 @@ def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
     ]
     parts = (output.facts(pairs), _formats_table(facts), heat_map(facts["formats"]["bits"]))
     return "\n\n".join(parts)
+
+
+def _run_lines(run: dict[str, Any] | None) -> list[tuple[str, object]]:
+    from ..options.profile_defaults import run_text
+
+    if run is None:
+        return []
+    here = "this machine is one" if run["difference"] is None else f"this machine differs: {run['difference']}"
+    return [("on the device", f"{run_text(run['options'], run['expert_cache_bytes'])}; {here}")]
 
 
 def _code_path_line(path: dict[str, Any]) -> str:

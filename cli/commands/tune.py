@@ -21,6 +21,7 @@ from ..lossy_modes.mode_sweep import modes_of
 from ..measuring.decode_speed import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
 from ..options.opening import bundle_folder, open_engine
 from ..options.paths import bundle_argument, file_option
+from ..options.profile_defaults import device_facts, say_device
 from ..options.runtime_options import TUNED, build_options, refuse_given, runtime_options
 from ..options.tuned_options import made_elsewhere, planned_cache_bytes
 from ..simulation.eviction_fit import SHARES, FittedRow, PolicyFit, fit_plain, fit_table
@@ -105,9 +106,11 @@ def tune_command(
         check_output(tuning_path(folder))
     if training:
         refuse_given(click.get_current_context(), ("tokens", "text_path"), "traces are replayed, not timed")
-        fit_policy(folder, build_options(values), training, held_out, modes, as_json)
+        options = build_options(values, bundle=folder, is_tuned=False)
+        fit_policy(folder, options, training, held_out, modes, as_json)
     else:
-        _time(folder, build_options(values), values["kernels"], tokens, text_path, as_json)
+        options = build_options(values, bundle=folder, is_tuned=False)
+        _time(folder, options, values["kernels"], tokens, text_path, as_json)
 
 
 def _check_request(training: tuple[Path, ...], held_out: tuple[Path, ...], modes: str | None, tokens: int) -> None:
@@ -128,6 +131,7 @@ def _time(
     """Decode the same tokens with every alternative. Write the fastest options."""
     from moec.runtime.bundle.opening import open_bundle
 
+    say_device(open_bundle(folder), options)
     cache_bytes = planned_cache_bytes(folder, options)
     if text_path is not None:
         sequence = sequence_of(open_bundle(folder), text_path, 16, tokens)
@@ -146,7 +150,7 @@ def _time(
     path, kept = _write(folder, cache_bytes, POLICY_OPTIONS, kept, trials)
     if as_json:
         told = {"path": str(path), "expert_cache_bytes": cache_bytes}
-        output.data_json({**told, "options": kept, "trials": trials})
+        output.data_json({**told, "options": kept, "trials": trials, **device_facts()})
         return
     rows = [(t["option"], t["value"], f"{t['gain']:+.1%}", "kept" if t["kept"] else "") for t in trials]
     output.data(output.table(rows, ("option", "value", "speed", "")))
@@ -164,6 +168,7 @@ def fit_policy(
     """Fit the weights of the policy, print the comparison, and write them if they read less at the size in use."""
     from moec.runtime.bundle.opening import open_bundle
 
+    say_device(open_bundle(folder), options)
     in_use = planned_cache_bytes(folder, options)  # before the traces take memory, which a run does not read
     opened = open_bundle(folder)
     replayed = replayed_bundle(opened)
@@ -186,7 +191,8 @@ def fit_policy(
     path, kept = _write(folder, in_use, TUNED, kept, trials)
     if as_json:
         told = {"path": str(path), "expert_cache_bytes": in_use}
-        output.data_json({**told, "options": kept, "trials": trials, "rows": fit_plain(rows)})
+        told |= {"options": kept, "trials": trials, "rows": fit_plain(rows)}
+        output.data_json({**told, **device_facts()})
         return
     output.data(fit_table(rows, replayed.total_bytes))
     if in_use >= replayed.total_bytes:

@@ -27,10 +27,12 @@ def verify_command(bundle: Path, as_json: bool) -> None:
     moec verify mixtral-moec && scp -r mixtral-moec device:
     """
     folder = bundle_folder(bundle)
+    from moec.runtime.bundle.device_file import device_of
     from moec.runtime.bundle.opening import open_bundle, verify_bundle
 
     opened = open_bundle(folder)
     opened.tables()
+    device_of(opened)
     with ProgressBar("verifying") as progress:
         verify_bundle(opened, progress)
     files, size = len(opened.manifest.files), sum(entry.size_bytes for entry in opened.manifest.files)

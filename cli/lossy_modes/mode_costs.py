@@ -1,20 +1,60 @@
-"""Measured cost of the lossy modes of a run."""
+"""Measured cost of the lossy modes of a run, and modes that a lossless run could take."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..options.profile_defaults import device_run
 from ..terminal import output
 
 if TYPE_CHECKING:
+    from moec.profiles.device import DeviceProfile
     from moec.runtime.engine.engine import Engine
 
 
+SUGGESTED_LOSS = 0.01
+"""Largest measured loss of a suggestion: the default of `--mode-loss`."""
+
+
 def say_mode_cost(bundle: Path, engine: Engine) -> None:
-    """Print the measured cost of the modes of a run. Print nothing for a lossless run."""
-    if (cost := mode_cost(bundle, engine)) is not None:
-        output.say(cost)
+    """Print the measured cost of the modes of a run. Of a lossless run print the modes that its device could use."""
+    told = mode_cost(bundle, engine) or suggestion(bundle, engine)
+    if told is not None:
+        output.say(told)
+
+
+def suggestion(bundle: Path, engine: Engine) -> str | None:
+    """Return measured thresholds of dynamic precision that a lossless run could take, as one line.
+
+    None unless the profile of the bundle applies, storage is predicted to take longer than computing, and thresholds
+    were measured to lose at most SUGGESTED_LOSS.
+    """
+    from moec.runtime.tuning.mode_records import best_thresholds, low_bytes_share, measured_rows, saved_share
+
+    run = device_run()
+    if run is None or not run.applies or not engine.options.modes.is_lossless:
+        return None
+    low = low_bytes_share(engine.bundle.manifest)
+    row = best_thresholds(measured_rows(bundle), SUGGESTED_LOSS, low)
+    if row is None or not _waits_for_storage(engine, run.profile):
+        return None
+    missed = row["decisions"].get("missed_share")
+    if not isinstance(missed, int | float) or not 0 < missed <= 1:
+        return None
+    run.suggestion = f"--dynamic-precision {row['options']['dynamic_precision']}"
+    return (
+        f"suggestion: {run.suggestion} reads {saved_share(row, low) / missed:.0%} less of missed experts, at a "
+        f"measured loss of {loss_text(row['loss'])} of {row['task']} on {row['n']} items, cache {row['expert_cache']}"
+    )
+
+
+def _waits_for_storage(engine: Engine, profile: DeviceProfile) -> bool:
+    """Return whether a token is predicted to read longer than it computes."""
+    from ..measuring.ceiling import predict
+
+    ceiling = predict(engine.bundle, profile, engine.memory.cache_bytes)
+    return bool(ceiling["storage_ns"] > ceiling["compute_ns"])
 
 
 def mode_cost(bundle: Path, engine: Engine) -> str | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moec.manifests.errors import BundleIncomplete, InputError, MemoryBudgetExceeded
 
 from ..terminal import output
+from .profile_defaults import device_facts, say_device
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
@@ -55,6 +56,7 @@ def open_engine(
         runtime_kernels.select(kernels)
     require_memory_for_manifest(folder, options)
     bundle = open_bundle(folder, allow_partial=allow_partial)
+    say_device(bundle, options)
     _say_without_statistics(bundle, options)
     if before_load is not None:
         before_load(bundle)
@@ -81,8 +83,9 @@ def accelerator_facts(engine: Engine) -> dict[str, Any]:
 
 
 def mode_facts(engine: Engine) -> dict[str, Any]:
-    """Return the mode and the code path for `--json`."""
-    return {"mode": engine.mode.removeprefix("mode: "), "code_path": engine.code_path.to_plain()}
+    """Return the mode, the code path, and what a profile decides, for `--json`."""
+    mode = {"mode": engine.mode.removeprefix("mode: "), "code_path": engine.code_path.to_plain()}
+    return mode | device_facts()
 
 
 def is_bundle(path: Path) -> bool:

@@ -16,6 +16,7 @@ from moec.runtime.options.setting import settings_of
 
 from ..terminal.help_sections import SectionOption
 from .opening import bundle_folder
+from .profile_defaults import note_tuned, profile_defaults
 
 DEFAULT_CACHE = "25%"
 """The expert cache of a sweep of modes without a given size. It is small enough to have misses."""
@@ -107,10 +108,14 @@ def runtime_options(command: F) -> F:
     return _add(command, [*map(_option, _PLAIN_NAMES), _KERNELS, *map(_flag, _SWITCHES)])
 
 
-def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = None) -> RuntimeOptions:
+def build_options(
+    values: dict[str, Any], slots: int = 1, bundle: Path | None = None, *, is_tuned: bool = True
+) -> RuntimeOptions:
     """Return the options of a run from the values of `runtime_options`.
 
-    bundle: the bundle whose tuned options apply unless the command line sets them, or None.
+    The order is: command line, tuned options, profile of the bundle, built-in default.
+    bundle: the bundle whose tuned options and profile count, or None.
+    is_tuned: whether tuned options count.
     Raises OptionError; with a bundle also the errors of `open_engine`.
     """
     if bundle is not None:
@@ -129,15 +134,22 @@ def build_options(values: dict[str, Any], slots: int = 1, bundle: Path | None = 
     chosen = {name: values[name] for name in offered if name in values}
     chosen |= {name: not values[f"no_{name}"] for name in _SWITCHES}
     options = RuntimeOptions(**chosen, slots=slots)
-    return options if bundle is None else _with_tuned(options, bundle)
+    if bundle is None:
+        return options
+    is_sweep = is_tuned and _was_given("modes")
+    given = [name for name in chosen if _was_given(name)]
+    options = replace(options, **profile_defaults(bundle, given, is_sweep=is_sweep))
+    return _with_tuned(options, bundle, is_sweep) if is_tuned else options
 
 
-def _with_tuned(options: RuntimeOptions, bundle: Path) -> RuntimeOptions:
+def _with_tuned(options: RuntimeOptions, bundle: Path, is_sweep: bool) -> RuntimeOptions:
     """Return the options with the values of `moec tune`, except those that the command line sets."""
     from .tuned_options import tuned_options
 
-    planned = with_missing_experts(options) if _was_given("modes") else options
-    return replace(options, **_without_given(tuned_options(bundle, planned)))
+    planned = with_missing_experts(options) if is_sweep else options
+    tuned = _without_given(tuned_options(bundle, planned))
+    note_tuned(tuned)
+    return replace(options, **tuned)
 
 
 def _without_given(tuned: dict[str, Any]) -> dict[str, Any]:
@@ -156,15 +168,14 @@ def _was_given(name: str) -> bool:
 def _chosen_thresholds(bundle: Path, text: str) -> str:
     """Return the thresholds of `--dynamic-precision auto`. Raises OptionError if none was measured within the loss."""
     from moec.runtime.bundle.opening import open_bundle
-    from moec.runtime.tuning.mode_records import choose_thresholds, measured_rows
+    from moec.runtime.tuning.mode_records import choose_thresholds, low_bytes_share, measured_rows
 
     match = re.fullmatch(r"([0-9]{1,2}(?:\.[0-9]{1,6})?)%", text.strip())
     if match is None:
         raise OptionError(f"`--mode-loss {text[:20]}` is not a share", "write it like `1%`")
-    cost = open_bundle(bundle_folder(bundle)).manifest
-    low = sum(entry.size_bytes for entry in cost.low_experts) / max(cost.cost.expert_padded_bytes, 1)
     rows = measured_rows(bundle)
-    found = choose_thresholds(rows, float(match[1]) / 100, low)
+    share = low_bytes_share(open_bundle(bundle_folder(bundle)).manifest)
+    found = choose_thresholds(rows, float(match[1]) / 100, share)
     if found is None:
         remedy = "measure them: moec eval BUNDLE --data DATA --modes sweep" if not rows else "allow more"
         raise OptionError(f"no thresholds were measured to cost at most {text} of `{bundle}`", remedy)

@@ -63,7 +63,7 @@ def planned_cache_bytes(bundle: Path, options: RuntimeOptions) -> int:
     """
     import moec.runtime.engine.batch  # noqa: F401  # a run imports it, so its memory counts
     from moec.runtime.bundle.opening import open_bundle
-    from moec.runtime.memory.budget import plan_memory
+    from moec.runtime.memory.budget import plan_memory, require_machine_memory
     from moec.runtime.memory.elastic_cache import CacheBudget
 
     from .opening import bundle_folder, with_fitting_slots
@@ -71,6 +71,7 @@ def planned_cache_bytes(bundle: Path, options: RuntimeOptions) -> int:
     manifest = open_bundle(bundle_folder(bundle)).manifest
 
     def cache_bytes(fitting: RuntimeOptions) -> int:
+        require_machine_memory(bundle, manifest, fitting)
         plan = plan_memory(manifest, fitting)
         if fitting.expert_cache is not None:
             return plan.cache_bytes

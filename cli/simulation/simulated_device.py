@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError
+from moec.manifests.runtime_limits import MAX_READERS
 from moec.manifests.sizes import parse_bytes
-from moec.runtime.options.runtime import MAX_READERS
 
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile

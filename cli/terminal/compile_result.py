@@ -47,10 +47,11 @@ def print_forecast(stages: Sequence[StageForecast], as_json: bool) -> None:
     output.data(forecast_table(plain))
 
 
-def print_result(result: CompileResult, stages: str = "") -> None:
+def print_result(result: CompileResult, stages: str = "", run: str = "") -> None:
     """Print the report as text.
 
     stages: table of the cost of each stage, printed first.
+    run: settings of a run on the device of the bundle, or empty.
     """
     quality = result.quality
     for part in (stages, plan_heat_map(quality), loss_table(quality), comparison_table(quality)):
@@ -60,4 +61,6 @@ def print_result(result: CompileResult, stages: str = "") -> None:
     if result.path is not None:
         output.data(f"bundle   {result.path}")
         output.data(f"report   {result.path / 'quality.json'}, {result.path.name}{PICTURE_SUFFIX}")
+    if run:
+        output.data(f"run      {run}")
     output.data(verdict_line(quality))

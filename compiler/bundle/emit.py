@@ -21,6 +21,7 @@ import xxhash
 from moec.manifests.bundle import (
     CARD_NAME,
     DENSE_NAME,
+    DEVICE_NAME,
     MANIFEST_NAME,
     PARTIAL_SUFFIX,
     QUALITY_NAME,
@@ -45,6 +46,8 @@ from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import LAYOUT, ROWS_PER_BLOCK, QuantSpec
 from moec.manifests.safetensors_header import build_header
+from moec.profiles.device import DeviceProfile
+from moec.profiles.device_json import encode_device
 
 from ..calibration.tables import Statistics, Tables, encode_tables
 from ..families import Lowering
@@ -74,6 +77,7 @@ class BundleContent:
     options: the options entry of the manifest.
     calibration: the calibration entry of the manifest, or None.
     statistics: source of the tables and the expected reads. None: empty tables, equally popular experts.
+    profile: the profile of `device.json`. None: the bundle has no such file.
     """
 
     plan: CompilePlan
@@ -81,6 +85,7 @@ class BundleContent:
     options: Mapping[str, str] = field(default_factory=dict)
     calibration: CalibrationSummary | None = None
     statistics: Statistics | None = None
+    profile: DeviceProfile | None = None
 
 
 def emit(
@@ -110,6 +115,8 @@ def emit(
     tables.check(plan.model)
     small_files = {name: checkpoint.file_bytes(name) for name in checkpoint.companion_files()}
     small_files[TABLES_NAME] = encode_tables(tables)
+    if content.profile is not None:
+        small_files[DEVICE_NAME] = encode_device(content.profile)
     emitter = _Emitter(lowering, plan, partial, disk, progress)
     with disk_errors(partial):
         disk.remove_tree(partial)

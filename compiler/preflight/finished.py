@@ -17,6 +17,7 @@ from moec.manifests.files.limits import MAX_MANIFEST_BYTES, MAX_QUALITY_BYTES, Q
 from moec.manifests.files.strict_json import load_strict_json
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
+from moec.profiles.device_json import encode_device
 
 from ..request.plan import CompilePlan
 from ..request.request import CompileRequest
@@ -75,7 +76,7 @@ def _published(journal: Journal, request: CompileRequest) -> CompileResult | Non
         manifest, quality = decode_manifest(data, str(request.output)), load_strict_json(quality_data, QUALITY_JSON)
     except (MoecError, ValueError):
         return None
-    return CompileResult(request.output, plan_of(manifest), quality)
+    return CompileResult(request.output, plan_of(manifest), quality, device=manifest.device)
 
 
 def plan_of(manifest: BundleManifest) -> CompilePlan:
@@ -93,4 +94,5 @@ def plan_of(manifest: BundleManifest) -> CompilePlan:
 def _asked(request: CompileRequest) -> list[Any]:
     """Return what changes a bundle but not the identity, because no measurement depends on it."""
     profile = request.profile
-    return [request.options.comparisons, repr(request.measure_modes), profile.name, profile.sha256]
+    stated = "" if profile.is_probed else hashlib.sha256(encode_device(profile)).hexdigest()
+    return [request.options.comparisons, repr(request.measure_modes), profile.name, profile.sha256, stated]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from moec.evaluation.statistics import LossEstimate
+from moec.manifests.bundle import DeviceSummary
 
 from .plan import CompilePlan
 
@@ -57,6 +58,7 @@ class CompileResult:
     quality: content of quality.json.
     curve: points of a sweep, or None.
     popularity: tokens of calibration per layer and expert, or None.
+    device: the device entry of the bundle's manifest, or None after a plan-only run.
     """
 
     path: Path | None
@@ -64,3 +66,4 @@ class CompileResult:
     quality: dict[str, Any]
     curve: LossCurve | None = None
     popularity: np.ndarray | None = None
+    device: DeviceSummary | None = None

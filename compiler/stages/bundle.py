@@ -38,6 +38,8 @@ def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleM
         options={**request.options.to_plain(), "quantizer": plan.quantizer},
         calibration=None if statistics is None else calibration_summary(statistics, prepared.splits),
         statistics=statistics,
+        # A probe varies. The machine that runs the bundle is asked instead.
+        profile=None if request.profile.is_probed else request.profile,
     )
     return emit(
         prepared.lowering,

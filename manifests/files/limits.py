@@ -58,6 +58,12 @@ MAX_QUALITY_BYTES = 16 << 20
 QUALITY_JSON = JsonLimits(MAX_QUALITY_BYTES, containers=1 << 17, values=1 << 20, texts=1 << 20)
 """`quality.json`, and `NAME.modes.json` next to a bundle."""
 
+MAX_DEVICE_BYTES = 256 << 10
+"""Size of `device.json`, bytes: a profile of 64 KiB as TOML takes at most four times that. Shipped ones have 3 kB."""
+
+DEVICE_JSON = JsonLimits(MAX_DEVICE_BYTES, containers=1 << 6, values=1 << 13, texts=1 << 12)
+"""`device.json`. A list of little cores has up to 4,096 numbers."""
+
 MAX_LOG_BYTES = 64 << 20
 """Size of `NAME.log.json` next to a bundle, bytes."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moec.manifests.bundle import LOOKAHEAD_NAME, TABLES_NAME, BundleManifest
+from moec.manifests.errors import KernelUnavailable
 
 from .. import kernels
 from ..accelerator import HostParts, open_accelerator, start_cooperation
@@ -22,7 +23,7 @@ from ..expert_cache.opening import open_cache
 from ..expert_cache.policies import policy_score
 from ..expert_cache.records import ExpertRecords, bundle_records, warm_order
 from ..layers.kv_cache import KVCache
-from ..memory.budget import MemoryPlan, plan_memory
+from ..memory.budget import MemoryPlan, plan_memory, require_machine_memory
 from ..memory.elastic_cache import ElasticCache
 from ..model.code_path import CodePath, code_path
 from ..model.dense_weights import load_dense
@@ -104,7 +105,7 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
     Raises KernelUnavailable, MemoryBudgetExceeded, OptionError, StorageReadFailed, ChecksumMismatch, BundleError.
     """
     manifest = bundle.manifest
-    kernels.require(manifest.required_cpu_features)
+    _require_kernels(bundle)
     if options.verify:
         verify_files(bundle, (TABLES_NAME, LOOKAHEAD_NAME))
     device = open_accelerator(manifest, options)  # before the plan: it takes memory of the host
@@ -148,11 +149,20 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
     )
 
 
+def _require_kernels(bundle: Bundle) -> None:
+    """Refuse a bundle whose kernels this processor lacks. Raises KernelUnavailable with bundle, need and kernels."""
+    try:
+        kernels.require(bundle.manifest.required_cpu_features)
+    except KernelUnavailable as error:
+        raise KernelUnavailable(f"`{bundle.path}`: {error.message}", error.hint) from error
+
+
 def _plan(bundle: Bundle, options: RuntimeOptions, host_bytes: int) -> tuple[BundleTokenizer, MemoryPlan]:
     """Load the tokenizer and divide the budget.
 
     host_bytes: host memory that an accelerator uses.
     """
+    require_machine_memory(bundle.path, bundle.manifest, options, host_bytes)
     plan_memory(bundle.manifest, options, host_bytes)  # with the size of the tokenizer's file, before it is loaded
     tokenizer = load_tokenizer(bundle, options.verify)
     return tokenizer, plan_memory(bundle.manifest, options, host_bytes)  # with the memory that the tokenizer uses

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moec.manifests.bundle import LOOKAHEAD_NAME, MANIFEST_NAME, TABLES_NAME, TOKENIZER_NAME, BundleManifest
-from moec.manifests.errors import MemoryBudgetExceeded, OptionError
+from moec.manifests.errors import MemoryBudgetExceeded, OptionError, ProfileError
 from moec.manifests.model import ModelSpec
 from moec.manifests.sizes import parse_bytes
 from moec.profiles.memory_floor import (
@@ -74,9 +74,24 @@ def available_memory_bytes() -> int:
     return max(0, min(available))
 
 
+def default_budget_bytes() -> int:
+    """Return the budget of a run without `--memory`: what this process has, and 7/8 of the free memory."""
+    return resident_set_bytes() + available_memory_bytes() * 7 // 8
+
+
 def chosen_context(model: ModelSpec, options: RuntimeOptions) -> int:
     """Return the longest sequence of a run, tokens."""
     return options.context or model.default_context
+
+
+def _checked_context(model: ModelSpec, options: RuntimeOptions) -> int:
+    """Return the longest sequence of a run, tokens. Raises OptionError if the model has fewer positions."""
+    context = chosen_context(model, options)
+    if context > model.max_positions:
+        raise OptionError(
+            f"`--context {context}` is longer than the {model.max_positions} positions of the model", "ask for less"
+        )
+    return context
 
 
 def require_memory_for_manifest(bundle: Path, options: RuntimeOptions) -> None:
@@ -95,6 +110,29 @@ def require_memory_for_manifest(bundle: Path, options: RuntimeOptions) -> None:
             f"`--memory {options.memory}` is less than the {memory_option(need)} that reading a manifest of {size} "
             "bytes takes",
             "`moec inspect` says what a run takes",
+        )
+
+
+def require_machine_memory(
+    bundle: Path, manifest: BundleManifest, options: RuntimeOptions, accelerator_bytes: int = 0
+) -> None:
+    """Refuse a bundle whose floor exceeds all memory of this machine. `--memory` cannot help then.
+
+    accelerator_bytes: as in `plan_memory`.
+    Raises MemoryBudgetExceeded with the floor and the memory, OptionError. A system that does not tell its memory
+    passes.
+    """
+    try:
+        limit = memory_limit_bytes()
+    except ProfileError:
+        return
+    context = _checked_context(manifest.model, options)
+    floor = nominal_memory(manifest, options, accelerator_bytes).floor_bytes
+    if floor > limit:
+        raise MemoryBudgetExceeded(
+            f"`{bundle}` needs at least {memory_option(floor)} for a context of {context}, this machine has "
+            f"{limit >> 20}MiB",
+            "compile for this machine with `--device host`, or shorten `--context`",
         )
 
 
@@ -138,12 +176,7 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
     accelerator_bytes: memory of this process that an accelerator takes, for example staging buffers.
     Raises MemoryBudgetExceeded with the floor if the budget is lower. Raises OptionError if options conflict.
     """
-    cost, model = manifest.cost, manifest.model
-    context = chosen_context(model, options)
-    if context > model.max_positions:
-        raise OptionError(
-            f"`--context {context}` is longer than the {model.max_positions} positions of the model", "ask for less"
-        )
+    cost, context = manifest.cost, _checked_context(manifest.model, options)
     nominal = nominal_memory(manifest, options, accelerator_bytes)
     # An engine may be loaded into a process that is larger already.
     taken = max(nominal.process_bytes, resident_set_bytes() + PROCESS_SLACK_BYTES)
@@ -166,7 +199,7 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
             )
     else:
         if budget is None:
-            budget = resident_set_bytes() + available_memory_bytes() * 7 // 8
+            budget = default_budget_bytes()
         cache = budget - bare.fixed_bytes
         if cache < cost.minimum_expert_bytes:
             raise _under_floor(bare, options, budget)

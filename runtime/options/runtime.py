@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from moec.manifests.errors import OptionError
+from moec.manifests.runtime_limits import IO_MODES, MAX_READERS
 from moec.manifests.sizes import parse_bytes
 
 from .field_types import check_field_types
@@ -20,9 +21,7 @@ WEIGHTED_POLICIES = ("hobbit", "hobbit-printed")
 PREFETCHERS = ("lookahead", "path", "popularity", "off")
 PREFETCH_RULES = ("likely", "spread", "first-miss", "until-routed")
 KV_NAMES = ("float32", "float16")
-IO_MODES = ("auto", "direct", "buffered", "mmap")
 MAX_THREADS = 256
-MAX_READERS = 32
 MAX_PREFETCH_LAYERS = 4
 MAX_PREFETCH_EXPERTS = 1024
 _WEIGHT = re.compile(r"\s*(?:[01]|0?\.[0-9]{1,9}|1\.0{1,9})\s*")

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moec.manifests.bundle import QUALITY_NAME
+from moec.manifests.bundle import QUALITY_NAME, BundleManifest
 from moec.manifests.errors import OptionError
 from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import MAX_QUALITY_BYTES, QUALITY_JSON
@@ -108,21 +108,37 @@ def published_thresholds(bundle: Path) -> str | None:
         return None
 
 
-def choose_thresholds(rows: list[dict[str, Any]], loss: float, low_bytes_share: float) -> str | None:
-    """Return the `T1,T2` of dynamic precision that leave the most bytes unread within a loss; None without one.
+def choose_thresholds(rows: list[dict[str, Any]], loss: float, low_share: float) -> str | None:
+    """Return the `T1,T2` of `best_thresholds`; None without one."""
+    best = best_thresholds(rows, loss, low_share)
+    return None if best is None else str(best["options"]["dynamic_precision"])
+
+
+def best_thresholds(rows: list[dict[str, Any]], loss: float, low_share: float) -> dict[str, Any] | None:
+    """Return the row of dynamic precision that leaves the most bytes unread within a loss; None without one.
 
     Only rows with dynamic precision alone count, whose upper bound of the loss is at most `loss`.
-    low_bytes_share: size of a low version, as a share of the high version.
+    low_share: size of a low version, as a share of the high version.
     """
-    option = "dynamic_precision"
-    candidates = [row for row in rows if set(row["options"]) == {option} and row["loss"]["upper95"] <= loss]
+    candidates = [
+        row for row in rows if set(row["options"]) == {"dynamic_precision"} and row["loss"]["upper95"] <= loss
+    ]
+    return max(candidates, key=lambda row: saved_share(row, low_share), default=None)
 
-    def saved(row: dict[str, Any]) -> float:
-        shares = row["decisions"]
-        return float(shares["skipped_share"] + shares["low_share"] * (1 - low_bytes_share))
 
-    best = max(candidates, key=saved, default=None)
-    return None if best is None else str(best["options"][option])
+def saved_share(row: dict[str, Any], low_share: float) -> float:
+    """Return the bytes that a row leaves unread, as a share of the bytes of all experts that its tokens chose.
+
+    A low version counts as read, although it may have been cached.
+    """
+    shares = row["decisions"]
+    return float(shares["skipped_share"] + shares["low_share"] * (1 - low_share))
+
+
+def low_bytes_share(manifest: BundleManifest) -> float:
+    """Return the size of the low versions, as a share of that of all experts."""
+    low = sum(entry.size_bytes for entry in manifest.low_experts)
+    return low / max(manifest.cost.expert_padded_bytes, 1)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import MAX_MANIFEST_BYTES, MAX_TUNE_BYTES, TUNE_JSON
 from moec.manifests.files.output_file import write_output
 from moec.manifests.files.strict_json import load_strict_json, shown
+from moec.manifests.runtime_limits import MAX_READERS
 
 from ..options.runtime import (
     MAX_PREFETCH_EXPERTS,
     MAX_PREFETCH_LAYERS,
-    MAX_READERS,
     MAX_THREADS,
     POLICIES,
     PREFETCH_RULES,

@@ -28,12 +28,13 @@ from moec.manifests.errors import (
     OptionError,
 )
 from moec.manifests.model import ModelSpec
+from moec.manifests.runtime_limits import IO_MODES
 from moec.runtime import kernels, load
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.batch import generate_many
 from moec.runtime.engine.beam import BeamOptions, beam_search
 from moec.runtime.engine.engine import Engine
-from moec.runtime.options.runtime import IO_MODES, KV_NAMES, POLICIES, PREFETCH_RULES, PREFETCHERS
+from moec.runtime.options.runtime import KV_NAMES, POLICIES, PREFETCH_RULES, PREFETCHERS
 from moec.runtime.text.sampling import SamplingOptions
 from tests.gates.damage import check, plain_manifest, seal
 from tests.hostile.random_bundles import write_random_bundle

@@ -1,0 +1,173 @@
+"""Defaults of a run from the profile of the device that the bundle was compiled for.
+
+The order is: command line, tuned options, profile, built-in default. The profile counts where this machine is such a
+device. Elsewhere the values of this machine count, and that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.errors import ChecksumMismatch
+from moec.manifests.sizes import exact_bytes
+
+from ..terminal import output
+
+if TYPE_CHECKING:
+    from moec.profiles.device import DeviceProfile
+    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.options.runtime import RuntimeOptions
+
+_META = "moec.device"
+
+
+@dataclass(slots=True)
+class DeviceRun:
+    """The profile of a bundle in one command.
+
+    difference: the first difference of this machine from the profile, in words; None: it is such a device.
+    options: options of this run that the profile decides.
+    free_budget_bytes: the budget that replaces that of the profile, because less memory is free; None: not replaced.
+    suggestion: lossy modes that were suggested, or None.
+    is_said: whether the line was printed.
+    """
+
+    profile: DeviceProfile
+    difference: str | None
+    options: dict[str, Any] = field(default_factory=dict)
+    free_budget_bytes: int | None = None
+    suggestion: str | None = None
+    is_said: bool = False
+
+    @property
+    def applies(self) -> bool:
+        """True if this machine is such a device."""
+        return self.difference is None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the values for `--json`."""
+        return {
+            "profile": self.profile.name,
+            "difference": self.difference,
+            "options": dict(self.options),
+            "free_budget_bytes": self.free_budget_bytes,
+            "suggestion": self.suggestion,
+        }
+
+
+def profile_defaults(bundle: Path, given: Collection[str], *, is_sweep: bool = False) -> dict[str, Any]:
+    """Return the options of a run that the profile of a bundle decides; none without a profile, or on another device.
+
+    The command remembers them for `say_device` and `device_facts`.
+    given: names of options that the command line sets.
+    is_sweep: whether lossy modes are swept. A sweep has a small cache of its own, which must have misses.
+    Raises BundleError, StorageReadFailed.
+    """
+    from moec.profiles.present_machine import first_difference
+    from moec.runtime.bundle.device_file import stated_device
+
+    profile = stated_device(bundle)
+    if profile is None:
+        return {}
+    run = DeviceRun(profile, first_difference(profile))
+    if run.applies:
+        run.options = {name: value for name, value in run_settings(profile).items() if name not in given}
+        if is_sweep or "expert_cache" in given:
+            run.options.pop("memory", None)
+        _leave_free_memory(run)
+    context = click.get_current_context(silent=True)
+    if context is not None:
+        context.meta[_META] = run
+    return dict(run.options)
+
+
+def run_settings(profile: DeviceProfile) -> dict[str, Any]:
+    """Return the options of a run that a profile states, by name."""
+    from moec.runtime.options.runtime import MAX_THREADS
+
+    stated = {} if profile.run is None else profile.run.stated()
+    memory = exact_bytes(profile.memory_budget_bytes)
+    return {"memory": memory, "threads": min(profile.threads, MAX_THREADS), **stated}
+
+
+def run_text(settings: Mapping[str, Any], cache_bytes: int) -> str:
+    """Return options as on a command line, with the expert cache that they leave if they set the memory."""
+    told = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+    return f"{told} (expert cache {output.human_bytes(cache_bytes)})" if "memory" in settings else told
+
+
+def _leave_free_memory(run: DeviceRun) -> None:
+    """Let the built-in budget count if the one of the profile exceeds it."""
+    from moec.runtime.memory.budget import default_budget_bytes
+
+    if "memory" in run.options and (free := default_budget_bytes()) < run.profile.memory_budget_bytes:
+        del run.options["memory"]
+        run.free_budget_bytes = free
+
+
+def note_tuned(names: Collection[str]) -> None:
+    """Remember that tuned options replace those of the profile."""
+    if (run := device_run()) is not None:
+        run.options = {name: value for name, value in run.options.items() if name not in names}
+
+
+def device_run() -> DeviceRun | None:
+    """Return the profile in this command; None without one."""
+    context = click.get_current_context(silent=True)
+    return None if context is None else context.meta.get(_META)
+
+
+def device_facts() -> dict[str, Any]:
+    """Return what the profile decides, for `--json`; no entry for a bundle without a profile."""
+    run = device_run()
+    return {} if run is None else {"device": run.to_plain()}
+
+
+def say_device(bundle: Bundle, options: RuntimeOptions) -> None:
+    """Print once what the profile of the opened bundle decides. Print nothing for a bundle without a profile.
+
+    The profile was read before the manifest, and is compared with it here.
+    Raises BundleError, StorageReadFailed.
+    """
+    from moec.runtime.bundle.device_file import device_of
+
+    run = device_run()
+    if run is None or run.is_said:
+        return
+    if device_of(bundle, verify=options.verify) != run.profile:
+        raise ChecksumMismatch(f"the profile of `{bundle.path}` changed while it was opened", "run the command again")
+    run.is_said = True
+    output.say(_line(run, bundle, options))
+
+
+def _line(run: DeviceRun, bundle: Bundle, options: RuntimeOptions) -> str:
+    """Return the line of `say_device`."""
+    name = run.profile.name
+    if run.difference is not None:
+        return (
+            f"device: compiled for {name}; this machine differs ({run.difference}), "
+            "so its own memory, threads and I/O apply"
+        )
+    cache_bytes = _cache_bytes(run.profile.memory_budget_bytes, bundle, options)
+    told = run_text(run.options, cache_bytes) or "other options replace its settings"
+    if run.free_budget_bytes is not None:
+        told += (
+            f"; its budget of {output.human_bytes(run.profile.memory_budget_bytes)} exceeds 7/8 of the free memory, so "
+            f"{output.human_bytes(run.free_budget_bytes)} apply"
+        )
+    return f"device: {name}, for which the bundle was compiled: {told}"
+
+
+def _cache_bytes(budget_bytes: int, bundle: Bundle, options: RuntimeOptions) -> int:
+    """Return what a budget leaves for experts next to one sequence, by the manifest alone; 0 if it is too small."""
+    from dataclasses import replace
+
+    from moec.runtime.memory.budget import nominal_memory
+
+    fixed = nominal_memory(bundle.manifest, replace(options, slots=1)).fixed_bytes
+    return max(0, min(bundle.manifest.cost.expert_padded_bytes, budget_bytes - fixed))

@@ -1,0 +1,37 @@
+"""Whether the present machine is the device of a profile: cheap facts, nothing is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moec.manifests.errors import ProfileError
+
+from .device import DeviceProfile
+from .probe import available_threads, memory_limit_bytes
+from .processor import instruction_sets
+
+_SYSTEM = Path("/")
+
+
+def first_difference(profile: DeviceProfile, system: Path = _SYSTEM) -> str | None:
+    """Return the first difference of this machine from a profile in words, or None if it is such a device.
+
+    Compared are the threads of this process, the best instruction set, and whether all memory holds the budget of the
+    profile. A profile may leave some processors to reading, so all of its cores match too.
+    system: root folder of /proc and /sys.
+    """
+    threads, cores = available_threads(), profile.cores
+    if threads not in (profile.threads, *(() if cores is None else (cores.big + cores.little,))):
+        return f"it has {threads} threads, the profile {profile.threads}"
+    best = instruction_sets(system)[0]
+    if best != profile.instruction_sets[0]:
+        return f"its best instruction set is {best}, that of the profile {profile.instruction_sets[0]}"
+    try:
+        memory = memory_limit_bytes(system)
+    except ProfileError:
+        return "it does not tell how much memory it has"
+    if memory < profile.memory_budget_bytes:
+        return (
+            f"it has {memory >> 20}MiB of memory, the budget of the profile is {profile.memory_budget_bytes >> 20}MiB"
+        )
+    return None
