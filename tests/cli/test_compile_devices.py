@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from moec.manifests.sizes import exact_bytes
+from moec.profiles.device_json import decode_device
+from moec.profiles.loading import load_profile
 from tests.tiny_compile import check_bundle, names, save_model, save_texts
 
 from .conftest import Invoke
@@ -38,6 +41,9 @@ def test_one_bundle_per_device(invoke: Invoke, model: Path, data: Path, tmp_path
         assert json.loads((folder / "moec.json").read_text())["device"]["profile"] == name
         log = json.loads(folder.with_name(folder.name + ".log.json").read_text())
         assert log["model"] == str(model) and log["events"]
+        assert decode_device((folder / "device.json").read_bytes(), "device.json") == load_profile(name)
+        budget = exact_bytes(load_profile(name).memory_budget_bytes)
+        assert f"run      on {name} with --memory {budget} --threads " in result.stdout
         assert f"device   {name}" in result.stdout and f"predicted TPOT on {name}" in result.stdout
 
 

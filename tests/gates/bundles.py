@@ -10,6 +10,7 @@ from moec.compiler.bundle.emit import BundleContent, emit, finish
 from moec.compiler.bundle.publish import publish_directory
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
+from moec.compiler.preflight.device_fit import summarise_device
 from moec.compiler.request.low_versions import with_low_versions
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.uniform import uniform_plan
@@ -17,6 +18,7 @@ from moec.compiler.workspace.durable import Disk
 from moec.manifests.bundle import DeviceSummary
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import PRUNED, QuantSpec
+from moec.profiles.device import DeviceProfile
 
 DEVICE = DeviceSummary("host", "0" * 64, 1 << 30, 1 << 29)
 MIXED = tuple(QuantSpec.parse(text) for text in ("q2g32", "q3g32", "q4s", "q8", "bf16", "q4g32"))
@@ -37,11 +39,13 @@ def emit_bundle(
     low: str | None = None,
     pruned: Sequence[ExpertKey] = (),
     dense_bits: int = 16,
+    profile: DeviceProfile | None = None,
 ) -> Path:
     """Compile with one format for all experts, or with many.
 
     low: format of low versions.
     pruned: experts that are left out.
+    profile: the named device that the bundle is for; None: the probed host.
     """
     lowering = lower(open_checkpoint(str(checkpoint_folder)))
     experts = lowering.spec_16bit if bitwidth == 16 else QuantSpec(bitwidth, 32)
@@ -53,7 +57,8 @@ def emit_bundle(
     if low is not None:
         plan = with_low_versions(plan, QuantSpec.parse(low))
     partial, disk = target.with_name(target.name + ".partial"), Disk()
-    manifest = emit(lowering, BundleContent(plan, DEVICE), partial, disk=disk)
+    device = DEVICE if profile is None else summarise_device(profile, plan)
+    manifest = emit(lowering, BundleContent(plan, device, profile=profile), partial, disk=disk)
     finish(partial, manifest, b"{}\n", b"# test\n", disk)
     publish_directory(disk, partial, target)
     return target

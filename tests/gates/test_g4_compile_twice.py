@@ -77,6 +77,7 @@ def test_two_probes_of_one_machine_write_the_same_bundle(place: Path, tmp_path: 
     for name, profile in (("one", host), ("two", replace(host, **rates))):
         compile_tiny(place / "tiny", tmp_path / name, "kl", 0.05, data=str(place / "texts"), profile=profile)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert not (tmp_path / "one" / "device.json").exists()
     assert json.loads((tmp_path / "one" / "moec.json").read_bytes())["device"]["memory_budget_bytes"] == 0
 
 

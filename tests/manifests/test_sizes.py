@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moec.manifests.errors import OptionError
-from moec.manifests.sizes import parse_bytes
+from moec.manifests.sizes import exact_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -29,3 +31,15 @@ def test_not_a_size(text: str) -> None:
     with pytest.raises(OptionError, match=r"`--size .*` is not a") as caught:
         parse_bytes(text, "--size")
     assert "GiB" in str(caught.value.hint)
+
+
+@given(st.integers(0, 1 << 60))
+def test_a_written_size_is_read_as_the_same(size: int) -> None:
+    assert parse_bytes(exact_bytes(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(3 << 30, "3GiB"), (100 << 20, "100MiB"), (7 * 10**9, "7GB"), (100 * 10**6, "100MB"), (77, "77")]
+)
+def test_the_largest_unit_that_divides(size: int, text: str) -> None:
+    assert exact_bytes(size) == text

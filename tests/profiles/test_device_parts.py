@@ -1,4 +1,4 @@
-"""Optional parts of a device profile: GPU, cores, power. Impossible devices are refused, and files keep values."""
+"""Optional parts of a device profile: GPU, cores, power, run. Impossible devices are refused, and files keep values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import ProfileError
 from moec.profiles.device import CONTENT, DeviceProfile
-from moec.profiles.device_parts import Cores, Gpu, Power
+from moec.profiles.device_parts import Cores, Gpu, Power, Run
 from moec.profiles.loading import load_profile, read_profile, to_toml
 
 TEXT = """
@@ -42,12 +42,17 @@ load_watts = 9.5
 idle_watts = 3
 gpu_watts = 20
 
+[run]
+io = "buffered"
+readers = 1
+
 [provenance]
 """
 KEYS = (
     *CONTENT,
     "gpu.type", "gpu.memory_bytes", "gpu.memory_bytes_per_s", "gpu.link_bytes_per_s", "gpu.flops_per_s",
     "cores.big", "cores.little", "cores.little_cpus", "power.load_watts", "power.idle_watts", "power.gpu_watts",
+    "run.io", "run.readers",
 )  # fmt: skip
 
 
@@ -69,6 +74,7 @@ def test_the_parts_are_read(tmp_path: Path) -> None:
     assert profile.gpu == Gpu("Example 1", 500_000, 9_000_000, 1_000_000, 7_000_000)
     assert profile.cores == Cores(4, 2, (0, 5))
     assert profile.power == Power(9.5, 3, 20)
+    assert profile.run == Run("buffered", 1)
     assert profile.provenance["gpu.type"] == "estimate: gpu.type"
     plain = profile.to_plain()
     assert plain["cores"] == {"big": 4, "little": 2, "little_cpus": [0, 5]}
@@ -78,7 +84,7 @@ def test_the_parts_are_read(tmp_path: Path) -> None:
 def test_a_profile_without_parts_states_none() -> None:
     profile = load_profile("laptop")
     plain = profile.to_plain()
-    assert profile.parts() == () and plain["gpu"] is plain["cores"] is plain["power"] is None
+    assert profile.parts() == () and plain["gpu"] is plain["cores"] is plain["power"] is plain["run"] is None
     assert "[gpu]" not in to_toml(profile)
 
 
@@ -117,6 +123,13 @@ def test_a_profile_without_parts_states_none() -> None:
             "idle_watts = 10",
             "`power.idle_watts`: expected at most the 9.5 watts under load, found 10",
         ),
+        ('io = "buffered"', 'io = "tape"', "`run.io`: expected one of auto, direct, buffered, mmap, found 'tape'"),
+        ('io = "buffered"', 'io = ""', "`run.io`: expected one of"),
+        ('io = "buffered"', "io = true", "`run.io`: expected a text, found 'True'"),
+        ("readers = 1", "readers = 0", "`run.readers`: expected 1 to 32, found 0"),
+        ("readers = 1", "readers = 33", "`run.readers`: expected 1 to 32, found 33"),
+        ("readers = 1", "readers = 1.0", "`run.readers`: expected a whole number, found '1.0'"),
+        ("readers = 1", "threads = 1", "unknown key `run.threads`"),
         ("idle_watts = 3", f"idle_watts = {10**400}", "`power.idle_watts`: expected more than 0 and at most 1000000"),
     ],
 )
@@ -136,7 +149,7 @@ def test_watts_of_a_gpu_that_is_not_there_are_refused(tmp_path: Path) -> None:
         read_profile(path)
 
 
-@pytest.mark.parametrize("part", ["gpu", "cores", "power"])
+@pytest.mark.parametrize("part", ["gpu", "cores", "power", "run"])
 def test_a_part_is_a_table_of_values(tmp_path: Path, part: str) -> None:
     bare = TEXT[: TEXT.index("[gpu]")]
     sources = "[provenance]\n" + "\n".join(f'{key} = "estimate"' for key in CONTENT)
@@ -172,7 +185,7 @@ names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
 @st.composite
 def parts_of_profiles(draw: st.DrawFn) -> dict[str, Any]:
     """Parts that one device can have, some of them absent."""
-    parts: dict[str, Any] = {"gpu": None, "cores": None, "power": None}
+    parts: dict[str, Any] = {"gpu": None, "cores": None, "power": None, "run": None}
     if draw(st.booleans()):
         link = draw(st.none() | st.integers(1, 1_000))
         parts["gpu"] = Gpu(draw(names), draw(counts), draw(counts), link, draw(st.none() | counts))
@@ -184,6 +197,9 @@ def parts_of_profiles(draw: st.DrawFn) -> dict[str, Any]:
         idle, load = sorted([draw(watts), draw(watts)])
         on_gpu = draw(watts) if parts["gpu"] is not None and draw(st.booleans()) else None
         parts["power"] = Power(load, idle if draw(st.booleans()) else None, on_gpu)
+    if draw(st.booleans()):
+        io = draw(st.none() | st.sampled_from(["auto", "direct", "buffered", "mmap"]))
+        parts["run"] = Run(io, draw(st.integers(1, 32)))
     return parts
 
 
