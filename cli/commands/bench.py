@@ -19,7 +19,7 @@ from ..measuring.ceiling import measured_host, predict, run_ceiling_ns
 from ..measuring.decode_speed import DEFAULT_PROMPT, continuation, measure_decode, new_tracer, sequence_of
 from ..options.opening import accelerator_facts, bundle_folder, mode_facts, open_engine
 from ..options.paths import bundle_argument, file_option, output_option
-from ..options.profile_defaults import device_facts, say_device
+from ..options.profile_defaults import device_facts
 from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
 from ..simulation.traces import recorded_trace, replayed_bundle
 from ..terminal import output
@@ -111,7 +111,6 @@ def bench_command(
     opened, kernels = open_bundle(bundle_folder(bundle)), values["kernels"]
     is_traced = trace_out is not None or policies != "none"
     options = _options(values, bundle, tokens, modes, profile, is_traced)
-    say_device(opened, options)
     _check_little(opened.path, trace_out, trace_little)
     if text_path is None:
         sequence = continuation(bundle, options.lossless(), kernels, prompt, tokens)

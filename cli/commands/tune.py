@@ -78,7 +78,8 @@ def tune_command(
     The options are the prefetcher, its rule, its depth and its number of experts, the readers, and the threads. None
     changes a result of a lossless run. Each value decodes three times in turn with the best options so far. It is
     kept if the median gain is at least 3 %. The options are written to `BUNDLE.tune.json` next to the bundle, where
-    `run`, `generate`, `eval` and `bench` read them. Close other programs first.
+    `run`, `generate`, `eval` and `bench` read them. They come before the settings of the device that the bundle is
+    for. Close other programs first.
 
     The file is valid on this machine, while the bundle is on the same storage. The expert cache of a run must be within
     20 % of the size in this measurement. Other runs print a warning and ignore the file.

@@ -27,13 +27,13 @@ def say_mode_cost(bundle: Path, engine: Engine) -> None:
 def suggestion(bundle: Path, engine: Engine) -> str | None:
     """Return measured thresholds of dynamic precision that a lossless run could take, as one line.
 
-    None unless the profile of the bundle applies, storage is predicted to take longer than computing, and thresholds
-    were measured to lose at most SUGGESTED_LOSS.
+    None with an accelerator. None unless the profile of the bundle applies, storage is predicted to take longer than
+    computing, and thresholds were measured to lose at most SUGGESTED_LOSS.
     """
     from moec.runtime.tuning.mode_records import best_thresholds, low_bytes_share, measured_rows, saved_share
 
     run = device_run()
-    if run is None or not run.applies or not engine.options.modes.is_lossless:
+    if run is None or not run.applies or not engine.is_lossless or engine.accelerator is not None:
         return None
     low = low_bytes_share(engine.bundle.manifest)
     row = best_thresholds(measured_rows(bundle), SUGGESTED_LOSS, low)

@@ -30,21 +30,12 @@ from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.workspace.durable import Disk
-from moec.manifests.bundle import (
-    DEVICE_NAME,
-    MANIFEST_NAME,
-    BundleManifest,
-    expert_tensor_name,
-    experts_file_name,
-    unit_offsets,
-)
+from moec.manifests.bundle import MANIFEST_NAME, BundleManifest, expert_tensor_name, experts_file_name, unit_offsets
 from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.manifests.errors import CheckpointError, DoesNotFit, MoecError, OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.manifests.safetensors_header import read_header
-from moec.profiles.device_json import decode_device
-from moec.profiles.loading import load_profile
 from moec.runtime.kernels import packed_matrix
 from tests.tiny_models import NO_DEVICE, TINY_MODELS, save_tiny_mixtral
 
@@ -398,19 +389,3 @@ def test_the_manifest_names_the_source_without_a_path(folder: Path, tmp_path: Pa
     plain = json.loads((tmp_path / "out.partial" / MANIFEST_NAME).read_text())
     assert (plain["name"], plain["source"]["name"], plain["options"]) == ("tiny", "tiny", {"a": "2", "z": "1"})
     assert WEIGHTS_NAME in {file["name"] for file in plain["source"]["files"]}
-
-
-def test_a_bundle_for_a_named_device_has_one_file_more(folder: Path, tmp_path: Path) -> None:
-    """All other files are the same, and equal profiles give equal bytes."""
-    lowering, profile = _open(folder), load_profile("jetson-tx2-hdd")
-    content = BundleContent(_mixed_plan(lowering.model), NO_DEVICE)
-    listed = [
-        {entry.name for entry in emit(lowering, replace(content, profile=each), tmp_path / f"{name}.partial").files}
-        for name, each in (("host", None), ("one", profile), ("two", replace(profile)))
-    ]
-    host, one, two = (_contents(tmp_path / f"{name}.partial") for name in ("host", "one", "two"))
-    assert one == two and listed[1] == listed[0] | {DEVICE_NAME}
-    assert decode_device(one[DEVICE_NAME], DEVICE_NAME) == profile
-    assert {name: data for name, data in one.items() if name not in (DEVICE_NAME, MANIFEST_NAME)} == {
-        name: data for name, data in host.items() if name != MANIFEST_NAME
-    }
