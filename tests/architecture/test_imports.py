@@ -105,6 +105,17 @@ def test_engine_loads_numpy_and_tokenizers_only() -> None:
 
 
 @pytest.mark.gate("G7")
+def test_the_profile_of_a_bundle_is_read_without_toml() -> None:
+    """A run reads it at each start."""
+    code = """
+import moec.runtime.bundle.device_file, moec.profiles.present_machine
+from moec.profiles.device_json import decode_device
+extra = [name for name in sys.modules if "toml" in name or name.endswith("profiles.loading")]
+"""
+    assert probe(code)["extra"] == []
+
+
+@pytest.mark.gate("G7")
 def test_nothing_of_accelerators_is_loaded_without_one(tmp_path: Path) -> None:
     bundle = emit_bundle(save_tiny_mixtral(tmp_path / "model", TinyMixtral(layers=1)), tmp_path / "bundle")
     names = "[name for name in sys.modules if name.startswith('moec.runtime.accelerator.')]"
