@@ -1,4 +1,4 @@
-"""Whether the present machine is the device of a profile: cheap facts, nothing is measured."""
+"""Comparison of the present machine with a profile, by cheap facts. Nothing is measured."""
 
 from __future__ import annotations
 

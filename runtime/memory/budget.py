@@ -132,7 +132,9 @@ def require_machine_memory(
         raise MemoryBudgetExceeded(
             f"`{bundle}` needs at least {memory_option(floor)} for a context of {context}, this machine has "
             f"{limit >> 20}MiB",
-            "compile for this machine with `--device host`, or shorten `--context`",
+            "decode fewer sequences at once, or shorten `--context`"
+            if options.slots > 1
+            else "compile for this machine with `--device host`, or shorten `--context`",
         )
 
 

@@ -246,6 +246,9 @@ def test_a_floor_above_all_memory_is_refused(bundle: Path, tmp_path: Path, monke
         assert isinstance(error, MemoryBudgetExceeded)
         assert error.message.startswith(f"`{bundle}` needs at least ") and "this machine has 50MiB" in error.message
         assert error.hint == "compile for this machine with `--device host`, or shorten `--context`"
+    error = call(bundle, "--beams", "2").exception
+    assert isinstance(error, MemoryBudgetExceeded)
+    assert error.hint == "decode fewer sequences at once, or shorten `--context`"
     (tmp_path / "proc/meminfo").unlink()
     assert call(bundle, "--memory", "1GiB").exception is None, "a system that does not tell its memory is not refused"
 
