@@ -166,6 +166,11 @@ def _is_row(row: Any) -> bool:
     shares = (decided.get("skipped_share"), decided.get("low_share"))
     if not all(isinstance(number, int | float) for number in (*numbers, *shares)):
         return False
+    interval = row["loss"].get("interval95")
+    if not isinstance(interval, list) or len(interval) != 2:
+        return False
+    if not all(end is None or isinstance(end, int | float) for end in interval):
+        return False
     try:
         return set(options) <= set(OPTION_NAMES) and modes_of_row(row).to_text() == row["mode"]
     except (OptionError, AttributeError, TypeError):

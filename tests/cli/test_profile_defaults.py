@@ -302,6 +302,18 @@ def test_a_lossy_mode_is_suggested_and_never_on(
     assert ("lossless" in told["mode"]) is not bool(more)
 
 
+@pytest.mark.parametrize("interval", [None, [0.0], ["a", "b"], {"low": 0.0, "high": 1.0}])
+def test_a_damaged_record_suggests_nothing(make: Callable[..., Path], interval: object) -> None:
+    bundle = make(board(storage_bytes_per_s=1))
+    record(bundle, 0.001)
+    path = bundle.with_name("board-moec.modes.json")
+    plain = json.loads(path.read_text())
+    plain["rows"][0]["loss"]["interval95"] = interval
+    path.write_text(json.dumps(plain))
+    told = call(bundle, "--expert-cache", "25%")
+    assert told.exception is None and "suggestion" not in told.stderr
+
+
 def test_nothing_is_suggested_on_another_machine(make: Callable[..., Path]) -> None:
     bundle = make(board(threads=available_threads() + 1, storage_bytes_per_s=1))
     record(bundle, 0.001)
