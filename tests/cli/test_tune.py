@@ -76,7 +76,7 @@ def test_the_rule_of_the_lookahead_is_chosen_by_measurement() -> None:
     options = RuntimeOptions(threads=1)
     best, trials = tune.search(options, 8, slower(**{"prefetch_rule_first-miss": 0.95, "prefetch_layers_3": 0.9}))
     assert best == replace(options, prefetch_rule="first-miss", prefetch_layers=3)
-    assert [t["value"] for t in trials if t["option"] == "prefetch_rule"] == ["spread", "first-miss"]
+    assert [t["value"] for t in trials if t["option"] == "prefetch_rule"] == ["spread", "first-miss", "until-routed"]
     assert tune.search(options, 8, slower(**{"prefetch_rule_first-miss": 0.98}))[0] == options
 
 
