@@ -22,6 +22,7 @@ from .extension import (
     NUMPY,
     active,
     available,
+    bfloat_kernels,
     compiled,
     loaded,
     require,
@@ -44,6 +45,7 @@ __all__ = [
     "attend",
     "attention",
     "available",
+    "bfloat_kernels",
     "combine",
     "compiled",
     "dequantize_rows",
@@ -96,14 +98,18 @@ class PackedMatrix(packed_matrix.PackedMatrix):
 
 
 class Expert(reference.Expert):
-    """The projections of one expert, bound to the extension. Arguments and checks: `reference.Expert`."""
+    """The projections of one expert, bound to the extension. Arguments and checks: `reference.Expert`.
+
+    Raises ValueError also if it reads bfloat16 activations and the kernels in use have no such products.
+    """
 
     __slots__ = ("native",)
 
     def _bind(self) -> None:
         extension, code = loaded(), reference.ACTIVATIONS.index(self.activation)
         parts = [getattr(matrix, "native", None) for matrix in (self.gate, self.up, self.down)]  # no gate: None
-        self.native = extension.Expert(*parts, code, self.limit, list(self.biases)) if extension else None
+        options = (code, self.limit, list(self.biases), self.reads_bfloats)
+        self.native = extension.Expert(*parts, *options) if extension else None
 
     def move_to(self, gate: Bytes | None, up: Bytes, down: Bytes) -> None:
         """Use other memory for the same weights. No call may be computing with this expert.

@@ -73,6 +73,12 @@ def active() -> str:
     return str(extension.active()) if extension else NUMPY
 
 
+def bfloat_kernels() -> str:
+    """Return the name of the products with bfloat16 activations that belong to the kernels in use; empty without them."""
+    extension = compiled()
+    return str(extension.bfloat_kernels()) if extension else ""
+
+
 def require(features: Sequence[str]) -> None:
     """Check that all kernels that a bundle requires run here.
 

@@ -4,6 +4,7 @@ No threads, no instruction sets, no caching: a packed matrix (docs/format.md, Pa
 Results do not depend on how many tokens are computed together.
 """
 
+from .bfloat_products import bfloat_product, round_to_bfloat16
 from .cached_attention import as_cached, attention, rope, store_kv
 from .experts import (
     ACTIVATIONS,
@@ -16,7 +17,7 @@ from .experts import (
     route,
 )
 from .norms import layer_norm, rms_norm
-from .products import dequantize_rows, linear, linears, round_activations
+from .products import dequantize_rows, linear, linear_of_bfloats, linears, round_activations
 
 __all__ = [
     "ACTIVATIONS",
@@ -24,6 +25,7 @@ __all__ = [
     "Expert",
     "as_cached",
     "attention",
+    "bfloat_product",
     "combine",
     "dequantize_rows",
     "expert_ffn",
@@ -31,10 +33,12 @@ __all__ = [
     "gated",
     "layer_norm",
     "linear",
+    "linear_of_bfloats",
     "linears",
     "rms_norm",
     "rope",
     "round_activations",
+    "round_to_bfloat16",
     "route",
     "store_kv",
 ]

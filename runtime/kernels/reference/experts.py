@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..packed_matrix import Floats, Int32s, PackedMatrix, check_array, check_indices, check_shape, require
-from .products import read_by, weights_of
+from .products import products_of
 
 ACTIVATIONS = ("silu", "clamped_swiglu", "relu")
 SWIGLU_SLOPE = np.float32(1.702)
@@ -24,10 +24,11 @@ class Expert:
     activation: one of ACTIVATIONS, see `gated`. relu: down(max(up x, 0)), without biases.
     limit: of clamped_swiglu.
     biases: none, or float32 [F], [F], [D].
+    reads_bfloats: bfloat16 matrices read activations rounded to bfloat16, see `bfloat_product`.
     Raises ValueError if the shapes do not fit or the activation is unknown.
     """
 
-    __slots__ = ("activation", "biases", "down", "gate", "limit", "up")
+    __slots__ = ("activation", "biases", "down", "gate", "limit", "reads_bfloats", "up")
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class Expert:
         activation: str = "silu",
         limit: float = 0.0,
         biases: Sequence[Floats] = (),
+        reads_bfloats: bool = False,
     ) -> None:
         is_right = (gate is None) == (activation == "relu") and not (gate is None and biases)
         require(is_right, "gate: expected a matrix, or None and no biases with the activation relu")
@@ -55,6 +57,7 @@ class Expert:
         self.activation = activation
         self.limit = limit
         self.biases = tuple(biases)
+        self.reads_bfloats = reads_bfloats
         self._bind()
 
     def _bind(self) -> None:
@@ -102,16 +105,14 @@ def expert_ffn(expert: Expert, x: Floats, tokens: Int32s, ranks: Int32s, out: Fl
     check_shape(out, "out", (x.shape[0], out.shape[1], expert.down.rows))
     check_indices(tokens, "tokens", x.shape[0])
     check_indices(ranks, "ranks", out.shape[1])
-    first = [(weights_of(m), read_by(m, x[tokens])) for m in (expert.gate or expert.up, expert.up)]
-    down = weights_of(expert.down)
-    for at, (token, rank) in enumerate(zip(tokens, ranks, strict=True)):
-        products = [weights @ inputs[at] for weights, inputs in first]
-        if expert.biases:
-            products = [product + bias for product, bias in zip(products, expert.biases, strict=False)]
-        hidden = gated(products[0], products[1], expert.activation, expert.limit)
-        out[token, rank] = down @ read_by(expert.down, hidden)
-        if expert.biases:
-            out[token, rank] += expert.biases[2]
+    gate, up = (
+        products_of(matrix, x[tokens], expert.reads_bfloats) for matrix in (expert.gate or expert.up, expert.up)
+    )
+    if expert.biases:
+        gate, up = gate + expert.biases[0], up + expert.biases[1]
+    hidden = gated(gate, up, expert.activation, expert.limit)
+    found = products_of(expert.down, hidden, expert.reads_bfloats)
+    out[tokens, ranks] = found + expert.biases[2] if expert.biases else found
 
 
 def experts_of_token(experts: Sequence[Expert], x: Floats, ranks: Int32s, out: Floats) -> None:

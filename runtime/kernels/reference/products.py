@@ -12,6 +12,7 @@ import numpy as np
 from moec.manifests.quant import COLUMNS_PER_TILE
 
 from ..packed_matrix import Floats, Int64s, PackedMatrix, check_array, check_indices, check_shape, require, unpack
+from .bfloat_products import Order, bfloat_product
 
 _SMALLEST_ROUNDED = np.float32(2.0**-110)  # largest value of a tile; 127 divided by less could overflow
 
@@ -45,6 +46,36 @@ def read_by(matrix: PackedMatrix, x: Floats) -> Floats:
 def _product(weights: Floats, x: Floats, out: Floats) -> None:
     for row, target in zip(x, out, strict=True):
         target[:] = weights @ row  # token by token, so that the sums do not depend on the batch
+
+
+def products_of(matrix: PackedMatrix, x: Floats, reads_bfloats: bool = False) -> Floats:
+    """Return x W^T, float32 [T, N].
+
+    reads_bfloats: a bfloat16 matrix reads x rounded to bfloat16 (`bfloat_product`).
+    """
+    weights = weights_of(matrix)
+    if reads_bfloats and matrix.spec.float_type == "bfloat16":
+        return bfloat_product(weights, x)
+    out = np.empty((len(x), matrix.rows), np.float32)
+    _product(weights, read_by(matrix, x), out)
+    return out
+
+
+def linear_of_bfloats(matrix: PackedMatrix, x: Floats, out: Floats, order: Order = "avx512bf16") -> None:
+    """Multiply: out = x W^T, with x rounded to bfloat16.
+
+    matrix: of bfloat16.
+    x: [T, K].
+    out: [T, N], written.
+    order: see `bfloat_product`.
+    Raises ValueError for another format or wrong shapes.
+    """
+    require(matrix.spec.float_type == "bfloat16", f"matrix: expected bfloat16, found {matrix.spec}")
+    check_array(x, "x", np.float32, 2)
+    check_array(out, "out", np.float32, 2)
+    check_shape(x, "x", (x.shape[0], matrix.columns))
+    check_shape(out, "out", (x.shape[0], matrix.rows))
+    out[:] = bfloat_product(weights_of(matrix), x, order)
 
 
 def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:

@@ -20,6 +20,7 @@ struct TileShapes {
 static_assert(sizeof(TileShapes) == 64, "LDTILECFG reads 64 bytes");
 
 inline void configure_tiles(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); }
+inline void keep_tile_shapes(TileShapes* shapes) { __asm__ volatile("sttilecfg %0" : "=m"(*shapes)); }
 inline void release_tiles() { __asm__ volatile("tilerelease"); }
 
 template <int Tile>
@@ -43,4 +44,10 @@ MOEC_INLINE void tile_multiply() {
     } else {
         __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sums), "i"(Rows), "i"(Columns));
     }
+}
+
+// Sums (floats) += Rows times Columns, both pairs of bfloat16.
+template <int Sums, int Rows, int Columns>
+MOEC_INLINE void tile_multiply_bfloats() {
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sums), "i"(Rows), "i"(Columns));
 }

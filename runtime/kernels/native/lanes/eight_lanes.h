@@ -1,18 +1,7 @@
 // Functions that all kernels over eight lanes share. This file has no include guard: each targets/kernels_*.cpp includes it
 // inside its own namespace, directly after its lane operations.
 
-template <int Value>
-struct Index {
-    static constexpr int value = Value;
-};
-
-template <int Count, int First = 0, class Body>
-MOEC_INLINE void unroll(const Body& body) {
-    if constexpr (First < Count) {
-        body(Index<First>{});
-        unroll<Count, First + 1>(body);
-    }
-}
+#include "lanes/unroll.h"
 
 // Adds the lanes as ((0+4)+(2+6)) + ((1+5)+(3+7)).
 MOEC_INLINE float sum_lanes(Floats a) {

@@ -1,10 +1,11 @@
 // Products of matrices and experts, split over threads by row blocks. Operations that are split by tokens: row_operations.cpp.
 // A split never changes a result: one thread computes each output value, in an order that depends only on its own inputs.
-// The scratch of a product is at most 96 x (1.25 K + 5.25 F) bytes.
+// The scratch of a product is at most 96 x (1.25 K + 5.25 F) bytes, and 2 bytes more per K and F with rows of bfloat16.
 
 #include "operations/operations.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "operations/split_work.h"
 
@@ -106,7 +107,101 @@ RoundedRows round_rows(Used used, const InputRows& x, int64_t tokens, int64_t co
     return rows;
 }
 
+// The forms in which the matrices of an expert read their inputs, besides floats.
+struct Forms {
+    bool has_rounded;              // a matrix is quantized
+    const BfloatKernels* bfloats;  // not null: a matrix of bfloat16 reads rows of bfloat16
+};
+
+Forms forms_of(const ExpertView& expert, const MatrixView& matrix) {
+    return {matrix.bitwidth != 16, matrix.float_type == FloatType::kBfloat16 ? expert.bfloats : nullptr};
+}
+
+Forms both(const Forms& a, const Forms& b) {
+    return {a.has_rounded || b.has_rounded, a.bfloats != nullptr ? a.bfloats : b.bfloats};
+}
+
+// Number of floats that hold `rows` rows of bfloat16.
+int64_t bfloat_floats(Used used, int64_t rows, int64_t columns) {
+    const int64_t together = rows_side_by_side(used, rows), tile_floats = kColumnsPerTile * int64_t{sizeof(uint16_t)} / int64_t{sizeof(float)};
+    return (rows + together - 1) / together * together * bfloat_tiles(columns) * tile_floats;
+}
+
+BfloatRows bfloat_rows(Used used, const BfloatKernels& kernels, const InputRows& x, int64_t tokens, int64_t columns,
+                       float* memory) {
+    uint16_t* values = reinterpret_cast<uint16_t*>(memory);
+    const BfloatRows rows{values, columns, rows_side_by_side(used, tokens), kernels.multiply};
+    if (tokens % rows.side_by_side != 0) {  // the rows that are missing in the last group
+        std::memset(static_cast<void*>(memory), 0, static_cast<size_t>(bfloat_floats(used, tokens, columns)) * sizeof(float));
+    }
+    split_tokens(tokens, threads_for(kFlopsPerRounded * static_cast<double>(tokens) * static_cast<double>(columns)),
+                 [&](int64_t first, int64_t last, int) {
+                     for (int64_t t = first; t < last; ++t) {
+                         const float* row = x.base + (x.index != nullptr ? x.index[t] : t) * x.stride;
+                         kernels.round_row(row, columns, values + first_value_of(rows, t), rows.side_by_side);
+                     }
+                 });
+    return rows;
+}
+
+int64_t form_floats(Used used, const Forms& forms, int64_t rows, int64_t columns) {
+    return (forms.has_rounded ? rounded_floats(used, rows, columns) : 0) +
+           (forms.bfloats != nullptr ? bfloat_floats(used, rows, columns) : 0);
+}
+
+// The rows in all forms. memory: form_floats.
+Activations make_forms(Used used, const Forms& forms, const InputRows& x, int64_t tokens, int64_t columns, float* memory) {
+    Activations found{x, {}, {}};
+    if (forms.has_rounded) {
+        found.rounded = round_rows(used, x, tokens, columns, memory);
+        memory += rounded_floats(used, tokens, columns);
+    }
+    if (forms.bfloats != nullptr) {
+        found.bfloats = bfloat_rows(used, *forms.bfloats, x, tokens, columns, memory);
+    }
+    return found;
+}
+
+// Row i of rows that are used alone, in the same forms.
+Activations row_of(const Activations& rows, const Forms& forms, int64_t i) {
+    Activations found{{rows.floats.base + i * rows.floats.stride, rows.floats.stride, nullptr}, {}, {}};
+    if (forms.has_rounded) {
+        found.rounded = rounded_row(rows.rounded, i);
+    }
+    if (forms.bfloats != nullptr) {
+        found.bfloats = bfloat_row(rows.bfloats, i);
+    }
+    return found;
+}
+
+// The forms that an expert reads: without rows of bfloat16, if only other experts of a call read them.
+Activations read_by(const ExpertView& expert, Activations x) {
+    if (expert.bfloats == nullptr) {
+        x.bfloats = {};
+    }
+    return x;
+}
+
 }  // namespace
+
+bool linear_of_bfloats(const BfloatKernels& kernels, const MatrixView& matrix, const float* x, int64_t tokens, float* out) {
+    const int64_t columns = matrix.columns, at_once = std::min(tokens, kTokensAtOnce);
+    const Forms forms{false, &kernels};
+    float* memory = operation_scratch.take(form_floats(Used::kTogether, forms, at_once, columns));
+    if (memory == nullptr && tokens > 0) {
+        return false;
+    }
+    const MatrixView* const matrices[] = {&matrix};
+    for (int64_t first = 0; first < tokens; first += at_once) {
+        const int64_t now = std::min(tokens - first, at_once);
+        const Activations inputs =
+            make_forms(Used::kTogether, forms, {x + first * columns, columns, nullptr}, now, columns, memory);
+        split_matrices(matrices, 1, now, [&](int64_t, int64_t begin, int64_t end) {
+            active_kernels().linear(matrix, inputs, now, {out + first * matrix.rows, matrix.rows, nullptr}, begin, end);
+        });
+    }
+    return true;
+}
 
 bool linears(const MatrixView* const* matrices, int64_t count, const float* x, int64_t tokens, float* const* outs) {
     const KernelTable& kernels = active_kernels();
@@ -121,7 +216,7 @@ bool linears(const MatrixView* const* matrices, int64_t count, const float* x, i
     const int64_t step = rounds ? at_once : tokens;
     for (int64_t first = 0; first < tokens; first += step) {
         const int64_t now = std::min(tokens - first, step);
-        Activations inputs{{x + first * columns, columns, nullptr}, {}};
+        Activations inputs{{x + first * columns, columns, nullptr}, {}, {}};
         if (rounds) {
             inputs.rounded = round_rows(Used::kTogether, inputs.floats, now, columns, memory);
         }
@@ -147,7 +242,7 @@ bool linears_by_row(const MatrixView* const* matrices, int64_t count, const floa
         rounded = round_rows(Used::kAlone, {x, columns, nullptr}, count, columns, memory);
     }
     split_matrices(matrices, count, 1, [&](int64_t i, int64_t begin, int64_t end) {
-        Activations inputs{{x + i * columns, columns, nullptr}, {}};
+        Activations inputs{{x + i * columns, columns, nullptr}, {}, {}};
         if (rounds) {
             inputs.rounded = rounded_row(rounded, i);
         }
@@ -183,31 +278,26 @@ static void add_bias(const ExpertView& expert, int64_t tokens, const OutputRows&
 bool expert_ffn(const ExpertView& expert, const ExpertCall& call) {
     const KernelTable& kernels = active_kernels();
     const int64_t size = expert.gate.columns, width = expert.gate.rows;
-    const bool rounds_input = expert.gate.bitwidth != 16 || expert.up.bitwidth != 16,
-               rounds_hidden = expert.down.bitwidth != 16;
+    const Forms input = both(forms_of(expert, expert.gate), forms_of(expert, expert.up)), inner = forms_of(expert, expert.down);
     const int64_t at_once = std::min(call.count, kTokensAtOnce);
-    const int64_t input_floats = rounds_input ? rounded_floats(Used::kTogether, at_once, size) : 0;
-    const int64_t hidden_floats = rounds_hidden ? rounded_floats(Used::kTogether, at_once, width) : 0;
-    float* rounded_input = operation_scratch.take(input_floats + hidden_floats + at_once * width);
-    if (rounded_input == nullptr && call.count > 0) {
+    const int64_t input_floats = form_floats(Used::kTogether, input, at_once, size);
+    const int64_t hidden_floats = form_floats(Used::kTogether, inner, at_once, width);
+    float* input_memory = operation_scratch.take(input_floats + hidden_floats + at_once * width);
+    if (input_memory == nullptr && call.count > 0) {
         return false;
     }
-    float* rounded_hidden = rounded_input + input_floats;
-    float* hidden = rounded_hidden + hidden_floats;
+    float* hidden_memory = input_memory + input_floats;
+    float* hidden = hidden_memory + hidden_floats;
     for (int64_t first = 0; first < call.count; first += kTokensAtOnce) {
         const int64_t tokens = std::min(call.count - first, kTokensAtOnce);
-        Activations inputs{{call.x, size, call.x_rows + first}, {}};
-        if (rounds_input) {
-            inputs.rounded = round_rows(Used::kTogether, inputs.floats, tokens, size, rounded_input);
-        }
+        const Activations inputs =
+            make_forms(Used::kTogether, input, {call.x, size, call.x_rows + first}, tokens, size, input_memory);
         const OutputRows hidden_rows{hidden, width, nullptr};
         split_blocks(blocks_of(expert.gate), 2 * product_flops(expert.gate, tokens), [&](int64_t begin, int64_t end) {
             kernels.expert_hidden(expert.gate, expert.up, expert.gating, inputs, tokens, hidden_rows, begin, end);
         });
-        Activations hidden_inputs{{hidden, width, nullptr}, {}};
-        if (rounds_hidden) {
-            hidden_inputs.rounded = round_rows(Used::kTogether, hidden_inputs.floats, tokens, width, rounded_hidden);
-        }
+        const Activations hidden_inputs =
+            make_forms(Used::kTogether, inner, {hidden, width, nullptr}, tokens, width, hidden_memory);
         const OutputRows outputs{call.out, expert.down.rows, call.out_rows + first};
         split_blocks(blocks_of(expert.down), product_flops(expert.down, tokens), [&](int64_t begin, int64_t end) {
             kernels.linear(expert.down, hidden_inputs, tokens, outputs, begin, end);
@@ -224,38 +314,30 @@ bool experts_of_token(const ExpertView* const* experts, int64_t count, const flo
     const KernelTable& kernels = active_kernels();
     const MatrixView& first = experts[0]->gate;
     const int64_t size = first.columns, width = first.rows;
-    bool rounds_input = false, rounds_hidden = false;
+    Forms input{}, inner{};
     double flops = 0;
     for (int64_t i = 0; i < count; ++i) {
-        rounds_input = rounds_input || experts[i]->gate.bitwidth != 16 || experts[i]->up.bitwidth != 16;
-        rounds_hidden = rounds_hidden || experts[i]->down.bitwidth != 16;
+        const ExpertView& expert = *experts[i];
+        input = both(input, both(forms_of(expert, expert.gate), forms_of(expert, expert.up)));
+        inner = both(inner, forms_of(expert, expert.down));
         flops += product_flops(first, 1);
     }
-    const int64_t input_floats = rounds_input ? rounded_floats(Used::kAlone, 1, size) : 0;
-    const int64_t hidden_floats = rounds_hidden ? rounded_floats(Used::kAlone, count, width) : 0;
-    float* rounded_input = operation_scratch.take(input_floats + hidden_floats + count * width);
-    if (rounded_input == nullptr) {
+    const int64_t input_floats = form_floats(Used::kAlone, input, 1, size);
+    const int64_t hidden_floats = form_floats(Used::kAlone, inner, count, width);
+    float* input_memory = operation_scratch.take(input_floats + hidden_floats + count * width);
+    if (input_memory == nullptr) {
         return false;
     }
-    float* rounded_hidden = rounded_input + input_floats;
-    float* hidden = rounded_hidden + hidden_floats;
-    Activations input{{x, size, nullptr}, {}};
-    if (rounds_input) {
-        input.rounded = round_rows(Used::kAlone, input.floats, 1, size, rounded_input);
-    }
+    float* hidden_memory = input_memory + input_floats;
+    float* hidden = hidden_memory + hidden_floats;
+    const Activations inputs = make_forms(Used::kAlone, input, {x, size, nullptr}, 1, size, input_memory);
     split_experts(count, blocks_of(first), 2 * flops, [&](int64_t i, int64_t begin, int64_t end) {
-        kernels.expert_hidden(experts[i]->gate, experts[i]->up, experts[i]->gating, input, 1,
+        kernels.expert_hidden(experts[i]->gate, experts[i]->up, experts[i]->gating, read_by(*experts[i], inputs), 1,
                               {hidden + i * width, width, nullptr}, begin, end);
     });
-    RoundedRows rounded{};
-    if (rounds_hidden) {
-        rounded = round_rows(Used::kAlone, {hidden, width, nullptr}, count, width, rounded_hidden);
-    }
+    const Activations hidden_inputs = make_forms(Used::kAlone, inner, {hidden, width, nullptr}, count, width, hidden_memory);
     split_experts(count, blocks_of(experts[0]->down), flops, [&](int64_t i, int64_t begin, int64_t end) {
-        Activations own{{hidden + i * width, width, nullptr}, {}};
-        if (rounds_hidden) {
-            own.rounded = rounded_row(rounded, i);
-        }
+        const Activations own = read_by(*experts[i], row_of(hidden_inputs, inner, i));
         const OutputRows outputs{out + out_rows[i] * size, size, nullptr};
         kernels.linear(experts[i]->down, own, 1, outputs, begin, end);
         add_bias(*experts[i], 1, outputs, begin, end);

@@ -17,6 +17,7 @@ struct ExpertView {
     MatrixView gate, up, down;
     Gating gating;
     const float* down_bias;  // [D], may be null
+    const BfloatKernels* bfloats = nullptr;  // by which bfloat16 matrices read rounded activations; null: they read floats
 };
 
 // Indices of an expert call: row i reads x[x_rows[i]] and writes output row out_rows[i].
@@ -34,6 +35,8 @@ bool linears(const MatrixView* const* matrices, int64_t count, const float* x, i
 
 // outs[i] = x[i] W_i^T: one row per matrix, with the same bits as `linears`.
 bool linears_by_row(const MatrixView* const* matrices, int64_t count, const float* x, float* const* outs);
+// out = x W^T of a bfloat16 matrix, with activations rounded to bfloat16.
+bool linear_of_bfloats(const BfloatKernels& kernels, const MatrixView& matrix, const float* x, int64_t tokens, float* out);
 void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t count, float* out);
 bool expert_ffn(const ExpertView& expert, const ExpertCall& call);
 // All experts of one token: expert i writes output row out_rows[i]. All have the same D and F.

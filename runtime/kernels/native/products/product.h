@@ -20,10 +20,13 @@ inline int blocks_in_step(int64_t block, int64_t end) {
     return end - block >= kPairedBlocks ? kPairedBlocks : 1;
 }
 
-// A matrix and the rows that it is multiplied with: floats for a 16-bit matrix, rounded rows for a quantized one.
+// A matrix and the rows that it is multiplied with: floats for a 16-bit matrix, or rows of bfloat16 if there are some and the
+// matrix is of bfloat16; rounded rows for a quantized one.
 class Product {
   public:
-    Product(const MatrixView& matrix, const Activations& x) : matrix_(matrix), x_(x), is_rounded_(matrix.bitwidth != 16) {
+    Product(const MatrixView& matrix, const Activations& x)
+        : matrix_(matrix), x_(x), is_rounded_(matrix.bitwidth != 16),
+          is_bfloat_(x.bfloats.values != nullptr && matrix.float_type == FloatType::kBfloat16) {
         if (is_rounded_) {
             rounded_ = rounded_format_of(matrix);
         } else {
@@ -37,6 +40,8 @@ class Product {
             for (int b = 0; b < blocks; ++b) {
                 rounded_.multiply(matrix_, block + b, x_.rounded, acc + b * kRowsPerBlock);
             }
+        } else if (is_bfloat_) {
+            x_.bfloats.multiply(matrix_, block, blocks, x_.bfloats, 0, 1, acc);
         } else {
             (blocks == kPairedBlocks ? float_.multiply_pair : float_.multiply_single)(matrix_, block, row_of(x_.floats, 0),
                                                                                       acc);
@@ -50,6 +55,10 @@ class Product {
             multiply_rounded_blocks(matrix_, rounded_, block, blocks, x_.rounded, first, count, acc);
             return;
         }
+        if (is_bfloat_) {
+            x_.bfloats.multiply(matrix_, block, blocks, x_.bfloats, first, count, acc);
+            return;
+        }
         for (int b = 0; b < blocks; ++b) {
             multiply_block(matrix_, float_, block + b, x_.floats, first, count, acc + b * count * kRowsPerBlock);
         }
@@ -58,7 +67,7 @@ class Product {
   private:
     const MatrixView& matrix_;
     const Activations& x_;
-    bool is_rounded_;
+    bool is_rounded_, is_bfloat_;
     RoundedFormat rounded_{};
     FloatFormat float_{};
 };

@@ -53,6 +53,23 @@ void bind_linears(const std::vector<const PackedMatrix*>& matrices, nb::handle x
     expect_memory(has_memory);
 }
 
+void bind_linear_of_bfloats(const PackedMatrix& matrix, nb::handle x_object, nb::handle out_object) {
+    const Array x(x_object, "x", Kind::kFloat32, 2), out(out_object, "out", Kind::kFloat32, 2, Access::kWrite);
+    x.expect({x.size(0), matrix.view.columns});
+    out.expect({x.size(0), matrix.view.rows});
+    out.expect_apart(x);
+    const BfloatKernels* kernels = active_bfloat_kernels();
+    if (matrix.view.float_type != FloatType::kBfloat16 || kernels == nullptr) {
+        refuse("matrix: expected bfloat16, and kernels that multiply it with bfloat16 activations");
+    }
+    bool has_memory;
+    {
+        nb::gil_scoped_release unlocked;
+        has_memory = linear_of_bfloats(*kernels, matrix.view, x.data<const float>(), x.size(0), out.data<float>());
+    }
+    expect_memory(has_memory);
+}
+
 void bind_dequantize_rows(const PackedMatrix& matrix, nb::handle rows_object, nb::handle out_object) {
     const Array rows(rows_object, "rows", Kind::kInt64, 1), out(out_object, "out", Kind::kFloat32, 2, Access::kWrite);
     out.expect({rows.size(0), matrix.view.columns});
@@ -216,14 +233,19 @@ NB_MODULE(_native, module) {
         .def_prop_ro("columns", [](const PackedMatrix& matrix) { return matrix.view.columns; })
         .def("move_to", &PackedMatrix::move_to, "data"_a);
     nb::class_<Expert>(module, "Expert")
-        .def(nb::init<nb::object, nb::object, nb::object, int, float, nb::list>(), "gate"_a.none(), "up"_a, "down"_a,
-             "activation"_a = 0, "limit"_a = 0.0f, "biases"_a = nb::list())
+        .def(nb::init<nb::object, nb::object, nb::object, int, float, nb::list, bool>(), "gate"_a.none(), "up"_a, "down"_a,
+             "activation"_a = 0, "limit"_a = 0.0f, "biases"_a = nb::list(), "reads_bfloats"_a = false)
         .def("follow_matrices", &Expert::follow_matrices);
     module.def("available", available_names);
     module.def("active", [] { return active_kernels().name; });
     module.def("select", bind_select, "name"_a);
+    module.def("bfloat_kernels", [] {
+        const BfloatKernels* found = active_bfloat_kernels();
+        return found == nullptr ? "" : found->name;
+    });
     module.def("set_threads", bind_set_threads, "count"_a);
     module.def("linears", bind_linears, "matrices"_a, "x"_a, "outs"_a);
+    module.def("linear_of_bfloats", bind_linear_of_bfloats, "matrix"_a, "x"_a, "out"_a);
     module.def("dequantize_rows", bind_dequantize_rows, "matrix"_a, "rows"_a, "out"_a);
     module.def("experts_of_token", bind_experts_of_token, "experts"_a, "x"_a, "ranks"_a, "out"_a);
     module.def("expert_ffn", bind_expert_ffn, "expert"_a, "x"_a, "tokens"_a, "ranks"_a, "out"_a);

@@ -49,8 +49,9 @@ struct Expert {
     std::unique_ptr<Array> biases[3];
     ExpertView view;
 
+    // reads_bfloats: bfloat16 matrices read activations rounded to bfloat16, by the kernels that are active now.
     Expert(nb::object gate_matrix, nb::object up_matrix, nb::object down_matrix, int activation, float limit,
-           nb::list bias_objects)
+           nb::list bias_objects, bool reads_bfloats)
         : gate(gate_matrix), up(up_matrix), down(down_matrix) {
         const bool has_gate = activation != static_cast<int>(Activation::kRelu);
         if (has_gate == gate.is_none() || (!has_gate && bias_objects.size() != 0)) {
@@ -60,7 +61,11 @@ struct Expert {
                 nb::cast<const PackedMatrix&>(up).view,
                 nb::cast<const PackedMatrix&>(down).view,
                 {static_cast<Activation>(activation), limit, nullptr, nullptr},
-                nullptr};
+                nullptr,
+                reads_bfloats ? active_bfloat_kernels() : nullptr};
+        if (reads_bfloats && view.bfloats == nullptr) {
+            refuse(std::string("bfloat16 activations: the kernels `") + active_kernels().name + "` have no such products");
+        }
         const bool is_known = activation >= 0 && activation <= static_cast<int>(Activation::kRelu);
         if (!is_known || (bias_objects.size() != 0 && bias_objects.size() != 3)) {
             refuse("activation or biases: expected a known activation, and no biases or three");

@@ -54,6 +54,17 @@ const KernelTable& active_kernels() {
     return *table;
 }
 
+const BfloatKernels* active_bfloat_kernels() {
+    const char* active = active_kernels().name;
+    const bool is_amx = std::strcmp(active, "amx") == 0;
+    if (is_amx && amx_bf16_kernels() != nullptr && amx_bf16_kernels()->is_supported()) {
+        return amx_bf16_kernels();
+    }
+    const bool is_wide = is_amx || std::strcmp(active, "avx512vnni") == 0;
+    const BfloatKernels* found = is_wide ? avx512bf16_kernels() : nullptr;
+    return found != nullptr && found->is_supported() ? found : nullptr;
+}
+
 bool select_kernels(const char* name) {
     const KernelTable* tables[kMaxTables];
     const int count = supported_kernels(tables);

@@ -7,8 +7,8 @@
 // | 1 | ECX | 12 FMA, 27 OSXSAVE, 28 AVX, 29 F16C |
 // | 7.0 | EBX | 5 AVX2, 16 AVX512F, 30 AVX512BW, 31 AVX512VL |
 // | 7.0 | ECX | 11 AVX512 VNNI |
-// | 7.0 | EDX | 24 AMX-TILE, 25 AMX-INT8 |
-// | 7.1 | EAX | 4 AVX-VNNI |
+// | 7.0 | EDX | 22 AMX-BF16, 24 AMX-TILE, 25 AMX-INT8 |
+// | 7.1 | EAX | 4 AVX-VNNI, 5 AVX512 BF16 |
 //
 // AArch64: NEON is always there. The operating system reports the extensions.
 
@@ -90,6 +90,16 @@ bool has_avx512vnni() {
            (saved_registers() & kAvx512State) == kAvx512State;
 }
 
+bool has_avx512bf16() {
+    constexpr uint32_t kBfloat = 1u << 5;
+    return has_avx512vnni() && cpuid(7).eax >= 1 && (cpuid(7, 1).eax & kBfloat) != 0;
+}
+
+bool has_amx_bf16() {
+    constexpr uint32_t kBfloat = 1u << 22;
+    return has_amx() && has_avx512bf16() && (cpuid(7).edx & kBfloat) != 0;
+}
+
 bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
     constexpr uint32_t kTiles = 1u << 24, kBytes = 1u << 25;
@@ -125,6 +135,14 @@ bool has_avxvnni() {
 }
 
 bool has_avx512vnni() {
+    return false;
+}
+
+bool has_avx512bf16() {
+    return false;
+}
+
+bool has_amx_bf16() {
     return false;
 }
 

@@ -44,11 +44,42 @@ static inline RoundedRows rounded_row(const RoundedRows& rows, int64_t i) {
     return {rows.codes + place * kColumnsPerTile, rows.steps + place, rows.sums + place, rows.columns, rows.side_by_side};
 }
 
-// The same rows in two forms: floats for 16-bit matrices, rounded rows for quantized ones. A form that no matrix reads may be
-// null.
+struct BfloatRows;
+// `blocks` row blocks of a bfloat16 matrix times `count` <= 96 rows, beginning with `first`, a multiple of 16.
+// acc: [blocks, count, 16], written.
+using MultiplyBfloats = void (*)(const MatrixView&, int64_t block, int blocks, const BfloatRows& x, int64_t first, int count,
+                                 float* acc);
+
+// Rows of activations rounded to bfloat16 (products/bfloat_products.h), and the product that reads them. Their order is that
+// of RoundedRows: one tile of 32 values of kRowsSideBySide rows, then the next tile of them. Values and rows that are missing
+// in the last tile and in the last group of rows are zeros.
+struct BfloatRows {
+    const uint16_t* values;  // null: bfloat16 matrices read floats
+    int64_t columns;
+    int64_t side_by_side;  // number of rows side by side: kRowsSideBySide, or 1
+    MultiplyBfloats multiply;
+};
+
+static inline int64_t bfloat_tiles(int64_t columns) {
+    return (columns + kColumnsPerTile - 1) / kColumnsPerTile;
+}
+
+// Where the first value of row i is. Its next tile is side_by_side * kColumnsPerTile values further.
+static inline int64_t first_value_of(const BfloatRows& rows, int64_t i) {
+    const int64_t together = rows.side_by_side;
+    return (i / together * together * bfloat_tiles(rows.columns) + i % together) * kColumnsPerTile;
+}
+
+static inline BfloatRows bfloat_row(const BfloatRows& rows, int64_t i) {
+    return {rows.values + first_value_of(rows, i), rows.columns, rows.side_by_side, rows.multiply};
+}
+
+// The same rows in three forms: floats for 16-bit matrices, rounded rows for quantized ones, and rows of bfloat16 for bfloat16
+// matrices of experts that read them. A form that no matrix reads may be null.
 struct Activations {
     InputRows floats;
     RoundedRows rounded;
+    BfloatRows bfloats;
 };
 
 // kRelu has no gate: the hidden values of the expert are max(up x, 0).
@@ -124,6 +155,16 @@ struct ProductKernels {
     decltype(KernelTable::expert_hidden) expert_hidden;
 };
 
+// Products of bfloat16 matrices with activations rounded to bfloat16. Their sums have an order of their own, so their bits are
+// not those of the tables.
+struct BfloatKernels {
+    const char* name;
+    bool (*is_supported)();
+    // One row rounded to bfloat16: tiles of 32 values, `distance` tiles from each other.
+    void (*round_row)(const float* x, int64_t columns, uint16_t* values, int64_t distance);
+    MultiplyBfloats multiply;
+};
+
 const KernelTable& scalar_kernels();
 // Null if the file of the instruction set compiled to nothing.
 const KernelTable* avx2_kernels();
@@ -133,6 +174,8 @@ const ProductKernels* amx_products();
 const KernelTable* neon_kernels();
 const KernelTable* neon_dot_kernels();
 const KernelTable* neon_i8mm_kernels();
+const BfloatKernels* avx512bf16_kernels();
+const BfloatKernels* amx_bf16_kernels();
 
 constexpr int kMaxTables = 8;
 
@@ -140,6 +183,9 @@ constexpr int kMaxTables = 8;
 int supported_kernels(const KernelTable* tables[kMaxTables]);
 
 const KernelTable& active_kernels();
+
+// The products with bfloat16 activations that belong to the active kernels; null if they have none.
+const BfloatKernels* active_bfloat_kernels();
 
 // Returns false, without a change, if no supported table has this name.
 bool select_kernels(const char* name);
