@@ -66,11 +66,13 @@ def mode_cost(bundle: Path, engine: Engine) -> str | None:
         return None
     row = next((row for row in measured_rows(bundle) if row["mode"] == modes.to_text()), None)
     if row is None:
-        flat = _flatness(calibrated_lower_half(bundle), " on calibration data")
-        return f"its cost was not measured: moec eval BUNDLE --data DATA --modes sweep{flat}"
+        flat = _flatness(calibrated_lower_half(bundle), " on calibration data") if modes.decides else ""
+        asked = "sweep" if modes.expert_activations is None else f'"{modes.to_text()}"'
+        return f"its cost was not measured: moec eval BUNDLE --data DATA --modes {asked}{flat}"
+    flat = _flatness((row["decisions"] or {}).get("lower_half_share"))
     return (
         f"measured to cost {loss_text(row['loss'])} of {row['task']} on {row['n']} items, "
-        f"cache {row['expert_cache']}, {row['cache_state']} start{_flatness(row['decisions'].get('lower_half_share'))}"
+        f"cache {row['expert_cache']}, {row['cache_state']} start{flat}"
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from moec.manifests.errors import OptionError
-from moec.runtime.options.lossy import LossyModes, parse_mode_list, parse_modes
+from moec.runtime.options.lossy import MODE_OPTIONS, LossyModes, parse_mode_list, parse_modes
 
 from ..options.runtime_options import with_missing_experts
 from ..terminal import output
@@ -119,8 +119,7 @@ def _texts(thresholds: Sequence[tuple[float, float]]) -> list[str]:
 
 def modes_of(options: dict[str, str]) -> LossyModes:
     """Return the modes of some options. Modes that are not named are off."""
-    names = ("dynamic_precision", "big_little", "cache_routing")
-    return parse_modes(*(options.get(name) for name in names))
+    return parse_modes(*(options.get(name) for name in MODE_OPTIONS))
 
 
 def sweep_options(options: RuntimeOptions) -> RuntimeOptions:

@@ -28,8 +28,14 @@ class ModesMeasurement:
 
     def check(self, model: ModelSpec, has_low_versions: bool) -> None:
         """Raise OptionError for modes that cannot be measured."""
-        if self.modes != DYNAMIC:  # nobody asked for these
-            allowed_settings(self.modes, model, has_low_versions, (), None)
+        if self.modes == DYNAMIC:  # nobody asked for these
+            return
+        for setting in allowed_settings(self.modes, model, has_low_versions, (), None):
+            if "expert_activations" in setting:
+                raise OptionError(
+                    "a compile does not measure `expert-activations`, because few processors have it",
+                    'measure it afterwards: `moec eval --modes "expert-activations bfloat16"`',
+                )
 
     def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
         """Return the record for quality.json. Raises MemoryBudgetExceeded."""

@@ -101,9 +101,13 @@ class LossyReplay:
 
 
 def require_scores(path: Path, trace: Trace, options: dict[str, str]) -> None:
-    """Refuse modes that need scores which a trace lacks. Raises OptionError."""
+    """Refuse modes that need scores which a trace lacks, or change what it has recorded. Raises OptionError."""
     from moec.runtime.simulation.lossy_replay import missing_scores
 
+    if "expert_activations" in options:
+        raise OptionError(
+            "`--modes`: `expert-activations` changes the activations of a trace, which decide", "leave it out"
+        )
     missing = missing_scores(trace, modes_of(options))
     if missing is not None:
         raise OptionError(

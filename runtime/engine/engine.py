@@ -125,12 +125,12 @@ class Engine:
 
     @property
     def is_lossless(self) -> bool:
-        """True if no lossy mode is on. Every token is then the model's own."""
+        """True if no lossy mode decides about experts. Several tokens may then share a pass."""
         return self.lossy is None
 
     @property
     def mode_counts(self) -> ModeCounts | None:
-        """Decisions of the lossy modes so far; None if all modes are off."""
+        """Decisions of the lossy modes so far; None if no mode decides."""
         return None if self.lossy is None else self.lossy.counts
 
     # -- generation --------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from .. import kernels
 from ..accelerator import HostParts, open_accelerator, start_cooperation
 from ..bundle.lookahead import read_lookahead
 from ..bundle.opening import Bundle, verify_files
-from ..expert_cache.bound_experts import bind_experts
+from ..expert_cache.bound_experts import bind_experts, check_bfloat_experts
 from ..expert_cache.cache_spec import CacheSpec
 from ..expert_cache.interface import StreamingCache
 from ..expert_cache.opening import open_cache
@@ -82,7 +82,7 @@ class EngineParts:
     path: the code that the run takes.
     elastic: sets the size of the cache before each pass; None if its size is fixed.
     accelerator: computes some experts; None without one.
-    lossy: decides under the lossy modes; None for a lossless run.
+    lossy: decides under the lossy modes; None if none decides.
     """
 
     tokenizer: BundleTokenizer
@@ -112,6 +112,8 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
     tokenizer, memory = _plan(bundle, options, 0 if device is None else device.host_bytes)
     kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
     check_modes(options.modes, manifest.model, len(manifest.low_experts))
+    if options.expert_activations == "bfloat16":
+        check_bfloat_experts(manifest)
     experts = _sizes(manifest, memory, options)
     tables = bundle.tables(has_paths=experts.reads_ahead and options.prefetch == "path")
     records = bundle_records(bundle, tables, manifest.stored_experts)
@@ -120,7 +122,8 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
         on_failure.callback(storage.close)
         with storage.made_ready(is_wanted=options.cache_state == "warm"):  # a warm start fills all of it
             dense = load_dense(bundle, options.verify)
-            bound = bind_experts(bundle, manifest.stored_experts, storage, dense)
+            reads_bfloats = options.expert_activations == "bfloat16"
+            bound = bind_experts(bundle, manifest.stored_experts, storage, dense, reads_bfloats)
             cache = open_cache(storage, bound, experts.cache_spec(memory.cache_bytes, records), options)
             on_failure.callback(cache.close)
             kv = KVCache(manifest.model, options.slots, memory.context, options.kv)
@@ -222,11 +225,11 @@ def _open_modes(
     accelerator: CooperativeExperts | None,
     warm: list[int],
 ) -> LossyDecoder | None:
-    """Return the object that decides under the lossy modes; None if all are off.
+    """Return the object that decides under the lossy modes; None if none decides.
 
     warm: experts that fill the cache at the start.
     """
-    if options.modes.is_lossless:
+    if not options.modes.decides:
         return None
     logical = None
     if options.modes.reads_cache:

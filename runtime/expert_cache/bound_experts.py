@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from moec.manifests.bundle import ExpertEntry, unit_offsets
+from moec.manifests.bundle import BundleManifest, ExpertEntry, unit_offsets
+from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS
 
 from .. import kernels
@@ -40,13 +41,33 @@ class BoundExperts:
         return self.experts[index].native, gate, up, down
 
 
+def check_bfloat_experts(manifest: BundleManifest) -> None:
+    """Check that experts can read activations in bfloat16 here. Raises OptionError."""
+    remedy = "leave out `--expert-activations`"
+    entries = (entry for entry in manifest.stored_experts if not entry.is_pruned)
+    if not any(
+        entry.spec(projection).float_type == "bfloat16"
+        for entry in entries
+        for projection in manifest.model.layers[entry.layer].experts.projections
+    ):
+        raise OptionError("no expert of the bundle has bfloat16 weights, which read bfloat16 activations", remedy)
+    if not kernels.bfloat_kernels():
+        told = f"the kernels `{kernels.active()}` have no products of bfloat16"
+        raise OptionError(f"{told}, which need AVX-512 BF16 or AMX BF16", remedy)
+
+
 def bind_experts(
-    bundle: Bundle, entries: Sequence[ExpertEntry], storage: ExpertStorage, dense: dict[str, Any]
+    bundle: Bundle,
+    entries: Sequence[ExpertEntry],
+    storage: ExpertStorage,
+    dense: dict[str, Any],
+    reads_bfloats: bool = False,
 ) -> BoundExperts:
     """Return kernels over the bytes of every manifest entry. Touches no page.
 
     The kernels are bound again when an expert gets another place in storage. An expert that is absent must not be
     computed, because its place may hold another expert.
+    reads_bfloats: see `kernels.Expert`.
     """
     model, bound, parts = bundle.manifest.model, list[Any](), list[list[tuple[int, int] | None]]()
     for index, entry in enumerate(entries):
@@ -67,7 +88,7 @@ def bind_experts(
             matrices[projection] = kernels.PackedMatrix(block[start:end], rows, columns, specs[projection])
         biases = _expert_biases(dense, entry.layer, entry.expert, spec.count) if spec.has_bias else ()
         gate, up, down = matrices.get("gate"), matrices["up"], matrices["down"]
-        bound.append(kernels.Expert(gate, up, down, spec.activation, spec.limit, biases))
+        bound.append(kernels.Expert(gate, up, down, spec.activation, spec.limit, biases, reads_bfloats))
         parts.append([ranges.get(projection) for projection in ("gate", "up", "down")])
 
     def rebind(index: int, block: np.ndarray) -> None:

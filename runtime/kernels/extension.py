@@ -74,7 +74,7 @@ def active() -> str:
 
 
 def bfloat_kernels() -> str:
-    """Return the name of the products with bfloat16 activations that belong to the kernels in use; empty without them."""
+    """Return the name of the products with bfloat16 activations of the kernels in use; empty without them."""
     extension = compiled()
     return str(extension.bfloat_kernels()) if extension else ""
 

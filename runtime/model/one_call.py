@@ -205,7 +205,7 @@ def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ah
     """
     model = manifest.model
     reason = why_not_native(options, model.encoder is not None)
-    if reason is None and not options.modes.is_lossless:
+    if reason is None and options.modes.decides:
         reason = "a lossy mode"
     if reason is None and model.norm == "layer":
         reason = "layer norms"

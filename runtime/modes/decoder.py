@@ -154,7 +154,7 @@ def check_modes(modes: LossyModes, model: ModelSpec, low_versions: int) -> None:
 
     low_versions: number of experts that have a low version.
     """
-    if modes.is_lossless:
+    if not modes.decides:
         return
     if model.encoder is not None:
         raise OptionError(

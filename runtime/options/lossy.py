@@ -11,9 +11,13 @@ from moec.manifests.errors import OptionError
 
 CacheState = Literal["warm", "cold"]
 CACHE_STATES = ("warm", "cold")
+ExpertActivations = Literal["float32", "bfloat16"]
+EXPERT_ACTIVATIONS = ("float32", "bfloat16")
 _NUMBER = re.compile(r"[01]|[01]?\.[0-9]{1,9}")
 _COUNT = re.compile(r"[1-9][0-9]{0,5}")
 HALF = "K/2"
+MODE_OPTIONS = ("dynamic_precision", "big_little", "cache_routing", "expert_activations")
+"""Options of the modes, in the order of `parse_modes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +83,25 @@ class CacheRouting:
 
 @dataclass(frozen=True, slots=True)
 class LossyModes:
-    """Lossy modes of one run; None: off."""
+    """Lossy modes of one run; None: off.
+
+    expert_activations: type to which bfloat16 experts round what they read. It decides nothing about experts.
+    """
 
     dynamic_precision: DynamicPrecision | None = None
     big_little: BigLittle | None = None
     cache_routing: CacheRouting | None = None
+    expert_activations: ExpertActivations | None = None
 
     @property
     def is_lossless(self) -> bool:
         """True if all modes are off."""
         return not self.parts()
+
+    @property
+    def decides(self) -> bool:
+        """True if a mode decides which experts are computed."""
+        return self.reads_cache or self.big_little is not None
 
     @property
     def reads_cache(self) -> bool:
@@ -102,19 +115,26 @@ class LossyModes:
             "cache-routing": self.cache_routing,
             "dynamic-precision": self.dynamic_precision,
         }
-        return {name: value.to_text() for name, value in values.items() if value is not None}
+        found = {name: value.to_text() for name, value in values.items() if value is not None}
+        return found if self.expert_activations is None else found | {"expert-activations": self.expert_activations}
 
     def to_text(self) -> str:
         """Return the text of the `mode:` line."""
         return " + ".join(f"{name} {value}" for name, value in self.parts().items())
 
 
-def parse_modes(dynamic_precision: str | None, big_little: str | None, cache_routing: str | None) -> LossyModes:
-    """Return the modes of three options. Raises OptionError."""
+def parse_modes(
+    dynamic_precision: str | None,
+    big_little: str | None,
+    cache_routing: str | None,
+    expert_activations: str | None = None,
+) -> LossyModes:
+    """Return the modes of four options. Raises OptionError."""
     return LossyModes(
         None if dynamic_precision is None else parse_dynamic_precision(dynamic_precision),
         None if big_little is None else parse_big_little(big_little),
         None if cache_routing is None else parse_cache_routing(cache_routing),
+        None if expert_activations is None else parse_expert_activations(expert_activations),
     )
 
 
@@ -125,7 +145,7 @@ def parse_mode_list(text: str) -> list[dict[str, str]]:
     Two settings: `big-little gamma=0.7; dynamic-precision 0.6,1 + cache-routing margin=0.2`.
     Raises OptionError.
     """
-    names = {"big-little": "big_little", "cache-routing": "cache_routing", "dynamic-precision": "dynamic_precision"}
+    names = {name.replace("_", "-"): name for name in MODE_OPTIONS}
     settings = []
     for setting in text.split(";"):
         options: dict[str, str] = {}
@@ -170,6 +190,13 @@ def parse_cache_routing(text: str) -> CacheRouting:
     if not (routing.margin or routing.drop):
         raise OptionError("`--cache-routing` with neither margin nor drop changes nothing", remedy)
     return routing
+
+
+def parse_expert_activations(text: str) -> ExpertActivations | None:
+    """Return `bfloat16`, or None for `float32`, which is no lossy mode. Raises OptionError."""
+    if text not in EXPERT_ACTIVATIONS:
+        raise OptionError(f"`--expert-activations {text[:60]}` is not a type", "write `bfloat16`")
+    return "bfloat16" if text == "bfloat16" else None
 
 
 def _assignments(option: str, text: str, defaults: Mapping[str, str], remedy: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from moec.manifests.runtime_limits import IO_MODES, MAX_READERS
 from moec.manifests.sizes import parse_bytes
 
 from .field_types import check_field_types
-from .lossy import CACHE_STATES, CacheState, LossyModes, parse_modes
+from .lossy import CACHE_STATES, EXPERT_ACTIVATIONS, CacheState, ExpertActivations, LossyModes, parse_modes
 from .readers import Readers
 from .setting import check_settings, docstring_of, setting
 
@@ -247,6 +247,15 @@ class RuntimeOptions:
         metavar="margin=M,drop=D",
         default_text="off",
     )
+    expert_activations: ExpertActivations = setting(
+        "float32",
+        "Type of the activations that routed experts with bfloat16 weights read. `bfloat16` is LOSSY, because it "
+        "rounds them to 8 bits of precision. Prompts take less time with AVX-512 BF16 or AMX BF16, and only these "
+        "processors have it.",
+        group="lossy modes",
+        noun="type of activations",
+        choices=EXPERT_ACTIVATIONS,
+    )
     accelerator: str | None = setting(
         None,
         "Let `cuda` or `cuda:N` compute routed experts next to the CPU. `torch-cpu` only shows that this works.",
@@ -293,6 +302,11 @@ class RuntimeOptions:
             raise OptionError(f"unknown accelerator `{self.accelerator[:40]}`", f"choose cuda, cuda:N or {TORCH_CPU}")
         if self.accelerator == TORCH_CPU and self.accelerator_memory is None:
             raise OptionError(f"`{TORCH_CPU}` shares the host's memory", "set it: `--accelerator-memory SIZE`")
+        if self.expert_activations != "float32":
+            raise OptionError(
+                "an accelerator reads the activations of experts as float32",
+                "leave out `--accelerator` or `--expert-activations`",
+            )
         if self.modes.reads_cache and self.accelerator_memory is None:
             raise OptionError(
                 "`--dynamic-precision` and `--cache-routing` decide by the experts in memory. How many an accelerator "
@@ -303,7 +317,7 @@ class RuntimeOptions:
     @property
     def modes(self) -> LossyModes:
         """Lossy modes of the run. Raises OptionError for values that are not valid."""
-        return parse_modes(self.dynamic_precision, self.big_little, self.cache_routing)
+        return parse_modes(self.dynamic_precision, self.big_little, self.cache_routing, self.expert_activations)
 
     @property
     def uses_learned_routers(self) -> bool:
@@ -333,7 +347,7 @@ class RuntimeOptions:
 
     def lossless(self) -> RuntimeOptions:
         """Return these options without lossy modes."""
-        return replace(self, dynamic_precision=None, big_little=None, cache_routing=None)
+        return replace(self, dynamic_precision=None, big_little=None, cache_routing=None, expert_activations="float32")
 
     def _check_weights(self) -> None:
         if self.policy_weights is None:

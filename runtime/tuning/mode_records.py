@@ -17,12 +17,11 @@ from moec.manifests.files.limits import MAX_QUALITY_BYTES, QUALITY_JSON
 from moec.manifests.files.output_file import write_output
 from moec.manifests.files.strict_json import load_strict_json
 
-from ..options.lossy import LossyModes, parse_dynamic_precision, parse_modes
+from ..options.lossy import MODE_OPTIONS, LossyModes, parse_dynamic_precision, parse_modes
 from .tune_file import bundle_sha256, file_next_to
 
 SUFFIX = ".modes.json"
 FORMAT_VERSION = 1
-OPTION_NAMES = ("dynamic_precision", "big_little", "cache_routing")
 
 
 def record_path(bundle: Path) -> Path:
@@ -95,7 +94,7 @@ def _calibrated(bundle: Path, name: str) -> list[float]:
 
 def modes_of_row(row: dict[str, Any]) -> LossyModes:
     """Return the modes of a row. Raises OptionError."""
-    return parse_modes(*(row["options"].get(name) for name in OPTION_NAMES))
+    return parse_modes(*(row["options"].get(name) for name in MODE_OPTIONS))
 
 
 def published_thresholds(bundle: Path) -> str | None:
@@ -159,12 +158,8 @@ def _rows(record: Any) -> list[dict[str, Any]]:
 def _is_row(row: Any) -> bool:
     if not isinstance(row, dict) or not isinstance(row.get("mode"), str) or not isinstance(row.get("loss"), dict):
         return False
-    options, decided = row.get("options"), row.get("decisions")
-    if not isinstance(options, dict) or not isinstance(decided, dict):
-        return False
-    numbers = (row["loss"].get("loss"), row["loss"].get("upper95"))
-    shares = (decided.get("skipped_share"), decided.get("low_share"))
-    if not all(isinstance(number, int | float) for number in (*numbers, *shares)):
+    options, numbers = row.get("options"), (row["loss"].get("loss"), row["loss"].get("upper95"))
+    if not isinstance(options, dict) or not all(isinstance(number, int | float) for number in numbers):
         return False
     interval = row["loss"].get("interval95")
     if not isinstance(interval, list) or len(interval) != 2:
@@ -172,6 +167,16 @@ def _is_row(row: Any) -> bool:
     if not all(end is None or isinstance(end, int | float) for end in interval):
         return False
     try:
-        return set(options) <= set(OPTION_NAMES) and modes_of_row(row).to_text() == row["mode"]
+        modes = modes_of_row(row)
+        return set(options) <= set(MODE_OPTIONS) and modes.to_text() == row["mode"] and _has_decisions(row, modes)
     except (OptionError, AttributeError, TypeError):
         return False
+
+
+def _has_decisions(row: dict[str, Any], modes: LossyModes) -> bool:
+    """Return whether a row has the decisions of its modes. None: they decide nothing. A lossless row has no modes."""
+    decided = row.get("decisions")
+    if decided is None:
+        return not modes.decides and not modes.is_lossless
+    shares = (decided.get("skipped_share"), decided.get("low_share"))
+    return all(isinstance(share, int | float) for share in shares)

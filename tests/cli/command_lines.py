@@ -71,6 +71,7 @@ LOSSY = {
     "dynamic_precision": Given("--dynamic-precision 0.5,0.9", "options.dynamic_precision", "0.5,0.9"),
     "big_little": Given("--big-little gamma=0.6,k=2", "options.big_little", "gamma=0.6,k=2"),
     "cache_routing": Given("--cache-routing margin=0.2", "options.cache_routing", "margin=0.2"),
+    "expert_activations": Given("--expert-activations bfloat16", "options.expert_activations", "bfloat16"),
     "cache_state": Given("--cache-state cold", "options.cache_state", "cold"),
 }
 ACCELERATOR = {

@@ -29,6 +29,7 @@ inline void configure_tiles(const TileShapes& shapes) {
     tile_file.shapes = shapes;
     tile_file.is_configured = true;
 }
+inline void keep_tile_shapes(TileShapes* shapes) { *shapes = tile_file.is_configured ? tile_file.shapes : TileShapes{}; }
 inline void release_tiles() { tile_file = TileFile{}; }
 
 inline void require_shape(int tile) {
@@ -78,3 +79,27 @@ inline void tile_multiply() {
         }
     }
 }
+
+#if defined(MOEC_EMULATE_BFLOATS)
+// Even and odd columns are summed apart, from zero; then their sum is added.
+template <int Sums, int Rows, int Columns>
+inline void tile_multiply_bfloats() {
+    const TileShapes& shapes = tile_file.shapes;
+    require_tiles(shapes.rows[Sums] == shapes.rows[Rows] && shapes.row_bytes[Sums] == shapes.row_bytes[Columns] &&
+                  shapes.row_bytes[Rows] == 4 * shapes.rows[Columns]);
+    for (int m = 0; m < shapes.rows[Sums]; ++m) {
+        for (int n = 0; n < shapes.row_bytes[Sums] / 4; ++n) {
+            float halves[2] = {}, sum;
+            for (int k = 0; k < shapes.row_bytes[Rows] / 2; ++k) {
+                uint16_t row, column;
+                std::memcpy(&row, &tile_file.bytes[Rows][m][2 * k], sizeof row);
+                std::memcpy(&column, &tile_file.bytes[Columns][k / 2][4 * n + 2 * (k % 2)], sizeof column);
+                halves[k % 2] = fma_flushed(row, column, halves[k % 2]);
+            }
+            std::memcpy(&sum, &tile_file.bytes[Sums][m][4 * n], sizeof sum);
+            sum = float_flushed(double{sum} + double{float_flushed(double{halves[0]} + double{halves[1]})});
+            std::memcpy(&tile_file.bytes[Sums][m][4 * n], &sum, sizeof sum);
+        }
+    }
+}
+#endif

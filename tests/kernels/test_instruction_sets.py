@@ -7,6 +7,8 @@ instruction sets with the scalar kernels, bit for bit. NEON runs under qemu-user
 * `emulated_avx512_lanes.h`: pairs of AVX2 registers for AVX-512.
 * `emulated_vnni.h`: AVX2 instructions that make the same sums as the dot products of VNNI.
 * `emulated_amx_tiles.h`: loops over memory for the tiles of AMX.
+* `emulated_bfloat_lanes.h`, `emulated_bfloats.h`: loops in float64 for the products of bfloat16. They have no scalar
+  kernels; `bfloat_products.cpp` runs them on given numbers, and the numpy kernels say what must come out.
 
 MOEC_REQUIRE_QEMU=1 turns the skips into failures.
 """
@@ -21,12 +23,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
+from moec.runtime.kernels import reference
+from tests.kernels.packer import bits, pack_16_bit
 
 SOURCES = Path(__file__).parents[2] / "runtime" / "kernels" / "native"
 CHECK = Path(__file__).with_name("instruction_sets.cpp")
+BFLOATS = Path(__file__).with_name("bfloat_products.cpp")
 COMMON = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-DMOEC_COMPACT", "-Wall", "-Wextra", "-Werror")
 AARCH64, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -34,13 +41,16 @@ AVX2 = ("-mavx2", "-mfma", "-mf16c")
 gate = pytest.mark.gate("G8")
 
 
-def build(compiler: str, folder: Path, files: dict[str, Sequence[str]], link: Sequence[str] = ()) -> Path:
+def build(
+    compiler: str, folder: Path, files: dict[str, Sequence[str]], link: Sequence[str] = (), check: Path = CHECK
+) -> Path:
     """Compile each file with its own options, two at a time, and link them with the check. Returns the program."""
-    listed = {CHECK.name: (), "detect.cpp": (), "choose_kernels.cpp": (), "kernels_scalar.cpp": (), **files}
+    common = ("detect.cpp", "choose_kernels.cpp", "kernels_scalar.cpp") if check == CHECK else ("detect.cpp",)
+    listed = {check.name: (), **dict.fromkeys(common, ()), **files}
 
     def compile_one(item: tuple[str, Sequence[str]]) -> str:
         name, options = item
-        source = CHECK if name == CHECK.name else SOURCES / "targets" / name
+        source = check if name == check.name else SOURCES / "targets" / name
         target = folder / f"{source.stem}.o"
         subprocess.run([compiler, *COMMON, *options, f"-I{SOURCES}", "-c", source, "-o", target], check=True)
         return str(target)
@@ -74,7 +84,7 @@ def test_neon_equals_scalar(tmp_path: Path) -> None:
     files = {"kernels_neon.cpp": (), "kernels_neon_dot.cpp": ("-march=armv8.2-a+dotprod",)}
     files["kernels_neon_i8mm.cpp"] = ("-march=armv8.2-a+dotprod+i8mm",)
     nothing = {"kernels_avx2.cpp": (), "kernels_avxvnni.cpp": (), "kernels_avx512vnni.cpp": ()}
-    nothing["kernels_amx.cpp"] = ()
+    nothing |= {"kernels_amx.cpp": (), "kernels_avx512bf16.cpp": (), "kernels_amx_bf16.cpp": ()}
     program = build(AARCH64, tmp_path, {**files, **nothing}, ["-static"])
     assert equal_sets([EMULATOR, "-cpu", "max", program, "neon-dot", "neon-i8mm"]) == {"neon-dot", "neon-i8mm"}
     # A Neoverse N1 has no matrix products. A Cortex-A72 (Raspberry Pi 4) has no dot product either. Detection must say
@@ -94,11 +104,41 @@ def test_vnni_equals_scalar(tmp_path: Path) -> None:
     files = {"kernels_scalar.cpp": ("-Og",), "kernels_avx2.cpp": AVX2}
     emulated = (*AVX2, "-DMOEC_EMULATE_VNNI", f"-I{CHECK.parent}")
     files |= {"kernels_avxvnni.cpp": emulated, "kernels_avx512vnni.cpp": emulated, "kernels_amx.cpp": emulated}
-    program = build(
-        "g++", tmp_path, {**files, "kernels_neon.cpp": (), "kernels_neon_dot.cpp": (), "kernels_neon_i8mm.cpp": ()}
-    )
+    nothing = dict.fromkeys(("kernels_neon.cpp", "kernels_neon_dot.cpp", "kernels_neon_i8mm.cpp"), ())
+    nothing |= dict.fromkeys(("kernels_avx512bf16.cpp", "kernels_amx_bf16.cpp"), ())
+    program = build("g++", tmp_path, {**files, **nothing})
     every = ["amx", "avx512vnni", "avxvnni", "avx2"]
     assert equal_sets([program, *every]) == set(every)
+
+
+def drawn(draw: np.random.Generator, rows: int, columns: int, is_wild: bool) -> np.ndarray:
+    """Return floats around zero; wild: of any bits, so infinite, NaN and subnormal ones are among them."""
+    if is_wild:
+        return draw.integers(0, 2**32, (rows, columns), np.uint32).view(np.float32)
+    return draw.standard_normal((rows, columns)).astype(np.float32)
+
+
+@gate
+def test_products_of_bfloat16_equal_their_specification(tmp_path: Path) -> None:
+    need_tool("g++")
+    if "avx2" not in kernels.available():
+        pytest.skip("no AVX2 here")
+    emulated = ("-DMOEC_EMULATE_VNNI", f"-I{CHECK.parent}")
+    files = {"kernels_avx512bf16.cpp": emulated, "kernels_amx_bf16.cpp": emulated}
+    program, spec = build("g++", tmp_path, files, check=BFLOATS), QuantSpec.parse("bf16")
+    draw = np.random.default_rng(4)
+    for rows, columns, tokens in ((1, 1, 1), (17, 33, 2), (48, 64, 16), (33, 95, 17), (16, 290, 96), (40, 31, 50)):
+        for is_wild in (False, True):
+            weights, x = (drawn(draw, count, columns, is_wild) for count in (rows, tokens))
+            weights = (weights.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+            given = pack_16_bit(weights, spec).tobytes() + x.tobytes()
+            for order in ("avx512bf16", "amx-bf16"):
+                words = [program, order, str(rows), str(columns), str(tokens)]
+                told = subprocess.run(words, input=given, capture_output=True, check=True).stdout
+                found = np.frombuffer(told, np.float32).reshape(tokens, rows)
+                expected = reference.bfloat_product(weights, x, order)
+                same = (bits(found) == bits(expected)) | (np.isnan(found) & np.isnan(expected))
+                assert same.all(), f"{order}, {rows} x {columns}, {tokens} tokens, wild {is_wild}"
 
 
 def test_lines_are_asked_for_ahead() -> None:
