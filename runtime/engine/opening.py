@@ -16,7 +16,7 @@ from .. import kernels
 from ..accelerator import HostParts, open_accelerator, start_cooperation
 from ..bundle.lookahead import read_lookahead
 from ..bundle.opening import Bundle, verify_files
-from ..expert_cache.bound_experts import bind_experts, check_bfloat_experts
+from ..expert_cache.bound_experts import bind_experts, check_activations
 from ..expert_cache.cache_spec import CacheSpec
 from ..expert_cache.interface import StreamingCache
 from ..expert_cache.opening import open_cache
@@ -108,12 +108,11 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
     _require_kernels(bundle)
     if options.verify:
         verify_files(bundle, (TABLES_NAME, LOOKAHEAD_NAME))
+    check_activations(manifest, options)
     device = open_accelerator(manifest, options)  # before the plan: it takes memory of the host
     tokenizer, memory = _plan(bundle, options, 0 if device is None else device.host_bytes)
     kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
     check_modes(options.modes, manifest.model, len(manifest.low_experts))
-    if options.expert_activations == "bfloat16":
-        check_bfloat_experts(manifest)
     experts = _sizes(manifest, memory, options)
     tables = bundle.tables(has_paths=experts.reads_ahead and options.prefetch == "path")
     records = bundle_records(bundle, tables, manifest.stored_experts)

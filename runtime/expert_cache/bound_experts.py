@@ -14,6 +14,7 @@ from moec.manifests.model import PROJECTIONS
 
 from .. import kernels
 from ..bundle.opening import Bundle
+from ..options.runtime import RuntimeOptions
 from ..storage.interface import ExpertStorage
 
 _NO_GATE = -1
@@ -41,8 +42,15 @@ class BoundExperts:
         return self.experts[index].native, gate, up, down
 
 
-def check_bfloat_experts(manifest: BundleManifest) -> None:
-    """Check that experts can read activations in bfloat16 here. Raises OptionError."""
+def check_activations(manifest: BundleManifest, options: RuntimeOptions) -> None:
+    """Check that the experts of a run can read activations of its type. Raises OptionError."""
+    if options.expert_activations == "float32":
+        return
+    if options.accelerator is not None:
+        raise OptionError(
+            "an accelerator reads the activations of experts as float32",
+            "leave out `--accelerator` or `--expert-activations`",
+        )
     remedy = "leave out `--expert-activations`"
     entries = (entry for entry in manifest.stored_experts if not entry.is_pruned)
     if not any(

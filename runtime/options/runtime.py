@@ -302,11 +302,6 @@ class RuntimeOptions:
             raise OptionError(f"unknown accelerator `{self.accelerator[:40]}`", f"choose cuda, cuda:N or {TORCH_CPU}")
         if self.accelerator == TORCH_CPU and self.accelerator_memory is None:
             raise OptionError(f"`{TORCH_CPU}` shares the host's memory", "set it: `--accelerator-memory SIZE`")
-        if self.expert_activations != "float32":
-            raise OptionError(
-                "an accelerator reads the activations of experts as float32",
-                "leave out `--accelerator` or `--expert-activations`",
-            )
         if self.modes.reads_cache and self.accelerator_memory is None:
             raise OptionError(
                 "`--dynamic-precision` and `--cache-routing` decide by the experts in memory. How many an accelerator "

@@ -1,9 +1,10 @@
 """Write the yardstick's checkpoint.
 
-    python -m bench.yardstick.checkpoint.write FOLDER
+    python -m bench.yardstick.checkpoint.write FOLDER [--layers N]
 
-It has 13.8 GB, one shard per layer. The tokenizer is a byte-level BPE of 4,096 tokens trained on `text.txt`. The runs
-decode the same text. The other rows of the embedding are never used. A short run of any model leaves most rows unused.
+It has 13.8 GB, one shard per layer; fewer layers are for measurements of one layer. The tokenizer is a byte-level BPE
+of 4,096 tokens trained on `text.txt`. The runs decode the same text. The other rows of the embedding are never used. A
+short run of any model leaves most rows unused.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def main() -> None:
     """Read the command line and write the checkpoint."""
     parser = argparse.ArgumentParser(description="Write the yardstick's checkpoint.")
     parser.add_argument("folder", type=Path)
-    write(parser.parse_args().folder, Weights())
+    parser.add_argument("--layers", type=int, default=Shape.layers)
+    options = parser.parse_args()
+    write(options.folder, Weights(Shape(layers=options.layers)))
 
 
 if __name__ == "__main__":
