@@ -50,9 +50,9 @@ class Draw:
     def ints(self, count: int, end: int, kind: Any = np.int32) -> np.ndarray:
         return guarded(self.numbers.integers(0, end, count).astype(kind))
 
-    def matrix(self, rows: int, columns: int) -> Any:
+    def matrix(self, rows: int, columns: int, formats: Sequence[QuantSpec] = FORMATS) -> Any:
         """Random bytes in a random format: scales may be anything."""
-        fitting = [spec for spec in FORMATS if fits(spec, rows, columns)]
+        fitting = [spec for spec in formats if fits(spec, rows, columns)]
         spec = self.source.choice(fitting)
         data = guarded(self.numbers.integers(0, 256, spec.packed_bytes(rows, columns)).astype(np.uint8))
         bitwidth = 243 if spec.is_ternary else int(spec.bitwidth)
@@ -65,7 +65,8 @@ class Draw:
         rows = [width, width, hidden]
         biases = [self.floats(count) for count in rows] if activation != 2 and self.source.random() < 0.3 else []
         parts = (gate, self.matrix(width, hidden), self.matrix(hidden, width))
-        return NATIVE.Expert(*parts, activation, 7.0 if activation == 1 else 0.0, biases)
+        reads_bfloats = bool(NATIVE.bfloat_kernels()) and self.source.random() < 0.5
+        return NATIVE.Expert(*parts, activation, 7.0 if activation == 1 else 0.0, biases, reads_bfloats)
 
 
 def fits(spec: QuantSpec, rows: int, columns: int) -> bool:
@@ -82,6 +83,14 @@ def linears(draw: Draw) -> Call:
     rows = [draw.size() for _ in range(draw.source.randint(1, 3))]
     outs = [draw.floats(tokens, count) for count in rows]
     return Call(NATIVE.linears, [[draw.matrix(count, columns) for count in rows], draw.floats(tokens, columns), outs])
+
+
+def linear_of_bfloats(draw: Draw) -> Call:
+    if not NATIVE.bfloat_kernels():
+        return linears(draw)
+    tokens, rows, columns = draw.size(), draw.size(), draw.size()
+    matrix = draw.matrix(rows, columns, [QuantSpec.parse("bf16")])
+    return Call(NATIVE.linear_of_bfloats, [matrix, draw.floats(tokens, columns), draw.floats(tokens, rows)])
 
 
 def dequantize_rows(draw: Draw) -> Call:
@@ -251,6 +260,6 @@ def one_decision(draw: Draw) -> Call:
 
 
 BUILDERS: tuple[Callable[[Draw], Call], ...] = (
-    linears, dequantize_rows, expert_ffn, experts_of_token, rows_of, route, rope, store_kv, attention, router_shares,
-    attend, residency, one_decision,
+    linears, linear_of_bfloats, dequantize_rows, expert_ffn, experts_of_token, rows_of, route, rope, store_kv, attention,
+    router_shares, attend, residency, one_decision,
 )  # fmt: skip
