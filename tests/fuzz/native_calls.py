@@ -260,6 +260,6 @@ def one_decision(draw: Draw) -> Call:
 
 
 BUILDERS: tuple[Callable[[Draw], Call], ...] = (
-    linears, linear_of_bfloats, dequantize_rows, expert_ffn, experts_of_token, rows_of, route, rope, store_kv, attention,
-    router_shares, attend, residency, one_decision,
+    linears, linear_of_bfloats, dequantize_rows, expert_ffn, experts_of_token, rows_of, route, rope, store_kv,
+    attention, router_shares, attend, residency, one_decision,
 )  # fmt: skip
