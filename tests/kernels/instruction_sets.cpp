@@ -137,7 +137,7 @@ void check_matrix(Check& check, MatrixView matrix, int64_t tokens) {
     const Gating clamping{Activation::kClampedSwiglu, 3.0f, gate_bias.data(), up_bias.data()};
     const KernelTable* tables[2] = {&scalar, &check.table};
     for (int i = 0; i < 2; ++i) {
-        Activations inputs{floats, {}};
+        Activations inputs{floats, {}, {}};
         Rounded rounded(*tables[i], x, matrix.bitwidth == 16 ? 0 : tokens, matrix.columns);
         inputs.rounded = rounded.rows();
         products[i].assign(static_cast<size_t>(tokens * matrix.rows), -1.0f);
