@@ -14,8 +14,8 @@ from ..bundle.certify import HeldOutAnswers, certify
 from ..bundle.emit import BundleContent, cost_summary, emit, finish
 from ..bundle.quality import Evidence, model_card, quality_report, unimportance_deciles, unimportance_quantiles
 from ..calibration.collect import calibration_summary
-from ..calibration.lookahead import encode_maps, lookahead_report
 from ..calibration.tables import Tables
+from ..lookahead.linear_maps import encode_maps, lookahead_report
 from ..preflight.device_fit import summarise_device
 from ..preflight.kept_layers import measures_tasks, runtime_bytes
 from ..preflight.preparation import Prepared

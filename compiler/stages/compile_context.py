@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..bundle.certificates import DivergenceCertificate, TaskCertificate
 from ..calibration.collect import ActivationStatistics
-from ..calibration.lookahead import LearnedMap
 from ..cluster.session import ClusterSession, cluster_session
+from ..lookahead.linear_maps import LearnedMap
 from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
 from ..quantization.swept_store import SweptStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..calibration.lookahead import LearnedMap, RoutingSample, can_learn, learn_maps, most_tokens
+from ..lookahead.linear_maps import LearnedMap, RoutingSample, can_learn, learn_maps, most_tokens
 from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
 from ..request.ports import LocalEngine

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from moec.compiler.calibration.lookahead import (
+from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.families import lower
+from moec.compiler.lookahead.linear_maps import (
     HELD_OUT,
     LearnedMap,
     RoutingSample,
@@ -19,8 +21,6 @@ from moec.compiler.calibration.lookahead import (
     lookahead_report,
     most_tokens,
 )
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
 from moec.manifests.model import ModelSpec
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 

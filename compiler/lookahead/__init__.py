@@ -1,0 +1,1 @@
+"""Linear maps that foresee the routers of later layers."""
