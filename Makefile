@@ -12,6 +12,9 @@ LINKS := build/links
 PACKAGES := manifests profiles evaluation runtime compiler cli
 NATIVE := $(shell find runtime/kernels/native -type f 2>/dev/null)
 
+# Tests start hundreds of processes. Without compiled modules each one compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test tests quantization-tools test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs site example-bundle example-smollm2 figures clean links
 
