@@ -152,57 +152,78 @@ def test_missing_folders_are_made(invoke: Invoke, model: Path, tmp_path: Path) -
 
 # -- cut off after the bundle has its name -----------------------------------------------------------------------------
 
+CUT_OFF_STATUS = 9
+PLACES = ("before the report", "before the removal", "inside the removal")
+# A program that compiles once for each place, in a folder of that name. Each compile is a fork: imports are done once.
 CUT_OFF = """
 import os, sys
+import matplotlib.figure, transformers, moec.compiler.pipeline, moec.compiler.forecast, moec.runtime.engine.engine
 from moec.cli.commands import compile
 from moec.compiler.workspace import work_folder
 from moec.compiler.workspace.journal import Journal
 from moec.cli.main import cli
-place, arguments = sys.argv[1], sys.argv[2:]
-if place == "before the report":
-    compile.write_beside = lambda *_: os._exit(9)
-elif place == "before the removal":
-    work_folder.forget = lambda *_: os._exit(9)
-else:
-    from moec.compiler.workspace.durable import Disk
-    plain = Disk.remove_tree
-    def remove_tree(self, path):
-        plain(self, path)
-        if path.parent.name == "out.work" and path.parent.with_name("out").exists():
-            os._exit(9)
-    Disk.remove_tree = remove_tree
-cli.main(args=arguments)
+from moec.compiler.workspace.durable import Disk
+def cut_off(place):
+    if place == "before the report":
+        compile.write_beside = lambda *_: os._exit(9)
+    elif place == "before the removal":
+        work_folder.forget = lambda *_: os._exit(9)
+    else:
+        plain = Disk.remove_tree
+        def remove_tree(self, path):
+            plain(self, path)
+            if path.parent.name == "out.work" and path.parent.with_name("out").exists():
+                os._exit(9)
+        Disk.remove_tree = remove_tree
+for place in sys.argv[1].split(","):
+    child = os.fork()
+    if child == 0:
+        cut_off(place)
+        os.chdir(place)
+        cli.main(args=sys.argv[2:])
+    print(place, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-@pytest.mark.parametrize("place", ["before the report", "before the removal", "inside the removal"])
-def test_a_complete_bundle_is_finished_by_a_resumed_run(
-    invoke: Invoke, model: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = save_texts(tmp_path / "texts", train=4, validation=4, test=6)
+@pytest.fixture(scope="module")
+def cut_off(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
+    """A folder with one folder for each place, where a compile was cut off, and the arguments of that compile."""
+    root = tmp_path_factory.mktemp("cut")
+    for place in PLACES:
+        save_texts(root / place / "texts", train=4, validation=4, test=6)
     small = ("--bits", "2,16", "--group-size", "32", "--dense-bits", "8", "--no-comparisons", "--swaps", "0")
-    arguments = ("compile", model, "--kl", "0.5", "--data", data, *small, *UNIFORM[2:], "-o", tmp_path / "out")
+    arguments = ("compile", str(model), "--kl", "0.5", "--data", "texts", *small, *UNIFORM[2:], "-o", "out")
     cut = subprocess.run(
-        [sys.executable, "-c", CUT_OFF, place, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        capture_output=True, text=True, timeout=600, check=False,
+        [sys.executable, "-c", CUT_OFF, ",".join(PLACES), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"},
+        cwd=root, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
-    assert cut.returncode == 9, cut.stderr
-    whole = contents(tmp_path / "out")
-    assert "out.work" in names(tmp_path)
-    assert ("out.log.json" in names(tmp_path)) == (place != "before the report")
+    assert cut.stdout.splitlines() == [f"{place} {CUT_OFF_STATUS}" for place in PLACES], cut.stderr
+    return root, arguments
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_complete_bundle_is_finished_by_a_resumed_run(
+    invoke: Invoke, cut_off: tuple[Path, tuple[str, ...]], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, arguments = cut_off
+    folder = root / place
+    monkeypatch.chdir(folder)
+    whole = contents(folder / "out")
+    assert "out.work" in names(folder)
+    assert ("out.log.json" in names(folder)) == (place != "before the report")
     plain = invoke(*arguments)
-    assert plain.exit_code == 1 and "exists" in plain.stderr and "out.work" in names(tmp_path)
+    assert plain.exit_code == 1 and "exists" in plain.stderr and "out.work" in names(folder)
     other = invoke(*arguments, "--resume", "--seed", "1")
-    assert other.exit_code == 1 and "exists" in other.stderr and "out.work" in names(tmp_path)
+    assert other.exit_code == 1 and "exists" in other.stderr and "out.work" in names(folder)
     with monkeypatch.context() as patched:
         patched.setattr("moec.compiler.pipeline.make_plan", lambda stage: pytest.fail("it was done already"))
         result = invoke(*arguments, "--resume", "--json")
     assert result.exit_code == 0, result.stderr
-    assert "is complete" in result.stderr and contents(tmp_path / "out") == whole
+    assert "is complete" in result.stderr and contents(folder / "out") == whole
     assert json.loads(result.stdout) == json.loads(whole["quality.json"])
-    assert names(tmp_path) == {"texts", "out", "out.log.json", "out.report.png"}
-    assert json.loads((tmp_path / "out.log.json").read_text())["events"][-1]["event"] == "done"
+    assert names(folder) == {"texts", "out", "out.log.json", "out.report.png"}
+    assert json.loads((folder / "out.log.json").read_text())["events"][-1]["event"] == "done"
 
 
 def test_the_plan_of_a_bundle_is_the_one_that_was_compiled(model: Path, tmp_path: Path) -> None:
