@@ -144,17 +144,16 @@ def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
     killed: set[int] = set()
 
     def kill() -> None:
-        process = min(worker_processes() - killed)
-        killed.add(process)
-        os.kill(process, signal.SIGKILL)
+        killed.add(min(worker_processes()))
+        os.kill(min(killed), signal.SIGKILL)
 
-    stages = {"calibrating and quantizing", "predicting what each unit costs"}
-    listener, output = Listener(stages, kill), tmp_path / "tiny-moec"
+    stages = ("calibrating and quantizing", "predicting what each unit costs")
+    listener, output = Listener(stages[1:], kill), tmp_path / "tiny-moec"
     source, before = checkpoint.as_uri(), set((home / CACHE).glob("*"))  # another test may have fetched before
     compile_tiny(source, output, data=str(problems), cluster=address, talk=listener.talk(), **OPTIONS)
     assert contents(output) == alone
     assert [path.name.split("-")[0] for path in (home / CACHE).iterdir() if path not in before] == ["tiny"]
-    assert len(killed) == 2 and len(listener.processes) > 2, "other processes took the places of those killed"
+    assert len(killed) == 1 and len(listener.processes) > 2, "another process took the place of the one killed"
     assert names(tmp_path) == {"tiny-moec"}
     check_bundle(output)
     assert "work goes to 2 of the 2 nodes of the cluster" in listener.notes
@@ -167,7 +166,7 @@ def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
 def test_with_little_memory_the_bytes_are_those_of_one_machine(
     address: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, value: float
 ) -> None:
-    """No layer stays in memory between passes. A worker is killed after the first layer.
+    """No layer stays in memory between passes. For a target in bits, a worker is killed after the first layer.
 
     Workers quantize and price experts. For a loss target they also answer for plans and both sides of the certificate.
     """
@@ -184,12 +183,13 @@ def test_with_little_memory_the_bytes_are_those_of_one_machine(
     options: dict[str, Any] = {"data": str(texts), "tasks": ("perplexity",), "bits": (2, 3, 4, 8), "quick": False}
     options |= {"group_sizes": (32,), "dense_bits": 8}
     compile_tiny(checkpoint, tmp_path / "alone", kind, value, **options)
-    listener = Listener({"calibrating and quantizing"}, lambda: os.kill(min(worker_processes()), signal.SIGKILL))
+    stages = ("calibrating and quantizing",) if kind == "bits_per_weight" else ()
+    listener = Listener(stages, lambda: os.kill(min(worker_processes()), signal.SIGKILL))
     output, talk = tmp_path / "out", listener.talk()
     compile_tiny(checkpoint, output, kind, value, cluster=address, talk=talk, **options)
     assert contents(output) == contents(tmp_path / "alone")
     assert "work goes to 2 of the 2 nodes of the cluster" in listener.notes
-    assert len(listener.processes) > 2, "another process took the place of the one killed"
+    assert not stages or len(listener.processes) > 2, "another process took the place of the one killed"
     assert names(tmp_path) == {"texts", "alone", "out"}, "no bundle of a trial"
     kinds = {"unquantized" if "unquantized" in name else "trial" if "trial" in name else "bundle" for name in answered}
     assert kinds == ({"unquantized", "trial", "bundle"} if kind == "loss" else set())
