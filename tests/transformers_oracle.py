@@ -69,9 +69,9 @@ class TransformersOracle:
 
     def logits(self, row: Sequence[int], prompt: Sequence[int] = ()) -> Tensor:
         """Return the logits [T, V] of a text. prompt: what an encoder reads."""
-        return self._logits([row], [prompt] if prompt else [])[0]
+        return self.batch_logits([row], [prompt] if prompt else [])[0]
 
-    def _logits(self, rows: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> Tensor:
+    def batch_logits(self, rows: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> Tensor:
         """Return the logits [B, T, V] of texts. Those at padding, on the right, have no meaning."""
         text = {"input_ids": padded(rows)[0]}
         if prompts:
@@ -88,7 +88,7 @@ class TransformersOracle:
         for start in range(0, len(rows), _TEXTS_AT_ONCE):
             some = slice(start, start + _TEXTS_AT_ONCE)
             for logits, row, count in zip(
-                self._logits(rows[some], prompts[some]), rows[some], counts[some], strict=True
+                self.batch_logits(rows[some], prompts[some]), rows[some], counts[some], strict=True
             ):
                 found.append(logits[len(row) - count : len(row)].numpy())
         return found

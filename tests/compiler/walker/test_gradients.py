@@ -31,7 +31,7 @@ from moec.compiler.workspace.journal import Journal
 from moec.evaluation.engine import no_progress
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
-from tests.compiler.walker.whole_model import answers_of, measured_kl
+from tests.compiler.walker.whole_model import answers_of, kl_from, scored_logits
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 from tests.tiny_switch import TINY_SWITCHES, save_tiny_switch
@@ -46,6 +46,8 @@ DECODERS = (
 FAMILIES = (*DECODERS, "switch", "switch-capacity")
 MEASURED_UNITS = 12
 """Of the last layer, and of those before it."""
+AT_ONCE = 48
+"""Texts that the whole model computes at once."""
 Model = tuple[Path, Lowering, UnitStore]
 
 
@@ -158,13 +160,15 @@ def test_predictions_are_what_is_measured(model: Model, tmp_path: Path) -> None:
     texts, units = texts_for(lowering), lowering.model.unit_keys()
     found = predicted(model, tmp_path / "g.work")[:, 0]
     reference = TransformersOracle(folder)
+    own = scored_logits(reference, texts, AT_ONCE)
     layers, last = np.array([unit.layer for unit in units]), lowering.model.expert_layers[-1]
 
     def ratios(places: np.ndarray) -> np.ndarray:
         """Predicted over measured KL of some of these units."""
         measured = []
         for at in places[:: max(1, len(places) // MEASURED_UNITS)]:
-            kl = measured_kl(reference, texts, {units[at]: store.weight(units[at], SPECS[0])})
+            with reference.weights({units[at]: store.weight(units[at], SPECS[0])}):
+                kl = kl_from(own, scored_logits(reference, texts, AT_ONCE))
             measured += [found[at] / kl] if kl else []
         return np.array(measured)
 

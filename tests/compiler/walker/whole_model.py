@@ -66,12 +66,17 @@ def _record(reference: TransformersOracle, layer: int, parts: list[tuple[Tensor,
     return LayerRecord(chosen.numpy(), weights.numpy(), input_moments, middle_moments, tokens)
 
 
-def scored_logits(reference: TransformersOracle, answers: AnswerTexts) -> list[np.ndarray]:
-    """Logits at the scored tokens of each text, text by text."""
-    found = []
-    for at, (row, count) in enumerate(zip(answers.texts.rows, answers.counts, strict=True)):
-        prompt = answers.texts.prompts[at] if answers.texts.prompts else ()
-        found.append(reference.logits(row, prompt)[len(row) - count :].numpy())
+def scored_logits(reference: TransformersOracle, answers: AnswerTexts, at_once: int = 1) -> list[np.ndarray]:
+    """Logits at the scored tokens of each text, text by text.
+
+    at_once: texts of a batch. Padding changes last bits of logits.
+    """
+    rows, prompts, found = answers.texts.rows, answers.texts.prompts, list[np.ndarray]()
+    for start in range(0, len(rows), at_once):
+        some = slice(start, start + at_once)
+        batch = reference.batch_logits(rows[some], prompts[some] if prompts else [])
+        for logits, row, count in zip(batch, rows[some], answers.counts[some], strict=True):
+            found.append(logits[len(row) - count : len(row)].numpy())
     return found
 
 
@@ -79,7 +84,11 @@ def measured_kl(reference: TransformersOracle, answers: AnswerTexts, weights: Ma
     """Mean KL at the scored tokens with these weights in place of the checkpoint's own."""
     own = scored_logits(reference, answers)
     with reference.weights(weights):
-        others = scored_logits(reference, answers)
+        return kl_from(own, scored_logits(reference, answers))
+
+
+def kl_from(own: list[np.ndarray], others: list[np.ndarray]) -> float:
+    """Mean KL at the scored tokens of two models, from their logits."""
     parts = [divergence(log_softmax(before), after)[0] for before, after in zip(own, others, strict=True)]
     return float(np.concatenate(parts).mean())
 
