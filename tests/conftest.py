@@ -2,11 +2,13 @@
 the seconds that their tests took, set-up included. Tests that were skipped with a reason that begins with NOT RUN are
 counted there, too.
 
-And `one_thread`, for tests whose results or times depend on torch's threads, and the settings of hypothesis.
+And `one_thread`, for tests whose results or times depend on torch's threads, the settings of hypothesis, and garbage
+collection.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections import Counter, defaultdict
@@ -36,6 +38,15 @@ _seconds: dict[str, float] = defaultdict(float)
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Gates travel as properties of the report, so that they also arrive from other processes."""
     item.user_properties += [("gate", marker.args[0]) for marker in item.iter_markers("gate")]
+
+
+def pytest_collection_finish() -> None:
+    """Take what is loaded by now out of garbage collection. With torch and all tests a collection takes half a second.
+
+    `moec tune` collects before each of its engines.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
