@@ -58,8 +58,7 @@ SLOW_COMMAND = "--modes sweep"
 FEW_ITEMS = " --limit 8"
 # They load torch, which this process has. What they refuse does not depend on the memory of the process.
 COMMANDS_WITH_TORCH = ("moec compile ", "moec export ")
-# They time alternatives, or compile.
-TIMED_COMMANDS = ("moec tune", "moec compile", "moec profile-device")
+TIMED_COMMANDS = ("moec tune", "moec compile", "moec profile-device")  # they time alternatives, or compile
 # Generated from the commands: its command lines have explanations and placeholders.
 GENERATED = "docs/cli.md"
 BETWEEN_BLOCKS = "# next block"
@@ -265,15 +264,14 @@ def test_python_blocks_print_what_the_page_shows(page: str) -> None:
     assert printed == shown
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in GUIDES))
+@pytest.mark.parametrize("page", sorted(GUIDES), ids=lambda path: path.name)
 def test_errors_in_the_guides_are_those_of_the_commands(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Commands of a block that shows an error run in a folder with the examples. Their messages are compared."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    (path,) = (path for path in GUIDES if path.name == page)
-    for block in failing_blocks(path.read_text(encoding="utf-8")):
+    for block in failing_blocks(page.read_text(encoding="utf-8")):
         commands = re.findall(r"^\$ (.*)$", block.replace("\\\n", " "), re.MULTILINE)
         assert commands and messages("".join(told_by(command) for command in commands)) == messages(block), block
 
@@ -309,13 +307,12 @@ def figures_differ(page: Path, folder: Path, is_slow: bool) -> tuple[list[str], 
     return wrong, right
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in GUIDES))
-def test_outputs_in_the_guides_have_the_figures_of_the_commands(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", sorted(GUIDES), ids=lambda path: path.name)
+def test_outputs_in_the_guides_have_the_figures_of_the_commands(page: Path, tmp_path: Path) -> None:
     """Figures of the shipped bundle that do not depend on time. The others, such as speeds, are left out."""
-    (path,) = (path for path in GUIDES if path.name == page)
-    wrong, right = figures_differ(path, tmp_path, is_slow=False)
+    wrong, right = figures_differ(page, tmp_path, is_slow=False)
     assert wrong == []
-    assert right >= LEAST_FIGURES.get(page, 0), "the patterns of steady figures find less than before"
+    assert right >= LEAST_FIGURES.get(page.name, 0), "the patterns of steady figures find less than before"
 
 
 @pytest.mark.slow
