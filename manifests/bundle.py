@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from .model import MAX_EXPERTS, ExpertKey, ModelSpec
 from .optional_fields import OPTIONAL
+from .path_tables import PATH_SETS_VERSION, check_path_sets
 from .quant import EXPERT_ALIGNMENT_BYTES, LAYOUT, UNIT_ALIGNMENT_BYTES, QuantSpec, round_up
 
 FORMAT_VERSIONS = (1, 2)
@@ -157,12 +158,13 @@ class DenseEntry:
         _check_checksum(self.xxh3)
 
 
-def version_of(dense: Iterable[DenseEntry], experts: Iterable[ExpertEntry]) -> int:
-    """Return the lowest format version that has the formats of these entries."""
+def version_of(dense: Iterable[DenseEntry], experts: Iterable[ExpertEntry], path_sets: bool = False) -> int:
+    """Return the lowest format version that has the formats of these entries, and exact sets in the path tables."""
     specs = {entry.spec for entry in dense}
     for expert in experts:
         specs.update(spec for spec in (expert.gate, expert.up, expert.down) if spec is not None)
-    return max((spec.format_version for spec in specs), default=min(FORMAT_VERSIONS))
+    least = PATH_SETS_VERSION if path_sets else min(FORMAT_VERSIONS)
+    return max((least, *(spec.format_version for spec in specs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +240,9 @@ class BundleManifest:
     * a dense weight has the wrong shape.
     * a file is not listed.
     * a cost differs from that of the formats.
+    * path tables have exact sets, and tokens do not choose equally many experts, at least two, in all routed layers.
+
+    path_sets: the keys of the path tables are exact sets of experts. False: pairs.
     """
 
     format_version: int
@@ -256,6 +261,7 @@ class BundleManifest:
     experts: tuple[ExpertEntry, ...]
     files: tuple[FileEntry, ...]
     low_experts: tuple[ExpertEntry, ...] = field(default=(), metadata=OPTIONAL)
+    path_sets: bool = field(default=False, metadata=OPTIONAL)
 
     @property
     def pruned_experts(self) -> list[list[int]]:
@@ -274,9 +280,11 @@ class BundleManifest:
     def __post_init__(self) -> None:
         if self.layout != LAYOUT:
             raise ValueError(f"layout: expected `{LAYOUT}`, found `{self.layout[:40]}`")
-        needed = version_of(self.dense, self.stored_experts)
+        needed = version_of(self.dense, self.stored_experts, self.path_sets)
         if self.format_version != needed:
             raise ValueError(f"format_version: its formats need {needed}, found {self.format_version}")
+        if self.path_sets:
+            check_path_sets(self.model)
         names = [entry.name for entry in self.files]
         if len(set(names)) != len(names) or MANIFEST_NAME in names:
             raise ValueError("files: a name occurs twice, or the manifest lists itself")

@@ -150,6 +150,14 @@ LONGEST_SUFFIX = ".moec-replaced"
     help="Plans of equal bytes that the search measures to find a better one.  "
     "[default: 24; 0 if memory does not hold the model]",
 )
+@click.option(
+    "--path-keys",
+    type=click.Choice(["pairs", "best"]),
+    default="pairs",
+    show_default=True,
+    help="Keys of the tables of `--prefetch path`. best: exact sets of experts, as EdgeMoE, where they predict "
+    "held-out tokens better than pairs do; this needs bundle format 2.",
+)
 @mode_sweep_option("Measure all lossy modes, or these settings, on up to 500 held-out items, for quality.json.")
 @click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
 @click.option(

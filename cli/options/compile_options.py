@@ -41,6 +41,7 @@ def compile_options(values: dict[str, Any]) -> CompileOptions:
         fallback_bits=values["fallback_bits"],
         prune=values["prune"],
         swaps=values["swaps"],
+        path_keys=values["path_keys"],
         long_items=values["long_items"],
         task_settings=task_settings(values),
     )

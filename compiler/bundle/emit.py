@@ -128,15 +128,15 @@ def emit(
             emitter.write_experts(quantizer(plan.quantizer), packed_units)
             for file_name, data in small_files.items():
                 emitter.write_small(file_name, data)
-            manifest = _manifest(content, source, cost_summary(plan, tables.popularity), emitter)
+            manifest = _manifest(content, source, tables, emitter)
             disk.write_file(partial / MANIFEST_NAME, encode_manifest(manifest))
     return manifest
 
 
-def _manifest(content: BundleContent, source: SourceSummary, cost: CostSummary, written: _Emitter) -> BundleManifest:
+def _manifest(content: BundleContent, source: SourceSummary, tables: Tables, written: _Emitter) -> BundleManifest:
     """Return the manifest of written files, not certified."""
     return BundleManifest(
-        format_version=version_of(written.dense, (*written.experts, *written.low_experts)),
+        format_version=version_of(written.dense, (*written.experts, *written.low_experts), tables.has_path_sets),
         producer=producer(),
         certified=False,
         name=source.name,
@@ -144,13 +144,14 @@ def _manifest(content: BundleContent, source: SourceSummary, cost: CostSummary, 
         required_cpu_features=(),
         model=content.plan.model,
         device=content.device,
-        cost=cost,
+        cost=cost_summary(content.plan, tables.popularity),
         calibration=content.calibration,
         source=source,
         options=dict(sorted(content.options.items())),
         dense=tuple(written.dense),
         experts=tuple(written.experts),
         low_experts=tuple(written.low_experts),
+        path_sets=tables.has_path_sets,
         files=tuple(sorted(written.files, key=lambda entry: entry.name)),
     )
 

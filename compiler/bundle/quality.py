@@ -141,7 +141,7 @@ def _statistics(statistics: ActivationStatistics) -> dict[str, Any]:
     popularity_entropy: entropy over its maximum, per layer.
     lower_half_share: share of a token's weight in the lower-ranked half of its experts, per layer.
     unimportance_deciles: nine deciles of experts' unimportance over all layers, see calibration. Empty for top-1.
-    paths: how well routes can be predicted.
+    paths: how well routes can be predicted, and the keys that are kept if this decided.
     """
     counts = np.asarray(statistics.popularity, np.float64)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -151,7 +151,10 @@ def _statistics(statistics: ActivationStatistics) -> dict[str, Any]:
         "popularity_entropy": entropy.tolist(),
         "lower_half_share": statistics.lower_half.tolist(),
         "unimportance_deciles": unimportance_deciles(statistics.unimportance),
-        "paths": statistics.path_report.to_json(),
+        "paths": {
+            **statistics.path_report.to_json(),
+            **({"kept": statistics.paths_kept} if statistics.paths_kept else {}),
+        },
     }
 
 

@@ -21,7 +21,18 @@ from moec.manifests.errors import DataError
 from moec.manifests.model import ExpertKey, ModelSpec
 
 from ..walker.texts import TokenTexts, text_batches
-from .paths import PathReport, count_paths, count_popularity, count_transitions, report_paths
+from .paths import (
+    PathDictionary,
+    PathKeys,
+    PathReport,
+    count_path_sets,
+    count_paths,
+    count_popularity,
+    count_transitions,
+    join_paths,
+    keeps_sets,
+    report_paths,
+)
 
 QUANTILES = 101
 UNIMPORTANCE_BINS = 200
@@ -47,6 +58,7 @@ class ActivationStatistics:
         `weight_summary`. A token's best expert is not counted.
     unseen_experts: experts that no token reached.
     path_report: quality of predictions from paths.
+    paths_kept: `pairs` or `sets` if the report decided which keys are kept; empty if it did not.
     """
 
     num_tokens: int
@@ -63,6 +75,7 @@ class ActivationStatistics:
     unimportance: NDArray[np.int64]
     unseen_experts: tuple[ExpertKey, ...]
     path_report: PathReport
+    paths_kept: str = ""
 
 
 def chosen_texts(texts: TokenTexts, context: int, seed: int, max_tokens: int) -> TokenTexts:
@@ -101,30 +114,28 @@ LayerCounts = Mapping[str, NDArray[Any]]
 
 
 def count_statistics(
-    model: ModelSpec, texts: TokenTexts, seed: int, counts: Sequence[LayerCounts]
+    model: ModelSpec, texts: TokenTexts, seed: int, counts: Sequence[LayerCounts], path_keys: PathKeys = "pairs"
 ) -> ActivationStatistics:
     """Add up the counts of all layers. The path report covers the decoder alone, whose routes are predicted.
 
     texts: the texts of calibration.
     seed: seed of their choice.
     counts: of each layer.
+    path_keys: `best` lets the path report choose the keys of the paths.
     Raises DataError if no layer of the decoder routes.
     """
     stacks = _stacks(model, texts, counts)
     experts = max(layer.experts.count for layer in model.layers)
-    # The encoder's layers come first, so that keys stay sorted.
-    paths = [count_paths(stack.experts, experts) for stack in stacks]
-    keys = [path.keys.copy() for path in paths]
-    for own, stack in zip(keys, stacks, strict=True):
-        own[:, 0] = stack.layers[own[:, 0]]
-    sizes = np.concatenate([np.diff(path.offsets) for path in paths])
+    routes, held_out = stacks[-1].experts, stacks[-1].held_out
+    report = report_paths(routes[~held_out], routes[held_out], experts)
+    has_sets = keeps_sets(path_keys, report, [stack.experts.shape[2] for stack in stacks])
+    paths = _paths(stacks, experts, has_sets)
     popularity = [count_popularity(stack.experts, experts) for stack in stacks]
     transitions = [count_transitions(stack.experts, experts) for stack in stacks]
     grid = np.linspace(0, 1, QUANTILES)
     quantiles = [np.quantile(stack.weights[:, :, 0], grid, axis=0).T.astype(np.float32) for stack in stacks]
     lower_half = [stack.weights[:, :, 1].mean(axis=0, dtype=np.float64) for stack in stacks]
     layers, starts = [stack.layers for stack in stacks], [stack.layers[:-1] for stack in stacks]
-    routes, held_out = stacks[-1].experts, stacks[-1].held_out
     unimportance = np.zeros((model.num_layers, UNIMPORTANCE_BINS), np.int64)
     unimportance[list(model.expert_layers)] = [counts[layer]["unimportance"] for layer in model.expert_layers]
     return ActivationStatistics(
@@ -133,16 +144,26 @@ def count_statistics(
         seed=seed,
         popularity=_spread(popularity, layers, model.num_layers),
         transitions=_spread(transitions, starts, model.num_layers - 1),
-        path_keys=np.concatenate(keys),
-        path_offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
-        path_experts=np.concatenate([path.experts for path in paths]),
-        path_counts=np.concatenate([path.counts for path in paths]),
+        path_keys=paths.keys,
+        path_offsets=paths.offsets,
+        path_experts=paths.experts,
+        path_counts=paths.counts,
         router_quantiles=_spread(quantiles, layers, model.num_layers),
         lower_half=_spread(lower_half, layers, model.num_layers),
         unimportance=unimportance,
         unseen_experts=tuple(key for key in model.expert_keys() if not counts[key.layer]["tokens"][key.expert]),
-        path_report=report_paths(routes[~held_out], routes[held_out], experts),
+        path_report=report,
+        paths_kept="" if path_keys == "pairs" else "sets" if has_sets else "pairs",
     )
+
+
+def _paths(stacks: Sequence[Routes], experts: int, has_sets: bool) -> PathDictionary:
+    """Return the path dictionary of all stacks. The encoder's layers come first, so that keys stay sorted."""
+    count = count_path_sets if has_sets else count_paths
+    paths = [count(stack.experts, experts) for stack in stacks]
+    for own, stack in zip(paths, stacks, strict=True):
+        own.keys[:, 0] = stack.layers[own.keys[:, 0]]
+    return join_paths(paths)
 
 
 def _stacks(model: ModelSpec, texts: TokenTexts, counts: Sequence[LayerCounts]) -> list[Routes]:

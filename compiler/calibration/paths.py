@@ -4,19 +4,21 @@
 here. A layer's experts are predicted from the experts of the two layers before it.
 Source: EdgeMoE, section on expert preloading (the dictionary of activation paths). Its key is the exact expert sets of
 two layers, which is of no use for a top-8 of 64. The pair form counts each pair (a of layer l-2, b of layer l-1)
-instead.
+instead. For a top-1 both forms are one.
 Shapes: T tokens, L layers, E experts, K top-k, N keys, P successors of all keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Routes = NDArray[np.integer]
+PathKeys = Literal["pairs", "best"]
 LEAST_SEEN = 8
 """Least number of tokens for a key to be trusted.
 
@@ -29,9 +31,10 @@ _TOKENS_PER_SCORE = 4096
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PathDictionary:
-    """Successors of every observed pair.
+    """Successors of every observed key.
 
     keys: int32 [N, 3], sorted rows (layer l, expert a of l-2, expert b of l-1).
+        With exact sets [N, 1 + 2K]: layer l, experts of l-2, experts of l-1. Each set ascends.
     offsets: int64 [N+1], start of each key in `experts` and `counts`.
     experts: uint16 [P], ascending within a key.
     counts: uint32 [P].
@@ -91,26 +94,56 @@ def count_transitions(routes: Routes, experts: int) -> NDArray[np.uint32]:
 
 def count_paths(routes: Routes, experts: int) -> PathDictionary:
     """Return the pair form: for each pair (a of layer l-2, b of layer l-1) the experts of layer l, l = 2 to L-1."""
-    keys, sizes, successors, counts = [], [], [], []
+    found = [_empty(3)]
     for layer in range(2, routes.shape[1]):
         pairs = _pairs(routes[:, layer - 2], routes[:, layer - 1], experts)
         codes, seen = _count(_pairs(pairs, routes[:, layer], experts), experts**3)
-        pair_codes, pair_sizes = np.unique(codes // experts, return_counts=True)
-        rows = np.empty((len(pair_codes), 3), np.int32)
-        rows[:, 0], rows[:, 1], rows[:, 2] = layer, pair_codes // experts, pair_codes % experts
-        keys.append(rows)
-        sizes.append(pair_sizes)
-        successors.append(codes % experts)
-        counts.append(seen)
-    if not keys:
-        return PathDictionary(
-            np.zeros((0, 3), np.int32), np.zeros(1, np.int64), np.zeros(0, np.uint16), np.zeros(0, np.uint32)
-        )
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
+        pair_codes, sizes = np.unique(codes // experts, return_counts=True)
+        rows = np.stack([pair_codes // experts, pair_codes % experts], axis=1)
+        found.append(_of_layer(layer, rows, sizes, codes % experts, seen))
+    return join_paths(found)
+
+
+def count_path_sets(routes: Routes, experts: int) -> PathDictionary:
+    """Return the exact-set form: for the expert sets of layers l-2 and l-1 the experts of layer l, l = 2 to L-1.
+
+    Sets of fewer than LEAST_SEEN tokens are left out, because they predict nothing.
+    Source: EdgeMoE, section on expert preloading.
+    """
+    width = 1 + 2 * routes.shape[2]
+    found = [_empty(width)]
+    for layer in range(2, routes.shape[1]):
+        both = np.sort(routes[:, layer - 2 : layer], axis=2).reshape(-1, width - 1)
+        rows, which, seen = np.unique(both, axis=0, return_inverse=True, return_counts=True)
+        is_kept = seen >= LEAST_SEEN
+        places = np.cumsum(is_kept) - 1
+        tokens = is_kept[which.reshape(-1)]
+        own = places[which.reshape(-1)[tokens]][:, None]
+        codes, counts = _count(_pairs(own, routes[tokens, layer], experts), int(is_kept.sum()) * experts)
+        sizes = np.bincount(codes // experts, minlength=int(is_kept.sum()))
+        found.append(_of_layer(layer, rows[is_kept], sizes, codes % experts, counts))
+    return join_paths(found)
+
+
+def join_paths(parts: Sequence[PathDictionary]) -> PathDictionary:
+    """Return the keys of all parts, in order."""
+    sizes = [np.diff(part.offsets) for part in parts]
     return PathDictionary(
-        np.concatenate(keys), offsets, np.concatenate(successors).astype(np.uint16),
-        np.concatenate(counts).astype(np.uint32),
-    )  # fmt: skip
+        keys=np.concatenate([part.keys for part in parts]),
+        offsets=np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64),
+        experts=np.concatenate([part.experts for part in parts]),
+        counts=np.concatenate([part.counts for part in parts]),
+    )
+
+
+def keeps_sets(wanted: PathKeys, report: PathReport, top_ks: Collection[int]) -> bool:
+    """Return whether the exact-set form is kept: it was asked for, and predicts held-out tokens better.
+
+    top_ks: experts per token of each stack. Sets of several sizes are not stored.
+    """
+    return (
+        wanted == "best" and len(set(top_ks)) == 1 and max(top_ks) > 1 and report.accuracy_sets > report.accuracy_pairs
+    )
 
 
 def frequent_share(paths: Routes) -> tuple[float, int]:
@@ -160,6 +193,26 @@ def report_paths(counted: Routes, held_out: Routes, experts: int) -> PathReport:
         frequent_windows=float(np.mean(windows)) if windows else 0.0,
         observed_paths=observed,
     )
+
+
+def _empty(width: int) -> PathDictionary:
+    """Return a dictionary without keys."""
+    return _of_layer(0, np.zeros((0, width - 1), np.int32), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
+
+
+def _of_layer(
+    layer: int, rows: Routes, sizes: NDArray[np.int64], successors: NDArray[Any], counts: NDArray[Any]
+) -> PathDictionary:
+    """Return the keys of one layer.
+
+    rows: experts of each key [N, width - 1].
+    sizes: successors of each key [N].
+    successors, counts: of all keys [P].
+    """
+    keys = np.empty((len(rows), rows.shape[1] + 1), np.int32)
+    keys[:, 0], keys[:, 1:] = layer, rows
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return PathDictionary(keys, offsets, successors.astype(np.uint16), counts.astype(np.uint32))
 
 
 class _Fallback:

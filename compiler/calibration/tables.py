@@ -1,6 +1,6 @@
 """`tables.safetensors`: the counts of calibration in the form that the runtime's prefetcher and cache read.
 
-Shapes: L layers, E experts of the largest layer, N paths, P successors of all paths, Q quantiles.
+Shapes: L layers, E experts of the largest layer, K top-k, N paths, P successors of all paths, Q quantiles.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from moec.manifests.model import ModelSpec
+from moec.manifests.path_tables import PAIR_COLUMNS, set_columns
 from moec.manifests.safetensors_header import build_header, read_header
 
 # In file order. The widest items come first, so that every tensor starts at a multiple of its item size.
@@ -51,7 +52,7 @@ class Tables:
 
     popularity: uint32 [L, E].
     transitions: uint32 [L-1, E, E].
-    path_keys: int32 [N, 3], sorted.
+    path_keys: int32 [N, 3], or [N, 1 + 2K] in the exact-set form; sorted.
     path_offsets: int64 [N+1], start of each key in `path_experts` and `path_counts`.
     path_experts: uint16 [P].
     path_counts: uint32 [P].
@@ -66,6 +67,11 @@ class Tables:
     path_counts: np.ndarray
     router_quantiles: np.ndarray
 
+    @property
+    def has_path_sets(self) -> bool:
+        """Whether the keys of the paths are exact sets of experts."""
+        return bool(self.path_keys.shape[1] != PAIR_COLUMNS)
+
     @classmethod
     def empty(cls, model: ModelSpec) -> Tables:
         """Return tables with zero counts and no paths, for a compile without data."""
@@ -73,7 +79,7 @@ class Tables:
         return cls(
             np.zeros((layers, experts), np.uint32),
             np.zeros((layers - 1, experts, experts), np.uint32),
-            np.zeros((0, 3), np.int32),
+            np.zeros((0, PAIR_COLUMNS), np.int32),
             np.zeros(1, np.int64),
             np.zeros(0, np.uint16),
             np.zeros(0, np.uint32),
@@ -92,7 +98,7 @@ class Tables:
         shapes: dict[str, tuple[int, ...]] = {
             "popularity": (layers, experts),
             "transitions": (layers - 1, experts, experts),
-            "path_keys": (paths, 3),
+            "path_keys": (paths, set_columns(model) if self.has_path_sets else PAIR_COLUMNS),
             "path_offsets": (paths + 1,),
             "path_experts": (successors,),
             "path_counts": (successors,),

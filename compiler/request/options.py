@@ -21,6 +21,7 @@ from moec.manifests.quant import (
     QuantSpec,
 )
 
+from ..calibration.paths import PathKeys
 from ..quantization.quantizers import PACKAGES, QUANTIZERS, WITH_MOMENTS, can_make
 from .objective import OBJECTIVES, Objective
 from .targets import Target
@@ -57,16 +58,18 @@ _OF_DATA: dict[str, object] = {
     "search": "knapsack",
     "prune": None,
     "swaps": None,
+    "path_keys": "pairs",
     "long_items": TRUNCATE,
     "task_settings": NO_SETTINGS,
 }
-_OF_CALIBRATION = ("tasks", "shots", "limit", "seed", "long_items", "task_settings")
+_OF_CALIBRATION = ("tasks", "shots", "limit", "seed", "path_keys", "long_items", "task_settings")
 """Options that also count with `--uniform`, whose data gives statistics and second moments."""
 _OF_SEARCH: dict[str, object] = {"bits": DEFAULT_BITS, "objective": None}
 _OPTION_NAMES = {
     "tasks": "task",
     "comparisons": "comparisons/--no-comparisons",
     "long_items": "long-items",
+    "path_keys": "path-keys",
     "prune": "prune-experts/--keep-experts",
 }
 
@@ -94,6 +97,7 @@ class CompileOptions:
     fallback_bits: bitwidth of a second version of each larger expert. None: no second version.
     prune: whether the search may leave experts out. None: if a measured loss or KL decides.
     swaps: measurements that improve a plan at equal bytes. None: the search decides.
+    path_keys: `pairs`, or `best` of pairs and exact sets of experts on held-out tokens.
     long_items: what becomes of items that exceed the context, see `evaluation/long_items.py`.
     task_settings: changes of all tasks: prompts and metric.
     Raises OptionError for values out of range or without effect.
@@ -118,6 +122,7 @@ class CompileOptions:
     fallback_bits: int | None = None
     prune: bool | None = None
     swaps: int | None = None
+    path_keys: PathKeys = "pairs"
     long_items: str = TRUNCATE
     task_settings: TaskSettings = NO_SETTINGS
 
@@ -338,6 +343,7 @@ class CompileOptions:
             "limit": str(self.limit or "none"),
             "seed": str(self.seed),
             **({} if self.confidence is None else {"confidence": f"{self.confidence:g}"}),
+            **({} if self.path_keys == "pairs" else {"path_keys": self.path_keys}),
             **({} if self.long_items == TRUNCATE else {"long_items": self.long_items}),
             **self.task_settings.to_plain(),
             **({} if self.swaps is None else {"swaps": str(self.swaps)}),

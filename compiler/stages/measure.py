@@ -109,7 +109,7 @@ def _swept(passes: _Passes, probe: Mapping[str, QuantSpec]) -> Swept:
     elsewhere = None if context.cluster is None else context.cluster.quantize_experts
     sweep = Sweep(passes.slot, passes.store, context.journal, probe, request.options.seed, elsewhere)
     title = "calibrating and quantizing" if passes.texts is not None else "quantizing"
-    swept = sweep.run(passes.texts, passes.threads, request.talk.progress(title))
+    swept = sweep.run(passes.texts, passes.threads, request.talk.progress(title), request.options.path_keys)
     if swept.statistics is not None:
         for note in unseen_notes(swept.statistics):
             request.talk.note(note)

@@ -26,6 +26,7 @@ from moec.manifests.quant import QuantSpec
 
 from ..calibration.collect import ActivationStatistics, count_statistics
 from ..calibration.layer_inputs import LayerInputs, calibrate_layer
+from ..calibration.paths import PathKeys
 from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer, QuantizeElsewhere
 from ..quantization.own_codes import exact_matrices
 from ..quantization.quantizers import WITH_MOMENTS
@@ -116,10 +117,11 @@ class Sweep:
         self._groups = {group.name: group.tensors for group in dense_groups(self._model)}
         self._done: list[dict[str, np.ndarray]] = []  # what the journal keeps of each layer: see `_pass_layer`
 
-    def run(self, texts: CompileTexts | None, threads: int, progress: Progress) -> Swept:
+    def run(self, texts: CompileTexts | None, threads: int, progress: Progress, path_keys: PathKeys = "pairs") -> Swept:
         """Pass all layers. Without texts, units are quantized without knowledge of their inputs.
 
         progress: called with (layers done, layers in all).
+        path_keys: keys of the path tables, see `count_statistics`.
         """
         total = self._model.num_layers
         with workers(threads) as pool:
@@ -140,7 +142,7 @@ class Sweep:
             task: self._slot.normed(travellers.held_out[task].scored_states(own.counts))
             for task, own in texts.held_out.items()
         }
-        statistics = count_statistics(self._model, texts.calibration, self._seed, self._done)
+        statistics = count_statistics(self._model, texts.calibration, self._seed, self._done, path_keys)
         return Swept(statistics, sensitivity, answers, held_out)
 
     # -- the remains of a killed run -----------------------------------------------------------------------------------

@@ -141,7 +141,9 @@ WORK_JSON = JsonLimits(MAX_WORK_BYTES, containers=1 << 24, values=1 << 27, texts
 """Values in a work folder."""
 
 MAX_PATH_KEYS = 1 << 24
-"""Rows of `path.keys` in `tables.safetensors`: 512 MiB of memory for `--prefetch path`.
+"""Rows of three columns of `path.keys` in `tables.safetensors`: 512 MiB of memory for `--prefetch path`.
+
+Wider rows are fewer in proportion.
 
 60 layers of 256 experts have 3,801,088 pairs of experts. A calibration of 100,000 tokens sees a part of them.
 """

@@ -117,7 +117,7 @@ class Bundle:
             return self.read_tensor_bytes(TABLES_NAME, entry)
 
         place = f"`{self.path / TABLES_NAME}`"
-        return read_tables(place, self.headers[TABLES_NAME], self.manifest.model, read_bytes, has_paths)
+        return read_tables(place, self.headers[TABLES_NAME], self.manifest, read_bytes, has_paths)
 
 
 def _read_direct(file: BundleFile, offset_bytes: int, data: np.ndarray) -> int:

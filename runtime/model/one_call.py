@@ -249,8 +249,10 @@ def _paths_of(predictor: Predictor | None) -> dict[str, Any] | None:
     if not isinstance(predictor, PathPredictor):
         return None
     tables = predictor.paths
-    return {name: getattr(tables, name) for name in ("transitions", "keys", "offsets", "experts", "counts")} | {
-        "least_count": float(MINIMUM_PAIR_COUNT)
+    return {name: getattr(tables, name) for name in ("transitions", "offsets", "experts", "counts")} | {
+        "keys": None if tables.has_sets else tables.keys,
+        "sets": tables.keys if tables.has_sets else None,
+        "least_count": float(MINIMUM_PAIR_COUNT),
     }
 
 

@@ -61,8 +61,8 @@ class PathPredictor(Predictor):
     """Predicts the experts of a layer from those of the two layers before it: the dictionary of EdgeMoE.
 
     Only layers that route count. score(e) sums the share of e in the counts of each pair (a two layers back, b one
-    layer back). Pairs seen fewer than MINIMUM_PAIR_COUNT times are left out. Without a pair b alone predicts, without b
-    popularity.
+    layer back). In the exact-set form it is the share of e in the counts of both sets. Keys seen fewer than
+    MINIMUM_PAIR_COUNT times are left out. Without a key b alone predicts, without b popularity.
     Source: EdgeMoE, activation-path dictionary.
     """
 

@@ -49,6 +49,8 @@ def test_out_of_range(values: dict[str, Any], named: str) -> None:
         (Target("uniform", 16), {"group_sizes": (32,)}, "--group-size"),
         (SIZE, {"tasks": ("gsm8k",)}, "--task"),
         (SIZE, {"search": "edgemoe"}, "--search"),
+        (UNIFORM, {"path_keys": "best"}, "--path-keys"),
+        (SIZE, {"path_keys": "best"}, "--path-keys"),
         (SIZE, {"sensitivity": "proxy"}, "--sensitivity"),
         (SIZE, {"objective": "bytes-per-token"}, "--objective"),
         (KL, {"data": "a", "search": "edgemoe", "bits": (4, 8)}, "--bits"),

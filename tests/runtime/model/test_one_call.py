@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from moec.runtime.trace.trace import TraceRecorder
 from tests.gates.bundles import emit_bundle
 from tests.pruned_mixtral import LEFT_OUT, PRUNED, save_whole
 from tests.runtime.learned_bundle import with_maps
-from tests.runtime.one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only
+from tests.runtime.one_call import EXPERTS, LAYERS, TOP_K, bundle, calls, in_one_call, steps_only
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 
 TOKENS = 120
@@ -201,6 +202,45 @@ def test_learned_routers_predict_as_in_python(bundle: Path, tmp_path: Path) -> N
     assert one.thresholds == pytest.approx(steps.thresholds, rel=1e-12)
     assert all(np.array_equal(own, other) for own, other in zip(one.rows, plain.rows, strict=True))
     assert one.passes != plain.passes
+
+
+def random_sets(seed: int, share: float, transitions: float) -> Tables:
+    """Return tables with some exact sets that were seen, some of them too rarely to count, and some single experts.
+
+    share: share of all sets of the last layer.
+    transitions: share of the single experts.
+    """
+    drawn, every = np.random.default_rng(seed), list(combinations(range(EXPERTS), TOP_K))
+    rows = np.array([(LAYERS - 1, *a, *b) for a, b in product(every, every)], np.uint16)
+    rows = rows[drawn.random(len(rows)) < share]
+    lengths = drawn.integers(1, 5, len(rows))
+    seen = drawn.random((LAYERS - 1, EXPERTS, 1)) < transitions
+    firsts = drawn.integers(0, EXPERTS, len(rows))
+    steps = np.concatenate([np.arange(length) for length in lengths] or [np.empty(0, np.int64)])
+    paths = PathTables(
+        transitions=(drawn.integers(0, 9, (LAYERS - 1, EXPERTS, EXPERTS)) * seen).astype(np.uint32),
+        keys=rows,
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        experts=((np.repeat(firsts, lengths) + 5 * steps) % EXPERTS).astype(np.uint16),
+        counts=drawn.integers(1, 9, len(steps)).astype(np.uint32),
+    )
+    return Tables(drawn.integers(1, 99, (LAYERS, EXPERTS)).astype(np.uint32), paths)
+
+
+@pytest.mark.parametrize("share, transitions", [(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)])
+def test_sets_predict_in_one_call_as_in_python(bundle: Path, share: float, transitions: float) -> None:
+    runs, known = [], random_sets(3, share, transitions)
+    for way in (in_one_call, steps_only):
+        with opened(bundle, prefetch="path") as engine:
+            engine.model.advisor.predictor = PathPredictor(known, engine.model.spec)
+            engine.model.bind_one_call()
+            runs.append(Run(engine, way, reads_ahead=False))
+    one, steps = runs
+    assert one.passes == steps.passes and one.decisions == steps.decisions
+    assert one.thresholds == pytest.approx(steps.thresholds, rel=1e-12)
+    if share:  # the last layer's scores come from sets of both layers
+        predicted = [scores.ahead[1][0] for _, _, scores in one.passes if scores]
+        assert len({bytes(each) for each in predicted}) > 9
 
 
 def never_left_out(passes: list[Any]) -> bool:

@@ -11,11 +11,12 @@ namespace moec {
 // The tables of runtime/bundle/tables.py. E experts, N keys.
 struct PathTables {
     const uint32_t* transitions;  // [layers - 1, E, E]
-    const int64_t* keys;          // [N], increasing
+    const int64_t* keys;          // [N], increasing; null in the exact-set form
+    const uint16_t* sets;         // [N, 1 + 2 top_k], increasing rows; null in the pair form
     const int64_t* offsets;       // [N + 1]
     const uint16_t* experts;
     const uint32_t* counts;
-    int64_t num_keys, num_experts;
+    int64_t num_keys, num_experts, top_k;
     double least_count;           // keys seen less often are left out
 };
 

@@ -281,7 +281,8 @@ class BoundLayers {
             return *arrays_.back();
         };
         const Array& transitions = take("transitions", Kind::kUint32, 3);
-        const Array& keys = take("keys", Kind::kInt64, 1);
+        const bool has_sets = !field(fields, "sets").is_none();
+        const Array& keys = has_sets ? take("sets", Kind::kUint16, 2) : take("keys", Kind::kInt64, 1);
         const Array& offsets = take("offsets", Kind::kInt64, 1);
         const Array& experts = take("experts", Kind::kUint16, 1);
         const Array& counts = take("counts", Kind::kUint32, 1);
@@ -289,13 +290,19 @@ class BoundLayers {
         transitions.expect({count_ - 1, count, count});
         offsets.expect({rows + 1});
         counts.expect({experts.size(0)});
+        const int64_t top_k = has_sets ? (keys.size(1) - 1) / 2 : 0;
+        if (has_sets) {
+            keys.expect({rows, 1 + 2 * top_k});
+        }
         return {transitions.data<const uint32_t>(),
-                keys.data<const int64_t>(),
+                has_sets ? nullptr : keys.data<const int64_t>(),
+                has_sets ? keys.data<const uint16_t>() : nullptr,
                 offsets.data<const int64_t>(),
                 experts.data<const uint16_t>(),
                 counts.data<const uint32_t>(),
                 rows,
                 count,
+                top_k,
                 value<double>(fields, "least_count")};
     }
 

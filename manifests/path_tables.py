@@ -1,0 +1,25 @@
+"""The two forms of the path tables. Their keys are pairs of experts, or the exact sets of a token's experts.
+
+Source: docs/format.md, Tables.
+"""
+
+from __future__ import annotations
+
+from .model import ModelSpec
+
+PAIR_COLUMNS = 3
+"""Columns of `path.keys` in the pair form: a layer and two experts."""
+PATH_SETS_VERSION = 2
+"""Lowest format version that has exact sets."""
+
+
+def set_columns(model: ModelSpec) -> int:
+    """Return the columns of `path.keys` in the exact-set form: a layer, and the experts of a token in two layers."""
+    return 1 + 2 * max(layer.experts.top_k for layer in model.layers)
+
+
+def check_path_sets(model: ModelSpec) -> None:
+    """Raise ValueError unless tokens choose equally many experts, at least two, in all layers that route."""
+    top_ks = sorted({layer.experts.top_k for layer in model.layers if layer.experts.count})
+    if len(top_ks) != 1 or top_ks[0] < 2:
+        raise ValueError(f"path_sets: expected one top-k of at least 2 in all routed layers, found {top_ks}")

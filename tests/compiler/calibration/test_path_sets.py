@@ -1,0 +1,81 @@
+"""The exact-set form of the path dictionary, compared with a count by hand; and when it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moec.compiler.calibration.paths import (
+    LEAST_SEEN,
+    PathReport,
+    count_path_sets,
+    count_paths,
+    keeps_sets,
+    report_paths,
+)
+
+REPORT = PathReport(0.5, 0.6, 0.4, 0.3, 0.2, 0.1, 9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 90), st.integers(1, 4), st.integers(1, 2), st.integers(0, 2**32 - 1))
+def test_sets_are_counted_as_by_hand(tokens: int, layers: int, top_k: int, seed: int) -> None:
+    routes = np.random.default_rng(seed).random((tokens, layers, 3)).argsort(axis=2)[:, :, :top_k].astype(np.uint16)
+    seen: dict[tuple[int, ...], int] = {}
+    successors: dict[tuple[int, ...], dict[int, int]] = {}
+    for token in routes.tolist():
+        for layer in range(2, layers):
+            key = (layer, *sorted(token[layer - 2]), *sorted(token[layer - 1]))
+            seen[key] = seen.get(key, 0) + 1
+            for expert in token[layer]:
+                own = successors.setdefault(key, {})
+                own[expert] = own.get(expert, 0) + 1
+    found = count_path_sets(routes, 3)
+    keys = sorted(key for key, count in seen.items() if count >= LEAST_SEEN)
+    assert found.keys.shape == (len(keys), 1 + 2 * top_k) and list(map(tuple, found.keys.tolist())) == keys
+    assert (found.keys.dtype, found.offsets.dtype, found.experts.dtype, found.counts.dtype) == (
+        np.int32, np.int64, np.uint16, np.uint32,
+    )  # fmt: skip
+    for at, key in enumerate(keys):
+        span = slice(found.offsets[at], found.offsets[at + 1])
+        own = dict(zip(found.experts[span].tolist(), found.counts[span].tolist(), strict=True))
+        assert own == successors[key] and list(own) == sorted(own) and sum(own.values()) == top_k * seen[key]
+    assert found.offsets[-1] == len(found.experts) == len(found.counts)
+
+
+def test_for_one_expert_per_token_sets_are_pairs() -> None:
+    routes = np.random.default_rng(1).integers(0, 2, (400, 4, 1)).astype(np.uint16)
+    pairs, sets = count_paths(routes, 2), count_path_sets(routes, 2)
+    for name in ("keys", "offsets", "experts", "counts"):
+        np.testing.assert_array_equal(getattr(sets, name), getattr(pairs, name))
+
+
+def test_sets_know_what_pairs_confuse() -> None:
+    """The next experts depend on which experts came together. Each pair occurs equally often with each outcome."""
+    rng = np.random.default_rng(2)
+    both = rng.random((2000, 2, 4)).argsort(axis=2)[:, :, :2].astype(np.uint16)
+    odd = both.sum(axis=(1, 2)) % 2
+    routes = np.concatenate([both, np.stack([2 * odd, 2 * odd + 1], 1)[:, None].astype(np.uint16)], axis=1)
+    report = report_paths(routes[:1500], routes[1500:], 4)
+    assert report.accuracy_sets == 1.0 > report.accuracy_pairs and keeps_sets("best", report, [2])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "report", "top_ks", "is_kept"),
+    [
+        ("best", REPORT, [2], True),
+        ("best", REPORT, [2, 2], True),
+        ("best", REPORT, [2, 3], False),
+        ("best", REPORT, [1], False),
+        ("best", replace(REPORT, accuracy_pairs=0.6), [2], False),
+        ("pairs", REPORT, [2], False),
+    ],
+)
+def test_sets_are_kept_where_they_predict_better(
+    wanted: str, report: PathReport, top_ks: list[int], is_kept: bool
+) -> None:
+    assert keeps_sets(wanted, report, top_ks) == is_kept  # type: ignore[arg-type]
