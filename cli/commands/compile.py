@@ -101,10 +101,11 @@ LONGEST_SUFFIX = ".moec-replaced"
 )
 @click.option(
     "--search",
-    type=click.Choice(["knapsack", "edgemoe"]),
+    type=click.Choice(["knapsack", "edgemoe", "edgemoe-popularity"]),
     default="knapsack",
     show_default=True,
-    help="knapsack: every unit its own format; edgemoe: importance list and count.",
+    help="knapsack: every unit its own format; edgemoe: importance list and count; edgemoe-popularity: the list weighs "
+    "how often tokens use an expert.",
 )
 @click.option(
     "--objective",

@@ -11,7 +11,7 @@ import numpy as np
 from moec.manifests.errors import MissingDependency
 from moec.manifests.model import PROJECTIONS
 
-_MARKERS = ("s", "^", "v")
+_MARKERS = ("s", "^", "v", "d")
 
 
 def report_picture(name: str, quality: Mapping[str, Any]) -> bytes:

@@ -69,7 +69,7 @@ class Tables:
 
     @property
     def has_path_sets(self) -> bool:
-        """Whether the keys of the paths are exact sets of experts."""
+        """True if the keys of the paths are exact sets of experts."""
         return bool(self.path_keys.shape[1] != PAIR_COLUMNS)
 
     @classmethod

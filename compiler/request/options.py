@@ -27,7 +27,7 @@ from .objective import OBJECTIVES, Objective
 from .targets import Target
 
 Sensitivity = Literal["exact", "fisher", "proxy", "auto"]
-Search = Literal["knapsack", "edgemoe"]
+Search = Literal["knapsack", "edgemoe", "edgemoe-popularity"]
 DEFAULT_GROUP_SIZES = (32, 64, 128)
 DEFAULT_BITS: tuple[float, ...] = (1, TERNARY, 2, 3, 4, 8, 16)
 """Bitwidths on offer to routed experts without a request.
@@ -97,7 +97,7 @@ class CompileOptions:
     fallback_bits: bitwidth of a second version of each larger expert. None: no second version.
     prune: whether the search may leave experts out. None: if a measured loss or KL decides.
     swaps: measurements that improve a plan at equal bytes. None: the search decides.
-    path_keys: `pairs`, or `best` of pairs and exact sets of experts on held-out tokens.
+    path_keys: `pairs`, or `best`: exact sets too, if they predict better.
     long_items: what becomes of items that exceed the context, see `evaluation/long_items.py`.
     task_settings: changes of all tasks: prompts and metric.
     Raises OptionError for values out of range or without effect.
@@ -188,11 +188,12 @@ class CompileOptions:
             self._refuse_given({"objective": None}, f"with a target of {self.target}, where bytes have equal costs")
         if self.target.kind != "loss":
             self._refuse_given({"confidence": None}, f"with a target of {self.target}; it needs a loss target")
-        if self.search == "edgemoe":
-            self._refuse_given({"bits": DEFAULT_BITS}, "with `--search edgemoe`, which takes 2, 4, 8 and 16")
-            self._refuse_given({"comparisons": None}, "with `--search edgemoe`, which is one of them")
-            self._refuse_given({"prune": None}, "with `--search edgemoe`, which keeps all experts")
-            self._refuse_given({"swaps": None}, "with `--search edgemoe`, which has its own search")
+        if self.is_edgemoe:
+            search = f"with `--search {self.search}`"
+            self._refuse_given({"bits": DEFAULT_BITS}, f"{search}, which takes 2, 4, 8 and 16")
+            self._refuse_given({"comparisons": None}, f"{search}, which is one of them")
+            self._refuse_given({"prune": None}, f"{search}, which keeps all experts")
+            self._refuse_given({"swaps": None}, f"{search}, which has its own search")
 
     def _refuse_given(self, defaults: Mapping[str, object], reason: str) -> None:
         for name, default in defaults.items():
@@ -221,6 +222,11 @@ class CompileOptions:
             )
         if self.target.value == TERNARY and self.uniform_group % TERNARY_COLUMNS:
             raise _no_ternary_groups(self.group_sizes)
+
+    @property
+    def is_edgemoe(self) -> bool:
+        """True if the search is EdgeMoE's, in either order of experts."""
+        return self.search != "knapsack"
 
     @property
     def low_spec(self) -> QuantSpec | None:

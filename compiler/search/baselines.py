@@ -1,4 +1,4 @@
-"""Baselines of the search: the best uniform format, and EdgeMoE's bounds and count.
+"""Baselines of the search: the best uniform format, and EdgeMoE's bounds and count, with two orders of experts.
 
 A baseline keeps the dense formats of the plan that it is compared with, so that only routed experts differ.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
@@ -139,6 +140,31 @@ def edgemoe(
     counts = [with_lowered_experts(uniform[upper], order[:count], lower) for count in range(len(order) + 1)]
     best = _boundary(counts, rule)
     return BaselineResult(name, uniform[kept] if best is None else counts[best], tuple(frontier))
+
+
+def weighed_by_use(
+    losses: Mapping[ExpertKey, float], popularity: NDArray[np.integer], reads_per_token: Sequence[int]
+) -> dict[ExpertKey, float]:
+    """Return the loss of each expert per read that its lower bitwidth makes smaller.
+
+    An expert that tokens use often saves more time at a lower bitwidth. At an equal loss it is lowered sooner. A loss
+    below 0 is a gain, which counts more for such an expert. An expert without a token saves nothing: infinity.
+    losses: as for `edgemoe`.
+    popularity: tokens that chose the expert, [L, E].
+    reads_per_token: experts that a token reads in each layer, [L].
+    Source: EdgeMoE, introduction: the selection considers how much the lower bitwidth could boost inference speed. The
+    measure is ours: the paper names none.
+    """
+    totals = np.maximum(popularity.sum(axis=1, dtype=np.float64), 1)
+    reads = popularity * np.asarray(reads_per_token, np.float64)[:, None] / totals[:, None]
+
+    def weighed(key: ExpertKey) -> float:
+        loss, use = losses[key], float(reads[key.layer, key.expert])
+        if loss <= 0:
+            return loss * use
+        return loss / use if use else math.inf
+
+    return {key: weighed(key) for key in losses}
 
 
 def bytes_at_kl(frontier: Sequence[tuple[int, float]], kl: float) -> float | None:

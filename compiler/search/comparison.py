@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moec.evaluation.divergence import divergence_bound
+from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
 
 from ..quantization.unit_store import UnitStore
@@ -15,8 +19,8 @@ from ..request.targets import Target
 from ..request.uniform import fits_all
 from ..sensitivity.exact import importance_list
 from ..sensitivity.trials import Trials
-from .baselines import BaselineResult, TargetRule, best_uniform, bytes_at_kl, edgemoe
-from .comparison_budget import BY_USE, EDGEMOE_BITWIDTHS, OURS, PUBLISHED, UNIFORM
+from .baselines import BaselineResult, TargetRule, best_uniform, bytes_at_kl, edgemoe, weighed_by_use
+from .comparison_budget import BY_POPULARITY, BY_USE, EDGEMOE_BITWIDTHS, OURS, PUBLISHED, UNIFORM
 
 EVERY = frozenset(BY_USE)
 
@@ -29,6 +33,9 @@ class Comparison:
     plan_kl: mean KL of the plan on the items of the trials, for comparison at equal KL.
     uniform, published, edgemoe: results, or None for a baseline that was left out.
     by_size: the target is in bytes, so all plans have about the same size and the gain is in the KL.
+    losses: measured importance of each expert, by the name of EdgeMoE's baseline.
+    by_popularity: EdgeMoE's search with losses weighed by use, or None if it was not asked for.
+    shows_losses: whether quality.json has the losses.
     """
 
     plan: CompilePlan
@@ -37,6 +44,9 @@ class Comparison:
     published: BaselineResult | None
     edgemoe: BaselineResult | None
     by_size: bool = False
+    losses: Mapping[str, Mapping[ExpertKey, float]] = field(default_factory=dict)
+    by_popularity: BaselineResult | None = None
+    shows_losses: bool = False
 
     @property
     def left_out(self) -> list[str]:
@@ -47,7 +57,7 @@ class Comparison:
     def to_json(self) -> dict[str, object]:
         """Return plain values. A gain is the share of the baseline's expert bytes that the plan saves, or None."""
         rows = []
-        for result in (self.uniform, self.published, self.edgemoe):
+        for result in (self.uniform, self.published, self.edgemoe, self.by_popularity):
             if result is None:
                 continue
             at_kl = bytes_at_kl(result.frontier, self.plan_kl)
@@ -64,6 +74,15 @@ class Comparison:
             "plan_kl": self.plan_kl,
             "baselines": rows,
             **({"left_out": self.left_out} if self.left_out else {}),
+            **({"expert_losses": self._loss_tables()} if self.shows_losses else {}),
+        }
+
+    def _loss_tables(self) -> dict[str, list[list[float]]]:
+        """Return the losses of all experts [L][E], by the name of the baseline."""
+        layers = range(self.plan.model.num_layers)
+        return {
+            name: [[loss for key, loss in sorted(losses.items()) if key.layer == layer] for layer in layers]
+            for name, losses in self.losses.items()
         }
 
     def _gain(self, other_bytes: float | None) -> float | None:
@@ -122,15 +141,33 @@ def compare_with_baselines(
     talk.note("comparing with the best uniform format")
     uniform = best_uniform(plan, specs, trials, target_rule(trials, target, size, UNIFORM, None))
     results: dict[str, BaselineResult] = {}
+    importance: dict[str, dict[ExpertKey, float]] = {}
     for name, (formats, used) in _edgemoe_formats(plan, uniform, specs, store).items():
         if name not in chosen or len(formats) < 2:
             continue
         progress = talk.progress(f"{name}: importance of each expert")
         lowest, second = sorted(formats)[:2]
-        losses = importance_list(plan, formats[lowest], formats[second], trials, used, progress)
+        importance[name] = importance_list(plan, formats[lowest], formats[second], trials, used, progress)
         rule = target_rule(trials, target, size, name, used)
-        results[name] = edgemoe(name, plan, formats, losses, trials, used, rule)
-    return Comparison(plan, plan_kl, uniform, results.get(PUBLISHED), results.get(OURS), by_size)
+        results[name] = edgemoe(name, plan, formats, importance[name], trials, used, rule)
+    return Comparison(plan, plan_kl, uniform, results.get(PUBLISHED), results.get(OURS), by_size, importance)
+
+
+def with_popularity(
+    found: Comparison, specs: Sequence[QuantSpec], trials: Trials, target: Target, popularity: NDArray[np.integer]
+) -> Comparison:
+    """Add EdgeMoE's search with our quantizer and losses weighed by use. The losses themselves are not measured again.
+
+    popularity: tokens that chose the expert, [L, E].
+    """
+    if found.uniform is None or OURS not in found.losses:
+        return found
+    plan, store = found.plan, trials.store
+    formats, used = _edgemoe_formats(plan, found.uniform, specs, store)[OURS]
+    reads = [plan.model.reads_per_token(layer) for layer in range(plan.model.num_layers)]
+    weighed = weighed_by_use(found.losses[OURS], popularity, reads)
+    rule = target_rule(trials, target, budget_bytes(plan, target), BY_POPULARITY, used)
+    return replace(found, by_popularity=edgemoe(BY_POPULARITY, plan, formats, weighed, trials, used, rule))
 
 
 def _edgemoe_formats(

@@ -17,6 +17,7 @@ from ..sensitivity.trials import Trials
 FREE_MULTIPLICATIONS = 5 * 10**13
 """Multiplications that comparisons may always use: minutes on two cores. The example uses a fourth of it at most."""
 UNIFORM, PUBLISHED, OURS = "best uniform", "EdgeMoE as published", "EdgeMoE with our quantizer"
+BY_POPULARITY = "EdgeMoE with our quantizer, by popularity"
 BY_USE = (UNIFORM, OURS, PUBLISHED)
 """Baselines in the order in which they receive budget."""
 EDGEMOE_BITWIDTHS = (2, 4, 8)

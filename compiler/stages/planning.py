@@ -15,7 +15,15 @@ from ..request.plan import CompilePlan
 from ..request.result import LossCurve
 from ..request.uniform import uniform_dense_spec, uniform_plan, uniform_quantizer, uniform_spec
 from ..search.bisect import search
-from ..search.comparison import EVERY, Comparison, can_compare, compare_with_baselines, fitting_formats, left_out_note
+from ..search.comparison import (
+    EVERY,
+    Comparison,
+    can_compare,
+    compare_with_baselines,
+    fitting_formats,
+    left_out_note,
+    with_popularity,
+)
 from ..search.comparison_budget import affordable_here
 from ..search.loss_curve import measure_curve
 from ..search.pruning import left_out_losses, with_pruning
@@ -58,7 +66,7 @@ def plan_by_search(context: CompileContext) -> Planned:
     plan = search(space, measured.trials, options.target, prepared.request.talk.note, swaps(prepared))
     check_device(prepared, plan)
     comparison = compare(prepared, measured, plan)
-    if options.search == "edgemoe":
+    if options.is_edgemoe:
         comparison = with_plan_of_edgemoe(prepared, measured, comparison)
         plan = comparison.plan
     return Planned(plan, Searched(measured, space, comparison))
@@ -81,13 +89,13 @@ def open_space(prepared: Prepared, measured: Measured) -> SearchSpace:
 def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Comparison | None:
     """Compare the plan with baselines. By default only with those that add at most a third to all measurements."""
     options, talk = prepared.request.options, prepared.request.talk
-    is_comparing = may_compare(options, prepared.kept_layers.holds_model) or options.search == "edgemoe"
+    is_comparing = may_compare(options, prepared.kept_layers.holds_model) or options.is_edgemoe
     if not prepared.splits or not is_comparing:
         return None
     if not can_compare(plan, prepared.specs):
         return None
     trials, chosen = measured.trials, EVERY
-    if options.comparisons is None and options.search != "edgemoe":
+    if options.comparisons is None and not options.is_edgemoe:
         chosen = affordable_here(trials, fitting_formats(plan, prepared.specs), options.target.kind == "loss")
     found = compare_with_baselines(plan, prepared.specs, trials, trials.store, options.target, talk, chosen)
     if found.left_out:
@@ -96,13 +104,16 @@ def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Compar
 
 
 def with_plan_of_edgemoe(prepared: Prepared, measured: Measured, comparison: Comparison | None) -> Comparison:
-    """Replace the searched plan by that of EdgeMoE's own search. Raises TargetUnreachable."""
-    plan = None if comparison is None or comparison.edgemoe is None else comparison.edgemoe.plan
+    """Replace the searched plan by that of EdgeMoE's own search, and show its losses. Raises TargetUnreachable."""
+    options, statistics = prepared.request.options, measured.statistics
+    found = None if comparison is None else comparison.edgemoe
+    if options.search == "edgemoe-popularity" and comparison is not None and statistics is not None:
+        comparison = with_popularity(comparison, prepared.specs, measured.trials, options.target, statistics.popularity)
+        found = comparison.by_popularity
+    plan = None if found is None else found.plan
     if comparison is None or plan is None:
-        raise TargetUnreachable(
-            f"EdgeMoE's search has no plan that keeps {prepared.request.options.target}", "take `--search knapsack`"
-        )
-    return replace(comparison, plan=plan, plan_kl=measured.trials.kl(plan, "plan").mean)
+        raise TargetUnreachable(f"EdgeMoE's search has no plan that keeps {options.target}", "take `--search knapsack`")
+    return replace(comparison, plan=plan, plan_kl=measured.trials.kl(plan, "plan").mean, shows_losses=True)
 
 
 def make_curve(context: CompileContext, planned: Planned) -> LossCurve:

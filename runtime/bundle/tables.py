@@ -59,7 +59,7 @@ class PathTables:
 
     @property
     def has_sets(self) -> bool:
-        """Whether keys are exact sets."""
+        """True if keys are exact sets."""
         return self.keys.ndim == 2
 
     def _row_of_sets(self, layer: int, before: Sequence[int], chosen: Sequence[int]) -> list[int]:

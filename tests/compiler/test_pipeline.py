@@ -142,6 +142,28 @@ def test_edgemoes_own_search_decides_by_whole_experts(model: Path, texts: Path, 
     own = quality["comparison"]["baselines"][2]
     assert own["expert_packed_bytes"] == quality["sizes"]["expert_packed_bytes"] and own["gain_at_target"] == 0
     assert quality["comparison"]["plan_kl"] <= KL
+    losses = quality["comparison"]["expert_losses"]
+    assert set(losses) == {row["name"] for row in quality["comparison"]["baselines"][1:]}
+    popularity = quality["statistics"]["popularity"]
+    assert all([len(row) for row in table] == [len(row) for row in popularity] for table in losses.values())
+    assert len({loss for row in losses[own["name"]] for loss in row}) > 1
+
+
+def test_edgemoes_search_by_popularity_is_next_to_the_plain_one(model: Path, texts: Path, tmp_path: Path) -> None:
+    options = {"data": str(texts), "quick": False, "dense_bits": 8, "group_sizes": (32,), "plan_only": True}
+    plain, weighed = (
+        compile_tiny(model, tmp_path / search, "kl", KL, search=search, **options).quality
+        for search in ("edgemoe", "edgemoe-popularity")
+    )
+    rows = weighed["comparison"]["baselines"]
+    assert [row["name"] for row in rows[:3]] == [row["name"] for row in plain["comparison"]["baselines"]]
+    assert [row["expert_packed_bytes"] for row in rows[:3]] == [
+        row["expert_packed_bytes"] for row in plain["comparison"]["baselines"]
+    ]
+    assert rows[3]["name"] == "EdgeMoE with our quantizer, by popularity"
+    assert rows[3]["expert_packed_bytes"] == weighed["sizes"]["expert_packed_bytes"]
+    assert weighed["comparison"]["plan_kl"] <= KL
+    assert weighed["comparison"]["expert_losses"] == plain["comparison"]["expert_losses"]
 
 
 def test_exact_sensitivity_corrects_each_expert(model: Path, texts: Path, tmp_path: Path) -> None:

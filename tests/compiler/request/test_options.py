@@ -55,6 +55,7 @@ def test_out_of_range(values: dict[str, Any], named: str) -> None:
         (SIZE, {"objective": "bytes-per-token"}, "--objective"),
         (KL, {"data": "a", "search": "edgemoe", "bits": (4, 8)}, "--bits"),
         (KL, {"data": "a", "search": "edgemoe", "comparisons": False}, "--comparisons/--no-comparisons"),
+        (KL, {"data": "a", "search": "edgemoe-popularity", "swaps": 2}, "--swaps"),
     ],
 )
 def test_options_without_effect(target: Target, values: dict[str, Any], option: str) -> None:

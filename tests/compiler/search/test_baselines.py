@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,15 @@ from hypothesis import strategies as st
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.request.uniform import uniform_like
-from moec.compiler.search.baselines import BaselineResult, TargetRule, best_uniform, bytes_at_kl, edgemoe, last_kept
+from moec.compiler.search.baselines import (
+    BaselineResult,
+    TargetRule,
+    best_uniform,
+    bytes_at_kl,
+    edgemoe,
+    last_kept,
+    weighed_by_use,
+)
 from moec.compiler.search.comparison import offered_to_edgemoe
 from moec.compiler.sensitivity.exact import EXACT_ITEMS, importance_list
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
@@ -118,6 +128,37 @@ def test_edgemoe_lowers_the_least_important_experts(count: int) -> None:
     assert lowered(result, 4) == set(LEAST_IMPORTANT[count:])
     assert result.plan is not None and result.plan.dense == PLAIN.dense
     assert len(result.frontier) == len(trials.measured)
+
+
+def test_losses_are_weighed_by_use() -> None:
+    """At equal losses the expert that saves most reads comes first, and one that saves none comes last."""
+    keys = [ExpertKey(layer, expert) for layer in range(2) for expert in range(3)]
+    popularity = np.array([[6, 3, 0], [1, 1, 0]], np.uint32)
+    weighed = weighed_by_use(dict.fromkeys(keys, 0.5), popularity, [2, 1])
+    assert weighed == {
+        (0, 0): pytest.approx(0.5 / (2 * 6 / 9)), (0, 1): pytest.approx(0.5 / (2 * 3 / 9)), (0, 2): math.inf,
+        (1, 0): 1.0, (1, 1): 1.0, (1, 2): math.inf,
+    }  # fmt: skip
+    gains = weighed_by_use(dict.fromkeys(keys, -0.5), popularity, [2, 1])
+    assert sorted(gains, key=lambda key: (gains[key], key))[:2] == [(0, 0), (0, 1)] and gains[keys[2]] == 0
+
+
+NUMBERS = st.lists(st.tuples(st.floats(-5, 5), st.integers(0, 2**32 - 1)), min_size=8, max_size=8)
+
+
+@given(NUMBERS)
+def test_weighed_losses_keep_their_sign_and_order(drawn: list[tuple[float, int]]) -> None:
+    """No number is NaN. Of two experts of a layer, one with less loss and more use comes first."""
+    keys = PLAIN.model.expert_keys()
+    losses = {key: loss for key, (loss, _) in zip(keys, drawn, strict=True)}
+    counts = np.zeros((2, 4), np.uint32)
+    for key, (_, count) in zip(keys, drawn, strict=True):
+        counts[key] = count
+    weighed = weighed_by_use(losses, counts, [2, 2])
+    assert not any(math.isnan(value) for value in weighed.values())
+    for one, other in permutations(keys, 2):
+        if one.layer == other.layer and losses[one] <= losses[other] and counts[one] >= counts[other]:
+            assert weighed[one] <= weighed[other]
 
 
 def test_edgemoe_at_the_ends() -> None:
