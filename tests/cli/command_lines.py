@@ -8,6 +8,7 @@ indices.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,9 @@ class Given(NamedTuple):
     value: Any
 
 
+PROCESSOR = str(min(os.sched_getaffinity(0)))
+
+
 @dataclass(frozen=True)
 class Line:
     """One call of a command.
@@ -59,13 +63,15 @@ RUNTIME = {
     "prefetch": Given("--prefetch path", "options.prefetch", "path"),
     "prefetch_layers": Given("--prefetch-layers 3", "options.prefetch_layers", 3),
     "prefetch_experts": Given("--prefetch-experts 5", "options.prefetch_experts", 5),
-    "prefetch_rule": Given("--prefetch-rule spread", "options.prefetch_rule", "spread"),
+    "prefetch_rule": Given("--prefetch-rule until-routed", "options.prefetch_rule", "until-routed"),
+    "reader_cpus": Given(f"--reader-cpus {PROCESSOR}", "options.reader_cpus", PROCESSOR),
     "io": Given("--io buffered", "options.io", "buffered"),
     "kv": Given("--kv float16", "options.kv", "float16"),
     "readers": Given("--readers 6", "options.readers", 6),
     "threads": Given("--threads 7", "options.threads", 7),
     "kernels": Given("--kernels scalar", "kernels", "scalar"),
     "no_verify": Given("--no-verify", "options.verify", False),
+    "no_learned_routers": Given("--no-learned-routers", "options.learned_routers", False),
 }
 LOSSY = {
     "dynamic_precision": Given("--dynamic-precision 0.5,0.9", "options.dynamic_precision", "0.5,0.9"),
