@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from moec.cli.simulation.traces import replayed_bundle
+from moec.manifests.bundle import LOOKAHEAD_NAME
 from moec.runtime import Engine, RuntimeOptions, kernels
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.expert_cache import opening
@@ -48,9 +49,11 @@ def check_took_effect(engine: Engine, options: RuntimeOptions) -> None:
     Call `forget_mappings` before the engine is loaded.
     """
     parts, any_file = mode_parts(engine), engine.bundle.manifest.experts[0].file
+    has_learned = options.uses_learned_routers and engine.bundle.has_file(LOOKAHEAD_NAME)
+    learned = " by learned routers" if has_learned else ""
     asked = {
         "policy": " ".join(filter(None, (options.policy, options.policy_weights))),
-        "prefetch": options.prefetch_text if parts["kind"] == "streaming" else "off (all fit)",
+        "prefetch": options.prefetch_text + learned if parts["kind"] == "streaming" else "off (all fit)",
         "readers": str(options.readers),
         "threads": str(options.threads or len(os.sched_getaffinity(0))),
         "io": how_read(engine.bundle.path / any_file),

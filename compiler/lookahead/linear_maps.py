@@ -8,7 +8,7 @@ Shapes: T tokens, D hidden, E experts, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moec.manifests.bundle import LOOKAHEAD_NAME
-from moec.manifests.model import ModelSpec
+from moec.manifests.model import ExpertKey, ModelSpec
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 from moec.manifests.safetensors_header import build_header
@@ -96,9 +96,12 @@ def most_tokens(model: ModelSpec, memory_bytes: int) -> int:
     return min(MAX_TOKENS, memory_bytes // (2 * model.hidden_size * len(model.expert_layers)))
 
 
-def learn_maps(model: ModelSpec, samples: Mapping[int, RoutingSample], progress: Progress) -> list[LearnedMap]:
+def learn_maps(
+    model: ModelSpec, samples: Mapping[int, RoutingSample], left_out: Collection[ExpertKey], progress: Progress
+) -> list[LearnedMap]:
     """Return the maps that foresee more than the later routers do, by layer and distance.
 
+    left_out: experts that no router chooses. They are never foreseen.
     There are none of fewer than HELD_OUT texts, because no text is held out.
     """
     found, layers = list[LearnedMap](), model.expert_layers
@@ -109,7 +112,8 @@ def learn_maps(model: ModelSpec, samples: Mapping[int, RoutingSample], progress:
             solve = _regression(samples[layer].inputs)
             for ahead in range(1, MAX_AHEAD + 1):
                 if layer + ahead in layers:
-                    learned = _learn(model, samples, layer, ahead, solve)
+                    hidden = [key.expert for key in left_out if key.layer == layer + ahead]
+                    learned = _learn(samples, layer, ahead, solve, hidden)
                     found += [] if learned is None else [learned]
             progress(done + 1, len(layers))
     return found
@@ -149,17 +153,20 @@ def _regression(inputs: Sequence[Tensor]) -> _Solve:
 
 
 def _learn(
-    model: ModelSpec, samples: Mapping[int, RoutingSample], layer: int, ahead: int, solve: _Solve
+    samples: Mapping[int, RoutingSample], layer: int, ahead: int, solve: _Solve, left_out: Sequence[int]
 ) -> LearnedMap | None:
-    """Return the best map from one layer to a later one; None if it foresees no more than the later router."""
+    """Return the best map from one layer to a later one; None if it foresees no more than the later router.
+
+    left_out: experts of the later layer that are never foreseen.
+    """
     sample, later = samples[layer], samples[layer + ahead]
     targets = _part(later.logits, is_held_out=False)
     targets = targets - targets.mean(1, keepdim=True)  # softmax does not see what all have in common
     inputs, chosen = _part(sample.inputs, is_held_out=True).float(), _part(later.chosen, is_held_out=True)
-    own = _hits(_part(sample.foreseen[ahead], is_held_out=True), chosen)
+    own = _hits(_part(sample.foreseen[ahead], is_held_out=True), chosen, left_out)
 
     def hits_of(weights: Tensor) -> Tensor:
-        return _hits(inputs @ weights[:, :-1].T + weights[:, -1], chosen)
+        return _hits(inputs @ weights[:, :-1].T + weights[:, -1], chosen, left_out)
 
     weights = max((solve(targets, ridge).float() for ridge in _RIDGES), key=lambda each: float(hits_of(each).mean()))
     gains = hits_of(weights) - own
@@ -196,8 +203,10 @@ def _smallest(weights: Tensor, recall: Callable[[Tensor], float], own_recall: fl
     return _Rounded(spec, torch.cat([halves.float(), bias], dim=1), pack_16bit(halves, spec))
 
 
-def _hits(logits: Tensor, chosen: Tensor) -> Tensor:
-    """Return the share of each token's chosen experts that have the top-k logits, float64 [T]."""
+def _hits(logits: Tensor, chosen: Tensor, left_out: Sequence[int]) -> Tensor:
+    """Return the share of each token's chosen experts that have the top-k logits of the others, float64 [T]."""
+    logits = logits.clone()
+    logits[:, list(left_out)] = -torch.inf
     top_k = logits.topk(chosen.shape[1], dim=1).indices
     return (top_k.unsqueeze(2) == chosen.unsqueeze(1)).any(2).double().mean(1)
 

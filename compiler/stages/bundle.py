@@ -65,7 +65,7 @@ def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> 
         splits = context.prepared.splits if with_tasks else ()
         tasks, divergences = certify(request, partial, plan_bundles(context), held_out, splits, context.prepared.shots)
         certified = Certified(tasks, divergences)
-    lookahead = learn_lookahead(context.prepared, partial)
+    lookahead = learn_lookahead(context.prepared, planned.plan, partial)
     certified = replace(certified, lookahead=lookahead)
     if request.measure_modes is None or not context.prepared.splits:
         return certified

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from moec.manifests.model import ExpertKey
+
 from ..lookahead.linear_maps import LearnedMap, RoutingSample, can_learn, learn_maps, most_tokens
 from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
+from ..request.plan import CompilePlan
 from ..request.ports import LocalEngine
 from ..request.task_data import train_texts
 
@@ -15,7 +18,7 @@ _SAMPLE_SHARE = 8
 """The routing that is kept takes at most this part of the memory."""
 
 
-def learn_lookahead(prepared: Prepared, partial: Path) -> list[LearnedMap]:
+def learn_lookahead(prepared: Prepared, plan: CompilePlan, partial: Path) -> list[LearnedMap]:
     """Return the maps of a bundle that is not published yet; none if they foresee no more than its routers do."""
     request, model = prepared.request, prepared.lowering.model
     if not prepared.splits or not can_learn(model):
@@ -32,7 +35,8 @@ def learn_lookahead(prepared: Prepared, partial: Path) -> list[LearnedMap]:
             done += len(record[model.expert_layers[0]].inputs)
             progress(min(done, tokens), tokens)
     progress(tokens, tokens)
-    return learn_maps(model, samples, request.talk.progress("learning to look ahead"))
+    left_out = {ExpertKey(unit.layer, unit.expert) for unit, spec in plan.units.items() if spec.is_pruned}
+    return learn_maps(model, samples, left_out, request.talk.progress("learning to look ahead"))
 
 
 def _texts(prepared: Prepared, engine: LocalEngine, most: int) -> Iterator[list[int]]:

@@ -19,10 +19,12 @@ from moec.runtime.accelerator.opening import bring
 from moec.runtime.accelerator.placement import place_experts, working_bytes
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.engine import Engine
+from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.options.runtime import COOPERATIONS
 from moec.runtime.simulation.accelerator_device import SimulatedDevice
 from tests.gates.bundles import emit_bundle
 from tests.pruned_mixtral import PRUNED, save_whole
+from tests.runtime.cache_kinds import caches_of
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 from tests.tiny_switch import TinySwitch, save_tiny_switch
@@ -84,8 +86,9 @@ def test_splitting_and_bringing_together_change_no_bit(
     bundle: Path, on_cpu: np.ndarray, cooperation: str, cache: str
 ) -> None:
     """A device that computes with the CPU's kernels: what is left is the split."""
-    # With this policy the cache is in Python, as with an accelerator, which copies from the places of that cache.
-    with load(bundle, context=128, expert_cache=cache, cache_state="cold", policy="edgemoe") as engine:
+    # The cache is in Python, as with an accelerator, which copies from the places of that cache.
+    options: dict[str, Any] = {"context": 128, "expert_cache": cache, "cache_state": "cold"}
+    with caches_of(PythonCache), load(bundle, **options) as engine:
         device = simulate_on(engine, cooperation)
         found = logits_of(engine)
         assert engine.model.accelerator is not None

@@ -156,6 +156,7 @@ def test_a_field_arrives_at_its_stages(watched: Watched, field: str) -> None:
 WHOLE = {
     "sensitivity": "test_exact_sensitivity_corrects_each_expert",
     "search": "test_edgemoes_own_search_decides_by_whole_experts",
+    "path_keys": "test_the_form_of_path_keys_is_chosen_by_held_out_texts",
 }
 
 

@@ -166,6 +166,16 @@ def test_edgemoes_search_by_popularity_is_next_to_the_plain_one(model: Path, tex
     assert weighed["comparison"]["expert_losses"] == plain["comparison"]["expert_losses"]
 
 
+def test_the_form_of_path_keys_is_chosen_by_held_out_texts(model: Path, texts: Path, tmp_path: Path) -> None:
+    options = {"data": str(texts), "plan_only": True}
+    plain, best = (
+        compile_tiny(model, tmp_path / form, "uniform", 4, path_keys=form, **options).quality["statistics"]["paths"]
+        for form in ("pairs", "best")
+    )
+    kept = "sets" if best["accuracy_sets"] > best["accuracy_pairs"] else "pairs"
+    assert "kept" not in plain and best["kept"] == kept
+
+
 def test_exact_sensitivity_corrects_each_expert(model: Path, texts: Path, tmp_path: Path) -> None:
     result = compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), sensitivity="exact", plan_only=True)
     corrections = {value for row in result.quality["sensitivity"]["corrections"] for value in row}

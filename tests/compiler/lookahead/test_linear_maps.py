@@ -21,7 +21,7 @@ from moec.compiler.lookahead.linear_maps import (
     lookahead_report,
     most_tokens,
 )
-from moec.manifests.model import ModelSpec
+from moec.manifests.model import ExpertKey, ModelSpec
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 TEXTS, LENGTH, TOP_K = 40, 32, 2
@@ -69,7 +69,7 @@ def quiet(done: int, total: int) -> None:
 
 
 def test_what_is_linear_is_learned(model: ModelSpec) -> None:
-    found = learn_maps(model, samples_of(model, noise=0.1, foresight=0.0), quiet)
+    found = learn_maps(model, samples_of(model, noise=0.1, foresight=0.0), (), quiet)
     assert [(each.layer, each.ahead) for each in found] == [(0, 1), (0, 2), (1, 1)]
     for each in found:
         assert each.recall > 0.9 and each.own_recall < 0.4
@@ -77,12 +77,23 @@ def test_what_is_linear_is_learned(model: ModelSpec) -> None:
 
 
 def test_what_the_later_router_foresees_is_not_learned(model: ModelSpec) -> None:
-    assert learn_maps(model, samples_of(model, noise=0.1, foresight=1.0), quiet) == []
+    assert learn_maps(model, samples_of(model, noise=0.1, foresight=1.0), (), quiet) == []
+
+
+def test_experts_that_are_left_out_are_not_foreseen(model: ModelSpec) -> None:
+    """Their logits are the highest, but no token chooses them."""
+    samples = samples_of(model, noise=0.1, foresight=0.0)
+    for logits, chosen in zip(samples[1].logits, samples[1].chosen, strict=True):
+        chosen.copy_(logits[:, 2:].topk(TOP_K, dim=1).indices + 2)
+    blind = learn_maps(model, samples, (), quiet)[0]
+    found = learn_maps(model, samples, [ExpertKey(1, 0), ExpertKey(1, 1)], quiet)[0]
+    assert (found.layer, found.ahead) == (blind.layer, blind.ahead) == (0, 1)
+    assert found.recall > 0.9 > blind.recall
 
 
 def test_noise_is_not_learned(model: ModelSpec) -> None:
     """A map that is as good as chance is kept only by chance, which one in twenty is."""
-    assert len(learn_maps(model, samples_of(model, noise=1e6, foresight=0.0), quiet)) <= 1
+    assert len(learn_maps(model, samples_of(model, noise=1e6, foresight=0.0), (), quiet)) <= 1
 
 
 def test_too_few_texts_teach_nothing(model: ModelSpec) -> None:
@@ -97,8 +108,8 @@ def test_too_few_texts_teach_nothing(model: ModelSpec) -> None:
         )
         for layer, own in samples.items()
     }
-    assert learn_maps(model, few, quiet) == []
-    assert learn_maps(model, {layer: RoutingSample() for layer in samples}, quiet) == []
+    assert learn_maps(model, few, (), quiet) == []
+    assert learn_maps(model, {layer: RoutingSample() for layer in samples}, (), quiet) == []
 
 
 def test_equal_samples_give_equal_bytes(model: ModelSpec) -> None:
@@ -106,13 +117,13 @@ def test_equal_samples_give_equal_bytes(model: ModelSpec) -> None:
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(encode_maps(learn_maps(model, samples_of(model, noise=0.1, foresight=0.0), quiet)))
+        found.append(encode_maps(learn_maps(model, samples_of(model, noise=0.1, foresight=0.0), (), quiet)))
     torch.set_num_threads(before)
     assert found[0] == found[1]
 
 
 def test_the_report_has_means_by_distance(model: ModelSpec) -> None:
-    (first, *_) = learn_maps(model, samples_of(model, noise=0.1, foresight=0.0), quiet)
+    (first, *_) = learn_maps(model, samples_of(model, noise=0.1, foresight=0.0), (), quiet)
     maps: list[LearnedMap] = [replace(first, recall=0.8), replace(first, layer=1, recall=0.6, own_recall=0.5)]
     report = lookahead_report(maps, 7)
     (row,) = report["rows"]
