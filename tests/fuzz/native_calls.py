@@ -221,9 +221,15 @@ def cache_of(draw: Draw) -> tuple[Any, int, list[Any]]:
     columns["counts"] = guarded(np.zeros(len(CacheStats.__slots__), np.int64))
     sizes = [draw.source.choice((1, 4096, 1 << 40)) for _ in range(count)]
     following = [index + 1 if index + 1 < count and draw.source.random() < 0.5 else -1 for index in range(count)]
-    policy = draw.source.choice(("lrfu", "lru", "lfu"))
+    policy = draw.source.choice(("lrfu", "lru", "lfu", "edgemoe", "hobbit", "hobbit-printed"))
+    layers = draw.source.randint(1, 3)
+    eviction = NATIVE.Eviction(
+        policy, [0.25] * 4, draw.floats(count, kind=np.float64).tolist(),
+        [draw.source.randrange(count) for _ in range(count)], layers,
+    )  # fmt: skip
     reads = NATIVE.ExpertCache(
-        columns, sizes, [0] * count, following, draw.source.randint(1, 3), 1 << 20, 100.0, policy,
+        columns, sizes, [draw.source.randrange(layers) for _ in sizes], following, draw.source.randint(1, 3), 1 << 20,
+        100.0, eviction,
         draw.source.choice((0, 4096, 1 << 41)), draw.source.choice((0, 4096, 1 << 41)),
         [(-1, 0, size, None, -1, 0, 0) for size in sizes], False,
     )  # fmt: skip
@@ -231,6 +237,7 @@ def cache_of(draw: Draw) -> tuple[Any, int, list[Any]]:
 
 
 DECISIONS = ("request", "queue_and_lease", "advise", "unlease", "prefetch", "warm", "request_and_queue")
+WITHOUT_EXPERTS = ("next_read", "audit", "begin_sequence")
 
 
 def residency(draw: Draw) -> Call:
@@ -240,9 +247,9 @@ def residency(draw: Draw) -> Call:
     def decide() -> None:
         for _ in range(draw.source.randint(1, 30)):
             some = [draw.source.randrange(count) for _ in range(draw.source.randint(0, count))]
-            name = draw.source.choice((*DECISIONS, "next_read", "audit"))
+            name = draw.source.choice((*DECISIONS, *WITHOUT_EXPERTS))
             for_layer = ("request", "request_and_queue")
-            given: Sequence[Any] = (0, some) if name in for_layer else () if name in ("next_read", "audit") else (some,)
+            given: Sequence[Any] = (0, some) if name in for_layer else () if name in WITHOUT_EXPERTS else (some,)
             found = getattr(reads, name)(*given)
             if name == "next_read":
                 for index in found:
