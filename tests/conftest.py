@@ -49,6 +49,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Leave the numpy kernels after a test whose command had `--kernels numpy`: their bits differ from all others."""
+    from moec.runtime.kernels import extension
+
+    state = extension.state
+    before = state.uses_numpy
+    yield
+    state.uses_numpy = before
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     for gate in (value for name, value in report.user_properties if name == "gate"):
         _seconds[str(gate)] += report.duration
