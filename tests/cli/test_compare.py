@@ -9,34 +9,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_compile import check_bundle, contents, little_memory, names, save_model, save_texts
+from tests.tiny_compile import check_bundle, contents, little_memory, names, save_texts
 
 from .conftest import Invoke
+from .finished_compile import PI, SMALL, bundle, place
+
+__all__ = ["bundle", "place"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = ("--kl", "0.05", "--bits", "2,4,16", "--group-size", "32", "--dense-bits", "8", "--swaps", "0")
-PI = ("--device", "raspberry-pi-4b-sd")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("compare")
-    save_model(folder / "tiny", layers=1, experts=2)
-    save_texts(folder / "texts", train=4, validation=4, test=6)
-    return folder
-
-
-@pytest.fixture
-def bundle(place: Path, tmp_path: Path, invoke: Invoke) -> Path:
-    """A copy of a bundle compiled without comparisons, with its log next to it."""
-    made = place / "out"
-    if not made.exists():
-        data = ("--data", place / "texts")
-        result = invoke("compile", place / "tiny", *data, *SMALL, *PI, "--no-comparisons", "-o", made)
-        assert result.exit_code == 0, result.stderr
-    for path in place.glob("out.*"):
-        shutil.copy(path, tmp_path / path.name)
-    return Path(shutil.copytree(made, tmp_path / "out"))
 
 
 def test_it_finds_what_a_compile_with_comparisons_finds(

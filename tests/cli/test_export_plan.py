@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +10,15 @@ import pytest
 
 from moec.manifests.model import ExpertKey
 from tests.gates.bundles import emit_bundle
-from tests.tiny_compile import contents, names, save_model, save_texts
+from tests.tiny_compile import contents, names, save_texts
 
 from .conftest import Invoke
+from .finished_compile import PI, SMALL, bundle, place
+
+__all__ = ["bundle", "place"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = ("--kl", "0.05", "--bits", "2,4,16", "--group-size", "32", "--dense-bits", "8", "--swaps", "0")
-PI = ("--device", "raspberry-pi-4b-sd")
 ENGINES = ("llama.cpp", "mlx", "gptqmodel")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("export-plan")
-    save_model(folder / "tiny", layers=1, experts=2)
-    save_texts(folder / "texts", train=4, validation=4, test=6)
-    return folder
-
-
-@pytest.fixture
-def bundle(place: Path, tmp_path: Path, invoke: Invoke) -> Path:
-    """A copy of a bundle that was compiled to a KL, with its log next to it."""
-    made = place / "out"
-    if not made.exists():
-        data = ("--data", place / "texts")
-        result = invoke("compile", place / "tiny", *data, *SMALL, *PI, "--no-comparisons", "-o", made)
-        assert result.exit_code == 0, result.stderr
-    shutil.copy(place / "out.log.json", tmp_path / "out.log.json")
-    return Path(shutil.copytree(made, tmp_path / "out"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -76,7 +56,7 @@ def test_the_cost_is_measured_next_to_the_bundle(
     assert measured["bundle"]["kl"]["mean"] in of_compile
     assert measured["plan"]["kl"]["mean"] == min(measured["tried"].values()) > 0
     assert len(measured["tried"]) == (1 if engine == "gptqmodel" else 2) and measured["items"] == 4
-    assert contents(bundle) == before and names(tmp_path) == {"out", "out.log.json", "plan"}
+    assert contents(bundle) == before and names(tmp_path) == {"out", "out.log.json", "out.report.png", "plan"}
 
 
 def test_the_tables_have_both_costs(place: Path, bundle: Path, tmp_path: Path, invoke: Invoke) -> None:
@@ -113,7 +93,7 @@ def test_an_interrupted_measurement_is_taken_up(
     assert "out.plan-cost.work" in names(tmp_path) and "plan.py" not in names(tmp_path)
     result = invoke(*arguments, "--resume")
     assert result.exit_code == 0 and "taking up" in result.stderr, result.stderr
-    assert names(tmp_path) == {"out", "out.log.json", "plan.py"}
+    assert names(tmp_path) == {"out", "out.log.json", "out.report.png", "plan.py"}
 
 
 def test_bad_input_is_refused_and_leaves_nothing(place: Path, bundle: Path, tmp_path: Path, invoke: Invoke) -> None:
