@@ -1,4 +1,4 @@
-"""What foresees later routers, on a checkpoint.
+"""Ways to foresee later routers, counted on a checkpoint.
 
     python -m bench.prefetch.learned_routers examples/model examples/data/gsm8k --train 20000 --test 8000
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from moec.manifests.bundle import LOOKAHEAD_NAME
 from moec.manifests.model import ExpertKey, ModelSpec
-from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 from moec.manifests.safetensors_header import build_header
 
@@ -91,31 +90,41 @@ def can_learn(model: ModelSpec) -> bool:
     return model.encoder is None and len(routers) > 1 and all(each.is_plain for each in routers)
 
 
-def most_tokens(model: ModelSpec, memory_bytes: int) -> int:
-    """Return the tokens whose routing fits into the memory, at most MAX_TOKENS."""
-    return min(MAX_TOKENS, memory_bytes // (2 * model.hidden_size * len(model.expert_layers)))
+def layer_groups(model: ModelSpec, tokens: int, memory_bytes: int) -> list[Sequence[int]]:
+    """Return the layers that route, in groups whose sample of so many tokens fits into the memory. No group is empty.
+
+    The sample of a group holds the later layers that it foresees, too. What is learned does not depend on the groups.
+    """
+    layers = model.expert_layers
+    experts = max(model.layers[layer].experts.count for layer in layers)
+    top_k = max(model.layers[layer].experts.top_k for layer in layers)
+    token_bytes = 2 * model.hidden_size + 4 * experts * (1 + MAX_AHEAD) + 8 * top_k
+    count = max(1, memory_bytes // max(1, tokens * token_bytes) - MAX_AHEAD)
+    return [layers[start : start + count] for start in range(0, len(layers), count)]
 
 
 def learn_maps(
-    model: ModelSpec, samples: Mapping[int, RoutingSample], left_out: Collection[ExpertKey], progress: Progress
+    samples: Mapping[int, RoutingSample], layers: Sequence[int], left_out: Collection[ExpertKey]
 ) -> list[LearnedMap]:
-    """Return the maps that foresee more than the later routers do, by layer and distance.
+    """Return the maps of some layers that foresee more than the later routers do, by layer and distance.
 
+    samples: routing in these layers, and in the later ones that they foresee.
     left_out: experts that no router chooses. They are never foreseen.
     There are none of fewer than HELD_OUT texts, because no text is held out.
     """
-    found, layers = list[LearnedMap](), model.expert_layers
-    if any(len(samples[layer].inputs) < HELD_OUT for layer in layers):
+    found = list[LearnedMap]()
+    if any(len(sample.inputs) < HELD_OUT for sample in samples.values()):
         return found
     with one_torch_thread():  # the same bits for any number of processors
-        for done, layer in enumerate(layers):
+        for layer in layers:
+            if not all(bool(inputs.isfinite().all()) for inputs in samples[layer].inputs):
+                continue  # float16 does not hold what this router reads
             solve = _regression(samples[layer].inputs)
             for ahead in range(1, MAX_AHEAD + 1):
-                if layer + ahead in layers:
+                if layer + ahead in samples:
                     hidden = [key.expert for key in left_out if key.layer == layer + ahead]
                     learned = _learn(samples, layer, ahead, solve, hidden)
                     found += [] if learned is None else [learned]
-            progress(done + 1, len(layers))
     return found
 
 
@@ -142,12 +151,14 @@ def _regression(inputs: Sequence[Tensor]) -> _Solve:
     x = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], dim=1)
     moments = x.T @ x
     squares = torch.diagonal(moments).clamp_min(1e-12).clone()
-
-    def solve(targets: Tensor, ridge: float) -> Tensor:
+    factors = dict[float, Tensor]()
+    for ridge in _RIDGES:
         penalty = ridge * squares
         penalty[-1] *= 1e-6  # the bias is free
-        factor = torch.linalg.cholesky(moments + torch.diag(penalty))
-        return torch.cholesky_solve(x.T @ targets.double(), factor).T
+        factors[ridge] = torch.linalg.cholesky(moments + torch.diag(penalty))
+
+    def solve(targets: Tensor, ridge: float) -> Tensor:
+        return torch.cholesky_solve(x.T @ targets.double(), factors[ridge]).T
 
     return solve
 

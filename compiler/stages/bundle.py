@@ -65,8 +65,10 @@ def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> 
         splits = context.prepared.splits if with_tasks else ()
         tasks, divergences = certify(request, partial, plan_bundles(context), held_out, splits, context.prepared.shots)
         certified = Certified(tasks, divergences)
-    lookahead = learn_lookahead(context.prepared, planned.plan, partial)
-    certified = replace(certified, lookahead=lookahead)
+    maps = learn_lookahead(context.prepared, planned.plan, partial)
+    if maps:
+        data = encode_maps(maps)
+        certified = replace(certified, lookahead=(data, lookahead_report(maps, len(data))))
     if request.measure_modes is None or not context.prepared.splits:
         return certified
     modes = request.measure_modes(_unpublished(context.prepared, planned, partial))
@@ -95,8 +97,8 @@ def report(
     if precision:
         held = {"held": units_held_by(prepared.lowering, plan.units), "of": len(plan.units)}
         quality |= {"baseline_precision": precision, "own_codes": held}
-    if certified.lookahead:
-        quality["lookahead"] = lookahead_report(certified.lookahead, len(encode_maps(certified.lookahead)))
+    if certified.lookahead is not None:
+        quality["lookahead"] = certified.lookahead[1]
     return quality
 
 
@@ -105,7 +107,7 @@ def complete_bundle(
 ) -> None:
     """Add quality.json, the model card and what was learned, and write the manifest again with `certified: true`."""
     card = model_card(manifest, quality).encode()
-    learned = {LOOKAHEAD_NAME: encode_maps(certified.lookahead)} if certified.lookahead else {}
+    learned = {} if certified.lookahead is None else {LOOKAHEAD_NAME: certified.lookahead[0]}
     finish(partial, manifest, canonical_json(quality), card, prepared.request.disk, learned)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,6 @@ from torch import Tensor
 from ..bundle.certificates import DivergenceCertificate, TaskCertificate
 from ..calibration.collect import ActivationStatistics
 from ..cluster.session import ClusterSession, cluster_session
-from ..lookahead.linear_maps import LearnedMap
 from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
 from ..quantization.swept_store import SweptStore
@@ -113,13 +112,13 @@ class Certified:
     tasks: certificates of tasks.
     divergences: KL on held-out answers, if no task is measured.
     modes: costs of the lossy modes, or None.
-    lookahead: maps that foresee later layers.
+    lookahead: content of `lookahead.safetensors`, and what quality.json says of it; None without learned routers.
     """
 
     tasks: Mapping[str, TaskCertificate] = field(default_factory=dict)
     divergences: Mapping[str, DivergenceCertificate] = field(default_factory=dict)
     modes: Mapping[str, Any] | None = None
-    lookahead: Sequence[LearnedMap] = ()
+    lookahead: tuple[bytes, dict[str, Any]] | None = None
 
 
 @contextmanager

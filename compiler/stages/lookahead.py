@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from moec.manifests.model import ExpertKey
+from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
-from ..lookahead.linear_maps import LearnedMap, RoutingSample, can_learn, learn_maps, most_tokens
+from ..lookahead.linear_maps import (
+    HELD_OUT,
+    MAX_AHEAD,
+    MAX_TOKENS,
+    LearnedMap,
+    RoutingSample,
+    can_learn,
+    layer_groups,
+    learn_maps,
+)
 from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
 from ..request.plan import CompilePlan
@@ -15,39 +24,55 @@ from ..request.ports import LocalEngine
 from ..request.task_data import train_texts
 
 _SAMPLE_SHARE = 8
-"""The routing that is kept takes at most this part of the memory."""
+"""The routing that is kept takes at most this part of the memory, or that of one layer and those that it foresees."""
 
 
 def learn_lookahead(prepared: Prepared, plan: CompilePlan, partial: Path) -> list[LearnedMap]:
-    """Return the maps of a bundle that is not published yet; none if they foresee no more than its routers do."""
+    """Return the maps of a bundle that is not published yet; none if they foresee no more than its routers do.
+
+    With little memory the texts run once for each group of layers. The maps are the same.
+    """
     request, model = prepared.request, prepared.lowering.model
     if not prepared.splits or not can_learn(model):
         return []
     room = runtime_bytes(model, request.memory_limit_bytes)
-    tokens = most_tokens(model, room // _SAMPLE_SHARE)
-    samples = {layer: RoutingSample() for layer in model.expert_layers}
-    progress = request.talk.progress("recording routing")
-    with request.open_runtime(partial, room - room // _SAMPLE_SHARE) as engine:
-        done = 0
-        for record in engine.recorded_routing(_texts(prepared, engine, tokens)):
-            for layer, routing in record.items():
-                samples[layer].add(routing)
-            done += len(record[model.expert_layers[0]].inputs)
-            progress(min(done, tokens), tokens)
-    progress(tokens, tokens)
     left_out = {ExpertKey(unit.layer, unit.expert) for unit, spec in plan.units.items() if spec.is_pruned}
-    return learn_maps(model, samples, left_out, request.talk.progress("learning to look ahead"))
+    found, progress = list[LearnedMap](), request.talk.progress("learning to look ahead")
+    with request.open_runtime(partial, room - room // _SAMPLE_SHARE) as engine:
+        texts = sample_texts(prepared, engine)
+        if len(texts) < HELD_OUT:
+            request.talk.note(
+                f"no routers are learned: they need {HELD_OUT} train texts of 2 tokens, found {len(texts)}"
+            )
+            return []
+        groups = layer_groups(model, sum(map(len, texts)), room // _SAMPLE_SHARE)
+        for number, group in enumerate(groups):
+            samples = {
+                layer: RoutingSample() for layer in model.expert_layers if group[0] <= layer <= group[-1] + MAX_AHEAD
+            }
+            for done, record in enumerate(engine.recorded_routing(texts), 1):
+                for layer, sample in samples.items():
+                    sample.add(record[layer])
+                progress(number * len(texts) + done, (len(groups) + 1) * len(texts))
+            found += learn_maps(samples, group, left_out)
+    progress(1, 1)
+    return found
 
 
-def _texts(prepared: Prepared, engine: LocalEngine, most: int) -> Iterator[list[int]]:
-    """Yield train texts of all tasks in turn as tokens, up to `most` of them."""
+def sample_texts(prepared: Prepared, engine: LocalEngine) -> list[list[int]]:
+    """Return train texts of all tasks in turn as tokens, up to MAX_TOKENS of them.
+
+    A text has as many tokens as one pass takes, because a pass is what is recorded.
+    """
     tasks = [train_texts(split, prepared.shots) for split in prepared.splits]
-    done, longest = 0, prepared.lowering.model.default_context
+    left, longest = MAX_TOKENS, min(MAX_PASS_TOKENS, prepared.lowering.model.default_context)
+    found = list[list[int]]()
     for at in range(max(map(len, tasks))):
         for texts in tasks:
-            if at < len(texts) and done < most:
+            if at < len(texts) and left > 0:
                 ((prompt, answer),) = engine.encode_pairs([texts[at]])
-                tokens = [*prompt, *answer][: min(longest, most - done)]
+                tokens = [*prompt, *answer][: min(longest, left)]
                 if len(tokens) > 1:
-                    done += len(tokens)
-                    yield tokens
+                    left -= len(tokens)
+                    found.append(tokens)
+    return found

@@ -17,9 +17,9 @@ from moec.compiler.lookahead.linear_maps import (
     RoutingSample,
     can_learn,
     encode_maps,
+    layer_groups,
     learn_maps,
     lookahead_report,
-    most_tokens,
 )
 from moec.manifests.model import ExpertKey, ModelSpec
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
@@ -64,12 +64,13 @@ def samples_of(model: ModelSpec, noise: float, foresight: float) -> dict[int, Ro
     return samples
 
 
-def quiet(done: int, total: int) -> None:
-    """Take progress."""
+def learned(model: ModelSpec, noise: float = 0.1, foresight: float = 0.0) -> list[LearnedMap]:
+    """Return the maps of all layers."""
+    return learn_maps(samples_of(model, noise, foresight), model.expert_layers, ())
 
 
 def test_what_is_linear_is_learned(model: ModelSpec) -> None:
-    found = learn_maps(model, samples_of(model, noise=0.1, foresight=0.0), (), quiet)
+    found = learned(model)
     assert [(each.layer, each.ahead) for each in found] == [(0, 1), (0, 2), (1, 1)]
     for each in found:
         assert each.recall > 0.9 and each.own_recall < 0.4
@@ -77,7 +78,7 @@ def test_what_is_linear_is_learned(model: ModelSpec) -> None:
 
 
 def test_what_the_later_router_foresees_is_not_learned(model: ModelSpec) -> None:
-    assert learn_maps(model, samples_of(model, noise=0.1, foresight=1.0), (), quiet) == []
+    assert learned(model, foresight=1.0) == []
 
 
 def test_experts_that_are_left_out_are_not_foreseen(model: ModelSpec) -> None:
@@ -85,15 +86,15 @@ def test_experts_that_are_left_out_are_not_foreseen(model: ModelSpec) -> None:
     samples = samples_of(model, noise=0.1, foresight=0.0)
     for logits, chosen in zip(samples[1].logits, samples[1].chosen, strict=True):
         chosen.copy_(logits[:, 2:].topk(TOP_K, dim=1).indices + 2)
-    blind = learn_maps(model, samples, (), quiet)[0]
-    found = learn_maps(model, samples, [ExpertKey(1, 0), ExpertKey(1, 1)], quiet)[0]
+    blind = learn_maps(samples, [0], ())[0]
+    found = learn_maps(samples, [0], [ExpertKey(1, 0), ExpertKey(1, 1)])[0]
     assert (found.layer, found.ahead) == (blind.layer, blind.ahead) == (0, 1)
     assert found.recall > 0.9 > blind.recall
 
 
 def test_noise_is_not_learned(model: ModelSpec) -> None:
     """A map that is as good as chance is kept only by chance, which one in twenty is."""
-    assert len(learn_maps(model, samples_of(model, noise=1e6, foresight=0.0), (), quiet)) <= 1
+    assert len(learned(model, noise=1e6)) <= 1
 
 
 def test_too_few_texts_teach_nothing(model: ModelSpec) -> None:
@@ -108,8 +109,8 @@ def test_too_few_texts_teach_nothing(model: ModelSpec) -> None:
         )
         for layer, own in samples.items()
     }
-    assert learn_maps(model, few, (), quiet) == []
-    assert learn_maps(model, {layer: RoutingSample() for layer in samples}, (), quiet) == []
+    assert learn_maps(few, model.expert_layers, ()) == []
+    assert learn_maps({layer: RoutingSample() for layer in samples}, model.expert_layers, ()) == []
 
 
 def test_equal_samples_give_equal_bytes(model: ModelSpec) -> None:
@@ -117,13 +118,13 @@ def test_equal_samples_give_equal_bytes(model: ModelSpec) -> None:
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(encode_maps(learn_maps(model, samples_of(model, noise=0.1, foresight=0.0), (), quiet)))
+        found.append(encode_maps(learned(model)))
     torch.set_num_threads(before)
     assert found[0] == found[1]
 
 
 def test_the_report_has_means_by_distance(model: ModelSpec) -> None:
-    (first, *_) = learn_maps(model, samples_of(model, noise=0.1, foresight=0.0), (), quiet)
+    (first, *_) = learned(model)
     maps: list[LearnedMap] = [replace(first, recall=0.8), replace(first, layer=1, recall=0.6, own_recall=0.5)]
     report = lookahead_report(maps, 7)
     (row,) = report["rows"]
@@ -141,6 +142,22 @@ def test_only_softmax_routers_of_decoders_learn(model: ModelSpec, tmp_path: Path
     assert not can_learn(lower(open_checkpoint(str(one))).model)
 
 
-def test_the_sample_fits_into_memory(model: ModelSpec) -> None:
-    assert most_tokens(model, 1 << 40) == 16_384
-    assert most_tokens(model, 1 << 20) == (1 << 20) // (2 * model.hidden_size * 3)
+def test_groups_of_layers_teach_the_same(model: ModelSpec) -> None:
+    samples = samples_of(model, noise=0.1, foresight=0.0)
+    together = encode_maps(learn_maps(samples, model.expert_layers, ()))
+    apart = [each for layer in model.expert_layers for each in learn_maps(samples, [layer], ())]
+    assert encode_maps(apart) == together
+
+
+def test_groups_fit_into_memory(model: ModelSpec) -> None:
+    """A token takes 2 bytes per input, 16 per expert and 8 per choice in each layer."""
+    bytes_of_layer = 10 * (2 * model.hidden_size + 16 * 8 + 8 * TOP_K)
+    assert layer_groups(model, 10, 6 * bytes_of_layer) == [(0, 1, 2)]
+    assert layer_groups(model, 10, 5 * bytes_of_layer) == [(0, 1), (2,)]
+    assert layer_groups(model, 10, 0) == [(0,), (1,), (2,)]
+
+
+def test_inputs_beyond_float16_teach_nothing(model: ModelSpec) -> None:
+    samples = samples_of(model, noise=0.1, foresight=0.0)
+    samples[0].inputs[0][0, 0] = torch.inf
+    assert {each.layer for each in learn_maps(samples, model.expert_layers, ())} == {1}
