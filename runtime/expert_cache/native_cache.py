@@ -81,6 +81,7 @@ class NativeCache(StreamingCache):
             [(*storage.source(index), *experts.native(index)) for index in range(count)],
             storage.mode == "buffered",
             storage.mapped(),
+            readers.most_queued,
         )
         self._storage = storage
         self._readers = ReaderThreads(readers, self._serve)

@@ -1,4 +1,4 @@
-"""PythonCache: the expert cache in Python, for policies, storage and models that NativeCache does not know.
+"""PythonCache: the expert cache in Python, for runs with an encoder, an accelerator or the numpy kernels.
 
 It is the specification of NativeCache.
 """
@@ -47,7 +47,7 @@ class PythonCache(StreamingCache):
         self._storage = storage
         order = partial(eviction_order, spec.records, policy)
         runs = ReadRuns(spec.sizes.tolist(), storage.next_in_file, readers.count)
-        ledger = Residency(spec, order, storage.release, runs)
+        ledger = Residency(spec, order, storage.release, runs, readers.most_queued)
         self._records = spec.records
         super().__init__(spec.sizes, ledger.state)
         self._ledger, self._leases, self.prefetches = ledger, ledger.is_leased, ledger.prefetches

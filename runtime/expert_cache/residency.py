@@ -25,6 +25,7 @@ class Residency(EvictingLedger):
     Parameters and arrays that are not listed here are those of EvictingLedger.
     spec: each use is added to its records.
     runs: experts that are read together; None: one by one.
+    most_queued: reads ahead that are queued at once; 0: all. Each evicts when it is queued.
 
     is_seen: has been in memory, bool [N].
     demand: queued reads of requested experts, first requested first. They come before advice.
@@ -39,6 +40,7 @@ class Residency(EvictingLedger):
         order: Order,
         evicted: Callable[[int], None] = lambda index: None,
         runs: ReadRuns | None = None,
+        most_queued: int = 0,
     ) -> None:
         super().__init__(spec, order, evicted)
         count = len(spec.sizes)
@@ -48,7 +50,8 @@ class Residency(EvictingLedger):
         self.demand = deque[int]()
         self._runs = ReadRuns(self.sizes, [NONE] * count) if runs is None else runs
         self._layer_of: list[int] = spec.records.layer.tolist()
-        self._clock = 0
+        self._clock, self._most_queued = 0, most_queued
+        self._backlog = deque[int]()  # advised experts that are not queued yet, most urgent first
 
     def request(self, layer: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
         """Request experts for one layer of one pass. Returns hits, which are leased now, and misses."""
@@ -59,6 +62,7 @@ class Residency(EvictingLedger):
         for index in [i for i in self.advice if self._layer_of[i] == layer and i not in experts]:  # wrong prediction
             self.advice.remove(index)
             self._make_absent(index)
+        self._backlog = deque(index for index in self._backlog if self._layer_of[index] != layer)
         self._clock += 1
         self._records.use(experts, self._clock)
         for index in experts:
@@ -106,12 +110,19 @@ class Residency(EvictingLedger):
         layers = {self._layer_of[index] for index in indices}
         older = [i for i in self._pins if self._layer_of[i] not in layers and self.state[i] != ABSENT]
         self._pins = self._within_pin_limit([*indices, *older])
+        self._backlog = deque(self._pins[: len(indices)])
+        self._queue_advice()
+
+    def _queue_advice(self) -> None:
+        """Queue experts of the backlog, as many as may be queued at once."""
         victims = self.victims(spares_pins=True)
-        for index in self._pins[: len(indices)]:
+        while self._backlog and not 0 < self._most_queued <= len(self.advice):
+            index = self._backlog.popleft()
             if self.state[index] != ABSENT:
                 continue
             if not self._make_room(self.sizes[index], victims, is_demand=False):
-                break
+                self._backlog.clear()
+                return
             self._reserve(index)
             self.is_ahead[index] = True
             self.advice.append(index)
@@ -128,6 +139,7 @@ class Residency(EvictingLedger):
 
     def drop_advice(self) -> None:
         """Forget advised reads that have not begun."""
+        self._backlog.clear()
         while self.advice:
             self._make_absent(self.advice.popleft())
 
@@ -141,6 +153,8 @@ class Residency(EvictingLedger):
             return []
         run = self._runs.take(queue)
         self.state[run] = LOADING
+        if queue is self.advice:
+            self._queue_advice()
         return run
 
     def arrive(self, index: int) -> None:

@@ -209,6 +209,7 @@ class ExpertCache:
     drops_pages: drop read pages from the page cache after every read.
     mapped: empty, or one tuple per expert if files are mapped. Address and size of its whole pages, number of the watch
     of their mapping, and address of the expert.
+    most_queued: reads ahead that are queued at once; 0: all that fit.
     Raises ValueError.
     """
 
@@ -226,7 +227,8 @@ class ExpertCache:
         pin_limit_bytes: int,
         sources: list[tuple[int, int, int, Expert | None, int, int, int]],
         drops_pages: bool,
-        mapped: Sequence[tuple[int, int, int, int]] = (),
+        mapped: list[tuple[int, int, int, int]] = ...,
+        most_queued: int = 0,
     ) -> None: ...
     @property
     def capacity_bytes(self) -> int: ...

@@ -22,6 +22,14 @@ class Readers:
     cpus: tuple[int, ...] | None = None
 
     @property
+    def most_queued(self) -> int:
+        """Reads ahead that are queued at once; 0: all that fit.
+
+        A read evicts when it is queued. A reader of its own is advised about a whole layer, and most of it is not read.
+        """
+        return 0 if self.cpus is None else 1
+
+    @property
     def takes(self) -> list[Takes]:
         """Queues of each reader."""
         if self.cpus is None:

@@ -224,14 +224,14 @@ def cache_of(draw: Draw) -> tuple[Any, int, list[Any]]:
     policy = draw.source.choice(("lrfu", "lru", "lfu", "edgemoe", "hobbit", "hobbit-printed"))
     layers = draw.source.randint(1, 3)
     eviction = NATIVE.Eviction(
-        policy, [0.25] * 4, draw.floats(count, kind=np.float64).tolist(),
+        policy, [0.25] * 4, [draw.source.random() for _ in range(count)],
         [draw.source.randrange(count) for _ in range(count)], layers,
     )  # fmt: skip
     reads = NATIVE.ExpertCache(
         columns, sizes, [draw.source.randrange(layers) for _ in sizes], following, draw.source.randint(1, 3), 1 << 20,
         100.0, eviction,
         draw.source.choice((0, 4096, 1 << 41)), draw.source.choice((0, 4096, 1 << 41)),
-        [(-1, 0, size, None, -1, 0, 0) for size in sizes], False,
+        [(-1, 0, size, None, -1, 0, 0) for size in sizes], False, most_queued=draw.source.randint(0, 2),
     )  # fmt: skip
     return reads, count, [columns]
 

@@ -55,6 +55,7 @@ def native(
     next_in_file: list[int],
     readers: int,
     has_low: bool = False,
+    most_queued: int = 0,
     **changed: Any,
 ) -> tuple[Any, dict[str, np.ndarray], ExpertRecords]:
     """The extension's cache without storage, the arrays that it writes, and the records."""
@@ -74,7 +75,9 @@ def native(
     }
     limits = (readers, MAX_RUN_BYTES, records.half_life, extension.Eviction(**goes_by | changed), capacity, pins)
     sources = [(-1, 0, size, None, -1, 0, 0) for size in sizes]
-    reads = extension.ExpertCache(arrays | shared, sizes, LAYER.tolist(), next_in_file, *limits, sources, False)
+    reads = extension.ExpertCache(
+        arrays | shared, sizes, LAYER.tolist(), next_in_file, *limits, sources, False, most_queued=most_queued
+    )
     return reads, arrays, records
 
 
@@ -89,6 +92,7 @@ class BothMachine(RuleBasedStateMachine):
         has_low=st.booleans(),
         breaks=st.sets(st.integers(0, COUNT - 1)),
         readers=st.integers(1, 3),
+        most_queued=st.integers(0, 2),
     )
     def begin(
         self,
@@ -99,12 +103,16 @@ class BothMachine(RuleBasedStateMachine):
         breaks: set[int],
         readers: int,
         has_low: bool,
+        most_queued: int,
     ) -> None:
         following = [NONE if at in breaks or at + 1 == COUNT else at + 1 for at in range(COUNT)]
         own, array = fresh_records(has_low), np.array(sizes, np.int64)
         order, runs = partial(eviction_order, own, score_of(policy)), ReadRuns(sizes, following, readers)
-        self.spec, self.spec_records = Residency(CacheSpec(array, capacity, own, pins), order, runs=runs), own
-        self.reads, self.arrays, self.records = native(sizes, capacity, pins, policy, following, readers, has_low)
+        spec = CacheSpec(array, capacity, own, pins)
+        self.spec, self.spec_records = Residency(spec, order, runs=runs, most_queued=most_queued), own
+        self.reads, self.arrays, self.records = native(
+            sizes, capacity, pins, policy, following, readers, has_low, most_queued
+        )
         self.waiting: list[int] = []
         self.loading: list[int] = []
 
@@ -182,6 +190,9 @@ TestBothMachine.settings = settings(max_examples=120, stateful_step_count=40, de
         ({"num_layers": LAYERS - 1}, "a high version and a layer of each expert"),
         ({"next_in_file": [COUNT] * COUNT}, "next_in_file: expected experts or -1"),
         ({"readers": 0}, "at least one reader"),
+        ({"most_queued": -1}, "at least one reader"),
+        ({"weights": (0.5, 0.5, float("nan"), 0.0)}, "expected finite weights and frequencies"),
+        ({"frequency": [float("inf")] * COUNT}, "expected finite weights and frequencies"),
         ({"sizes": [1] * (COUNT - 1)}, "expected one per expert"),
     ],
 )
@@ -201,3 +212,37 @@ def test_experts_that_are_not_there_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"expected experts below {COUNT}, found"):
             call()
+
+
+@pytest.mark.parametrize("layer", [-1, LAYERS])
+def test_layers_that_are_not_there_are_refused(layer: int) -> None:
+    reads, _, _ = native([1] * COUNT, 9, 0, "lru", [NONE] * COUNT, 1)
+    for call in (reads.request, reads.request_and_queue):
+        with pytest.raises(ValueError, match=f"layer: expected one below {LAYERS}, found {layer}"):
+            call(layer, [0])
+
+
+def test_advice_about_a_whole_layer_evicts_only_for_what_is_read() -> None:
+    """A reader of its own begins one read. The others of the layer wait, and evict nothing before they are read."""
+    layer = list(range(EXPERTS, 2 * EXPERTS))
+    for most_queued, kept in ((1, EXPERTS - 1), (0, 0)):
+        sizes, breaks = [1] * COUNT, [NONE] * COUNT
+        reads, arrays, _ = native(sizes, EXPERTS, EXPERTS, "lru", breaks, 1, most_queued=most_queued)
+        reads.request_and_queue(0, list(range(EXPERTS)))
+        for _ in range(EXPERTS):
+            for index in reads.next_read():
+                reads.arrive(index)
+        reads.unlease(list(range(EXPERTS)))
+        arrays["is_leased"][:] = 0
+        reads.advise(layer)
+        assert (arrays["state"][:EXPERTS] != 0).sum() == kept
+        assert len(reads.advice) == EXPERTS - kept
+        reads.request(1, layer[-1:])
+        assert set(reads.advice) <= {layer[-1]}  # the layer has chosen: the others are not read any more
+
+
+def test_the_next_expert_is_queued_as_soon_as_a_read_begins() -> None:
+    reads, _, _ = native([1] * COUNT, COUNT, COUNT, "lru", [NONE] * COUNT, 1, most_queued=1)
+    reads.advise([3, 1, 2])
+    assert reads.advice == [3]
+    assert [reads.next_read(), reads.next_read(), reads.next_read(), reads.next_read()] == [[3], [1], [2], []]

@@ -41,6 +41,7 @@ void ExpertCache::close() {
     is_closed_ = true;
     changed_.notify_all();
     work_.notify_all();
+    advice_work_.notify_all();
 }
 
 bool ExpertCache::has_work() {
@@ -68,8 +69,12 @@ std::pair<int64_t, int64_t> ExpertCache::audit() {
 }
 
 void ExpertCache::wake_readers() {
-    if (!demand.empty() || !advice.empty() || !warmup_.empty()) {  // a layer that only hits must not wake the readers
-        work_.notify_all();
+    const bool has_advice_reader = facts_.most_queued != 0;
+    if (!demand.empty() || (!advice.empty() && !has_advice_reader) || !warmup_.empty()) {
+        work_.notify_all();  // a layer that only hits must not wake the readers
+    }
+    if (!advice.empty() && has_advice_reader) {
+        advice_work_.notify_one();
     }
 }
 

@@ -7,7 +7,7 @@
 //
 // Python does three things: it provides a place where none of the right size is free, it handles failed reads, and it compares
 // checksums at the first read of an expert and after its file has changed (specification: runtime/storage/read_verifier.py).
-// Everything else is one pread and one fstat between two short holds of a lock.
+// Everything else is a system call or two and one fstat between two short holds of a lock.
 
 #pragma once
 
@@ -106,7 +106,7 @@ class ExpertCache : public Residency {
     bool read(const Indices& run, const std::vector<uint8_t*>& addresses) const;
     bool read_into_places(const Indices& run, const std::vector<uint8_t*>& addresses) const;
     bool read_pages(int64_t index) const;
-    void drop_pages(const Indices& experts) const;
+    void drop_pages(int64_t index);
     Indices take_dropped();
     void end(const Indices& run, const Indices& failed, bool is_warm);
     void change_reading(int by);
@@ -114,7 +114,8 @@ class ExpertCache : public Residency {
     void wake_readers();
 
     std::mutex mutex_;
-    std::condition_variable changed_, work_;  // for callers that wait for experts; for reader threads
+    // For callers that wait for experts; for reader threads; for the reader that only reads ahead.
+    std::condition_variable changed_, work_, advice_work_;
     std::vector<ExpertSource> sources_;
     std::vector<SourceFile> files_;
     std::vector<size_t> file_of_;      // per expert

@@ -75,7 +75,9 @@ void ExpertCache::serve(const Load& load, const Check& check, Takes takes) {
                 addresses.push_back(addresses_[static_cast<size_t>(index)]);
             }
         }
-        drop_pages(dropped);
+        for (const int64_t index : dropped) {
+            drop_pages(index);
+        }
         Indices failed;
         if (!has_places || !read(run, addresses)) {
             failed = load(run);
@@ -130,7 +132,7 @@ ExpertCache::Indices ExpertCache::next_run(Lock& lock, bool& is_warm, Takes take
             return run;
         }
         if (takes == Takes::kAdvice) {
-            work_.wait(lock);
+            advice_work_.wait(lock);
             continue;
         }
         bool had_warmup = !warmup_.empty();
@@ -216,29 +218,33 @@ bool ExpertCache::read_pages(int64_t index) const {
     return !has_faulted(pages.watch);
 }
 
-// Take the mapped pages of evicted experts out of memory and out of the page cache. If one of them is being read again, it is
-// only read twice.
-void ExpertCache::drop_pages(const Indices& experts) const {
-#if defined(MOEC_HAS_PREADV)
-    for (const int64_t index : experts) {
-        const MappedPages& pages = mapped_[static_cast<size_t>(index)];
-        ::madvise(pages.start, static_cast<size_t>(pages.size_bytes), MADV_DONTNEED);
-#if defined(POSIX_FADV_DONTNEED)
-        const ExpertSource& source = sources_[static_cast<size_t>(index)];
-        ::posix_fadvise(source.descriptor, source.offset_bytes, source.size_bytes, POSIX_FADV_DONTNEED);
-#endif
+// Take the mapped pages of an evicted expert out of memory and out of the page cache, unless it is being read again. If that
+// begins meanwhile, the expert is only read twice.
+void ExpertCache::drop_pages(int64_t index) {
+    {
+        const Lock lock(mutex_);
+        if (columns_.state[index] != kAbsent && columns_.state[index] != kQueued) {
+            return;
+        }
     }
-#else
-    static_cast<void>(experts);
+#if defined(MOEC_HAS_PREADV)
+    const MappedPages& pages = mapped_[static_cast<size_t>(index)];
+    ::madvise(pages.start, static_cast<size_t>(pages.size_bytes), MADV_DONTNEED);
+#if defined(POSIX_FADV_DONTNEED)
+    const ExpertSource& source = sources_[static_cast<size_t>(index)];
+    ::posix_fadvise(source.descriptor, source.offset_bytes, source.size_bytes, POSIX_FADV_DONTNEED);
+#endif
 #endif
 }
 
-// Returns the evicted experts that are still absent. Call it with the lock.
+// Returns the evicted experts that are not being read again. Call it with the lock.
 ExpertCache::Indices ExpertCache::take_dropped() {
     Indices experts;
     experts.swap(dropped_);
     experts.erase(std::remove_if(experts.begin(), experts.end(),
-                                 [this](int64_t index) { return columns_.state[index] != kAbsent; }),
+                                 [this](int64_t index) {
+                                     return columns_.state[index] == kLoading || columns_.state[index] == kResident;
+                                 }),
                   experts.end());
     return experts;
 }

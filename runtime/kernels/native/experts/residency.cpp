@@ -59,6 +59,8 @@ void Residency::request(int64_t layer, const Indices& experts, Indices& hits, In
             make_absent(index);
         }
     }
+    backlog_.erase(std::remove_if(backlog_.begin(), backlog_.end(), [&](int64_t index) { return layer_of(index) == layer; }),
+                   backlog_.end());
     ++clock_;
     layer_ = layer;
     use(experts);
@@ -126,15 +128,23 @@ void Residency::advise(const Indices& indices) {
         }
     }
     pins_ = within_pin_limit(wanted);
-    Victims victims(true);
     const size_t own = std::min(indices.size(), pins_.size());
-    for (size_t i = 0; i < own; ++i) {
-        const int64_t index = pins_[i];
+    backlog_.assign(pins_.begin(), pins_.begin() + static_cast<int64_t>(own));
+    queue_advice();
+}
+
+// Queue experts of the backlog, as many as may be queued at once.
+void Residency::queue_advice() {
+    Victims victims(true);
+    while (!backlog_.empty() && (facts_.most_queued == 0 || static_cast<int64_t>(advice.size()) < facts_.most_queued)) {
+        const int64_t index = backlog_.front();
+        backlog_.pop_front();
         if (columns_.state[index] != kAbsent) {
             continue;
         }
         if (!make_room(size(index), victims, false)) {
-            break;
+            backlog_.clear();
+            return;
         }
         reserve(index);
         columns_.is_ahead[index] = 1;
@@ -156,6 +166,7 @@ Residency::Indices Residency::within_pin_limit(const Indices& indices) const {
 }
 
 void Residency::drop_advice() {
+    backlog_.clear();
     while (!advice.empty()) {
         const int64_t index = advice.front();
         advice.pop_front();
@@ -172,6 +183,9 @@ Residency::Indices Residency::next_read(Takes takes) {
     Indices run = take(queue);
     for (const int64_t index : run) {
         columns_.state[index] = kLoading;
+    }
+    if (!takes_demand) {
+        queue_advice();
     }
     return run;
 }

@@ -54,6 +54,7 @@ struct ResidencyFacts {
     std::vector<int64_t> layer_of;
     std::vector<int64_t> next_in_file;  // the expert whose bytes follow in the file, or -1
     int64_t readers, max_run_bytes;
+    int64_t most_queued;             // reads ahead that are queued at once; 0: all. Each evicts when it is queued
     double half_life;                // in requests of a layer
     Score score;
     std::vector<double> frequency;   // share of its layer's tokens that chose each expert in calibration
@@ -122,6 +123,7 @@ class Residency {
     void become_resident(int64_t index);
     void make_absent(int64_t index);
     void reserve(int64_t index);
+    void queue_advice();
     // Eviction, in eviction.cpp.
     void evict(int64_t index);
     void make(Victims& victims);
@@ -132,6 +134,7 @@ class Residency {
 
     std::vector<int64_t> previous_in_file_;  // the expert whose bytes come before, or -1
     Indices pins_;
+    std::deque<int64_t> backlog_;    // advised experts that are not queued yet, most urgent first
     int64_t clock_ = 0, layer_ = 0;  // requests so far, and the layer of the last one
     int64_t sequence_start_ = 0;     // clock when the sequence began
     Indices uses_before_, uses_of_any_version_;  // before the sequence, and within it by high version

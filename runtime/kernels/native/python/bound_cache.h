@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <string>
 #include <utility>
@@ -76,6 +77,11 @@ struct Eviction {
             !std::all_of(high.begin(), high.end(), is_expert)) {
             refuse("eviction: expected four weights, and a frequency, a high version and a layer of each expert");
         }
+        const auto is_finite = [](double value) { return std::isfinite(value); };
+        if (!std::all_of(weights.begin(), weights.end(), is_finite) ||
+            !std::all_of(frequency.begin(), frequency.end(), is_finite)) {
+            refuse("eviction: expected finite weights and frequencies");
+        }
         facts.score = score_named(policy);
         facts.frequency = std::move(frequency);
         facts.high = std::move(high);
@@ -127,10 +133,11 @@ class BoundCache {
 
     BoundCache(nb::dict arrays, std::vector<int64_t> sizes, std::vector<int64_t> layers, std::vector<int64_t> next_in_file,
                int64_t readers, int64_t max_run_bytes, double half_life, Eviction eviction, int64_t capacity_bytes,
-               int64_t pin_limit_bytes, nb::list sources, bool drops_pages, nb::list mapped) {
+               int64_t pin_limit_bytes, nb::list sources, bool drops_pages, nb::list mapped,
+               int64_t most_queued) {
         const int64_t count = static_cast<int64_t>(sizes.size());
         if (layers.size() != sizes.size() || next_in_file.size() != sizes.size() || sources.size() != sizes.size() ||
-            readers < 1) {
+            readers < 1 || most_queued < 0) {
             refuse("layers, next_in_file, sources: expected one per expert, and at least one reader");
         }
         for (const int64_t next : next_in_file) {
@@ -145,6 +152,8 @@ class BoundCache {
         facts.next_in_file = std::move(next_in_file);
         facts.readers = readers;
         facts.max_run_bytes = max_run_bytes;
+        facts.most_queued = most_queued;
+        num_layers_ = eviction.num_layers;
         facts.half_life = half_life;
         std::move(eviction).give_to(facts);
         std::vector<uint8_t*> addresses;
@@ -173,8 +182,16 @@ class BoundCache {
         return index;
     }
 
+    int64_t checked_layer(int64_t layer) const {
+        if (layer < 0 || layer >= num_layers_) {
+            refuse("layer: expected one below " + std::to_string(num_layers_) + ", found " + std::to_string(layer));
+        }
+        return layer;
+    }
+
   private:
     HeldColumns held_;
+    int64_t num_layers_ = 0;
     std::unique_ptr<ExpertCache> reads_;
 };
 

@@ -21,13 +21,14 @@ using Indices = Residency::Indices;
 
 std::pair<Indices, Indices> bind_request(BoundCache& reads, int64_t layer, const Indices& experts) {
     std::pair<Indices, Indices> found;
-    reads->request(layer, reads.checked(experts), found.first, found.second);
+    reads->request(reads.checked_layer(layer), reads.checked(experts), found.first, found.second);
     return found;
 }
 
 nb::object bind_request_and_queue(BoundCache& reads, int64_t layer, const Indices& experts) {
     std::pair<Indices, Indices> found;
-    const bool is_open = reads->request_and_queue(layer, reads.checked(experts), found.first, found.second);
+    const bool is_open =
+        reads->request_and_queue(reads.checked_layer(layer), reads.checked(experts), found.first, found.second);
     return is_open ? nb::cast(std::move(found)) : nb::none();
 }
 
@@ -119,9 +120,9 @@ void bind_cache(nb::module_& module) {
             "policy"_a, "weights"_a, "frequency"_a, "high"_a, "num_layers"_a);
     nb::class_<BoundCache>(module, "ExpertCache")
         .def(nb::init<nb::dict, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, double,
-                      Eviction, int64_t, int64_t, nb::list, bool, nb::list>(),
+                      Eviction, int64_t, int64_t, nb::list, bool, nb::list, int64_t>(),
              "arrays"_a, "sizes"_a, "layers"_a, "next_in_file"_a, "readers"_a, "max_run_bytes"_a, "half_life"_a, "eviction"_a,
-             "capacity_bytes"_a, "pin_limit_bytes"_a, "sources"_a, "drops_pages"_a, "mapped"_a = nb::list())
+             "capacity_bytes"_a, "pin_limit_bytes"_a, "sources"_a, "drops_pages"_a, "mapped"_a = nb::list(), "most_queued"_a = 0)
         .def_prop_ro("capacity_bytes", [](BoundCache& reads) { return reads->ledger().capacity_bytes; })
         .def_prop_ro("pin_limit_bytes", [](BoundCache& reads) { return reads->ledger().pin_limit_bytes; })
         .def_prop_ro("used_bytes", [](BoundCache& reads) { return reads->ledger().used_bytes; })

@@ -169,7 +169,7 @@ class BoundLayers {
     }
 
     void expect_experts(int64_t first, int64_t count) const {
-        if (first < 0 || count < 0 || first + count > cache_->count()) {
+        if (first < 0 || count < 0 || count > cache_->count() || first > cache_->count() - count) {
             refuse("first_expert: expected experts below " + std::to_string(cache_->count()) + ", found " +
                    std::to_string(first) + " to " + std::to_string(first + count));
         }
@@ -179,7 +179,7 @@ class BoundLayers {
         ExpertLayerView view{};
         view.norm = vector(field(fields, "norm"), size);
         view.norm_eps = value<float>(fields, "norm_eps");
-        view.layer = value<int64_t>(fields, "layer");
+        view.layer = cache_.checked_layer(value<int64_t>(fields, "layer"));
         view.first_expert = value<int64_t>(fields, "first_expert");
         view.top_k = value<int64_t>(fields, "top_k");
         view.renormalizes = value<bool>(fields, "renormalizes");
@@ -188,6 +188,10 @@ class BoundLayers {
         if (const nb::object router = field(fields, "router"); !router.is_none()) {
             view.router = matrix(router);
             expect_size(view.router->columns, size);
+            if (paths_.num_experts > 0 && view.router->rows > paths_.num_experts) {
+                refuse("paths: expected as many experts as the largest router has, found " +
+                       std::to_string(paths_.num_experts));
+            }
             view.router_bias = bias(field(fields, "router_bias"), view.router->rows);
         }
         if (const nb::object shared = field(fields, "shared"); !shared.is_none()) {
@@ -195,7 +199,7 @@ class BoundLayers {
         }
         take_experts(view, value<nb::list>(fields, "experts"), size);
         for (const Ahead& ahead : value<std::vector<Ahead>>(fields, "ahead")) {
-            view.ahead.push_back(ahead_of(ahead, size));
+            view.ahead.push_back(ahead_of(ahead, view.layer, size));
         }
         expect_routers_alike(view.ahead);
         return view;
@@ -237,7 +241,7 @@ class BoundLayers {
         view.has_left_out = kept < rows;
     }
 
-    LayerAhead ahead_of(const Ahead& fields, int64_t size) {
+    LayerAhead ahead_of(const Ahead& fields, int64_t running, int64_t size) {
         const auto& [rank, layer, first, top_k, count, rule, router, norm, router_bias, path, known_experts, known_scores] =
             fields;
         auto experts = cast_or_refuse<std::vector<int64_t>>(known_experts, "ahead");
@@ -261,7 +265,7 @@ class BoundLayers {
             expect_experts(first, ahead.router.matrix->rows);
         }
         if (path.first >= 0) {
-            expect_path(path, layer, count);
+            expect_path(path, running, layer, count);
             expect_experts(first, count);
         }
         if (rank < 1 || layer < 0 || predicted < 0 || top_k < 1 || top_k > cache_->count() || experts.size() != scores.size()) {
@@ -269,7 +273,11 @@ class BoundLayers {
                    ", and a score for each expert");
         }
         for (const int64_t expert : experts) {
-            expect_experts(first + expert, 1);
+            if (expert < 0 || expert >= cache_->count()) {
+                refuse("first_expert: expected known experts below " + std::to_string(cache_->count()) + ", found " +
+                       std::to_string(expert));
+            }
+            expect_experts(first, expert + 1);
         }
         return ahead;
     }
@@ -306,8 +314,8 @@ class BoundLayers {
                 value<double>(fields, "least_count")};
     }
 
-    void expect_path(const std::pair<int64_t, int64_t>& path, int64_t layer, int64_t count) const {
-        if (paths_.num_experts == 0 || path.first >= layer || layer >= count_ || path.second < -1 ||
+    void expect_path(const std::pair<int64_t, int64_t>& path, int64_t running, int64_t layer, int64_t count) const {
+        if (paths_.num_experts == 0 || path.first > running || path.first >= layer || layer >= count_ || path.second < -1 ||
             path.second >= path.first || count < 1 || count > paths_.num_experts) {
             refuse("ahead: expected paths, and two layers before the predicted one");
         }
