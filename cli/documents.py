@@ -78,7 +78,8 @@ def _meaning(option: click.Option) -> str:
     text = (option.help or "").replace("|", "\\|").replace("  [default", " [default")
     if option.required:
         return f"{text} Required."
-    return f"{text} [default: {option.default}]".strip() if option.show_default else text
+    default = ",".join(option.default) if isinstance(option.default, tuple) else option.default
+    return f"{text} [default: {default}]".strip() if option.show_default else text
 
 
 def _prose(text: str) -> str:

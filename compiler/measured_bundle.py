@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moec.evaluation.data import SplitData
+from moec.evaluation.long_items import TRUNCATE
 from moec.evaluation.tasks import TASKS
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import CheckpointError, DataError, ManifestInvalid, OptionError
@@ -23,7 +24,7 @@ from .bundle.plan_bundles import clear_trials
 from .checkpoint.checkpoint import Checkpoint, open_checkpoint
 from .families import lower
 from .preflight.finished import plan_of
-from .preflight.preparation import Prepared, with_kept_layers
+from .preflight.preparation import Prepared, with_fitted_items, with_kept_layers
 from .request.options import DEFAULT_GROUP_SIZES, CompileOptions, Sensitivity, Talk
 from .request.plan import CompilePlan
 from .request.ports import OpenRuntime
@@ -98,7 +99,8 @@ def prepare_measurement(
     lowering = lower(checkpoint)
     splits, shots = load_task_data(options, request.talk.note)
     _check_data(request, splits)
-    prepared = with_kept_layers(Prepared(inner, checkpoint, lowering, splits, shots, offered=offered))
+    prepared = with_fitted_items(Prepared(inner, checkpoint, lowering, splits, shots, offered=offered))
+    prepared = with_kept_layers(prepared)
     request.talk.note("hashing the checkpoint")
     _check_source(request, checkpoint)
     return BundleMeasurement(prepared, plan_of(request.manifest), output)
@@ -173,6 +175,7 @@ def _options(plain: Mapping[str, str], target: Target, data: str, sensitivity: S
         shots=int(plain["shots"]),
         limit=None if plain["limit"] == "none" else int(plain["limit"]),
         seed=int(plain["seed"]),
+        long_items=plain.get("long_items", TRUNCATE),
         sensitivity=sensitivity,
         comparisons=True,
     )

@@ -284,6 +284,17 @@ def alternatives(options: RuntimeOptions, top_k: int) -> Iterator[tuple[str, str
     yield from (("threads", count) for count in sorted({max(1, threads // 2), max(1, threads - 1)}) if count != threads)
 
 
+def changed(options: RuntimeOptions, name: str, value: str | int) -> RuntimeOptions:
+    """Return the options with one change, and with the changes that it needs to have an effect."""
+    change: dict[str, Any] = {name: value}
+    if name == "prefetch_experts" and options.prefetch_rule in ("likely", "until-routed"):
+        change["prefetch_rule"] = "spread"  # a rule that uses the count
+    rule = change.get("prefetch_rule", options.prefetch_rule)
+    if rule != "until-routed" or change.get("prefetch") == "off":
+        change["reader_cpus"] = None  # processors of a reader that the other rules do not have
+    return replace(options, **change)
+
+
 def search(
     options: RuntimeOptions, top_k: int, seconds: Callable[[RuntimeOptions], float]
 ) -> tuple[RuntimeOptions, list[dict[str, Any]]]:
@@ -296,10 +307,7 @@ def search(
         for done, (name, value) in enumerate(listed):
             if best.prefetch == "off" and name.startswith("prefetch_"):
                 continue  # without prefetch this option has no effect
-            change: dict[str, Any] = {name: value}
-            if name == "prefetch_experts" and best.prefetch_rule == "likely":
-                change["prefetch_rule"] = "spread"  # the rule that uses the count
-            candidate = replace(best, **change)
+            candidate = changed(best, name, value)
             ratios = []
             for turn in range(ROUNDS):
                 # The order changes with each turn, so that a drift of the machine favours neither.

@@ -36,7 +36,7 @@ _RIDGES = (1e-3, 1e-2, 1e-1)
 _FORMATS = (QuantSpec(4, 32), QuantSpec(8, 64))
 _SPARED = 0.05
 """Share of a map's gain that a smaller format may cost."""
-_Z_95 = 1.645
+Z_95 = 1.645
 """One-sided quantile of the normal distribution."""
 
 
@@ -182,7 +182,7 @@ def _learn(
     weights = max((solve(targets, ridge).float() for ridge in _RIDGES), key=lambda each: float(hits_of(each).mean()))
     gains = hits_of(weights) - own
     error = float(gains.std()) / len(gains) ** 0.5 if len(gains) > 1 else float("inf")
-    if float(gains.mean()) <= _Z_95 * error:
+    if float(gains.mean()) <= Z_95 * error:
         return None
     rounded = _smallest(weights, lambda each: float(hits_of(each).mean()), float(own.mean()))
     recall = float(hits_of(rounded.weights).mean())

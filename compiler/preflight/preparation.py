@@ -132,12 +132,7 @@ def prepare(request: CompileRequest) -> Prepared:
         request.talk.note(note)
     opened = None if request.templates is None else partial(request.templates, checkpoint.root)
     splits, shots = load_task_data(options, request.talk.note, opened)
-    if splits:
-        has_encoder = lowering.model.encoder is not None
-        encode = partial(encode_pairs, load_tokenizer(checkpoint.root), is_joint=not has_encoder)
-        context = Context(lowering.model.default_context, encode, has_encoder)
-        splits = fit_splits(splits, shots, context, options.long_items, request.talk.note)
-    found = replace(found, splits=splits, shots=shots)
+    found = with_fitted_items(replace(found, splits=splits, shots=shots))
     if request.measure_modes is not None:
         request.measure_modes.check(lowering.model, options.fallback_bits is not None)
     if request.cluster is not None:
@@ -150,6 +145,18 @@ def prepare(request: CompileRequest) -> Prepared:
     smallest = smallest_plan(lowering, options, found.specs)
     summarise_device(request.profile, smallest, found.checkpoint.tokenizer_file_bytes)
     return with_kept_layers(found)
+
+
+def with_fitted_items(prepared: Prepared) -> Prepared:
+    """Shorten or leave out validation and test items that exceed the context. Raises ContextOverflow, DataError."""
+    if not prepared.splits:
+        return prepared
+    model, request = prepared.lowering.model, prepared.request
+    has_encoder = model.encoder is not None
+    encode = partial(encode_pairs, load_tokenizer(prepared.checkpoint.root), is_joint=not has_encoder)
+    context = Context(model.default_context, encode, has_encoder)
+    policy, note = request.options.long_items, request.talk.note
+    return replace(prepared, splits=fit_splits(prepared.splits, prepared.shots, context, policy, note))
 
 
 def with_kept_layers(prepared: Prepared) -> Prepared:

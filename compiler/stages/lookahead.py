@@ -23,7 +23,7 @@ from ..request.plan import CompilePlan
 from ..request.ports import LocalEngine
 from ..request.task_data import train_texts
 
-_SAMPLE_SHARE = 8
+SAMPLE_SHARE = 8
 """The routing that is kept takes at most this part of the memory, or that of one layer and those that it foresees."""
 
 
@@ -38,14 +38,14 @@ def learn_lookahead(prepared: Prepared, plan: CompilePlan, partial: Path) -> lis
     room = runtime_bytes(model, request.memory_limit_bytes)
     left_out = {ExpertKey(unit.layer, unit.expert) for unit, spec in plan.units.items() if spec.is_pruned}
     found, progress = list[LearnedMap](), request.talk.progress("learning to look ahead")
-    with request.open_runtime(partial, room - room // _SAMPLE_SHARE) as engine:
+    with request.open_runtime(partial, room - room // SAMPLE_SHARE) as engine:
         texts = sample_texts(prepared, engine)
         if len(texts) < HELD_OUT:
             request.talk.note(
                 f"no routers are learned: they need {HELD_OUT} train texts of 2 tokens, found {len(texts)}"
             )
             return []
-        groups = layer_groups(model, sum(map(len, texts)), room // _SAMPLE_SHARE)
+        groups = layer_groups(model, sum(map(len, texts)), room // SAMPLE_SHARE)
         for number, group in enumerate(groups):
             samples = {
                 layer: RoutingSample() for layer in model.expert_layers if group[0] <= layer <= group[-1] + MAX_AHEAD

@@ -88,7 +88,8 @@ def _expected(
 ) -> tuple[str, tuple[int, ...]]:
     """Return type and shape of a tensor. Raises ManifestInvalid if the model has no such layers or formats."""
     layer, ahead = key
-    count = model.layers[layer + ahead].experts.count if layer + ahead < model.num_layers else 0
+    routes = layer + ahead < model.num_layers and model.layers[layer].experts.count > 0
+    count = model.layers[layer + ahead].experts.count if routes else 0
     is_format = spec is None or (not spec.is_pruned and spec.fits(model.hidden_size))
     if not count or model.encoder is not None or not is_format:
         raise ManifestInvalid(f"{place}: `{name[:80]}` is for no router of the model", _COMPILE_AGAIN)

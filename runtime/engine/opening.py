@@ -192,13 +192,13 @@ def _look_ahead(
 ) -> CodePath:
     """Choose how experts are read ahead, and then whether a token takes one call of the extension per layer."""
     manifest = bundle.manifest
+    model.advisor.set_options(options, model.needs_no_read)
     if experts.reads_ahead:
         matrices = read_lookahead(bundle) if options.uses_learned_routers else {}
-        learned = learned_routers(manifest, matrices, options.prefetch_layers) if matrices else {}
+        learned = learned_routers(manifest, matrices, model.advisor)
         model.advisor.predictor = make_predictor(
             options.prefetch, tables, manifest.model, model.router_norms(), model.routers(), learned
         )
-    model.advisor.set_options(options, model.needs_no_read)
     path = code_path(manifest, options, experts.reads_ahead)
     if path.why_not_one_call is None:
         model.bind_one_call()

@@ -4,7 +4,8 @@
 caller holds it. A leased expert is never evicted.
 `prefetch` is advice. It may start reads, and it never changes a result. Newer advice replaces older advice.
 `warm` fills free capacity.
-Reader threads serve `stream` first, then `prefetch`, then `warm`.
+Reader threads serve `stream` first, then `prefetch`, then `warm`. Under the rule `until-routed`, a reader of its own
+serves `prefetch`.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class RuntimeOptions:
     )
     prefetch_experts: int = setting(
         0,
-        "Experts of the next layer to read ahead for each token, whatever the rule.",
+        "Experts of the next layer to read ahead for each token. The rule `until-routed` reads all of them.",
         group="reading ahead",
         noun="experts to prefetch",
         metavar="N",

@@ -120,7 +120,7 @@ class Advisor:
         if self.rule == "likely" and not self.experts:
             return -1
         if self.rule == "until-routed":
-            return later.count if later.rank == 1 else 0
+            return later.count
         count = advised_experts(later.top_k, later.rank, self.experts)
         return max(count, 1) if self.rule == "first-miss" else count
 
@@ -133,7 +133,7 @@ class Advisor:
 
     def layers_ahead(self, layer: int) -> list[LayerAhead]:
         """Return the layers that are looked at while a layer runs, nearest first."""
-        return self._layers_ahead[layer][: max(self.layers, 1)]
+        return self._layers_ahead[layer][: 1 if self.rule == "until-routed" else max(self.layers, 1)]
 
     def advise(self, state: PassState) -> tuple[list[int] | None, list[int]]:
         """Return the candidates predicted for the next layer that routes, and the experts to read ahead.
@@ -148,8 +148,6 @@ class Advisor:
             for each in self.layers_ahead(state.layer)
             if each.rank == 1 or len(state.hidden) == 1 or _asks_for_all(len(state.hidden), each)
         ]
-        if self.rule == "until-routed":
-            layers_ahead = layers_ahead[:1]
         scores = self._scores(state, layers_ahead)
         state.foreseen = list(scores.values())
         for later in layers_ahead:

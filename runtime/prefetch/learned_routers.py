@@ -23,11 +23,11 @@ LearnedRouters = dict[tuple[int, int], Router]
 
 
 def learned_routers(
-    manifest: BundleManifest, matrices: Mapping[tuple[int, int], ForeseeingMatrix], most_ahead: int
+    manifest: BundleManifest, matrices: Mapping[tuple[int, int], ForeseeingMatrix], advisor: Advisor
 ) -> LearnedRouters:
     """Return the matrices as routers of the layers that they foresee.
 
-    most_ahead: largest distance that a run looks at.
+    advisor: its options decide which layers a run looks at. Matrices of others are left out.
     """
     model = manifest.model
     return {
@@ -38,7 +38,7 @@ def learned_routers(
             manifest.pruned_experts[layer + ahead],
         )
         for (layer, ahead), own in matrices.items()
-        if ahead <= most_ahead
+        if any(later.ahead == ahead for later in advisor.layers_ahead(layer))
     }
 
 

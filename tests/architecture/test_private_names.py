@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-LIMIT = 5
+LIMIT = 3
 """Accesses to private names of moec that all tests may have together."""
 FOREIGN = {
     "_attn_implementation": "transformers",

@@ -55,6 +55,26 @@ def test_with_little_memory_it_finds_the_same(
     assert found[0] == found[1] and len(found[0]["baselines"]) == 3
 
 
+def test_items_beyond_the_context_are_treated_as_in_the_compile(place: Path, tmp_path: Path, invoke: Invoke) -> None:
+    """One item of each split has several hundred tokens, of a context of 128."""
+    data = Path(shutil.copytree(place / "texts", tmp_path / "texts"))
+    for name in ("validation", "test"):
+        (file,) = data.glob(f"{name}.*")
+        with file.open("a") as rows:
+            rows.write(json.dumps({"text": f"a {name} " + "word small pen " * 200}) + "\n")
+    found = {}
+    for policy in ("truncate", "skip"):
+        given = ("--data", data, *SMALL, *PI, "--long-items", policy)
+        whole, bare = tmp_path / f"whole-{policy}", tmp_path / f"bare-{policy}"
+        assert invoke("compile", place / "tiny", *given, "--comparisons", "-o", whole).exit_code == 0
+        assert invoke("compile", place / "tiny", *given, "--no-comparisons", "-o", bare).exit_code == 0
+        result = invoke("compare", bare, "--json")
+        assert result.exit_code == 0, result.stderr
+        found[policy] = json.loads(result.stdout)
+        assert found[policy] == check_bundle(whole)["comparison"]
+    assert found["truncate"] != found["skip"]
+
+
 def test_a_loss_is_compared_on_answers_of_temporary_bundles(place: Path, tmp_path: Path, invoke: Invoke) -> None:
     """What a killed comparison left of them is removed, and a folder that it did not leave is in the way."""
     loss = ("--loss", "50%", *SMALL[2:], *PI, "--no-comparisons", "-o", tmp_path / "out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import weakref
 from collections.abc import Callable
@@ -78,6 +79,13 @@ def test_the_rule_of_the_lookahead_is_chosen_by_measurement() -> None:
     assert best == replace(options, prefetch_rule="first-miss", prefetch_layers=3)
     assert [t["value"] for t in trials if t["option"] == "prefetch_rule"] == ["spread", "first-miss", "until-routed"]
     assert tune.search(options, 8, slower(**{"prefetch_rule_first-miss": 0.98}))[0] == options
+
+
+def test_an_option_is_measured_with_what_it_needs() -> None:
+    own_reader = RuntimeOptions(threads=1, prefetch_rule="until-routed", reader_cpus=str(min(os.sched_getaffinity(0))))
+    best, _ = tune.search(own_reader, 8, slower(prefetch_experts_4=0.95))
+    assert best == replace(own_reader, prefetch_experts=4, prefetch_rule="spread", reader_cpus=None)
+    assert tune.search(own_reader, 8, slower(prefetch_layers_3=0.95))[0].reader_cpus == own_reader.reader_cpus
 
 
 def test_one_lucky_turn_is_not_enough() -> None:

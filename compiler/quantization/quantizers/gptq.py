@@ -142,7 +142,7 @@ def _quantize(weight: Tensor, spec: QuantSpec, second_moment: Tensor, prepared: 
     best = _Rows.of(tried, prepared.row_errors(difference) * (1 - _ROUNDING), difference, prepared.damping)
     fits = spec.largest_code < REFITTED_CODES
     for _ in range(REFITS if spec.largest_code < FEW_CODES else 1):
-        codes, errors = _compensate(weight, prepared, tried)
+        codes, errors = compensate(weight, prepared, tried)
         tried = QuantizedMatrix(spec, codes, tried.scales, tried.minima)
         whole = errors.square().sum(0, dtype=torch.float64)
         if fits:
@@ -175,7 +175,7 @@ class _Rows:
         return _Rows(QuantizedMatrix(one.spec, codes, scales, minima), errors)
 
 
-def _compensate(weight: Tensor, prepared: PreparedInputs, matrix: QuantizedMatrix) -> tuple[Tensor, Tensor]:
+def compensate(weight: Tensor, prepared: PreparedInputs, matrix: QuantizedMatrix) -> tuple[Tensor, Tensor]:
     """Return the codes of GPTQ on the scales of `matrix`, uint8 [N, K], and its errors E^T, [K, N].
 
     weight: [N, K].

@@ -32,7 +32,7 @@ def options(folder: Path, train: int) -> dict[str, Any]:
 
 def test_a_compile_writes_what_it_learned(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random weights may teach nothing, so every map is kept here. With little memory the bytes are the same."""
-    monkeypatch.setattr(linear_maps, "_Z_95", -1e9)
+    monkeypatch.setattr(linear_maps, "Z_95", -1e9)
     quality = compile_tiny(model, tmp_path / "out", "uniform", 4, **options(tmp_path, 10)).quality
     rows = quality["lookahead"]["rows"]
     assert [(row["ahead"], row["layers"]) for row in rows] == [(1, [0, 1]), (2, [0])]
@@ -41,7 +41,7 @@ def test_a_compile_writes_what_it_learned(model: Path, tmp_path: Path, monkeypat
     data = (tmp_path / "out" / LOOKAHEAD_NAME).read_bytes()
     assert len(data) == quality["lookahead"]["size_bytes"]
     assert json.loads((tmp_path / "out" / "quality.json").read_text())["lookahead"] == quality["lookahead"]
-    monkeypatch.setattr(stage, "_SAMPLE_SHARE", 1 << 60)
+    monkeypatch.setattr(stage, "SAMPLE_SHARE", 1 << 60)
     compile_tiny(model, tmp_path / "little", "uniform", 4, **options(tmp_path / "again", 10))
     assert (tmp_path / "little" / LOOKAHEAD_NAME).read_bytes() == data
 

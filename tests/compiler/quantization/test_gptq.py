@@ -108,7 +108,7 @@ def test_errors_of_rounding_give_the_error_and_the_gradient_of_the_outputs():
     moment = seen.T @ seen
     prepared = gptq.prepare_inputs(moment, 500)
     nearest = quantize_rtn(weight, spec, True)
-    codes, errors = gptq._compensate(weight, prepared, nearest)
+    codes, errors = gptq.compensate(weight, prepared, nearest)
     difference = weight - gptq.QuantizedMatrix(spec, codes, nearest.scales, nearest.minima).dequantize()
     damped = gptq.over_mean(moment).double() + prepared.damping * torch.eye(576).double()
     product = difference.double() @ damped

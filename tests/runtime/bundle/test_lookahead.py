@@ -64,6 +64,20 @@ def test_a_run_that_looks_less_far_has_fewer(learned: Path) -> None:
         assert source is not None and source[0] is engine.model.routers()[2]
 
 
+def test_a_run_has_the_routers_of_the_layers_that_it_looks_at(learned: Path) -> None:
+    for options, aheads in (
+        ({}, {1, 2}),
+        ({"prefetch_rule": "until-routed"}, {1}),
+        ({"prefetch_layers": 1}, {1}),
+    ):
+        with load(learned, **SMALL, **options) as engine:
+            predictor = engine.model.advisor.predictor
+            assert isinstance(predictor, LookaheadPredictor)
+            own = {id(router) for router in engine.model.routers()}
+            found = {ahead for ahead in (1, 2) if (of := predictor.source(0, ahead)) and id(of[0]) not in own}
+            assert found == aheads
+
+
 def _header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
     """Return a function that changes the header of a file."""
 
