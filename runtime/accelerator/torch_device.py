@@ -119,6 +119,9 @@ class TorchDevice:
     def keep(self, expert: kernels.Expert) -> TorchExpert:
         """Upload an expert that stays on the device. Raises ValueError if the memory for residents is full."""
         size = expert_bytes(expert)
+        free_bytes = self._arena.nbytes - self._taken
+        if size > free_bytes:
+            raise ValueError(f"target of an expert: expected {size} bytes, found {free_bytes} free")
         image = self._arena[self._taken : self._taken + size]
         if self._is_cuda:
             staged = torch.empty(size, dtype=torch.uint8)

@@ -250,8 +250,8 @@ class RuntimeOptions:
     expert_activations: ExpertActivations = setting(
         "float32",
         "Type of the activations that routed experts with bfloat16 weights read. `bfloat16` is LOSSY, because it "
-        "rounds them to 8 bits of precision. Prompts take less time with AVX-512 BF16 or AMX BF16, and only these "
-        "processors have it.",
+        "rounds them to 8 bits of precision. It needs AVX-512 BF16, where prompts take less time, or AMX BF16, "
+        "where short prompts take more.",
         group="lossy modes",
         noun="type of activations",
         choices=EXPERT_ACTIVATIONS,

@@ -79,6 +79,25 @@ def test_an_expert_computes_what_numpy_computes(
     assert (found[untouched] == 0).all()
 
 
+@pytest.mark.parametrize("texts", [texts for _, _, texts in UNIFORM[:-1]], ids=str)
+def test_single_tokens_of_experts_of_one_form(device: torch.device, texts: tuple[str, str, str]) -> None:
+    """Each result comes from the bytes of its expert and the row of its token."""
+    x = inputs(9, 64)
+    first, _ = expert_of(96, 64, texts)
+    experts = [first, kernels.Expert(first.up, first.gate, first.down)]
+    chosen, parts = opened(device, experts, 1), np.zeros((9, 2, 64), np.float32)
+    on_device = [chosen.keep(experts[0]), chosen.copy(experts[1])]
+    chosen.begin(x)
+    for token, rank in zip(TOKENS, RANKS, strict=True):
+        chosen.run(on_device[rank], np.array([token], np.int32), np.array([rank], np.int32))
+    chosen.collect(parts)
+    for rank, expert in enumerate(experts):
+        expected, tolerance = computed_by_numpy(expert, x)
+        for token, column in zip(TOKENS, RANKS, strict=True):
+            if column == rank:
+                assert np.abs(parts[token, rank] - expected[token, rank]).max() <= tolerance
+
+
 def test_copies_take_turns_in_their_slots(device: torch.device) -> None:
     """More experts than slots, in one layer; each result is that of the expert alone."""
     experts = [expert_of(96, 64, (text,) * 3)[0] for text in ("q2g32", "q4g32", "q8", "bf16", "q3g32", "fp16")]
