@@ -43,8 +43,8 @@ def compile_all(devices: Sequence[str], base: Path, make_request: MakeRequest, i
         log.destination = request.output
         logs.append(log)
         requests.append(request)
-    check_devices(requests)
-    results, compiles = [], compile_for_devices(requests, base)
+    checked = check_devices(requests)
+    results, compiles = [], compile_for_devices(requests, base, checked)
     for request, log in zip(requests, logs, strict=True):
         with log:
             results.append(next(compiles))
@@ -56,9 +56,6 @@ def compile_all(devices: Sequence[str], base: Path, make_request: MakeRequest, i
     by_device = {request.profile.name: result for request, result in zip(requests, results, strict=True)}
     sizes = {name: result.plan.expert_packed_bytes for name, result in by_device.items()}
     predicted = [asdict(each) for each in predictions(requests, results)]
-    sizes = {
-        request.profile.name: result.plan.expert_packed_bytes for request, result in zip(requests, results, strict=True)
-    }
     if as_json:
         qualities = {name: result.quality for name, result in by_device.items()}
         output.data_json({"devices": qualities, "predicted_token_ns": predicted})

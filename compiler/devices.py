@@ -18,7 +18,7 @@ from .bundle.publish import check_replaceable
 from .checkpoint.checkpoint import open_checkpoint
 from .pipeline import compile_checkpoint
 from .preflight.device_fit import predicted_token_ns
-from .preflight.preparation import prepare
+from .preflight.preparation import Prepared, prepare
 from .request.options import Talk
 from .request.request import CompileRequest, SharedWork
 from .request.result import CompileResult
@@ -39,27 +39,31 @@ class DevicePrediction:
     token_ns: dict[str, int | None]
 
 
-def compile_for_devices(requests: Sequence[CompileRequest], base: Path) -> Iterator[CompileResult]:
+def compile_for_devices(
+    requests: Sequence[CompileRequest], base: Path, checked: Prepared | None = None
+) -> Iterator[CompileResult]:
     """Compile one bundle per request, and yield each when it is complete.
 
     requests: equal but for profile, output, log and `published`.
     base: path whose `BASE.work` holds the shared measurements.
-    Call `check_devices` first. Identical files of the bundles become hard links. Raises the errors of a compile.
+    checked: result of `check_devices`, by which devices after the first do not read checkpoint and data again.
+    Identical files of the bundles become hard links. Raises the errors of a compile.
     """
     with _hold(requests, base):
         made = list[Path]()
         for at, request in enumerate(requests):
             is_first, is_last = at == 0, at == len(requests) - 1
             resumes = request.resume if is_first else True
-            result = compile_checkpoint(replace(request, shared=SharedWork(base, is_last), resume=resumes))
+            shared = replace(request, shared=SharedWork(base, is_last), resume=resumes)
+            result = compile_checkpoint(shared, None if is_first else checked)
             if result.path is not None:
                 link_identical(result.path, made)
                 made.append(result.path)
             yield result
 
 
-def check_devices(requests: Sequence[CompileRequest]) -> None:
-    """Check all devices before any work.
+def check_devices(requests: Sequence[CompileRequest]) -> Prepared:
+    """Check all devices before any work, and return the checked request of the first one.
 
     Raises OptionError for two devices of one name, and the errors of a compile.
     """
@@ -67,10 +71,15 @@ def check_devices(requests: Sequence[CompileRequest]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise OptionError(f"`--device` has two devices of the name `{twice[0]}`", "name each device once")
+    checked: Prepared | None = None
     for request in requests:
-        prepare(replace(request, talk=Talk()))
+        found = prepare(replace(request, talk=Talk()), checked)
+        checked = checked or found
         if not request.plan_only and not request.resume:
             check_replaceable(request.output, request.overwrite)
+    if checked is None:
+        raise OptionError("`--device` names no device", "name one, or leave it out")
+    return checked
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from moec.manifests.bundle import PARTIAL_SUFFIX
 from .bundle.plan_bundles import clear_trials
 from .bundle.publish import check_replaceable, publish_directory, recover_replaced
 from .preflight.finished import complete_earlier_run, may_be_finished, note_certified
-from .preflight.preparation import prepare
+from .preflight.preparation import Prepared, prepare
 from .request.request import CompileRequest
 from .request.result import CompileResult
 from .stages.bundle import certify_bundle, complete_bundle, report, write_bundle
@@ -24,21 +24,22 @@ from .workspace.output_lock import hold_output
 from .workspace.work_folder import check_partial, removed_on_failure
 
 
-def compile_checkpoint(request: CompileRequest) -> CompileResult:
+def compile_checkpoint(request: CompileRequest, like: Prepared | None = None) -> CompileResult:
     """Run all stages. Afterwards `output` holds a complete bundle, or what it held before.
 
     With `plan_only` no bundle is written. With `resume` the stages of an interrupted run of the same inputs are reused.
+    like: the same request for another device, checked; None: checkpoint and data are read.
     Raises MoecError.
     """
     if request.plan_only:
-        return _plan(request)
+        return _plan(request, like)
     with hold_output(request.output, request.disk, request.talk.note):
-        return _compile(request)
+        return _compile(request, like)
 
 
-def _plan(request: CompileRequest) -> CompileResult:
+def _plan(request: CompileRequest, like: Prepared | None) -> CompileResult:
     """Return the plan, and the curve of a sweep."""
-    prepared = prepare(request)
+    prepared = prepare(request, like)
     with open_for_plan(prepared) as context:
         planned = make_plan(context)
         curve = make_curve(context, planned) if request.sweep else None
@@ -46,7 +47,7 @@ def _plan(request: CompileRequest) -> CompileResult:
     return CompileResult(None, planned.plan, quality, curve, popularity_of(planned))
 
 
-def _compile(request: CompileRequest) -> CompileResult:
+def _compile(request: CompileRequest, like: Prepared | None) -> CompileResult:
     """Write a bundle. The output is held."""
     output, disk = request.output, request.disk
     partial = output.with_name(output.name + PARTIAL_SUFFIX)
@@ -58,7 +59,7 @@ def _compile(request: CompileRequest) -> CompileResult:
         check_replaceable(output, request.overwrite)
     check_partial(partial)
     clear_trials(output, disk)
-    prepared = prepare(request)
+    prepared = prepare(request, like)
     identity = prepared.identity()
     if may_be_result:
         finished = complete_earlier_run(request, identity)

@@ -108,11 +108,15 @@ class Prepared:
         return hashlib.sha256(canonical_json(plain)).hexdigest()
 
 
-def prepare(request: CompileRequest) -> Prepared:
-    """Run all checks. Raises MoecError."""
+def prepare(request: CompileRequest, like: Prepared | None = None) -> Prepared:
+    """Run all checks.
+
+    like: the same request for another device, or None. Its checkpoint and data are not read again.
+    Raises MoecError.
+    """
     options = request.options
-    checkpoint = open_checkpoint(request.source)
-    lowering = lower(checkpoint)
+    checkpoint = open_checkpoint(request.source) if like is None else like.checkpoint
+    lowering = lower(checkpoint) if like is None else like.lowering
     found = Prepared(request, checkpoint, lowering, (), {})
     kind, value = options.target.kind, options.target.value
     for spec in found.required_specs():
@@ -126,13 +130,16 @@ def prepare(request: CompileRequest) -> Prepared:
         size_bytes=round(value) if kind == "size" else None,
         prunes=bool(options.prune),
     )
-    if checkpoint.precision:
-        request.talk.note(f"the weights are stored as {checkpoint.precision}: what they decode to is the baseline")
+    if like is None:
+        if checkpoint.precision:
+            request.talk.note(f"the weights are stored as {checkpoint.precision}: what they decode to is the baseline")
+        opened = None if request.templates is None else partial(request.templates, checkpoint.root)
+        splits, shots = load_task_data(options, request.talk.note, opened)
+        found = with_fitted_items(replace(found, splits=splits, shots=shots))
+    else:
+        found = replace(found, splits=like.splits, shots=like.shots)
     for note in report.notes:
         request.talk.note(note)
-    opened = None if request.templates is None else partial(request.templates, checkpoint.root)
-    splits, shots = load_task_data(options, request.talk.note, opened)
-    found = with_fitted_items(replace(found, splits=splits, shots=shots))
     if request.measure_modes is not None:
         request.measure_modes.check(lowering.model, options.fallback_bits is not None)
     if request.cluster is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -20,14 +21,27 @@ from moec.manifests.errors import TargetUnreachable
 
 from ..request.plan import CompilePlan
 from ..request.targets import Target
-from ..sensitivity.trials import Trials, items_for_precision, margin, upper_bound
-from .knapsack import ChoiceTable, least_cost, least_loss
+from ..sensitivity.trials import Trials, items_for_precision, upper_bound
+from .boundary import Boundaries, Boundary, Ended, budget_at, corrected_space
+from .bracket import (
+    AIM,
+    Bracket,
+    Found,
+    choice_within,
+    headroom,
+    largest_budget,
+    least_plan,
+    predicted_at,
+)
+from .knapsack import least_loss
 from .space import SearchSpace
-from .swaps import NO_SWAPS, Swaps
+from .swaps import NO_SWAPS, Corrected, Swaps
 
 MAX_GENERATED = 8
 # Part of MAX_GENERATED, reserved for plans after swaps. More would bisect below the resolution of the losses.
 AFTER_SWAPS = 2
+# Measurements of answers of a search that begins where another device's ended. If none is kept, it begins alone.
+FROM_BOUNDARY = 3
 MAX_KL = 8
 # Maximum of cheap KL measurements before the first one on answers. They end once the KL is within this factor.
 CALIBRATING_KL, CALIBRATED = 4, 1.5
@@ -42,34 +56,31 @@ CLOSE_COSTS_OF_LOSSES = 1.035
 SWAPPED_NEAR = 0.01
 # A KL within this factor of the target needs no further measurement.
 CLOSE_KL = 1.08
-_SPREAD = 4.0
-AIM = 0.93
 Note = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """An accepted plan.
-
-    plan: the plan.
-    predicted: its budget, as predicted loss.
-    cost: its cost in the knapsack.
-    """
-
-    plan: CompilePlan
-    predicted: float
-    cost: float
-
-
-def search(space: SearchSpace, trials: Trials, target: Target, note: Note, swaps: Swaps = NO_SWAPS) -> CompilePlan:
+def search(
+    space: SearchSpace,
+    trials: Trials,
+    target: Target,
+    note: Note,
+    swaps: Swaps = NO_SWAPS,
+    boundaries: Boundaries | None = None,
+) -> CompilePlan:
     """Return the plan of least cost that keeps the target.
 
+    boundaries: the ends of searches of other devices, by which this one may begin; None: it begins alone.
     Raises TargetUnreachable, which names the best possible value.
     """
-    if target.kind == "loss":
-        return _search_loss(space, trials, target.value, note, swaps).plan
-    if target.kind == "kl":
-        return _search_kl(space, trials, target.value, note, swaps).plan
+    if target.kind in ("loss", "kl"):
+        known = None if boundaries is None else boundaries.of_another(space, target)
+        if target.kind == "loss":
+            ended = _LossSearch(space, trials, target.value, note).run(swaps, known)
+        else:
+            ended = _search_kl(space, trials, target.value, note, swaps, known)
+        if boundaries is not None and known is None:
+            boundaries.keep(space, target, trials, ended)
+        return ended.found.plan
     weights = space.plain.expert_weights
     budget = target.value if target.kind == "size" else target.value * weights / 8
     table = space.size_table()
@@ -89,19 +100,21 @@ def search(space: SearchSpace, trials: Trials, target: Target, note: Note, swaps
 
     if not trials.has_data:
         return filled(space)
-    plan = filled(swaps.corrected(space, trials, filled)[0])
+    plan = filled(swaps.corrected(space, trials, filled).space)
     trials.kl(plan, "search")
     return plan
 
 
-def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note, swaps: Swaps) -> Found:
+def _search_kl(
+    space: SearchSpace, trials: Trials, target: float, note: Note, swaps: Swaps, known: Boundary | None
+) -> Ended:
     """Return the plan of least cost whose `divergence_bound` is at most the target."""
 
-    def bisect(space: SearchSpace, bracket: _Bracket, budget: float) -> None:
-        most = _largest_budget(space)
+    def bisect(space: SearchSpace, bracket: Bracket, budget: float) -> None:
+        most = largest_budget(space)
         for _ in range(MAX_KL):
             budget = min(budget, most)
-            plan, cost = _least_plan(space, budget)
+            plan, cost = least_plan(space, budget)
             measured = divergence_bound(trials.kl(plan, "search"))
             note(f"KL up to {measured:.4f} at {plan.bits_per_weight:.3f} bits per weight")
             bracket.add(Found(plan, budget, cost), measured <= target)
@@ -110,76 +123,29 @@ def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note, sw
                 return
             budget = bracket.next_budget(budget, target / max(measured, 1e-12))
 
-    first = _Bracket()
+    first, plain = Bracket(), np.ones(space.num_factors)
+    if known is not None:
+        space = corrected_space(space, trials, known)
     bisect(space, first, target)
     if first.low is None:
-        return _most_precise(space, lambda plan: _kl_verdict(trials, plan, target), f"KL {target:g} nats per token")
-    if first.low.predicted >= _largest_budget(space):
-        return first.low  # no plan is cheaper
-    better, gain = _corrected_at(space, trials, first.low.cost, swaps)
-    second = _Bracket()
-    if better is not space:
-        bisect(better, second, _predicted_at(better, first.low.cost) * AIM / gain)
-    return _cheaper(first.low, second.low)
-
-
-@dataclass(slots=True)
-class _Bracket:
-    """The largest budget whose plan keeps the target, and the least refused budget with its cost."""
-
-    low: Found | None = None
-    high: float = math.inf
-    high_cost: float = 0.0
-
-    def add(self, found: Found, is_kept: bool) -> None:
-        if is_kept:
-            self.low = found
-        else:
-            self.high, self.high_cost = found.predicted, found.cost
-
-    def is_closed(self, close: float, most: float) -> bool:
-        """Return whether costs are within a factor `close`, or no cheaper plan is left.
-
-        most: the largest budget.
-        """
-        low = self.low
-        return low is not None and (low.predicted >= most or low.cost <= self.high_cost * close)
-
-    def next_budget(self, budget: float, ratio: float) -> float:
-        """Return a secant step in log space inside the bracket, or a bisection if the step would leave it."""
-        # Aim slightly below the target, because a step that just misses it costs a whole measurement.
-        proposed = budget * float(np.clip(AIM * ratio, 1 / _SPREAD, _SPREAD))
-        floor = self.low.predicted if self.low is not None else 0.0
-        if floor * 1.02 < proposed < self.high / 1.02:
-            return proposed
-        if math.isinf(self.high):
-            return floor * 2
-        return math.sqrt(floor * self.high) if floor > 0 else self.high / _SPREAD
+        found = _most_precise(space, lambda plan: _kl_verdict(trials, plan, target), f"KL {target:g} nats per token")
+        return Ended(found, (), plain)
+    if known is not None or first.low.predicted >= largest_budget(space):
+        return Ended(first.low, (), plain)  # corrected already, or no plan is cheaper
+    better = _corrected_at(space, trials, first.low.cost, swaps)
+    second = Bracket()
+    if better.space is not space:
+        bisect(better.space, second, predicted_at(better.space, first.low.cost) * AIM / better.gain)
+    return Ended(_cheaper(first.low, second.low), (), better.factors)
 
 
 def _cheaper(first: Found, second: Found | None) -> Found:
     return first if second is None or second.cost >= first.cost else second
 
 
-def _corrected_at(space: SearchSpace, trials: Trials, cost: float, swaps: Swaps) -> tuple[SearchSpace, float]:
-    """Correct the predictions by measured plans of this cost.
-
-    Returns the corrected space, and the KL of its plan divided by the KL before. Without a gain the space is unchanged.
-    """
-    return swaps.corrected(space, trials, lambda tried: tried.plan(_within(tried.table, cost)))
-
-
-def _within(table: ChoiceTable, cost: float) -> np.ndarray:
-    """Return the choice of least predicted loss within this cost. The cost must be reachable."""
-    choice = least_loss(table, cost * (1 + 1e-9))  # margin for rounded sums
-    if choice is None:
-        raise RuntimeError("no plan costs as little as one that was found")
-    return choice
-
-
-def _predicted_at(space: SearchSpace, cost: float) -> float:
-    """Return the predicted loss of the best plan within a cost."""
-    return space.table.totals(_within(space.table, cost))[1]
+def _corrected_at(space: SearchSpace, trials: Trials, cost: float, swaps: Swaps) -> Corrected:
+    """Correct the predictions by measured plans of this cost. Without a gain the space is unchanged."""
+    return swaps.corrected(space, trials, lambda tried: tried.plan(choice_within(tried.table, cost)))
 
 
 def _kl_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool, str]:
@@ -187,53 +153,91 @@ def _kl_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool,
     return divergence_bound(summary) <= target, f"has KL {summary.mean:.4g}"
 
 
-def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, swaps: Swaps) -> Found:
-    """Return the plan of least cost whose generated answers keep the target, as judged by `trials.keeps`.
+class _LossSearch:
+    """Looks for the plan of least cost whose generated answers keep the target, as judged by `trials.keeps`."""
 
-    Swaps start once the cost is roughly known, because corrections are best at the cost at which they were measured.
-    After that, plans of higher cost are not tried: at the cost of the best plan so far, swaps have one with less KL.
-    """
-    bracket, budget = _Bracket(), _calibrated_budget(space, trials, trials.first_kl_per_loss * target)
-    kept = list[Found]()
-    tell = _LossNotes(target, trials.certification_items, note)
+    def __init__(self, space: SearchSpace, trials: Trials, target: float, note: Note) -> None:
+        self._space, self._trials, self._target = space, trials, target
+        self._tell = _LossNotes(target, trials.certification_items, note)
+        self._kept, self._refused = list[Found](), list[Found]()
 
-    def bisect(space: SearchSpace, bracket: _Bracket, budget: float, measurements: int, least: float = 0.0) -> float:
-        most = _largest_budget(space)
+    def run(self, swaps: Swaps, known: Boundary | None) -> Ended:
+        """Return the plan, by the knowledge of an earlier search if there is one and it leads to a plan."""
+        corrected = None if known is None else self._from(known)
+        return self._alone(swaps) if corrected is None else Ended(corrected, self._refused, self._no_factors)
+
+    def _alone(self, swaps: Swaps) -> Ended:
+        """Search without earlier knowledge.
+
+        Swaps start once the cost is roughly known, because corrections are best at the cost at which they were
+        measured. After that, plans of higher cost are not tried: at the cost of the best plan so far, swaps have one
+        with less KL.
+        """
+        space, trials, target = self._space, self._trials, self._target
+        bracket, budget = Bracket(), _calibrated_budget(space, trials, trials.first_kl_per_loss * target)
+        left = AFTER_SWAPS if swaps.measurements else 0
+        budget = self._bisect(space, bracket, budget, MAX_GENERATED - left)
+        if bracket.low is None:
+            self._bisect(space, bracket, budget, left)
+            left = 0
+        first = bracket.low
+        if first is None:
+            judged = partial(_loss_verdict, trials, target=target)
+            found = _most_precise(space, judged, f"a loss of {target:.2%}")
+            return Ended(found, self._refused, self._no_factors)
+        if not left or first.predicted >= largest_budget(space):
+            return Ended(first, self._refused, self._no_factors)
+        better = _corrected_at(space, trials, first.cost, swaps)
+        if better.space is space:
+            self._bisect(space, bracket, budget, left)
+        else:
+            least = predicted_at(better.space, first.cost)
+            self._bisect(better.space, Bracket(), least * AIM / better.gain, left, least)
+        found = _least_kl(self._kept, trials)
+        swapped = _swapped_at(better.space, trials, found, first.cost, swaps)
+        if swapped is not None and self._accepts(swapped.plan)[0]:
+            found = swapped
+        return Ended(found, self._refused, better.factors)
+
+    def _from(self, known: Boundary) -> Found | None:
+        """Begin at the KL of the plan that an earlier search took, with its corrections; None if no plan is kept."""
+        space = corrected_space(self._space, self._trials, known)
+        budget, measured = budget_at(space, self._trials, known.kept_kl)
+        bracket = Bracket()
+        if math.isfinite(known.refused_kl) and measured > 0:
+            bracket.high = budget * known.refused_kl / measured
+            bracket.high_cost = least_plan(space, bracket.high)[1]
+        self._bisect(space, bracket, budget, FROM_BOUNDARY)
+        return bracket.low
+
+    @property
+    def _no_factors(self) -> np.ndarray:
+        return np.ones(self._space.num_factors)
+
+    def _accepts(self, plan: CompilePlan) -> tuple[bool, dict[str, LossEstimate]]:
+        accepted, losses = self._trials.accepts(plan, self._target, "search")
+        self._tell.plan(plan, losses, accepted)
+        return accepted, losses
+
+    def _bisect(
+        self, space: SearchSpace, bracket: Bracket, budget: float, measurements: int, least: float = 0.0
+    ) -> float:
+        """Move a bracket by at most this many measurements, and return the next budget.
+
+        least: no smaller budget is tried.
+        """
+        most = largest_budget(space)
         for _ in range(measurements):
             if bracket.is_closed(CLOSE_COSTS_OF_LOSSES, most) or bracket.high <= least:
                 break
             budget = min(max(budget, least), most)
-            plan, cost = _least_plan(space, budget)
-            accepted, losses = trials.accepts(plan, target, "search")
-            tell.plan(plan, losses, accepted)
-            bracket.add(Found(plan, budget, cost), accepted)
-            kept.extend([Found(plan, budget, cost)] if accepted else [])
-            budget = bracket.next_budget(budget, _headroom(losses, target, trials.certification_items))
+            plan, cost = least_plan(space, budget)
+            found = Found(plan, budget, cost)
+            accepted, losses = self._accepts(plan)
+            bracket.add(found, accepted)
+            (self._kept if accepted else self._refused).append(found)
+            budget = bracket.next_budget(budget, headroom(losses, self._target, self._trials.certification_items))
         return budget
-
-    left = AFTER_SWAPS if swaps.measurements else 0
-    budget = bisect(space, bracket, budget, MAX_GENERATED - left)
-    if bracket.low is None:
-        bisect(space, bracket, budget, left)
-        left = 0
-    first = bracket.low
-    if first is None:
-        return _most_precise(space, lambda plan: _loss_verdict(trials, plan, target), f"a loss of {target:.2%}")
-    if not left or first.predicted >= _largest_budget(space):
-        return first
-    better, gain = _corrected_at(space, trials, first.cost, swaps)
-    if better is space:
-        bisect(space, bracket, budget, left)
-    else:
-        least = _predicted_at(better, first.cost)
-        bisect(better, _Bracket(), least * AIM / gain, left, least)
-    found = _least_kl(kept, trials)
-    swapped = _swapped_at(better, trials, found, first.cost, swaps)
-    if swapped is None:
-        return found
-    accepted, losses = trials.accepts(swapped.plan, target, "search")
-    tell.plan(swapped.plan, losses, accepted)
-    return swapped if accepted else found
 
 
 def _swapped_at(space: SearchSpace, trials: Trials, found: Found, swapped_at: float, swaps: Swaps) -> Found | None:
@@ -243,8 +247,8 @@ def _swapped_at(space: SearchSpace, trials: Trials, found: Found, swapped_at: fl
     space: predictions corrected at the cost `swapped_at`. They are corrected again if `found` has another cost.
     """
     if abs(found.cost / swapped_at - 1) > SWAPPED_NEAR:
-        space, _ = _corrected_at(space, trials, found.cost, swaps)
-    choice = _within(space.table, found.cost)
+        space = _corrected_at(space, trials, found.cost, swaps).space
+    choice = choice_within(space.table, found.cost)
     plan, (cost, predicted) = space.plan(choice), space.table.totals(choice)
     if plan.digest == found.plan.digest or plan.expert_packed_bytes > found.plan.expert_packed_bytes:
         return None
@@ -271,34 +275,11 @@ def _loss_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[boo
     return accepted, f"measures {_losses_text(losses, target, trials.certification_items)}"
 
 
-def _headroom(losses: dict[str, LossEstimate], target: float, items: Mapping[str, int]) -> float:
-    """Return the factor by which the budget may grow if loss were proportional to it.
-
-    The task with the least room decides.
-    """
-    rooms = []
-    for task, loss in losses.items():
-        room = target - margin(loss, items[task])  # the part of the target that the acceptance rule leaves for the loss
-        rooms.append(room / max(loss.loss, target / _SPREAD) if room > 0 else 1 / _SPREAD)
-    return min(rooms)
-
-
-def _least_plan(space: SearchSpace, budget: float) -> tuple[CompilePlan, float]:
-    """Return the plan of least cost within a predicted budget, and its cost."""
-    choice = least_cost(space.table, budget)
-    return space.plan(choice), space.table.totals(choice)[0]
-
-
-def _largest_budget(space: SearchSpace) -> float:
-    """Return the predicted loss of the cheapest plan, plus a margin for rounded sums. No larger budget is useful."""
-    return space.table.totals(least_cost(space.table, math.inf))[1] * (1 + 1e-9)
-
-
 def _calibrated_budget(space: SearchSpace, trials: Trials, kl: float) -> float:
     """Return the predicted budget whose plan measures about this KL, from a few cheap measurements."""
     budget = kl
     for _ in range(CALIBRATING_KL):
-        measured = trials.kl(_least_plan(space, budget)[0], "search").mean
+        measured = trials.kl(least_plan(space, budget)[0], "search").mean
         if kl / CALIBRATED <= measured <= kl * CALIBRATED:
             break
         budget *= float(np.clip(kl / max(measured, 1e-9), 1 / 16, 16))
@@ -311,7 +292,7 @@ def _most_precise(space: SearchSpace, judged: Callable[[CompilePlan], tuple[bool
     judged: returns whether a plan keeps the target, and its measurement as text.
     Raises TargetUnreachable otherwise.
     """
-    plan, cost = _least_plan(space, 0.0)
+    plan, cost = least_plan(space, 0.0)
     accepted, measured = judged(plan)
     if not accepted:
         raise TargetUnreachable(

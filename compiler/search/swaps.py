@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,19 @@ _SEED = 0
 PlanOf = Callable[[SearchSpace], CompilePlan]
 
 
+class Corrected(NamedTuple):
+    """The result of swaps.
+
+    space: the space whose plan has the least measured KL.
+    gain: this KL divided by the KL before.
+    factors: what predicted losses were multiplied by, [num_factors].
+    """
+
+    space: SearchSpace
+    gain: float
+    factors: np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class Swaps:
     """Settings of the swaps.
@@ -43,14 +57,15 @@ class Swaps:
     measurements: int
     talk: Talk
 
-    def corrected(self, space: SearchSpace, trials: Trials, plan_of: PlanOf) -> tuple[SearchSpace, float]:
-        """Return the space whose plan has the least measured KL, and that KL divided by the KL before.
+    def corrected(self, space: SearchSpace, trials: Trials, plan_of: PlanOf) -> Corrected:
+        """Look for the space whose plan has the least measured KL.
 
         plan_of: the plan of a space at the current cost.
         """
+        count = space.num_factors
         if self.measurements < 1:
-            return space, 1.0
-        generator, count = np.random.default_rng(_SEED), space.num_factors
+            return Corrected(space, 1.0, np.ones(count))
+        generator = np.random.default_rng(_SEED)
         progress = self.talk.progress("swapping formats at equal bytes")
         best, factors, failed = space, np.ones(count), 0
         first = least = trials.kl(plan_of(space), "search").mean
@@ -66,7 +81,7 @@ class Swaps:
                 break
             progress(done, self.measurements)
         self.talk.note(f"swaps at equal bytes: KL {first:.5f} before, {least:.5f} after {done}")
-        return best, least / first if first > 0 else 1.0
+        return Corrected(best, least / first if first > 0 else 1.0, factors)
 
 
 NO_SWAPS = Swaps(0, Talk())

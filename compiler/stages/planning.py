@@ -15,6 +15,7 @@ from ..request.plan import CompilePlan
 from ..request.result import LossCurve
 from ..request.uniform import uniform_dense_spec, uniform_plan, uniform_quantizer, uniform_spec
 from ..search.bisect import search
+from ..search.boundary import Boundaries
 from ..search.comparison import (
     EVERY,
     Comparison,
@@ -63,7 +64,8 @@ def plan_by_search(context: CompileContext) -> Planned:
     prepared, options = context.prepared, context.prepared.request.options
     measured = measure(context)
     space = open_space(prepared, measured)
-    plan = search(space, measured.trials, options.target, prepared.request.talk.note, swaps(prepared))
+    boundaries = None if prepared.request.shared is None else Boundaries(context.journal)
+    plan = search(space, measured.trials, options.target, prepared.request.talk.note, swaps(prepared), boundaries)
     check_device(prepared, plan)
     comparison = compare(prepared, measured, plan)
     if options.is_edgemoe:

@@ -1,0 +1,90 @@
+"""Searches that begin where that of another device ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moec.compiler.request.objective import ByteWeights
+from moec.compiler.request.options import Talk
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.targets import Target
+from moec.compiler.search.bisect import FROM_BOUNDARY, search
+from moec.compiler.search.boundary import Boundaries
+from moec.compiler.search.space import SearchSpace
+from moec.compiler.search.swaps import Swaps
+from moec.compiler.workspace.durable import Disk
+from moec.compiler.workspace.journal import Journal
+from tests.compiler.search.toy_search import ToyTrials, noisy_kl, toy_space
+
+SPACE = toy_space()
+WEIGHTS = ByteWeights(np.random.default_rng(3).uniform(0.1, 2.0, (2, 4)), 1.0)
+OTHER = toy_space(weights=WEIGHTS)
+LOSS = Target("loss", 0.03)
+
+
+@pytest.fixture
+def boundaries(tmp_path: Path) -> Boundaries:
+    return Boundaries(Journal(tmp_path / "out.work", "inputs", Disk()))
+
+
+def toy_trials(seed: int = 0) -> ToyTrials:
+    """One model for both devices: the KL depends on the plan alone."""
+    return ToyTrials(noisy_kl(toy_space(seed=seed)), slope=0.5)
+
+
+def cost(space: SearchSpace, plan: CompilePlan) -> float:
+    rows = [space.unit_specs.index(plan.units[unit]) for unit in space.units]
+    for group in space.groups:
+        wanted = plan.dense[group.tensors[0]]
+        rows.append(next(i for i, option in enumerate(space.dense_options) if option[group.tensors[0]] == wanted))
+    return space.table.totals(np.array(rows))[0]
+
+
+def run(space: SearchSpace, trials: ToyTrials, boundaries: Boundaries | None, target: Target = LOSS) -> CompilePlan:
+    return search(space, trials.as_trials(), target, lambda _: None, Swaps(24, Talk()), boundaries)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_later_search_takes_a_few_measurements_and_as_few_bytes(seed: int, boundaries: Boundaries) -> None:
+    space, other = toy_space(seed=seed), toy_space(seed=seed, weights=WEIGHTS)
+    run(space, toy_trials(seed), boundaries)
+    alone, later = toy_trials(seed), toy_trials(seed)
+    by_itself = run(other, alone, None)
+    plan = run(other, later, boundaries)
+    assert later.accepts(plan, LOSS.value, "again")[0]
+    assert len(later.generated) - 1 <= FROM_BOUNDARY
+    assert len(later.measured) < len(alone.measured) / 2
+    assert cost(other, plan) <= 1.06 * cost(other, by_itself)
+
+
+def test_a_kl_target_needs_no_swaps_again(boundaries: Boundaries) -> None:
+    target = Target("kl", 0.05)
+    run(SPACE, toy_trials(), boundaries, target)
+    alone, later = toy_trials(), toy_trials()
+    run(OTHER, alone, None, target)
+    plan = run(OTHER, later, boundaries, target)
+    assert later.kl(plan, "again").mean <= target.value
+    assert len(later.measured) < len(alone.measured) / 2
+
+
+@pytest.mark.parametrize("target", [LOSS, Target("kl", 0.05)], ids=str)
+def test_a_search_that_runs_again_finds_the_same_plan(boundaries: Boundaries, target: Target) -> None:
+    """A resumed compile meets its own end and those of later devices. They change nothing."""
+    first, second = (run(space, toy_trials(), boundaries, target) for space in (SPACE, OTHER))
+    assert run(SPACE, toy_trials(), boundaries, target) == first == run(SPACE, toy_trials(), None, target)
+    assert run(OTHER, toy_trials(), boundaries, target) == second
+
+
+def test_another_target_is_searched_alone(boundaries: Boundaries) -> None:
+    run(SPACE, toy_trials(), boundaries)
+    target = Target("loss", 0.08)
+    assert run(OTHER, toy_trials(), boundaries, target) == run(OTHER, toy_trials(), None, target)
+
+
+def test_without_a_kept_plan_the_search_is_made_alone(boundaries: Boundaries) -> None:
+    run(SPACE, toy_trials(), boundaries)
+    stricter = ToyTrials(noisy_kl(SPACE), slope=20.0)
+    assert run(OTHER, stricter, boundaries) in stricter.generated[FROM_BOUNDARY:]
