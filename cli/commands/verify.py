@@ -1,31 +1,43 @@
-"""`moec verify`: check every byte of a bundle against its digests."""
+"""`moec verify`: check every byte of a bundle against its digests, and what this machine computes with it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from ..options.opening import bundle_folder
+from moec.manifests.errors import OptionError
+
+from ..options.opening import bundle_folder, open_engine
 from ..options.paths import bundle_argument
 from ..terminal import output
 from ..terminal.progress_bar import ProgressBar
 
 
-@click.command("verify", short_help="Check every file of a bundle against its digest.")
+@click.command("verify", short_help="Check every file of a bundle, and with --self-test what this machine computes.")
 @bundle_argument
+@click.option("--self-test", is_flag=True, help="Also compute a few texts. Their logits must be those of the compile.")
+@click.option("--memory", metavar="SIZE", help="With --self-test: memory budget.  [default: as in moec run]")
+@click.option("--kernels", metavar="NAME", help="With --self-test: instruction set, for example `scalar`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
-def verify_command(bundle: Path, as_json: bool) -> None:
+def verify_command(bundle: Path, self_test: bool, memory: str | None, kernels: str | None, as_json: bool) -> None:
     """Check the bundle in folder BUNDLE: manifest, list of files, headers, and every byte.
 
     It compares the SHA-256 of every file, and the XXH3 of every expert and of every other weight.
 
-    The exit code is 0 for a valid bundle. It is 3 if a byte differs, or if a file is missing, too short or not listed.
-    The error names the file.
+    --self-test computes three short texts with the bundle, in seconds. Lossless runs give the same bits on all
+    processors, so the digest of the logits must be that of the compile.
+
+    The exit code is 0 for a valid bundle. It is 3 if a byte or the logits differ, or if a file is missing, too short
+    or not listed. The error names the file.
 
     \b
     moec verify mixtral-moec && scp -r mixtral-moec device:
+    moec verify mixtral-moec --self-test --memory 2GiB
     """
+    if not self_test and (memory is not None or kernels is not None):
+        raise OptionError("`--memory` and `--kernels` belong to `--self-test`", "add it, or leave them out")
     folder = bundle_folder(bundle)
     from moec.runtime.bundle.device_file import device_of
     from moec.runtime.bundle.opening import open_bundle, verify_bundle
@@ -36,10 +48,30 @@ def verify_command(bundle: Path, as_json: bool) -> None:
     with ProgressBar("verifying") as progress:
         verify_bundle(opened, progress)
     files, size = len(opened.manifest.files), sum(entry.size_bytes for entry in opened.manifest.files)
+    tested = _tested(bundle, memory, kernels) if self_test else None
     if as_json:
         name, experts = opened.manifest.name, len(opened.manifest.experts)
-        output.data_json({"ok": True, "name": name, "files": files, "bytes": size, "experts": experts})
+        told = {"ok": True, "name": name, "files": files, "bytes": size, "experts": experts}
+        output.data_json(told if tested is None else {**told, "self_test": tested})
     else:
         output.data(
             f"`{bundle}` is whole: {files} files, {output.human_bytes(size)}, {len(opened.manifest.experts)} experts"
         )
+        if tested is not None:
+            output.data(
+                f"self-test: the logits of {tested['tokens']} tokens are those of the compile, "
+                f"with the kernels {tested['kernels']}"
+            )
+
+
+def _tested(bundle: Path, memory: str | None, kernels: str | None) -> dict[str, Any]:
+    """Run the self-test of a bundle, and return what it computed. Raises the errors of a run, and ChecksumMismatch."""
+    from moec.runtime import kernels as runtime_kernels
+    from moec.runtime.engine.self_test import run_self_test, self_test_of
+    from moec.runtime.options.runtime import RuntimeOptions
+
+    options = RuntimeOptions() if memory is None else RuntimeOptions(memory=memory)
+    with open_engine(bundle, options, kernels) as engine:
+        test = self_test_of(engine.bundle)
+        run_self_test(engine, test)
+        return {"texts": len(test.texts), "tokens": test.token_count, "kernels": runtime_kernels.active()}

@@ -16,7 +16,9 @@ from moec.evaluation.text_pairs import TokenPair, encode_pairs
 from moec.manifests.errors import ContextOverflow
 from moec.manifests.progress import Progress
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
+from moec.manifests.self_test import SelfTest
 from moec.runtime.engine.batch import forced_logits, generate_many
+from moec.runtime.engine.self_test import make_self_test
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.prefetch.learned_routers import RecordedRouting, recorded_routers
 
@@ -83,6 +85,10 @@ class BundleEngine:
         ended = [(prompt, [*answer, *end]) for prompt, answer in pairs]
         collected = dict(forced_logits(self.engine, ended, self._decodes))
         return [collected[index] for index in range(len(pairs))]
+
+    def self_test(self) -> SelfTest | None:
+        """Return a few texts and the digest of their logits, for `moec verify --self-test`; None with numpy kernels."""
+        return make_self_test(self.engine)
 
     def recorded_routing(self, texts: Iterable[Sequence[int]]) -> Iterator[dict[int, RecordedRouting]]:
         """Yield the routing of the beginning of each text by layer, as much of it as one pass has."""

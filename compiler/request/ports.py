@@ -14,6 +14,7 @@ from moec.evaluation.engine import TextEngine
 from moec.evaluation.tasks import Item, Task
 from moec.evaluation.tasks.task_settings import Templates
 from moec.manifests.model import ModelSpec
+from moec.manifests.self_test import SelfTest
 
 
 class RoutingRecord(Protocol):
@@ -49,6 +50,10 @@ class LocalEngine(BundleEngine, Protocol):
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """Return the tokens of prompts and answers."""
+        ...
+
+    def self_test(self) -> SelfTest | None:
+        """Return a few texts and the digest of their logits; None where another machine may compute other bits."""
         ...
 
     def recorded_routing(self, texts: Iterable[Sequence[int]]) -> Iterator[Mapping[int, RoutingRecord]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from moec.manifests.bundle import LOOKAHEAD_NAME, BundleManifest
 from moec.manifests.codec import canonical_json
+from moec.manifests.self_test import SELF_TEST_NAME, encode_self_test
 
 from ..bundle.certificates import MODES_ITEMS
 from ..bundle.certify import HeldOutAnswers, certify
@@ -52,7 +53,10 @@ def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleM
 
 
 def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> Certified:
-    """Run the bundle on data that nothing else saw, then its lossy modes. Then learn to foresee its routers."""
+    """Run the bundle on data that nothing else saw, then a few texts whose logits every machine must compute.
+
+    Then learn to foresee its routers, and measure its lossy modes.
+    """
     certified, request = Certified(), context.prepared.request
     measured = None if planned.searched is None else planned.searched.measured
     if measured is not None and measured.texts is not None:
@@ -65,6 +69,9 @@ def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> 
         splits = context.prepared.splits if with_tasks else ()
         tasks, divergences = certify(request, partial, plan_bundles(context), held_out, splits, context.prepared.shots)
         certified = Certified(tasks, divergences)
+    room = runtime_bytes(context.prepared.lowering.model, request.memory_limit_bytes)
+    with request.open_runtime(partial, room) as engine:
+        certified = replace(certified, self_test=engine.self_test())
     maps = learn_lookahead(context.prepared, planned.plan, partial)
     if maps:
         data = encode_maps(maps)
@@ -105,10 +112,12 @@ def report(
 def complete_bundle(
     prepared: Prepared, manifest: BundleManifest, certified: Certified, quality: dict[str, Any], partial: Path
 ) -> None:
-    """Add quality.json, the model card and what was learned, and write the manifest again with `certified: true`."""
+    """Add quality.json, the card, what was learned, the self-test. Write the manifest again with `certified: true`."""
     card = model_card(manifest, quality).encode()
-    learned = {} if certified.lookahead is None else {LOOKAHEAD_NAME: certified.lookahead[0]}
-    finish(partial, manifest, canonical_json(quality), card, prepared.request.disk, learned)
+    more = {} if certified.lookahead is None else {LOOKAHEAD_NAME: certified.lookahead[0]}
+    if certified.self_test is not None:
+        more[SELF_TEST_NAME] = encode_self_test(certified.self_test)
+    finish(partial, manifest, canonical_json(quality), card, prepared.request.disk, more)
 
 
 def _unpublished(prepared: Prepared, planned: Planned, partial: Path) -> UnpublishedBundle:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from moec.manifests.self_test import SelfTest
+
 from ..bundle.certificates import DivergenceCertificate, TaskCertificate
 from ..calibration.collect import ActivationStatistics
 from ..cluster.session import ClusterSession, cluster_session
@@ -113,12 +115,14 @@ class Certified:
     divergences: KL on held-out answers, if no task is measured.
     modes: costs of the lossy modes, or None.
     lookahead: content of `lookahead.safetensors`, and what quality.json says of it; None without learned routers.
+    self_test: a few texts and the digest of their logits, or None.
     """
 
     tasks: Mapping[str, TaskCertificate] = field(default_factory=dict)
     divergences: Mapping[str, DivergenceCertificate] = field(default_factory=dict)
     modes: Mapping[str, Any] | None = None
     lookahead: tuple[bytes, dict[str, Any]] | None = None
+    self_test: SelfTest | None = None
 
 
 @contextmanager

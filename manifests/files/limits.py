@@ -64,6 +64,12 @@ MAX_DEVICE_BYTES = 256 << 10
 DEVICE_JSON = JsonLimits(MAX_DEVICE_BYTES, containers=1 << 6, values=1 << 13, texts=1 << 12)
 """`device.json`. A list of little cores has up to 4,096 numbers."""
 
+MAX_SELF_TEST_BYTES = 64 << 10
+"""Size of `self-test.json`, bytes: up to 16 lists of 64 tokens."""
+
+SELF_TEST_JSON = JsonLimits(MAX_SELF_TEST_BYTES, containers=1 << 6, values=1 << 11, texts=1 << 6)
+"""`self-test.json`."""
+
 MAX_LOG_BYTES = 64 << 20
 """Size of `NAME.log.json` next to a bundle, bytes."""
 

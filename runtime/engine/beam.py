@@ -13,6 +13,7 @@ import numpy as np
 
 from moec.manifests.errors import ExecutionError, OptionError
 
+from ..kernels.elementary import exp, natural_log
 from ..text.token_ids import checked_ids
 from .engine import Engine
 
@@ -107,7 +108,8 @@ class _Search:
         if not np.isfinite(logits.max()):
             raise ExecutionError("the logits hold NaN or infinity", "check the bundle with `moec verify`")
         shifted = logits - logits.max(axis=1, keepdims=True)
-        return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)), np.float32)
+        total = natural_log(exp(shifted).sum(axis=1, keepdims=True)).astype(np.float32)
+        return np.asarray(shifted - total, np.float32)
 
     def _advance(self, log_probs: np.ndarray) -> list[int]:
         """Add one token to each beam. Returns for each new beam the old one that it continues."""

@@ -6,11 +6,11 @@ Source: T5, section 2.1; transformers, models/switch_transformers.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from moec.manifests.model import RelativeBiasSpec
+
+from ..kernels.elementary import natural_log
 
 
 def distance_buckets(distances: np.ndarray, spec: RelativeBiasSpec, sees_ahead: bool) -> np.ndarray:
@@ -28,8 +28,8 @@ def distance_buckets(distances: np.ndarray, spec: RelativeBiasSpec, sees_ahead: 
     else:
         away = -np.minimum(distances, 0)
     exact = buckets // 2
-    ratio = np.log(np.maximum(away, 1).astype(np.float32) / np.float32(exact))
-    wide = ratio / np.float32(math.log(spec.max_distance / exact)) * np.float32(buckets - exact)
+    ratio = natural_log(np.maximum(away, 1).astype(np.float32) / np.float32(exact)).astype(np.float32)
+    wide = ratio / np.float32(natural_log(spec.max_distance / exact)) * np.float32(buckets - exact)
     far = np.minimum(exact + wide.astype(np.int64), buckets - 1)
     return np.asarray(first + np.where(away < exact, away, far), np.int64)
 

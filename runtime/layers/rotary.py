@@ -6,6 +6,8 @@ import numpy as np
 
 from moec.manifests.model import RopeSpec
 
+from ..kernels.elementary import power, sine_cosine
+
 
 class RotaryTables:
     """Cosines and sines of every position, float32 [C, R / 2]. Angles are float32, as in reference models.
@@ -21,7 +23,9 @@ class RotaryTables:
             frequencies = np.array(rope.frequencies if long is None else long.frequencies, np.float32)
         else:
             exponents = np.arange(0, rope.rotary_size, 2, dtype=np.float32) / np.float32(rope.rotary_size)
-            frequencies = (1.0 / np.power(np.float32(rope.theta), exponents)).astype(np.float32)
+            powers = power(float(np.float32(rope.theta)), exponents).astype(np.float32)
+            frequencies = np.float32(1) / powers
         angles = np.arange(context, dtype=np.float32)[:, None] * frequencies[None, :]
         magnitude = np.float32(rope.magnitude if long is None else long.magnitude)
-        self.cos, self.sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
+        sine, cosine = sine_cosine(angles)
+        self.cos, self.sin = cosine * magnitude, sine * magnitude

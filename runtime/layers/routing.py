@@ -13,6 +13,7 @@ import numpy as np
 from moec.manifests.model import ExpertsSpec, RouterSpec
 
 from .. import kernels
+from ..kernels.elementary import exp, sigmoid, softmax
 
 NO_EXPERT = -1
 """Value instead of a chosen expert: this rank of the token is not computed."""
@@ -170,7 +171,7 @@ def sparsemixer(logits: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarr
     largest = logits[rows, chosen.T][:, :, None]
     with np.errstate(divide="ignore", invalid="ignore"):  # 0 / 0: logits of 0 are not far from each other
         is_far = (largest - logits) / np.maximum(np.abs(logits), largest) > np.float32(margin)
-    shares = np.exp(left - largest)
+    shares = exp(left - largest)
     shares[is_far] = 0
     # The sum follows the order of experts for any batch. The largest logit has the share exp(0).
     weights = np.float32(1) / np.add.accumulate(shares, axis=2)[:, :, -1]
@@ -250,10 +251,8 @@ def expert_scores(logits: np.ndarray, router: RouterSpec) -> np.ndarray:
     if router.scoring == "uniform":
         return np.ones_like(logits)
     if router.scoring == "sigmoid":
-        with np.errstate(over="ignore"):
-            return np.asarray(np.float32(1) / (np.float32(1) + np.exp(-logits)), np.float32)
-    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return np.asarray(shares / shares.sum(axis=1, keepdims=True), np.float32)
+        return sigmoid(logits)
+    return softmax(logits)
 
 
 def _without_other_groups(scores: np.ndarray, router: RouterSpec) -> np.ndarray:

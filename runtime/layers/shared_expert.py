@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .. import kernels
+from ..kernels.elementary import sigmoid
 
 
 class SharedExpert:
@@ -39,8 +40,7 @@ class SharedExpert:
             return np.ones((len(normed), 1), np.float32)
         logits = np.empty((len(normed), 1), np.float32)
         kernels.linear(self._router, normed, logits)
-        with np.errstate(over="ignore"):
-            return np.asarray(np.float32(1) / (np.float32(1) + np.exp(-logits)), np.float32)
+        return sigmoid(logits)
 
     def __call__(self, normed: np.ndarray, parts: np.ndarray) -> None:
         """Compute all tokens [T, D] into the last rank of parts, [T, K, D]."""

@@ -11,6 +11,7 @@ import numpy as np
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 
+from ..kernels.elementary import exp
 from ..layers.routing import Router
 from ..options.lossy import LossyModes
 from ..prefetch.advisor import Advisor
@@ -145,7 +146,7 @@ def confidence(logits: np.ndarray) -> np.ndarray:
     """Return the greatest probability of each row, before any temperature: float32 [T, V] -> [T]."""
     with np.errstate(invalid="ignore"):  # sampling raises for infinite logits
         shifted = logits - logits.max(axis=1, keepdims=True)
-        greatest: np.ndarray = 1 / np.exp(shifted).sum(axis=1)
+        greatest: np.ndarray = 1 / exp(shifted).sum(axis=1)
     return greatest
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from moec.manifests.errors import ExecutionError, OptionError
 
+from ..kernels.elementary import exp
 from ..options.field_types import check_field_types
 
 LEAST_PENALTY, MOST_PENALTY = 0.01, 100.0
@@ -92,7 +93,8 @@ class Sampler:
         order = np.argsort(-scaled, kind="stable")
         if options.top_k:
             order = order[: options.top_k]
-        weights = np.exp(scaled[order])
+        with np.errstate(over="ignore"):
+            weights = exp(scaled[order].astype(np.float32)).astype(np.float64)
         weights /= weights.sum()
         if options.top_p < 1:
             # Keep the smallest set that reaches top_p; the first token always stays.

@@ -1,0 +1,88 @@
+"""`moec verify --self-test`: equal logits with all kernels, and a bundle that computes others is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moec.manifests.bundle import MANIFEST_NAME, FileEntry
+from moec.manifests.codec import decode_manifest, encode_manifest
+from moec.manifests.self_test import SELF_TEST_NAME
+from moec.runtime import kernels
+from tests.cli.conftest import Invoke
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+from tests.tiny_switch import save_tiny_switch
+
+pytestmark = [
+    pytest.mark.gate("G1"),
+    pytest.mark.skipif(kernels.loaded() is None, reason="NOT RUN: the extension is not built"),
+]
+
+
+@pytest.fixture(scope="module", params=["qwen2", "deepseek-v3", "phimoe", "gpt-oss", "switch"])
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle that the command line compiled, with 4-bit experts."""
+    from click.testing import CliRunner
+
+    from moec.cli.main import cli
+
+    root = tmp_path_factory.mktemp("self-test")
+    name = request.param
+    folder = root / "model"
+    model = save_tiny_switch(folder) if name == "switch" else save_tiny_family(folder, TINY_FAMILIES[name])
+    result = CliRunner().invoke(
+        cli, ["compile", str(model), "--uniform", "4", "--group-size", "32", "-o", str(root / "out")]
+    )
+    assert result.exit_code == 0, result.output
+    return root / "out"
+
+
+@pytest.fixture(autouse=True)
+def best_kernels() -> Iterator[None]:
+    yield
+    kernels.select(kernels.available()[0])
+
+
+def test_all_kernels_compute_the_logits_of_the_compile(invoke: Invoke, compiled: Path) -> None:
+    for name in kernels.available()[:-1]:
+        result = invoke("verify", compiled, "--self-test", "--kernels", name)
+        assert result.exit_code == 0, result.output
+        assert result.stdout.splitlines()[-1].endswith(f"are those of the compile, with the kernels {name}")
+    told = json.loads(invoke("verify", compiled, "--self-test", "--memory", "4GB", "--json").stdout)
+    assert told["self_test"]["texts"] == 3 and told["self_test"]["tokens"] > 100
+
+
+def test_the_numpy_kernels_make_no_promise(invoke: Invoke, compiled: Path) -> None:
+    result = invoke("verify", compiled, "--self-test", "--kernels", "numpy")
+    assert result.exit_code == 1 and "the self-test needs the extension" in result.stderr
+
+
+def test_other_logits_are_refused(invoke: Invoke, compiled: Path, tmp_path: Path) -> None:
+    """Every digest of a file holds; the digest of the logits is of another bundle."""
+    folder = Path(shutil.copytree(compiled, tmp_path / "other"))
+    plain = json.loads((folder / SELF_TEST_NAME).read_bytes())
+    changed = (folder / SELF_TEST_NAME).read_bytes().replace(plain["logits_sha256"].encode(), b"0" * 64)
+    (folder / SELF_TEST_NAME).write_bytes(changed)
+    manifest = decode_manifest((folder / MANIFEST_NAME).read_bytes(), "moec.json")
+    own = FileEntry(SELF_TEST_NAME, len(changed), hashlib.sha256(changed).hexdigest())
+    files = tuple(own if entry.name == SELF_TEST_NAME else entry for entry in manifest.files)
+    (folder / MANIFEST_NAME).write_bytes(encode_manifest(replace(manifest, files=files)))
+    assert invoke("verify", folder).exit_code == 0
+    result = invoke("verify", folder, "--self-test")
+    assert result.exit_code == 3 and "the logits of the self-test have the digest" in result.stderr
+
+
+def test_a_bundle_without_a_self_test_says_so(invoke: Invoke, bundle: Path) -> None:
+    result = invoke("verify", bundle, "--self-test")
+    assert result.exit_code == 3 and f"has no `{SELF_TEST_NAME}`" in result.stderr
+
+
+def test_options_of_the_self_test_alone_are_refused(invoke: Invoke, bundle: Path) -> None:
+    result = invoke("verify", bundle, "--kernels", "scalar")
+    assert result.exit_code == 1 and "belong to `--self-test`" in result.stderr
