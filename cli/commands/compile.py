@@ -314,7 +314,7 @@ def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> Measu
 
     if values["modes"] is None:
         is_dynamic = options.fallback_bits is not None and options.data is not None and not values["plan_only"]
-        return ModesMeasurement(DYNAMIC) if is_dynamic else None
+        return ModesMeasurement(DYNAMIC, is_asked=False) if is_dynamic else None
     if options.data is None or values["plan_only"]:
         raise OptionError(
             "`--modes` is measured on held-out items of a whole bundle",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moec.manifests.errors import OptionError
 
 from ..options.runtime_options import DEFAULT_CACHE
-from .mode_sweep import DYNAMIC, QualitySweep, allowed_settings, settings_of
+from .mode_sweep import QualitySweep, allowed_settings, settings_of, thresholds_text
 
 if TYPE_CHECKING:
     from moec.compiler.request.ports import UnpublishedBundle
@@ -21,14 +21,16 @@ class ModesMeasurement:
 
     Experts have a cache of DEFAULT_CACHE. If the memory of the compile is too small for that, they have the rest of it.
 
-    modes: value of `--modes`, or DYNAMIC.
+    modes: value of `--modes`.
+    is_asked: whether the command line asks for it. Otherwise modes that cannot be measured are left out.
     """
 
     modes: str
+    is_asked: bool = True
 
     def check(self, model: ModelSpec, has_low_versions: bool) -> None:
         """Raise OptionError for modes that cannot be measured."""
-        if self.modes == DYNAMIC:  # nobody asked for these
+        if not self.is_asked:
             return
         for setting in allowed_settings(self.modes, model, has_low_versions, (), None):
             if "expert_activations" in setting:
@@ -45,11 +47,11 @@ class ModesMeasurement:
         from moec.runtime.options.runtime import RuntimeOptions
 
         manifest = open_bundle(bundle.path, allow_partial=True).manifest
-        published = ",".join(f"{round(share, 3):g}" for share in bundle.published)
+        published = thresholds_text(*bundle.published) if bundle.published else ""
         try:
             settings = settings_of(self.modes, manifest, bundle.deciles)
         except OptionError:
-            if self.modes != DYNAMIC:
+            if self.is_asked:
                 raise
             return {}
         if published and manifest.low_experts and {"dynamic_precision": published} not in settings:

@@ -334,29 +334,35 @@ def test_a_missing_instruction_set_is_refused_with_its_bundle(bundle: Path, monk
     assert error.message == f"`{bundle}`: the bundle needs `amx`, this processor has avx2, scalar"
 
 
-def record(bundle: Path, loss: float) -> None:
-    """Write a measured row of dynamic precision. Of 30 % missed experts, 20 % are skipped."""
+def record(bundle: Path, loss: float, skipped: float = 0.2) -> None:
+    """Write a measured row of dynamic precision. 30 % of the experts are missed, and most of them are skipped."""
     row = {
         "mode": "dynamic-precision 0.6,1",
         "options": {"dynamic_precision": "0.6,1"},
         "loss": {"loss": loss, "upper95": loss, "interval95": [0.0, loss]},
-        "decisions": {"skipped_share": 0.2, "low_share": 0.0, "missed_share": 0.3},
+        "decisions": {"skipped_share": skipped, "low_share": 0.0, "missed_share": 0.3},
     }
     write_record(bundle, {"task": "gsm8k", "n": 9, "expert_cache": "25%", "cache_state": "warm", "rows": [row]})
 
 
 @pytest.mark.parametrize(
-    ("loss", "storage_bytes_per_s", "more", "is_suggested"),
+    ("loss", "skipped", "storage_bytes_per_s", "more", "is_suggested"),
     [
-        (0.004, 1000, (), True),
-        (0.02, 1000, (), False),
-        (0.004, 40_000_000_000, (), False),
-        (0.004, 1000, ("--big-little", "gamma=0.5"), False),
-        (None, 1000, (), False),
+        (0.004, 0.2, 1000, (), True),
+        (0.02, 0.2, 1000, (), False),
+        (0.004, 0.0029, 1000, (), False),  # not even 1 % less
+        (0.004, 0.2, 40_000_000_000, (), False),
+        (0.004, 0.2, 1000, ("--big-little", "gamma=0.5"), False),
+        (None, 0.2, 1000, (), False),
     ],
 )
 def test_a_lossy_mode_is_suggested_and_never_on(
-    make: Callable[..., Path], loss: float | None, storage_bytes_per_s: int, more: tuple[str, ...], is_suggested: bool
+    make: Callable[..., Path],
+    loss: float | None,
+    skipped: float,
+    storage_bytes_per_s: int,
+    more: tuple[str, ...],
+    is_suggested: bool,
 ) -> None:
     profile = board(storage_bytes_per_s=storage_bytes_per_s, storage_latency_ns=1, memory_budget_bytes=BUDGET)
     bundle = make(profile)
@@ -364,7 +370,7 @@ def test_a_lossy_mode_is_suggested_and_never_on(
     shutil.rmtree(bundle)
     bundle = make(replace(profile, memory_budget_bytes=floor + (8 << 10)))
     if loss is not None:
-        record(bundle, loss)
+        record(bundle, loss, skipped)
     result = call(bundle, "--json", *more)
     told = json.loads(result.stdout)
     text = "suggestion: --dynamic-precision 0.6,1 reads 67% less of missed experts, at a measured loss of 0.40% "
