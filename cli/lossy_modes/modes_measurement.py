@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from moec.manifests.errors import OptionError
 
 from ..options.runtime_options import DEFAULT_CACHE
-from .mode_sweep import QualitySweep, allowed_settings, settings_of, thresholds_text
+from .mode_sweep import KL_ITEMS, KL_TOKENS, TTFT_ITEMS, QualitySweep, allowed_settings, settings_of, thresholds_text
 
 if TYPE_CHECKING:
-    from moec.compiler.request.ports import UnpublishedBundle
+    from moec.compiler.request.ports import ModesWork, UnpublishedBundle
     from moec.manifests.model import ModelSpec
 
 
@@ -38,6 +38,18 @@ class ModesMeasurement:
                     "a compile does not measure `expert-activations`, because few processors have it",
                     'measure it afterwards: `moec eval --modes "expert-activations bfloat16"`',
                 )
+
+    def work(self, model: ModelSpec, has_low_versions: bool) -> ModesWork:
+        """Return what the measurement does at most: the thresholds of HOBBIT's shares are added to low versions."""
+        from moec.compiler.request.ports import ModesWork
+
+        try:
+            settings = len(allowed_settings(self.modes, model, has_low_versions, (), None)) + has_low_versions
+        except OptionError:
+            if self.is_asked:
+                raise
+            settings = 0
+        return ModesWork(settings, KL_ITEMS, KL_TOKENS, TTFT_ITEMS, float(DEFAULT_CACHE.rstrip("%")) / 100)
 
     def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
         """Return the record for quality.json. Raises MemoryBudgetExceeded."""

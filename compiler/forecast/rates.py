@@ -36,11 +36,12 @@ from ..walker.loaded_layer import LoadedLayer
 from ..walker.memory import layer_weights
 from ..walker.texts import TOKENS_PER_FORWARD, TextStates, TokenTexts
 from ..workspace.durable import Disk, disk_errors
-from ..workspace.parallel import Workers, workers
+from ..workspace.parallel import Workers, one_torch_thread, workers
 
 _DIGESTED_BYTES = 256 << 20
 _ROUNDED_ROWS = 1024
 _LOGIT_TOKENS = 256
+_PRODUCT_ROWS = 256
 _LONG_SECONDS = 3.0
 
 
@@ -80,6 +81,8 @@ class LayerRates:
     rounded_weight: one dense weight is rounded with clip search.
     logit_token: the logits of one token.
     decoded_token: one of ANSWER_SLOTS tokens that are decoded together, without attention to earlier tokens.
+    single_token: one token that is decoded alone.
+    product: one product of two float64 numbers in a product of matrices, by one thread.
     """
 
     layer: int
@@ -91,6 +94,8 @@ class LayerRates:
     rounded_weight: float
     logit_token: float
     decoded_token: float
+    single_token: float
+    product: float
 
 
 class _Clock:
@@ -139,7 +144,7 @@ def measure_layer(
     specs: formats on offer. Those of 16 bits need no work.
     """
     layer, threads, clock = measured_layer(lowering.model), torch.get_num_threads(), _Clock()
-    pieces, formats = 6, [spec for spec in specs if spec.bitwidth < 16]
+    pieces, formats = 7, [spec for spec in specs if spec.bitwidth < 16]
     progress(0, pieces)
     slot = LoadedLayer(lowering)
     with clock.running():
@@ -152,7 +157,7 @@ def measure_layer(
         with clock.running():
             slot.run([few], pool)
         token = clock.seconds / few.num_moving
-        decoded = _decoded_token(slot, texts, pool, threads)
+        decoded, single = (_decoded_token(slot, texts, pool, threads, slots) for slots in (ANSWER_SLOTS, 1))
         progress(2, pieces)
         with clock.running():
             inputs, _ = calibrate_layer(slot, many, pool, quantizer in WITH_MOMENTS)
@@ -173,8 +178,10 @@ def measure_layer(
     with clock.running():
         head.logits(states).log_softmax(-1)
     progress(6, pieces)
-    logit = clock.seconds / _LOGIT_TOKENS
-    return LayerRates(layer, loaded, token, calibration_token, expert, restored, rounded, logit, decoded)
+    logit, product = clock.seconds / _LOGIT_TOKENS, _product(lowering.model.hidden_size)
+    progress(7, pieces)
+    times = (token, calibration_token, expert, restored, rounded, logit, decoded, single, product)
+    return LayerRates(layer, loaded, *times)
 
 
 def _quantized_expert(
@@ -202,18 +209,29 @@ def _states(
     return states
 
 
-def _decoded_token(slot: LoadedLayer, texts: TokenTexts, pool: Workers, threads: int) -> float:
-    """Return the seconds of one of ANSWER_SLOTS single tokens through the layer. Each thread takes a part of them."""
+def _product(width: int) -> float:
+    """Return the seconds of one product, measured on a part of the second moments of float64 rows of this width."""
+    rows, clock = torch.randn(_PRODUCT_ROWS, width, dtype=torch.float64), _Clock()
+    some = rows[:, :_ROUNDED_ROWS].T
+    with one_torch_thread():
+        for _ in range(2):
+            with clock.running():
+                some @ rows
+    return clock.seconds / (some.numel() * width)
+
+
+def _decoded_token(slot: LoadedLayer, texts: TokenTexts, pool: Workers, threads: int, slots: int) -> float:
+    """Return the seconds of one of so many single tokens through the layer. Each thread takes a part of them."""
     clock = _Clock()
-    chosen = list(islice(cycle(range(len(texts.rows))), ANSWER_SLOTS))
+    chosen = list(islice(cycle(range(len(texts.rows))), slots))
     prompts = [texts.prompts[at][:1] for at in chosen] if texts.prompts else []
     single = TokenTexts([texts.rows[at][:1] for at in chosen], prompts)
     size = single.size(0)
-    states = _states(slot, single, size * ANSWER_SLOTS, size * -(-ANSWER_SLOTS // threads))
+    states = _states(slot, single, size * slots, size * -(-slots // threads))
     for _ in range(2):
         with clock.running():
             slot.run([states], pool)
-    return clock.seconds / ANSWER_SLOTS
+    return clock.seconds / slots
 
 
 def measure_expert(lowering: Lowering, specs: Sequence[QuantSpec], quantizer: str) -> ExpertRates:

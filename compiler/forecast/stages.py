@@ -85,6 +85,8 @@ class SearchForecast:
 
     texts: the texts of the compile.
     disk, rates: seconds of the pieces of work.
+    written_bytes: weights of the largest bundle.
+    disk_bytes: most of what the disk holds when it is written.
     """
 
     def __init__(self, prepared: Prepared, texts: CompileTexts, disk: DiskRates, rates: LayerRates) -> None:
@@ -94,6 +96,7 @@ class SearchForecast:
         self._holds_model = prepared.kept_layers.holds_model
         self._held_out = sum(answers.texts.num_tokens for answers in texts.held_out.values())
         self._bundle = self._bundle_bytes()
+        self.written_bytes, self.disk_bytes = self._bundle, self._work_bytes() + self._bundle
         self._validation, self._test = count_answers(prepared)
 
     def stages(self) -> list[StageForecast]:
@@ -281,9 +284,7 @@ class SearchForecast:
         return self._rates.token * sum(self._scales())
 
     def _scales(self) -> list[float]:
-        """Return the weights that a token uses in each layer, relative to those in the measured layer."""
-        active = [active_layer_weights(self._model, layer) for layer in range(self._model.num_layers)]
-        return [weights / active[self._rates.layer] for weights in active]
+        return layer_scales(self._model, self._rates.layer)
 
     def _share_of_experts(self) -> float:
         """Return the share of experts in the weights that a token uses."""
@@ -326,6 +327,12 @@ class SearchForecast:
             experts = round(value)
         low = 0 if options.low_spec is None else reachable_bytes(self._model, [options.low_spec])[0]
         return _written_bytes(self._model, experts + low, options.dense_bits or 16)
+
+
+def layer_scales(model: ModelSpec, measured: int) -> list[float]:
+    """Return the weights that a token uses in each layer, relative to those in the measured layer."""
+    active = [active_layer_weights(model, layer) for layer in range(model.num_layers)]
+    return [weights / active[measured] for weights in active]
 
 
 def _at_most(plans: int) -> str:
