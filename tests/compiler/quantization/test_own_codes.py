@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.compiler.calibration.layer_inputs import LayerInputs
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from moec.compiler.checkpoint.integer_codes import IntegerCodes, IntegerGrid
+from moec.compiler.checkpoint.weight_files import TensorRef
 from moec.compiler.cluster.remote import experts_quantized_by
 from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer
-from moec.compiler.quantization.own_codes import exact_matrices, held_units, hold_codes
+from moec.compiler.quantization.own_codes import exact_matrices, held_units, hold_codes, units_held_by
 from moec.compiler.quantization.packing import pack, unpack
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.walker.loaded_layer import LoadedLayer
@@ -143,6 +146,26 @@ def test_what_the_original_tools_wrote(layout: str, quantized: Callable[[str], P
     for unit in lowering.units:
         for spec, matrix in exact_matrices(lowering, unit, list(held)).items():
             assert same_bits(matrix.dequantize(), decoded(lowering, unit)) and spec in held
+
+
+def test_scales_are_read_once_to_choose_a_format(
+    quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(str(quantized("ct-int4")))
+    read, own = Counter[str](), Checkpoint._read
+
+    def counted(found: Checkpoint, ref: TensorRef, name: str, *more: Any) -> torch.Tensor:
+        read[name] += 1
+        return own(found, ref, name, *more)
+
+    monkeypatch.setattr(Checkpoint, "_read", counted)
+    for lowering in (lower(checkpoint), lower(checkpoint)):
+        held = held_units(lowering)
+        assert units_held_by(lowering, dict.fromkeys(lowering.units, Q4)) == 24
+        assert all(exact_matrices(lowering, unit, (QuantSpec(2, 32),)) == {} for unit in lowering.units)
+    scales = {name: count for name, count in read.items() if name.endswith(".weight_scale")}
+    assert held and len(scales) == 24 and set(scales.values()) == {1}
+    assert not any(name.endswith(".weight_packed") for name in read)
 
 
 def decoded(lowering: Lowering, unit: UnitKey) -> torch.Tensor:
