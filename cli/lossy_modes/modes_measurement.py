@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 from moec.manifests.errors import OptionError
 
 from ..options.runtime_options import DEFAULT_CACHE
-from .mode_sweep import KL_ITEMS, KL_TOKENS, TTFT_ITEMS, QualitySweep, allowed_settings, settings_of, thresholds_text
+from .mode_sweep import (
+    KL_ITEMS,
+    KL_LOGITS,
+    KL_TOKENS,
+    TTFT_ITEMS,
+    QualitySweep,
+    allowed_settings,
+    settings_of,
+    thresholds_text,
+)
 
 if TYPE_CHECKING:
     from moec.compiler.request.ports import ModesWork, UnpublishedBundle
@@ -49,7 +58,8 @@ class ModesMeasurement:
             if self.is_asked:
                 raise
             settings = 0
-        return ModesWork(settings, KL_ITEMS, KL_TOKENS, TTFT_ITEMS, float(DEFAULT_CACHE.rstrip("%")) / 100)
+        cached_share = float(DEFAULT_CACHE.rstrip("%")) / 100
+        return ModesWork(settings, KL_ITEMS, KL_TOKENS, KL_LOGITS, TTFT_ITEMS, cached_share)
 
     def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
         """Return the record for quality.json. Raises MemoryBudgetExceeded."""

@@ -20,12 +20,15 @@ from ..lookahead.linear_maps import (
 )
 from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
+from ..search.comparison_budget import active_weights
 from ..stages.lookahead import SAMPLE_SHARE, sample_texts
 from ..walker.kept_layers import resident_bytes
 from ..walker.memory import certifying_bytes, expert_weights
 from .answers import count_mode_answers
 from .rates import DiskRates, LayerRates
-from .stages import StageForecast, layer_scales
+from .stages import StageForecast, all_weights, layer_scales
+
+_FLOAT = 4
 
 
 def stages_after_writing(
@@ -34,7 +37,7 @@ def stages_after_writing(
     """Return the stages that follow a certificate.
 
     disk, rates: seconds of the pieces of work.
-    bundle_bytes: weights of the largest bundle.
+    bundle_bytes: weights of the bundle that answers.
     disk_bytes: what the disk holds then.
     """
     return [*_learning(prepared, rates, disk_bytes), *_modes(prepared, disk, rates, bundle_bytes, disk_bytes)]
@@ -69,8 +72,9 @@ def _modes(
 ) -> list[StageForecast]:
     """Return the stage that measures lossy modes; none if the compile does not.
 
-    Each prompt reads all experts that the cache does not hold, each decoded token those that it chooses. A real cache
-    holds what is chosen more often.
+    A prompt reads all experts that the cache does not hold, a decoded token those that it chooses. It also moves the
+    weights that it uses through the processor, and takes the longer of both times, as `profiles/predict.py` has it. A
+    real cache holds what is chosen more often. A small model does not reach the rate of memory.
     """
     model, measurement = prepared.lowering.model, prepared.request.measure_modes
     if measurement is None:
@@ -79,13 +83,13 @@ def _modes(
     if not work.settings:
         return []
     answers = count_mode_answers(prepared, work)
-    missed_bytes = (1 - work.cached_share) * bundle_bytes
-    read_bytes = missed_bytes * (answers.prompts + answers.decoded * _share_of_chosen(model))
-    scales = sum(layer_scales(model, rates.layer))
-    seconds = scales * (answers.read * rates.token + answers.decoded * rates.single_token)
-    seconds += answers.decoded * rates.logit_token + read_bytes * disk.digested_byte
+    missed = (1 - work.cached_share) * bundle_bytes * disk.digested_byte
+    seconds = answers.read * rates.token * sum(layer_scales(model, rates.layer)) + answers.prompts * missed
+    moved = bundle_bytes * active_weights(model) / all_weights(model) * rates.memory_byte
+    seconds += answers.decoded * max(moved, missed * _share_of_chosen(model))
     text = f"at most {work.settings} settings on {answers.items:,} items, token by token"
-    memory = _runtime_bytes(prepared)
+    logits = min(work.kept_logits, work.divergence_items * work.divergence_tokens * model.vocab_size)
+    memory = _runtime_bytes(prepared) + _FLOAT * logits
     return [StageForecast("measuring lossy modes", work.settings * seconds, memory, disk_bytes, text)]
 
 

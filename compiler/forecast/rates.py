@@ -22,6 +22,7 @@ from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS
+from moec.profiles.probe import measure_memory
 
 from ..calibration.layer_inputs import LayerInputs, calibrate_layer
 from ..checkpoint.checkpoint import Checkpoint
@@ -42,6 +43,7 @@ _DIGESTED_BYTES = 256 << 20
 _ROUNDED_ROWS = 1024
 _LOGIT_TOKENS = 256
 _PRODUCT_ROWS = 256
+_COPIED_BYTES = 64 << 20
 _LONG_SECONDS = 3.0
 
 
@@ -81,7 +83,7 @@ class LayerRates:
     rounded_weight: one dense weight is rounded with clip search.
     logit_token: the logits of one token.
     decoded_token: one of ANSWER_SLOTS tokens that are decoded together, without attention to earlier tokens.
-    single_token: one token that is decoded alone.
+    memory_byte: one byte of memory is read or written.
     product: one product of two float64 numbers in a product of matrices, by one thread.
     """
 
@@ -94,7 +96,7 @@ class LayerRates:
     rounded_weight: float
     logit_token: float
     decoded_token: float
-    single_token: float
+    memory_byte: float
     product: float
 
 
@@ -157,7 +159,7 @@ def measure_layer(
         with clock.running():
             slot.run([few], pool)
         token = clock.seconds / few.num_moving
-        decoded, single = (_decoded_token(slot, texts, pool, threads, slots) for slots in (ANSWER_SLOTS, 1))
+        decoded = _decoded_token(slot, texts, pool, threads)
         progress(2, pieces)
         with clock.running():
             inputs, _ = calibrate_layer(slot, many, pool, quantizer in WITH_MOMENTS)
@@ -180,7 +182,8 @@ def measure_layer(
     progress(6, pieces)
     logit, product = clock.seconds / _LOGIT_TOKENS, _product(lowering.model.hidden_size)
     progress(7, pieces)
-    times = (token, calibration_token, expert, restored, rounded, logit, decoded, single, product)
+    memory = 1 / measure_memory(_COPIED_BYTES)
+    times = (token, calibration_token, expert, restored, rounded, logit, decoded, memory, product)
     return LayerRates(layer, loaded, *times)
 
 
@@ -220,18 +223,18 @@ def _product(width: int) -> float:
     return clock.seconds / (some.numel() * width)
 
 
-def _decoded_token(slot: LoadedLayer, texts: TokenTexts, pool: Workers, threads: int, slots: int) -> float:
-    """Return the seconds of one of so many single tokens through the layer. Each thread takes a part of them."""
+def _decoded_token(slot: LoadedLayer, texts: TokenTexts, pool: Workers, threads: int) -> float:
+    """Return the seconds of one of ANSWER_SLOTS single tokens through the layer. Each thread takes a part of them."""
     clock = _Clock()
-    chosen = list(islice(cycle(range(len(texts.rows))), slots))
+    chosen = list(islice(cycle(range(len(texts.rows))), ANSWER_SLOTS))
     prompts = [texts.prompts[at][:1] for at in chosen] if texts.prompts else []
     single = TokenTexts([texts.rows[at][:1] for at in chosen], prompts)
     size = single.size(0)
-    states = _states(slot, single, size * slots, size * -(-slots // threads))
+    states = _states(slot, single, size * ANSWER_SLOTS, size * -(-ANSWER_SLOTS // threads))
     for _ in range(2):
         with clock.running():
             slot.run([states], pool)
-    return clock.seconds / slots
+    return clock.seconds / ANSWER_SLOTS
 
 
 def measure_expert(lowering: Lowering, specs: Sequence[QuantSpec], quantizer: str) -> ExpertRates:

@@ -92,6 +92,7 @@ class ModesWork:
 
     settings: number of settings, the lossless one included; 0: nothing is measured.
     divergence_items, divergence_tokens: items whose answers have a KL, and the most tokens of one answer.
+    kept_logits: most logits of these answers that are kept, float32.
     timed_prompts: prompts whose time is measured.
     cached_share: share of the experts that the cache holds.
     """
@@ -99,6 +100,7 @@ class ModesWork:
     settings: int
     divergence_items: int
     divergence_tokens: int
+    kept_logits: int
     timed_prompts: int
     cached_share: float
 

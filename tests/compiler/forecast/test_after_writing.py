@@ -12,7 +12,9 @@ from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
 from moec.compiler.forecast import StageForecast, forecast
 from moec.compiler.forecast.after_writing import stages_after_writing
 from moec.compiler.forecast.rates import DiskRates
+from moec.compiler.forecast.stages import all_weights
 from moec.compiler.preflight.preparation import Prepared, prepare
+from moec.compiler.search.comparison_budget import active_weights
 from moec.manifests.errors import OptionError
 from tests.compiler.forecast.test_forecast import NO_DISK, NOTHING
 from tests.tiny_compile import make_request, save_model, save_texts
@@ -72,13 +74,17 @@ def test_lossy_modes_are_counted(folder: Path) -> None:
     tokens = letters(folder, "test")
     # Each of 3 settings decodes the texts for a score, and again for a KL, with an end token. They have no prompts.
     decoded = 3 * (2 * tokens + TEXTS["test"])
-    found = foreseen(measured, single_token=1.0)[MODES]
-    assert found.seconds == pytest.approx(3 * decoded, rel=0.05)
+    found, model = foreseen(measured, memory_byte=1.0)[MODES], measured.lowering.model
+    moved = 1000 * active_weights(model) / all_weights(model)
+    assert found.seconds == pytest.approx(decoded * moved, rel=0.05)
     assert found.work == "at most 3 settings on 4 items, token by token"
-    assert foreseen(measured, logit_token=1.0)[MODES].seconds == pytest.approx(decoded, rel=0.05)
+    disk = replace(NO_DISK, digested_byte=1.0)
     prompts, share = 3 * (4 + 4 + 4), 2 / 4  # top-2 of 4 experts; a quarter of 1,000 bytes is in the cache
-    expected = 750 * (prompts + share * decoded)
-    assert foreseen(measured, replace(NO_DISK, digested_byte=1.0))[MODES].seconds == pytest.approx(expected, rel=0.05)
+    read = 750 * (prompts + share * decoded)
+    assert foreseen(measured, disk)[MODES].seconds == pytest.approx(read, rel=0.05)
+    longer = read + decoded * (moved - 750 * share)
+    assert moved > 750 * share
+    assert foreseen(measured, disk, memory_byte=1.0)[MODES].seconds == pytest.approx(longer, rel=0.05)
 
 
 @pytest.mark.parametrize(("is_asked", "low"), [(False, None), (False, 2), (True, None)])
