@@ -29,8 +29,8 @@ def say_mode_cost(bundle: Path, engine: Engine) -> None:
 def suggestion(bundle: Path, engine: Engine) -> str | None:
     """Return measured thresholds of dynamic precision that a lossless run could take, as one line.
 
-    None with an accelerator. None unless the profile of the bundle applies, storage is predicted to take longer than
-    computing, and thresholds were measured to lose at most SUGGESTED_LOSS and to save at least LEAST_SAVED.
+    None with an accelerator. None unless the profile of the bundle applies, and storage is predicted to take longer
+    than computing. None without thresholds that were measured to lose at most SUGGESTED_LOSS and to save LEAST_SAVED.
     """
     from moec.runtime.tuning.mode_records import (
         best_thresholds,

@@ -88,7 +88,7 @@ class UnpublishedBundle:
 
 @dataclass(frozen=True, slots=True)
 class ModesWork:
-    """What a measurement of lossy modes does, for a forecast.
+    """Work of a measurement of lossy modes, for a forecast.
 
     settings: number of settings, the lossless one included; 0: nothing is measured.
     divergence_items, divergence_tokens: items whose answers have a KL, and the most tokens of one answer.

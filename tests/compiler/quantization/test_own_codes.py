@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 from moec.compiler.calibration.layer_inputs import LayerInputs
 from moec.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from moec.compiler.checkpoint.integer_codes import IntegerCodes, IntegerGrid
-from moec.compiler.checkpoint.weight_files import TensorRef
 from moec.compiler.cluster.remote import experts_quantized_by
 from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer
@@ -152,20 +149,17 @@ def test_scales_are_read_once_to_choose_a_format(
     quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(str(quantized("ct-int4")))
-    read, own = Counter[str](), Checkpoint._read
+    read, own = list[tuple[str, str]](), Checkpoint.stored_parts
 
-    def counted(found: Checkpoint, ref: TensorRef, name: str, *more: Any) -> torch.Tensor:
-        read[name] += 1
-        return own(found, ref, name, *more)
+    def noted(found: Checkpoint, name: str, without: str = "") -> dict[str, torch.Tensor]:
+        read.append((name, without))
+        return own(found, name, without)
 
-    monkeypatch.setattr(Checkpoint, "_read", counted)
+    monkeypatch.setattr(Checkpoint, "stored_parts", noted)
     for lowering in (lower(checkpoint), lower(checkpoint)):
-        held = held_units(lowering)
-        assert units_held_by(lowering, dict.fromkeys(lowering.units, Q4)) == 24
+        assert held_units(lowering) and units_held_by(lowering, dict.fromkeys(lowering.units, Q4)) == 24
         assert all(exact_matrices(lowering, unit, (QuantSpec(2, 32),)) == {} for unit in lowering.units)
-    scales = {name: count for name, count in read.items() if name.endswith(".weight_scale")}
-    assert held and len(scales) == 24 and set(scales.values()) == {1}
-    assert not any(name.endswith(".weight_packed") for name in read)
+    assert len(read) == len(set(read)) == 24 and {without for _, without in read} == {"weight_packed"}
 
 
 def decoded(lowering: Lowering, unit: UnitKey) -> torch.Tensor:
