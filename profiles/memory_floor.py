@@ -63,7 +63,7 @@ class FixedMemory:
     dense_bytes: dense weights.
     kv_bytes: keys and values of a whole context in all slots.
     scratch_bytes: the longest pass.
-    tables_bytes: the part of `tables.safetensors` that the prefetcher keeps, and the peak while it is read.
+    tables_bytes: the tables that the prefetcher keeps, with the peak while they are read, and learned routers.
     minimum_expert_bytes: the largest top_k experts of one layer.
     accelerator_bytes: host memory that an accelerator needs.
     """
@@ -112,8 +112,8 @@ def process_bytes(
 def tables_bytes(model: ModelSpec, path_file_bytes: int = 0) -> int:
     """Return the bytes of the calibration tables.
 
-    path_file_bytes: size of `tables.safetensors` if the prefetcher reads the path dictionary, else 0. For each key of
-        12 bytes a key of 8 bytes is made; offsets and counts are used unchanged.
+    path_file_bytes: size of `tables.safetensors` if the prefetcher reads the path dictionary, else 0. Keys are packed
+        into new memory: pairs from 12 bytes into 8, sets into half. The rest of the file is used unchanged.
     """
     experts = max(layer.experts.count for layer in model.layers)
     # Popularity as uint32, and as float64 in a predictor.

@@ -7,8 +7,8 @@ from pathlib import Path
 from moec.manifests.errors import ProfileError
 
 from .device import DeviceProfile
-from .probe import available_threads, memory_limit_bytes
-from .processor import instruction_sets
+from .probe import allowed_processors, memory_limit_bytes
+from .processor import instruction_sets, physical_cores
 
 _SYSTEM = Path("/")
 
@@ -17,12 +17,16 @@ def first_difference(profile: DeviceProfile, system: Path = _SYSTEM) -> str | No
     """Return the first difference of this machine from a profile in words, or None if it is such a device.
 
     Compared are the threads of this process, the best instruction set, and whether all memory holds the budget of the
-    profile. A profile may leave some processors to reading, so all of its cores match too.
+    profile. A profile may leave some processors to reading, so all of its cores match too. It may also count cores of
+    two threads once.
     system: root folder of /proc and /sys.
     """
-    threads, cores = available_threads(), profile.cores
-    if threads not in (profile.threads, *(() if cores is None else (cores.big + cores.little,))):
-        return f"it has {threads} threads, the profile {profile.threads}"
+    processors, cores = allowed_processors(), profile.cores
+    threads, physical = len(processors), physical_cores(processors, system)
+    all_stated = () if cores is None else (cores.big + cores.little,)
+    if threads not in (profile.threads, *all_stated) and physical != profile.threads:
+        on_cores = f" on {physical} cores" if 0 < physical < threads else ""
+        return f"it has {threads} threads{on_cores}, the profile {profile.threads}"
     best = instruction_sets(system)[0]
     if best != profile.instruction_sets[0]:
         return f"its best instruction set is {best}, that of the profile {profile.instruction_sets[0]}"

@@ -38,16 +38,56 @@ def core_kinds(allowed: Collection[int], system: Path = _SYSTEM) -> tuple[Cores,
     allowed: numbers of the processors that this process may use.
     """
     numbers = sorted(number for number in allowed if number < MAX_PROCESSORS)
-    capacities = {number: _capacity(number, system) for number in numbers}
+    capacities, atoms = _capacities(numbers, system), _atoms(system)
     little, source = [], ""
-    if numbers and all(capacities.values()):
+    if capacities:
         most = max(capacities.values())
         little, source = [number for number in numbers if capacities[number] < most], "cpu_capacity"
-    elif (system / "sys/devices/cpu_core/cpus").exists():
-        atoms = _processor_list(read_text(system / "sys/devices/cpu_atom/cpus"))
+    elif atoms is not None:
         little, source = [number for number in numbers if number in atoms], "cpu_atom/cpus"
     big = len(numbers) - len(little)
     return (Cores(big, len(little), tuple(little)), source) if big and little else None
+
+
+def little_processors(stated: Cores, allowed: Collection[int], system: Path = _SYSTEM) -> tuple[int, ...]:
+    """Return the numbers of this machine's processors that a profile counts as little; empty if nothing tells them.
+
+    * With capacities: as many of the least capacity as the profile counts. There may be more than two kinds.
+    * On hybrid x86: the processors that the system lists as atoms.
+    * If the system states neither: the numbers of the profile.
+    stated: the cores of the profile.
+    allowed: numbers of the processors that this process may use. Others are never returned.
+    """
+    numbers = sorted(number for number in allowed if number < MAX_PROCESSORS)
+    capacities, atoms = _capacities(numbers, system), _atoms(system)
+    if capacities:
+        ranked = sorted(numbers, key=lambda number: capacities[number])
+        little, others = ranked[: stated.little], ranked[stated.little :]
+        is_told = bool(others) and capacities[little[-1]] < capacities[others[0]]
+        return tuple(sorted(little)) if is_told else ()
+    if atoms is not None:
+        return tuple(number for number in numbers if number in atoms)
+    return tuple(sorted(stated.little_cpus)) if set(stated.little_cpus) <= set(numbers) else ()
+
+
+def physical_cores(allowed: Collection[int], system: Path = _SYSTEM) -> int:
+    """Return the number of cores with one of these processors; 0 if the system does not tell. A core may have two."""
+    places = (system / f"sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list" for number in allowed)
+    siblings = [read_text(place).strip() for place in places]
+    return len(set(siblings)) if all(siblings) else 0
+
+
+def _capacities(numbers: Collection[int], system: Path) -> dict[int, int]:
+    """Return the capacity of each processor; empty unless the system states all of them."""
+    capacities = {number: _capacity(number, system) for number in numbers}
+    return capacities if all(capacities.values()) else {}
+
+
+def _atoms(system: Path) -> set[int] | None:
+    """Return the little processors of hybrid x86; None on another machine."""
+    if not (system / "sys/devices/cpu_core/cpus").exists():
+        return None
+    return _processor_list(read_text(system / "sys/devices/cpu_atom/cpus"))
 
 
 def _capacity(number: int, system: Path) -> int:

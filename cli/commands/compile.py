@@ -154,10 +154,10 @@ LONGEST_SUFFIX = ".moec-replaced"
 @click.option(
     "--path-keys",
     type=click.Choice(["pairs", "best"]),
-    default="pairs",
+    default="best",
     show_default=True,
     help="Keys of the tables of `--prefetch path`. best: exact sets of experts, as EdgeMoE, where they predict "
-    "held-out tokens better than pairs do; this needs bundle format 2.",
+    "held-out tokens better than pairs do. A bundle with sets has format 2, which older readers refuse.",
 )
 @mode_sweep_option("Measure all lossy modes, or these settings, on up to 500 held-out items, for quality.json.")
 @click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
@@ -314,7 +314,7 @@ def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> Measu
 
     if values["modes"] is None:
         is_dynamic = options.fallback_bits is not None and options.data is not None and not values["plan_only"]
-        return ModesMeasurement(DYNAMIC) if is_dynamic else None
+        return ModesMeasurement(DYNAMIC, is_asked=False) if is_dynamic else None
     if options.data is None or values["plan_only"]:
         raise OptionError(
             "`--modes` is measured on held-out items of a whole bundle",

@@ -201,11 +201,8 @@ def _engine(ctx: click.Context, model: Path, slots: int | None, values: dict[str
 
     is_own, count, kernels = is_bundle(model), DEFAULT_SLOTS if slots is None else slots, values["kernels"]
     if not is_own:
-        reason = f"`{model}` is a checkpoint, for which no lossy mode was measured"
-        names = ["mode_loss"]
-        if values["dynamic_precision"] == "auto":
-            names.append("dynamic_precision")
-        refuse_given(ctx, names, reason)
+        refuse_given(ctx, ["mode_loss"], f"`{model}` is a checkpoint, for which no lossy mode was measured")
+        _refuse_thresholds_of_a_compile(model, values["dynamic_precision"])
     options = build_options(values, count, model if is_own else None)
     opened = (bundle_engine if is_own else checkpoint_engine)(model, options, kernels, shrinks=slots is None)
     with opened as engine:
@@ -213,6 +210,16 @@ def _engine(ctx: click.Context, model: Path, slots: int | None, values: dict[str
         if is_own:
             say_mode_cost(model, engine.engine)
         yield engine
+
+
+def _refuse_thresholds_of_a_compile(checkpoint: Path, asked: str | None) -> None:
+    """Raise OptionError if dynamic precision takes thresholds that only a bundle records."""
+    if asked in ("auto", "published"):
+        raise OptionError(
+            f"`--dynamic-precision {asked}` takes thresholds from the compile of a bundle, and `{checkpoint}` is a "
+            "checkpoint",
+            "name a bundle, or write equal thresholds, like `0.9,0.9`",
+        )
 
 
 def _runtime_facts(running: BundleEngine) -> dict[str, Any]:

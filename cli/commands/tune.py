@@ -21,7 +21,7 @@ from ..lossy_modes.mode_sweep import modes_of
 from ..measuring.decode_speed import DEFAULT_PROMPT, continuation, measure_decode, sequence_of
 from ..options.opening import bundle_folder, open_engine
 from ..options.paths import bundle_argument, file_option
-from ..options.profile_defaults import device_facts, say_device
+from ..options.profile_defaults import device_facts, say_device, with_reader_cpus
 from ..options.runtime_options import TUNED, build_options, refuse_given, runtime_options
 from ..options.tuned_options import made_elsewhere, planned_cache_bytes
 from ..simulation.eviction_fit import SHARES, FittedRow, PolicyFit, fit_plain, fit_table
@@ -292,7 +292,7 @@ def changed(options: RuntimeOptions, name: str, value: str | int) -> RuntimeOpti
     rule = change.get("prefetch_rule", options.prefetch_rule)
     if rule != "until-routed" or change.get("prefetch") == "off":
         change["reader_cpus"] = None  # processors of a reader that the other rules do not have
-    return replace(options, **change)
+    return with_reader_cpus(replace(options, **change), is_trial=True)
 
 
 def search(

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 SUGGESTED_LOSS = 0.01
 """Largest measured loss of a suggestion: the default of `--mode-loss`."""
+LEAST_SAVED = 0.01
+"""Least share of the bytes of missed experts that a suggestion leaves unread."""
 
 
 def say_mode_cost(bundle: Path, engine: Engine) -> None:
@@ -27,10 +29,16 @@ def say_mode_cost(bundle: Path, engine: Engine) -> None:
 def suggestion(bundle: Path, engine: Engine) -> str | None:
     """Return measured thresholds of dynamic precision that a lossless run could take, as one line.
 
-    None with an accelerator. None unless the profile of the bundle applies, storage is predicted to take longer than
-    computing, and thresholds were measured to lose at most SUGGESTED_LOSS.
+    None with an accelerator. None unless the profile of the bundle applies, and storage is predicted to take longer
+    than computing. None without thresholds that were measured to lose at most SUGGESTED_LOSS and to save LEAST_SAVED.
     """
-    from moec.runtime.tuning.mode_records import best_thresholds, low_bytes_share, measured_rows, saved_share
+    from moec.runtime.tuning.mode_records import (
+        best_thresholds,
+        low_bytes_share,
+        measured_rows,
+        modes_of_row,
+        saved_share,
+    )
 
     run = device_run()
     if run is None or not run.applies or not engine.is_lossless or engine.accelerator is not None:
@@ -42,10 +50,13 @@ def suggestion(bundle: Path, engine: Engine) -> str | None:
     missed = row["decisions"].get("missed_share")
     if not isinstance(missed, int | float) or not 0 < missed <= 1:
         return None
-    run.suggestion = f"--dynamic-precision {row['options']['dynamic_precision']}"
+    saved = saved_share(row, low) / missed
+    if saved < LEAST_SAVED:
+        return None
+    run.suggestion = f"--{modes_of_row(row).to_text()}"
     return (
-        f"suggestion: {run.suggestion} reads {saved_share(row, low) / missed:.0%} less of missed experts, at a "
-        f"measured loss of {loss_text(row['loss'])} of {row['task']} on {row['n']} items, cache {row['expert_cache']}"
+        f"suggestion: {run.suggestion} reads {saved:.0%} less of missed experts, at a measured loss of "
+        f"{loss_text(row['loss'])} of {row['task']} on {row['n']} items, cache {row['expert_cache']}"
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from moec.manifests.errors import OptionError
-from moec.runtime.options.lossy import MODE_OPTIONS, LossyModes, parse_mode_list, parse_modes
+from moec.runtime.options.lossy import MODE_OPTIONS, DynamicPrecision, LossyModes, parse_mode_list, parse_modes
 
 from ..options.runtime_options import with_missing_experts
 from ..terminal import output
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 LOSSLESS = "lossless"
 DYNAMIC = "dynamic-precision"
-"""Value of `--modes` for thresholds of dynamic precision alone. A compile with low versions measures them."""
+"""Value of `--modes` for the settings of a sweep that have dynamic precision alone. It has no thresholds of its own.
+
+A compile with low versions measures these settings if `--modes` is not given.
+"""
 KL_TOKENS = 512
 """Tokens of one answer. A certificate scores as many, and plans its memory for them."""
 KL_LOGITS = 1 << 26
@@ -49,11 +52,12 @@ _CACHE_ROUTING = ("margin=0.2", "margin=0.5", "drop=0.1", "drop=0.25", "margin=0
 
 
 def mode_sweep_option(effect: str) -> Callable[[F], F]:
-    """Return the option `--modes`: `sweep`, or a list of settings.
+    """Return the option `--modes`: `sweep`, `dynamic-precision`, or a list of settings.
 
-    effect: the help text.
+    effect: the help text of `sweep` and of settings.
     """
-    return click.option("--modes", metavar="sweep|SETTING;...", help=effect)
+    told = f"{effect} `{DYNAMIC}` takes the settings of a sweep that have this mode alone."
+    return click.option("--modes", metavar=f"sweep|{DYNAMIC}|SETTING;...", help=told)
 
 
 def settings_of(
@@ -68,7 +72,7 @@ def allowed_settings(
 ) -> list[dict[str, str]]:
     """Return the options of every setting in `--modes`, the lossless one first.
 
-    text: `sweep`, or a list of settings.
+    text: `sweep`, DYNAMIC, or a list of settings.
     has_low: whether the bundle has low versions.
     deciles: deciles of the experts' unimportance in calibration, for the thresholds of a sweep. May be empty.
     options: the other options of the run.
@@ -101,10 +105,11 @@ def allowed_settings(
 def _all_settings(has_low: bool, deciles: Sequence[float]) -> list[dict[str, str]]:
     low, middle, high, highest = (deciles[1], deciles[4], deciles[7], deciles[8]) if deciles else _THRESHOLDS
     dynamic = [(0.0, 1.0), (low, 1.0), (middle, 1.0), (high, 1.0), (middle, high)] if has_low else []
-    found = [{"dynamic_precision": text} for text in _texts([*dynamic, (high, high), (highest, highest)])]
+    texts = dict.fromkeys(thresholds_text(*both) for both in (*dynamic, (high, high), (highest, highest)))
+    found = [{"dynamic_precision": text} for text in texts]
     found += [{"big_little": text} for text in _BIG_LITTLE]
     found += [{"cache_routing": text} for text in _CACHE_ROUTING]
-    (chosen,) = _texts([(middle, 1.0)])
+    chosen = thresholds_text(middle, 1.0)
     parts = {"dynamic_precision": chosen, "big_little": "gamma=0.7", "cache_routing": "margin=0.2"}
     together = [list(parts)[:2], ["dynamic_precision", "cache_routing"], list(parts)[1:], list(parts)]
     return found + [
@@ -112,9 +117,9 @@ def _all_settings(has_low: bool, deciles: Sequence[float]) -> list[dict[str, str
     ]
 
 
-def _texts(thresholds: Sequence[tuple[float, float]]) -> list[str]:
-    """Return `T1,T2` of each pair with three digits, without duplicates."""
-    return list(dict.fromkeys(f"{round(low, 3):g},{round(skip, 3):g}" for low, skip in thresholds))
+def thresholds_text(low_above: float, skip_above: float) -> str:
+    """Return `T1,T2` with three digits, as `--dynamic-precision` takes it."""
+    return DynamicPrecision(round(low_above, 3), round(skip_above, 3)).to_text()
 
 
 def modes_of(options: dict[str, str]) -> LossyModes:

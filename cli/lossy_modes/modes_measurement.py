@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING, Any
 from moec.manifests.errors import OptionError
 
 from ..options.runtime_options import DEFAULT_CACHE
-from .mode_sweep import DYNAMIC, QualitySweep, allowed_settings, settings_of
+from .mode_sweep import (
+    KL_ITEMS,
+    KL_LOGITS,
+    KL_TOKENS,
+    TTFT_ITEMS,
+    QualitySweep,
+    allowed_settings,
+    settings_of,
+    thresholds_text,
+)
 
 if TYPE_CHECKING:
-    from moec.compiler.request.ports import UnpublishedBundle
+    from moec.compiler.request.ports import ModesWork, UnpublishedBundle
     from moec.manifests.model import ModelSpec
 
 
@@ -21,14 +30,16 @@ class ModesMeasurement:
 
     Experts have a cache of DEFAULT_CACHE. If the memory of the compile is too small for that, they have the rest of it.
 
-    modes: value of `--modes`, or DYNAMIC.
+    modes: value of `--modes`.
+    is_asked: whether the command line asks for it. Otherwise modes that cannot be measured are left out.
     """
 
     modes: str
+    is_asked: bool = True
 
     def check(self, model: ModelSpec, has_low_versions: bool) -> None:
         """Raise OptionError for modes that cannot be measured."""
-        if self.modes == DYNAMIC:  # nobody asked for these
+        if not self.is_asked:
             return
         for setting in allowed_settings(self.modes, model, has_low_versions, (), None):
             if "expert_activations" in setting:
@@ -36,6 +47,19 @@ class ModesMeasurement:
                     "a compile does not measure `expert-activations`, because few processors have it",
                     'measure it afterwards: `moec eval --modes "expert-activations bfloat16"`',
                 )
+
+    def work(self, model: ModelSpec, has_low_versions: bool) -> ModesWork:
+        """Return what the measurement does at most: the thresholds of HOBBIT's shares are added to low versions."""
+        from moec.compiler.request.ports import ModesWork
+
+        try:
+            settings = len(allowed_settings(self.modes, model, has_low_versions, (), None)) + has_low_versions
+        except OptionError:
+            if self.is_asked:
+                raise
+            settings = 0
+        cached_share = float(DEFAULT_CACHE.rstrip("%")) / 100
+        return ModesWork(settings, KL_ITEMS, KL_TOKENS, KL_LOGITS, TTFT_ITEMS, cached_share)
 
     def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
         """Return the record for quality.json. Raises MemoryBudgetExceeded."""
@@ -45,11 +69,11 @@ class ModesMeasurement:
         from moec.runtime.options.runtime import RuntimeOptions
 
         manifest = open_bundle(bundle.path, allow_partial=True).manifest
-        published = ",".join(f"{round(share, 3):g}" for share in bundle.published)
+        published = thresholds_text(*bundle.published) if bundle.published else ""
         try:
             settings = settings_of(self.modes, manifest, bundle.deciles)
         except OptionError:
-            if self.modes != DYNAMIC:
+            if self.is_asked:
                 raise
             return {}
         if published and manifest.low_experts and {"dynamic_precision": published} not in settings:

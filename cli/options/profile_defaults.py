@@ -7,7 +7,7 @@ device. Elsewhere the values of this machine count, and that is said.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ class DeviceRun:
     difference: the first difference of this machine from the profile, in words; None: it is such a device.
     options: options of this run that the profile decides.
     free_budget_bytes: the budget that replaces that of the profile, because less memory is free; None: not replaced.
+    lacks_little_cores: whether a reader would run on little cores, which this machine does not tell.
     suggestion: lossy modes that were suggested, or None.
     is_said: whether the line was printed.
     """
@@ -41,6 +42,7 @@ class DeviceRun:
     difference: str | None
     options: dict[str, Any] = field(default_factory=dict)
     free_budget_bytes: int | None = None
+    lacks_little_cores: bool = False
     suggestion: str | None = None
     is_said: bool = False
 
@@ -56,6 +58,7 @@ class DeviceRun:
             "difference": self.difference,
             "options": dict(self.options),
             "free_budget_bytes": self.free_budget_bytes,
+            "lacks_little_cores": self.lacks_little_cores,
             "suggestion": self.suggestion,
         }
 
@@ -84,6 +87,27 @@ def profile_defaults(bundle: Path, given: Collection[str], *, is_sweep: bool = F
     if context is not None:
         context.meta[_META] = run
     return dict(run.options)
+
+
+def with_reader_cpus(options: RuntimeOptions, *, is_trial: bool = False) -> RuntimeOptions:
+    """Return the options with the little cores of the profile for a reader of its own, unless its processors are set.
+
+    The other options must be final, because the rule decides whether there is such a reader.
+    is_trial: whether they are those of a trial, of which the command remembers nothing.
+    """
+    from moec.profiles.probe import allowed_processors
+    from moec.profiles.processor import little_processors
+
+    run = device_run()
+    if run is None or not run.applies or run.profile.cores is None:
+        return options
+    if not options.has_own_reader or options.reader_cpus is not None:
+        return options
+    cpus = ",".join(map(str, little_processors(run.profile.cores, allowed_processors())))
+    if not is_trial:
+        run.lacks_little_cores = not cpus
+        run.options |= {"reader_cpus": cpus} if cpus else {}
+    return replace(options, reader_cpus=cpus or None)
 
 
 def run_settings(profile: DeviceProfile) -> dict[str, Any]:
@@ -160,13 +184,13 @@ def _line(run: DeviceRun, bundle: Bundle, options: RuntimeOptions) -> str:
             f"; its budget of {output.human_bytes(run.profile.memory_budget_bytes)} exceeds 7/8 of the free memory, so "
             f"{output.human_bytes(run.free_budget_bytes)} apply"
         )
+    if run.lacks_little_cores:
+        told += "; this machine does not tell which of its processors are little, so its own reader runs on any"
     return f"device: {name}, for which the bundle was compiled: {told}"
 
 
 def _cache_bytes(budget_bytes: int, bundle: Bundle, options: RuntimeOptions) -> int:
     """Return what a budget leaves for experts next to one sequence, by the manifest alone; 0 if it is too small."""
-    from dataclasses import replace
-
     from moec.runtime.memory.budget import nominal_memory
 
     fixed = nominal_memory(bundle.manifest, replace(options, slots=1)).fixed_bytes

@@ -16,7 +16,7 @@ from moec.runtime.options.setting import settings_of
 
 from ..terminal.help_sections import SectionOption
 from .opening import bundle_folder
-from .profile_defaults import note_tuned, profile_defaults
+from .profile_defaults import note_tuned, profile_defaults, with_reader_cpus
 
 DEFAULT_CACHE = "25%"
 """The expert cache of a sweep of modes without a given size. It is small enough to have misses."""
@@ -139,7 +139,7 @@ def build_options(
     is_sweep = is_tuned and _was_given("modes")
     given = [name for name in chosen if _was_given(name)]
     options = replace(options, **profile_defaults(bundle, given, is_sweep=is_sweep))
-    return _with_tuned(options, bundle, is_sweep) if is_tuned else options
+    return with_reader_cpus(_with_tuned(options, bundle, is_sweep) if is_tuned else options)
 
 
 def _with_tuned(options: RuntimeOptions, bundle: Path, is_sweep: bool) -> RuntimeOptions:

@@ -22,6 +22,7 @@ from moec.manifests.model import ExpertKey, ModelSpec
 
 from ..walker.texts import TokenTexts, text_batches
 from .paths import (
+    DEFAULT_PATH_KEYS,
     PathDictionary,
     PathKeys,
     PathReport,
@@ -114,21 +115,26 @@ LayerCounts = Mapping[str, NDArray[Any]]
 
 
 def count_statistics(
-    model: ModelSpec, texts: TokenTexts, seed: int, counts: Sequence[LayerCounts], path_keys: PathKeys = "pairs"
+    model: ModelSpec,
+    texts: TokenTexts,
+    seed: int,
+    counts: Sequence[LayerCounts],
+    path_keys: PathKeys = DEFAULT_PATH_KEYS,
 ) -> ActivationStatistics:
     """Add up the counts of all layers. The path report covers the decoder alone, whose routes are predicted.
 
     texts: the texts of calibration.
     seed: seed of their choice.
     counts: of each layer.
-    path_keys: `best` lets the path report choose the keys of the paths.
+    path_keys: `best`: the path report chooses the keys of the paths. Without held-out tokens they are pairs.
     Raises DataError if no layer of the decoder routes.
     """
     stacks = _stacks(model, texts, counts)
     experts = max(layer.experts.count for layer in model.layers)
     routes, held_out = stacks[-1].experts, stacks[-1].held_out
     report = report_paths(routes[~held_out], routes[held_out], experts)
-    has_sets = keeps_sets(path_keys, report, [stack.experts.shape[2] for stack in stacks])
+    decides = path_keys == "best" and bool(held_out.any())
+    has_sets = decides and keeps_sets(report, [stack.experts.shape[2] for stack in stacks])
     paths = _paths(stacks, experts, has_sets)
     popularity = [count_popularity(stack.experts, experts) for stack in stacks]
     transitions = [count_transitions(stack.experts, experts) for stack in stacks]
@@ -153,7 +159,7 @@ def count_statistics(
         unimportance=unimportance,
         unseen_experts=tuple(key for key in model.expert_keys() if not counts[key.layer]["tokens"][key.expert]),
         path_report=report,
-        paths_kept="" if path_keys == "pairs" else "sets" if has_sets else "pairs",
+        paths_kept="" if not decides else "sets" if has_sets else "pairs",
     )
 
 

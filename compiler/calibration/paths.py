@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 Routes = NDArray[np.integer]
 PathKeys = Literal["pairs", "best"]
+DEFAULT_PATH_KEYS: PathKeys = "best"
 LEAST_SEEN = 8
 """Least number of tokens for a key to be trusted.
 
@@ -136,14 +137,12 @@ def join_paths(parts: Sequence[PathDictionary]) -> PathDictionary:
     )
 
 
-def keeps_sets(wanted: PathKeys, report: PathReport, top_ks: Collection[int]) -> bool:
-    """Return whether the exact-set form is kept: it was asked for, and predicts held-out tokens better.
+def keeps_sets(report: PathReport, top_ks: Collection[int]) -> bool:
+    """Return whether the exact-set form predicts held-out tokens better, and can be stored.
 
     top_ks: experts per token of each stack. Sets of several sizes are not stored.
     """
-    return (
-        wanted == "best" and len(set(top_ks)) == 1 and max(top_ks) > 1 and report.accuracy_sets > report.accuracy_pairs
-    )
+    return len(set(top_ks)) == 1 and max(top_ks) > 1 and report.accuracy_sets > report.accuracy_pairs
 
 
 def frequent_share(paths: Routes) -> tuple[float, int]:

@@ -81,6 +81,7 @@ class Checkpoint:
     parts: Mapping[str, TensorRef] = field(default_factory=dict)
     precision: str = ""
     _digests: dict[str, FileEntry] = field(default_factory=dict, repr=False)
+    _code_needs: dict[str, CodeNeed] = field(default_factory=dict, repr=False)
 
     def tensor(self, name: str, index: int | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """Read one tensor in its own dtype. Only the bytes that are returned are read, of a quantized weight all.
@@ -113,13 +114,15 @@ class Checkpoint:
     def code_need(self, name: str) -> CodeNeed | None:
         """Return what a format needs to hold a weight that is stored as integers, None for others. Reads no codes.
 
-        Raises CheckpointError.
+        Scales and zeros of a weight are read for this once per opened folder. Raises CheckpointError.
         """
         layout = self.packed[name].integers if name in self.packed else None
         if layout is None:
             return None
-        with self._layout_errors(name):
-            return layout.grid(self.stored_parts(name, without=layout.part)).need()
+        if name not in self._code_needs:
+            with self._layout_errors(name):
+                self._code_needs[name] = layout.grid(self.stored_parts(name, without=layout.part)).need()
+        return self._code_needs[name]
 
     def _decoded(self, name: str) -> torch.Tensor:
         """Return a weight that is stored quantized. Raises CheckpointError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -109,7 +109,6 @@ class Lowering:
     auxiliary: frozenset[str]
     float_type: FloatType
     notes: tuple[str, ...] = ()
-    _code_needs: dict[UnitKey, CodeNeed] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def spec_16bit(self) -> QuantSpec:
@@ -133,10 +132,10 @@ class Lowering:
 
         Raises CheckpointError.
         """
-        if self.checkpoint.packed and not self._code_needs:
-            needs = {unit: self.code_need(unit) for unit in self.units}
-            self._code_needs.update({unit: need for unit, need in needs.items() if need is not None})
-        return self._code_needs
+        if not self.checkpoint.packed:
+            return {}
+        needs = {unit: self.code_need(unit) for unit in self.units}
+        return {unit: need for unit, need in needs.items() if need is not None}
 
     def code_need(self, unit: UnitKey) -> CodeNeed | None:
         """Return what a format needs to hold the codes of a unit, None without codes. Raises CheckpointError."""

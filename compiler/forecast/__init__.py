@@ -13,6 +13,7 @@ from ..request.request import CompileRequest
 from ..request.uniform import uniform_quantizer, uniform_spec
 from ..stages.encode_texts import encode_all_texts
 from ..workspace.output_lock import existing_parent
+from .after_writing import stages_after_writing
 from .rates import measure_disk, measure_expert, measure_layer
 from .stages import SearchForecast, StageForecast, uniform_stages
 
@@ -42,4 +43,5 @@ def forecast(request: CompileRequest) -> list[StageForecast]:
         lowering, texts.calibration, prepared.stored_specs, options.quantizer, talk.progress("timing a layer")
     )
     counted = SearchForecast(prepared, texts, disk, layer)
-    return counted.calibrated_stages() if options.target.kind == "uniform" else counted.stages()
+    stages = counted.calibrated_stages() if options.target.kind == "uniform" else counted.stages()
+    return stages + stages_after_writing(prepared, disk, layer, counted.answering_bytes, counted.disk_bytes)

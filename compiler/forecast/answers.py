@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
-from moec.evaluation.text_pairs import encode_pairs
+from moec.evaluation.text_pairs import TokenPair, encode_pairs
 
+from ..bundle.certificates import MODES_ITEMS
 from ..checkpoint.tokenizer import load_tokenizer
 from ..preflight.preparation import Prepared
+from ..request.ports import ModesWork
 
 SAMPLE_ITEMS = 256
 """Items of each task that are counted. The other items are assumed to have the same length."""
@@ -44,13 +46,50 @@ def count_answers(prepared: Prepared) -> tuple[AnswerTokens, AnswerTokens]:
     return validation, test
 
 
+@dataclass(frozen=True, slots=True)
+class ModeTokens:
+    """Tokens of one setting of lossy modes, which decodes one sequence at a time.
+
+    items: items that are measured.
+    prompts: prompts that pass through the model.
+    read: their tokens.
+    decoded: tokens of given answers, or of generated ones that are as long as the data's.
+    """
+
+    items: int
+    prompts: float
+    read: float
+    decoded: float
+
+
+def count_mode_answers(prepared: Prepared, work: ModesWork) -> ModeTokens:
+    """Return the tokens of the items of the first task, of those with a KL, and of the timed prompts."""
+    split = prepared.splits[0]
+    items = split.test.items[:MODES_ITEMS]
+    sample = items[:SAMPLE_ITEMS]
+    right, given = _encoded(prepared, split, sample, prepared.shots[split.task.name])
+    scale, kept, timed = len(items) / max(len(sample), 1), right[: work.divergence_items], right[: work.timed_prompts]
+    read = scale * sum(len(prompt) for prompt, _ in given) + sum(len(prompt) for prompt, _ in (*kept, *timed))
+    decoded = scale * sum(len(answer) for _, answer in given)
+    decoded += sum(min(len(answer), work.divergence_tokens) + 1 for _, answer in kept)
+    return ModeTokens(len(items), scale * len(given) + len(kept) + len(timed), read, decoded)
+
+
+def _encoded(
+    prepared: Prepared, split: SplitData, items: Sequence[Item], shots: Sequence[Item]
+) -> tuple[list[TokenPair], list[TokenPair]]:
+    """Return the tokens of prompts with right answers, and with each given answer. Without choices both are equal."""
+    task, tokenizer = split.task, load_tokenizer(prepared.checkpoint.root)
+    right = encode_pairs(tokenizer, [(task.prompt(item, shots), task.answer(item)) for item in items])
+    if task.choices is None:
+        return right, right
+    return right, encode_pairs(tokenizer, [pair for item in items for pair in task.given_answers(item, shots)[0]])
+
+
 def _count(prepared: Prepared, split: SplitData, items: Sequence[Item], shots: Sequence[Item]) -> AnswerTokens:
     task, sample = split.task, items[:SAMPLE_ITEMS]
-    tokenizer, context = load_tokenizer(prepared.checkpoint.root), prepared.lowering.model.original_positions
-    right = encode_pairs(tokenizer, [(task.prompt(item, shots), task.answer(item)) for item in sample])
-    given = right
-    if task.choices is not None:
-        given = encode_pairs(tokenizer, [pair for item in sample for pair in task.given_answers(item, shots)[0]])
+    context = prepared.lowering.model.original_positions
+    right, given = _encoded(prepared, split, sample, shots)
     read, answered = (sum(min(len(p) + len(a), context) for p, a in pairs) for pairs in (given, right))
     is_generated = task.score is not None
     decoded = sum(len(answer) for _, answer in right) if is_generated else 0

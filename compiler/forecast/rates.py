@@ -22,6 +22,7 @@ from moec.manifests.model import PROJECTIONS, ModelSpec, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS
+from moec.profiles.probe import measure_memory
 
 from ..calibration.layer_inputs import LayerInputs, calibrate_layer
 from ..checkpoint.checkpoint import Checkpoint
@@ -36,11 +37,13 @@ from ..walker.loaded_layer import LoadedLayer
 from ..walker.memory import layer_weights
 from ..walker.texts import TOKENS_PER_FORWARD, TextStates, TokenTexts
 from ..workspace.durable import Disk, disk_errors
-from ..workspace.parallel import Workers, workers
+from ..workspace.parallel import Workers, one_torch_thread, workers
 
 _DIGESTED_BYTES = 256 << 20
 _ROUNDED_ROWS = 1024
 _LOGIT_TOKENS = 256
+_PRODUCT_ROWS = 256
+_COPIED_BYTES = 64 << 20
 _LONG_SECONDS = 3.0
 
 
@@ -80,6 +83,8 @@ class LayerRates:
     rounded_weight: one dense weight is rounded with clip search.
     logit_token: the logits of one token.
     decoded_token: one of ANSWER_SLOTS tokens that are decoded together, without attention to earlier tokens.
+    memory_byte: one byte of memory is read or written.
+    product: one product of two float64 numbers in a product of matrices, by one thread.
     """
 
     layer: int
@@ -91,6 +96,8 @@ class LayerRates:
     rounded_weight: float
     logit_token: float
     decoded_token: float
+    memory_byte: float
+    product: float
 
 
 class _Clock:
@@ -139,7 +146,7 @@ def measure_layer(
     specs: formats on offer. Those of 16 bits need no work.
     """
     layer, threads, clock = measured_layer(lowering.model), torch.get_num_threads(), _Clock()
-    pieces, formats = 6, [spec for spec in specs if spec.bitwidth < 16]
+    pieces, formats = 7, [spec for spec in specs if spec.bitwidth < 16]
     progress(0, pieces)
     slot = LoadedLayer(lowering)
     with clock.running():
@@ -173,8 +180,11 @@ def measure_layer(
     with clock.running():
         head.logits(states).log_softmax(-1)
     progress(6, pieces)
-    logit = clock.seconds / _LOGIT_TOKENS
-    return LayerRates(layer, loaded, token, calibration_token, expert, restored, rounded, logit, decoded)
+    logit, product = clock.seconds / _LOGIT_TOKENS, _product(lowering.model.hidden_size)
+    progress(7, pieces)
+    memory = 1 / measure_memory(_COPIED_BYTES)
+    times = (token, calibration_token, expert, restored, rounded, logit, decoded, memory, product)
+    return LayerRates(layer, loaded, *times)
 
 
 def _quantized_expert(
@@ -200,6 +210,17 @@ def _states(
     if states.is_encoding and slot.layer >= slot.model.first_decoder_layer:
         states.begin_decoding(slot.encoder_normed)
     return states
+
+
+def _product(width: int) -> float:
+    """Return the seconds of one product, measured on a part of the second moments of float64 rows of this width."""
+    rows, clock = torch.randn(_PRODUCT_ROWS, width, dtype=torch.float64), _Clock()
+    some = rows[:, :_ROUNDED_ROWS].T
+    with one_torch_thread():
+        for _ in range(2):
+            with clock.running():
+                some @ rows
+    return clock.seconds / (some.numel() * width)
 
 
 def _decoded_token(slot: LoadedLayer, texts: TokenTexts, pool: Workers, threads: int) -> float:

@@ -85,6 +85,7 @@ class SearchForecast:
 
     texts: the texts of the compile.
     disk, rates: seconds of the pieces of work.
+    disk_bytes: most of what the disk holds when it is written.
     """
 
     def __init__(self, prepared: Prepared, texts: CompileTexts, disk: DiskRates, rates: LayerRates) -> None:
@@ -94,6 +95,7 @@ class SearchForecast:
         self._holds_model = prepared.kept_layers.holds_model
         self._held_out = sum(answers.texts.num_tokens for answers in texts.held_out.values())
         self._bundle = self._bundle_bytes()
+        self.disk_bytes = self._work_bytes() + self._bundle
         self._validation, self._test = count_answers(prepared)
 
     def stages(self) -> list[StageForecast]:
@@ -102,7 +104,7 @@ class SearchForecast:
         work, calibration = self._work_bytes(), self._texts.calibration.num_tokens
         # For tasks, the disk also holds bundles of the checkpoint and of the tried plan.
         tried = (
-            self._weights() * _HALF + self._bundle
+            all_weights(self._model) * _HALF + self._bundle
             if measures_tasks(self._prepared.request.options, self._holds_model)
             else 0
         )
@@ -235,7 +237,7 @@ class SearchForecast:
         answers = (self._validation.read + self._test.read) / MAX_PASS_TOKENS
         answers += (self._validation.decoded + self._test.decoded) / ANSWER_SLOTS
         tried = (MAX_GENERATED * self._validation.read + self._test.read) / MAX_PASS_TOKENS
-        read = answers * max(self._weights() * _HALF - room, 0) + tried * max(self._tried_bytes() - room, 0)
+        read = answers * max(all_weights(self._model) * _HALF - room, 0) + tried * max(self._tried_bytes() - room, 0)
         return read * self._disk.digested_byte
 
     def _gradients(self, work: int, resident: int) -> list[StageForecast]:
@@ -281,9 +283,7 @@ class SearchForecast:
         return self._rates.token * sum(self._scales())
 
     def _scales(self) -> list[float]:
-        """Return the weights that a token uses in each layer, relative to those in the measured layer."""
-        active = [active_layer_weights(self._model, layer) for layer in range(self._model.num_layers)]
-        return [weights / active[self._rates.layer] for weights in active]
+        return layer_scales(self._model, self._rates.layer)
 
     def _share_of_experts(self) -> float:
         """Return the share of experts in the weights that a token uses."""
@@ -298,10 +298,6 @@ class SearchForecast:
     def _loading(self) -> float:
         return sum(map(self._loaded, range(self._model.num_layers)))
 
-    def _weights(self) -> int:
-        layers = sum(layer_weights(self._model, layer) for layer in range(self._model.num_layers))
-        return layers + sum(prod(s) for name, s in self._model.dense_shapes().items() if not name.startswith("layers."))
-
     def _work_bytes(self) -> int:
         """Return the bytes of units in every format that fits, and of the residual streams of two layers."""
         units = 0
@@ -314,7 +310,12 @@ class SearchForecast:
 
     def _tried_bytes(self) -> int:
         """Return the bytes of a plan that keeps a loss: about 4 bits per weight, which few plans exceed."""
-        return self._weights() // 2
+        return all_weights(self._model) // 2
+
+    @property
+    def answering_bytes(self) -> int:
+        """Bytes of the bundle that answers: of a plan that keeps a loss or a KL, or of the largest one."""
+        return min(self._bundle, self._tried_bytes()) if self._target in ("loss", "kl") else self._bundle
 
     def _bundle_bytes(self) -> int:
         """Return the bytes of the largest bundle within the target, with dense weights at 16 bits unless fixed."""
@@ -324,8 +325,23 @@ class SearchForecast:
             experts = round(experts * value / 16)
         elif self._target == "size":
             experts = round(value)
+        elif self._target == "uniform":
+            experts = reachable_bytes(self._model, [uniform_spec(options, self._prepared.lowering)])[0]
         low = 0 if options.low_spec is None else reachable_bytes(self._model, [options.low_spec])[0]
-        return _written_bytes(self._model, experts + low, options.dense_bits or 16)
+        dense_bits = UNIFORM_DENSE_BITS if self._target == "uniform" else 16
+        return _written_bytes(self._model, experts + low, options.dense_bits or dense_bits)
+
+
+def all_weights(model: ModelSpec) -> int:
+    """Return the number of all weights."""
+    layers = sum(layer_weights(model, layer) for layer in range(model.num_layers))
+    return layers + sum(prod(s) for name, s in model.dense_shapes().items() if not name.startswith("layers."))
+
+
+def layer_scales(model: ModelSpec, measured: int) -> list[float]:
+    """Return the weights that a token uses in each layer, relative to those in the measured layer."""
+    active = [active_layer_weights(model, layer) for layer in range(model.num_layers)]
+    return [weights / active[measured] for weights in active]
 
 
 def _at_most(plans: int) -> str:

@@ -96,11 +96,44 @@ def layer_groups(model: ModelSpec, tokens: int, memory_bytes: int) -> list[Seque
     The sample of a group holds the later layers that it foresees, too. What is learned does not depend on the groups.
     """
     layers = model.expert_layers
-    experts = max(model.layers[layer].experts.count for layer in layers)
-    top_k = max(model.layers[layer].experts.top_k for layer in layers)
-    token_bytes = 2 * model.hidden_size + 4 * experts * (1 + MAX_AHEAD) + 8 * top_k
-    count = max(1, memory_bytes // max(1, tokens * token_bytes) - MAX_AHEAD)
+    count = max(1, memory_bytes // max(1, tokens * token_bytes(model)) - MAX_AHEAD)
     return [layers[start : start + count] for start in range(0, len(layers), count)]
+
+
+def token_bytes(model: ModelSpec) -> int:
+    """Return the bytes of one token in the sample of one layer."""
+    experts = max(model.layers[layer].experts.count for layer in model.expert_layers)
+    top_k = max(model.layers[layer].experts.top_k for layer in model.expert_layers)
+    return 2 * model.hidden_size + 4 * experts * (1 + MAX_AHEAD) + 8 * top_k
+
+
+def learned_weights(model: ModelSpec) -> list[int]:
+    """Return the weights of every map that may be learned, its bias included, by layer and distance."""
+    layers = set(model.expert_layers)
+    later = [layer + ahead for layer in model.expert_layers for ahead in range(1, MAX_AHEAD + 1)]
+    return [model.layers[layer].experts.count * (model.hidden_size + 1) for layer in later if layer in layers]
+
+
+def regression_products(model: ModelSpec, tokens: int) -> int:
+    """Return the products of float64 numbers that `learn_maps` adds up for all layers.
+
+    tokens: of all texts. Those of held-out texts are multiplied as float32, two in the time of one.
+    A Cholesky factor of a matrix [W, W] takes W^3 / 6 products, and solving with it W^2 for each right-hand side.
+    """
+    width = model.hidden_size + 1
+    held_out = tokens // HELD_OUT
+    trained, ridges = tokens - held_out, len(_RIDGES)
+    of_layer = trained * width**2 + ridges * width**3 // 6
+    tried = ridges + 1 + len(_FORMATS)
+    return len(model.expert_layers) * of_layer + sum(
+        weights * (ridges * (trained + width) + tried * held_out // 2) for weights in learned_weights(model)
+    )
+
+
+def regression_bytes(model: ModelSpec, tokens: int) -> int:
+    """Return the peak memory of `learn_maps` next to its sample: float64 inputs twice, moments and their factors."""
+    width = model.hidden_size + 1
+    return 8 * (2 * tokens * width + (2 + len(_RIDGES)) * width**2)
 
 
 def learn_maps(

@@ -21,7 +21,7 @@ from moec.manifests.quant import (
     QuantSpec,
 )
 
-from ..calibration.paths import PathKeys
+from ..calibration.paths import DEFAULT_PATH_KEYS, PathKeys
 from ..quantization.quantizers import PACKAGES, QUANTIZERS, WITH_MOMENTS, can_make
 from .objective import OBJECTIVES, Objective
 from .targets import Target
@@ -58,7 +58,7 @@ _OF_DATA: dict[str, object] = {
     "search": "knapsack",
     "prune": None,
     "swaps": None,
-    "path_keys": "pairs",
+    "path_keys": DEFAULT_PATH_KEYS,
     "long_items": TRUNCATE,
     "task_settings": NO_SETTINGS,
 }
@@ -97,7 +97,7 @@ class CompileOptions:
     fallback_bits: bitwidth of a second version of each larger expert. None: no second version.
     prune: whether the search may leave experts out. None: if a measured loss or KL decides.
     swaps: measurements that improve a plan at equal bytes. None: the search decides.
-    path_keys: `pairs`, or `best`: exact sets too, if they predict better.
+    path_keys: `best`: exact sets, if they predict held-out tokens better than pairs; or `pairs`.
     long_items: what becomes of items that exceed the context, see `evaluation/long_items.py`.
     task_settings: changes of all tasks: prompts and metric.
     Raises OptionError for values out of range or without effect.
@@ -122,7 +122,7 @@ class CompileOptions:
     fallback_bits: int | None = None
     prune: bool | None = None
     swaps: int | None = None
-    path_keys: PathKeys = "pairs"
+    path_keys: PathKeys = DEFAULT_PATH_KEYS
     long_items: str = TRUNCATE
     task_settings: TaskSettings = NO_SETTINGS
 
@@ -349,7 +349,7 @@ class CompileOptions:
             "limit": str(self.limit or "none"),
             "seed": str(self.seed),
             **({} if self.confidence is None else {"confidence": f"{self.confidence:g}"}),
-            **({} if self.path_keys == "pairs" else {"path_keys": self.path_keys}),
+            **({} if self.path_keys == DEFAULT_PATH_KEYS else {"path_keys": self.path_keys}),
             **({} if self.long_items == TRUNCATE else {"long_items": self.long_items}),
             **self.task_settings.to_plain(),
             **({} if self.swaps is None else {"swaps": str(self.swaps)}),

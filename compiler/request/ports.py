@@ -91,11 +91,34 @@ class UnpublishedBundle:
     published: Sequence[float] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ModesWork:
+    """Work of a measurement of lossy modes, for a forecast.
+
+    settings: number of settings, the lossless one included; 0: nothing is measured.
+    divergence_items, divergence_tokens: items whose answers have a KL, and the most tokens of one answer.
+    kept_logits: most logits of these answers that are kept, float32.
+    timed_prompts: prompts whose time is measured.
+    cached_share: share of the experts that the cache holds.
+    """
+
+    settings: int
+    divergence_items: int
+    divergence_tokens: int
+    kept_logits: int
+    timed_prompts: int
+    cached_share: float
+
+
 class MeasureModes(Protocol):
     """Measures the lossy modes of a bundle for quality.json."""
 
     def check(self, model: ModelSpec, has_low_versions: bool) -> None:
         """Refuse, before any work, modes that the model does not support, or that need low versions."""
+        ...
+
+    def work(self, model: ModelSpec, has_low_versions: bool) -> ModesWork:
+        """Return what the measurement does at most. Raises OptionError like `check`."""
         ...
 
     def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import ExpertKey
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
@@ -20,7 +22,6 @@ from ..lookahead.linear_maps import (
 from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
 from ..request.plan import CompilePlan
-from ..request.ports import LocalEngine
 from ..request.task_data import train_texts
 
 SAMPLE_SHARE = 8
@@ -39,7 +40,7 @@ def learn_lookahead(prepared: Prepared, plan: CompilePlan, partial: Path) -> lis
     left_out = {ExpertKey(unit.layer, unit.expert) for unit, spec in plan.units.items() if spec.is_pruned}
     found, progress = list[LearnedMap](), request.talk.progress("learning to look ahead")
     with request.open_runtime(partial, room - room // SAMPLE_SHARE) as engine:
-        texts = sample_texts(prepared, engine)
+        texts = sample_texts(prepared, engine.encode_pairs)
         if len(texts) < HELD_OUT:
             request.talk.note(
                 f"no routers are learned: they need {HELD_OUT} train texts of 2 tokens, found {len(texts)}"
@@ -59,10 +60,11 @@ def learn_lookahead(prepared: Prepared, plan: CompilePlan, partial: Path) -> lis
     return found
 
 
-def sample_texts(prepared: Prepared, engine: LocalEngine) -> list[list[int]]:
+def sample_texts(prepared: Prepared, encode: Callable[[list[tuple[str, str]]], Sequence[TokenPair]]) -> list[list[int]]:
     """Return train texts of all tasks in turn as tokens, up to MAX_TOKENS of them.
 
     A text has as many tokens as one pass takes, because a pass is what is recorded.
+    encode: returns the tokens of prompts and answers.
     """
     tasks = [train_texts(split, prepared.shots) for split in prepared.splits]
     left, longest = MAX_TOKENS, min(MAX_PASS_TOKENS, prepared.lowering.model.default_context)
@@ -70,7 +72,7 @@ def sample_texts(prepared: Prepared, engine: LocalEngine) -> list[list[int]]:
     for at in range(max(map(len, tasks))):
         for texts in tasks:
             if at < len(texts) and left > 0:
-                ((prompt, answer),) = engine.encode_pairs([texts[at]])
+                ((prompt, answer),) = encode([texts[at]])
                 tokens = [*prompt, *answer][: min(longest, left)]
                 if len(tokens) > 1:
                     left -= len(tokens)

@@ -26,7 +26,7 @@ from moec.manifests.quant import QuantSpec
 
 from ..calibration.collect import ActivationStatistics, count_statistics
 from ..calibration.layer_inputs import LayerInputs, calibrate_layer
-from ..calibration.paths import PathKeys
+from ..calibration.paths import DEFAULT_PATH_KEYS, PathKeys
 from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer, QuantizeElsewhere
 from ..quantization.own_codes import exact_matrices
 from ..quantization.quantizers import WITH_MOMENTS
@@ -117,7 +117,13 @@ class Sweep:
         self._groups = {group.name: group.tensors for group in dense_groups(self._model)}
         self._done: list[dict[str, np.ndarray]] = []  # what the journal keeps of each layer: see `_pass_layer`
 
-    def run(self, texts: CompileTexts | None, threads: int, progress: Progress, path_keys: PathKeys = "pairs") -> Swept:
+    def run(
+        self,
+        texts: CompileTexts | None,
+        threads: int,
+        progress: Progress,
+        path_keys: PathKeys = DEFAULT_PATH_KEYS,
+    ) -> Swept:
         """Pass all layers. Without texts, units are quantized without knowledge of their inputs.
 
         progress: called with (layers done, layers in all).

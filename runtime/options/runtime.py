@@ -213,7 +213,7 @@ class RuntimeOptions:
         "Processors of the reader of `--prefetch-rule until-routed`, like `0,1`.",
         group="reading ahead",
         metavar="N,N",
-        default_text="any",
+        default_text="little cores of the profile, or any",
     )
     cache_state: CacheState = setting(
         "warm",
@@ -320,9 +320,14 @@ class RuntimeOptions:
         return self.learned_routers and self.prefetch == "lookahead"
 
     @property
+    def has_own_reader(self) -> bool:
+        """True if what is read ahead has a reader of its own."""
+        return self.prefetch_rule == "until-routed" and self.prefetch != "off"
+
+    @property
     def reader_threads(self) -> Readers:
         """Number and duties of the threads that read experts. Raises OptionError for processors of another form."""
-        if self.prefetch_rule != "until-routed" or self.prefetch == "off":
+        if not self.has_own_reader:
             if self.reader_cpus is not None:
                 raise OptionError(
                     "`--reader-cpus` has no effect without a reader of its own for what is read ahead",

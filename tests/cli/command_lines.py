@@ -300,7 +300,7 @@ COMPILES = {
             "fallback_bits": Given("--fallback-bits 2", f"{OPTIONS}.fallback_bits", 2),
             "prune": Given("--keep-experts", f"{OPTIONS}.prune", False),
             "swaps": Given("--swaps 12", f"{OPTIONS}.swaps", 12),
-            "path_keys": Given("--path-keys best", f"{OPTIONS}.path_keys", "best"),
+            "path_keys": Given("--path-keys pairs", f"{OPTIONS}.path_keys", "pairs"),
             "modes": Given(f"--modes '{MODES}'", "request.measure_modes", ModesMeasurement(MODES)),
             "limit": Given("--limit 13", f"{OPTIONS}.limit", 13),
             "seed": Given("--seed 4", f"{OPTIONS}.seed", 4),

@@ -222,6 +222,17 @@ def test_modes_that_a_compile_cannot_measure_are_refused_before_it_begins(invoke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "texts"]
 
 
+def test_dynamic_precision_alone_is_a_value_of_modes(two_versions: Path, tmp_path: Path) -> None:
+    """A compile with low versions measures these settings on its own, where the model has some."""
+    manifest = open_bundle(two_versions).manifest
+    alone = [each for each in settings_of("sweep", manifest, ()) if set(each) <= {"dynamic_precision"}]
+    assert settings_of("dynamic-precision", manifest, ()) == alone and len(alone) > 3
+    model = open_bundle(emit_bundle(save_model(tmp_path / "m", experts=2, top_k=1), tmp_path / "out")).manifest.model
+    ModesMeasurement("dynamic-precision", is_asked=False).check(model, False)
+    with pytest.raises(OptionError, match="this model has no other"):
+        ModesMeasurement("dynamic-precision").check(model, False)
+
+
 def test_records_of_other_bundles_and_broken_ones_count_for_nothing(recorded: Path) -> None:
     own, path = recorded, record_path(recorded)
     record = json.loads(path.read_text())
@@ -319,6 +330,9 @@ def test_a_checkpoint_takes_modes_and_has_no_record_of_them(invoke: Invoke, chec
     assert result.exit_code == 0 and "LOSSY" in result.stderr and json.loads(result.stdout)["decisions"]
     result = invoke("eval", checkpoint, "--data", texts, "--modes", "sweep")
     assert result.exit_code != 0 and "holds no bundle" in result.stderr
+    for asked in ("auto", "published"):
+        result = invoke("eval", checkpoint, "--data", texts, "--dynamic-precision", asked)
+        assert result.exit_code == 1 and f"`{checkpoint}` is a checkpoint\nhint: name a bundle" in result.stderr
 
 
 @pytest.mark.parametrize("holds_model", [True, False])

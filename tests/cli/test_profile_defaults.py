@@ -6,21 +6,23 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from moec.cli.commands.tune import changed
 from moec.cli.main import cli
 from moec.cli.options.tuned_options import planned_cache_bytes
 from moec.manifests.bundle import DEVICE_NAME
 from moec.manifests.errors import ChecksumMismatch, KernelUnavailable, MemoryBudgetExceeded
 from moec.profiles.device import DeviceProfile
-from moec.profiles.device_parts import Run
+from moec.profiles.device_parts import Cores, Run
 from moec.profiles.loading import load_profile
-from moec.profiles.probe import available_threads, machine_sha256, memory_limit_bytes
-from moec.profiles.processor import instruction_sets
+from moec.profiles.probe import allowed_processors, available_threads, machine_sha256, memory_limit_bytes
+from moec.profiles.processor import instruction_sets, little_processors
 from moec.profiles.storage_identity import storage_sha256
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.tuning.mode_records import write_record
@@ -36,7 +38,7 @@ def board(**changes: Any) -> DeviceProfile:
     """A device like this machine, with settings that differ from the built-in ones."""
     laptop = load_profile("laptop")
     run = changes.pop("run", Run("buffered", 3))
-    keys = () if run is None else (f"run.{key}" for key in run.stated())
+    keys = [*changes.pop("extra", ()), *(() if run is None else (f"run.{key}" for key in run.stated()))]
     facts = {"threads": available_threads(), "instruction_sets": instruction_sets(), "memory_budget_bytes": BUDGET}
     sources = laptop.provenance | dict.fromkeys(keys, "estimate")
     return replace(laptop, name="board", run=run, provenance=sources, **{**facts, **changes})
@@ -124,6 +126,7 @@ def test_the_line_and_the_entry_of_json(make: Callable[..., Path]) -> None:
         "difference": None,
         "options": settings,
         "free_budget_bytes": None,
+        "lacks_little_cores": False,
         "suggestion": None,
     }
     assert told["memory"]["budget_bytes"] == BUDGET
@@ -140,6 +143,74 @@ def test_the_line_and_the_entry_of_json(make: Callable[..., Path]) -> None:
 def test_a_profile_without_settings_of_a_run(make: Callable[..., Path], chosen: list[RuntimeOptions]) -> None:
     assert f"--memory 100MiB --threads {available_threads()} (expert cache" in call(make(board(run=None))).stderr
     assert (chosen[0].io, chosen[0].readers) == ("auto", 2)
+
+
+def with_capacities(folder: Path, *capacities: int) -> Callable[..., tuple[int, ...]]:
+    """The function that finds little cores, on a system whose processors have such capacities."""
+    for number, capacity in zip(sorted(allowed_processors()), capacities, strict=False):
+        place = folder / f"sys/devices/system/cpu/cpu{number}"
+        place.mkdir(parents=True)
+        (place / "cpu_capacity").write_text(f"{capacity}\n")
+    return partial(little_processors, system=folder)
+
+
+LITTLE = "moec.profiles.processor.little_processors"
+UNTIL_ROUTED = ("--prefetch-rule", "until-routed")
+needs_two_processors = pytest.mark.skipif(available_threads() < 2, reason="NOT RUN: one processor is of one kind")
+
+
+def little_board() -> DeviceProfile:
+    """A device like this machine, with one little core. The profile counts it and states no number."""
+    return board(cores=Cores(max(1, available_threads() - 1), 1), extra=("cores.big", "cores.little"))
+
+
+@needs_two_processors
+def test_a_reader_of_its_own_runs_on_the_little_cores(
+    make: Callable[..., Path], chosen: list[RuntimeOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = sorted(allowed_processors())
+    monkeypatch.setattr(LITTLE, with_capacities(tmp_path, 446, *[1024] * (available_threads() - 1)))
+    bundle = make(little_board())
+    assert (
+        "--reader-cpus" not in call(bundle).stderr and "--reader-cpus" not in call(bundle, "--prefetch", "off").stderr
+    )
+    told = call(bundle, *UNTIL_ROUTED).stderr
+    assert f" --readers 3 --reader-cpus {first} (expert cache " in told
+    told = call(bundle, *UNTIL_ROUTED, "--reader-cpus", str(second)).stderr
+    assert "--reader-cpus" not in told
+    assert "--reader-cpus" not in call(bundle, *UNTIL_ROUTED, "--prefetch", "off").stderr
+    tune(bundle, prefetch_rule="until-routed")
+    assert f"--reader-cpus {first}" in call(bundle).stderr, "the rule of the tuning"
+    assert [options.reader_cpus for options in chosen] == [None, None, str(first), str(second), None, str(first)]
+
+
+@needs_two_processors
+def test_little_cores_that_the_machine_does_not_tell_are_left_out(
+    make: Callable[..., Path], chosen: list[RuntimeOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LITTLE, with_capacities(tmp_path, *[1024] * available_threads()))
+    bundle = make(little_board())
+    told = call(bundle, *UNTIL_ROUTED).stderr
+    assert "; this machine does not tell which of its processors are little, so its own reader runs on any\n" in told
+    assert "little" not in call(bundle).stderr
+    assert [options.reader_cpus for options in chosen] == [None, None]
+
+
+@needs_two_processors
+def test_trials_of_a_tuning_run_as_the_run_does(
+    make: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LITTLE, with_capacities(tmp_path, 446, *[1024] * (available_threads() - 1)))
+    seen = list[RuntimeOptions]()
+
+    def searched(options: RuntimeOptions, *_: object) -> tuple[RuntimeOptions, list[dict[str, Any]]]:
+        seen.extend((options, changed(options, "prefetch_rule", "until-routed")))
+        return options, []
+
+    monkeypatch.setattr("moec.cli.commands.tune.search", searched)
+    told = json.loads(call(make(little_board()), "--json", command=("tune", "--tokens", "2")).stdout)
+    assert [options.reader_cpus for options in seen] == [None, str(min(allowed_processors()))]
+    assert "reader_cpus" not in told["device"]["options"]
 
 
 @pytest.mark.parametrize(
@@ -263,29 +334,35 @@ def test_a_missing_instruction_set_is_refused_with_its_bundle(bundle: Path, monk
     assert error.message == f"`{bundle}`: the bundle needs `amx`, this processor has avx2, scalar"
 
 
-def record(bundle: Path, loss: float) -> None:
-    """Write a measured row of dynamic precision. Of 30 % missed experts, 20 % are skipped."""
+def record(bundle: Path, loss: float, skipped: float = 0.2) -> None:
+    """Write a measured row of dynamic precision. 30 % of the experts are missed, and most of them are skipped."""
     row = {
         "mode": "dynamic-precision 0.6,1",
         "options": {"dynamic_precision": "0.6,1"},
         "loss": {"loss": loss, "upper95": loss, "interval95": [0.0, loss]},
-        "decisions": {"skipped_share": 0.2, "low_share": 0.0, "missed_share": 0.3},
+        "decisions": {"skipped_share": skipped, "low_share": 0.0, "missed_share": 0.3},
     }
     write_record(bundle, {"task": "gsm8k", "n": 9, "expert_cache": "25%", "cache_state": "warm", "rows": [row]})
 
 
 @pytest.mark.parametrize(
-    ("loss", "storage_bytes_per_s", "more", "is_suggested"),
+    ("loss", "skipped", "storage_bytes_per_s", "more", "is_suggested"),
     [
-        (0.004, 1000, (), True),
-        (0.02, 1000, (), False),
-        (0.004, 40_000_000_000, (), False),
-        (0.004, 1000, ("--big-little", "gamma=0.5"), False),
-        (None, 1000, (), False),
+        (0.004, 0.2, 1000, (), True),
+        (0.02, 0.2, 1000, (), False),
+        (0.004, 0.0029, 1000, (), False),  # not even 1 % less
+        (0.004, 0.2, 40_000_000_000, (), False),
+        (0.004, 0.2, 1000, ("--big-little", "gamma=0.5"), False),
+        (None, 0.2, 1000, (), False),
     ],
 )
 def test_a_lossy_mode_is_suggested_and_never_on(
-    make: Callable[..., Path], loss: float | None, storage_bytes_per_s: int, more: tuple[str, ...], is_suggested: bool
+    make: Callable[..., Path],
+    loss: float | None,
+    skipped: float,
+    storage_bytes_per_s: int,
+    more: tuple[str, ...],
+    is_suggested: bool,
 ) -> None:
     profile = board(storage_bytes_per_s=storage_bytes_per_s, storage_latency_ns=1, memory_budget_bytes=BUDGET)
     bundle = make(profile)
@@ -293,7 +370,7 @@ def test_a_lossy_mode_is_suggested_and_never_on(
     shutil.rmtree(bundle)
     bundle = make(replace(profile, memory_budget_bytes=floor + (8 << 10)))
     if loss is not None:
-        record(bundle, loss)
+        record(bundle, loss, skipped)
     result = call(bundle, "--json", *more)
     told = json.loads(result.stdout)
     text = "suggestion: --dynamic-precision 0.6,1 reads 67% less of missed experts, at a measured loss of 0.40% "

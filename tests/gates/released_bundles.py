@@ -87,7 +87,8 @@ def compiled(root: Path, seed: int) -> Path:
         layers=3, hidden_size=32, width=32, heads=2, kv_heads=1, head_size=16, experts=3, tied=True, seed=seed
     )
     model, texts = save_tiny_qwen3_moe(root / "tiny", shape), save_texts(root / "texts")
-    compile_tiny(model, root / "bundle", "bits_per_weight", 3.5, data=str(texts), bits=(2, 3, 4, 8, 16), dense_bits=4)
+    options = {"data": str(texts), "bits": (2, 3, 4, 8, 16), "dense_bits": 4, "path_keys": "pairs"}
+    compile_tiny(model, root / "bundle", "bits_per_weight", 3.5, **options)
     return root / "bundle"
 
 

@@ -16,7 +16,7 @@ from moec.profiles.present_machine import first_difference
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Raspberry Pi 5 with 8 GB."""
-    monkeypatch.setattr("moec.profiles.present_machine.available_threads", lambda: 4)
+    monkeypatch.setattr("moec.profiles.present_machine.allowed_processors", lambda: set(range(4)))
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal:  8245000 kB\n")
     (tmp_path / "proc/cpuinfo").write_text("Features\t: fp asimd asimddp\n")
@@ -42,6 +42,26 @@ def test_a_profile_that_leaves_cores_to_reading_fits_all_of_them(system: Path, p
 
 def test_other_threads(system: Path, profile: DeviceProfile) -> None:
     assert first_difference(replace(profile, threads=8), system) == "it has 4 threads, the profile 8"
+
+
+@pytest.mark.parametrize(
+    ("siblings", "threads", "told"),
+    [
+        (["0-1", "0-1", "2-3", "2-3"], 2, None),
+        (["0-1", "0-1", "2-3", "2-3"], 4, None),
+        (["0-1", "0-1", "2-3", "2-3"], 3, "it has 4 threads on 2 cores, the profile 3"),
+        (["0,2", "1,3", "0,2", "1,3"], 2, None),
+        (["0-1", "0-1"], 1, "it has 4 threads, the profile 1"),
+    ],
+)
+def test_a_profile_may_count_cores_of_two_threads_once(
+    system: Path, profile: DeviceProfile, siblings: list[str], threads: int, told: str | None
+) -> None:
+    for number, text in enumerate(siblings):
+        place = system / f"sys/devices/system/cpu/cpu{number}/topology"
+        place.mkdir(parents=True)
+        (place / "thread_siblings_list").write_text(text + "\n")
+    assert first_difference(replace(profile, threads=threads), system) == told
 
 
 def test_another_instruction_set(system: Path, profile: DeviceProfile) -> None:

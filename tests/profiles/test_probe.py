@@ -12,8 +12,9 @@ import pytest
 
 from moec.manifests.errors import ProfileError
 from moec.profiles import probe
+from moec.profiles.device_parts import Cores
 from moec.profiles.loading import load_profile
-from moec.profiles.processor import core_kinds
+from moec.profiles.processor import core_kinds, little_processors
 
 FLAGS = "flags\t\t: fpu sse2 fma f16c avx avx2"
 
@@ -218,6 +219,39 @@ def test_processors_that_this_process_may_not_use_are_not_counted(system: Path) 
     found = core_kinds({2, 3, 7}, system)
     assert found is not None and (found[0].big, found[0].little, found[0].little_cpus) == (2, 1, (7,))
     assert core_kinds({2, 3}, system) is None
+
+
+@pytest.mark.parametrize(
+    ("capacities", "little", "found"),
+    [
+        (["300", "300", "900", "1024"], 2, (0, 1)),
+        (["1024", "900", "300", "300"], 2, (2, 3)),
+        (["300", "300", "900", "1024"], 3, (0, 1, 2)),
+        (["300", "900", "900", "1024"], 2, ()),  # which of two equal ones?
+        (["1024", "1024", "1024", "1024"], 2, ()),
+        (["300", "300", "900", "1024"], 4, ()),
+        (["300", "", "900", "1024"], 2, (1, 3)),  # not all are stated: the numbers of the profile
+    ],
+)
+def test_little_processors_of_a_profile_are_those_of_the_least_capacity(
+    system: Path, capacities: list[str], little: int, found: tuple[int, ...]
+) -> None:
+    for number, text in enumerate(capacities):
+        put(system, f"{CPU}/cpu{number}/cpu_capacity", text + "\n")
+    stated = Cores(1, little, (1, 3) if little == 2 else ())
+    assert little_processors(stated, {0, 1, 2, 3}, system) == found
+
+
+def test_little_processors_of_a_hybrid_are_its_own(system: Path) -> None:
+    put(system, "sys/devices/cpu_core/cpus", "0-1\n")
+    put(system, "sys/devices/cpu_atom/cpus", "2-5\n")
+    assert little_processors(Cores(2, 2, (0, 1)), {0, 1, 2, 3}, system) == (2, 3)
+
+
+def test_stated_little_processors_must_be_at_hand(system: Path) -> None:
+    stated = Cores(2, 2, (1, 0))
+    assert little_processors(stated, {0, 1, 2}, system) == (0, 1)
+    assert little_processors(stated, {1, 2, 3}, system) == () == little_processors(Cores(2, 2), {0, 1}, system)
 
 
 def test_the_probe_tells_the_kinds_of_cores(system: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

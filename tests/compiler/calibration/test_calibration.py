@@ -68,7 +68,7 @@ def calibrate(lowering: Lowering, pairs, seed: int = 0, max_tokens: int = 10**6)
         for layer in range(lowering.model.num_layers):
             slot.load(layer)
             counts.append(calibrate_layer(slot, states, pool, has_moments=False)[1])
-    return count_statistics(lowering.model, texts, seed, counts)
+    return count_statistics(lowering.model, texts, seed, counts, "pairs")
 
 
 @pytest.fixture(scope="module")

@@ -61,21 +61,18 @@ def test_sets_know_what_pairs_confuse() -> None:
     odd = both.sum(axis=(1, 2)) % 2
     routes = np.concatenate([both, np.stack([2 * odd, 2 * odd + 1], 1)[:, None].astype(np.uint16)], axis=1)
     report = report_paths(routes[:1500], routes[1500:], 4)
-    assert report.accuracy_sets == 1.0 > report.accuracy_pairs and keeps_sets("best", report, [2])
+    assert report.accuracy_sets == 1.0 > report.accuracy_pairs and keeps_sets(report, [2])
 
 
 @pytest.mark.parametrize(
-    ("wanted", "report", "top_ks", "is_kept"),
+    ("report", "top_ks", "is_kept"),
     [
-        ("best", REPORT, [2], True),
-        ("best", REPORT, [2, 2], True),
-        ("best", REPORT, [2, 3], False),
-        ("best", REPORT, [1], False),
-        ("best", replace(REPORT, accuracy_pairs=0.6), [2], False),
-        ("pairs", REPORT, [2], False),
+        (REPORT, [2], True),
+        (REPORT, [2, 2], True),
+        (REPORT, [2, 3], False),
+        (REPORT, [1], False),
+        (replace(REPORT, accuracy_pairs=0.6), [2], False),
     ],
 )
-def test_sets_are_kept_where_they_predict_better(
-    wanted: str, report: PathReport, top_ks: list[int], is_kept: bool
-) -> None:
-    assert keeps_sets(wanted, report, top_ks) == is_kept  # type: ignore[arg-type]
+def test_sets_are_kept_where_they_predict_better(report: PathReport, top_ks: list[int], is_kept: bool) -> None:
+    assert keeps_sets(report, top_ks) == is_kept

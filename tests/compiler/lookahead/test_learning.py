@@ -98,7 +98,7 @@ def test_texts_of_all_tasks_in_turn_up_to_a_pass_each(monkeypatch: pytest.Monkey
             class model:  # noqa: N801
                 default_context = 4096
 
-    found = stage.sample_texts(Prepared(), Encoder())  # type: ignore[arg-type]
+    found = stage.sample_texts(Prepared(), Encoder().encode_pairs)  # type: ignore[arg-type]
     assert [len(tokens) for tokens in found] == [1024, 2]
     monkeypatch.setattr(stage, "MAX_TOKENS", 5000)
-    assert [len(tokens) for tokens in stage.sample_texts(Prepared(), Encoder())] == [1024, 2, 4]  # type: ignore[arg-type]
+    assert [len(tokens) for tokens in stage.sample_texts(Prepared(), Encoder().encode_pairs)] == [1024, 2, 4]  # type: ignore[arg-type]

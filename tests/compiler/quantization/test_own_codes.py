@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.compiler.calibration.layer_inputs import LayerInputs
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
+from moec.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from moec.compiler.checkpoint.integer_codes import IntegerCodes, IntegerGrid
 from moec.compiler.cluster.remote import experts_quantized_by
 from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer
-from moec.compiler.quantization.own_codes import exact_matrices, held_units, hold_codes
+from moec.compiler.quantization.own_codes import exact_matrices, held_units, hold_codes, units_held_by
 from moec.compiler.quantization.packing import pack, unpack
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.walker.loaded_layer import LoadedLayer
@@ -143,6 +143,23 @@ def test_what_the_original_tools_wrote(layout: str, quantized: Callable[[str], P
     for unit in lowering.units:
         for spec, matrix in exact_matrices(lowering, unit, list(held)).items():
             assert same_bits(matrix.dequantize(), decoded(lowering, unit)) and spec in held
+
+
+def test_scales_are_read_once_to_choose_a_format(
+    quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(str(quantized("ct-int4")))
+    read, own = list[tuple[str, str]](), Checkpoint.stored_parts
+
+    def noted(found: Checkpoint, name: str, without: str = "") -> dict[str, torch.Tensor]:
+        read.append((name, without))
+        return own(found, name, without)
+
+    monkeypatch.setattr(Checkpoint, "stored_parts", noted)
+    for lowering in (lower(checkpoint), lower(checkpoint)):
+        assert held_units(lowering) and units_held_by(lowering, dict.fromkeys(lowering.units, Q4)) == 24
+        assert all(exact_matrices(lowering, unit, (QuantSpec(2, 32),)) == {} for unit in lowering.units)
+    assert len(read) == len(set(read)) == 24 and {without for _, without in read} == {"weight_packed"}
 
 
 def decoded(lowering: Lowering, unit: UnitKey) -> torch.Tensor:

@@ -1,6 +1,7 @@
-// Prefetch advice of a pass of one token: which experts of later layers are read ahead. `look_ahead` gets the router shares of
-// these layers and hands the experts above their thresholds to the cache. The specification is runtime/prefetch/advisor.py,
-// which advises every other pass.
+// Prefetch advice of a pass of one token: which experts of later layers are read ahead. `look_ahead` ranks the experts of
+// these layers by router, by path, or by scores that no token changes. It hands the best ones to the cache: a fixed
+// number, or those above their learned thresholds. The specification is runtime/prefetch/advisor.py, which advises every
+// other pass.
 
 #include <algorithm>
 

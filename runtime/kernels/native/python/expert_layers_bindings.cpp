@@ -19,9 +19,12 @@ namespace moec {
 namespace {
 
 constexpr const char* kEnds[] = {"done", "failed", "too large", "closed"};
-// A later layer as the running one sees it: rank, number, first expert, top_k, number of experts; experts to read ahead (-1:
-// learned), the most of them that count as predicted, and whether a missing one ends the advice; router, norm, bias or None; the two layers whose experts predict
-// it, or -1; known experts and their scores.
+// A later layer as the running one sees it:
+// * rank, number, first expert, top_k, number of experts;
+// * experts to read ahead (-1: learned), the most that count as predicted, whether a missing one ends the advice;
+// * router, norm, bias; each may be None;
+// * the last layer whose experts predict it and the one before, or -1;
+// * known experts and their scores.
 using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, std::tuple<int64_t, int64_t, bool>, nb::object, nb::object,
                          nb::object, std::pair<int64_t, int64_t>, nb::object, nb::object>;
 
