@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moec.evaluation.divergence import divergence_bound
-from moec.evaluation.statistics import LossEstimate
+from moec.evaluation.statistics import DistributionSummary, LossEstimate
 from moec.manifests.errors import TargetUnreachable
 
 from ..request.plan import CompilePlan
 from ..request.targets import Target
-from ..sensitivity.trials import Trials, items_for_precision, margin, upper_bound
+from ..sensitivity.acceptance import items_for_precision, margin, upper_bound
+from ..sensitivity.trials import Trials
 from .knapsack import ChoiceTable, least_cost, least_loss
 from .space import SearchSpace
 from .swaps import NO_SWAPS, Swaps
@@ -102,8 +103,10 @@ def _search_kl(space: SearchSpace, trials: Trials, target: float, note: Note, sw
         for _ in range(MAX_KL):
             budget = min(budget, most)
             plan, cost = _least_plan(space, budget)
-            measured = divergence_bound(trials.kl(plan, "search"))
-            note(f"KL up to {measured:.4f} at {plan.bits_per_weight:.3f} bits per weight")
+            summary = trials.kl(plan, "search")
+            measured = divergence_bound(summary)
+            verdict = "kept" if measured <= target else "refused"
+            note(f"{plan.bits_per_weight:.3f} bits per weight: {_kl_text(summary, target)}: {verdict}")
             bracket.add(Found(plan, budget, cost), measured <= target)
             is_used_up = target / CLOSE_KL <= measured <= target
             if is_used_up or bracket.is_closed(CLOSE_COSTS, most):
@@ -184,7 +187,7 @@ def _predicted_at(space: SearchSpace, cost: float) -> float:
 
 def _kl_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool, str]:
     summary = trials.kl(plan, "most precise")
-    return divergence_bound(summary) <= target, f"has KL {summary.mean:.4g}"
+    return divergence_bound(summary) <= target, f"has {_kl_text(summary, target)}"
 
 
 def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, swaps: Swaps) -> Found:
@@ -195,7 +198,7 @@ def _search_loss(space: SearchSpace, trials: Trials, target: float, note: Note, 
     """
     bracket, budget = _Bracket(), _calibrated_budget(space, trials, trials.first_kl_per_loss * target)
     kept = list[Found]()
-    tell = _LossNotes(target, trials.certification_items, note)
+    tell = _LossNotes(target, trials.certification_items, trials.available_items, note)
 
     def bisect(space: SearchSpace, bracket: _Bracket, budget: float, measurements: int, least: float = 0.0) -> float:
         most = _largest_budget(space)
@@ -327,27 +330,48 @@ class _LossNotes:
     """Says what was measured of each plan, and why it was kept or refused.
 
     items: number of items in the certificate of each task.
+    available: number of validation items of each task, and of all items that the search may take.
     """
 
     target: float
     items: Mapping[str, int]
+    available: Mapping[str, tuple[int, int]]
     note: Note
     _told: set[str] = field(default_factory=set)
 
     def plan(self, plan: CompilePlan, losses: Mapping[str, LossEstimate], accepted: bool) -> None:
-        """Tell the verdict on a plan. If a standard error is large, tell once how many items would make it small."""
+        """Tell the verdict on a plan. Tell once where more items were taken, and how many would be needed."""
         verdict = "kept" if accepted else "refused"
+        for task, loss in losses.items():
+            validation = self.available[task][0]
+            if loss.n > validation:
+                self._once(
+                    f"{task}: {loss.n - validation} train texts that nothing else uses join the {validation} "
+                    "validation texts, to make the loss more precise"
+                )
         self.note(
             f"{plan.bits_per_weight:.3f} bits per weight: {_losses_text(losses, self.target, self.items)}: {verdict}"
         )
         for task, loss in losses.items():
-            needed = items_for_precision(loss, self.target)
-            if needed > loss.n and task not in self._told:
-                self._told.add(task)
-                self.note(
-                    f"{task}: the loss has a standard error of {loss.standard_error:.2%} on {loss.n} items; "
-                    f"{needed} items would make it a quarter of the target"
+            needed, every = items_for_precision(loss, self.target), self.available[task][1]
+            if loss.n == every < needed:
+                self._once(
+                    f"{task}: the loss has a standard error of {loss.standard_error:.2%} on {loss.n} items, all that "
+                    f"the data holds for the search; {needed} items would make it a quarter of the target",
+                    f"{task}: needed",
                 )
+
+    def _once(self, sentence: str, kind: str = "") -> None:
+        """Tell a sentence, unless one of its kind was told."""
+        if (kind or sentence) not in self._told:
+            self._told.add(kind or sentence)
+            self.note(sentence)
+
+
+def _kl_text(summary: DistributionSummary, target: float) -> str:
+    """Return a KL with the upper bound that decides."""
+    upper = divergence_bound(summary)
+    return f"KL {summary.mean:.4g}, upper bound {upper:.4g} {'<=' if upper <= target else '>'} {target:.4g}"
 
 
 def _losses_text(losses: Mapping[str, LossEstimate], target: float, items: Mapping[str, int]) -> str:

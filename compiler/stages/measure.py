@@ -53,7 +53,7 @@ def measure(context: CompileContext) -> Measured:
     prices = _with_gradients(passes, swept.sensitivity)
     progress = prepared.request.talk.progress("measuring plans by their KL")
     walk = None if texts is None else _answer_meter(passes, texts, swept, progress)
-    trials = Trials(walk, bundles, store, task_data(prepared), progress, context.journal)
+    trials = Trials(walk, bundles, store, task_data(prepared, texts), progress, context.journal)
     if texts is not None and prepared.request.options.sensitivity == "exact":
         exact_progress = prepared.request.talk.progress("measuring each expert alone")
         prices = corrected_by_measurement(prices, trials, prepared.plain_plan(), prepared.specs, exact_progress)
@@ -86,11 +86,13 @@ def plan_bundles(context: CompileContext) -> PlanBundles:
     return PlanBundles(request, prepared.lowering, room, opens)
 
 
-def task_data(prepared: Prepared) -> tuple[TaskData, ...]:
-    """Return the validation items of each task, which trials measure."""
+def task_data(prepared: Prepared, texts: CompileTexts | None = None) -> tuple[TaskData, ...]:
+    """Return the validation items of each task, which trials measure, and the spare items of `texts`."""
 
     def of(split: SplitData) -> TaskData:
-        return TaskData(split.task, split.validation, len(split.test.items), prepared.shots[split.task.name])
+        name = split.task.name
+        spare = () if texts is None else texts.spare.get(name, ())
+        return TaskData(split.task, split.validation, len(split.test.items), prepared.shots[name], spare)
 
     return tuple(map(of, prepared.splits))
 

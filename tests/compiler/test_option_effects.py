@@ -22,7 +22,7 @@ from tests.tiny_compile import compile_tiny, make_request, save_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WATCHED = {
-    "chosen_texts": encode_texts,
+    "choose_texts": encode_texts,
     "Sweep": measure,
     "run": LayerGradients,
     "choose_objective": planning,
@@ -140,7 +140,7 @@ Watched = tuple[CompileResult, dict[str, dict[str, Any]]]
 STAGES: dict[str, Callable[[CompileResult, dict[str, dict[str, Any]]], bool]] = {
     "target": lambda result, seen: (seen["search"]["target"].kind, seen["search"]["target"].value) == ("loss", 0.3),
     "objective": lambda result, seen: seen["choose_objective"]["asked"] == "size",
-    "seed": lambda result, seen: {seen[name]["seed"] for name in ("chosen_texts", "Sweep", "run")} == {7},
+    "seed": lambda result, seen: {seen[name]["seed"] for name in ("choose_texts", "Sweep", "run")} == {7},
     "swaps": lambda result, seen: seen["search"]["swaps"].measurements == 3,
     "confidence": lambda result, seen: seen["certify_task"]["confidence"] == 0.9,
     "comparisons": lambda result, seen: "compare_with_baselines" not in seen,
