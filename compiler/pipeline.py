@@ -20,6 +20,7 @@ from .request.result import CompileResult
 from .stages.bundle import certify_bundle, complete_bundle, report, write_bundle
 from .stages.compile_context import Certified, Planned, open_for_compile, open_for_plan
 from .stages.planning import make_curve, make_plan
+from .walker.torch_device import device_errors
 from .workspace.output_lock import hold_output
 from .workspace.work_folder import check_partial, removed_on_failure
 
@@ -30,10 +31,11 @@ def compile_checkpoint(request: CompileRequest) -> CompileResult:
     With `plan_only` no bundle is written. With `resume` the stages of an interrupted run of the same inputs are reused.
     Raises MoecError.
     """
-    if request.plan_only:
-        return _plan(request)
-    with hold_output(request.output, request.disk, request.talk.note):
-        return _compile(request)
+    with device_errors(request.options.torch_device):
+        if request.plan_only:
+            return _plan(request)
+        with hold_output(request.output, request.disk, request.talk.note):
+            return _compile(request)
 
 
 def _plan(request: CompileRequest) -> CompileResult:

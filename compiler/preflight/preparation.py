@@ -35,6 +35,7 @@ from ..search.pruning import prunes
 from ..sensitivity.fisher import asks_gradients
 from ..sensitivity.sensitivity import dense_formats
 from ..walker.kept_layers import NOTHING_KEPT, KeptLayers, resident_bytes
+from ..walker.torch_device import find_device
 from ..workspace.journal import JOURNAL_FORMAT
 from .device_fit import smallest_plan, summarise_device
 from .kept_layers import MemoryNeed, choose_kept_layers
@@ -74,6 +75,11 @@ class Prepared:
         return self.request.options.unit_specs(bitwidths, plain, routed_widths(model), own)
 
     @property
+    def torch_device(self) -> torch.device:
+        """Where texts pass layers and experts are quantized."""
+        return torch.device(self.request.options.torch_device)
+
+    @property
     def stored_specs(self) -> tuple[QuantSpec, ...]:
         """Formats in which every unit is quantized: those on offer, and that of low versions."""
         low = self.request.options.low_spec
@@ -111,6 +117,7 @@ class Prepared:
 def prepare(request: CompileRequest) -> Prepared:
     """Run all checks. Raises MoecError."""
     options = request.options
+    find_device(options.torch_device)
     checkpoint = open_checkpoint(request.source)
     lowering = lower(checkpoint)
     found = Prepared(request, checkpoint, lowering, (), {})
@@ -136,7 +143,7 @@ def prepare(request: CompileRequest) -> Prepared:
     if request.measure_modes is not None:
         request.measure_modes.check(lowering.model, options.fallback_bits is not None)
     if request.cluster is not None:
-        check_cluster(kind)
+        check_cluster(kind, options.torch_device)
     rounds = kind == "uniform" and value < 16 and units_held_by(lowering, found.uniform_units()) < len(lowering.units)
     if rounds and not splits and options.quantizer == DEFAULT_QUANTIZER:
         request.talk.note("without `--data` weights are rounded to nearest; with it, GPTQ keeps far more below 4 bits")

@@ -336,12 +336,9 @@ class Trials:
         results: list[EvaluationResult] = []
         drafts = [data.task.continuation(item.prediction) for item in baseline.items]
         done = 0
-        for look in [*(n for n in LOOKS if n < own), own, len(items)]:
+        for look in dict.fromkeys([*(n for n in LOOKS if n < own), own, len(items)]):
             part, guesses = items[done:look], drafts[done:look]
-            if part:
-                results.append(
-                    evaluate(data.task, part, engine, shots=data.shots, drafts=guesses, progress=self.progress)
-                )
+            results.append(evaluate(data.task, part, engine, shots=data.shots, drafts=guesses, progress=self.progress))
             done = look
             estimate = loss_so_far(data.task, baseline, results)
             if is_clear(estimate, target, data.certification_items):

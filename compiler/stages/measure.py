@@ -45,7 +45,7 @@ def measure(context: CompileContext) -> Measured:
     bundles = plan_bundles(context)
     if prepared.request.options.target.kind == "loss":
         _require_baselines(context, bundles)
-    slot = LoadedLayer(prepared.lowering, prepared.kept_layers.count)
+    slot = LoadedLayer(prepared.lowering, prepared.kept_layers.count, prepared.torch_device)
     store = SweptStore(prepared.lowering, prepared.request.options.quantizer, prepared.stored_specs, context.journal)
     texts = encode_all_texts(prepared) if prepared.splits else None
     passes = _Passes(context, slot, store, texts, torch.get_num_threads())
@@ -67,7 +67,7 @@ def calibrate(context: CompileContext) -> Calibrated:
     texts = encode_all_texts(prepared)
     passes = _Passes(
         context,
-        LoadedLayer(prepared.lowering, prepared.kept_layers.count),
+        LoadedLayer(prepared.lowering, prepared.kept_layers.count, prepared.torch_device),
         store,
         replace(texts, validation=texts.validation.select([0]), held_out={}),  # only train texts count
         torch.get_num_threads(),
@@ -139,7 +139,7 @@ def _answer_meter(passes: _Passes, texts: CompileTexts, swept: Swept, progress: 
     cluster, kept_layers = passes.context.cluster, passes.context.prepared.kept_layers
     if cluster is not None:
         return cluster.measure_answers(texts.validation)
-    lowering, layers = passes.context.prepared.lowering, kept_layers.count
+    lowering, layers, device = passes.context.prepared.lowering, kept_layers.count, passes.slot.device
     keeps = kept_layers.holds_model
-    make = (lambda: passes.slot) if keeps else (lambda: LoadedLayer(lowering, layers))
+    make = (lambda: passes.slot) if keeps else (lambda: LoadedLayer(lowering, layers, device))
     return AnswerWalk(make, texts.validation, passes.threads, progress, swept.answers, keeps)
