@@ -76,7 +76,7 @@ class Prepared:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where texts pass layers and experts are quantized."""
+        """The device on which texts pass layers and experts are quantized."""
         return torch.device(self.request.options.torch_device)
 
     @property

@@ -35,7 +35,7 @@ class OtherTensor(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor) -> OtherTensor:
-        maker: Any = torch.Tensor._make_wrapper_subclass
+        maker: Any = Tensor._make_wrapper_subclass
         made: OtherTensor = maker(
             cls,
             host.size(),

@@ -47,7 +47,7 @@ class NoisyTexts:
     """
 
     def __init__(self, mean: float, deviation: float) -> None:
-        self._rise = mean + deviation * np.random.default_rng(6).standard_normal(5000)
+        self.rise = mean + deviation * np.random.default_rng(6).standard_normal(5000)
         self.opened_plans: list[int] = []
         self.scored: list[int] = []
         self._open = 0
@@ -62,7 +62,7 @@ class NoisyTexts:
         def scores(pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
             numbers = [int("".join(pair).split("#")[1].split()[0]) for pair in pairs]
             counts[-1] += len(pairs)
-            rises = [0.0 if store is None else self._rise[n] for n in numbers]
+            rises = [0.0 if store is None else self.rise[n] for n in numbers]
             return [AnswerScore(20 * (2 + rise), 20) for rise in rises]
 
         yield cast(TextEngine, SimpleNamespace(answer_log_probs=scores))
@@ -132,7 +132,7 @@ def test_a_clear_plan_stops_before_the_spare_texts(tmp_path: Path) -> None:
     bundles = NoisyTexts(0.005, 0.06)
     trials = noisy_trials(bundles, tmp_path, 1000)
     trials.accepts(plan_number(0), TARGET, "search")
-    bundles._rise += 0.5
+    bundles.rise += 0.5
     assert trials.accepts(plan_number(1), TARGET, "search")[1]["perplexity"].n == VALIDATION
 
 
