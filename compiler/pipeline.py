@@ -20,6 +20,7 @@ from .request.result import CompileResult
 from .stages.bundle import certify_bundle, complete_bundle, report, write_bundle
 from .stages.compile_context import Certified, Planned, open_for_compile, open_for_plan
 from .stages.planning import make_curve, make_plan
+from .walker.torch_device import device_errors
 from .workspace.output_lock import hold_output
 from .workspace.work_folder import check_partial, removed_on_failure
 
@@ -31,10 +32,11 @@ def compile_checkpoint(request: CompileRequest, like: Prepared | None = None) ->
     like: the same request for another device, checked; None: checkpoint and data are read.
     Raises MoecError.
     """
-    if request.plan_only:
-        return _plan(request, like)
-    with hold_output(request.output, request.disk, request.talk.note):
-        return _compile(request, like)
+    with device_errors(request.options.torch_device):
+        if request.plan_only:
+            return _plan(request, like)
+        with hold_output(request.output, request.disk, request.talk.note):
+            return _compile(request, like)
 
 
 def _plan(request: CompileRequest, like: Prepared | None) -> CompileResult:

@@ -177,6 +177,14 @@ LONGEST_SUFFIX = ".moec-replaced"
     "[default: 7/8 of the machine's]",
 )
 @click.option(
+    "--torch-device",
+    default="cpu",
+    show_default=True,
+    metavar="cpu|cuda|cuda:N",
+    help="Where calibration, second moments, quantization, gradients and KL of plans are computed. Tested on the CPU; "
+    "no run on a GPU is recorded. Answers of plans come from the runtime on the CPU.",
+)
+@click.option(
     "--cluster", metavar="ADDRESS", help="Use the workers of a Ray cluster: `auto`, or an address like `10.0.0.1:6379`."
 )
 @click.option("--plan-only", is_flag=True, help="Print the plan and the cost of each stage. Write no bundle.")

@@ -44,6 +44,7 @@ def compile_options(values: dict[str, Any]) -> CompileOptions:
         path_keys=values["path_keys"],
         long_items=values["long_items"],
         task_settings=task_settings(values),
+        torch_device=values["torch_device"],
     )
 
 

@@ -85,13 +85,19 @@ def chosen_texts(texts: TokenTexts, context: int, seed: int, max_tokens: int) ->
     max_tokens: maximum number of tokens, if more than one text is left.
     Raises DataError if there is no token.
     """
+    return choose_texts(texts, context, seed, max_tokens)[0]
+
+
+def choose_texts(texts: TokenTexts, context: int, seed: int, max_tokens: int) -> tuple[TokenTexts, frozenset[int]]:
+    """Return `chosen_texts`, and their places in `texts`."""
     rows, prompts = [row[:context] for row in texts.rows], [prompt[:context] for prompt in texts.prompts]
     usable = [at for at, row in enumerate(rows) if row and (not prompts or prompts[at])]
     if not usable:
         raise DataError("calibration has no text", "give a train split with at least one item")
     order = [usable[at] for at in np.random.default_rng(seed).permutation(len(usable)).tolist()]
     shuffled = TokenTexts([rows[at] for at in order], [prompts[at] for at in order] if prompts else [])
-    return shuffled.first(max_tokens)
+    chosen = shuffled.first(max_tokens)
+    return chosen, frozenset(order[: len(chosen.rows)])
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -20,6 +20,7 @@ from moec.manifests.model import ExpertsSpec
 from ..reference.expert_module import intermediate
 from ..walker.loaded_layer import LoadedLayer
 from ..walker.texts import TextStates
+from ..walker.torch_device import CPU
 from ..workspace.parallel import Workers
 from .collect import UNIMPORTANCE_BINS, weight_summary
 
@@ -58,17 +59,21 @@ class LayerInputs:
     middle_moments: the sum over the inputs of down, [E, F, F].
     tokens: number of tokens of each expert, int64 [E].
     has_moments: False if the quantizer needs none. Both sums are then empty.
+    device: where the sums and the samples are. The numbers of tokens are in host memory.
     """
 
-    def __init__(self, experts: ExpertsSpec, hidden_size: int, has_moments: bool = True) -> None:
+    def __init__(
+        self, experts: ExpertsSpec, hidden_size: int, has_moments: bool = True, device: torch.device = CPU
+    ) -> None:
         count, self._has_moments = experts.count, has_moments
         self._has_capacity = experts.router.capacity > 0
         hidden, width = (hidden_size, experts.width) if has_moments else (0, 0)
-        self.input_moments, self.middle_moments = torch.zeros(count, hidden, hidden), torch.zeros(count, width, width)
+        self.input_moments = torch.zeros(count, hidden, hidden, device=device)
+        self.middle_moments = torch.zeros(count, width, width, device=device)
         self.tokens = torch.zeros(count, dtype=torch.int64)
         self._samples: list[list[Tensor]] = [[] for _ in range(count)]
         self._weights: list[list[Tensor]] = [[] for _ in range(count)]
-        self._fallback = torch.zeros(0, hidden_size)
+        self._fallback = torch.zeros(0, hidden_size, device=device)
 
     def add(self, module: Any, batch: ExpertInputs, pool: Workers) -> None:
         """Add a batch, experts in parallel.
@@ -103,7 +108,8 @@ class LayerInputs:
         An expert without a token is judged on tokens of others, as if it had received one of them.
         """
         if not self._samples[expert]:
-            return self._fallback, torch.full((len(self._fallback), 1), _WEIGHT_UNSEEN), 1 / len(self._fallback)
+            share = self._fallback.new_full((len(self._fallback), 1), _WEIGHT_UNSEEN)
+            return self._fallback, share, 1 / len(self._fallback)
         rows, weights = torch.cat(self._samples[expert]), torch.cat(self._weights[expert])
         return rows, weights, float(self.tokens[expert]) / len(rows)
 
@@ -122,13 +128,13 @@ def calibrate_layer(
     slot.begin_stack(texts)
     module, inputs = (
         slot.experts,
-        LayerInputs(slot.model.layers[slot.layer].experts, slot.model.hidden_size, has_moments),
+        LayerInputs(slot.model.layers[slot.layer].experts, slot.model.hidden_size, has_moments, slot.device),
     )
     routes, weights, unimportance = [], [], np.zeros(UNIMPORTANCE_BINS, np.int64)
     with _captured(module) as handed:
 
         def one(at: int) -> tuple[Tensor, ExpertInputs]:
-            state, real = slot.forward(texts, at), texts.real(at)
+            state, real = slot.forward(texts, at), texts.real(at).to(slot.device)
             with torch.inference_mode():
                 parts = (argument[real].clone() for argument in handed.arguments)
                 return state, ExpertInputs(*parts)
@@ -137,8 +143,8 @@ def calibrate_layer(
         for at, (state, batch) in enumerate(pool.in_order(one, range(len(texts.states)))):
             texts.states[at] = state
             inputs.add(module, batch, pool)
-            routes.append(batch.chosen.numpy().astype(np.uint16))
-            summary, counts = weight_summary(batch.weights)
+            routes.append(batch.chosen.cpu().numpy().astype(np.uint16))
+            summary, counts = weight_summary(batch.weights.cpu())
             weights.append(summary.numpy())
             unimportance += counts
     counted = {"routes": np.concatenate(routes), "weights": np.concatenate(weights), "unimportance": unimportance}

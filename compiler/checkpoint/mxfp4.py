@@ -34,7 +34,7 @@ def values(codes: Tensor, scales: Tensor) -> Tensor:
     codes: uint8 [N, B, 32], below 16.
     scales: uint8 [N, B].
     """
-    table = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
+    table = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=codes.device)
     return torch.ldexp(table[codes.long()], (scales.to(torch.int32) - _SCALE_BIAS).unsqueeze(-1))
 
 
@@ -46,9 +46,9 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """
     blocks = weight.float().reshape(len(weight), -1, BLOCK_VALUES)
     largest = blocks.abs().amax(-1)
-    table = torch.tensor(_MAGNITUDES)
-    codes = torch.zeros(blocks.shape, dtype=torch.uint8)
-    scales = torch.full(largest.shape, _ZERO_SCALE, dtype=torch.uint8)
+    table = torch.tensor(_MAGNITUDES, device=weight.device)
+    codes = torch.zeros_like(blocks, dtype=torch.uint8)
+    scales = torch.full_like(largest, _ZERO_SCALE, dtype=torch.uint8)
     undecided = largest > 0
     # The largest magnitude of a block is one of seven values. A few exponents can hold it; the least is tried first.
     least = torch.frexp(largest).exponent + (_SCALE_BIAS - 3)

@@ -13,6 +13,7 @@ from moec.manifests.quant import QuantSpec
 
 from ..checkpoint.url import is_url
 from ..families import Lowering
+from ..request.options import DEFAULT_TORCH_DEVICE
 from ..request.ports import BundleEngine
 from ..request.request import CompileRequest
 from ..walker.memory import COMPILE_PROCESS_BYTES, certifying_bytes, gradients_bytes, layer_weights, quantizing_bytes
@@ -25,10 +26,15 @@ _ANSWERING_BYTES_PER_WEIGHT = 2 + 1
 """Disk of two bundles that answer: the checkpoint's own weights, and a plan of at most 8 bits."""
 
 
-def check_cluster(kind: str) -> None:
-    """Raise OptionError where a cluster would have nothing to do."""
+def check_cluster(kind: str, torch_device: str = DEFAULT_TORCH_DEVICE) -> None:
+    """Raise OptionError where a cluster would have nothing to do, or where its workers compute on another device."""
     if kind == "uniform":
         raise OptionError("`--cluster` has no effect with `--uniform`, which searches nothing", "leave it out")
+    if torch_device != DEFAULT_TORCH_DEVICE:
+        raise OptionError(
+            f"the workers of `--cluster` compute on their CPUs, found `--torch-device {torch_device}`",
+            "leave one of the two out",
+        )
 
 
 def _weights(model: ModelSpec) -> int:

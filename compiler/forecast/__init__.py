@@ -9,6 +9,7 @@ from __future__ import annotations
 from moec.manifests.errors import OptionError
 
 from ..preflight.preparation import prepare
+from ..request.options import DEFAULT_TORCH_DEVICE
 from ..request.request import CompileRequest
 from ..request.uniform import uniform_quantizer, uniform_spec
 from ..stages.encode_texts import encode_all_texts
@@ -26,6 +27,11 @@ def forecast(request: CompileRequest) -> list[StageForecast]:
     Reads headers, task data and one layer's weights. Writes only temporary files.
     Raises the errors of a compile's checks before work.
     """
+    if request.options.torch_device != DEFAULT_TORCH_DEVICE:
+        raise OptionError(
+            f"`--estimate` times work on the CPU, found `--torch-device {request.options.torch_device}`",
+            "leave one of the two out",
+        )
     prepared = prepare(request)
     lowering, options, talk = prepared.lowering, request.options, request.talk
     parent = existing_parent(request.output)

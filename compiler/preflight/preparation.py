@@ -35,6 +35,7 @@ from ..search.pruning import prunes
 from ..sensitivity.fisher import asks_gradients
 from ..sensitivity.sensitivity import dense_formats
 from ..walker.kept_layers import NOTHING_KEPT, KeptLayers, resident_bytes
+from ..walker.torch_device import find_device
 from ..workspace.journal import JOURNAL_FORMAT
 from .device_fit import smallest_plan, summarise_device
 from .kept_layers import MemoryNeed, choose_kept_layers
@@ -72,6 +73,11 @@ class Prepared:
             return (uniform_spec(self.request.options, self.lowering),)
         own, plain = held_units(self.lowering), self.lowering.own_unit_spec
         return self.request.options.unit_specs(bitwidths, plain, routed_widths(model), own)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device on which texts pass layers and experts are quantized."""
+        return torch.device(self.request.options.torch_device)
 
     @property
     def stored_specs(self) -> tuple[QuantSpec, ...]:
@@ -115,6 +121,7 @@ def prepare(request: CompileRequest, like: Prepared | None = None) -> Prepared:
     Raises MoecError.
     """
     options = request.options
+    find_device(options.torch_device)
     checkpoint = open_checkpoint(request.source) if like is None else like.checkpoint
     lowering = lower(checkpoint) if like is None else like.lowering
     found = Prepared(request, checkpoint, lowering, (), {})
@@ -143,7 +150,7 @@ def prepare(request: CompileRequest, like: Prepared | None = None) -> Prepared:
     if request.measure_modes is not None:
         request.measure_modes.check(lowering.model, options.fallback_bits is not None)
     if request.cluster is not None:
-        check_cluster(kind)
+        check_cluster(kind, options.torch_device)
     rounds = kind == "uniform" and value < 16 and units_held_by(lowering, found.uniform_units()) < len(lowering.units)
     if rounds and not splits and options.quantizer == DEFAULT_QUANTIZER:
         request.talk.note("without `--data` weights are rounded to nearest; with it, GPTQ keeps far more below 4 bits")

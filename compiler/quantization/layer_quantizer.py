@@ -25,9 +25,11 @@ from moec.manifests.quant import QuantSpec
 
 from ..calibration.layer_inputs import LayerInputs
 from ..reference.expert_module import activated, first_products, projections_of
+from ..walker.torch_device import CPU
 from ..workspace.parallel import Workers
 from .own_codes import ExactMatrices, no_codes
 from .quantized import LEFT_OUT, QuantizedMatrix
+from .quantizers import PACKAGES
 from .quantizers import quantizer as find_quantizer
 from .quantizers.gptq import prepare_inputs, quantize_gptq
 
@@ -67,9 +69,10 @@ class ExpertQuantizer:
         matrices: Matrices = {}
         for group, at in ((("gate", "up"), 0), (("down",), 1)):
             units = {UnitKey(self.layer, expert, name): weights[name] for name in group if name in weights}
-            held = {(unit, spec): matrix for unit in units for spec, matrix in exact(unit, self.specs).items()}
             # Projections of the same inputs are rounded as one matrix: rows are independent, and calls are fewer.
             weight = torch.cat(list(units.values()))
+            found = ((unit, exact(unit, self.specs)) for unit in units)
+            held = {(unit, spec): own.to(weight.device) for unit, kept in found for spec, own in kept.items()}
             fitting = [spec for spec in self.specs if spec.fits(weight.shape[1])]
             rounded = [spec for spec in fitting if any((unit, spec) not in held for unit in units)]
             moment, prepared = None if moments is None else moments[at], None
@@ -79,13 +82,20 @@ class ExpertQuantizer:
                 if self.quantizer == "gptq" and not spec.is_mxfp4:
                     made = quantize_gptq(weight, spec, moment, tokens, prepared)
                 else:
-                    made = find_quantizer(self.quantizer)(weight, spec, moment, tokens)
+                    made = self._by_name(weight, spec, moment, tokens)
                 start = 0
                 for unit, own in units.items():
                     matrices[unit, spec] = made.rows(start, start + len(own))
                     start += len(own)
             matrices.update(held)
         return matrices
+
+    def _by_name(self, weight: Tensor, spec: QuantSpec, moment: Tensor | None, tokens: int) -> QuantizedMatrix:
+        """Quantize one matrix. Quantizers of other packages compute on the CPU."""
+        if self.quantizer not in PACKAGES:
+            return find_quantizer(self.quantizer)(weight, spec, moment, tokens)
+        host = None if moment is None else moment.cpu()
+        return find_quantizer(self.quantizer)(weight.cpu(), spec, host, tokens).to(weight.device)
 
 
 QuantizeElsewhere = Callable[[ExpertQuantizer, LayerInputs | None, Sequence[int]], Iterator[Matrices]]
@@ -132,7 +142,8 @@ class LayerQuantizer:
         with torch.inference_mode():
             weights = projections_of(self._module, expert)
             matrices = self._quantizer.run(expert, weights, moments, tokens, self._exact)
-        return matrices, self._costs(expert, matrices, inputs)
+        costs = self._costs(expert, matrices, inputs)
+        return {key: matrix.to(CPU) for key, matrix in matrices.items()}, costs
 
     @torch.inference_mode()
     def _costs(self, expert: int, matrices: Matrices, inputs: LayerInputs | None) -> Costs:

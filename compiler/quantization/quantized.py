@@ -35,6 +35,11 @@ class QuantizedMatrix:
         minima = None if self.minima is None else self.minima[start:end]
         return QuantizedMatrix(self.spec, self.codes[start:end], self.scales[start:end], minima)
 
+    def to(self, device: torch.device) -> QuantizedMatrix:
+        """Return the matrix on a device."""
+        minima = None if self.minima is None else self.minima.to(device)
+        return QuantizedMatrix(self.spec, self.codes.to(device), self.scales.to(device), minima)
+
     def dequantize(self) -> torch.Tensor:
         """Return the weights that the runtime computes with, float32 [N, K]."""
         rows, columns = self.codes.shape

@@ -47,7 +47,7 @@ def sorted_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     top_k = top_k_index.shape[-1]
     chosen = top_k_index.reshape(-1)
     order = chosen.argsort(stable=True)
-    counts = torch.bincount(chosen, minlength=module.num_experts).tolist()
+    counts = torch.bincount(chosen, minlength=module.num_experts).cpu().tolist()
     rows = hidden_states.index_select(0, order // top_k)
     outputs = torch.empty_like(rows)
     start = 0
@@ -59,7 +59,7 @@ def sorted_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_
             start += count
     outputs.mul_(top_k_weights.reshape(-1)[order].unsqueeze(-1))
     place = torch.empty_like(order)
-    place[order] = torch.arange(len(order))
+    place[order] = torch.arange(len(order), device=order.device)
     return outputs.index_select(0, place).view(len(hidden_states), top_k, -1).sum(1)
 
 

@@ -50,6 +50,10 @@ class Prompts:
     real: Tensor
     states: Tensor | None = None
 
+    def to(self, device: torch.device) -> Prompts:
+        """Return them on a device."""
+        return Prompts(self.real.to(device), None if self.states is None else self.states.to(device))
+
 
 @dataclass(frozen=True)
 class SingleLayer:

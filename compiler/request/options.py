@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -36,6 +37,8 @@ DEFAULT_BITS: tuple[float, ...] = (1, TERNARY, 2, 3, 4, 8, 16)
 Source: docs/experiments/2026-11-25-five-and-six-bits.md.
 """
 DEFAULT_QUANTIZER = "gptq"
+DEFAULT_TORCH_DEVICE = "cpu"
+TORCH_DEVICES = r"cpu|cuda(:\d{1,3})?"
 DENSE_BITS = (4, 5, 6, 8, 16)
 SEARCHED_DENSE_BITS = (4, 8, 16)
 FALLBACK_BITS = (1, 2, 3, 4, 5, 6)
@@ -71,6 +74,7 @@ _OPTION_NAMES = {
     "long_items": "long-items",
     "path_keys": "path-keys",
     "prune": "prune-experts/--keep-experts",
+    "torch_device": "torch-device",
 }
 
 
@@ -100,6 +104,7 @@ class CompileOptions:
     path_keys: `best`: exact sets, if they predict held-out tokens better than pairs; or `pairs`.
     long_items: what becomes of items that exceed the context, see `evaluation/long_items.py`.
     task_settings: changes of all tasks: prompts and metric.
+    torch_device: device of torch that passes texts through layers and quantizes: `cpu`, `cuda` or `cuda:N`.
     Raises OptionError for values out of range or without effect.
     """
 
@@ -125,6 +130,7 @@ class CompileOptions:
     path_keys: PathKeys = DEFAULT_PATH_KEYS
     long_items: str = TRUNCATE
     task_settings: TaskSettings = NO_SETTINGS
+    torch_device: str = DEFAULT_TORCH_DEVICE
 
     def __post_init__(self) -> None:
         if self.dense_bits is not None and self.dense_bits not in DENSE_BITS:
@@ -142,6 +148,11 @@ class CompileOptions:
                     f"`--group-size {size}` is more than the {MAX_DIMENSION} columns that a matrix may have",
                     "choose 32, 64, 128 or 0 (per row)",
                 )
+        if re.fullmatch(TORCH_DEVICES, self.torch_device) is None:
+            raise OptionError(
+                f"`--torch-device {self.torch_device[:40]}` is not on offer",
+                "choose cpu, cuda, or cuda:N for one of many",
+            )
         if self.quantizer not in QUANTIZERS:
             raise OptionError(f"unknown quantizer `{self.quantizer}`", f"choose one of {', '.join(QUANTIZERS)}")
         if self.objective is not None and self.objective not in OBJECTIVES:
@@ -182,6 +193,8 @@ class CompileOptions:
             self._refuse_given(searched | _OF_SEARCH, "with `--uniform`, which searches nothing")
         if self.data is None:
             self._refuse_given(_OF_DATA, "without `--data`")
+            if self.target.kind == "uniform":
+                self._refuse_given({"torch_device": DEFAULT_TORCH_DEVICE}, "with `--uniform` and without `--data`")
         if self.target.kind != "uniform" or self.target.value == 16:
             self._refuse_given({"symmetric": None}, "but with `--uniform` below 16 bits")
         if self.target.kind in ("size", "bits_per_weight"):
@@ -355,6 +368,7 @@ class CompileOptions:
             **({} if self.swaps is None else {"swaps": str(self.swaps)}),
             **({} if self.prune is None else {"prune": str(self.prune).lower()}),
             **({} if self.fallback_bits is None else {"fallback_bits": str(self.fallback_bits)}),
+            **({} if self.torch_device == DEFAULT_TORCH_DEVICE else {"torch_device": self.torch_device}),
         }
 
 

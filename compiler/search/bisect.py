@@ -16,12 +16,13 @@ from functools import partial
 import numpy as np
 
 from moec.evaluation.divergence import divergence_bound
-from moec.evaluation.statistics import LossEstimate
+from moec.evaluation.statistics import DistributionSummary, LossEstimate
 from moec.manifests.errors import TargetUnreachable
 
 from ..request.plan import CompilePlan
 from ..request.targets import Target
-from ..sensitivity.trials import Trials, items_for_precision, upper_bound
+from ..sensitivity.acceptance import items_for_precision, upper_bound
+from ..sensitivity.trials import Trials
 from .boundary import Boundaries, Boundary, Ended, budget_at, corrected_space
 from .bracket import (
     AIM,
@@ -115,8 +116,10 @@ def _search_kl(
         for _ in range(MAX_KL):
             budget = min(budget, most)
             plan, cost = least_plan(space, budget)
-            measured = divergence_bound(trials.kl(plan, "search"))
-            note(f"KL up to {measured:.4f} at {plan.bits_per_weight:.3f} bits per weight")
+            summary = trials.kl(plan, "search")
+            measured = divergence_bound(summary)
+            verdict = "kept" if measured <= target else "refused"
+            note(f"{plan.bits_per_weight:.3f} bits per weight: {_kl_text(summary, target)}: {verdict}")
             bracket.add(Found(plan, budget, cost), measured <= target)
             is_used_up = target / CLOSE_KL <= measured <= target
             if is_used_up or bracket.is_closed(CLOSE_COSTS, most):
@@ -150,7 +153,7 @@ def _corrected_at(space: SearchSpace, trials: Trials, cost: float, swaps: Swaps)
 
 def _kl_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool, str]:
     summary = trials.kl(plan, "most precise")
-    return divergence_bound(summary) <= target, f"has KL {summary.mean:.4g}"
+    return divergence_bound(summary) <= target, f"has {_kl_text(summary, target)}"
 
 
 class _LossSearch:
@@ -158,7 +161,7 @@ class _LossSearch:
 
     def __init__(self, space: SearchSpace, trials: Trials, target: float, note: Note) -> None:
         self._space, self._trials, self._target = space, trials, target
-        self._tell = _LossNotes(target, trials.certification_items, note)
+        self._tell = _LossNotes(target, trials.certification_items, trials.available_items, note)
         self._kept, self._refused = list[Found](), list[Found]()
 
     def run(self, swaps: Swaps, known: Boundary | None) -> Ended:
@@ -308,27 +311,48 @@ class _LossNotes:
     """Says what was measured of each plan, and why it was kept or refused.
 
     items: number of items in the certificate of each task.
+    available: number of validation items of each task, and of all items that the search may take.
     """
 
     target: float
     items: Mapping[str, int]
+    available: Mapping[str, tuple[int, int]]
     note: Note
     _told: set[str] = field(default_factory=set)
 
     def plan(self, plan: CompilePlan, losses: Mapping[str, LossEstimate], accepted: bool) -> None:
-        """Tell the verdict on a plan. If a standard error is large, tell once how many items would make it small."""
+        """Tell the verdict on a plan. Tell once where more items were taken, and how many would be needed."""
         verdict = "kept" if accepted else "refused"
+        for task, loss in losses.items():
+            validation = self.available[task][0]
+            if loss.n > validation:
+                self._once(
+                    f"{task}: {loss.n - validation} train texts that nothing else uses join the {validation} "
+                    "validation texts, to make the loss more precise"
+                )
         self.note(
             f"{plan.bits_per_weight:.3f} bits per weight: {_losses_text(losses, self.target, self.items)}: {verdict}"
         )
         for task, loss in losses.items():
-            needed = items_for_precision(loss, self.target)
-            if needed > loss.n and task not in self._told:
-                self._told.add(task)
-                self.note(
-                    f"{task}: the loss has a standard error of {loss.standard_error:.2%} on {loss.n} items; "
-                    f"{needed} items would make it a quarter of the target"
+            needed, every = items_for_precision(loss, self.target), self.available[task][1]
+            if loss.n == every < needed:
+                self._once(
+                    f"{task}: the loss has a standard error of {loss.standard_error:.2%} on {loss.n} items, all that "
+                    f"the data holds for the search; {needed} items would make it a quarter of the target",
+                    f"{task}: needed",
                 )
+
+    def _once(self, sentence: str, kind: str = "") -> None:
+        """Tell a sentence, unless one of its kind was told."""
+        if (kind or sentence) not in self._told:
+            self._told.add(kind or sentence)
+            self.note(sentence)
+
+
+def _kl_text(summary: DistributionSummary, target: float) -> str:
+    """Return a KL with the upper bound that decides."""
+    upper = divergence_bound(summary)
+    return f"KL {summary.mean:.4g}, upper bound {upper:.4g} {'<=' if upper <= target else '>'} {target:.4g}"
 
 
 def _losses_text(losses: Mapping[str, LossEstimate], target: float, items: Mapping[str, int]) -> str:

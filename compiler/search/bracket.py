@@ -11,7 +11,7 @@ import numpy as np
 from moec.evaluation.statistics import LossEstimate
 
 from ..request.plan import CompilePlan
-from ..sensitivity.trials import margin
+from ..sensitivity.acceptance import margin
 from .knapsack import ChoiceTable, least_cost, least_loss
 from .space import SearchSpace
 

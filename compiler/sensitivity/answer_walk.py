@@ -6,7 +6,7 @@ Shapes: A scored tokens of all texts, a of some of them, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -144,15 +144,16 @@ class AnswerWalk:
             self._own_states = self._states(slot, lambda name: None)
         states, own_head = self._states(slot, weights), slot.head()
         matrix = weights(slot.model.head_name)
-        head = own_head if matrix is None else replace(own_head, matrix=matrix)
+        head = own_head if matrix is None else own_head.with_matrix(matrix)
         targets = torch.tensor([token for row in self.answers.targets for token in row])
         kl, agrees, nll = np.empty(len(states)), np.empty(len(states), np.bool_), np.empty(len(states))
         with one_torch_thread():  # the same bits for any number of processors
             for tokens, log_p in self._own(own_head, self._own_states):
                 log_q = head.logits(states[tokens]).log_softmax(-1)
                 token_kl, token_agrees = divergence(log_p, log_q)
-                kl[tokens], agrees[tokens] = token_kl.double().numpy(), token_agrees.numpy()
-                nll[tokens] = -log_q.gather(1, targets[tokens].unsqueeze(1)).squeeze(1).double().numpy()
+                token_nll = -log_q.gather(1, targets[tokens].to(log_q.device).unsqueeze(1)).squeeze(1)
+                kl[tokens], agrees[tokens] = token_kl.double().cpu().numpy(), token_agrees.cpu().numpy()
+                nll[tokens] = token_nll.double().cpu().numpy()
         return AnswerMeasures(kl, agrees, nll)
 
     def _states(self, slot: LoadedLayer, weights: Replaced) -> Tensor:

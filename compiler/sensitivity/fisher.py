@@ -47,7 +47,7 @@ def sketch(logits: Tensor, seeds: Sequence[int]) -> Tensor:
     """
     drawn = torch.from_numpy(np.random.default_rng(list(seeds)).standard_normal(logits.shape, np.float32))
     probabilities = logits.softmax(-1)
-    weighted = probabilities.sqrt() * drawn
+    weighted = probabilities.sqrt() * drawn.to(logits.device)
     return weighted - probabilities * weighted.sum(-1, keepdim=True)
 
 

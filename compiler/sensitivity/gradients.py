@@ -219,7 +219,7 @@ class LayerGradients:
         normed = self._slot.normed(torch.cat(spans))
         logits, gradients = head.logits(normed.detach()), []
         for number in range(SKETCHES):
-            at_normed = head.back(sketch(logits, [seed, indices[0], number]))
+            at_normed = head.back(sketch(logits, [seed, indices[0], number])).cpu()
             gradients.append(torch.autograd.grad(normed, hidden, at_normed, retain_graph=number + 1 < SKETCHES)[0])
         return torch.stack(gradients)
 
@@ -238,7 +238,7 @@ class LayerGradients:
         shape = len(self._model.units_of_layer(layer)), len(self._specs)
         squares = np.full(shape, np.nan)
         if parts:
-            tokens = _joined(parts, real)
+            tokens = _joined(parts, real.to(self._slot.device))
             squares = self._priced(layer, HandedTexts(tokens, text_of_token, len(texts.texts.rows)), pool)
         self._write(f"upstream-{layer}", (tensor for batch in before for tensor in batch.tensors()))
         self._journal.arrays(f"gradients-{layer}", lambda: {"squares": squares})
@@ -261,7 +261,9 @@ class LayerGradients:
 
     def _back(self, texts: TextStates, batch: int, every: list[_Upstream]) -> tuple[_Upstream, HandedTokens | None]:
         """Return the gradients of one batch before the layer, and what its tokens handed to the experts."""
-        upstream, entering, prompts = every[batch], texts.states[batch].requires_grad_(), texts.prompts(batch)
+        upstream, device, given = every[batch], self._slot.device, texts.prompts(batch)
+        entering = texts.states[batch].to(device).requires_grad_()
+        prompts = None if given is None else given.to(device)
         self._handed.tokens = None
         leaves = [entering]
         if prompts is not None and prompts.states is not None:
@@ -271,13 +273,13 @@ class LayerGradients:
         wanted = leaves if handed is None else [*leaves, handed[3]]
         found = [
             torch.autograd.grad(out, wanted, gradient, retain_graph=number + 1 < SKETCHES)
-            for number, gradient in enumerate(upstream.states)
+            for number, gradient in enumerate(upstream.states.to(device))
         ]
-        before = _Upstream(torch.stack([own[0] for own in found]))
+        before = _Upstream(torch.stack([own[0] for own in found]).cpu())
         # The results are as large as the inputs, which are not needed any more.
         texts.states[batch], upstream.states = torch.empty(0), torch.empty(0)
         if upstream.encoded is not None:
-            before.encoded = upstream.encoded + torch.stack([own[1] for own in found])
+            before.encoded = upstream.encoded + torch.stack([own[1] for own in found]).cpu()
         if handed is None:
             return before, None
         inputs, chosen, weights, _ = handed

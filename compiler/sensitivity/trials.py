@@ -14,19 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
 from moec.evaluation.data import ItemSet
 from moec.evaluation.engine import TextEngine, no_progress
 from moec.evaluation.results import EvaluationResult
-from moec.evaluation.run import evaluate
-from moec.evaluation.statistics import (
-    ONE_SIDED_95,
-    DistributionSummary,
-    LossEstimate,
-    perplexity_loss,
-    relative_loss,
-)
+from moec.evaluation.run import evaluate, joined
+from moec.evaluation.statistics import DistributionSummary, LossEstimate
 from moec.evaluation.tasks import Item, Task
 from moec.manifests.errors import OptionError
 from moec.manifests.progress import Progress
@@ -35,15 +27,11 @@ from moec.profiles.freed_memory import give_back_freed_memory
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan, plain_plan
 from ..workspace.journal import Journal
+from .acceptance import is_clear, items_for_precision, keeps, loss_so_far
 from .answer_walk import AnswerMeasures, AnswerMeter
 
 # A measurement on generated answers looks after these numbers of items, and stops if the result is already clear.
 LOOKS = (500, 1000)
-CLEAR_STANDARD_ERRORS = 3.0
-# Standard error of a loss, as a share of the target, that needs no more items.
-PRECISION = 0.25
-# Enough for a standard error. The certificate uses five times as many.
-TRIAL_RESAMPLES = 2000
 
 
 class OpenPlans(Protocol):
@@ -65,12 +53,14 @@ class TaskData:
     validation: items of the search.
     certification_items: number of items of the certificate.
     shots: solved examples before each item.
+    spare: train items that nothing else uses. The search takes some of them if validation is too few.
     """
 
     task: Task
     validation: ItemSet
     certification_items: int
     shots: tuple[Item, ...] = ()
+    spare: tuple[Item, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +129,12 @@ class Trials:
     def certification_items(self) -> dict[str, int]:
         """Number of items in the certificate of each task."""
         return {data.task.name: data.certification_items for data in self.tasks}
+
+    @property
+    def available_items(self) -> dict[str, tuple[int, int]]:
+        """Number of validation items of each task, and of those with the spare ones."""
+        sizes = {data.task.name: (len(data.validation.items), len(data.spare)) for data in self.tasks}
+        return {name: (own, own + spare) for name, (own, spare) in sizes.items()}
 
     @property
     def first_kl_per_loss(self) -> float:
@@ -220,15 +216,15 @@ class Trials:
         """Return the result of the unquantized model on the validation items of one task."""
         name = data.task.name
         if name not in self._baselines:
-            stage = f"baseline-{name}"
-            plain = self.journal.json(stage, lambda: self._measure_baseline(data).to_json(per_item=True))
-            self._items[stage] = len(data.validation.items)
+            stage, items = f"baseline-{name}", data.validation.items
+            plain = self.journal.json(stage, lambda: self._measure_baseline(data, items).to_json(per_item=True))
+            self._items[stage] = len(items)
             self._baselines[name] = EvaluationResult.from_json(plain)
         return self._baselines[name]
 
-    def _measure_baseline(self, data: TaskData) -> EvaluationResult:
+    def _measure_baseline(self, data: TaskData, items: Sequence[Item]) -> EvaluationResult:
         with self.unquantized() as engine:
-            return evaluate(data.task, data.validation.items, engine, shots=data.shots, progress=self.progress)
+            return evaluate(data.task, items, engine, shots=data.shots, progress=self.progress)
 
     def unquantized(self) -> AbstractContextManager[TextEngine]:
         """Return an engine that answers like the checkpoint."""
@@ -277,6 +273,8 @@ class Trials:
         )
         losses = {task: _estimate(values) for task, values in plain.items()}
         self._items[stage] = sum(loss.n for loss in losses.values())
+        for data in self.tasks:
+            self._baseline_with_spare(data, target)  # counts its items, also in a resumed run
         accepted = len(losses) == len(self.tasks) and all(
             keeps(losses[data.task.name], target, data.certification_items) for data in self.tasks
         )
@@ -284,29 +282,68 @@ class Trials:
         return accepted, losses
 
     def _measure_losses(self, plan: CompilePlan, target: float, store: UnitStore | None) -> dict[str, LossEstimate]:
-        """Return the loss per task. Stop after the first task that does not keep the target."""
-        losses: dict[str, LossEstimate] = {}
-        with self.planned(plan, store) as engine:
+        """Return the loss per task. Stop after the first task that does not keep the target.
+
+        The first plan that is near the target decides how many spare items are taken. It is then measured again.
+        """
+        while True:
+            losses: dict[str, LossEstimate] = {}
             for data in self.tasks:
-                losses[data.task.name] = self._measure(data, target, engine)
-                if not keeps(losses[data.task.name], target, data.certification_items):
-                    break
-        return losses
+                self._baseline_with_spare(data, target)  # before the plan's engine is open
+            with self.planned(plan, store) as engine:
+                for data in self.tasks:
+                    losses[data.task.name] = self._measure(data, target, engine)
+                    if not keeps(losses[data.task.name], target, data.certification_items):
+                        break
+            measured = [data for data in self.tasks if data.task.name in losses]
+            if not any([self._take_spare(data, losses[data.task.name], target) for data in measured]):
+                return losses
+
+    def _take_spare(self, data: TaskData, loss: LossEstimate, target: float) -> bool:
+        """Choose how many spare items make the standard error PRECISION times the target. Return whether it is any.
+
+        The number is chosen once for each task and target, so that all later plans are measured alike.
+        """
+        is_decided = bool(self._taken(data, target)) or is_clear(loss, target, data.certification_items)
+        needed = min(items_for_precision(loss, target) - loss.n, len(data.spare))
+        if is_decided or needed <= 0:
+            return False
+        self.journal.json(_spare_stage(data, target), lambda: needed)
+        return True
+
+    def _taken(self, data: TaskData, target: float) -> int:
+        """Return the number of spare items that are taken."""
+        stage = _spare_stage(data, target)
+        return 0 if self.journal.get(stage) is None else int(self.journal.json(stage, _not_measured))
+
+    def _baseline_with_spare(self, data: TaskData, target: float) -> EvaluationResult:
+        """Return the result of the unquantized model on the validation items and the spare ones that are taken."""
+        first, count = self.baseline(data), self._taken(data, target)
+        if not count:
+            return first
+        stage, items = f"baseline-{data.task.name}-{count}", data.spare[:count]
+        if stage not in self._baselines:
+            plain = self.journal.json(stage, lambda: self._measure_baseline(data, items).to_json(per_item=True))
+            parts = [first, EvaluationResult.from_json(plain)]
+            self._items[stage] = count
+            self._baselines[stage] = joined(data.task, [*data.validation.items, *items], parts, data.shots)
+        return self._baselines[stage]
 
     def _measure(self, data: TaskData, target: float, engine: TextEngine) -> LossEstimate:
-        """Return the loss on validation. Stop early at CLEAR_STANDARD_ERRORS from the decision."""
-        baseline, items, done = self.baseline(data), data.validation.items, 0
+        """Return the loss on validation, and on the spare items that are taken. Stop early where it is clear."""
+        baseline, taken = self._baseline_with_spare(data, target), self._taken(data, target)
+        own, items = len(data.validation.items), [*data.validation.items, *data.spare[:taken]]
         results: list[EvaluationResult] = []
         drafts = [data.task.continuation(item.prediction) for item in baseline.items]
-        while True:
-            look = next((n for n in LOOKS if done < n < len(items)), len(items))
+        done = 0
+        for look in dict.fromkeys([*(n for n in LOOKS if n < own), own, len(items)]):
             part, guesses = items[done:look], drafts[done:look]
             results.append(evaluate(data.task, part, engine, shots=data.shots, drafts=guesses, progress=self.progress))
             done = look
             estimate = loss_so_far(data.task, baseline, results)
-            distance = abs(upper_bound(estimate, data.certification_items) - target)
-            if done == len(items) or distance > CLEAR_STANDARD_ERRORS * estimate.standard_error > 0:
-                return estimate
+            if is_clear(estimate, target, data.certification_items):
+                break
+        return estimate
 
     def _log(
         self,
@@ -322,6 +359,11 @@ class Trials:
                 accepted,
             )
         )  # fmt: skip
+
+
+def _spare_stage(data: TaskData, target: float) -> str:
+    """Return the stage of the journal that keeps how many spare items are taken."""
+    return f"spare-{data.task.name}-{target}"
 
 
 def _not_measured() -> Any:
@@ -343,45 +385,3 @@ def _estimate(values: Mapping[str, Any]) -> LossEstimate:
         "standard_error": _told(values["standard_error"], math.inf),
     }
     return LossEstimate(**{**values, **bounds})
-
-
-def margin(estimate: LossEstimate, certification_items: int) -> float:
-    """Return the distance that a loss must keep from its target.
-
-    It is one standard error on validation, plus the expected width of the certificate's one-sided 95 % bound on its own
-    items. An accepted plan is then likely to be supported.
-    """
-    at_certification = estimate.standard_error * math.sqrt(estimate.n / max(certification_items, 1))
-    return estimate.standard_error + ONE_SIDED_95 * at_certification
-
-
-def upper_bound(estimate: LossEstimate, certification_items: int) -> float:
-    """Return the bound of a loss that the search compares with the target: the loss and its margin."""
-    return estimate.loss + margin(estimate, certification_items)
-
-
-def keeps(estimate: LossEstimate, target: float, certification_items: int) -> bool:
-    """Return whether the search accepts a loss. Acceptance implies loss + one standard error <= target."""
-    return upper_bound(estimate, certification_items) <= target
-
-
-def items_for_precision(estimate: LossEstimate, target: float) -> int:
-    """Return about how many items make the standard error PRECISION times the target, if all else stays the same.
-
-    0 if the standard error is not known.
-    """
-    if not math.isfinite(estimate.standard_error):
-        return 0
-    return math.ceil(estimate.n * (estimate.standard_error / (PRECISION * target)) ** 2)
-
-
-def loss_so_far(task: Task, baseline: EvaluationResult, parts: Sequence[EvaluationResult]) -> LossEstimate:
-    """Return the relative loss on the items measured so far, paired with the first items of the baseline."""
-    scores = np.concatenate([part.scores for part in parts])
-    count = len(scores)
-    if task.is_perplexity:
-        nll, tokens = (np.concatenate([getattr(part, name) for part in parts]) for name in ("nll", "tokens"))
-        return perplexity_loss(baseline.nll[:count], baseline.tokens[:count], nll, tokens, TRIAL_RESAMPLES)
-    return relative_loss(
-        baseline.scores[:count], scores, task.higher_is_better, task.score_range, resamples=TRIAL_RESAMPLES
-    )

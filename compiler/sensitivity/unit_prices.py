@@ -45,7 +45,7 @@ class HandedTokens:
 class HandedTexts:
     """Inputs that all texts handed to the experts of a layer.
 
-    texts: the text of each token, int64 [N].
+    texts: the text of each token, int64 [N], in host memory.
     num_texts: number of texts.
     """
 
@@ -92,7 +92,7 @@ def expert_squares(
         first = torch.autograd.grad(middle, list(products.values()), down @ original["down"], retain_graph=keep)
         for name, gradient in zip(original, (*first, down), strict=True):
             gradients[name].append(gradient)
-    inputs = {**dict.fromkeys(products, rows), "down": middle.detach()}
+    inputs, texts = {**dict.fromkeys(products, rows), "down": middle.detach()}, handed.texts[tokens.cpu()]
     with torch.no_grad():
         for row, name in enumerate(original):
             for column, spec in enumerate(specs):
@@ -100,10 +100,11 @@ def expert_squares(
                 if not is_known or not is_priced(name, spec, original[name].shape[1]):
                     squares[row, column] = np.nan
                     continue
-                other = 0.0 if spec.is_pruned else restored(unit_of(name), spec)
+                other = 0.0 if spec.is_pruned else restored(unit_of(name), spec).to(rows.device)
                 moved = inputs[name] @ (other - original[name]).T
                 for gradient in gradients[name]:
-                    sums = (moved * gradient).sum(1, dtype=torch.float64)
+                    # Added up in host memory: on other devices, the order of `index_add_` may vary.
+                    sums = (moved * gradient).sum(1, dtype=torch.float64).cpu()
                     totals = torch.zeros(handed.num_texts, dtype=torch.float64)
-                    squares[row, column] += float(totals.index_add_(0, handed.texts[tokens], sums).square().sum())
+                    squares[row, column] += float(totals.index_add_(0, texts, sums).square().sum())
     return squares

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from moec.evaluation.data import SplitData
@@ -13,7 +13,7 @@ from moec.evaluation.text_pairs import TokenPair, encode_pairs, forced_rows
 from moec.manifests.errors import ContextOverflow, DataError
 from moec.manifests.model import ModelSpec
 
-from ..calibration.collect import chosen_texts
+from ..calibration.collect import choose_texts
 from ..checkpoint.tokenizer import load_tokenizer
 from ..preflight.preparation import KL_ITEMS, Prepared
 from ..request.task_data import train_texts
@@ -35,6 +35,7 @@ class CompileTexts:
     gradients: train texts of the gradients.
     validation: texts on which plans are measured.
     held_out: texts of the certificate's KL, by task.
+    spare: train items of each perplexity task that neither calibration nor gradients use, in their order.
     """
 
     calibration: TokenTexts
@@ -42,6 +43,7 @@ class CompileTexts:
     gradients: AnswerTexts
     validation: AnswerTexts
     held_out: Mapping[str, AnswerTexts]
+    spare: Mapping[str, tuple[Item, ...]] = field(default_factory=dict)
 
     @property
     def scored_tokens(self) -> int:
@@ -59,7 +61,7 @@ def encode_all_texts(prepared: Prepared) -> CompileTexts:
 
     train = [encoded(train_texts(split, prepared.shots)) for split in prepared.splits]
     prompts, pairs = divided_pairs(model, [pair for task in train for pair in task])
-    calibration = chosen_texts(
+    calibration, calibrated = choose_texts(
         TokenTexts([before + answer for before, answer in pairs], prompts),
         model.original_positions,
         prepared.request.options.seed,
@@ -74,7 +76,38 @@ def encode_all_texts(prepared: Prepared) -> CompileTexts:
         test = encoded(_texts(split, split.test.items[:HELD_OUT_ITEMS], shots))
         held_out[name] = _scored_answers(model, name, test, limits.held_out)
     gradients = _gradient_texts(model, train, limits.gradients)
-    return CompileTexts(calibration, calibration.first(limits.probe), gradients, _joined(validation), held_out)
+    spare = dict[str, tuple[Item, ...]]()
+    for number, split in enumerate(prepared.splits):
+        before = sum(map(len, train[:number]))
+        of_task = {at - before for at in calibrated}
+        spare[split.task.name] = _spare_items(split, train[number], of_task, _gradient_count(train), prepared)
+    probe = calibration.first(limits.probe)
+    return CompileTexts(calibration, probe, gradients, _joined(validation), held_out, spare)
+
+
+def _spare_items(
+    split: SplitData, pairs: Sequence[TokenPair], calibrated: Collection[int], gradients: int, prepared: Prepared
+) -> tuple[Item, ...]:
+    """Return the train items of a perplexity task that nothing else uses, and that fit the context.
+
+    A perplexity needs no answer of the model. So it can take any text.
+    pairs: the items as tokens.
+    calibrated: indices of the items of calibration.
+    gradients: number of items, from the first, that may be among the texts of the gradients.
+    """
+    if not split.task.is_perplexity:
+        return ()
+    context, shots = prepared.lowering.model.default_context, prepared.shots[split.task.name]
+    return tuple(
+        item
+        for at, (item, (prompt, answer)) in enumerate(zip(split.train.items, pairs, strict=True))
+        if at >= gradients and at not in calibrated and item not in shots and len(prompt) + len(answer) < context
+    )
+
+
+def _gradient_count(train: Sequence[Sequence[TokenPair]]) -> int:
+    """Return the number of train items of each task, from the first, that gradients may use."""
+    return -(-TEXTS // len(train))
 
 
 def _texts(split: SplitData, items: Sequence[Item], shots: Sequence[Item]) -> list[tuple[str, str]]:
@@ -83,7 +116,7 @@ def _texts(split: SplitData, items: Sequence[Item], shots: Sequence[Item]) -> li
 
 def _gradient_texts(model: ModelSpec, train: Sequence[Sequence[TokenPair]], room: int) -> AnswerTexts:
     """Return train texts, alternating between tasks, so that any number of them covers all tasks."""
-    every = itertools.zip_longest(*(task[: -(-TEXTS // len(train))] for task in train))
+    every = itertools.zip_longest(*(task[: _gradient_count(train)] for task in train))
     longest = min(TOKENS_PER_TEXT, model.original_positions)
     return _answers_within(model, [shortened(pair, longest) for row in every for pair in row if pair is not None], room)
 

@@ -45,7 +45,7 @@ def measure(context: CompileContext) -> Measured:
     bundles = plan_bundles(context)
     if prepared.request.options.target.kind == "loss":
         _require_baselines(context, bundles)
-    slot = LoadedLayer(prepared.lowering, prepared.kept_layers.count)
+    slot = LoadedLayer(prepared.lowering, prepared.kept_layers.count, prepared.torch_device)
     store = SweptStore(prepared.lowering, prepared.request.options.quantizer, prepared.stored_specs, context.journal)
     texts = encode_all_texts(prepared) if prepared.splits else None
     passes = _Passes(context, slot, store, texts, torch.get_num_threads())
@@ -53,7 +53,7 @@ def measure(context: CompileContext) -> Measured:
     prices = _with_gradients(passes, swept.sensitivity)
     progress = prepared.request.talk.progress("measuring plans by their KL")
     walk = None if texts is None else _answer_meter(passes, texts, swept, progress)
-    trials = Trials(walk, bundles, store, task_data(prepared), progress, context.journal)
+    trials = Trials(walk, bundles, store, task_data(prepared, texts), progress, context.journal)
     if texts is not None and prepared.request.options.sensitivity == "exact":
         exact_progress = prepared.request.talk.progress("measuring each expert alone")
         prices = corrected_by_measurement(prices, trials, prepared.plain_plan(), prepared.specs, exact_progress)
@@ -67,7 +67,7 @@ def calibrate(context: CompileContext) -> Calibrated:
     texts = encode_all_texts(prepared)
     passes = _Passes(
         context,
-        LoadedLayer(prepared.lowering, prepared.kept_layers.count),
+        LoadedLayer(prepared.lowering, prepared.kept_layers.count, prepared.torch_device),
         store,
         replace(texts, validation=texts.validation.select([0]), held_out={}),  # only train texts count
         torch.get_num_threads(),
@@ -86,11 +86,13 @@ def plan_bundles(context: CompileContext) -> PlanBundles:
     return PlanBundles(request, prepared.lowering, room, opens)
 
 
-def task_data(prepared: Prepared) -> tuple[TaskData, ...]:
-    """Return the validation items of each task, which trials measure."""
+def task_data(prepared: Prepared, texts: CompileTexts | None = None) -> tuple[TaskData, ...]:
+    """Return the validation items of each task, which trials measure, and the spare items of `texts`."""
 
     def of(split: SplitData) -> TaskData:
-        return TaskData(split.task, split.validation, len(split.test.items), prepared.shots[split.task.name])
+        name = split.task.name
+        spare = () if texts is None else texts.spare.get(name, ())
+        return TaskData(split.task, split.validation, len(split.test.items), prepared.shots[name], spare)
 
     return tuple(map(of, prepared.splits))
 
@@ -137,7 +139,7 @@ def _answer_meter(passes: _Passes, texts: CompileTexts, swept: Swept, progress: 
     cluster, kept_layers = passes.context.cluster, passes.context.prepared.kept_layers
     if cluster is not None:
         return cluster.measure_answers(texts.validation)
-    lowering, layers = passes.context.prepared.lowering, kept_layers.count
+    lowering, layers, device = passes.context.prepared.lowering, kept_layers.count, passes.slot.device
     keeps = kept_layers.holds_model
-    make = (lambda: passes.slot) if keeps else (lambda: LoadedLayer(lowering, layers))
+    make = (lambda: passes.slot) if keeps else (lambda: LoadedLayer(lowering, layers, device))
     return AnswerWalk(make, texts.validation, passes.threads, progress, swept.answers, keeps)

@@ -334,7 +334,7 @@ class Sweep:
         output = _Variant("lm_head")
         if self._is_probed(output):
             matrix = self._store.dense_weight("lm_head", self._dense_probe["lm_head"])
-            variants[output] = own, replace(head, matrix=matrix)
+            variants[output] = own, head.with_matrix(matrix)
         totals = dict.fromkeys(variants, 0.0)
         for tokens, log_p in head.log_probs(self._slot.normed(own)):
             for variant, (states, other) in variants.items():

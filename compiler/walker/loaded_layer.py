@@ -24,6 +24,7 @@ from ..workspace.parallel import Workers
 from .layer_kind import LayerKind, layer_kind
 from .output_head import OutputHead, output_head
 from .texts import TextStates
+from .torch_device import CPU
 
 WeightName = UnitKey | str
 """One projection of one expert, or the canonical name of a dense weight (manifests.model, dense_shapes)."""
@@ -41,11 +42,12 @@ class LoadedLayer:
 
     resident_layers: number of layers, from the first, whose 16-bit weights stay in memory after their first use. The
         embedding and the norms outside the layers stay with the first.
+    device: where the layer computes. Texts, and weights that stay, are in host memory.
     Raises CheckpointError if transformers cannot build the first layer.
     """
 
-    def __init__(self, lowering: Lowering, resident_layers: int = 0) -> None:
-        self._lowering, self._resident_layers = lowering, resident_layers
+    def __init__(self, lowering: Lowering, resident_layers: int = 0, device: torch.device = CPU) -> None:
+        self._lowering, self._resident_layers, self.device = lowering, resident_layers, device
         self.model = lowering.model
         self.layer = -1
         self._kinds: dict[LayerKind, SingleLayer] = {}
@@ -59,6 +61,7 @@ class LoadedLayer:
         kind = layer_kind(self.model, layer)
         if kind not in self._kinds:
             self._kinds[kind] = build_single_layer(self._lowering, layer)
+            self._kinds[kind].model.to(self.device)
         self.single = self._kinds[kind]
         if spec.experts.router.correction:
             model = self.single.model
@@ -134,7 +137,7 @@ class LoadedLayer:
         view.copy_(weight.reshape(view.shape))
 
     def view(self, name: WeightName) -> Tensor:
-        """Return the memory of one weight of the loaded layer, float32, shaped like TensorSource.view."""
+        """Return the memory of one weight of the loaded layer on its device, float32, shaped like TensorSource.view."""
         if isinstance(name, UnitKey):
             return projection_of(self.experts, name.expert, name.projection)
         return self._lowering.dense[name].view(self.single.model.get_parameter(self._parameter_name(name)).data)
@@ -154,9 +157,11 @@ class LoadedLayer:
         return [*names, shared] if first != layer and shared in self.model.dense_shapes() else names
 
     def forward(self, texts: TextStates, batch: int) -> Tensor:
-        """Return the states of a batch after the layer, [B, T, D]."""
+        """Return the states of a batch after the layer, [B, T, D], in host memory."""
+        prompts = texts.prompts(batch)
         with torch.inference_mode():
-            return self.single(texts.states[batch], texts.prompts(batch)).clone()
+            states = texts.states[batch].to(self.device)
+            return self.single(states, None if prompts is None else prompts.to(self.device)).to(CPU, copy=True)
 
     def run(self, texts: Iterable[TextStates], pool: Workers) -> None:
         """Move texts through the loaded layer, batches in parallel."""
@@ -192,8 +197,8 @@ class LoadedLayer:
         return functional.layer_norm(states, shape, weight, bias, eps)
 
     def head(self) -> OutputHead:
-        """Return the checkpoint's own head."""
-        return output_head(self._lowering)
+        """Return the checkpoint's own head, on the device."""
+        return output_head(self._lowering, self.device)
 
 
 def embedded(ids: Tensor, table: Tensor, scale: float) -> Tensor:

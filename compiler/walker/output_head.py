@@ -6,12 +6,13 @@ Shapes: D hidden, V vocabulary, A tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..families import Lowering
+from .torch_device import CPU
 
 LOGITS_PER_CHUNK = 1 << 24
 """Number of logits held at once (64 MiB), where only the maximum or one entry of each row is needed."""
@@ -22,7 +23,7 @@ _ROWS_PER_CHUNK = 4096  # of the vocabulary matrix, converted to float32 at a ti
 class OutputHead:
     """The product that turns normed residual streams into logits.
 
-    matrix: [V, D], may have 16 bits.
+    matrix: [V, D], may have 16 bits. Its device is where logits are computed.
     bias: float32 [V], or None.
     """
 
@@ -37,17 +38,22 @@ class OutputHead:
         """Number of tokens whose logits are held at once."""
         return max(1, LOGITS_PER_CHUNK // len(self))
 
+    def with_matrix(self, matrix: Tensor) -> OutputHead:
+        """Return the same head with another matrix, on the same device."""
+        return replace(self, matrix=matrix.to(self.matrix.device))
+
     def logits(self, states: Tensor) -> Tensor:
-        """[A, D] -> [A, V] float32."""
-        out = torch.empty(len(states), len(self))
+        """[A, D] -> [A, V] float32, on the device of the head."""
+        states = states.to(self.matrix.device)
+        out = states.new_empty(len(states), len(self))
         for start in range(0, len(self), _ROWS_PER_CHUNK):
             piece = self.matrix[start : start + _ROWS_PER_CHUNK]
             out[:, start : start + len(piece)] = states @ piece.float().T
         return out if self.bias is None else out.add_(self.bias)
 
     def back(self, gradients: Tensor) -> Tensor:
-        """Return gradients at normed residual streams [A, D] of gradients at logits [A, V]."""
-        out = torch.zeros(len(gradients), self.matrix.shape[1])
+        """Return gradients at normed residual streams [A, D] of gradients at logits [A, V], on their device."""
+        out = gradients.new_zeros(len(gradients), self.matrix.shape[1])
         for start in range(0, len(self), _ROWS_PER_CHUNK):
             out += gradients[:, start : start + _ROWS_PER_CHUNK] @ self.matrix[start : start + _ROWS_PER_CHUNK].float()
         return out
@@ -59,12 +65,15 @@ class OutputHead:
             yield tokens, self.logits(states[tokens]).log_softmax(-1)
 
 
-def output_head(lowering: Lowering) -> OutputHead:
-    """Return the checkpoint's own head. Its bias has the scale that `LoadedLayer.normed` gives the states."""
+def output_head(lowering: Lowering, device: torch.device = CPU) -> OutputHead:
+    """Return the checkpoint's own head. Its bias has the scale that `LoadedLayer.normed` gives the states.
+
+    device: where logits are computed.
+    """
     model = lowering.model
-    matrix = lowering.dense_weight(model.head_name)
+    matrix = lowering.dense_weight(model.head_name).to(device)
     bias = lowering.dense_weight("lm_head_bias").float() * model.logits_scale if model.has_head_bias else None
-    return OutputHead(matrix, bias)
+    return OutputHead(matrix, None if bias is None else bias.to(device))
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,13 @@ TESTS = Path(__file__).parents[1]
 LIMIT = 3
 """Accesses to private names of moec that all tests may have together."""
 FOREIGN = {
+    "_C": "torch",
     "_attn_implementation": "transformers",
+    "_disabled_torch_function_impl": "torch",
     "_exit": "os",
     "_experts_implementation": "transformers",
     "_forward_hooks": "torch",
+    "_make_wrapper_subclass": "torch",
     "_relative_position_bucket": "transformers",
     "_replace": "named tuples",
 }

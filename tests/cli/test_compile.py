@@ -116,7 +116,7 @@ def test_json_is_the_content_of_quality_json(run: Compile, model: Path, data: Pa
     assert result.exit_code == 0, result.stderr
     assert result.stdout.count("\n") == 1
     assert json.loads(result.stdout) == check_bundle(tmp_path / "out")
-    assert "KL up to" in result.stderr
+    assert "bits per weight: KL" in result.stderr and "upper bound" in result.stderr
 
 
 def test_the_search_is_told_as_it_goes(run: Compile, model: Path, data: Path) -> None:

@@ -22,7 +22,7 @@ from tests.tiny_compile import compile_tiny, make_request, save_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WATCHED = {
-    "chosen_texts": encode_texts,
+    "choose_texts": encode_texts,
     "Sweep": measure,
     "run": LayerGradients,
     "choose_objective": planning,
@@ -140,7 +140,7 @@ Watched = tuple[CompileResult, dict[str, dict[str, Any]]]
 STAGES: dict[str, Callable[[CompileResult, dict[str, dict[str, Any]]], bool]] = {
     "target": lambda result, seen: (seen["search"]["target"].kind, seen["search"]["target"].value) == ("loss", 0.3),
     "objective": lambda result, seen: seen["choose_objective"]["asked"] == "size",
-    "seed": lambda result, seen: {seen[name]["seed"] for name in ("chosen_texts", "Sweep", "run")} == {7},
+    "seed": lambda result, seen: {seen[name]["seed"] for name in ("choose_texts", "Sweep", "run")} == {7},
     "swaps": lambda result, seen: seen["search"]["swaps"].measurements == 3,
     "confidence": lambda result, seen: seen["certify_task"]["confidence"] == 0.9,
     "comparisons": lambda result, seen: "compare_with_baselines" not in seen,
@@ -152,16 +152,17 @@ def test_a_field_arrives_at_its_stages(watched: Watched, field: str) -> None:
     assert STAGES[field](*watched)
 
 
-# Whole compiles in test_pipeline.py show these.
+# Whole compiles in test_pipeline.py and test_torch_device.py show these.
 WHOLE = {
     "sensitivity": "test_exact_sensitivity_corrects_each_expert",
     "search": "test_edgemoes_own_search_decides_by_whole_experts",
     "path_keys": "test_the_form_of_path_keys_is_chosen_by_held_out_texts",
+    "torch_device": "test_a_compile_on_another_device_writes_the_same_bytes",
 }
 
 
 def test_every_field_has_an_effect() -> None:
     shown = {*PREPARED, *UNIFORM, *STAGES, *WHOLE}
     assert shown == {field.name for field in fields(CompileOptions)}
-    text = Path(__file__).with_name("test_pipeline.py").read_text()
+    text = "".join(Path(__file__).with_name(f"test_{name}.py").read_text() for name in ("pipeline", "torch_device"))
     assert [name for name in WHOLE.values() if f"def {name}(" not in text] == []

@@ -22,7 +22,7 @@ from moec.manifests.quant import QuantSpec
 
 from ...workspace.parallel import one_torch_thread
 from ..quantized import QuantizedMatrix
-from .refit import refit
+from .refit import identity_like, refit
 from .rtn import quantize_rtn
 
 DAMPING = 0.01
@@ -82,7 +82,7 @@ class PreparedInputs:
     def row_errors(self, difference: Tensor) -> Tensor:
         """Return D H D^T of each row, float64 [N], from D, [N, K]: the squares of D M, without the zeros of M."""
         columns = difference.T.contiguous()[self.order]
-        total = torch.zeros(len(difference), dtype=torch.float64)
+        total = difference.new_zeros(len(difference), dtype=torch.float64)
         for start in range(0, len(columns), _ROOT_ROWS):
             end = start + _ROOT_ROWS
             total += (self.root[:end, start:end].T @ columns[:end]).square_().sum(0, dtype=torch.float64)
@@ -185,7 +185,7 @@ def compensate(weight: Tensor, prepared: PreparedInputs, matrix: QuantizedMatrix
     scales = matrix.scales.float()
     minima = -scales * float(spec.centre) if matrix.minima is None else matrix.minima.float()
     work = weight.T.contiguous()[order]
-    of_column = (order // (len(order) // scales.shape[1])).tolist()
+    of_column = (order // (len(order) // scales.shape[1])).cpu().tolist()
     codes = _round_columns(work, prepared.factor, scales.T.contiguous(), minima.T.contiguous(), of_column, spec)
     return torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous(), work
 
@@ -201,9 +201,9 @@ def _round_columns(
     of_column: group of each column.
     """
     columns, most = len(work), float(spec.largest_code)
-    codes = torch.empty(work.shape, dtype=torch.uint8)
+    codes = torch.empty_like(work, dtype=torch.uint8)
     steps = torch.where(scales > 0, scales, torch.ones_like(scales)).reciprocal_()
-    diagonal = factor.diagonal().tolist()
+    diagonal = factor.diagonal().cpu().tolist()
     for outer in range(0, columns, _OUTER_COLUMNS):
         outer_end = min(outer + _OUTER_COLUMNS, columns)
         for start in range(outer, outer_end, _BLOCK_COLUMNS):
@@ -241,7 +241,7 @@ def triangular_factors(moment: Tensor, damping: float) -> tuple[Tensor, Tensor, 
         lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
         if not failed:
             root = lower.flip(0, 1)
-            factor: Tensor = torch.linalg.solve_triangular(root, torch.eye(len(root)), upper=True)
+            factor: Tensor = torch.linalg.solve_triangular(root, identity_like(root), upper=True)
             return factor, root, damping
         damping *= _DAMPING_GROWTH
     raise ValueError("a second moment is not positive definite, expected finite inputs")

@@ -83,14 +83,14 @@ class _System:
         centre = matrix.spec.centre if matrix.minima is None else 0
         codes, left = (values.reshape(rows, groups, -1) for values in (matrix.codes.float() - centre, residual))
         strips = moment.reshape(groups, columns // groups, columns)
-        system = torch.empty(rows, groups, groups)
+        system = residual.new_empty(rows, groups, groups)
         for group in range(groups):
             # The matrix is symmetric, so only columns from this group on are multiplied.
             product = codes[:, group] @ strips[group, :, group * strips.shape[1] :]
             product = product.reshape(rows, groups - group, -1).mul_(codes[:, group:]).sum(-1)
             system[:, group, group:] = system[:, group:, group] = product
         wanted = (left * codes).sum(-1)
-        nothing = torch.empty(0)
+        nothing = residual.new_empty(0)
         if matrix.minima is None:
             return cls(system, wanted, nothing, nothing, nothing)
         # Each row of H, summed over a group's columns.
@@ -105,7 +105,7 @@ class _System:
             return alone
         # With M = L L^T, the minima are eliminated: (A - Y Y^T) s = a - Y z, where Y = C L^-T and z = m L^-T.
         lower = torch.linalg.cholesky(_raised(self.minima[None]))[0]
-        inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower)), upper=False).T
+        inverse = torch.linalg.solve_triangular(lower, identity_like(lower), upper=False).T
         known, wanted = self.between @ inverse, self.wanted_minima @ inverse
         reduced = torch.baddbmm(_raised(self.scales), known, known.transpose(1, 2), alpha=-1)
         right = self.wanted_scales - torch.bmm(known, wanted[..., None])[..., 0]
@@ -122,6 +122,11 @@ class _System:
             return (scales * moved).sum(1)
         moved += 2 * torch.bmm(self.between, minima[..., None])[..., 0]
         return (scales * moved).sum(1) + (minima * (minima @ self.minima - 2 * self.wanted_minima)).sum(1)
+
+
+def identity_like(matrix: Tensor) -> Tensor:
+    """Return the identity of the size, type and device of a square matrix."""
+    return torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
 def _raised(systems: Tensor) -> Tensor:

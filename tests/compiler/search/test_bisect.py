@@ -12,7 +12,7 @@ from moec.compiler.request.targets import Target, TargetKind
 from moec.compiler.search.bisect import MAX_GENERATED, MAX_KL, search
 from moec.compiler.search.knapsack import least_cost
 from moec.compiler.search.space import SearchSpace
-from moec.compiler.sensitivity.trials import keeps
+from moec.compiler.sensitivity.acceptance import keeps
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.quant import QuantSpec
 from tests.compiler.search.toy_search import ITEMS, SPECS, ToyTrials, estimate, noisy_kl, toy_model, toy_space
@@ -93,6 +93,31 @@ def test_a_refused_plan_is_told_with_the_bound_that_refuses_it_and_the_items_tha
     assert any(float(text.split("loss toy ")[1].split("%")[0]) <= 2 for text in refused)
     advice = [text for text in told if "would make it a quarter of the target" in text]
     assert len(advice) == 1 and "standard error of 0.80%" in advice[0]
+    assert f"on {ITEMS} items, all that the data holds" in advice[0]
+
+
+@pytest.mark.parametrize("available", [(ITEMS, ITEMS + 1), (ITEMS - 30, ITEMS)])
+def test_more_items_are_advised_only_where_the_data_holds_no_more(available: tuple[int, int]) -> None:
+    """Items of the train split that join those of validation are told once."""
+    told: list[str] = []
+    trials = ToyTrials(noisy_kl(SPACE), standard_error=0.008)
+    trials.available_items = {"toy": available}  # type: ignore[misc]
+    with suppress(TargetUnreachable):
+        search(SPACE, trials.as_trials(), Target("loss", 0.02), told.append)
+    is_all = available[1] == ITEMS
+    assert any("would make it a quarter of the target" in text for text in told) == is_all
+    joined = [text for text in told if f"30 train texts that nothing else uses join the {ITEMS - 30}" in text]
+    assert len(joined) == is_all
+
+
+def test_a_refused_kl_is_told_with_the_bound_that_refuses_it() -> None:
+    told: list[str] = []
+    search(SPACE, ToyTrials(noisy_kl(SPACE)).as_trials(), Target("kl", 0.02), told.append)
+    verdicts = [text for text in told if "bits per weight: KL" in text]
+    assert verdicts
+    for text in verdicts:
+        upper = float(text.split("upper bound ")[1].split()[0])
+        assert text.endswith("<= 0.02: kept" if upper <= 0.02 else "> 0.02: refused")
 
 
 @pytest.mark.parametrize("target", [Target("kl", 1e-3), Target("loss", 1e-3)])

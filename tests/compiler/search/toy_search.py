@@ -13,8 +13,9 @@ from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.objective import ByteWeights
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.search.space import SearchSpace, build_space
+from moec.compiler.sensitivity.acceptance import keeps
 from moec.compiler.sensitivity.sensitivity import SensitivityTable, dense_formats, dense_groups
-from moec.compiler.sensitivity.trials import Trials, keeps
+from moec.compiler.sensitivity.trials import Trials
 from moec.evaluation.statistics import DistributionSummary, LossEstimate
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec, RouterSpec, UnitKey
 from moec.manifests.quant import QuantSpec
@@ -95,6 +96,7 @@ class ToyTrials:
     has_data = True
     first_kl_per_loss = 1.0
     certification_items: ClassVar[dict[str, int]] = {"toy": ITEMS}
+    available_items: ClassVar[dict[str, tuple[int, int]]] = {"toy": (ITEMS, ITEMS)}
 
     def __init__(
         self, kl_of: Callable[[CompilePlan], float], slope: float = 1.0, standard_error: float = 0.001

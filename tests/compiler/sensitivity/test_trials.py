@@ -21,8 +21,9 @@ from moec.compiler.bundle.plan_bundles import PlanBundles
 from moec.compiler.preflight.preparation import Prepared, prepare
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import CompilePlan, plain_plan
+from moec.compiler.sensitivity.acceptance import keeps, margin
 from moec.compiler.sensitivity.answer_walk import AnswerMeasures, AnswerWalk, planned_weights
-from moec.compiler.sensitivity.trials import LOOKS, TaskData, Trials, keeps, margin
+from moec.compiler.sensitivity.trials import LOOKS, TaskData, Trials
 from moec.compiler.stages.compile_context import CompileContext
 from moec.compiler.stages.encode_texts import encode_all_texts
 from moec.compiler.stages.measure import plan_bundles, task_data
