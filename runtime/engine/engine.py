@@ -19,7 +19,8 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from ..bundle.opening import Bundle, open_bundle
 from ..layers.kv_cache import KVCache
 from ..memory.budget import require_memory_for_manifest
-from ..modes.choice import ModeCounts, PassChoice
+from ..modes.choice import PassChoice
+from ..modes.mode_counts import ModeCounts
 from ..options.runtime import RuntimeOptions
 from ..text.sampling import Sampler, SamplingOptions
 from ..text.streaming_text import StopTexts, TextStream
@@ -271,7 +272,9 @@ class Engine:
     step = exclusively(_step)
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """Run the next token of T sequences, one each, and return the logits after it, [T, V]. Lossy modes decide here.
+        """Run the next token of T sequences, one each, and return the logits after it, [T, V].
+
+        All lossy modes decide here. Before it, only dynamic precision decides.
 
         Raises ExecutionError as `step`.
         """

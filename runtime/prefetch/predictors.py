@@ -12,7 +12,7 @@ from moec.manifests.model import ModelSpec
 from ..bundle.tables import Tables
 from ..layers.norms import Norm
 from ..layers.router_stack import RouterStack, stack_routers
-from ..layers.routing import Router
+from ..layers.routing import Router, least_unimportance
 from ..options.runtime import Prefetch
 from .pass_state import PassState
 
@@ -183,7 +183,12 @@ class LookaheadPredictor(Predictor):
         if source is None:
             raise ValueError(f"no router predicts the layer {ahead} layers after layer {state.layer}")
         router, norm = source
-        return router.rule.demand(router.logits(norm(state.hidden)))
+        logits = router.logits(norm(state.hidden))
+        if state.asks_for_unimportance and router.rule.static is None:
+            top_k = self._model.layers[self._model.layer_after(state.layer, ahead)].experts.top_k
+            chosen, weights = router.rule.route(logits, top_k=state.top_k(top_k))
+            state.unimportance_ahead[ahead] = least_unimportance(chosen, weights, logits.shape[1])
+        return router.rule.demand(logits)
 
     def source(self, layer: int, ahead: int) -> tuple[Router, Norm] | None:
         """Return the router that predicts the layer `ahead` layers ahead, and the norm before it; None without one."""

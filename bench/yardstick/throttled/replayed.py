@@ -44,13 +44,17 @@ class Shares:
     replaced: float
     dropped: float
     fallback: float
+    prompt_low: float
+    prompt_skipped: float
 
     @classmethod
     def of_counts(cls, counts: dict[str, Any]) -> Shares:
         """Return the shares from the `decisions` of a row of a sweep."""
         missed = max(counts["missed"], 1)
         parts = (min(counts[name] / missed, 1) for name in ("low", "skipped", "replaced", "dropped"))
-        return cls(*parts, counts["fallback_tokens"] / max(counts["tokens"], 1))
+        missed = max(counts.get("prompt_missed", 0), 1)
+        prompt = (min(counts.get(name, 0) / missed, 1) for name in ("prompt_low", "prompt_skipped"))
+        return cls(*parts, counts["fallback_tokens"] / max(counts["tokens"], 1), *prompt)
 
 
 class ReplayedChoice(PassChoice):
@@ -60,14 +64,19 @@ class ReplayedChoice(PassChoice):
     draws: random.Random
 
     def version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
-        if not is_missed or unimportance == 0:
+        if not is_missed or (unimportance == 0 and not self._is_prompt):
             return expert
+        shares, low = self.shares, self._versions.low(layer, expert)
+        if self._is_prompt:
+            draw = self.draws.random()
+            if draw < shares.prompt_skipped:
+                return NO_EXPERT
+            return low if low is not None and draw < shares.prompt_skipped + shares.prompt_low else expert
         # Only experts that were neither replaced nor dropped arrive here, so their shares are scaled.
-        draw = self.draws.random() * max(1 - self.shares.replaced - self.shares.dropped, 1e-9)
-        low = self._versions.low(layer, expert)
-        if draw < self.shares.skipped:
+        draw = self.draws.random() * max(1 - shares.replaced - shares.dropped, 1e-9)
+        if draw < shares.skipped:
             return NO_EXPERT
-        return low if low is not None and draw < self.shares.skipped + self.shares.low else expert
+        return low if low is not None and draw < shares.skipped + shares.low else expert
 
     def stand_in(
         self,
