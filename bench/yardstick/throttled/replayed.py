@@ -37,6 +37,7 @@ class Shares:
 
     low, skipped, replaced, dropped: shares of the missed experts.
     fallback: share of the tokens that were computed again.
+    prompt_low, prompt_skipped: shares of the missed experts of passes over prompts.
     """
 
     low: float
