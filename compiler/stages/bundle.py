@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moec.manifests.bundle import LOOKAHEAD_NAME, BundleManifest
+from moec.manifests.bundle import EVICTION_NAME, LOOKAHEAD_NAME, BundleManifest
 from moec.manifests.codec import canonical_json
 
 from ..bundle.certificates import MODES_ITEMS
@@ -22,6 +22,7 @@ from ..preflight.preparation import Prepared
 from ..quantization.own_codes import units_held_by
 from ..request.ports import UnpublishedBundle
 from .compile_context import Certified, CompileContext, Planned
+from .eviction import fit_eviction
 from .lookahead import learn_lookahead
 from .measure import plan_bundles
 
@@ -52,7 +53,10 @@ def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleM
 
 
 def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> Certified:
-    """Run the bundle on data that nothing else saw, then its lossy modes. Then learn to foresee its routers."""
+    """Run the bundle on data that nothing else saw, learn to foresee its routers, and fit its weights of eviction.
+
+    Then measure its lossy modes.
+    """
     certified, request = Certified(), context.prepared.request
     measured = None if planned.searched is None else planned.searched.measured
     if measured is not None and measured.texts is not None:
@@ -69,6 +73,7 @@ def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> 
     if maps:
         data = encode_maps(maps)
         certified = replace(certified, lookahead=(data, lookahead_report(maps, len(data))))
+    certified = replace(certified, eviction=fit_eviction(context.prepared, partial))
     if request.measure_modes is None or not context.prepared.splits:
         return certified
     modes = request.measure_modes(_unpublished(context.prepared, planned, partial))
@@ -99,6 +104,8 @@ def report(
         quality |= {"baseline_precision": precision, "own_codes": held}
     if certified.lookahead is not None:
         quality["lookahead"] = certified.lookahead[1]
+    if certified.eviction is not None:
+        quality["eviction"] = dict(certified.eviction.record)
     return quality
 
 
@@ -107,7 +114,11 @@ def complete_bundle(
 ) -> None:
     """Add quality.json, the model card and what was learned, and write the manifest again with `certified: true`."""
     card = model_card(manifest, quality).encode()
-    learned = {} if certified.lookahead is None else {LOOKAHEAD_NAME: certified.lookahead[0]}
+    learned, fitted = dict[str, bytes](), certified.eviction
+    if certified.lookahead is not None:
+        learned[LOOKAHEAD_NAME] = certified.lookahead[0]
+    if fitted is not None and fitted.is_better:
+        learned[EVICTION_NAME] = canonical_json({"hobbit": dict(fitted.weights)})
     finish(partial, manifest, canonical_json(quality), card, prepared.request.disk, learned)
 
 

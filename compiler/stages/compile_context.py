@@ -17,6 +17,7 @@ from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
 from ..quantization.swept_store import SweptStore
 from ..request.plan import CompilePlan
+from ..request.ports import FittedEviction
 from ..search.comparison import Comparison
 from ..search.space import SearchSpace
 from ..sensitivity.sensitivity import SensitivityTable
@@ -113,12 +114,14 @@ class Certified:
     divergences: KL on held-out answers, if no task is measured.
     modes: costs of the lossy modes, or None.
     lookahead: content of `lookahead.safetensors`, and what quality.json says of it; None without learned routers.
+    eviction: weights of HOBBIT's eviction score; None if they were not fitted.
     """
 
     tasks: Mapping[str, TaskCertificate] = field(default_factory=dict)
     divergences: Mapping[str, DivergenceCertificate] = field(default_factory=dict)
     modes: Mapping[str, Any] | None = None
     lookahead: tuple[bytes, dict[str, Any]] | None = None
+    eviction: FittedEviction | None = None
 
 
 @contextmanager

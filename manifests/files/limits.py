@@ -64,6 +64,12 @@ MAX_DEVICE_BYTES = 256 << 10
 DEVICE_JSON = JsonLimits(MAX_DEVICE_BYTES, containers=1 << 6, values=1 << 13, texts=1 << 12)
 """`device.json`. A list of little cores has up to 4,096 numbers."""
 
+MAX_EVICTION_BYTES = 4 << 10
+"""Size of `eviction.json`, bytes. A compile writes about 60."""
+
+EVICTION_JSON = JsonLimits(MAX_EVICTION_BYTES, containers=1 << 4, values=1 << 6, texts=1 << 6)
+"""`eviction.json`: four numbers."""
+
 MAX_LOG_BYTES = 64 << 20
 """Size of `NAME.log.json` next to a bundle, bytes."""
 

@@ -16,6 +16,7 @@ import numpy as np
 from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, OptionError
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
+from ..bundle.eviction_weights import with_fitted_weights
 from ..bundle.opening import Bundle, open_bundle
 from ..layers.kv_cache import KVCache
 from ..memory.budget import require_memory_for_manifest
@@ -64,7 +65,8 @@ class Engine:
         self.bundle, self.options, self.exclusive = bundle, options, ExclusiveUse()
         self._closes_bundle = closes_bundle
         try:
-            parts = open_parts(bundle, options)
+            self.options = with_fitted_weights(bundle, options)
+            parts = open_parts(bundle, self.options)
         except BaseException:
             if closes_bundle:
                 bundle.close()
