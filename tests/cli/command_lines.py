@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from moec.cli.commands.compile import open_partial
 from moec.cli.commands.generate import CODE_STOPS
 from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
+from moec.cli.simulation.compile_eviction import fit_to_texts
 from moec.compiler.request.targets import Target
 from moec.runtime.expert_cache.policies import MultidimensionalScore
 from moec.runtime.options.runtime import parse_weights
@@ -315,6 +316,9 @@ COMPILES = {
     ),
     "compile, templates": Line(
         "compile", COMPILE, {"": Given("", "request.templates.__name__", "of_model")}, f"--uniform 4 {LAPTOP}"
+    ),
+    "compile, eviction": Line(
+        "compile", COMPILE, {"": Given("", "request.fit_eviction", fit_to_texts)}, f"--uniform 4 {LAPTOP}"
     ),
     "compile, pruned": Line(
         "compile",
