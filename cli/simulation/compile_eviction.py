@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from .traces import ReplayedBundle, replayed_bundle
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from moec.compiler.request.ports import FittedEviction, RoutedText
     from moec.runtime.options.runtime import EvictionWeights
     from moec.runtime.trace.trace import Access
@@ -44,14 +46,22 @@ class EvictionReplays:
         score, spec, warm = MultidimensionalScore(weights), self._replayed.cache_spec(capacity), self._replayed.warm
         return [replay(text, spec, score, warm).bytes_read for text in self._texts]
 
-    def ratios(self, weights: EvictionWeights) -> list[float]:
-        """Return for each cache the bytes read, divided by those of the default weights."""
-        return [sum(self._read(each, weights)) / sum(self._default[each]) for each in self.capacities]
-
     def penalty(self, weights: EvictionWeights) -> float:
-        """Return the mean of `ratios`; 1 without caches."""
-        found = self.ratios(weights)
-        return sum(found) / len(found) if found else 1.0
+        """Return the bytes read, divided by those of the default weights: the mean over the caches."""
+        return float(self.by_text(weights).mean())
+
+    def by_text(self, weights: EvictionWeights) -> np.ndarray:
+        """Return the penalty of each text, float64 [texts]. Their mean is the whole penalty; all are 1 without caches.
+
+        A text counts by its difference to the default weights, as a share of the bytes that these read for a mean text.
+        """
+        import numpy as np
+
+        found = np.ones(len(self._texts))
+        for capacity in self.capacities:
+            default = np.array(self._default[capacity])
+            found += (np.array(self._read(capacity, weights)) - default) / default.mean() / len(self.capacities)
+        return found
 
 
 def fit_to_texts(
@@ -59,6 +69,7 @@ def fit_to_texts(
 ) -> FittedEviction | None:
     """Return what `FitEviction` says."""
     from moec.compiler.request.ports import FittedEviction
+    from moec.evaluation.statistics import mean_interval95
     from moec.runtime.bundle.opening import open_bundle
     from moec.runtime.simulation.fitting import fit_weights
 
@@ -78,8 +89,8 @@ def fit_to_texts(
         return trials[-1]
 
     weights, fitted = fit_weights(penalty)
-    ratios = judging.ratios(weights)
-    ratio = sum(ratios) / len(ratios)
+    by_text = judging.by_text(weights)
+    ratio, interval = float(by_text.mean()), mean_interval95(by_text)
     progress(1, 1)
     record = {
         "policy": "hobbit",
@@ -89,7 +100,7 @@ def fit_to_texts(
         "cache_bytes": judging.capacities,
         "fitted_ratio": round(fitted, 6),
         "held_out_ratio": round(ratio, 6),
-        "held_out_ratios": [round(each, 6) for each in ratios],
+        "held_out_interval95": [round(end, 6) for end in interval],
         "kept": ratio < 1,
     }
     return FittedEviction(asdict(weights), ratio < 1, record)

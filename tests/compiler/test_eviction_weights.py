@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -18,13 +17,13 @@ from moec.cli.simulation import compile_eviction
 from moec.cli.simulation.compile_eviction import fit_to_texts
 from moec.compiler.request.options import Talk
 from moec.compiler.request.ports import FittedEviction, RoutedText
-from moec.manifests.bundle import EVICTION_NAME, MANIFEST_NAME, FileEntry
-from moec.manifests.codec import encode_manifest
+from moec.manifests.bundle import EVICTION_NAME
 from moec.manifests.errors import BundleError
 from moec.runtime import load
 from moec.runtime.bundle.eviction_weights import fitted_weights
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.expert_cache.policies import DEFAULT_WEIGHTS
+from tests.listed_file import add_listed
 from tests.tiny_compile import check_bundle, compile_tiny, save_model, save_texts
 
 WEIGHTS = {"lru": 0.25, "lfu": 0.5, "lhu": 0.0, "fld": 0.25}
@@ -126,18 +125,6 @@ def test_weights_are_fitted_to_the_texts(plain_bundle: Path, monkeypatch: pytest
     assert fit_to_texts(plain_bundle, texts, texts, lambda done, total: None) is None, "nothing is evicted"
 
 
-def with_eviction(path: Path, content: bytes) -> Path:
-    """The bundle with another file of weights, listed with its digest."""
-    with open_bundle(path) as bundle:
-        manifest = bundle.manifest
-    (path / EVICTION_NAME).write_bytes(content)
-    entries = {entry.name: entry for entry in manifest.files}
-    entries[EVICTION_NAME] = FileEntry(EVICTION_NAME, len(content), hashlib.sha256(content).hexdigest())
-    files = tuple(entries[name] for name in sorted(entries))
-    (path / MANIFEST_NAME).write_bytes(encode_manifest(replace(manifest, files=files)))
-    return path
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -153,7 +140,7 @@ def with_eviction(path: Path, content: bytes) -> Path:
     ],
 )
 def test_damaged_weights_are_refused(plain_bundle: Path, tmp_path: Path, content: bytes, message: str) -> None:
-    path = with_eviction(Path(shutil.copytree(plain_bundle, tmp_path / "out")), content)
+    path = add_listed(Path(shutil.copytree(plain_bundle, tmp_path / "out")), EVICTION_NAME, content)
     with pytest.raises(BundleError, match=re.escape(message)):
         load(path, context=64, policy="hobbit")
     with load(path, context=64) as engine:
