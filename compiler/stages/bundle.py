@@ -15,7 +15,6 @@ from ..bundle.emit import BundleContent, cost_summary, emit, finish
 from ..bundle.quality import Evidence, model_card, quality_report, unimportance_deciles, unimportance_quantiles
 from ..calibration.collect import calibration_summary
 from ..calibration.tables import Tables
-from ..lookahead.linear_maps import encode_maps, lookahead_report
 from ..preflight.device_fit import summarise_device
 from ..preflight.kept_layers import measures_tasks, runtime_bytes
 from ..preflight.preparation import Prepared
@@ -23,7 +22,7 @@ from ..quantization.own_codes import units_held_by
 from ..request.ports import UnpublishedBundle
 from .compile_context import Certified, CompileContext, Planned
 from .eviction import fit_eviction
-from .lookahead import learn_lookahead
+from .lookahead import lookahead_file
 from .measure import plan_bundles
 
 HOBBIT_SHARES = (0.67, 0.97)
@@ -69,11 +68,8 @@ def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> 
         splits = context.prepared.splits if with_tasks else ()
         tasks, divergences = certify(request, partial, plan_bundles(context), held_out, splits, context.prepared.shots)
         certified = Certified(tasks, divergences)
-    maps = learn_lookahead(context.prepared, planned.plan, partial)
-    if maps:
-        data = encode_maps(maps)
-        certified = replace(certified, lookahead=(data, lookahead_report(maps, len(data))))
-    certified = replace(certified, eviction=fit_eviction(context.prepared, partial))
+    lookahead = lookahead_file(context.prepared, planned.plan, partial)
+    certified = replace(certified, lookahead=lookahead, eviction=fit_eviction(context.prepared, partial))
     if request.measure_modes is None or not context.prepared.splits:
         return certified
     modes = request.measure_modes(_unpublished(context.prepared, planned, partial))

@@ -22,7 +22,7 @@ from ..prefetch.advisor import Advisor
 from ..prefetch.pass_state import ExpertChoice, PassState
 from ..prefetch.quality import LayerAdvice, PrefetchQuality
 from ..trace.statistics import PhaseTimes
-from ..trace.trace import TraceRecorder
+from ..trace.trace import LayerScores, TraceRecorder
 from .expert_offload import ExpertOffload
 from .expert_requests import choose_experts
 from .layer_parts import layer_parts
@@ -271,8 +271,8 @@ class Model:
             following, advice = self.advisor.advise(state)
             if self.trace is not None:
                 # Before a capacity drops tokens: it never drops all that chose an expert.
-                foreseen, unimportance = state.foreseen, state.unimportance()
-                self.trace.add_layer(index, state.chosen[index], advice, state.logits, foreseen, times, unimportance)
+                scores = LayerScores(state.logits, state.foreseen, state.unimportance())
+                self.trace.add_layer(index, state.chosen[index], advice, scores, times)
             if state.choice is not None:
                 state.choice.requested(index, list(requested), advice)
             return self.absent(advice)

@@ -32,6 +32,7 @@ class ModeCounts:
     foretold_right: foretold experts that were chosen again.
 
     prompt_experts: experts that passes over prompts chose, each once per pass and layer, if a mode decides there.
+
     prompt_missed: those that the logical cache lacked.
     prompt_low, prompt_skipped: those that dynamic precision computed as low version or skipped.
 

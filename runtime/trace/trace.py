@@ -193,6 +193,20 @@ class Trace:
         return [access for each in self.passes for access in each.accesses(first)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerScores:
+    """What a layer's router and the predictor said of a pass.
+
+    logits: router logits of the choice, [T, E].
+    foreseen: predicted scores of layers ahead, [E] each, nearest first.
+    unimportance: of this layer and the layers ahead, [E] each, as of `PassState.unimportance`.
+    """
+
+    logits: np.ndarray | None = None
+    foreseen: Sequence[np.ndarray] = ()
+    unimportance: Sequence[np.ndarray] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """One layer of the pass in progress.
@@ -266,26 +280,20 @@ class TraceRecorder:
         layer: int,
         chosen: np.ndarray,
         advice: Sequence[int],
-        logits: np.ndarray | None = None,
-        foreseen: Sequence[np.ndarray] = (),
+        scores: LayerScores = LayerScores(),
         times: PhaseTimes | None = None,
-        unimportance: Sequence[np.ndarray] = (),
     ) -> None:
         """Add the next layer, which has chosen its experts. A first layer ends the pass in progress, if any.
 
         chosen: int32 [T, K].
-        logits: router logits of the choice, [T, E].
-        foreseen: predicted scores of layers ahead, [E] each, nearest first.
-
         times: phase times before any of its experts was computed; None for the current ones.
-        unimportance: of this layer and the layers ahead, [E] each, as of `PassState.unimportance`.
         """
         if layer in self._first_layers and self._layers:
             self.end()
         is_one = len(chosen) == 1 and not self._has_encoder
-        own = _float_bytes(logits) if is_one and logits is not None else b""
-        least = () if self._has_encoder else tuple(map(_float_bytes, unimportance))
-        ahead = tuple(map(_float_bytes, foreseen)) if is_one or least else ()
+        own = _float_bytes(scores.logits) if is_one and scores.logits is not None else b""
+        least = () if self._has_encoder else tuple(map(_float_bytes, scores.unimportance))
+        ahead = tuple(map(_float_bytes, scores.foreseen)) if is_one or least else ()
         self._layers.append(_Layer(layer, chosen, tuple(advice), times or self._times.copy(), own, ahead, least))
 
     def end(self) -> None:

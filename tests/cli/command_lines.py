@@ -270,6 +270,7 @@ RUNS = {
 OPTIONS = "request.options"
 LAPTOP = "--device laptop"
 """A named device, so that nothing is probed."""
+UNIFORM = f"--uniform 4 {LAPTOP}"
 LOSS = Given("--loss 3%", f"{OPTIONS}.target", Target("loss", 0.03))
 COMPILES = {
     "compile": Line(
@@ -314,12 +315,8 @@ COMPILES = {
             "": Given("", "request.open_runtime", open_partial),
         },
     ),
-    "compile, templates": Line(
-        "compile", COMPILE, {"": Given("", "request.templates.__name__", "of_model")}, f"--uniform 4 {LAPTOP}"
-    ),
-    "compile, eviction": Line(
-        "compile", COMPILE, {"": Given("", "request.fit_eviction", fit_to_texts)}, f"--uniform 4 {LAPTOP}"
-    ),
+    "compile, templates": Line("compile", COMPILE, {"": Given("", "request.templates.__name__", "of_model")}, UNIFORM),
+    "compile, eviction": Line("compile", COMPILE, {"": Given("", "request.fit_eviction", fit_to_texts)}, UNIFORM),
     "compile, pruned": Line(
         "compile",
         COMPILE,
