@@ -15,7 +15,7 @@ from ..layers.routing import Router
 from ..options.lossy import LossyModes
 from ..prefetch.advisor import Advisor
 from ..prefetch.pass_state import PassState
-from ..prefetch.predictors import Predictor
+from ..prefetch.predictors import Predictor, foresee_unimportance
 from .choice import DecisionState, PassChoice, Versions
 from .logical_cache import LogicalCache
 from .mode_counts import ModeCounts
@@ -55,6 +55,7 @@ class ForetoldPredictor(Predictor):
         router, logits = self._routers[following], self._recorded.get(following)
         if router is None or logits is None or following <= state.layer:
             return None
+        foresee_unimportance(state, self._spec, ahead, router.rule, logits)
         return router.rule.demand(logits)
 
 

@@ -6,7 +6,7 @@ Runs on Linux, as root.
 
 BUNDLE: the yardstick with low versions.
 RECORD: output of `moec eval --modes sweep --json` for the trained example. Its decisions are replayed
-(`replayed.py`).
+(`replayed.py`), except with `--own-scores`.
 
 Reads are throttled so that they take at least three times as long as computing. Every round runs all arms in turn, on a
 cold page cache. Prints a Markdown table and writes every run.
@@ -52,6 +52,7 @@ def run_arm(bundle: Path, text: Path, row: dict[str, Any], options: argparse.Nam
         bundle = options.mixed
     command = [sys.executable, "-m", f"{__package__}.replayed", str(bundle), str(text), "--tokens", str(options.tokens)]
     command += ["--prompt-tokens", str(options.prompt_tokens), "--expert-cache", cache]
+    command += ["--own-scores"] * options.own_scores
     command += ["--row", json.dumps({} if is_mixed or not row["mode"] else row)]
     drop_caches()
     done = run_limited(command, None, options.rate, bundle)
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--mode", action="append", default=[], help="Only this mode of the record. Repeatable.")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--own-scores", action="store_true", help="Decide by the yardstick's own router scores.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=int, default=RATE, help="Limit of storage reads, bytes per second.")
     parser.add_argument("--expert-cache", default="25%")

@@ -4,7 +4,7 @@
 
 The yardstick has random weights. The confidence of its tokens and the weights of its experts mean nothing. So the
 decisions are drawn, in a fixed order, with the measured shares of a trained model. The runtime does everything else as
-usual. Prints one JSON object like `moec bench --json`.
+usual. With `--own-scores` the decisions are those of its routers. Prints one JSON object like `moec bench --json`.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--expert-cache", default="25%")
+    parser.add_argument("--own-scores", action="store_true", help="Decide by the scores of the bundle's routers.")
     parser.add_argument("--row", type=json.loads, default={}, help="A row of `moec eval --modes sweep`, as JSON.")
     chosen = parser.parse_args()
     bundle = open_bundle(chosen.bundle)
@@ -130,7 +131,7 @@ def main() -> None:
     options = RuntimeOptions(expert_cache=chosen.expert_cache, context=512, threads=2, **modes)
     with Engine(bundle, options) as engine:
         engine.cache.finish_warming()
-        if engine.lossy is not None:
+        if engine.lossy is not None and not chosen.own_scores:
             engine.lossy = ReplayedDecoder(engine.lossy, engine, Shares.of_counts(chosen.row["decisions"]))
         statistics = measure_decode(engine, sequence, chosen.prompt_tokens)
         counts = engine.mode_counts
