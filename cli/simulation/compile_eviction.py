@@ -77,7 +77,7 @@ def fit_to_texts(
         replayed = replayed_bundle(opened)
         first = list(accumulate((layer.experts.count for layer in opened.manifest.model.layers), initial=0))
     fitting, judging = (
-        EvictionReplays(replayed, [_accesses(each, first) for each in own]) for own in (training, held_out)
+        EvictionReplays(replayed, [requests_of(each, first) for each in own]) for own in (training, held_out)
     )
     if not fitting.capacities or not judging.capacities:
         return None
@@ -106,7 +106,7 @@ def fit_to_texts(
     return FittedEviction(asdict(weights), ratio < 1, record)
 
 
-def _accesses(text: RoutedText, first_expert: Sequence[int]) -> list[Access]:
+def requests_of(text: RoutedText, first_expert: Sequence[int]) -> list[Access]:
     """Return the requests to the cache: those of the prompt, then those of each token."""
     found = list[tuple[int, tuple[int, ...]]]()
     for layer, chosen in text.chosen.items():

@@ -40,7 +40,7 @@ def fit_eviction(prepared: Prepared, partial: Path) -> FittedEviction | None:
         return None
     progress = request.talk.progress("fitting the weights of eviction")
     with request.open_runtime(partial, runtime_bytes(model, request.memory_limit_bytes)) as engine:
-        training, held_out = (_routed(engine, each, model.default_context) for each in pairs)
+        training, held_out = (routed_texts(engine, each, model.default_context) for each in pairs)
     return request.fit_eviction(partial, training, held_out, progress)
 
 
@@ -50,7 +50,7 @@ def _in_turn(tasks: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, str]
     return [texts[at] for at in range(longest) for texts in tasks if at < len(texts)][:FITTED_TEXTS]
 
 
-def _routed(engine: LocalEngine, pairs: Sequence[tuple[str, str]], context: int) -> list[RoutedText]:
+def routed_texts(engine: LocalEngine, pairs: Sequence[tuple[str, str]], context: int) -> list[RoutedText]:
     """Return the routing of texts, as much as one pass records. A prompt leaves room for at least one token."""
     longest = min(MAX_PASS_TOKENS, context)
     texts = [(prompt[: longest - 1], answer) for prompt, answer in engine.encode_pairs(pairs)]
