@@ -195,7 +195,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerScores:
-    """What a layer's router and the predictor said of a pass.
+    """Scores of a layer's router and of the predictor in one pass.
 
     logits: router logits of the choice, [T, E].
     foreseen: predicted scores of layers ahead, [E] each, nearest first.
