@@ -286,16 +286,19 @@ def _print_measurement(
 
 def _simulate(bundle: Bundle, trace: Trace) -> list[dict[str, Any]]:
     """Replay the trace under every policy, with caches of every share in SHARES, without prefetch."""
-    from moec.runtime.expert_cache.policies import SCORES
+    from moec.runtime.bundle.eviction_weights import FITTED_POLICY, fitted_weights
+    from moec.runtime.expert_cache.policies import SCORES, policy_score
     from moec.runtime.simulation.replay import OPTIMUM, POPULARITY, replay
 
     replayed, accesses, rows = replayed_bundle(bundle), trace.accesses(), list[dict[str, Any]]()
+    scores = {FITTED_POLICY: policy_score(FITTED_POLICY, fitted_weights(bundle))}
     for share in SHARES:
         capacity = replayed.capacity_bytes(share)
         if capacity is None:
             continue
         for policy in (*SCORES, POPULARITY, OPTIMUM):
-            counts = replay(accesses, replayed.cache_spec(capacity), policy, replayed.warm)
+            score = scores.get(policy, policy)
+            counts = replay(accesses, replayed.cache_spec(capacity), score, replayed.warm)
             rows.append({"share": share, "policy": policy, "capacity_bytes": capacity, **counts.replayable_counts()})
     return rows
 

@@ -18,6 +18,7 @@ from ..lossy_modes.mode_sweep import mode_sweep_option
 from ..options.compile_options import compile_options
 from ..options.paths import PATH, PLACE, long_items_option
 from ..options.task_options import TemplateProcesses, task_options
+from ..simulation.compile_eviction import fit_to_texts
 from ..terminal import output
 from ..terminal.compile_log import LOG_SUFFIX, CompileLog, stage_table
 from ..terminal.compile_result import CURVE_SUFFIX, PICTURE_SUFFIX, print_curve, print_forecast, print_result
@@ -298,6 +299,7 @@ def _request(
         profile=_profile(values["device"], destination),
         open_runtime=open_partial,
         measure_modes=_modes_measurement(values, options),
+        fit_eviction=fit_to_texts,
         talk=Talk(log.note, log.progress),
         resume=values["resume"],
         overwrite=values["overwrite"],

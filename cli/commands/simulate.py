@@ -146,7 +146,7 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     total_bytes = simulation.replayed.total_bytes
     capacities = [parse_cache(text, total_bytes) for text in values["caches"] or DEFAULT_CACHES]
     settings = _settings(values["modes"], trace_path, simulation.trace, opened)
-    policies = _scores(_policies(values["policies"], settings), values["policy_weights"])
+    policies = _scores(_policies(values["policies"], settings), values["policy_weights"], opened)
     rows = simulation.rows(capacities, policies, settings)
     if as_json:
         output.data_json(_plain(simulation, profile, rows))
@@ -281,11 +281,14 @@ def _policies(asked: Sequence[str], settings: Sequence[dict[str, str]]) -> Seque
     return asked or DEFAULT_POLICIES[:1]
 
 
-def _scores(policies: Sequence[str], weights: str | None) -> dict[str, str | PolicyScore]:
-    from moec.runtime.expert_cache.policies import MultidimensionalScore
+def _scores(policies: Sequence[str], weights: str | None, bundle: Bundle) -> dict[str, str | PolicyScore]:
+    from moec.runtime.bundle.eviction_weights import FITTED_POLICY, fitted_weights
+    from moec.runtime.expert_cache.policies import MultidimensionalScore, policy_score
 
     if weights is None:
-        return {policy: policy for policy in policies}
+        own = fitted_weights(bundle) if FITTED_POLICY in policies else None
+        fitted_score = FITTED_POLICY if own is None else policy_score(FITTED_POLICY, own)
+        return {policy: fitted_score if policy == FITTED_POLICY else policy for policy in policies}
     fitted = parse_weights(weights)
     if not set(policies) & set(WEIGHTED_POLICIES):
         raise OptionError("`--policy-weights` has no effect on these policies", "add `--policy hobbit`")

@@ -167,11 +167,13 @@ def fit_policy(
     as_json: bool,
 ) -> None:
     """Fit the weights of the policy, print the comparison, and write them if they read less at the size in use."""
+    from moec.runtime.bundle.eviction_weights import with_fitted_weights
     from moec.runtime.bundle.opening import open_bundle
 
     say_device(open_bundle(folder), options)
     in_use = planned_cache_bytes(folder, options)  # before the traces take memory, which a run does not read
     opened = open_bundle(folder)
+    options = with_fitted_weights(opened, options)
     replayed = replayed_bundle(opened)
     traces = open_traces(training, opened), open_traces(held_out, opened)
     by_path = dict(zip((*training, *held_out), chain(*traces), strict=True))

@@ -92,7 +92,7 @@ def _flatness(share: object, where: str = "") -> str:
 
     share: weight share of the lower-ranked half of a token's experts. With a large share every mode costs more.
     """
-    from moec.runtime.modes.choice import FLAT_SHARE
+    from moec.runtime.modes.mode_counts import FLAT_SHARE
 
     if not isinstance(share, float) or share <= FLAT_SHARE:
         return ""

@@ -277,7 +277,7 @@ def _row(setting: dict[str, str], engine: BundleEngine, result: EvaluationResult
 
 def quality_page(record: dict[str, Any]) -> str:
     """Return the table of a sweep as text."""
-    from moec.runtime.modes.choice import FLAT_SHARE
+    from moec.runtime.modes.mode_counts import FLAT_SHARE
 
     share, rows = output.human_share, []
     for row in record["rows"]:
@@ -315,8 +315,8 @@ def say_decisions(engine: Engine) -> None:
 
 def decisions_text(decisions: dict[str, Any] | None) -> str:
     """Return the shares of a mode's decisions as text; `-` without decisions."""
-    names = ("low", "skipped", "replaced", "dropped", "fallback", "foretold_right")
-    told = [] if decisions is None else [(name, decisions[f"{name}_share"]) for name in names]
+    names = ("low", "skipped", "replaced", "dropped", "fallback", "foretold_right", "prompt_low", "prompt_skipped")
+    told = [] if decisions is None else [(name, decisions.get(f"{name}_share")) for name in names]
     return ", ".join(f"{name.replace('_', ' ')} {output.human_share(value)}" for name, value in told if value) or "-"
 
 

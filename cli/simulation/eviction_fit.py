@@ -177,7 +177,7 @@ class PolicyFit:
 
 def _decisions(replays: Sequence[CacheStats | Decided]) -> dict[str, Any] | None:
     """Return the sum of the decisions of all replays; None if none of them decides."""
-    from moec.runtime.modes.choice import ModeCounts
+    from moec.runtime.modes.mode_counts import ModeCounts
 
     counts = [each.counts for each in replays if isinstance(each, Decided)]
     total = ModeCounts()

@@ -14,8 +14,8 @@ from ..lossy_modes.mode_sweep import modes_of
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
     from moec.runtime.expert_cache.policies import PolicyScore
-    from moec.runtime.modes.choice import ModeCounts
     from moec.runtime.modes.logical_cache import LogicalCache
+    from moec.runtime.modes.mode_counts import ModeCounts
     from moec.runtime.options.runtime import Prefetch
     from moec.runtime.prefetch.predictors import Predictor
     from moec.runtime.simulation.lossy_replay import TracedModel

@@ -110,6 +110,50 @@ class ModesWork:
     cached_share: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedText:
+    """The experts that the tokens of a text chose.
+
+    prompt_tokens: tokens of the prompt, which run in one pass. Every later token has a pass of its own.
+    chosen: experts of the T tokens by layer that routes, int32 [T, K], best first.
+    """
+
+    prompt_tokens: int
+    chosen: Mapping[int, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedEviction:
+    """Weights of HOBBIT's eviction score, fitted to texts.
+
+    weights: by name of the term; their sum is 1.
+    is_better: whether they read fewer bytes on held-out texts than the default weights.
+    record: what quality.json says of them.
+    """
+
+    weights: Mapping[str, float]
+    is_better: bool
+    record: Mapping[str, Any]
+
+
+class FitEviction(Protocol):
+    """Fits the weights of an eviction policy to the routing of texts, by replaying it against caches."""
+
+    def __call__(
+        self,
+        bundle: Path,
+        training: Sequence[RoutedText],
+        held_out: Sequence[RoutedText],
+        progress: Callable[[int, int], None],
+    ) -> FittedEviction | None:
+        """Return the weights that read the fewest bytes on the training texts; None if caches hold all experts.
+
+        bundle: folder of a bundle that is not published yet.
+        progress: called with (replays done, replays in all).
+        """
+        ...
+
+
 class MeasureModes(Protocol):
     """Measures the lossy modes of a bundle for quality.json."""
 

@@ -76,6 +76,12 @@ def train_texts(split: SplitData, shots: Shots) -> list[tuple[str, str]]:
     return [(split.task.prompt(item, examples), split.task.answer(item)) for item in split.train.items]
 
 
+def validation_texts(split: SplitData, shots: Shots) -> list[tuple[str, str]]:
+    """Return prompts and answers of the validation items of one task."""
+    examples = shots[split.task.name]
+    return [(split.task.prompt(item, examples), split.task.answer(item)) for item in split.validation.items]
+
+
 def _limited(splits: SplitData, options: CompileOptions) -> SplitData:
     if options.limit is None:
         return splits

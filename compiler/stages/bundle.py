@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moec.manifests.bundle import LOOKAHEAD_NAME, BundleManifest
+from moec.manifests.bundle import EVICTION_NAME, LOOKAHEAD_NAME, BundleManifest
 from moec.manifests.codec import canonical_json
 from moec.manifests.self_test import SELF_TEST_NAME, encode_self_test
 
@@ -16,14 +16,14 @@ from ..bundle.emit import BundleContent, cost_summary, emit, finish
 from ..bundle.quality import Evidence, model_card, quality_report, unimportance_deciles, unimportance_quantiles
 from ..calibration.collect import calibration_summary
 from ..calibration.tables import Tables
-from ..lookahead.linear_maps import encode_maps, lookahead_report
 from ..preflight.device_fit import summarise_device
 from ..preflight.kept_layers import measures_tasks, runtime_bytes
 from ..preflight.preparation import Prepared
 from ..quantization.own_codes import units_held_by
 from ..request.ports import UnpublishedBundle
 from .compile_context import Certified, CompileContext, Planned
-from .lookahead import learn_lookahead
+from .eviction import fit_eviction
+from .lookahead import lookahead_file
 from .measure import plan_bundles
 
 HOBBIT_SHARES = (0.67, 0.97)
@@ -55,7 +55,7 @@ def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleM
 def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> Certified:
     """Run the bundle on data that nothing else saw, then a few texts whose logits every machine must compute.
 
-    Then learn to foresee its routers, and measure its lossy modes.
+    Then learn to foresee its routers, fit its weights of eviction, and measure its lossy modes.
     """
     certified, request = Certified(), context.prepared.request
     measured = None if planned.searched is None else planned.searched.measured
@@ -72,10 +72,8 @@ def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> 
     room = runtime_bytes(context.prepared.lowering.model, request.memory_limit_bytes)
     with request.open_runtime(partial, room) as engine:
         certified = replace(certified, self_test=engine.self_test())
-    maps = learn_lookahead(context.prepared, planned.plan, partial)
-    if maps:
-        data = encode_maps(maps)
-        certified = replace(certified, lookahead=(data, lookahead_report(maps, len(data))))
+    lookahead = lookahead_file(context.prepared, planned.plan, partial)
+    certified = replace(certified, lookahead=lookahead, eviction=fit_eviction(context.prepared, partial))
     if request.measure_modes is None or not context.prepared.splits:
         return certified
     modes = request.measure_modes(_unpublished(context.prepared, planned, partial))
@@ -106,6 +104,8 @@ def report(
         quality |= {"baseline_precision": precision, "own_codes": held}
     if certified.lookahead is not None:
         quality["lookahead"] = certified.lookahead[1]
+    if certified.eviction is not None:
+        quality["eviction"] = dict(certified.eviction.record)
     return quality
 
 
@@ -114,7 +114,11 @@ def complete_bundle(
 ) -> None:
     """Add quality.json, the card, what was learned, the self-test. Write the manifest again with `certified: true`."""
     card = model_card(manifest, quality).encode()
-    more = {} if certified.lookahead is None else {LOOKAHEAD_NAME: certified.lookahead[0]}
+    more, fitted = dict[str, bytes](), certified.eviction
+    if certified.lookahead is not None:
+        more[LOOKAHEAD_NAME] = certified.lookahead[0]
+    if fitted is not None and fitted.is_better:
+        more[EVICTION_NAME] = canonical_json({"hobbit": dict(fitted.weights)})
     if certified.self_test is not None:
         more[SELF_TEST_NAME] = encode_self_test(certified.self_test)
     finish(partial, manifest, canonical_json(quality), card, prepared.request.disk, more)

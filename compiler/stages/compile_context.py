@@ -19,6 +19,7 @@ from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
 from ..quantization.swept_store import SweptStore
 from ..request.plan import CompilePlan
+from ..request.ports import FittedEviction
 from ..search.comparison import Comparison
 from ..search.space import SearchSpace
 from ..sensitivity.sensitivity import SensitivityTable
@@ -116,6 +117,7 @@ class Certified:
     modes: costs of the lossy modes, or None.
     lookahead: content of `lookahead.safetensors`, and what quality.json says of it; None without learned routers.
     self_test: a few texts and the digest of their logits, or None.
+    eviction: weights of HOBBIT's eviction score; None if they were not fitted.
     """
 
     tasks: Mapping[str, TaskCertificate] = field(default_factory=dict)
@@ -123,6 +125,7 @@ class Certified:
     modes: Mapping[str, Any] | None = None
     lookahead: tuple[bytes, dict[str, Any]] | None = None
     self_test: SelfTest | None = None
+    eviction: FittedEviction | None = None
 
 
 @contextmanager

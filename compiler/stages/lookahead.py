@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import ExpertKey
@@ -16,8 +17,10 @@ from ..lookahead.linear_maps import (
     LearnedMap,
     RoutingSample,
     can_learn,
+    encode_maps,
     layer_groups,
     learn_maps,
+    lookahead_report,
 )
 from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
@@ -26,6 +29,15 @@ from ..request.task_data import train_texts
 
 SAMPLE_SHARE = 8
 """The routing that is kept takes at most this part of the memory, or that of one layer and those that it foresees."""
+
+
+def lookahead_file(prepared: Prepared, plan: CompilePlan, partial: Path) -> tuple[bytes, dict[str, Any]] | None:
+    """Return the content of `lookahead.safetensors`, and what quality.json says of it; None without learned routers."""
+    maps = learn_lookahead(prepared, plan, partial)
+    if not maps:
+        return None
+    data = encode_maps(maps)
+    return data, lookahead_report(maps, len(data))
 
 
 def learn_lookahead(prepared: Prepared, plan: CompilePlan, partial: Path) -> list[LearnedMap]:

@@ -70,6 +70,12 @@ MAX_SELF_TEST_BYTES = 64 << 10
 SELF_TEST_JSON = JsonLimits(MAX_SELF_TEST_BYTES, containers=1 << 6, values=1 << 11, texts=1 << 6)
 """`self-test.json`."""
 
+MAX_EVICTION_BYTES = 4 << 10
+"""Size of `eviction.json`, bytes. A compile writes about 60."""
+
+EVICTION_JSON = JsonLimits(MAX_EVICTION_BYTES, containers=1 << 4, values=1 << 6, texts=1 << 6)
+"""`eviction.json`: four numbers."""
+
 MAX_LOG_BYTES = 64 << 20
 """Size of `NAME.log.json` next to a bundle, bytes."""
 

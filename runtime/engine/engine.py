@@ -16,10 +16,12 @@ import numpy as np
 from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, OptionError
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
+from ..bundle.eviction_weights import with_fitted_weights
 from ..bundle.opening import Bundle, open_bundle
 from ..layers.kv_cache import KVCache
 from ..memory.budget import require_memory_for_manifest
-from ..modes.choice import ModeCounts, PassChoice
+from ..modes.choice import PassChoice
+from ..modes.mode_counts import ModeCounts
 from ..options.runtime import RuntimeOptions
 from ..text.sampling import Sampler, SamplingOptions
 from ..text.streaming_text import StopTexts, TextStream
@@ -63,7 +65,8 @@ class Engine:
         self.bundle, self.options, self.exclusive = bundle, options, ExclusiveUse()
         self._closes_bundle = closes_bundle
         try:
-            parts = open_parts(bundle, options)
+            self.options = with_fitted_weights(bundle, options)
+            parts = open_parts(bundle, self.options)
         except BaseException:
             if closes_bundle:
                 bundle.close()
@@ -271,7 +274,9 @@ class Engine:
     step = exclusively(_step)
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """Run the next token of T sequences, one each, and return the logits after it, [T, V]. Lossy modes decide here.
+        """Run the next token of T sequences, one each, and return the logits after it, [T, V].
+
+        All lossy modes decide here. Before it, only dynamic precision decides.
 
         Raises ExecutionError as `step`.
         """

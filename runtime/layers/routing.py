@@ -17,6 +17,8 @@ from ..kernels.elementary import exp, sigmoid, softmax
 
 NO_EXPERT = -1
 """Value instead of a chosen expert: this rank of the token is not computed."""
+NOT_CHOSEN = 2.0
+"""Unimportance of an expert that no token of a pass chose. That of a chosen expert is below 1, up to rounding."""
 
 
 class RoutingRule:
@@ -209,6 +211,28 @@ class Routed:
     logits: np.ndarray
     chosen: np.ndarray
     weights: np.ndarray
+
+
+def least_unimportance(chosen: np.ndarray, weights: np.ndarray, count: int) -> np.ndarray:
+    """Return the unimportance that each expert has for its most important token, float32 [E].
+
+    The unimportance for a token is the weight share of the experts that the token ranks before this one.
+    chosen: experts, int32 [T, K]; NO_EXPERT for none.
+    weights: float32 [T, K].
+    count: E.
+    Experts that no token chose have NOT_CHOSEN.
+    Source: HOBBIT, token-level dynamic loading.
+    """
+    total = weights.sum(axis=1, keepdims=True)
+    shares = weights / np.where(total == 0, np.float32(1), total)
+    order = np.argsort(-shares, axis=1, kind="stable")
+    before = np.zeros(shares.shape)
+    np.cumsum(np.take_along_axis(shares, order, axis=1)[:, :-1], axis=1, dtype=np.float64, out=before[:, 1:])
+    ranked = np.take_along_axis(chosen, order, axis=1)
+    least = np.full(count, NOT_CHOSEN, np.float32)
+    is_expert = ranked != NO_EXPERT
+    np.minimum.at(least, ranked[is_expert], before[is_expert].astype(np.float32))
+    return least
 
 
 class Router:

@@ -23,7 +23,7 @@ def choose_experts(
     logits: np.ndarray,
     slots: np.ndarray | None = None,
 ) -> tuple[dict[int, np.ndarray], np.ndarray]:
-    """Choose the stored experts that the running layer needs. Stores the router's own choice and logits in `state`.
+    """Choose the stored experts that the running layer needs. Stores the router's own choice in `state`.
 
     Returns two values:
     1. For each stored expert the outputs that it computes, as token * top_k + rank, int [n].
@@ -39,7 +39,7 @@ def choose_experts(
     choice = state.choice
     chosen, weights = rule.route(logits, state.tokens, state.top_k(experts.top_k))
     state.chosen.append(chosen)
-    state.logits = logits
+    state.logits, state.weights = logits, weights
     if choice is not None:
         chosen, weights = choice.select(Routed(state.layer, rule, logits, chosen, weights))
     if experts.router.capacity and slots is not None:

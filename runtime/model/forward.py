@@ -22,7 +22,7 @@ from ..prefetch.advisor import Advisor
 from ..prefetch.pass_state import ExpertChoice, PassState
 from ..prefetch.quality import LayerAdvice, PrefetchQuality
 from ..trace.statistics import PhaseTimes
-from ..trace.trace import TraceRecorder
+from ..trace.trace import LayerScores, TraceRecorder
 from .expert_offload import ExpertOffload
 from .expert_requests import choose_experts
 from .layer_parts import layer_parts
@@ -180,7 +180,7 @@ class Model:
         hidden = self._embed(tokens)
         chosen = [np.empty((len(tokens), 0), np.int32)] * layers.start
         sequences = 1 if len(tokens) == 1 else len(set(places.slots.tolist()))
-        state = PassState(0, hidden, chosen, tokens, choice, sequences)
+        state = PassState(0, hidden, chosen, tokens, choice, sequences, is_traced=self.trace is not None)
         prompts = places  # only cross attention reads them
         if self._cross:
             prompts = kernels.TokenPlaces(places.slots, places.positions, kv.prompt_lengths[places.slots])
@@ -271,7 +271,8 @@ class Model:
             following, advice = self.advisor.advise(state)
             if self.trace is not None:
                 # Before a capacity drops tokens: it never drops all that chose an expert.
-                self.trace.add_layer(index, state.chosen[index], advice, state.logits, state.foreseen, times)
+                scores = LayerScores(state.logits, state.foreseen, state.unimportance())
+                self.trace.add_layer(index, state.chosen[index], advice, scores, times)
             if state.choice is not None:
                 state.choice.requested(index, list(requested), advice)
             return self.absent(advice)
@@ -287,7 +288,7 @@ class Model:
         first, experts = self._first_expert[index], self.spec.layers[index].experts
         if router is None:
             state.chosen.append(np.empty((len(normed), 0), np.int32))
-            state.logits = None
+            state.logits = state.weights = None
             return {}, np.empty((len(normed), 0), np.float32)
         return choose_experts(state, experts, first, router.rule, router.logits(normed), slots)
 

@@ -28,7 +28,7 @@ from ..prefetch.predictors import MINIMUM_PAIR_COUNT, LookaheadPredictor, PathPr
 from ..prefetch.quality import PrefetchQuality
 from ..prefetch.thresholds import RULES
 from ..trace.statistics import PhaseTimes
-from ..trace.trace import TraceRecorder
+from ..trace.trace import LayerScores, TraceRecorder
 
 MAX_ROUTERS = 8
 """Most routers of later layers that the extension evaluates at once."""
@@ -116,7 +116,7 @@ class TokenExperts:
         native = self.native
         chosen = np.array(native.chosen, np.int32)[None]
         logits = np.frombuffer(native.logits, np.float32)[None] if chosen.size else None
-        trace.add_layer(layer, chosen, native.advice, logits, self._foreseen(layer), times.copy())
+        trace.add_layer(layer, chosen, native.advice, LayerScores(logits, self._foreseen(layer)), times.copy())
 
     def _foreseen(self, layer: int) -> list[np.ndarray]:
         """Return the scores [E] of the layers ahead, nearest first."""

@@ -8,75 +8,19 @@ The best expert of a token has the largest weight. A router that corrects its sc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from moec.manifests.bundle import BundleManifest
 
-from ..layers.routing import NO_EXPERT, Routed, RoutingRule
+from ..layers.routing import NO_EXPERT, NOT_CHOSEN, Routed, RoutingRule, least_unimportance
 from ..options.lossy import CacheRouting, DynamicPrecision, LossyModes
 from .logical_cache import LogicalCache
+from .mode_counts import ModeCounts
 
-FLAT_SHARE = 1 / 3
-"""A router is flat if the lower-ranked half of a token's experts has more than this share of the weight.
-
-Then leaving out or replacing an expert costs more than its rank suggests. Equal weights have a share of 0.5.
-"""
 ABSENT = -1
-
-
-@dataclass(slots=True)
-class ModeCounts:
-    """Decisions of the modes so far.
-
-    ranks: experts that decode passes chose, over all tokens and layers.
-    missed: chosen experts that the logical cache lacked, if a mode reads it.
-
-    replaced, dropped: chosen experts that cache routing replaced or dropped.
-
-    low, skipped: chosen experts that dynamic precision computed as low version or skipped. `low` includes experts whose
-        low version was already cached.
-
-    tokens: decoded tokens.
-    fallback_tokens: tokens computed again with all experts.
-
-    foretold: experts that a discarded pass had chosen for a pass computed again.
-    foretold_right: foretold experts that were chosen again.
-
-    routings: tokens x layers.
-    lower_half: sum over routings of the weight share of the lower-ranked half of the experts.
-    """
-
-    ranks: int = 0
-    missed: int = 0
-    replaced: int = 0
-    dropped: int = 0
-    low: int = 0
-    skipped: int = 0
-    tokens: int = 0
-    fallback_tokens: int = 0
-    foretold: int = 0
-    foretold_right: int = 0
-    routings: int = 0
-    lower_half: float = 0.0
-
-    def count_weights(self, weights: np.ndarray) -> None:
-        """Add the weights [T, K] of a router."""
-        ranked, total = np.sort(weights, axis=1), weights.sum(axis=1)
-        self.routings += len(weights)
-        self.lower_half += float((ranked[:, : weights.shape[1] // 2].sum(axis=1) / np.maximum(total, 1e-20)).sum())
-
-    def to_plain(self) -> dict[str, int | float | None]:
-        """Return the counts and their shares for `--json`."""
-        plain: dict[str, int | float | None] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("missed", "replaced", "dropped", "low", "skipped"):
-            plain[f"{name}_share"] = getattr(self, name) / self.ranks if self.ranks else None
-        plain["lower_half_share"] = self.lower_half / self.routings if self.routings else None
-        plain["fallback_share"] = self.fallback_tokens / self.tokens if self.tokens else None
-        plain["foretold_right_share"] = self.foretold_right / self.foretold if self.foretold else None
-        return plain
 
 
 class Versions:
@@ -123,6 +67,10 @@ def best_cached(
     return None
 
 
+def _least_unimportance(routed: Routed) -> np.ndarray:
+    return least_unimportance(routed.chosen, routed.weights, routed.logits.shape[1])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DecisionState:
     """State that all passes of one engine decide with.
@@ -143,7 +91,7 @@ class PassChoice:
     """Changes to the choice in one kind of pass: how many experts a token has, and which are computed.
 
     state: what all passes share.
-    decides: False for prefill, which is lossless and only reports its requests to the logical cache.
+    is_prompt: whether the pass computes a prompt. Then only dynamic precision acts.
 
     is_little: whether the pass uses the number of experts of the little model.
     recorded: receives the logits [T, E] of every layer that routes.
@@ -154,13 +102,13 @@ class PassChoice:
     def __init__(
         self,
         state: DecisionState,
-        decides: bool = True,
+        is_prompt: bool = False,
         is_little: bool = False,
         recorded: dict[int, np.ndarray] | None = None,
         foretold: Mapping[int, np.ndarray] | None = None,
     ) -> None:
         self._modes, self._versions, self._cache, self._counts = state.modes, state.versions, state.cache, state.counts
-        self._decides, self._is_little = decides, is_little
+        self._is_prompt, self._is_little = is_prompt, is_little
         self._recorded, self._foretold = recorded, foretold
 
     def top_k(self, top_k: int) -> int:
@@ -174,10 +122,10 @@ class PassChoice:
 
         Weights are those that the router gives to a choice of just these experts.
         """
+        if self._is_prompt:
+            return self._select_for_prompt(routed)
         if self._recorded is not None:
             self._recorded[routed.layer] = routed.logits
-        if not self._decides:
-            return routed.chosen, routed.weights
         self._counts.ranks += routed.chosen.size
         if not self._is_little:
             self._counts.count_weights(routed.weights)
@@ -190,7 +138,11 @@ class PassChoice:
         if self._modes.cache_routing is not None:
             routed = self._with_cached(routed)
         if self._modes.dynamic_precision is not None:
-            routed = self._with_versions(routed, self._modes.dynamic_precision)
+            least, before = _least_unimportance(routed), routed.chosen
+            versions = self.versions_asked_for(routed.layer, least, self._modes.dynamic_precision)
+            routed = self._with_versions(routed, versions)
+            self._counts.low += int((routed.chosen >= len(versions)).sum())
+            self._counts.skipped += int(((routed.chosen == NO_EXPERT) & (before != NO_EXPERT)).sum())
         return routed.chosen, routed.weights
 
     def requested(self, layer: int, experts: Sequence[int], advice: Sequence[int]) -> None:
@@ -211,7 +163,7 @@ class PassChoice:
         Source: HOBBIT, layer-level prediction.
         """
         dynamic = self._modes.dynamic_precision
-        if dynamic is None or not self._decides:
+        if dynamic is None:
             return [self._versions.index(layer, expert) for expert in experts]
         total, stored = float(np.sort(scores)[-top_k:].sum()) or 1.0, list[int]()
         unimportance = 0.0
@@ -221,6 +173,21 @@ class PassChoice:
                 stored.append(self._versions.index(layer, version))
             unimportance += float(scores[expert]) / total
         return stored
+
+    def advised_to_many(self, layer: int, unimportance: np.ndarray | None, experts: Sequence[int]) -> list[int]:
+        """Return the stored versions that predicted experts need in a pass over several tokens, likeliest first.
+
+        unimportance: least unimportance of each expert, as foreseen, float32 [E]. An expert that no token was foreseen
+            to choose counts as unimportant. If it is None, nothing is read ahead under dynamic precision, because the
+            version is not known.
+        """
+        dynamic = self._modes.dynamic_precision
+        if dynamic is None:
+            return [self._versions.index(layer, expert) for expert in experts]
+        if unimportance is None:
+            return []
+        versions = self.versions_asked_for(layer, np.minimum(unimportance, 1), dynamic)
+        return [self._versions.index(layer, int(versions[e])) for e in experts if versions[e] != NO_EXPERT]
 
     # -- cache routing -----------------------------------------------------------------------------------------------
 
@@ -297,25 +264,53 @@ class PassChoice:
 
     # -- dynamic precision -------------------------------------------------------------------------------------------
 
-    def _with_versions(self, routed: Routed, dynamic: DynamicPrecision) -> Routed:
-        """Choose high, low or no version of each expert, by the weight share of the experts ranked before it."""
-        layer, chosen = routed.layer, routed.chosen
-        versions = chosen.copy()
-        for row, weights in zip(versions, routed.weights, strict=True):
-            shares = weights / (weights.sum() or np.float32(1))
-            unimportance = 0.0
-            for rank in np.argsort(-shares, kind="stable").tolist():
-                if row[rank] != NO_EXPERT:
-                    expert = int(row[rank])
-                    row[rank] = self.version(layer, expert, unimportance, dynamic, not self._holds(layer, expert))
-                unimportance += float(shares[rank])
-        is_skipped = (versions == NO_EXPERT) & (chosen != NO_EXPERT)
-        self._counts.low += int((versions >= routed.logits.shape[1]).sum())
-        self._counts.skipped += int(is_skipped.sum())
+    def _select_for_prompt(self, routed: Routed) -> tuple[np.ndarray, np.ndarray]:
+        """Return what `select` returns, for a pass over prompts."""
+        if self._modes.dynamic_precision is not None:
+            routed = self._with_versions(routed, self.prompt_versions(routed.layer, _least_unimportance(routed)))
+        return routed.chosen, routed.weights
+
+    def prompt_versions(self, layer: int, least: np.ndarray) -> np.ndarray:
+        """Return the version of each expert in a pass over prompts, int32 [E], and count the decisions.
+
+        least: unimportance for the most important token, float32 [E], as in `least_unimportance`.
+        Experts that no token chose become NO_EXPERT.
+        Raises ValueError without dynamic precision.
+        """
+        if self._modes.dynamic_precision is None:
+            raise ValueError("dynamic precision is off")
+        counts, versions = self._counts, self.versions_asked_for(layer, least, self._modes.dynamic_precision)
+        chosen = np.flatnonzero(least != NOT_CHOSEN)
+        counts.prompt_experts += len(chosen)
+        counts.prompt_missed += sum(not self._holds(layer, expert) for expert in chosen.tolist())
+        counts.prompt_low += int((versions >= len(least)).sum())
+        counts.prompt_skipped += int((versions[chosen] == NO_EXPERT).sum())
+        return versions
+
+    def versions_asked_for(self, layer: int, least: np.ndarray, dynamic: DynamicPrecision) -> np.ndarray:
+        """Return for each expert the version that its most important token asks for, int32 [E].
+
+        All tokens of the pass use this version, so that an expert is read once.
+        least: unimportance for this token, float32 [E]. Experts that no token chose become NO_EXPERT.
+        """
+        versions = np.full(len(least), NO_EXPERT, np.int32)
+        for expert in np.flatnonzero(least != NOT_CHOSEN).tolist():
+            is_missed = not self._holds(layer, expert)
+            versions[expert] = self.version(layer, expert, float(least[expert]), dynamic, is_missed)
+        return versions
+
+    def _with_versions(self, routed: Routed, versions: np.ndarray) -> Routed:
+        """Take high, low or no version of each expert.
+
+        versions: int32 [E]. Skipped experts have no weight.
+        """
+        chosen = routed.chosen
+        found = np.where(chosen == NO_EXPERT, np.int32(NO_EXPERT), versions[chosen])
+        is_skipped = (found == NO_EXPERT) & (chosen != NO_EXPERT)
         if not is_skipped.any() or not routed.rule.can_weigh:
-            return replace(routed, chosen=versions)
-        kept = np.where(versions == NO_EXPERT, np.int32(NO_EXPERT), chosen)
-        return replace(routed, chosen=versions, weights=routed.rule.weigh(routed.rule.scores(routed.logits), kept))
+            return replace(routed, chosen=found)
+        kept = np.where(found == NO_EXPERT, np.int32(NO_EXPERT), chosen)
+        return replace(routed, chosen=found, weights=routed.rule.weigh(routed.rule.scores(routed.logits), kept))
 
     def version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
         """Return the version of an expert: on a miss high up to T1, low up to T2, else none.

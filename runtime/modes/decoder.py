@@ -16,9 +16,10 @@ from ..layers.routing import Router
 from ..options.lossy import LossyModes
 from ..prefetch.advisor import Advisor
 from ..prefetch.pass_state import PassState
-from ..prefetch.predictors import Predictor
-from .choice import DecisionState, ModeCounts, PassChoice, Versions
+from ..prefetch.predictors import Predictor, foresee_unimportance
+from .choice import DecisionState, PassChoice, Versions
 from .logical_cache import LogicalCache
+from .mode_counts import ModeCounts
 
 RunPass = Callable[[Sequence[int], Sequence[int], Sequence[int], PassChoice], np.ndarray]
 """Maps tokens, slots, positions and the choice of experts to the residual stream [T, D]."""
@@ -55,6 +56,7 @@ class ForetoldPredictor(Predictor):
         router, logits = self._routers[following], self._recorded.get(following)
         if router is None or logits is None or following <= state.layer:
             return None
+        foresee_unimportance(state, self._spec, ahead, router.rule, logits)
         return router.rule.demand(logits)
 
 
@@ -62,8 +64,8 @@ class LossyDecoder:
     """Decode passes of one engine.
 
     choices: PassChoice, or a replacement that makes the decisions.
-    counts: decisions of decode passes.
-    prefill: the choice for passes that decide nothing.
+    counts: decisions so far.
+    prefill: the choice for passes over prompts.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class LossyDecoder:
         self.modes, self.model, self.versions, self.cache = modes, model, versions, cache
         self.counts = ModeCounts()
         self._choice = partial(choices, DecisionState(modes, versions, cache, self.counts))
-        self.prefill = self._choice(decides=False)
+        self.prefill = self._choice(is_prompt=True)
 
     def begin_sequence(self) -> None:
         """Restart the per-sequence counts of the logical cache's policy."""

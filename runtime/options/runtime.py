@@ -131,7 +131,7 @@ class RuntimeOptions:
         "`hobbit-printed`. They add up to 1.",
         group="memory and cache",
         metavar="LRU,LFU,LHU,FLD",
-        default_text="measured ones",
+        default_text="those of the bundle, else measured ones",
     )
     prefetch: Prefetch = setting(
         "lookahead",
@@ -224,7 +224,8 @@ class RuntimeOptions:
     dynamic_precision: str | None = setting(
         None,
         "LOSSY: read a missed expert in its low version if its unimportance is above T1, and skip it above T2. "
-        "Unimportance is the weight share of the token's experts that rank before this one, from 0 to 1. "
+        "Unimportance is the weight share of the token's experts that rank before this one, from 0 to 1. In a prompt, "
+        "the token decides for which the expert is most important. "
         "`auto` takes the thresholds that were measured to read least within `--mode-loss`, `published` those at which "
         "calibration has HOBBIT's shares: 67 % high, 30 % low, 3 % skipped.",
         group="lossy modes",

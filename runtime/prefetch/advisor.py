@@ -148,6 +148,7 @@ class Advisor:
             for each in self.layers_ahead(state.layer)
             if each.rank == 1 or len(state.hidden) == 1 or _asks_for_all(len(state.hidden), each)
         ]
+        state.unimportance_ahead.clear()
         scores = self._scores(state, layers_ahead)
         state.foreseen = list(scores.values())
         for later in layers_ahead:
@@ -244,9 +245,11 @@ class Advisor:
         else:
             experts = candidates(scores, self._advised(state, later))
         predicted = experts[: self.most_predicted(top_k, later)]
-        if state.choice is not None and len(state.hidden) == 1:
+        if state.choice is None:
+            return predicted, self._stored(layer, experts)
+        if len(state.hidden) == 1:
             return predicted, state.choice.advised(layer, scores, experts, top_k)
-        return predicted, self._stored(layer, experts)
+        return predicted, state.choice.advised_to_many(layer, state.unimportance_ahead.get(later.ahead), experts)
 
     def _stored(self, layer: int, experts: Sequence[int]) -> list[int]:
         first = self.first_expert[layer]

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..layers.routing import Routed
+from ..layers.routing import Routed, least_unimportance
 
 
 class ExpertChoice(Protocol):
@@ -34,9 +34,17 @@ class ExpertChoice(Protocol):
         ...
 
     def advised(self, layer: int, scores: np.ndarray, experts: Sequence[int], top_k: int) -> list[int]:
-        """Return the stored experts to read ahead for a layer.
+        """Return the stored experts to read ahead for a layer of a pass over one token.
 
         scores: [E].
+        experts: the likeliest experts, best first.
+        """
+        ...
+
+    def advised_to_many(self, layer: int, unimportance: np.ndarray | None, experts: Sequence[int]) -> list[int]:
+        """Return the stored experts to read ahead for a layer of a pass over several tokens.
+
+        unimportance: least unimportance of each expert, as foreseen, float32 [E]; None if it was not foreseen.
         experts: the likeliest experts, best first.
         """
         ...
@@ -56,6 +64,10 @@ class PassState:
 
     logits: router logits of the running layer, float32 [T, E], None if it does not route.
     foreseen: scores [E] of the layers ahead that were predicted, nearest first.
+
+    is_traced: whether a trace records the pass.
+    weights: weights of the running layer's router, float32 [T, K], None if it does not route.
+    unimportance_ahead: least unimportance [E] of the layers ahead that routers foresaw for several tokens, by distance.
     """
 
     layer: int
@@ -66,7 +78,25 @@ class PassState:
     sequences: int = 1
     logits: np.ndarray | None = None
     foreseen: list[np.ndarray] = field(default_factory=list)
+    is_traced: bool = False
+    weights: np.ndarray | None = None
+    unimportance_ahead: dict[int, np.ndarray] = field(default_factory=dict)
 
     def top_k(self, top_k: int) -> int:
         """Return this pass's experts per token in a layer whose own number is top_k."""
         return top_k if self.choice is None else self.choice.top_k(top_k)
+
+    def unimportance(self) -> list[np.ndarray]:
+        """Return the least unimportance of experts in a pass over several tokens, float32 [E] each.
+
+        The running layer comes first, then those ahead that were foreseen, nearest first. It is empty for one token.
+        """
+        if len(self.hidden) == 1 or self.logits is None or self.weights is None:
+            return []
+        own = least_unimportance(self.chosen[self.layer], self.weights, self.logits.shape[1])
+        return [own, *self.unimportance_ahead.values()]
+
+    @property
+    def asks_for_unimportance(self) -> bool:
+        """True if a lossy mode or a trace reads the unimportance that several tokens give experts ahead."""
+        return len(self.hidden) > 1 and (self.choice is not None or self.is_traced)

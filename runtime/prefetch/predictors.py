@@ -12,7 +12,7 @@ from moec.manifests.model import ModelSpec
 from ..bundle.tables import Tables
 from ..layers.norms import Norm
 from ..layers.router_stack import RouterStack, stack_routers
-from ..layers.routing import Router
+from ..layers.routing import Router, RoutingRule, least_unimportance
 from ..options.runtime import Prefetch
 from .pass_state import PassState
 
@@ -37,6 +37,17 @@ class Predictor(Protocol):
     def fixed_scores(self, layer: int, ahead: int) -> np.ndarray | None:
         """Return the scores [E] of the layer `ahead` layers after `layer` if no token changes them, else None."""
         return None
+
+
+def foresee_unimportance(state: PassState, model: ModelSpec, ahead: int, rule: RoutingRule, logits: np.ndarray) -> None:
+    """Store the least unimportance of the experts of a later layer, if someone reads it.
+
+    logits: predicted router logits of the layer `ahead` layers ahead, float32 [T, E].
+    """
+    if state.asks_for_unimportance and rule.static is None:
+        top_k = model.layers[model.layer_after(state.layer, ahead)].experts.top_k
+        chosen, weights = rule.route(logits, top_k=state.top_k(top_k))
+        state.unimportance_ahead[ahead] = least_unimportance(chosen, weights, logits.shape[1])
 
 
 class PopularityPredictor(Predictor):
@@ -183,7 +194,9 @@ class LookaheadPredictor(Predictor):
         if source is None:
             raise ValueError(f"no router predicts the layer {ahead} layers after layer {state.layer}")
         router, norm = source
-        return router.rule.demand(router.logits(norm(state.hidden)))
+        logits = router.logits(norm(state.hidden))
+        foresee_unimportance(state, self._model, ahead, router.rule, logits)
+        return router.rule.demand(logits)
 
     def source(self, layer: int, ahead: int) -> tuple[Router, Norm] | None:
         """Return the router that predicts the layer `ahead` layers ahead, and the norm before it; None without one."""

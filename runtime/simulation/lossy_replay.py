@@ -7,6 +7,7 @@ Decisions differ from those of a lossy run as far as its hidden states differ fr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,32 +15,81 @@ import numpy as np
 
 from moec.manifests.model import ModelSpec
 
-from ..layers.routing import Router
+from ..layers.routing import NO_EXPERT, Router
 from ..model.expert_requests import choose_experts
-from ..modes.choice import ModeCounts, PassChoice, Versions
+from ..modes.choice import PassChoice, Versions
 from ..modes.decoder import LossyDecoder, MakeChoice
 from ..modes.logical_cache import LogicalCache
+from ..modes.mode_counts import ModeCounts
 from ..options.lossy import BigLittle, LossyModes
 from ..prefetch.advisor import Advisor, routed_ahead
 from ..prefetch.pass_state import PassState
 from ..prefetch.predictors import Predictor
-from ..trace.trace import PassScores, Trace, TracedPass, TraceHeader
+from ..trace.trace import PassScores, PromptScores, Trace, TracedPass, TraceHeader
 from ..trace.trace_scores import as_floats, layer_logits
 from .timeline import Advice, TimedPass, timed_pass
 
 _ONE = (0,)
+_AHEAD = tuple[tuple[bytes, ...], ...]()
 
 
 class RecordedPredictor(Predictor):
     """Predicts with the scores of lookahead that were recorded."""
 
     def __init__(self, model: ModelSpec) -> None:
-        self._model, self.recorded = model, tuple[tuple[bytes, ...], ...]()
+        self._model = model
+        self._scores, self._unimportance = _AHEAD, _AHEAD
+
+    def begin(self, recorded: TracedPass) -> None:
+        """Take the scores of this pass from now on. A pass without scores has no prediction."""
+        self._scores, self._unimportance = _AHEAD, _AHEAD
+        if recorded.scores is not None:
+            self._scores = recorded.scores.ahead
+        elif recorded.prompt_scores is not None:
+            self._scores = recorded.prompt_scores.ahead
+            self._unimportance = recorded.prompt_scores.ahead_unimportance
 
     def scores(self, state: PassState, ahead: int = 1) -> np.ndarray | None:
-        by_rank = self.recorded[state.layer] if self.recorded else ()
         rank = routed_ahead(self._model, state.layer).index(ahead)
+        foreseen = self._unimportance[state.layer] if self._unimportance else ()
+        if rank < len(foreseen):
+            state.unimportance_ahead[ahead] = as_floats(foreseen[rank])
+        by_rank = self._scores[state.layer] if self._scores else ()
         return as_floats(by_rank[rank]) if rank < len(by_rank) else None
+
+
+@dataclass(slots=True)
+class _TimedLayers:
+    """The layers of a pass in progress, as in TimedPass."""
+
+    accesses: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    advice: list[tuple[int, ...]] = field(default_factory=list)
+    experts_ns: list[float] = field(default_factory=list)
+    loads: list[tuple[int, ...]] = field(default_factory=list)
+
+    def add(
+        self, layer: int, requested: Sequence[int], ahead: Sequence[int], experts_ns: float, loads: tuple[int, ...] = ()
+    ) -> None:
+        """Add the next layer. loads: tokens of each requested expert, if the pass has several tokens."""
+        self.accesses.append((layer, tuple(requested)))
+        self.advice.append(tuple(ahead))
+        self.experts_ns.append(experts_ns)
+        self.loads.append(loads)
+
+    def timed_pass(self, recorded: TracedPass, preload: tuple[int, ...] = ()) -> TimedPass:
+        """Return the pass. Times outside experts are the recorded ones."""
+        return TimedPass(
+            tokens=recorded.tokens,
+            accesses=tuple(self.accesses),
+            advice=tuple(self.advice),
+            dense_ns=recorded.dense_ns,
+            experts_ns=tuple(self.experts_ns),
+            shared_ns=recorded.shared_ns,
+            head_ns=recorded.head_ns,
+            other_ns=recorded.other_ns,
+            preload=preload,
+            loads=() if recorded.tokens == 1 else tuple(self.loads),
+        )
 
 
 @dataclass(slots=True)
@@ -100,10 +150,8 @@ class TracedModel:
         """
         layers = self.spec.layers
         is_little = any(choice.top_k(layer.experts.top_k) < layer.experts.top_k for layer in layers)
-        counts = [layer.experts.count for layer in layers]
-        logits = layer_logits(self._scores.little_logits if is_little else self._scores.logits, counts)
-        state = PassState(0, np.empty((1, 0), np.float32), [], choice=choice)
-        accesses, advice, experts_ns = [], [], []
+        logits = layer_logits(self._scores.little_logits if is_little else self._scores.logits, self._counts)
+        state, timed = PassState(0, np.empty((1, 0), np.float32), [], choice=choice), _TimedLayers()
         for layer, router in enumerate(self._routers):
             state.layer, requested = layer, list[int]()
             if router is None:
@@ -112,29 +160,42 @@ class TracedModel:
                 first = self.first_expert[layer]
                 by_expert, _ = choose_experts(state, layers[layer].experts, first, router.rule, logits[layer][None])
                 requested = list(by_expert)
-            _, ahead = self.advisor.advise(state)
-            choice.requested(layer, requested, ahead)
-            if self.unread is not None:
-                self.unread.request(layer, requested, ahead)
-            accesses.append((layer, tuple(requested)))
-            advice.append(tuple(ahead))
-            experts_ns.append(self._experts_ns(layer, requested))
-        each = self._recorded
-        self.passes.append(
-            TimedPass(
-                tokens=1,
-                accesses=tuple(accesses),
-                advice=tuple(advice),
-                dense_ns=each.dense_ns,
-                experts_ns=tuple(experts_ns),
-                shared_ns=each.shared_ns,
-                head_ns=each.head_ns,
-                other_ns=each.other_ns,
-                preload=self._preload,
-            )
-        )
+            timed.add(layer, requested, self._request(state, choice, requested), self._experts_ns(layer, requested))
+        self.passes.append(timed.timed_pass(self._recorded, self._preload))
         self._preload = ()
         return np.zeros((1, 1), np.float32)
+
+    def run_prompt(self, recorded: TracedPass, scores: PromptScores, choice: PassChoice) -> TimedPass:
+        """Run one pass over several tokens of a prompt: request the version of each expert under dynamic precision.
+
+        choice: the choice for prompts. Raises ValueError if dynamic precision is off.
+        """
+        tokens, timed = recorded.tokens, _TimedLayers()
+        state = PassState(0, np.empty((tokens, 0), np.float32), [], choice=choice)
+        for layer, least in enumerate(layer_logits(scores.unimportance, self._counts)):
+            chosen = recorded.chosen[layer]
+            state.layer = layer
+            state.chosen.append(np.array(chosen, np.int32).reshape(tokens, -1))
+            versions = choice.prompt_versions(layer, least)
+            taken = sorted(versions[versions != NO_EXPERT].tolist())
+            requested = [choice.index(layer, version) for version in taken]
+            outputs = Counter(chosen)
+            loads = tuple(outputs[version % len(least)] for version in taken)
+            experts_ns = recorded.experts_ns[layer] * sum(loads) / max(len(chosen), 1)
+            timed.add(layer, requested, self._request(state, choice, requested), experts_ns, loads)
+        return timed.timed_pass(recorded)
+
+    def _request(self, state: PassState, choice: PassChoice, requested: Sequence[int]) -> list[int]:
+        """Request stored experts for the running layer. Returns the experts that are read ahead after them."""
+        _, ahead = self.advisor.advise(state)
+        choice.requested(state.layer, requested, ahead)
+        if self.unread is not None:
+            self.unread.request(state.layer, requested, ahead)
+        return ahead
+
+    @property
+    def _counts(self) -> list[int]:
+        return [layer.experts.count for layer in self.spec.layers]
 
     def _experts_ns(self, layer: int, requested: Sequence[int]) -> float:
         """Return the time of the requested experts, from that of the recorded ones, by bytes.
@@ -169,25 +230,32 @@ def replay_modes(
 
     The trace must have the scores that the modes need (`missing_scores`). It must route by scores (`check_modes`).
     cache: new logical cache of the simulated capacity.
-    advice: advice during the prompt, in which nothing is decided.
+    advice: advice during a prompt in which nothing is decided: without dynamic precision, and without its scores.
     """
     decoder = TracedDecoder(modes, model, versions, cache if modes.reads_cache else None, choices)
     model.unread = None if modes.reads_cache else cache
     predictor, first = model.advisor.predictor, trace.header.first_expert
     steps: list[tuple[TimedPass, ...]] = []
     for number, each in enumerate(trace.passes):
-        if number < trace.prompt_passes or each.scores is None:
+        is_prompt = number < trace.prompt_passes
+        decides = not is_prompt or modes.dynamic_precision is not None
+        if isinstance(predictor, RecordedPredictor):
+            predictor.begin(each)
+        if decides and each.scores is not None:
+            decoder.confidence = each.scores.confidence
+            model.begin(each, each.scores)
+            if is_prompt:
+                model.run(_ONE, _ONE, _ONE, decoder.prefill)
+            else:
+                decoder.decode(model.run, _ONE, _ONE, _ONE)
+            steps.append(tuple(model.passes))
+        elif decides and each.prompt_scores is not None:
+            steps.append((model.run_prompt(each, each.prompt_scores, decoder.prefill),))
+        else:
             own = timed_pass(each, first, advice)
             for (layer, experts), ahead in zip(own.accesses, own.advice, strict=True):
                 cache.request(layer, experts, ahead)
             steps.append((own,))
-            continue
-        if isinstance(predictor, RecordedPredictor):
-            predictor.recorded = each.scores.ahead
-        decoder.confidence = each.scores.confidence
-        model.begin(each, each.scores)
-        decoder.decode(model.run, _ONE, _ONE, _ONE)
-        steps.append(tuple(model.passes))
     return steps, decoder.counts
 
 

@@ -84,6 +84,21 @@ class PassScores:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Scores of a pass over several tokens, from which dynamic precision and lookahead decide.
+
+    Bytes are little-endian float32.
+    unimportance: least unimportance of each expert, of all layers that route, concatenated, [sum of E].
+    ahead: for each layer, the scores [E] of the predictor for the layers ahead, nearest first.
+    ahead_unimportance: for each layer, the least unimportance [E] that routers foresaw for the layers ahead.
+    """
+
+    unimportance: bytes
+    ahead: tuple[tuple[bytes, ...], ...]
+    ahead_unimportance: tuple[tuple[bytes, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TracedPass:
     """One pass over all layers. Times of each layer are int nanoseconds [L].
 
@@ -102,6 +117,7 @@ class TracedPass:
 
     first_layer: first layer of the pass. It is 0, or first_decoder_layer for a decoder pass of a model with an encoder.
     scores: router outputs of a pass of one token; None if routers did not decide, and in files of version 1.
+    prompt_scores: scores of a pass of several tokens; None with an encoder, and in files of versions 1 to 3.
 
     The pass of an encoder ends before first_decoder_layer.
     """
@@ -117,6 +133,7 @@ class TracedPass:
     stall_ns: int
     first_layer: int = 0
     scores: PassScores | None = None
+    prompt_scores: PromptScores | None = None
 
     @property
     def other_ns(self) -> int:
@@ -176,11 +193,26 @@ class Trace:
         return [access for each in self.passes for access in each.accesses(first)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerScores:
+    """Scores of a layer's router and of the predictor in one pass.
+
+    logits: router logits of the choice, [T, E].
+    foreseen: predicted scores of layers ahead, [E] each, nearest first.
+    unimportance: of this layer and the layers ahead, [E] each, as of `PassState.unimportance`.
+    """
+
+    logits: np.ndarray | None = None
+    foreseen: Sequence[np.ndarray] = ()
+    unimportance: Sequence[np.ndarray] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """One layer of the pass in progress.
 
     logits, ahead: as in PassScores.
+    unimportance: of this layer, then of layers ahead, as in PromptScores; empty for one token.
     """
 
     index: int
@@ -189,6 +221,7 @@ class _Layer:
     times: PhaseTimes
     logits: bytes
     ahead: tuple[bytes, ...]
+    unimportance: tuple[bytes, ...]
 
 
 def _float_bytes(values: np.ndarray) -> bytes:
@@ -202,6 +235,14 @@ def _scores_of(layers: Sequence[_Layer]) -> PassScores | None:
     """
     logits = b"".join(each.logits for each in layers)
     return PassScores(logits, tuple(each.ahead for each in layers)) if logits else None
+
+
+def _prompt_scores_of(layers: Sequence[_Layer]) -> PromptScores | None:
+    """Return the scores of a pass of several tokens; None for one token, and for models with an encoder."""
+    own = b"".join(unimportance for each in layers for unimportance in each.unimportance[:1])
+    if not own:
+        return None
+    return PromptScores(own, tuple(each.ahead for each in layers), tuple(each.unimportance[1:] for each in layers))
 
 
 class TraceRecorder:
@@ -239,24 +280,21 @@ class TraceRecorder:
         layer: int,
         chosen: np.ndarray,
         advice: Sequence[int],
-        logits: np.ndarray | None = None,
-        foreseen: Sequence[np.ndarray] = (),
+        scores: LayerScores = LayerScores(),
         times: PhaseTimes | None = None,
     ) -> None:
         """Add the next layer, which has chosen its experts. A first layer ends the pass in progress, if any.
 
         chosen: int32 [T, K].
-        logits: router logits of the choice, [T, E].
-        foreseen: predicted scores of layers ahead, [E] each, nearest first.
-
         times: phase times before any of its experts was computed; None for the current ones.
         """
         if layer in self._first_layers and self._layers:
             self.end()
         is_one = len(chosen) == 1 and not self._has_encoder
-        own = _float_bytes(logits) if is_one and logits is not None else b""
-        ahead = tuple(map(_float_bytes, foreseen)) if is_one else ()
-        self._layers.append(_Layer(layer, chosen, tuple(advice), times or self._times.copy(), own, ahead))
+        own = _float_bytes(scores.logits) if is_one and scores.logits is not None else b""
+        least = () if self._has_encoder else tuple(map(_float_bytes, scores.unimportance))
+        ahead = tuple(map(_float_bytes, scores.foreseen)) if is_one or least else ()
+        self._layers.append(_Layer(layer, chosen, tuple(advice), times or self._times.copy(), own, ahead, least))
 
     def end(self) -> None:
         """End the pass, including the head if it ran."""
@@ -281,6 +319,7 @@ class TraceRecorder:
                 stall_ns=self._cache().stall_ns - self._stall_ns,
                 first_layer=layers[0].index,
                 scores=_scores_of(layers),
+                prompt_scores=_prompt_scores_of(layers),
             )
         )
         self.begin()

@@ -18,12 +18,12 @@ from moec.manifests.files.output_file import output_file
 from moec.manifests.files.strict_json import load_strict_json, shown
 
 from ..options.runtime import MAX_PREFETCH_EXPERTS, MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS, Prefetch
-from .trace import PassScores, Trace, TracedPass, TraceHeader
-from .trace_scores import read_scores, scores_plain
+from .trace import PassScores, PromptScores, Trace, TracedPass, TraceHeader
+from .trace_scores import prompt_scores_plain, read_prompt_scores, read_scores, scores_plain
 
 FORMAT = "moec-trace"
-FORMAT_VERSION = 3
-READ_VERSIONS = (1, 2, 3)
+FORMAT_VERSION = 4
+READ_VERSIONS = (1, 2, 3, 4)
 MAX_LAYERS = 4096
 MAX_EXPERTS = 1 << 16
 MAX_TOKENS = 1 << 20
@@ -35,6 +35,7 @@ _PASS_KEYS = {item.name for item in fields(TracedPass)}
 _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY = "first_decoder_layer", "first_layer"
 _SINCE_2 = {"prefetch_layers", "prefetch_experts", "prefetch_rule", "scores"}
 _SINCE_3 = {"little_experts"}
+_SINCE_4 = {"prompt_scores"}
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -90,6 +91,7 @@ def _without(plain: dict[str, Any], *keys: str) -> dict[str, Any]:
 def _pass_plain(each: TracedPass) -> dict[str, Any]:
     plain = asdict(each)
     plain["scores"] = None if each.scores is None else scores_plain(each.scores)
+    plain["prompt_scores"] = None if each.prompt_scores is None else prompt_scores_plain(each.prompt_scores)
     return plain
 
 
@@ -148,7 +150,7 @@ def _advice_options(plain: dict[str, Any]) -> dict[str, Any]:
 
 def _pass(plain: dict[str, Any], header: TraceHeader, version: int) -> TracedPass:
     has_encoder, first = header.first_decoder_layer > 0, 0
-    unknown = _SINCE_2 if version == 1 else set()
+    unknown = (_SINCE_2 if version < 2 else set()) | (_SINCE_4 if version < 4 else set())
     _check_keys(plain, _PASS_KEYS - unknown - (set() if has_encoder else {_ENCODER_PASS_KEY}))
     if has_encoder:
         first = _number(plain, _ENCODER_PASS_KEY)
@@ -178,6 +180,7 @@ def _pass(plain: dict[str, Any], header: TraceHeader, version: int) -> TracedPas
         stall_ns=_number(plain, "stall_ns"),
         first_layer=first,
         scores=_scores(plain.get("scores"), header, tokens),
+        prompt_scores=_prompt_scores(plain.get("prompt_scores"), header, tokens),
     )
 
 
@@ -188,6 +191,15 @@ def _scores(plain: object, header: TraceHeader, tokens: int) -> PassScores | Non
         which = "with an encoder" if header.first_decoder_layer else f"in a pass of {tokens} tokens"
         raise ValueError(f"`scores`: expected null {which}")
     return read_scores(plain, header.experts)
+
+
+def _prompt_scores(plain: object, header: TraceHeader, tokens: int) -> PromptScores | None:
+    if plain is None:
+        return None
+    if tokens == 1 or header.first_decoder_layer:
+        which = "with an encoder" if header.first_decoder_layer else "in a pass of one token"
+        raise ValueError(f"`prompt_scores`: expected null {which}")
+    return read_prompt_scores(plain, header.experts)
 
 
 def _check_choice(layer: int, experts: Sequence[int], tokens: int, top_k: int) -> None:

@@ -14,9 +14,10 @@ import numpy as np
 
 from moec.manifests.files.strict_json import shown
 
-from .trace import PassScores
+from .trace import PassScores, PromptScores
 
 _FIELDS = {"logits", "ahead", "little_logits", "confidence"}
+_PROMPT_FIELDS = {"unimportance", "ahead", "ahead_unimportance"}
 _FLOAT_BYTES = 4
 
 
@@ -24,10 +25,34 @@ def scores_plain(scores: PassScores) -> dict[str, Any]:
     """Return the scores as values for JSON."""
     return {
         "logits": _text(scores.logits),
-        "ahead": [[_text(each) for each in layer] for layer in scores.ahead],
+        "ahead": _texts(scores.ahead),
         "little_logits": _text(scores.little_logits),
         "confidence": scores.confidence,
     }
+
+
+def prompt_scores_plain(scores: PromptScores) -> dict[str, Any]:
+    """Return the scores of a pass of several tokens as values for JSON."""
+    return {
+        "unimportance": _text(scores.unimportance),
+        "ahead": _texts(scores.ahead),
+        "ahead_unimportance": _texts(scores.ahead_unimportance),
+    }
+
+
+def read_prompt_scores(plain: object, experts: Sequence[int]) -> PromptScores:
+    """Read the scores of one pass of several tokens.
+
+    experts: number of experts of each layer.
+    Raises ValueError with what was expected and found.
+    """
+    if not isinstance(plain, dict) or set(plain) != _PROMPT_FIELDS:
+        raise ValueError(f"`prompt_scores`: expected null or an object of {', '.join(sorted(_PROMPT_FIELDS))}")
+    return PromptScores(
+        unimportance=_floats("unimportance", plain["unimportance"], sum(experts)),
+        ahead=_ahead("ahead", plain["ahead"], experts),
+        ahead_unimportance=_ahead("ahead_unimportance", plain["ahead_unimportance"], experts),
+    )
 
 
 def read_scores(plain: object, experts: Sequence[int]) -> PassScores:
@@ -42,12 +67,9 @@ def read_scores(plain: object, experts: Sequence[int]) -> PassScores:
     if confidence is not None and (type(confidence) not in (int, float) or not 0 <= confidence <= 1):
         raise ValueError(f"`confidence`: expected null or a number of 0 to 1, found {shown(confidence)}")
     little = _floats("little_logits", plain["little_logits"], total if confidence is not None else 0)
-    ahead = plain["ahead"]
-    if not isinstance(ahead, list) or len(ahead) != len(experts):
-        raise ValueError(f"`ahead`: expected a list of {len(experts)}")
     return PassScores(
         logits=_floats("logits", plain["logits"], total),
-        ahead=tuple(_layers_ahead(layer, found, experts) for layer, found in enumerate(ahead)),
+        ahead=_ahead("ahead", plain["ahead"], experts),
         little_logits=little,
         confidence=None if confidence is None else float(confidence),
     )
@@ -66,7 +88,13 @@ def as_floats(data: bytes) -> np.ndarray:
     return np.frombuffer(data, "<f4").astype(np.float32)
 
 
-def _layers_ahead(layer: int, found: object, experts: Sequence[int]) -> tuple[bytes, ...]:
+def _ahead(name: str, plain: object, experts: Sequence[int]) -> tuple[tuple[bytes, ...], ...]:
+    if not isinstance(plain, list) or len(plain) != len(experts):
+        raise ValueError(f"`{name}`: expected a list of {len(experts)}")
+    return tuple(_layers_ahead(name, layer, found, experts) for layer, found in enumerate(plain))
+
+
+def _layers_ahead(name: str, layer: int, found: object, experts: Sequence[int]) -> tuple[bytes, ...]:
     """Read the scores of the layers after this one that route, nearest first.
 
     After the last of them they are the scores of the next token's first layer.
@@ -74,8 +102,8 @@ def _layers_ahead(layer: int, found: object, experts: Sequence[int]) -> tuple[by
     routed = [at for at, count in enumerate(experts) if count]
     following = [at for at in routed if at > layer] or routed[:1]
     if not isinstance(found, list) or len(found) > len(following):
-        raise ValueError(f"`ahead[{layer}]`: expected a list of at most {len(following)}")
-    return tuple(_floats(f"ahead[{layer}]", text, experts[at]) for text, at in zip(found, following, strict=False))
+        raise ValueError(f"`{name}[{layer}]`: expected a list of at most {len(following)}")
+    return tuple(_floats(f"{name}[{layer}]", text, experts[at]) for text, at in zip(found, following, strict=False))
 
 
 def _floats(name: str, text: object, count: int) -> bytes:
@@ -90,6 +118,10 @@ def _floats(name: str, text: object, count: int) -> bytes:
     if not np.isfinite(as_floats(data)).all():
         raise ValueError(f"`{name}`: expected finite numbers")
     return data
+
+
+def _texts(layers: Sequence[Sequence[bytes]]) -> list[list[str]]:
+    return [[_text(each) for each in layer] for layer in layers]
 
 
 def _text(data: bytes) -> str:

@@ -10,7 +10,8 @@ import pytest
 
 from moec.manifests.errors import OptionError
 from moec.runtime import load
-from moec.runtime.modes.choice import ModeCounts, PassChoice, Routed
+from moec.runtime.modes.choice import PassChoice, Routed
+from moec.runtime.modes.mode_counts import ModeCounts
 
 from .conftest import memory_for
 
@@ -59,7 +60,7 @@ def test_residents_are_computed_as_they_are(
 
     def noted(self: PassChoice, routed: Routed) -> tuple[np.ndarray, np.ndarray]:
         found = select(self, routed)
-        if self._decides:
+        if not self._is_prompt:
             decided.append((routed.layer, routed.chosen[0].tolist(), found[0][0].tolist()))
         return found
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from moec.cli.commands.compile import open_partial
 from moec.cli.commands.generate import CODE_STOPS
 from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
+from moec.cli.simulation.compile_eviction import fit_to_texts
 from moec.compiler.request.targets import Target
 from moec.runtime.expert_cache.policies import MultidimensionalScore
 from moec.runtime.options.runtime import parse_weights
@@ -269,6 +270,7 @@ RUNS = {
 OPTIONS = "request.options"
 LAPTOP = "--device laptop"
 """A named device, so that nothing is probed."""
+UNIFORM = f"--uniform 4 {LAPTOP}"
 LOSS = Given("--loss 3%", f"{OPTIONS}.target", Target("loss", 0.03))
 COMPILES = {
     "compile": Line(
@@ -313,9 +315,8 @@ COMPILES = {
             "": Given("", "request.open_runtime", open_partial),
         },
     ),
-    "compile, templates": Line(
-        "compile", COMPILE, {"": Given("", "request.templates.__name__", "of_model")}, f"--uniform 4 {LAPTOP}"
-    ),
+    "compile, templates": Line("compile", COMPILE, {"": Given("", "request.templates.__name__", "of_model")}, UNIFORM),
+    "compile, eviction": Line("compile", COMPILE, {"": Given("", "request.fit_eviction", fit_to_texts)}, UNIFORM),
     "compile, pruned": Line(
         "compile",
         COMPILE,

@@ -80,7 +80,7 @@ def test_a_sweep_of_quality_is_kept_and_quoted(
     told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "0,1")
     assert f"measured to cost {low['loss']['loss']:.2%}" in told.stderr and "decisions" in told.stderr
     assert "router is flat" not in told.stderr
-    monkeypatch.setattr("moec.runtime.modes.choice.FLAT_SHARE", 0.01)
+    monkeypatch.setattr("moec.runtime.modes.mode_counts.FLAT_SHARE", 0.01)
     told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "0,1")
     assert "the router is flat: the lower half of its choice has" in told.stderr
     told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "0,0.3")

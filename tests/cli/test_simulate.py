@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from moec.cli.simulation.simulated_device import parse_time_ns
+from moec.manifests.bundle import EVICTION_NAME
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ExpertKey
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
 from tests.gates.bundles import emit_bundle
+from tests.listed_file import add_listed
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 from .conftest import Invoke
@@ -107,6 +109,15 @@ def test_weights_change_what_is_kept(invoke: Invoke, mixed_bundle: Path, host: D
     assert rows[0]["policy"] == "hobbit" and rows[0]["misses"] == rows[1]["misses"], "recency alone is LRU"
 
 
+def test_weights_of_the_bundle_are_used(invoke: Invoke, own_bundle: Path, host: DeviceProfile, tmp_path: Path) -> None:
+    fitted = b'{"hobbit":{"fld":0,"lfu":0,"lhu":0,"lru":1}}'
+    add_listed(own_bundle, EVICTION_NAME, fitted)
+    trace, _ = recorded(invoke, own_bundle, tmp_path, "--expert-cache", "40%", "--prefetch", "off")
+    chosen = ("--policy", "hobbit", "--policy", "lru", "--expert-cache", "40%")
+    rows = simulated(invoke, own_bundle, trace, *chosen)["rows"]
+    assert rows[0]["policy"] == "hobbit" and rows[0]["misses"] == rows[1]["misses"], "recency alone is LRU"
+
+
 def test_what_cannot_be_replayed_is_refused(
     invoke: Invoke, bundle: Path, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
 ) -> None:
@@ -115,7 +126,7 @@ def test_what_cannot_be_replayed_is_refused(
     damaged.write_bytes(trace.read_bytes()[:-40])
     lines = trace.read_text().splitlines()
     header = json.loads(lines[0]) | {"experts": [9, 9, 9]}
-    passes = [json.dumps(json.loads(line) | {"scores": None}) for line in lines[1:]]
+    passes = [json.dumps(json.loads(line) | {"scores": None, "prompt_scores": None}) for line in lines[1:]]
     other.write_text("\n".join([json.dumps(header), *passes]) + "\n")
     for more, message in (
         (("--trace", damaged), "line 26 is not of a routing trace: expected JSON"),
@@ -209,7 +220,7 @@ def test_modes_that_the_trace_cannot_decide_are_refused(
     old = tmp_path / "old.trace"
     for name in ("prefetch_layers", "prefetch_experts", "prefetch_rule", "little_experts"):
         del first[name]
-    lines = [{name: value for name, value in each.items() if name != "scores"} for each in passes]
+    lines = [{name: value for name, value in each.items() if "scores" not in name} for each in passes]
     old.write_text("\n".join(map(json.dumps, [first | {"version": 1}, *lines])) + "\n")
     first = json.loads(trace.read_text().splitlines()[0])
     for path, more, message in (

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,10 +10,11 @@ import torch
 from moec.compiler.lookahead.linear_maps import LearnedMap, encode_maps
 from moec.compiler.quantization.packing import pack
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
-from moec.manifests.bundle import LOOKAHEAD_NAME, MANIFEST_NAME, FileEntry
-from moec.manifests.codec import decode_manifest, encode_manifest
+from moec.manifests.bundle import LOOKAHEAD_NAME, MANIFEST_NAME
+from moec.manifests.codec import decode_manifest
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
+from tests.listed_file import add_listed
 
 SPEC = QuantSpec(8, 32)
 
@@ -36,14 +35,7 @@ def random_maps(model: ModelSpec, most_ahead: int = 2) -> list[LearnedMap]:
 
 def with_file(bundle: Path, target: Path, data: bytes) -> Path:
     """Copy a bundle and add `lookahead.safetensors` with this content."""
-    shutil.copytree(bundle, target)
-    path = target / MANIFEST_NAME
-    manifest = decode_manifest(path.read_bytes(), str(path))
-    entry = FileEntry(LOOKAHEAD_NAME, len(data), hashlib.sha256(data).hexdigest())
-    files = tuple(sorted([*manifest.files, entry], key=lambda each: each.name))
-    (target / LOOKAHEAD_NAME).write_bytes(data)
-    path.write_bytes(encode_manifest(replace(manifest, files=files)))
-    return target
+    return add_listed(Path(shutil.copytree(bundle, target)), LOOKAHEAD_NAME, data)
 
 
 def with_maps(bundle: Path, target: Path) -> Path:

@@ -6,7 +6,7 @@ Runs on Linux, as root.
 
 BUNDLE: the yardstick with low versions.
 RECORD: output of `moec eval --modes sweep --json` for the trained example. Its decisions are replayed
-(`replayed.py`).
+(`replayed.py`), except with `--own-scores`.
 
 Reads are throttled so that they take at least three times as long as computing. Every round runs all arms in turn, on a
 cold page cache. Prints a Markdown table and writes every run.
@@ -51,7 +51,9 @@ def run_arm(bundle: Path, text: Path, row: dict[str, Any], options: argparse.Nam
         cache = str(parse_cache(cache, open_bundle(bundle).manifest.cost.expert_padded_bytes))
         bundle = options.mixed
     command = [sys.executable, "-m", f"{__package__}.replayed", str(bundle), str(text), "--tokens", str(options.tokens)]
-    command += ["--expert-cache", cache, "--row", json.dumps({} if is_mixed or not row["mode"] else row)]
+    command += ["--prompt-tokens", str(options.prompt_tokens), "--expert-cache", cache]
+    command += ["--own-scores"] * options.own_scores
+    command += ["--row", json.dumps({} if is_mixed or not row["mode"] else row)]
     drop_caches()
     done = run_limited(command, None, options.rate, bundle)
     if done.status:
@@ -68,13 +70,16 @@ def mixed_arm(path: Path) -> dict[str, Any]:
 
 
 def table(arms: list[dict[str, Any]], runs: dict[str, list[dict[str, Any]]]) -> str:
-    """Return a Markdown table: medians of rates with least and most, and medians of the gains in each round."""
-    head = ("mode", "loss on the example (95 %)", "tokens/s", "x lossless", "MB read per token", "busy", "decisions")
+    """Return a Markdown table: medians of rates and TTFT with their ranges, and medians of the gains in each round."""
+    head = ("mode", "loss on the example (95 %)", "tokens/s", "x lossless", "MB read per token", "busy", "TTFT, s")
+    head = (*head, "decisions")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     base = [run["measured"]["tokens_per_s"] for run in runs[LOSSLESS]]
     for row in arms:
         found = [run["measured"] for run in runs[row["mode"]]]
-        rates = [each["tokens_per_s"] for each in found]
+        rates, firsts = (
+            [each[name] / unit for each in found] for name, unit in (("tokens_per_s", 1), ("ttft_ns", 1e9))
+        )
         gain = statistics.median(rate / own for rate, own in zip(rates, base, strict=True))
         read = statistics.median(each["decode_bytes_read_per_token"] for each in found) / 1e6
         busy = statistics.median(each["decode_shares"]["storage_busy"] for each in found)
@@ -85,6 +90,7 @@ def table(arms: list[dict[str, Any]], runs: dict[str, list[dict[str, Any]]]) -> 
             f"{gain:.2f}",
             f"{read:.0f}",
             f"{busy:.0%}",
+            f"{statistics.median(firsts):.2f} ({min(firsts):.2f} to {max(firsts):.2f})",
             _decided(runs[row["mode"]][0]["decisions"]),
         )
         lines.append(f"| {' | '.join(cells)} |")
@@ -102,7 +108,8 @@ def _decided(decisions: dict[str, Any] | None) -> str:
     if decisions is None:
         return "-"
     names = ("missed", "low", "skipped", "replaced", "dropped", "fallback", "foretold_right")
-    told = ((name, decisions[f"{name}_share"]) for name in names)
+    names = (*names, "prompt_missed", "prompt_low", "prompt_skipped")
+    told = ((name, decisions.get(f"{name}_share")) for name in names)
     return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in told if share) or "-"
 
 
@@ -114,6 +121,8 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("--mode", action="append", default=[], help="Only this mode of the record. Repeatable.")
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--own-scores", action="store_true", help="Decide by the yardstick's own router scores.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=int, default=RATE, help="Limit of storage reads, bytes per second.")
     parser.add_argument("--expert-cache", default="25%")

@@ -4,7 +4,7 @@
 
 The yardstick has random weights. The confidence of its tokens and the weights of its experts mean nothing. So the
 decisions are drawn, in a fixed order, with the measured shares of a trained model. The runtime does everything else as
-usual. Prints one JSON object like `moec bench --json`.
+usual. With `--own-scores` the decisions are those of its routers. Prints one JSON object like `moec bench --json`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Shares:
 
     low, skipped, replaced, dropped: shares of the missed experts.
     fallback: share of the tokens that were computed again.
+    prompt_low, prompt_skipped: shares of the missed experts of passes over prompts.
     """
 
     low: float
@@ -44,13 +45,17 @@ class Shares:
     replaced: float
     dropped: float
     fallback: float
+    prompt_low: float
+    prompt_skipped: float
 
     @classmethod
     def of_counts(cls, counts: dict[str, Any]) -> Shares:
         """Return the shares from the `decisions` of a row of a sweep."""
         missed = max(counts["missed"], 1)
         parts = (min(counts[name] / missed, 1) for name in ("low", "skipped", "replaced", "dropped"))
-        return cls(*parts, counts["fallback_tokens"] / max(counts["tokens"], 1))
+        missed = max(counts.get("prompt_missed", 0), 1)
+        prompt = (min(counts.get(name, 0) / missed, 1) for name in ("prompt_low", "prompt_skipped"))
+        return cls(*parts, counts["fallback_tokens"] / max(counts["tokens"], 1), *prompt)
 
 
 class ReplayedChoice(PassChoice):
@@ -60,14 +65,19 @@ class ReplayedChoice(PassChoice):
     draws: random.Random
 
     def version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
-        if not is_missed or unimportance == 0:
+        if not is_missed or (unimportance == 0 and not self._is_prompt):
             return expert
+        shares, low = self.shares, self._versions.low(layer, expert)
+        if self._is_prompt:
+            draw = self.draws.random()
+            if draw < shares.prompt_skipped:
+                return NO_EXPERT
+            return low if low is not None and draw < shares.prompt_skipped + shares.prompt_low else expert
         # Only experts that were neither replaced nor dropped arrive here, so their shares are scaled.
-        draw = self.draws.random() * max(1 - self.shares.replaced - self.shares.dropped, 1e-9)
-        low = self._versions.low(layer, expert)
-        if draw < self.shares.skipped:
+        draw = self.draws.random() * max(1 - shares.replaced - shares.dropped, 1e-9)
+        if draw < shares.skipped:
             return NO_EXPERT
-        return low if low is not None and draw < self.shares.skipped + self.shares.low else expert
+        return low if low is not None and draw < shares.skipped + shares.low else expert
 
     def stand_in(
         self,
@@ -112,6 +122,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--expert-cache", default="25%")
+    parser.add_argument("--own-scores", action="store_true", help="Decide by the scores of the bundle's routers.")
     parser.add_argument("--row", type=json.loads, default={}, help="A row of `moec eval --modes sweep`, as JSON.")
     chosen = parser.parse_args()
     bundle = open_bundle(chosen.bundle)
@@ -120,7 +131,7 @@ def main() -> None:
     options = RuntimeOptions(expert_cache=chosen.expert_cache, context=512, threads=2, **modes)
     with Engine(bundle, options) as engine:
         engine.cache.finish_warming()
-        if engine.lossy is not None:
+        if engine.lossy is not None and not chosen.own_scores:
             engine.lossy = ReplayedDecoder(engine.lossy, engine, Shares.of_counts(chosen.row["decisions"]))
         statistics = measure_decode(engine, sequence, chosen.prompt_tokens)
         counts = engine.mode_counts

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moec.runtime import load
-from moec.runtime.modes.choice import ModeCounts
+from moec.runtime.modes.mode_counts import ModeCounts
 
 TOKENS = np.random.default_rng(3).integers(4, 260, 40).tolist()
 PROMPT_TOKENS = 20

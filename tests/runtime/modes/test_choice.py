@@ -6,11 +6,14 @@ from collections.abc import Collection
 from typing import Any, cast
 
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moec.manifests.model import ExpertsSpec
 from moec.manifests.router import RouterSpec
-from moec.runtime.layers.routing import NO_EXPERT, Routed, RoutingRule
-from moec.runtime.modes.choice import DecisionState, ModeCounts, PassChoice, Versions
+from moec.runtime.layers.routing import NO_EXPERT, NOT_CHOSEN, Routed, RoutingRule, least_unimportance
+from moec.runtime.modes.choice import DecisionState, PassChoice, Versions
+from moec.runtime.modes.mode_counts import ModeCounts
 from moec.runtime.options.lossy import parse_modes
 
 EXPERTS = 4
@@ -80,3 +83,59 @@ def test_unimportant_misses_are_low_or_skipped() -> None:
     assert decided(logits, set(), dynamic_precision="0.5,1")[0] == [0, LOW + 1]
     chosen, weights, counts = decided(logits, set(), dynamic_precision="0.5,0.6")
     assert chosen == [0, NO_EXPERT] and weights[0] == 1.0 and counts.skipped == 1
+
+
+def prompted(logits: list[list[float]], held: Collection[int], thresholds: str) -> tuple[Routed, ModeCounts]:
+    """The experts and weights of a prompt in a top-2 layer under dynamic precision, and the counts."""
+    rule = RoutingRule(ExpertsSpec(EXPERTS, 2, 32, "silu", RouterSpec("softmax", True)))
+    rows = np.array(logits, np.float32)
+    chosen, weights = rule.route(rows)
+    counts, low = ModeCounts(), np.arange(LOW, 2 * LOW)
+    modes = parse_modes(thresholds, None, None)
+    state = DecisionState(modes, Versions([0, EXPERTS], low), cast(Any, Holding(held)), counts)
+    found, shares = PassChoice(state, is_prompt=True).select(Routed(0, rule, rows, chosen, weights))
+    return Routed(0, rule, rows, found, shares), counts
+
+
+# Second experts of unimportance 0.73, 0.95 and 0.62.
+PROMPT = [[3.0, 2.0, -9.0, -9.0], [3.0, -9.0, 0.0, -9.0], [-9.0, 1.5, -9.0, 2.0]]
+
+
+def test_a_prompt_reads_an_expert_as_its_most_important_token_asks() -> None:
+    """Expert 1 is second for two tokens: the less its unimportance, the more it is worth."""
+    found, counts = prompted(PROMPT, set(), "0.7,0.9")
+    assert found.chosen.tolist() == [[0, 1], [0, NO_EXPERT], [3, 1]], "0.62 asks for the high version"
+    assert counts.prompt_experts == 4 == counts.prompt_missed and counts.prompt_skipped == 1
+    found, counts = prompted(PROMPT, set(), "0.6,0.9")
+    assert found.chosen.tolist() == [[0, LOW + 1], [0, NO_EXPERT], [3, LOW + 1]], "low for both tokens: one read"
+    assert found.weights[1].tolist() == [1.0, 0.0], "the rest has the weight"
+    assert counts.prompt_low == 1 and counts.ranks == counts.low == counts.skipped == 0
+    found, counts = prompted(PROMPT, {0, 1, 2, 3}, "0,0.1")
+    assert found.chosen.tolist() == [[0, 1], [0, 2], [3, 1]] and counts.prompt_missed == 0
+
+
+def test_a_prompt_of_best_experts_stays_high() -> None:
+    """Every expert is the best one of some token."""
+    rows = [[3.0, 2.0, 1.0, 0.0], [0.0, 3.0, 2.0, 1.0], [1.0, 0.0, 3.0, 2.0], [2.0, 1.0, 0.0, 3.0]]
+    found, counts = prompted(rows, set(), "0,0")
+    assert found.chosen.max() < LOW and found.chosen.min() >= 0 and counts.prompt_experts == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_least_unimportance_is_that_of_the_token_that_needs_it_most(data: st.DataObject) -> None:
+    """As token by token and rank by rank."""
+    tokens, count, top_k = (data.draw(st.integers(1, most)) for most in (5, 6, 3))
+    top_k = min(top_k, count)
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    chosen = np.array([rng.permutation(count)[:top_k] for _ in range(tokens)], np.int32)
+    weights = rng.integers(0, 3, (tokens, top_k)).astype(np.float32)
+    chosen[rng.random(chosen.shape) < 0.2] = NO_EXPERT
+    expected = np.full(count, NOT_CHOSEN, np.float32)
+    for row, own in zip(chosen, weights, strict=True):
+        before = 0.0
+        for rank in sorted(range(top_k), key=lambda at, own=own: -own[at]):  # type: ignore[misc]
+            if row[rank] != NO_EXPERT:
+                expected[row[rank]] = min(expected[row[rank]], np.float32(before))
+            before += float(own[rank] / (own.sum() or np.float32(1)))
+    assert np.array_equal(least_unimportance(chosen, weights, count), expected)

@@ -20,8 +20,9 @@ from moec.runtime.expert_cache.simulated_cache import SimulatedCache
 from moec.runtime.layers.norms import Norm
 from moec.runtime.layers.router_stack import stack_routers
 from moec.runtime.layers.routing import Router
-from moec.runtime.modes.choice import DecisionState, ModeCounts, PassChoice, Versions
+from moec.runtime.modes.choice import DecisionState, PassChoice, Versions
 from moec.runtime.modes.logical_cache import LogicalCache
+from moec.runtime.modes.mode_counts import ModeCounts
 from moec.runtime.options.lossy import parse_modes
 from moec.runtime.prefetch.advisor import Advisor
 from moec.runtime.prefetch.pass_state import PassState

@@ -18,27 +18,43 @@ from moec.manifests.errors import InputError
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.options.runtime import MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS
 from moec.runtime.trace.statistics import PhaseTimes
-from moec.runtime.trace.trace import LEAST_READ_BYTES, PassScores, Trace, TracedPass, TraceHeader, TraceRecorder
+from moec.runtime.trace.trace import (
+    LEAST_READ_BYTES,
+    PassScores,
+    PromptScores,
+    Trace,
+    TracedPass,
+    TraceHeader,
+    TraceRecorder,
+)
 from moec.runtime.trace.trace_file import read_trace, write_trace
 
 NS = st.integers(0, 1 << 60)
 
 
-@st.composite
-def scores(draw: st.DrawFn, experts: list[int]) -> PassScores:
-    def floats(count: int) -> bytes:
-        numbers = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=count, max_size=count)
-        return np.array(draw(numbers), "<f4").tobytes()
+def drawn_floats(draw: st.DrawFn, count: int) -> bytes:
+    numbers = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=count, max_size=count)
+    return np.array(draw(numbers), "<f4").tobytes()
 
-    routed = [layer for layer, count in enumerate(experts) if count]
-    ahead = []
+
+def drawn_ahead(draw: st.DrawFn, experts: list[int]) -> tuple[tuple[bytes, ...], ...]:
+    routed, ahead = [layer for layer, count in enumerate(experts) if count], []
     for layer in range(len(experts)):
         following = [each for each in routed if each > layer] or routed[:1]
-        ahead.append(tuple(floats(experts[each]) for each in following[: draw(st.integers(0, 2))]))
-    confidence = draw(st.none() | st.floats(0, 1))
-    return PassScores(
-        floats(sum(experts)), tuple(ahead), b"" if confidence is None else floats(sum(experts)), confidence
-    )
+        ahead.append(tuple(drawn_floats(draw, experts[each]) for each in following[: draw(st.integers(0, 2))]))
+    return tuple(ahead)
+
+
+@st.composite
+def scores(draw: st.DrawFn, experts: list[int]) -> PassScores:
+    total, ahead, confidence = sum(experts), drawn_ahead(draw, experts), draw(st.none() | st.floats(0, 1))
+    little = b"" if confidence is None else drawn_floats(draw, total)
+    return PassScores(drawn_floats(draw, total), ahead, little, confidence)
+
+
+@st.composite
+def prompt_scores(draw: st.DrawFn, experts: list[int]) -> PromptScores:
+    return PromptScores(drawn_floats(draw, sum(experts)), drawn_ahead(draw, experts), drawn_ahead(draw, experts))
 
 
 @st.composite
@@ -48,8 +64,8 @@ def traces(draw: st.DrawFn) -> Trace:
     encoder = draw(st.integers(0, layers - 1))
     experts = draw(st.lists(st.integers(0, 5), min_size=layers, max_size=layers))
     top_k = [draw(st.integers(0, count)) for count in experts]
-    prompt = draw(st.lists(st.integers(1, 3), min_size=1, max_size=1 if encoder else 2))
-    tokens = [*prompt, *[1] * draw(st.integers(1 if encoder else 0, 3))]
+    prompts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=1 if encoder else 2))
+    tokens = [*prompts, *[1] * draw(st.integers(1 if encoder else 0, 3))]
     total = sum(experts)
     passes = []
     for number, count in enumerate(tokens):
@@ -63,10 +79,11 @@ def traces(draw: st.DrawFn) -> Trace:
         per_layer = st.lists(NS, min_size=len(chosen), max_size=len(chosen)).map(tuple)
         times = (draw(per_layer), draw(per_layer), draw(per_layer), draw(NS), draw(NS), draw(NS))
         found = draw(scores(experts)) if count == 1 and not encoder and draw(st.booleans()) else None
-        passes.append(TracedPass(count, tuple(chosen), advice, *times, first_layer=first, scores=found))
+        prompt = draw(prompt_scores(experts)) if count > 1 and not encoder and draw(st.booleans()) else None
+        passes.append(TracedPass(count, tuple(chosen), advice, *times, first, found, prompt))
     prefetch = draw(st.sampled_from(PREFETCHERS))
     rates = (10**10, 10**9, 64_000)
-    header = TraceHeader("0f" * 32, tuple(experts), tuple(top_k), sum(prompt), prefetch, 2, *rates, encoder)
+    header = TraceHeader("0f" * 32, tuple(experts), tuple(top_k), sum(prompts), prefetch, 2, *rates, encoder)
     rule = draw(st.sampled_from(PREFETCH_RULES))
     layers_ahead = draw(st.integers(1, MAX_PREFETCH_LAYERS))
     header = replace(header, prefetch_layers=layers_ahead, prefetch_experts=draw(st.integers(0, 9)), prefetch_rule=rule)
@@ -167,6 +184,26 @@ def test_scores_by_hand(tmp_path: Path) -> None:
     assert read_trace(written(tmp_path / "t", VERSION_3, *second)).header.little_experts == 3
 
 
+VERSION_4 = {**VERSION_3, "version": 4}
+FOUR = numbers(0, 0.5, 0.25, 2)
+PROMPT_SCORES: dict[str, Any] = {"unimportance": EIGHT, "ahead": [[FOUR], []], "ahead_unimportance": [[FOUR], []]}
+BARE = {"scores": None, "prompt_scores": None}
+
+
+def test_scores_of_a_prompt_by_hand(tmp_path: Path) -> None:
+    passes = [{**PROMPT, **BARE, "prompt_scores": PROMPT_SCORES}, {**TOKEN, **BARE}]
+    trace = read_trace(written(tmp_path / "t", VERSION_4, *passes))
+    found = trace.passes[0].prompt_scores
+    assert found is not None and trace.passes[1].prompt_scores is None
+    assert np.frombuffer(found.unimportance, "<f4").tolist() == list(range(8))
+    assert np.frombuffer(found.ahead_unimportance[0][0], "<f4").tolist() == [0, 0.5, 0.25, 2]
+
+
+def prompted(**changes: Any) -> Callable[[], list[Any]]:
+    scores = {**PROMPT_SCORES, **changes}
+    return lambda: [VERSION_4, {**PROMPT, **BARE, "prompt_scores": scores}, {**TOKEN, **BARE}]
+
+
 def scored(**changes: Any) -> Callable[[], list[Any]]:
     return lambda: [VERSION_2, {**PROMPT, "scores": None}, {**TOKEN, "scores": {**SCORES, **changes}}]
 
@@ -183,7 +220,7 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
     ("lines", "message"),
     [
         (header(format="trace"), "line 1 is not of a routing trace: expected the format `moec-trace`, found 'trace'"),
-        (header(version=4), "expected version 1, 2, 3, found 4"),
+        (header(version=5), "expected version 1, 2, 3, 4, found 5"),
         (header(version=True), "expected version 1, 2, 3"),
         (header(extra=1), "unknown ['extra'], missing []"),
         (header(bundle="x"), "`bundle`: expected a SHA-256"),
@@ -228,6 +265,16 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
         (lambda: [{**VERSION_3, "little_experts": -1}], "`little_experts`: expected a whole number"),
         (lambda: [VERSION_2, PROMPT], "unknown [], missing ['scores']"),
         (lambda: [HEADER, {**PROMPT, "scores": None}], "unknown ['scores'], missing []"),
+        (prompted(unimportance=FOUR), "`unimportance`: expected 8 numbers, found 16 bytes"),
+        (prompted(ahead=[]), "`ahead`: expected a list of 2"),
+        (prompted(ahead_unimportance=[[EIGHT], []]), "`ahead_unimportance[0]`: expected 4 numbers, found 32 bytes"),
+        (prompted(more=1), "`prompt_scores`: expected null or an object of ahead, ahead_unimportance, unimportance"),
+        (
+            lambda: [{**VERSION_4, "prompt_tokens": 1}, {**TOKEN, **BARE, "prompt_scores": PROMPT_SCORES}],
+            "`prompt_scores`: expected null in a pass of one token",
+        ),
+        (lambda: [VERSION_3, {**PROMPT, **BARE}], "unknown ['prompt_scores'], missing []"),
+        (lambda: [VERSION_4, {**PROMPT, "scores": None}], "unknown [], missing ['prompt_scores']"),
         (lambda: [HEADER, PROMPT, {**PROMPT}], "expected passes of one token after the prompt"),
         (lambda: [HEADER], "no pass ends with the prompt"),
         (header(first_decoder_layer=0), "`first_decoder_layer`: expected a whole number of 1 or more"),
