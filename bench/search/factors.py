@@ -1,8 +1,8 @@
-"""What search, formats and pruning bring to the bytes at a loss, each with and without the other two.
+"""Bytes at a loss with and without the search, the formats and the pruning of moec, in all combinations.
 
     python -m bench.search.factors examples/plain_model --data examples/data/gsm8k --task gsm8k --loss 0.02
 
-Takes half an hour for a shipped example. Prints a Markdown table of 2 x 2 x 2 plans with dense weights of 8 bits.
+Takes 20 to 40 minutes for a shipped example. Prints a Markdown table of 2 x 2 x 2 plans with dense weights of 8 bits.
 
 Search: that of `moec compile`, or EdgeMoE's. Formats: those of `moec compile`, quantized by GPTQ, or those that EdgeMoE
 publishes: 2, 4 and 8 bits with a scale per row, rounded to nearest. Pruning: the search may leave out experts.
