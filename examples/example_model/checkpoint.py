@@ -75,8 +75,27 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return {name: part.float() for name, part in load_file(folder / WEIGHTS).items()}
 
 
+def read_shape(folder: Path) -> Shape:
+    """Return the sizes that ``config.json`` names."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return Shape(
+        vocabulary=config["vocab_size"],
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_size=config["head_dim"],
+        experts=config["num_local_experts"],
+        top_k=config["num_experts_per_tok"],
+        width=config["intermediate_size"],
+        epsilon=config["rms_norm_eps"],
+        theta=config["rope_theta"],
+        context=config["max_position_embeddings"],
+    )
+
+
 def read_model(folder: Path) -> ExampleModel:
     """Return the model on disk with float32 weights."""
-    model = ExampleModel(Shape())
+    model = ExampleModel(read_shape(folder))
     model.from_disk(read_weights(folder))
     return model

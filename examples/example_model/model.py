@@ -86,12 +86,16 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(shape.experts, 2 * shape.width, shape.hidden))
         self.down = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.width))
 
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the probabilities of all experts [T, E], and weights and numbers of the chosen ones [T, K]."""
+        probabilities = (x @ self.router.T).softmax(-1)
+        weights, chosen = probabilities.topk(self.shape.top_k, dim=-1)
+        return probabilities, weights / weights.sum(-1, keepdim=True), chosen
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the chosen experts, and the load balancing loss. x: [T, D] -> [T, D]."""
         experts, k = self.shape.experts, self.shape.top_k
-        probabilities = (x @ self.router.T).softmax(-1)
-        weights, chosen = probabilities.topk(k, dim=-1)
-        weights = weights / weights.sum(-1, keepdim=True)
+        probabilities, weights, chosen = self.route(x)
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)
         place = torch.empty_like(order)

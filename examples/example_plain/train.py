@@ -19,7 +19,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 class PlainRun(Run):
     """The training of the plain example."""
 
-    shape, has_spread_channels = Shape(experts=16, top_k=4, width=128), False
+    shape, has_spread_channels = Shape(experts=16, top_k=4, width=64), False
 
     def __init__(self, state: Path, log: Path, folder: Path, rank: int = 0) -> None:
         copy_tokenizer(folder)

@@ -56,13 +56,18 @@ def routing(network: Network, tokens: Tensor) -> dict[str, Any]:
         weights += shares.flatten(0, 1).mean(0) / shape.layers
         uses[at] = torch.bincount(chosen.flatten(), minlength=shape.experts)
         states = states + layer.feed_forward(read)
+    return summary_of(weights, uses)
+
+
+def summary_of(weights: Tensor, uses: Tensor) -> dict[str, Any]:
+    """Return the fields of `routing` from mean weights [K] and uses [L, E]."""
     ranked = (uses / uses.mean(1, keepdim=True)).sort(1, descending=True).values
     halves = (ranked.cumsum(1) < ranked.sum(1, keepdim=True) / 2).sum(1) + 1
     return {
         "weights": [round(value, 4) for value in weights.tolist()],
         "most_used": round(ranked[:, 0].mean().item(), 3),
         "least_used": round(ranked[:, -1].mean().item(), 3),
-        "half_of_uses": round(halves.float().mean().item() / shape.experts, 3),
+        "half_of_uses": round(halves.float().mean().item() / uses.shape[1], 3),
         "of_largest": _spread(uses / uses.max()),
         "use_of_each_rank": [round(value, 3) for value in ranked.mean(0).tolist()],
     }
