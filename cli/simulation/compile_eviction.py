@@ -101,9 +101,9 @@ def fit_to_texts(
         "fitted_ratio": round(fitted, 6),
         "held_out_ratio": round(ratio, 6),
         "held_out_interval95": [round(end, 6) for end in interval],
-        "kept": ratio < 1,
+        "kept": interval[1] < 1,
     }
-    return FittedEviction(asdict(weights), ratio < 1, record)
+    return FittedEviction(asdict(weights), interval[1] < 1, record)
 
 
 def requests_of(text: RoutedText, first_expert: Sequence[int]) -> list[Access]:

@@ -127,7 +127,7 @@ class FittedEviction:
     """Weights of HOBBIT's eviction score, fitted to texts.
 
     weights: by name of the term; their sum is 1.
-    is_better: whether they read fewer bytes on held-out texts than the default weights.
+    is_better: whether they read fewer bytes on held-out texts than the default weights, the 95 % interval included.
     record: what quality.json says of them.
     """
 

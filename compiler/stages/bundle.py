@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moec.manifests.bundle import EVICTION_NAME, LOOKAHEAD_NAME, BundleManifest
+from moec.manifests.bundle import BundleManifest
 from moec.manifests.codec import canonical_json
-from moec.manifests.self_test import SELF_TEST_NAME, encode_self_test
 
 from ..bundle.certificates import MODES_ITEMS
 from ..bundle.certify import HeldOutAnswers, certify
@@ -22,8 +21,7 @@ from ..preflight.preparation import Prepared
 from ..quantization.own_codes import units_held_by
 from ..request.ports import UnpublishedBundle
 from .compile_context import Certified, CompileContext, Planned
-from .eviction import fit_eviction
-from .lookahead import lookahead_file
+from .learning import learn
 from .measure import plan_bundles
 
 HOBBIT_SHARES = (0.67, 0.97)
@@ -53,10 +51,7 @@ def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleM
 
 
 def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> Certified:
-    """Run the bundle on data that nothing else saw, then a few texts whose logits every machine must compute.
-
-    Then learn to foresee its routers, fit its weights of eviction, and measure its lossy modes.
-    """
+    """Run the bundle on data that nothing else saw, learn from its routing, and measure its lossy modes."""
     certified, request = Certified(), context.prepared.request
     measured = None if planned.searched is None else planned.searched.measured
     if measured is not None and measured.texts is not None:
@@ -69,11 +64,7 @@ def certify_bundle(context: CompileContext, planned: Planned, partial: Path) -> 
         splits = context.prepared.splits if with_tasks else ()
         tasks, divergences = certify(request, partial, plan_bundles(context), held_out, splits, context.prepared.shots)
         certified = Certified(tasks, divergences)
-    room = runtime_bytes(context.prepared.lowering.model, request.memory_limit_bytes)
-    with request.open_runtime(partial, room) as engine:
-        certified = replace(certified, self_test=engine.self_test())
-    lookahead = lookahead_file(context.prepared, planned.plan, partial)
-    certified = replace(certified, lookahead=lookahead, eviction=fit_eviction(context.prepared, partial))
+    certified = replace(certified, learned=learn(context, planned.plan, partial))
     if request.measure_modes is None or not context.prepared.splits:
         return certified
     modes = request.measure_modes(_unpublished(context.prepared, planned, partial))
@@ -102,10 +93,7 @@ def report(
     if precision:
         held = {"held": units_held_by(prepared.lowering, plan.units), "of": len(plan.units)}
         quality |= {"baseline_precision": precision, "own_codes": held}
-    if certified.lookahead is not None:
-        quality["lookahead"] = certified.lookahead[1]
-    if certified.eviction is not None:
-        quality["eviction"] = dict(certified.eviction.record)
+    quality |= certified.learned.reports
     return quality
 
 
@@ -114,14 +102,7 @@ def complete_bundle(
 ) -> None:
     """Add quality.json, the card, what was learned, the self-test. Write the manifest again with `certified: true`."""
     card = model_card(manifest, quality).encode()
-    more, fitted = dict[str, bytes](), certified.eviction
-    if certified.lookahead is not None:
-        more[LOOKAHEAD_NAME] = certified.lookahead[0]
-    if fitted is not None and fitted.is_better:
-        more[EVICTION_NAME] = canonical_json({"hobbit": dict(fitted.weights)})
-    if certified.self_test is not None:
-        more[SELF_TEST_NAME] = encode_self_test(certified.self_test)
-    finish(partial, manifest, canonical_json(quality), card, prepared.request.disk, more)
+    finish(partial, manifest, canonical_json(quality), card, prepared.request.disk, certified.learned.files)
 
 
 def _unpublished(prepared: Prepared, planned: Planned, partial: Path) -> UnpublishedBundle:

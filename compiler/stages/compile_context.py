@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from moec.manifests.self_test import SelfTest
-
 from ..bundle.certificates import DivergenceCertificate, TaskCertificate
 from ..calibration.collect import ActivationStatistics
 from ..cluster.session import ClusterSession, cluster_session
@@ -19,7 +17,6 @@ from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
 from ..quantization.swept_store import SweptStore
 from ..request.plan import CompilePlan
-from ..request.ports import FittedEviction
 from ..search.comparison import Comparison
 from ..search.space import SearchSpace
 from ..sensitivity.sensitivity import SensitivityTable
@@ -109,23 +106,27 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
+class Learned:
+    """Further files of a bundle by name, and what quality.json says of them."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    reports: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Certified:
     """Measurements of the bundle.
 
     tasks: certificates of tasks.
     divergences: KL on held-out answers, if no task is measured.
     modes: costs of the lossy modes, or None.
-    lookahead: content of `lookahead.safetensors`, and what quality.json says of it; None without learned routers.
-    self_test: a few texts and the digest of their logits, or None.
-    eviction: weights of HOBBIT's eviction score; None if they were not fitted.
+    learned: what was learned from its routing.
     """
 
     tasks: Mapping[str, TaskCertificate] = field(default_factory=dict)
     divergences: Mapping[str, DivergenceCertificate] = field(default_factory=dict)
     modes: Mapping[str, Any] | None = None
-    lookahead: tuple[bytes, dict[str, Any]] | None = None
-    self_test: SelfTest | None = None
-    eviction: FittedEviction | None = None
+    learned: Learned = field(default_factory=Learned)
 
 
 @contextmanager

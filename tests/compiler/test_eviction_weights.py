@@ -120,7 +120,7 @@ def test_weights_are_fitted_to_the_texts(plain_bundle: Path, monkeypatch: pytest
     found = fit_to_texts(plain_bundle, texts, texts, lambda done, total: steps.append((done, total)))
     assert found is not None and sum(found.weights.values()) == 1
     assert found.record["held_out_ratio"] == found.record["fitted_ratio"]
-    assert found.is_better == (found.record["held_out_ratio"] < 1) and steps[-1] == (1, 1)
+    assert found.is_better == (found.record["held_out_interval95"][1] < 1) and steps[-1] == (1, 1)
     monkeypatch.setattr(compile_eviction, "SHARES", (1.0,))
     assert fit_to_texts(plain_bundle, texts, texts, lambda done, total: None) is None, "nothing is evicted"
 

@@ -237,7 +237,7 @@ def test_overwrite_replaces_at_the_very_end(model: Path, texts: Path, tmp_path: 
             seen.append(contents(tmp_path / "out") == old)
 
     compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), overwrite=True, open_runtime=watching)
-    assert seen == [True] * 3, "the bundle's KL, then answers of the checkpoint and of the bundle"
+    assert seen == [True] * 4, "the bundle's KL, answers of the checkpoint and of the bundle, then the self-test"
     assert check_bundle(tmp_path / "out")["target"]["kind"] == "kl"
     assert names(tmp_path) == {"out"}
 

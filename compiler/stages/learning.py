@@ -1,0 +1,53 @@
+"""Learn from the written bundle, run by the runtime that ships: self-test, routers, weights of eviction.
+
+The journal keeps the result for each plan. So a resumed compile, and a device with the plan of another one, learn
+nothing again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64decode, b64encode
+from pathlib import Path
+from typing import Any
+
+from moec.manifests.bundle import EVICTION_NAME, LOOKAHEAD_NAME
+from moec.manifests.codec import canonical_json
+from moec.manifests.self_test import SELF_TEST_NAME, encode_self_test
+
+from ..preflight.kept_layers import runtime_bytes
+from ..preflight.preparation import Prepared
+from ..request.plan import CompilePlan
+from .compile_context import CompileContext, Learned
+from .eviction import fit_eviction
+from .lookahead import lookahead_file
+
+
+def learn(context: CompileContext, plan: CompilePlan, partial: Path) -> Learned:
+    """Return what is learned from a bundle that is not published yet."""
+    key = " ".join([plan.digest, *map(str, plan.low_units.values())])
+    stage = f"learned-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    plain = context.journal.json(stage, lambda: _to_plain(_learn(context.prepared, plan, partial)))
+    return Learned({name: b64decode(data) for name, data in plain["files"].items()}, plain["reports"])
+
+
+def _to_plain(found: Learned) -> dict[str, Any]:
+    return {"files": {name: b64encode(data).decode() for name, data in found.files.items()}, "reports": found.reports}
+
+
+def _learn(prepared: Prepared, plan: CompilePlan, partial: Path) -> Learned:
+    files, reports = dict[str, bytes](), dict[str, Any]()
+    request, model = prepared.request, prepared.lowering.model
+    with request.open_runtime(partial, runtime_bytes(model, request.memory_limit_bytes)) as engine:
+        test = engine.self_test()
+    if test is not None:
+        files[SELF_TEST_NAME] = encode_self_test(test)
+    lookahead = lookahead_file(prepared, plan, partial)
+    if lookahead is not None:
+        files[LOOKAHEAD_NAME], reports["lookahead"] = lookahead
+    eviction = fit_eviction(prepared, partial)
+    if eviction is not None:
+        reports["eviction"] = dict(eviction.record)
+        if eviction.is_better:
+            files[EVICTION_NAME] = canonical_json({"hobbit": dict(eviction.weights)})
+    return Learned(files, reports)
