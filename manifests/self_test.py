@@ -17,7 +17,8 @@ from .files.strict_json import load_strict_json, shown
 
 SELF_TEST_NAME = "self-test.json"
 FORMAT_VERSION = 1
-MAX_TEXTS, MAX_TOKENS = 8, 64
+MAX_TEXTS, MAX_TOKENS, MAX_ARITHMETIC = 8, 64, 1_000_000
+_KEYS = {"format_version", "arithmetic", "logits_sha256", "texts"}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _COPY_AGAIN = "copy the bundle again, or compile it again"
 
@@ -38,10 +39,12 @@ class SelfTestText:
 class SelfTest:
     """A self-test.
 
+    arithmetic: number of the arithmetic that computed the logits, from 1.
     texts: the texts, 1 to MAX_TEXTS.
     logits_sha256: SHA-256 of the logits after every token of every text in order, float32 little-endian.
     """
 
+    arithmetic: int
     texts: tuple[SelfTestText, ...]
     logits_sha256: str
 
@@ -54,7 +57,8 @@ class SelfTest:
 def encode_self_test(test: SelfTest) -> bytes:
     """Return the bytes of `self-test.json`. Equal tests give equal bytes."""
     texts = [{"prompt": list(text.prompt), "tokens": list(text.tokens)} for text in test.texts]
-    return canonical_json({"format_version": FORMAT_VERSION, "logits_sha256": test.logits_sha256, "texts": texts})
+    plain = {"arithmetic": test.arithmetic, "logits_sha256": test.logits_sha256, "texts": texts}
+    return canonical_json({"format_version": FORMAT_VERSION, **plain})
 
 
 def decode_self_test(data: bytes, place: str, vocabulary: int, has_encoder: bool) -> SelfTest:
@@ -76,11 +80,13 @@ def decode_self_test(data: bytes, place: str, vocabulary: int, has_encoder: bool
         raise UnknownFormatVersion(
             f"`{place}` has format version {shown(version)}, this moec reads {FORMAT_VERSION}", "install a newer moec"
         )
-    _require(set(plain) == {"format_version", "logits_sha256", "texts"}, place, "the keys of a self-test", list(plain))
-    digest, texts = plain["logits_sha256"], plain["texts"]
+    _require(set(plain) == _KEYS, place, "the keys of a self-test", list(plain))
+    digest, texts, arithmetic = plain["logits_sha256"], plain["texts"], plain["arithmetic"]
+    is_number = type(arithmetic) is int and 1 <= arithmetic <= MAX_ARITHMETIC
+    _require(is_number, place, f"1 to {MAX_ARITHMETIC} as `arithmetic`", arithmetic)
     _require(isinstance(digest, str) and bool(_DIGEST.fullmatch(digest)), place, "64 hexadecimal digits", digest)
     _require(isinstance(texts, list) and 1 <= len(texts) <= MAX_TEXTS, place, f"1 to {MAX_TEXTS} texts", texts)
-    test = SelfTest(tuple(_text(each, place, vocabulary, has_encoder) for each in texts), digest)
+    test = SelfTest(arithmetic, tuple(_text(each, place, vocabulary, has_encoder) for each in texts), digest)
     if encode_self_test(test) != data:
         raise ManifestInvalid(f"`{place}` is not in the form that `moec compile` writes", _COPY_AGAIN)
     return test

@@ -25,6 +25,8 @@ from .. import kernels
 from ..bundle.opening import Bundle
 from .engine import Engine
 
+ARITHMETIC = 1
+"""Number of what this version computes to the last bit. A change of any logit by a bit raises it."""
 TEXTS = (
     "The river was high after the rain, and nobody crossed it before noon.",
     "Question: 17 boxes hold 24 apples each. How many apples are there? Answer: 17 x 24 = 408.",
@@ -41,7 +43,7 @@ def make_self_test(engine: Engine) -> SelfTest | None:
     encoded = [tuple(engine.encode(text)[:longest]) for text in TEXTS]
     has_encoder = engine.model.spec.encoder is not None
     texts = tuple(SelfTestText(tokens if has_encoder else (), tokens) for tokens in encoded if tokens)
-    return SelfTest(texts, logits_digest(engine, texts)) if texts else None
+    return SelfTest(ARITHMETIC, texts, logits_digest(engine, texts)) if texts else None
 
 
 def logits_digest(engine: Engine, texts: Sequence[SelfTestText]) -> str:
@@ -67,8 +69,13 @@ def run_self_test(engine: Engine, test: SelfTest) -> None:
     """Compute the logits of a self-test.
 
     Raises ChecksumMismatch if they are not those of the compile.
-    Raises KernelUnavailable if numpy computes.
+    Raises KernelUnavailable if numpy computes, or if another version of moec computes other last bits.
     """
+    if test.arithmetic != ARITHMETIC:
+        raise KernelUnavailable(
+            f"the self-test is for arithmetic {test.arithmetic}, this moec has {ARITHMETIC}: last bits differ",
+            "verify with the moec that compiled the bundle, or compile it again",
+        )
     if kernels.compiled() is None:
         raise KernelUnavailable(
             "the self-test needs the extension, because results of numpy differ in last bits", "install moec again"

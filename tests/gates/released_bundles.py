@@ -31,12 +31,12 @@ from moec.compiler.request.low_versions import with_low_versions
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.workspace.durable import Disk
-from moec.manifests.bundle import RELEASED_VERSION
 from moec.manifests.model import ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.manifests.router import RouterSpec, StaticRouting
 from moec.runtime import kernels, load
 from moec.runtime.bundle.archive import pack_bundle
+from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.kernels import reference
 from tests.gates.bundles import DEVICE
 from tests.tiny_compile import compile_tiny, save_texts
@@ -79,6 +79,8 @@ _ENCODER = {
 _FORMATS = (
     "q2g32b", "q1g32", "q1.6g64s", "q3g32b", "mxfp4", "q4g32b", "q8s", "q1.6s", "q1g32b", "q3s", "q2s", "q8g32",
 )  # fmt: skip
+_WIDE = {"hidden_size": 64, "moe_intermediate_size": 64, "num_local_experts": 3, "num_hidden_layers": 1}
+_WIDE_FORMATS = ("q5g64b", "q6g32", "q5s", "q6s", "q5g32", "q6g64")
 
 
 def compiled(root: Path, seed: int) -> Path:
@@ -130,6 +132,25 @@ def versions(root: Path, seed: int) -> Path:
     return _emit(root, folder, scale, change_plan)
 
 
+def sets(root: Path, seed: int) -> Path:
+    """Qwen3-MoE from the whole compile: exact sets as keys of the path tables, learned routers, a self-test."""
+    shape = TinyMixtral(
+        layers=3, hidden_size=32, width=32, heads=2, kv_heads=1, head_size=16, experts=3, tied=True, seed=seed
+    )
+    model, texts = save_tiny_qwen3_moe(root / "tiny", shape), save_texts(root / "texts", train=60)
+    options = {"data": str(texts), "bits": (2, 3, 4), "dense_bits": 5, "path_keys": "best"}
+    kernels.select(kernels.available()[0])  # numpy's kernels make no self-test
+    compile_tiny(model, root / "bundle", "bits_per_weight", 3.5, **options)
+    kernels.select(kernels.NUMPY)
+    return root / "bundle"
+
+
+def wide(root: Path, seed: int) -> Path:
+    """Granite with formats of 5 and 6 bits."""
+    folder = save_tiny_family(root / "model", TinyFamily("GraniteMoe", {**_SMALL, **_WIDE}, seed=seed))
+    return _emit(root, folder, formats=_WIDE_FORMATS)
+
+
 def _with_static_layer(lowering: Lowering) -> Lowering:
     """Set the experts of each token in the last layer. Its router gives their weights."""
     *before, last = lowering.model.layers
@@ -145,12 +166,13 @@ def _emit(
     folder: Path,
     change: Callable[[Lowering], Lowering] = lambda lowering: lowering,
     change_plan: Callable[[CompilePlan], CompilePlan] = lambda plan: plan,
+    formats: Sequence[str] = _FORMATS,
 ) -> Path:
     """Emit a bundle whose units have one format after the other. Dense weights have 2 bits."""
     lowering = change(lower(open_checkpoint(str(folder))))
     plan = uniform_plan(lowering.model, QuantSpec(4, 32), QuantSpec(2, 32), lowering.float_type)
     shapes = {unit: plan.model.unit_shape(unit.layer, unit.projection) for unit in plan.units}
-    specs, units = [QuantSpec(16, float_type=lowering.float_type), *map(QuantSpec.parse, _FORMATS)], {}
+    specs, units = [QuantSpec(16, float_type=lowering.float_type), *map(QuantSpec.parse, formats)], {}
     for unit, (_, columns) in shapes.items():
         units[unit] = spec = next(spec for spec in specs if spec.fits(columns))
         specs.remove(spec)
@@ -181,6 +203,8 @@ MODELS: dict[str, tuple[Callable[[Path, int], Path], list[dict[str, Any]]]] = {
     "norms": (norms, [LOSSLESS, {**LOSSLESS, "context": 256}]),
     "encoder": (encoder, [LOSSLESS]),
     "versions": (versions, [LOSSLESS, LOW]),
+    "sets": (sets, [LOSSLESS]),
+    "wide": (wide, [LOSSLESS]),
 }
 """Name -> function that makes the bundle, and the options of its runs."""
 
@@ -246,7 +270,7 @@ def write(name: str, folder: Path) -> None:
             said = [(options, logits_of(bundle, options, prompt, TOKENS)) for options in runs]
             is_steady = all(_is_steady(bundle, options, prompt, logits) for options, logits in said)
             if is_steady and _uses_all(bundle, prompt) and _are_apart([logits for _, logits in said]):
-                target = folder / f"format-{RELEASED_VERSION}-{name}.moec"
+                target = folder / f"format-{open_bundle(bundle).manifest.format_version}-{name}.moec"
                 pack_bundle(bundle, target)
                 break
     plain = [{"options": options, "logits": base64.b64encode(logits).decode()} for options, logits in said]

@@ -22,10 +22,12 @@ from click.testing import CliRunner
 from moec.cli.main import cli
 from moec.manifests.bundle import MANIFEST_NAME, RELEASED_VERSION
 from moec.manifests.codec import encode_manifest, manifest_schema
-from moec.manifests.quant import BITWIDTHS, BITWIDTHS_OF_VERSION_2, BYTE_SCALES_BITWIDTHS, PRUNED
+from moec.manifests.quant import BITWIDTHS, BYTE_SCALES_BITWIDTHS, PRUNED
+from moec.manifests.self_test import SELF_TEST_NAME
 from moec.runtime import kernels, load
 from moec.runtime.bundle.archive import unpack_bundle
 from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.engine.self_test import ARITHMETIC, run_self_test, self_test_of
 from tests.gates.damage import plain_manifest, seal
 from tests.gates.released_bundles import LOSSLESS, TOLERANCE, differ, logits_of
 from tests.manifests.examples import get, put
@@ -109,9 +111,23 @@ def test_every_command_takes_it(name: str, unpacked: Unpacked) -> None:
     with load(bundle, **LOSSLESS) as engine:
         assert engine.encode(said_by(name)["text"]) == said_by(name)["prompt"]
     raw, manifest = (bundle / MANIFEST_NAME).read_bytes(), open_bundle(bundle).manifest
-    if manifest.format_version == RELEASED_VERSION:
-        jsonschema.validate(json.loads(raw), manifest_schema())
-        assert encode_manifest(manifest) == raw
+    jsonschema.validate(json.loads(raw), manifest_schema())
+    assert encode_manifest(manifest) == raw
+
+
+@pytest.mark.usefixtures("each_set")
+def test_a_self_test_of_the_same_arithmetic_holds(unpacked: Unpacked) -> None:
+    """Whoever changes the last bit of a logit raises ARITHMETIC and adds a bundle."""
+    if kernels.active() == kernels.NUMPY:
+        pytest.skip("numpy makes no promise")
+    found = []
+    for name in NAMES:
+        with load(unpacked(name), context=64) as engine:
+            if engine.bundle.has_file(SELF_TEST_NAME):
+                found.append(self_test_of(engine.bundle))
+                if found[-1].arithmetic == ARITHMETIC:
+                    run_self_test(engine, found[-1])
+    assert max(test.arithmetic for test in found) == ARITHMETIC
 
 
 def test_every_version_and_every_format_is_kept(unpacked: Unpacked) -> None:
@@ -121,9 +137,9 @@ def test_every_version_and_every_format_is_kept(unpacked: Unpacked) -> None:
     assert {manifest.format_version for manifest in kept} == set(range(1, RELEASED_VERSION + 1))
     entries = [entry for manifest in kept for entry in manifest.stored_experts]
     specs = {spec for entry in entries for spec in (entry.gate, entry.up, entry.down) if spec is not None}
-    later = set(BITWIDTHS_OF_VERSION_2) if RELEASED_VERSION < 2 else set()
-    assert {spec.bitwidth for spec in specs} == {*BITWIDTHS, PRUNED} - later
-    assert {spec.bitwidth for spec in specs if spec.byte_scales} == set(BYTE_SCALES_BITWIDTHS) - later
+    assert {spec.bitwidth for spec in specs} == {*BITWIDTHS, PRUNED}
+    assert {spec.bitwidth for spec in specs if spec.byte_scales} == set(BYTE_SCALES_BITWIDTHS)
+    assert {manifest.path_sets for manifest in kept} == {True, False}
     assert {spec.float_type for spec in specs} == {"none", "bfloat16", "float16", "mxfp4"}
     assert any(manifest.low_experts for manifest in kept)
 
@@ -132,7 +148,8 @@ def test_every_version_and_every_format_is_kept(unpacked: Unpacked) -> None:
 def test_the_gate_sees_a_field_that_is_misread(
     name: str, path: str, value: Any, unpacked: Unpacked, tmp_path: Path
 ) -> None:
-    source, bundle = unpacked(f"format-{RELEASED_VERSION}-{name}"), tmp_path / name
+    (kept,) = (each for each in NAMES if each.endswith(f"-{name}"))
+    source, bundle = unpacked(kept), tmp_path / name
     shutil.copytree(source, bundle, copy_function=os.link)
     plain = plain_manifest(bundle)
     assert get(plain, path) != value

@@ -15,14 +15,14 @@ from moec.manifests.self_test import MAX_TEXTS, MAX_TOKENS, SelfTest, SelfTestTe
 VOCABULARY = 300
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=MAX_TOKENS).map(tuple)
 DIGEST = "0123456789abcdef" * 4
-TEST = SelfTest((SelfTestText((), (1, 2, 3)),), DIGEST)
+TEST = SelfTest(1, (SelfTestText((), (1, 2, 3)),), DIGEST)
 
 
 @given(st.data(), st.booleans())
 def test_what_is_written_is_read(data: st.DataObject, has_encoder: bool) -> None:
     prompts = TOKENS if has_encoder else st.just(())
     texts = data.draw(st.lists(st.builds(SelfTestText, prompts, TOKENS), min_size=1, max_size=MAX_TEXTS))
-    test = SelfTest(tuple(texts), DIGEST)
+    test = SelfTest(data.draw(st.integers(1, 1000)), tuple(texts), DIGEST)
     assert decode_self_test(encode_self_test(test), "f", VOCABULARY, has_encoder) == test
     assert test.token_count == sum(len(text.tokens) for text in texts)
 
@@ -46,6 +46,8 @@ def test_bytes_that_are_no_self_test_are_refused(data: bytes) -> None:
         ({"logits_sha256": "abc"}, "64 hexadecimal digits"),
         ({"format_version": "1"}, "a number as `format_version`"),
         ({"more": 1}, "the keys of a self-test"),
+        ({"arithmetic": 0}, "1 to 1000000 as `arithmetic`"),
+        ({"arithmetic": 1.0}, "1 to 1000000 as `arithmetic`"),
     ],
 )
 def test_a_wrong_field_is_named(change: dict[str, Any], expected: str) -> None:
