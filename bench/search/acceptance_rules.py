@@ -46,10 +46,10 @@ RULES: dict[str, Rule] = {
     "loss": lambda loss, own, at_test: loss,
     "loss + 1 standard error": lambda loss, own, at_test: loss + own,
     "one-sided 95 % bound": lambda loss, own, at_test: loss + ONE_SIDED_95 * own,
-    "moec: 1 standard error + 1.645 of the certificate": lambda loss, own, at_test: loss + own + ONE_SIDED_95 * at_test,
+    "1 standard error + 1.645 of the certificate": lambda loss, own, at_test: loss + own + ONE_SIDED_95 * at_test,
     "predictive, 50 %": predictive(0.0),
     "predictive, 80 %": predictive(0.842),
-    "predictive, 90 %": predictive(1.282),
+    "moec: predictive, 90 %": predictive(1.282),
 }
 
 

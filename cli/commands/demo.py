@@ -15,6 +15,7 @@ from moec.manifests.errors import ExecutionError, InputError
 from moec.manifests.files.output_file import check_folder, made_folders
 
 from ..options.paths import PATH
+from ..simulation.compile_eviction import fit_to_texts
 from ..terminal import output
 from ..terminal.compile_log import CompileLog
 from ..terminal.progress_bar import ProgressBar
@@ -109,6 +110,7 @@ def _compile(model: Path, options: CompileOptions, target_path: Path) -> tuple[C
         open_runtime=open_partial,
         talk=Talk(log.note, log.progress),
         overwrite=True,
+        fit_eviction=fit_to_texts,
     )
     with log:
         result = compile_checkpoint(request)

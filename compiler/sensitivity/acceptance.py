@@ -11,6 +11,8 @@ from moec.evaluation.results import EvaluationResult
 from moec.evaluation.statistics import ONE_SIDED_95, LossEstimate, perplexity_loss, relative_loss
 from moec.evaluation.tasks import Task
 
+ONE_SIDED_90 = 1.2816
+"""One-sided quantile of the normal distribution."""
 PRECISION = 0.25
 """Standard error of a loss, as a share of the target, that needs no more items."""
 CLEAR_STANDARD_ERRORS = 3.0
@@ -22,11 +24,13 @@ TRIAL_RESAMPLES = 2000
 def margin(estimate: LossEstimate, certification_items: int) -> float:
     """Return the distance that a loss must keep from its target.
 
-    It is one standard error on validation, plus the expected width of the certificate's one-sided 95 % bound on its own
-    items. An accepted plan is then likely to be supported.
+    It is the expected width of the certificate's one-sided 95 % bound on its own items, plus a margin for the difference
+    of the two losses: the certificate of a plan at the limit is supported with a probability of 90 %.
+    Source: docs/experiments/2026-11-25-acceptance-rules-by-simulation.md.
     """
-    at_certification = estimate.standard_error * math.sqrt(estimate.n / max(certification_items, 1))
-    return estimate.standard_error + ONE_SIDED_95 * at_certification
+    own = estimate.standard_error
+    at_certification = own * math.sqrt(estimate.n / max(certification_items, 1))
+    return ONE_SIDED_95 * at_certification + ONE_SIDED_90 * math.hypot(own, at_certification)
 
 
 def upper_bound(estimate: LossEstimate, certification_items: int) -> float:

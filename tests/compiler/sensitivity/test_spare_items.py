@@ -89,20 +89,20 @@ def plan_number(number: int) -> CompilePlan:
 
 def test_a_loss_near_the_target_takes_as_many_texts_as_its_precision_needs(tmp_path: Path) -> None:
     """40 texts with a standard error of half the target need about four times as many."""
-    alone = noisy_trials(NoisyTexts(0.005, 0.06), tmp_path / "alone", 0)
+    alone = noisy_trials(NoisyTexts(0.003, 0.06), tmp_path / "alone", 0)
     accepted, losses = alone.accepts(plan_number(0), TARGET, "search")
     rough = losses["perplexity"]
     needed = items_for_precision(rough, TARGET)
     assert not accepted and rough.n == VALIDATION and rough.standard_error > PRECISION * TARGET
     assert 3 * VALIDATION < needed < 6 * VALIDATION
-    bundles = NoisyTexts(0.005, 0.06)
+    bundles = NoisyTexts(0.003, 0.06)
     trials = noisy_trials(bundles, tmp_path / "more", 1000)
     accepted, losses = trials.accepts(plan_number(0), TARGET, "search")
     found = losses["perplexity"]
     assert found.n == needed and found.standard_error == pytest.approx(PRECISION * TARGET, rel=0.2)
     assert bundles.scored == [VALIDATION, needed - VALIDATION], "the checkpoint scores each text once"
     assert trials.available_items == {"perplexity": (VALIDATION, VALIDATION + 1000)}
-    assert accepted, "at 0.5 %, the plan was refused only because its loss was known too roughly"
+    assert accepted, "at 0.3 %, the plan was refused only because its loss was known too roughly"
 
 
 def test_later_plans_are_measured_on_the_same_texts(tmp_path: Path) -> None:
