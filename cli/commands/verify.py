@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,11 +14,14 @@ from ..options.paths import bundle_argument
 from ..terminal import output
 from ..terminal.progress_bar import ProgressBar
 
+if TYPE_CHECKING:
+    from moec.manifests.self_test import SelfTest
+
 
 @click.command("verify", short_help="Check every file of a bundle, and with --self-test what this machine computes.")
 @bundle_argument
 @click.option("--self-test", is_flag=True, help="Also compute a few texts. Their logits must be those of the compile.")
-@click.option("--memory", metavar="SIZE", help="With --self-test: memory budget.  [default: as in moec run]")
+@click.option("--memory", metavar="SIZE", help="With --self-test: memory budget.  [default: 7/8 of what is free]")
 @click.option("--kernels", metavar="NAME", help="With --self-test: instruction set, for example `scalar`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
 def verify_command(bundle: Path, self_test: bool, memory: str | None, kernels: str | None, as_json: bool) -> None:
@@ -30,7 +33,8 @@ def verify_command(bundle: Path, self_test: bool, memory: str | None, kernels: s
     processors, so the digest of the logits must be that of the compile.
 
     The exit code is 0 for a valid bundle. It is 3 if a byte or the logits differ, or if a file is missing, too short
-    or not listed. The error names the file.
+    or not listed; the error names the file. It is 1 if the self-test cannot run here: the bundle holds none, another
+    moec made it, or the memory is too small.
 
     \b
     moec verify mixtral-moec && scp -r mixtral-moec device:
@@ -41,37 +45,38 @@ def verify_command(bundle: Path, self_test: bool, memory: str | None, kernels: s
     folder = bundle_folder(bundle)
     from moec.runtime.bundle.device_file import device_of
     from moec.runtime.bundle.opening import open_bundle, verify_bundle
+    from moec.runtime.engine.self_test import self_test_of
 
     opened = open_bundle(folder)
+    test = self_test_of(opened) if self_test else None
     opened.tables()
     device_of(opened)
     with ProgressBar("verifying") as progress:
         verify_bundle(opened, progress)
     files, size = len(opened.manifest.files), sum(entry.size_bytes for entry in opened.manifest.files)
-    tested = _tested(bundle, memory, kernels) if self_test else None
-    if as_json:
-        name, experts = opened.manifest.name, len(opened.manifest.experts)
-        told = {"ok": True, "name": name, "files": files, "bytes": size, "experts": experts}
-        output.data_json(told if tested is None else {**told, "self_test": tested})
-    else:
-        output.data(
-            f"`{bundle}` is whole: {files} files, {output.human_bytes(size)}, {len(opened.manifest.experts)} experts"
-        )
-        if tested is not None:
+    name, experts = opened.manifest.name, len(opened.manifest.experts)
+    told: dict[str, Any] = {"ok": True, "name": name, "files": files, "bytes": size, "experts": experts}
+    if not as_json:
+        output.data(f"`{bundle}` is whole: {files} files, {output.human_bytes(size)}, {experts} experts")
+    if test is not None:
+        told["self_test"] = {"texts": len(test.texts), "tokens": test.token_count}
+        told["self_test"]["kernels"] = _run(bundle, test, memory, kernels)
+        if not as_json:
             output.data(
-                f"self-test: the logits of {tested['tokens']} tokens are those of the compile, "
-                f"with the kernels {tested['kernels']}"
+                f"self-test: the logits of {test.token_count} tokens are those of the compile, "
+                f"with the kernels {told['self_test']['kernels']}"
             )
+    if as_json:
+        output.data_json(told)
 
 
-def _tested(bundle: Path, memory: str | None, kernels: str | None) -> dict[str, Any]:
-    """Run the self-test of a bundle, and return what it computed. Raises the errors of a run, and ChecksumMismatch."""
+def _run(bundle: Path, test: SelfTest, memory: str | None, kernels: str | None) -> str:
+    """Run a self-test, and return the kernels. Raises the errors of a run, and ChecksumMismatch."""
     from moec.runtime import kernels as runtime_kernels
-    from moec.runtime.engine.self_test import run_self_test, self_test_of
+    from moec.runtime.engine.self_test import run_self_test
     from moec.runtime.options.runtime import RuntimeOptions
 
     options = RuntimeOptions() if memory is None else RuntimeOptions(memory=memory)
     with open_engine(bundle, options, kernels) as engine:
-        test = self_test_of(engine.bundle)
         run_self_test(engine, test)
-        return {"texts": len(test.texts), "tokens": test.token_count, "kernels": runtime_kernels.active()}
+        return runtime_kernels.active()

@@ -1,7 +1,8 @@
 """The search: predictions propose plans, measurements decide.
 
 The knapsack gives a plan for a predicted loss in milliseconds. Its real loss is measured. The budget moves until the
-measured value meets the target, with at most MAX_GENERATED measurements on generated answers.
+measured value meets the target, with at most MAX_GENERATED measurements on generated answers. A search that begins
+where that of another device ended has at most FROM_BOUNDARY before these.
 In between, cheap measurements of plans at equal cost correct the predictions (swaps.py). One more measurement on
 answers judges the plan that swaps derive from the accepted plan.
 """
@@ -134,7 +135,7 @@ def _search_kl(
         found = _most_precise(space, lambda plan: _kl_verdict(trials, plan, target), f"KL {target:g} nats per token")
         return Ended(found, (), plain)
     if known is not None or first.low.predicted >= largest_budget(space):
-        return Ended(first.low, (), plain)  # corrected already, or no plan is cheaper
+        return Ended(first.low, (), plain)  # swaps were made for another device, or no plan is cheaper
     better = _corrected_at(space, trials, first.low.cost, swaps)
     second = Bracket()
     if better.space is not space:
@@ -166,8 +167,8 @@ class _LossSearch:
 
     def run(self, swaps: Swaps, known: Boundary | None) -> Ended:
         """Return the plan, by the knowledge of an earlier search if there is one and it leads to a plan."""
-        corrected = None if known is None else self._from(known)
-        return self._alone(swaps) if corrected is None else Ended(corrected, self._refused, self._no_factors)
+        found = None if known is None else self._from(known)
+        return self._alone(swaps) if found is None else Ended(found, self._refused, self._no_factors)
 
     def _alone(self, swaps: Swaps) -> Ended:
         """Search without earlier knowledge.
@@ -327,8 +328,8 @@ class _LossNotes:
             validation = self.available[task][0]
             if loss.n > validation:
                 self._once(
-                    f"{task}: {loss.n - validation} train texts that nothing else uses join the {validation} "
-                    "validation texts, to make the loss more precise"
+                    f"{task}: {loss.n - validation} train texts that neither calibration nor gradients use join the "
+                    f"{validation} validation texts, to make the loss more precise"
                 )
         self.note(
             f"{plan.bits_per_weight:.3f} bits per weight: {_losses_text(losses, self.target, self.items)}: {verdict}"

@@ -14,6 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from moec.manifests.files.limits import WORK_JSON
+from moec.manifests.files.strict_json import load_strict_json
+
 from ..request.targets import Target
 from ..sensitivity.trials import Trials
 from ..workspace.journal import Journal
@@ -23,7 +26,7 @@ from .space import SearchSpace
 CLOSE_KL = 1.05
 """Factor within which the first plan of a later search has the KL of the earlier one."""
 _FIRST_KL = 3
-"""Most measurements of KL that look for this plan."""
+"""Most steps that look for this plan. Each measures a KL, and one more is measured if none is close."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +74,29 @@ class Boundaries:
         return None
 
     def keep(self, space: SearchSpace, target: Target, trials: Trials, ended: Ended) -> None:
-        """Store the end of a search, once for the same costs."""
+        """Store the end of a search, once for the same costs. A run that is resumed measures the same plans again."""
         stored, own = self._stored(target), _costs_digest(space)
-        if any(plain["costs"] == own for plain in stored):
-            return
         kept = trials.kl(ended.found.plan, "search").mean
         refused = None
         if ended.refused:
             nearest = max(ended.refused, key=lambda found: found.cost)
             refused = trials.kl(nearest.plan, "search").mean
+        if any(plain["costs"] == own for plain in stored):
+            return
         above = refused if refused is not None and refused > kept else None
         plain = {"costs": own, "kept_kl": kept, "refused_kl": above, "factors": ended.factors.tolist()}
         self._journal.json(_stage(target, len(stored)), lambda: plain)
 
     def _stored(self, target: Target) -> list[dict[str, Any]]:
-        finished = set(self._journal.finished())
+        """Return the ends in order, up to the first that is missing or damaged."""
         stored = list[dict[str, Any]]()
-        while _stage(target, len(stored)) in finished:
-            stored.append(self._journal.json(_stage(target, len(stored)), dict))
+        while (data := self._journal.get(_stage(target, len(stored)))) is not None:
+            stored.append(load_strict_json(data, WORK_JSON))
         return stored
 
 
 def _stage(target: Target, number: int) -> str:
-    return f"search-{target.kind.replace('_', '-')}-{target.value}-{number}"
+    return f"search-{target.kind}-{target.value}-{number}"
 
 
 def _costs_digest(space: SearchSpace) -> str:

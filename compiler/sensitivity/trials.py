@@ -53,7 +53,7 @@ class TaskData:
     validation: items of the search.
     certification_items: number of items of the certificate.
     shots: solved examples before each item.
-    spare: train items that nothing else uses. The search takes some of them if validation is too few.
+    spare: train items that neither calibration nor gradients use. The search takes some if validation is too few.
     """
 
     task: Task
@@ -300,7 +300,7 @@ class Trials:
                 return losses
 
     def _take_spare(self, data: TaskData, loss: LossEstimate, target: float) -> bool:
-        """Choose how many spare items make the standard error PRECISION times the target. Return whether it is any.
+        """Choose how many spare items make the standard error PRECISION times the target. Return whether there are any.
 
         The number is chosen once for each task and target, so that all later plans are measured alike.
         """

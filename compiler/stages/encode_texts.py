@@ -88,7 +88,7 @@ def encode_all_texts(prepared: Prepared) -> CompileTexts:
 def _spare_items(
     split: SplitData, pairs: Sequence[TokenPair], calibrated: Collection[int], gradients: int, prepared: Prepared
 ) -> tuple[Item, ...]:
-    """Return the train items of a perplexity task that nothing else uses, and that fit the context.
+    """Return the train items of a perplexity task that neither calibration nor gradients use, and that fit the context.
 
     A perplexity needs no answer of the model. So it can take any text.
     pairs: the items as tokens.

@@ -7,9 +7,10 @@ nothing again.
 from __future__ import annotations
 
 import hashlib
-from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from moec.manifests.bundle import EVICTION_NAME, LOOKAHEAD_NAME
 from moec.manifests.codec import canonical_json
@@ -24,24 +25,32 @@ from .lookahead import lookahead_file
 
 
 def learn(context: CompileContext, plan: CompilePlan, partial: Path) -> Learned:
-    """Return what is learned from a bundle that is not published yet."""
+    """Return what is learned from a bundle that is not published yet. The self-test takes seconds and is made anew."""
+    prepared, journal = context.prepared, context.journal
+    request, model = prepared.request, prepared.lowering.model
     key = " ".join([plan.digest, *map(str, plan.low_units.values())])
     stage = f"learned-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    plain = context.journal.json(stage, lambda: _to_plain(_learn(context.prepared, plan, partial)))
-    return Learned({name: b64decode(data) for name, data in plain["files"].items()}, plain["reports"])
+    found: Learned | None = None
 
+    def learned() -> Learned:
+        nonlocal found
+        found = found or _learn(prepared, plan, partial)
+        return found
 
-def _to_plain(found: Learned) -> dict[str, Any]:
-    return {"files": {name: b64encode(data).decode() for name, data in found.files.items()}, "reports": found.reports}
-
-
-def _learn(prepared: Prepared, plan: CompilePlan, partial: Path) -> Learned:
-    files, reports = dict[str, bytes](), dict[str, Any]()
-    request, model = prepared.request, prepared.lowering.model
+    reports = journal.json(f"{stage}-reports", lambda: learned().reports)
+    arrays = journal.arrays(
+        stage, lambda: {name: np.frombuffer(data, np.uint8) for name, data in learned().files.items()}
+    )
+    files = {name: data.tobytes() for name, data in arrays.items()}
     with request.open_runtime(partial, runtime_bytes(model, request.memory_limit_bytes)) as engine:
         test = engine.self_test()
     if test is not None:
         files[SELF_TEST_NAME] = encode_self_test(test)
+    return Learned(files, reports)
+
+
+def _learn(prepared: Prepared, plan: CompilePlan, partial: Path) -> Learned:
+    files, reports = dict[str, bytes](), dict[str, Any]()
     lookahead = lookahead_file(prepared, plan, partial)
     if lookahead is not None:
         files[LOOKAHEAD_NAME], reports["lookahead"] = lookahead

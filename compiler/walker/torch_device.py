@@ -40,5 +40,5 @@ def device_errors(name: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise DoesNotFit(
             f"`{name}` has too little memory for a layer with its second moments, or for the output head",
-            "leave out `--torch-device` to compute on the CPU, and give `--resume` to continue",
+            "free memory of the device and give `--resume`, or leave out `--torch-device` to begin again on the CPU",
         ) from error

@@ -56,7 +56,7 @@ def generate_many(
 ) -> list[list[int]]:
     """Return the greedy answers without eos, in the order of the prompts.
 
-    drafts: one per prompt; empty for none. Lossy modes ignore them, because such a pass decides as for a prompt.
+    drafts: one per prompt; empty for none. Lossy modes ignore them: a pass that checks a draft decides as for a prompt.
 
     limits: most new tokens of each answer.
     progress: called with the number of finished answers and of all answers.

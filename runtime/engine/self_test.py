@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, KernelUnavailable
+from moec.manifests.errors import ChecksumMismatch, InputError, KernelUnavailable
 from moec.manifests.files.limits import MAX_SELF_TEST_BYTES
 from moec.manifests.self_test import (
     MAX_TOKENS,
@@ -56,10 +56,10 @@ def logits_digest(engine: Engine, texts: Sequence[SelfTestText]) -> str:
 
 
 def self_test_of(bundle: Bundle) -> SelfTest:
-    """Return the self-test that a bundle holds. Raises BundleError, also if it holds none."""
+    """Return the self-test that a bundle holds. Raises InputError if it holds none, and BundleError."""
     place = bundle.path / SELF_TEST_NAME
     if not bundle.has_file(SELF_TEST_NAME):
-        raise BundleIncomplete(f"`{bundle.path}` has no `{SELF_TEST_NAME}`", "compile it again, with the extension")
+        raise InputError(f"`{bundle.path}` has no `{SELF_TEST_NAME}`", "compile it again, with the extension")
     model = bundle.manifest.model
     data = bundle.read_file(SELF_TEST_NAME, MAX_SELF_TEST_BYTES, verify=True)
     return decode_self_test(data, str(place), model.vocab_size, model.encoder is not None)

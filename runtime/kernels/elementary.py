@@ -23,7 +23,14 @@ _HALF_PI = (
     float.fromhex("0x1.3198a2e037073p-69"),
 )
 """pi / 2 in three parts; the first two have at most 33 bits, so their products with up to 2^20 are exact."""
-_MOST_QUARTERS = 2**20
+_NEAR_QUARTERS = 2**20
+_HALF_PI_FAR = (
+    float.fromhex("0x1.921fb4p+0"),
+    float.fromhex("0x1.4442dp-24"),
+    float.fromhex("0x1.846988p-48"),
+    float.fromhex("0x1.8cc51701b839ap-72"),
+)
+"""pi / 2 in four parts; the first three have at most 24 bits, for larger numbers of quarter turns."""
 _AT_ONCE = 16_384
 """Angles whose steps stay in the processor's cache."""
 _SQRT_HALF = math.sqrt(0.5)
@@ -95,7 +102,7 @@ def power(base: float, exponents: np.ndarray) -> np.ndarray:
 def sine_cosine(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return sin x and cos x, rounded to float32, of the same shape.
 
-    x: float32, at most 2^20 pi / 2 in magnitude. Raises ValueError beyond it.
+    x: float32, at most 2^29 in magnitude, which no position exceeds.
     """
     flat = np.ascontiguousarray(x, np.float32).reshape(-1)
     out = np.empty((2, len(flat)), np.float32)
@@ -111,11 +118,15 @@ def _sine_cosine(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     x = k pi / 2 + r with |r| <= pi / 4. Both functions of r are Taylor polynomials, of degrees 17 and 16.
     """
     k = np.rint(x * _INVERSE_HALF_PI)
-    if k.size and float(np.abs(k).max()) > _MOST_QUARTERS:
-        raise ValueError(f"angles: expected at most {_MOST_QUARTERS} quarter turns")
     r = x
     for part in _HALF_PI:
         r = r - k * part
+    is_far = np.abs(k) > _NEAR_QUARTERS
+    if is_far.any():
+        far = x
+        for part in _HALF_PI_FAR:
+            far = far - k * part
+        r = np.where(is_far, far, r)
     squared = r * r
     sine = r * _polynomial(squared, [(-1) ** n / math.factorial(2 * n + 1) for n in range(9)])
     cosine = _polynomial(squared, [(-1) ** n / math.factorial(2 * n) for n in range(9)])

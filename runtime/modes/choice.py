@@ -111,6 +111,11 @@ class PassChoice:
         self._is_prompt, self._is_little = is_prompt, is_little
         self._recorded, self._foretold = recorded, foretold
 
+    @property
+    def reads_unimportance(self) -> bool:
+        """True if a mode decides by the unimportance of experts."""
+        return self._modes.dynamic_precision is not None
+
     def top_k(self, top_k: int) -> int:
         """Return the experts per token in a layer whose own number is top_k."""
         if self._is_little and self._modes.big_little is not None:
@@ -302,7 +307,7 @@ class PassChoice:
     def _with_versions(self, routed: Routed, versions: np.ndarray) -> Routed:
         """Take high, low or no version of each expert.
 
-        versions: int32 [E]. Skipped experts have no weight.
+        versions: int32 [E]. Skipped experts have no weight where the rule can weigh.
         """
         chosen = routed.chosen
         found = np.where(chosen == NO_EXPERT, np.int32(NO_EXPERT), versions[chosen])

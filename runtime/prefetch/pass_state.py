@@ -17,6 +17,11 @@ from ..layers.routing import Routed, least_unimportance
 class ExpertChoice(Protocol):
     """Changes that one pass makes to the choice of the routers. `modes/choice.py` implements it for the lossy modes."""
 
+    @property
+    def reads_unimportance(self) -> bool:
+        """True if the choice depends on the unimportance of experts."""
+        ...
+
     def top_k(self, top_k: int) -> int:
         """Return the experts per token in a layer whose own number is top_k."""
         ...
@@ -99,4 +104,5 @@ class PassState:
     @property
     def asks_for_unimportance(self) -> bool:
         """True if a lossy mode or a trace reads the unimportance that several tokens give experts ahead."""
-        return len(self.hidden) > 1 and (self.choice is not None or self.is_traced)
+        is_read = self.choice is not None and self.choice.reads_unimportance
+        return len(self.hidden) > 1 and (is_read or self.is_traced)

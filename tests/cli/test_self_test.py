@@ -80,7 +80,7 @@ def test_other_logits_are_refused(invoke: Invoke, compiled: Path, tmp_path: Path
 
 def test_a_bundle_without_a_self_test_says_so(invoke: Invoke, bundle: Path) -> None:
     result = invoke("verify", bundle, "--self-test")
-    assert result.exit_code == 3 and f"has no `{SELF_TEST_NAME}`" in result.stderr
+    assert result.exit_code == 1 and f"has no `{SELF_TEST_NAME}`" in result.stderr
 
 
 def test_options_of_the_self_test_alone_are_refused(invoke: Invoke, bundle: Path) -> None:

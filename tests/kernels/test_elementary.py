@@ -52,7 +52,7 @@ def test_powers(base: float, exponent: float) -> None:
     assert float(power(base, np.float64(exponent))) == pytest.approx(base**exponent, rel=1e-14)
 
 
-@given(st.lists(st.floats(-1.5e6, 1.5e6, width=32), min_size=1, max_size=50))
+@given(st.lists(st.floats(-(2.0**29), 2.0**29, width=32), min_size=1, max_size=50))
 def test_sines_and_cosines(angles: list[float]) -> None:
     sine, cosine = sine_cosine(np.array(angles, np.float32))
     assert sine.dtype == cosine.dtype == np.float32
@@ -66,8 +66,6 @@ def test_angles_of_any_number_and_shape() -> None:
     sine, _ = sine_cosine(angles)
     assert np.array_equal(sine.reshape(-1)[::7], sine_cosine(angles.reshape(-1)[::7])[0])
     assert sine_cosine(np.empty((0, 4), np.float32))[0].shape == (0, 4)
-    with pytest.raises(ValueError, match="quarter turns"):
-        sine_cosine(np.array([2e6], np.float32))
 
 
 def test_the_kernels_and_numpy_agree() -> None:
