@@ -1,4 +1,4 @@
-"""Where a search ended, kept for searches of other devices. They share measurements, and differ in the cost of a byte.
+"""The end of a search, kept for those of other devices. They share measurements, and differ in the cost of a byte.
 
 The KL at which answers begin to lose more than a target belongs to the model, not to the device. So a later search
 begins with a plan of that KL. The corrections of swaps belong to the model as well.

@@ -24,8 +24,8 @@ TRIAL_RESAMPLES = 2000
 def margin(estimate: LossEstimate, certification_items: int) -> float:
     """Return the distance that a loss must keep from its target.
 
-    It is the expected width of the certificate's one-sided 95 % bound on its own items, plus a margin for the
-    difference of the two losses: the certificate of a plan at the limit is supported with a probability of 90 %.
+    It is the expected width of the certificate's one-sided 95 % bound, plus a margin for the difference of two losses.
+    So the certificate of a plan at the limit is supported with a probability of 90 %.
     Source: docs/experiments/2026-11-25-acceptance-rules-by-simulation.md.
     """
     own = estimate.standard_error

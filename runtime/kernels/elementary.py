@@ -73,7 +73,9 @@ def softmax(x: np.ndarray) -> np.ndarray:
 def natural_log(x: np.ndarray | float) -> np.ndarray:
     """Return ln x, float64 of the same shape. Relative error at most 4e-16, absolute near 1.
 
-    x = 2^e m with m from sqrt(1/2) to sqrt(2), ln m = 2 (s + s^3 / 3 + s^5 / 5 + ...), s = (m - 1) / (m + 1).
+    It is e ln 2 + 2 (s + s^3 / 3 + s^5 / 5 + ...), where x = 2^e m and s = (m - 1) / (m + 1).
+    m is from sqrt(1/2) to sqrt(2).
+
     x: positive and finite.
     """
     mantissa, exponent = np.frexp(np.asarray(x, np.float64))
