@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moec.manifests.self_test import SelfTest
 
 
-@click.command("verify", short_help="Check every file of a bundle, and with --self-test what this machine computes.")
+@click.command("verify", short_help="Check every byte of a bundle, and what it computes here.")
 @bundle_argument
 @click.option("--self-test", is_flag=True, help="Also compute a few texts. Their logits must be those of the compile.")
 @click.option("--memory", metavar="SIZE", help="With --self-test: memory budget.  [default: 7/8 of what is free]")

@@ -26,27 +26,30 @@ from .lookahead import lookahead_file
 
 def learn(context: CompileContext, plan: CompilePlan, partial: Path) -> Learned:
     """Return what is learned from a bundle that is not published yet. The self-test takes seconds and is made anew."""
-    prepared, journal = context.prepared, context.journal
-    request, model = prepared.request, prepared.lowering.model
+    request, model = context.prepared.request, context.prepared.lowering.model
+    found = _kept(context, plan, partial) if context.prepared.splits else Learned()
+    with request.open_runtime(partial, runtime_bytes(model, request.memory_limit_bytes)) as engine:
+        test = engine.self_test()
+    own = {} if test is None else {SELF_TEST_NAME: encode_self_test(test)}
+    return Learned({**found.files, **own}, found.reports)
+
+
+def _kept(context: CompileContext, plan: CompilePlan, partial: Path) -> Learned:
+    """Return what the data of the compile teaches, from the journal if a bundle of this plan was made before."""
     key = " ".join([plan.digest, *map(str, plan.low_units.values())])
     stage = f"learned-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     found: Learned | None = None
 
     def learned() -> Learned:
         nonlocal found
-        found = found or _learn(prepared, plan, partial)
+        found = found or _learn(context.prepared, plan, partial)
         return found
 
-    reports = journal.json(f"{stage}-reports", lambda: learned().reports)
-    arrays = journal.arrays(
+    reports = context.journal.json(f"{stage}-reports", lambda: learned().reports)
+    arrays = context.journal.arrays(
         stage, lambda: {name: np.frombuffer(data, np.uint8) for name, data in learned().files.items()}
     )
-    files = {name: data.tobytes() for name, data in arrays.items()}
-    with request.open_runtime(partial, runtime_bytes(model, request.memory_limit_bytes)) as engine:
-        test = engine.self_test()
-    if test is not None:
-        files[SELF_TEST_NAME] = encode_self_test(test)
-    return Learned(files, reports)
+    return Learned({name: data.tobytes() for name, data in arrays.items()}, reports)
 
 
 def _learn(prepared: Prepared, plan: CompilePlan, partial: Path) -> Learned:

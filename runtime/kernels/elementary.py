@@ -73,8 +73,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 def natural_log(x: np.ndarray | float) -> np.ndarray:
     """Return ln x, float64 of the same shape. Relative error at most 4e-16, absolute near 1.
 
-    It is e ln 2 + 2 (s + s^3 / 3 + s^5 / 5 + ...), where x = 2^e m and s = (m - 1) / (m + 1).
-    m is from sqrt(1/2) to sqrt(2).
+    x is 2^e m, and ln m is the power series of 2 atanh((m - 1) / (m + 1)).
 
     x: positive and finite.
     """

@@ -288,6 +288,7 @@ COMPILES = {
             "sensitivity": Given("--sensitivity proxy", f"{OPTIONS}.sensitivity", "proxy"),
             "objective": Given("--objective size", f"{OPTIONS}.objective", "size"),
             "quantizer": Given("--quantizer rtn", f"{OPTIONS}.quantizer", "rtn"),
+            "torch_device": Given("--torch-device cuda:1", f"{OPTIONS}.torch_device", "cuda:1"),
             "shots": Given("--shots 3", f"{OPTIONS}.shots", 3),
             "confidence": Given("--confidence 0.9", f"{OPTIONS}.confidence", 0.9),
             "long_items": Given("--long-items skip", f"{OPTIONS}.long_items", "skip"),

@@ -173,7 +173,7 @@ def test_options_of_the_runtime_work_for_a_checkpoint(invoke: Invoke, checkpoint
     ("option", "sentence"),
     [
         (("--mode-loss", "2%"), "`--mode-loss` has no effect"),
-        (("--dynamic-precision", "auto"), "`--dynamic-precision` has no effect"),
+        (("--dynamic-precision", "auto"), "`--dynamic-precision auto` takes thresholds from the compile of a bundle"),
         (("--dynamic-precision", "0.5,0.9"), "asks for low versions"),
         (("--modes", "sweep"), "holds no bundle"),
     ],

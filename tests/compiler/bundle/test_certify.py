@@ -64,8 +64,8 @@ def test_tasks_are_measured_next_to_the_checkpoint_where_memory_holds_the_model(
     monkeypatch.setattr("moec.compiler.stages.encode_texts.HELD_OUT_ITEMS", 5)
     recorded, room = Recorded(), runtime_bytes(lowered(model).model, MEMORY_BYTES)
     task = compiled(model, texts, tmp_path / "out", recorded)["tasks"]["perplexity"]
-    alone, reference, bundle = recorded.opened
-    assert alone == ("out.partial", room, 0) and bundle == ("out.partial", room, 1)
+    alone, reference, bundle, self_test = recorded.opened
+    assert alone == self_test == ("out.partial", room, 0) and bundle == ("out.partial", room, 1)
     assert reference[0] == trial_folder(tmp_path / "out", UNQUANTIZED).name and reference[2] == 0
     assert room / 2 < reference[1] < room
     rows = [json.loads(line)["text"] for line in (texts / "test.jsonl").read_text().splitlines()]
@@ -81,7 +81,7 @@ def test_with_little_memory_a_kl_target_is_certified_by_its_bundle_alone(
     little_memory(monkeypatch.setattr)
     recorded = Recorded()
     quality = compiled(model, texts, tmp_path / "out", recorded)
-    assert [name for name, *_ in recorded.opened] == ["out.partial"]
+    assert [name for name, *_ in recorded.opened] == ["out.partial"] * 2, "its KL, then the self-test"
     assert quality["tasks"] == {} and quality["held_out_kl"]["perplexity"]["mean"] > 0
 
 
