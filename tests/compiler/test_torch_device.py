@@ -150,9 +150,9 @@ def save_family(name: str, folder: Path) -> Path:
     return save_tiny_family(folder, TINY_FAMILIES[name])
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "switch"])
+@pytest.mark.parametrize("family", ["switch"])
 def test_each_kind_of_expert_measures_the_same_on_another_device(family: str, tmp_path: Path) -> None:
-    """Transposed experts with biases, and an encoder."""
+    """An encoder; the next test has transposed experts with biases."""
     folder = tmp_path / "tiny"
     saved = save_tiny_switch(folder, ENCODING) if family == "switch" else save_family(family, folder)
     lowering = lowered(saved)
