@@ -54,7 +54,7 @@ def compile_for_devices(
         for at, request in enumerate(requests):
             is_first, is_last = at == 0, at == len(requests) - 1
             resumes = request.resume if is_first else True
-            shared = replace(request, shared=SharedWork(base, is_last), resume=resumes)
+            shared = replace(request, shared=SharedWork(base, is_first, is_last), resume=resumes)
             result = compile_checkpoint(shared, None if is_first else checked)
             if result.path is not None:
                 link_identical(result.path, made)

@@ -20,10 +20,12 @@ class SharedWork:
     """The measurements that several compiles of one model share.
 
     base: path whose `BASE.work` holds them.
+    is_first: whether this compile is the first. Its search uses no knowledge of others, also if it is resumed.
     is_last: whether they are removed afterwards.
     """
 
     base: Path
+    is_first: bool
     is_last: bool
 
 

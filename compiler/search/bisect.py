@@ -206,7 +206,7 @@ class _LossSearch:
     def _from(self, known: Boundary) -> Found | None:
         """Begin at the KL of the plan that an earlier search took, with its corrections; None if no plan is kept."""
         space = corrected_space(self._space, self._trials, known)
-        budget, measured = budget_at(space, self._trials, known.kept_kl)
+        budget, measured = budget_at(space, self._trials, known)
         bracket = Bracket()
         if math.isfinite(known.refused_kl) and measured > 0:
             bracket.high = budget * known.refused_kl / measured

@@ -48,29 +48,34 @@ class Boundary:
     """The knowledge of an earlier search.
 
     kept_kl: KL of the plan that it took.
+    predicted: the predicted loss of that plan. Predictions are equal for all devices.
     refused_kl: KL of the refused plan with the highest cost; infinite if none was refused, or at a lower KL.
     factors: corrections by swaps, [num_factors].
     """
 
     kept_kl: float
+    predicted: float
     refused_kl: float
     factors: np.ndarray
 
 
 class Boundaries:
-    """The ends of the searches of several devices, in the journal that they share."""
+    """The ends of the searches of several devices, in the journal that they share.
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    is_first: whether the search is that of the first device, which begins alone.
+    """
+
+    def __init__(self, journal: Journal, is_first: bool) -> None:
+        self._journal, self._is_first = journal, is_first
 
     def of_another(self, space: SearchSpace, target: Target) -> Boundary | None:
         """Return the end of the first search for this target with other costs; None if there is none."""
         own = _costs_digest(space)
-        for plain in self._stored(target):
+        for plain in [] if self._is_first else self._stored(target):
             factors = np.array(plain["factors"])
             if plain["costs"] != own and factors.shape == (space.num_factors,):
                 refused = math.inf if plain["refused_kl"] is None else plain["refused_kl"]
-                return Boundary(plain["kept_kl"], refused, factors)
+                return Boundary(plain["kept_kl"], plain["predicted"], refused, factors)
         return None
 
     def keep(self, space: SearchSpace, target: Target, trials: Trials, ended: Ended) -> None:
@@ -84,7 +89,13 @@ class Boundaries:
         if any(plain["costs"] == own for plain in stored):
             return
         above = refused if refused is not None and refused > kept else None
-        plain = {"costs": own, "kept_kl": kept, "refused_kl": above, "factors": ended.factors.tolist()}
+        plain = {
+            "costs": own,
+            "kept_kl": kept,
+            "predicted": ended.found.predicted,
+            "refused_kl": above,
+            "factors": ended.factors.tolist(),
+        }
         self._journal.json(_stage(target, len(stored)), lambda: plain)
 
     def _stored(self, target: Target) -> list[dict[str, Any]]:
@@ -105,16 +116,16 @@ def _costs_digest(space: SearchSpace) -> str:
 
 def corrected_space(space: SearchSpace, trials: Trials, boundary: Boundary) -> SearchSpace:
     """Return the space with the corrections of the earlier search, or unchanged if its plan has less KL so."""
-    plan, cost = least_plan(space, boundary.kept_kl)
+    plan, cost = least_plan(space, boundary.predicted)
     corrected = space.rescaled(boundary.factors)
     other = corrected.plan(choice_within(corrected.table, cost))
     plain, better = trials.kl_each([plan, other], ["search", "search"])
     return corrected if better.mean < plain.mean else space
 
 
-def budget_at(space: SearchSpace, trials: Trials, kl: float) -> tuple[float, float]:
-    """Return a predicted budget whose plan measures about a KL, and the KL that it measures."""
-    budget, measured = kl, 0.0
+def budget_at(space: SearchSpace, trials: Trials, boundary: Boundary) -> tuple[float, float]:
+    """Return a predicted budget whose plan measures about the KL of the earlier one, and the KL that it measures."""
+    kl, budget, measured = boundary.kept_kl, boundary.predicted, 0.0
     for _ in range(_FIRST_KL):
         measured = trials.kl(least_plan(space, budget)[0], "search").mean
         if kl / CLOSE_KL <= measured <= kl * CLOSE_KL:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
-from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
 from ..request.ports import FittedEviction, LocalEngine, RoutedText
 from ..request.task_data import train_texts, validation_texts
@@ -20,7 +19,7 @@ DECODED_TOKENS = 64
 """Tokens of a text that are replayed after its prompt."""
 
 
-def fit_eviction(prepared: Prepared, partial: Path) -> FittedEviction | None:
+def fit_eviction(prepared: Prepared, partial: Path, engine: LocalEngine) -> FittedEviction | None:
     """Return the weights for a bundle that is not published yet; None without data, or if nothing has to be evicted.
 
     They are fitted to train texts, and compared with the default weights on validation texts.
@@ -39,8 +38,7 @@ def fit_eviction(prepared: Prepared, partial: Path) -> FittedEviction | None:
         )
         return None
     progress = request.talk.progress("fitting the weights of eviction")
-    with request.open_runtime(partial, runtime_bytes(model, request.memory_limit_bytes)) as engine:
-        training, held_out = (routed_texts(engine, each, model.default_context) for each in pairs)
+    training, held_out = (routed_texts(engine, each, model.default_context) for each in pairs)
     return request.fit_eviction(partial, training, held_out, progress)
 
 

@@ -7,6 +7,7 @@ nothing again.
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +17,29 @@ from moec.manifests.bundle import EVICTION_NAME, LOOKAHEAD_NAME
 from moec.manifests.codec import canonical_json
 from moec.manifests.self_test import SELF_TEST_NAME, encode_self_test
 
-from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
 from ..request.plan import CompilePlan
+from ..request.ports import LocalEngine
 from .compile_context import CompileContext, Learned
 from .eviction import fit_eviction
-from .lookahead import lookahead_file
+from .lookahead import engine_bytes, lookahead_file
 
 
 def learn(context: CompileContext, plan: CompilePlan, partial: Path) -> Learned:
     """Return what is learned from a bundle that is not published yet. The self-test takes seconds and is made anew."""
-    request, model = context.prepared.request, context.prepared.lowering.model
-    found = _kept(context, plan, partial) if context.prepared.splits else Learned()
-    with request.open_runtime(partial, runtime_bytes(model, request.memory_limit_bytes)) as engine:
+    prepared = context.prepared
+    with prepared.request.open_runtime(partial, engine_bytes(prepared)) as engine:
         test = engine.self_test()
+        found = _kept(context, plan, partial, engine) if prepared.splits else Learned()
     own = {} if test is None else {SELF_TEST_NAME: encode_self_test(test)}
     return Learned({**found.files, **own}, found.reports)
 
 
-def _kept(context: CompileContext, plan: CompilePlan, partial: Path) -> Learned:
+def _kept(context: CompileContext, plan: CompilePlan, partial: Path, engine: LocalEngine) -> Learned:
     """Return what the data of the compile teaches, from the journal if a bundle of this plan was made before."""
     key = " ".join([plan.digest, *map(str, plan.low_units.values())])
     stage = f"learned-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    found: Learned | None = None
-
-    def learned() -> Learned:
-        nonlocal found
-        found = found or _learn(context.prepared, plan, partial)
-        return found
-
+    learned = cache(lambda: _learn(context.prepared, plan, partial, engine))
     reports = context.journal.json(f"{stage}-reports", lambda: learned().reports)
     arrays = context.journal.arrays(
         stage, lambda: {name: np.frombuffer(data, np.uint8) for name, data in learned().files.items()}
@@ -52,12 +47,12 @@ def _kept(context: CompileContext, plan: CompilePlan, partial: Path) -> Learned:
     return Learned({name: data.tobytes() for name, data in arrays.items()}, reports)
 
 
-def _learn(prepared: Prepared, plan: CompilePlan, partial: Path) -> Learned:
+def _learn(prepared: Prepared, plan: CompilePlan, partial: Path, engine: LocalEngine) -> Learned:
     files, reports = dict[str, bytes](), dict[str, Any]()
-    lookahead = lookahead_file(prepared, plan, partial)
+    lookahead = lookahead_file(prepared, plan, engine)
     if lookahead is not None:
         files[LOOKAHEAD_NAME], reports["lookahead"] = lookahead
-    eviction = fit_eviction(prepared, partial)
+    eviction = fit_eviction(prepared, partial, engine)
     if eviction is not None:
         reports["eviction"] = dict(eviction.record)
         if eviction.is_better:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from moec.evaluation.text_pairs import TokenPair
@@ -25,49 +24,54 @@ from ..lookahead.linear_maps import (
 from ..preflight.kept_layers import runtime_bytes
 from ..preflight.preparation import Prepared
 from ..request.plan import CompilePlan
+from ..request.ports import LocalEngine
 from ..request.task_data import train_texts
 
 SAMPLE_SHARE = 8
 """The routing that is kept takes at most this part of the memory, or that of one layer and those that it foresees."""
 
 
-def lookahead_file(prepared: Prepared, plan: CompilePlan, partial: Path) -> tuple[bytes, dict[str, Any]] | None:
+def engine_bytes(prepared: Prepared) -> int:
+    """Return the memory of the runtime while its routing is kept."""
+    room = runtime_bytes(prepared.lowering.model, prepared.request.memory_limit_bytes)
+    return room - room // SAMPLE_SHARE
+
+
+def lookahead_file(prepared: Prepared, plan: CompilePlan, engine: LocalEngine) -> tuple[bytes, dict[str, Any]] | None:
     """Return the content of `lookahead.safetensors`, and what quality.json says of it; None without learned routers."""
-    maps = learn_lookahead(prepared, plan, partial)
+    maps = learn_lookahead(prepared, plan, engine)
     if not maps:
         return None
     data = encode_maps(maps)
     return data, lookahead_report(maps, len(data))
 
 
-def learn_lookahead(prepared: Prepared, plan: CompilePlan, partial: Path) -> list[LearnedMap]:
+def learn_lookahead(prepared: Prepared, plan: CompilePlan, engine: LocalEngine) -> list[LearnedMap]:
     """Return the maps of a bundle that is not published yet; none if they foresee no more than its routers do.
 
+    engine: opened on the bundle with `engine_bytes`.
     With little memory the texts run once for each group of layers. The maps are the same.
     """
     request, model = prepared.request, prepared.lowering.model
     if not prepared.splits or not can_learn(model):
         return []
-    room = runtime_bytes(model, request.memory_limit_bytes)
+    room = runtime_bytes(model, request.memory_limit_bytes) // SAMPLE_SHARE
     left_out = {ExpertKey(unit.layer, unit.expert) for unit, spec in plan.units.items() if spec.is_pruned}
     found, progress = list[LearnedMap](), request.talk.progress("learning to look ahead")
-    with request.open_runtime(partial, room - room // SAMPLE_SHARE) as engine:
-        texts = sample_texts(prepared, engine.encode_pairs)
-        if len(texts) < HELD_OUT:
-            request.talk.note(
-                f"no routers are learned: they need {HELD_OUT} train texts of 2 tokens, found {len(texts)}"
-            )
-            return []
-        groups = layer_groups(model, sum(map(len, texts)), room // SAMPLE_SHARE)
-        for number, group in enumerate(groups):
-            samples = {
-                layer: RoutingSample() for layer in model.expert_layers if group[0] <= layer <= group[-1] + MAX_AHEAD
-            }
-            for done, record in enumerate(engine.recorded_routing(texts), 1):
-                for layer, sample in samples.items():
-                    sample.add(record[layer])
-                progress(number * len(texts) + done, (len(groups) + 1) * len(texts))
-            found += learn_maps(samples, group, left_out)
+    texts = sample_texts(prepared, engine.encode_pairs)
+    if len(texts) < HELD_OUT:
+        request.talk.note(f"no routers are learned: they need {HELD_OUT} train texts of 2 tokens, found {len(texts)}")
+        return []
+    groups = layer_groups(model, sum(map(len, texts)), room)
+    for number, group in enumerate(groups):
+        samples = {
+            layer: RoutingSample() for layer in model.expert_layers if group[0] <= layer <= group[-1] + MAX_AHEAD
+        }
+        for done, record in enumerate(engine.recorded_routing(texts), 1):
+            for layer, sample in samples.items():
+                sample.add(record[layer])
+            progress(number * len(texts) + done, (len(groups) + 1) * len(texts))
+        found += learn_maps(samples, group, left_out)
     progress(1, 1)
     return found
 

@@ -64,7 +64,8 @@ def plan_by_search(context: CompileContext) -> Planned:
     prepared, options = context.prepared, context.prepared.request.options
     measured = measure(context)
     space = open_space(prepared, measured)
-    boundaries = None if prepared.request.shared is None else Boundaries(context.journal)
+    shared = prepared.request.shared
+    boundaries = None if shared is None else Boundaries(context.journal, shared.is_first)
     plan = search(space, measured.trials, options.target, prepared.request.talk.note, swaps(prepared), boundaries)
     check_device(prepared, plan)
     comparison = compare(prepared, measured, plan)

@@ -26,8 +26,13 @@ LOSS = Target("loss", 0.03)
 
 
 @pytest.fixture
-def boundaries(tmp_path: Path) -> Boundaries:
-    return Boundaries(Journal(tmp_path / "out.work", "inputs", Disk()))
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "out.work", "inputs", Disk())
+
+
+@pytest.fixture
+def boundaries(journal: Journal) -> Boundaries:
+    return Boundaries(journal, is_first=False)
 
 
 def toy_trials(seed: int = 0) -> ToyTrials:
@@ -88,3 +93,24 @@ def test_without_a_kept_plan_the_search_is_made_alone(boundaries: Boundaries) ->
     run(SPACE, toy_trials(), boundaries)
     stricter = ToyTrials(noisy_kl(SPACE), slope=20.0)
     assert run(OTHER, stricter, boundaries) in stricter.generated[FROM_BOUNDARY:]
+
+
+def test_a_resumed_search_measures_the_same_plans(boundaries: Boundaries) -> None:
+    """They stand in quality.json, and their number decides which comparisons are affordable."""
+    for space in (SPACE, OTHER):
+        first, again = toy_trials(), toy_trials()
+        run(space, first, boundaries)
+        run(space, again, boundaries)
+        assert (first.measured, first.generated) == (again.measured, again.generated)
+
+
+def test_the_first_device_begins_alone_whatever_the_journal_holds(journal: Journal) -> None:
+    run(OTHER, toy_trials(), Boundaries(journal, is_first=True))
+    assert run(SPACE, toy_trials(), Boundaries(journal, is_first=True)) == run(SPACE, toy_trials(), None)
+
+
+def test_a_damaged_end_is_no_knowledge(journal: Journal, boundaries: Boundaries, tmp_path: Path) -> None:
+    run(SPACE, toy_trials(), boundaries)
+    (file,) = (tmp_path / "out.work").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert run(OTHER, toy_trials(), boundaries) == run(OTHER, toy_trials(), None)
