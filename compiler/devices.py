@@ -18,7 +18,8 @@ from .bundle.publish import check_replaceable
 from .checkpoint.checkpoint import open_checkpoint
 from .pipeline import compile_checkpoint
 from .preflight.device_fit import predicted_token_ns
-from .preflight.preparation import Prepared, prepare
+from .preflight.preparation import prepare
+from .preflight.prepared import Prepared
 from .request.options import Talk
 from .request.request import CompileRequest, SharedWork
 from .request.result import CompileResult

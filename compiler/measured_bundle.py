@@ -24,7 +24,8 @@ from .bundle.plan_bundles import clear_trials
 from .checkpoint.checkpoint import Checkpoint, open_checkpoint
 from .families import lower
 from .preflight.finished import plan_of
-from .preflight.preparation import Prepared, with_fitted_items, with_kept_layers
+from .preflight.preparation import with_fitted_items, with_kept_layers
+from .preflight.prepared import Prepared
 from .request.options import DEFAULT_GROUP_SIZES, CompileOptions, Sensitivity, Talk
 from .request.plan import CompilePlan
 from .request.ports import OpenRuntime

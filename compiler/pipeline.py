@@ -14,12 +14,14 @@ from moec.manifests.bundle import PARTIAL_SUFFIX
 from .bundle.plan_bundles import clear_trials
 from .bundle.publish import check_replaceable, publish_directory, recover_replaced
 from .preflight.finished import complete_earlier_run, may_be_finished, note_certified
-from .preflight.preparation import Prepared, prepare
+from .preflight.preparation import prepare
+from .preflight.prepared import Prepared
 from .request.request import CompileRequest
 from .request.result import CompileResult
 from .stages.bundle import certify_bundle, complete_bundle, report, write_bundle
 from .stages.compile_context import Certified, Planned, open_for_compile, open_for_plan
-from .stages.planning import make_curve, make_plan
+from .stages.curve import make_curve
+from .stages.planning import make_plan
 from .walker.torch_device import device_errors
 from .workspace.output_lock import hold_output
 from .workspace.work_folder import check_partial, removed_on_failure

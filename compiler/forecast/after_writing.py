@@ -19,7 +19,7 @@ from ..lookahead.linear_maps import (
     token_bytes,
 )
 from ..preflight.kept_layers import runtime_bytes
-from ..preflight.preparation import Prepared
+from ..preflight.prepared import Prepared
 from ..search.comparison_budget import active_weights
 from ..stages.lookahead import SAMPLE_SHARE, sample_texts
 from ..walker.kept_layers import resident_bytes

@@ -11,7 +11,7 @@ from moec.evaluation.text_pairs import TokenPair, encode_pairs
 
 from ..bundle.certificates import MODES_ITEMS
 from ..checkpoint.tokenizer import load_tokenizer
-from ..preflight.preparation import Prepared
+from ..preflight.prepared import Prepared
 from ..request.ports import ModesWork
 
 SAMPLE_ITEMS = 256

@@ -19,7 +19,7 @@ from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
 from ..preflight.kept_layers import MemoryNeed, may_compare, measures_tasks, runtime_bytes
 from ..preflight.preflight import reachable_bytes
-from ..preflight.preparation import Prepared
+from ..preflight.prepared import Prepared
 from ..request.options import UNIFORM_DENSE_BITS
 from ..request.uniform import uniform_spec
 from ..search.bisect import CALIBRATING_KL, MAX_GENERATED, MAX_KL

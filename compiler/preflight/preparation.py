@@ -5,113 +5,32 @@ Of weights only the scales and zeros of integer codes are read.
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from moec.evaluation.data import SplitData
 from moec.evaluation.long_items import Context
 from moec.evaluation.text_pairs import encode_pairs
-from moec.manifests.codec import canonical_json
-from moec.manifests.model import UnitKey
-from moec.manifests.quant import QuantSpec
 
-from ..bundle.emit import producer
 from ..bundle.plan_bundles import require_trials
-from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..cluster.session import check_cluster
-from ..families import Lowering, lower
-from ..quantization.own_codes import held_units, units_held_by
+from ..families import lower
+from ..quantization.own_codes import units_held_by
 from ..quantization.quantizers import check_format
-from ..request.options import DEFAULT_QUANTIZER, UNIFORM_GROUP_SIZE
-from ..request.plan import CompilePlan, plain_plan
+from ..request.options import DEFAULT_QUANTIZER
 from ..request.request import CompileRequest
-from ..request.task_data import Shots, fit_splits, load_task_data
-from ..request.uniform import uniform_spec
+from ..request.task_data import fit_splits, load_task_data
 from ..search.pruning import prunes
 from ..sensitivity.fisher import asks_gradients
-from ..sensitivity.sensitivity import dense_formats
-from ..walker.kept_layers import NOTHING_KEPT, KeptLayers, resident_bytes
+from ..walker.kept_layers import resident_bytes
 from ..walker.torch_device import find_device
-from ..workspace.journal import JOURNAL_FORMAT
 from .device_fit import smallest_plan, summarise_device
 from .kept_layers import MemoryNeed, choose_kept_layers
-from .preflight import preflight, routed_widths
-
-KL_ITEMS = 256
-"""Number of validation items, over all tasks, whose answer tokens give the KL of a trial."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A compile that passed all checks.
-
-    kept_layers: the layers that stay in memory between passes, and the sizes of texts.
-    prunes: experts may be left out.
-    offered: formats on offer to units instead of those of the options. Empty: those of the options.
-    """
-
-    request: CompileRequest
-    checkpoint: Checkpoint
-    lowering: Lowering
-    splits: tuple[SplitData, ...]
-    shots: Shots
-    kept_layers: KeptLayers = NOTHING_KEPT
-    prunes: bool = False
-    offered: tuple[QuantSpec, ...] = ()
-
-    @property
-    def specs(self) -> tuple[QuantSpec, ...]:
-        """Formats on offer to units."""
-        model, bitwidths = self.lowering.model, self.request.profile.bitwidths
-        if self.offered:
-            return self.offered
-        if self.request.options.target.kind == "uniform":
-            return (uniform_spec(self.request.options, self.lowering),)
-        own, plain = held_units(self.lowering), self.lowering.own_unit_spec
-        return self.request.options.unit_specs(bitwidths, plain, routed_widths(model), own)
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device on which texts pass layers and experts are quantized."""
-        return torch.device(self.request.options.torch_device)
-
-    @property
-    def stored_specs(self) -> tuple[QuantSpec, ...]:
-        """Formats in which every unit is quantized: those on offer, and that of low versions."""
-        low = self.request.options.low_spec
-        return self.specs if low is None or low in self.specs else (*self.specs, low)
-
-    def required_specs(self) -> tuple[QuantSpec, ...]:
-        """Return the formats that every expert must fit."""
-        options = self.request.options
-        low = () if options.low_spec is None else (options.low_spec,)
-        return (uniform_spec(options, self.lowering), *low) if options.target.kind == "uniform" else low
-
-    def uniform_units(self) -> dict[UnitKey, QuantSpec]:
-        """Return the format of every unit of a uniform target."""
-        return dict.fromkeys(self.lowering.units, uniform_spec(self.request.options, self.lowering))
-
-    def plain_plan(self) -> CompilePlan:
-        """Return the plan with all weights at 16 bits."""
-        return plain_plan(self.lowering.model, self.lowering.spec_16bit, self.request.options.quantizer)
-
-    def dense_formats(self) -> tuple[dict[str, QuantSpec], ...]:
-        """Return the formats on offer to dense weights, one mapping for each bitwidth."""
-        widths = self.request.options.dense_widths()
-        return dense_formats(self.plain_plan(), widths, UNIFORM_GROUP_SIZE, self.lowering.float_type)
-
-    def identity(self) -> str:
-        """Return a digest of everything that measurements depend on. A device decides only what is done with them."""
-        data = [[s.task.name, s.train.sha256, s.validation.sha256, s.test.sha256] for s in self.splits]
-        files = [[entry.name, entry.sha256] for entry in self.checkpoint.source_files()]
-        formats = [str(spec) for spec in self.stored_specs]
-        limits = asdict(self.kept_layers.texts)
-        plain = [producer(), JOURNAL_FORMAT, files, self.request.options.to_plain(), data, formats, limits]
-        return hashlib.sha256(canonical_json(plain)).hexdigest()
+from .preflight import preflight
+from .prepared import Prepared
 
 
 def prepare(request: CompileRequest, like: Prepared | None = None) -> Prepared:

@@ -17,7 +17,7 @@ from ..calibration.collect import calibration_summary
 from ..calibration.tables import Tables
 from ..preflight.device_fit import summarise_device
 from ..preflight.kept_layers import measures_tasks, runtime_bytes
-from ..preflight.preparation import Prepared
+from ..preflight.prepared import Prepared
 from ..quantization.own_codes import units_held_by
 from ..request.ports import UnpublishedBundle
 from .compile_context import Certified, CompileContext, Planned

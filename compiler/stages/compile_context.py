@@ -14,7 +14,7 @@ from ..bundle.certificates import DivergenceCertificate, TaskCertificate
 from ..calibration.collect import ActivationStatistics
 from ..cluster.session import ClusterSession, cluster_session
 from ..preflight.kept_layers import runtime_bytes
-from ..preflight.preparation import Prepared
+from ..preflight.prepared import Prepared
 from ..quantization.swept_store import SweptStore
 from ..request.plan import CompilePlan
 from ..search.comparison import Comparison

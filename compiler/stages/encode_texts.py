@@ -15,7 +15,7 @@ from moec.manifests.model import ModelSpec
 
 from ..calibration.collect import choose_texts
 from ..checkpoint.tokenizer import load_tokenizer
-from ..preflight.preparation import KL_ITEMS, Prepared
+from ..preflight.prepared import KL_ITEMS, Prepared
 from ..request.task_data import train_texts
 from ..sensitivity.fisher import TEXTS
 from ..sensitivity.gradients import TOKENS_PER_TEXT

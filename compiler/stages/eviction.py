@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
-from ..preflight.preparation import Prepared
+from ..preflight.prepared import Prepared
 from ..request.ports import FittedEviction, LocalEngine, RoutedText
 from ..request.task_data import train_texts, validation_texts
 

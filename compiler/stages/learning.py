@@ -17,7 +17,7 @@ from moec.manifests.bundle import EVICTION_NAME, LOOKAHEAD_NAME
 from moec.manifests.codec import canonical_json
 from moec.manifests.self_test import SELF_TEST_NAME, encode_self_test
 
-from ..preflight.preparation import Prepared
+from ..preflight.prepared import Prepared
 from ..request.plan import CompilePlan
 from ..request.ports import LocalEngine
 from .compile_context import CompileContext, Learned

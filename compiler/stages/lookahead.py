@@ -22,7 +22,7 @@ from ..lookahead.linear_maps import (
     lookahead_report,
 )
 from ..preflight.kept_layers import runtime_bytes
-from ..preflight.preparation import Prepared
+from ..preflight.prepared import Prepared
 from ..request.plan import CompilePlan
 from ..request.ports import LocalEngine
 from ..request.task_data import train_texts

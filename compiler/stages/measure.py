@@ -14,7 +14,7 @@ from moec.manifests.quant import QuantSpec
 from ..bundle.plan_bundles import PlanBundles
 from ..calibration.collect import unseen_notes
 from ..preflight.kept_layers import runtime_bytes
-from ..preflight.preparation import Prepared
+from ..preflight.prepared import Prepared
 from ..quantization.swept_store import SweptStore
 from ..quantization.unit_store import UnitStore
 from ..sensitivity.answer_walk import AnswerMeter, AnswerWalk

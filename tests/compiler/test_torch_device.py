@@ -18,7 +18,7 @@ from moec.compiler.cluster.session import check_cluster
 from moec.compiler.families import Lowering
 from moec.compiler.forecast import forecast
 from moec.compiler.preflight import preparation
-from moec.compiler.preflight.preparation import Prepared
+from moec.compiler.preflight.prepared import Prepared
 from moec.compiler.quantization.swept_store import SweptStore
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.plan import plain_plan

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from moec.cli.commands.compile import open_partial
 from moec.cli.main import cli
-from moec.compiler.preflight.preparation import Prepared
+from moec.compiler.preflight.prepared import Prepared
 from moec.compiler.stages.encode_texts import CompileTexts, encode_all_texts
 from moec.evaluation.data import item_key, load_splits
 from moec.evaluation.text_pairs import TokenPair, encode_pairs

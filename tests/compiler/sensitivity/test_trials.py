@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.bundle.plan_bundles import PlanBundles
-from moec.compiler.preflight.preparation import Prepared, prepare
+from moec.compiler.preflight.preparation import prepare
+from moec.compiler.preflight.prepared import Prepared
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.sensitivity.acceptance import keeps, margin

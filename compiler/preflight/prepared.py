@@ -1,0 +1,99 @@
+"""A compile that passed all checks: its request, checkpoint, data, and the formats on offer."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+
+import torch
+
+from moec.evaluation.data import SplitData
+from moec.manifests.codec import canonical_json
+from moec.manifests.model import UnitKey
+from moec.manifests.quant import QuantSpec
+
+from ..bundle.emit import producer
+from ..checkpoint.checkpoint import Checkpoint
+from ..families import Lowering
+from ..quantization.own_codes import held_units
+from ..request.options import UNIFORM_GROUP_SIZE
+from ..request.plan import CompilePlan, plain_plan
+from ..request.request import CompileRequest
+from ..request.task_data import Shots
+from ..request.uniform import uniform_spec
+from ..sensitivity.sensitivity import dense_formats
+from ..walker.kept_layers import NOTHING_KEPT, KeptLayers
+from ..workspace.journal import JOURNAL_FORMAT
+from .preflight import routed_widths
+
+KL_ITEMS = 256
+"""Number of validation items, over all tasks, whose answer tokens give the KL of a trial."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A compile that passed all checks.
+
+    kept_layers: the layers that stay in memory between passes, and the sizes of texts.
+    prunes: experts may be left out.
+    offered: formats on offer to units instead of those of the options. Empty: those of the options.
+    """
+
+    request: CompileRequest
+    checkpoint: Checkpoint
+    lowering: Lowering
+    splits: tuple[SplitData, ...]
+    shots: Shots
+    kept_layers: KeptLayers = NOTHING_KEPT
+    prunes: bool = False
+    offered: tuple[QuantSpec, ...] = ()
+
+    @property
+    def specs(self) -> tuple[QuantSpec, ...]:
+        """Formats on offer to units."""
+        model, bitwidths = self.lowering.model, self.request.profile.bitwidths
+        if self.offered:
+            return self.offered
+        if self.request.options.target.kind == "uniform":
+            return (uniform_spec(self.request.options, self.lowering),)
+        own, plain = held_units(self.lowering), self.lowering.own_unit_spec
+        return self.request.options.unit_specs(bitwidths, plain, routed_widths(model), own)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device on which texts pass layers and experts are quantized."""
+        return torch.device(self.request.options.torch_device)
+
+    @property
+    def stored_specs(self) -> tuple[QuantSpec, ...]:
+        """Formats in which every unit is quantized: those on offer, and that of low versions."""
+        low = self.request.options.low_spec
+        return self.specs if low is None or low in self.specs else (*self.specs, low)
+
+    def required_specs(self) -> tuple[QuantSpec, ...]:
+        """Return the formats that every expert must fit."""
+        options = self.request.options
+        low = () if options.low_spec is None else (options.low_spec,)
+        return (uniform_spec(options, self.lowering), *low) if options.target.kind == "uniform" else low
+
+    def uniform_units(self) -> dict[UnitKey, QuantSpec]:
+        """Return the format of every unit of a uniform target."""
+        return dict.fromkeys(self.lowering.units, uniform_spec(self.request.options, self.lowering))
+
+    def plain_plan(self) -> CompilePlan:
+        """Return the plan with all weights at 16 bits."""
+        return plain_plan(self.lowering.model, self.lowering.spec_16bit, self.request.options.quantizer)
+
+    def dense_formats(self) -> tuple[dict[str, QuantSpec], ...]:
+        """Return the formats on offer to dense weights, one mapping for each bitwidth."""
+        widths = self.request.options.dense_widths()
+        return dense_formats(self.plain_plan(), widths, UNIFORM_GROUP_SIZE, self.lowering.float_type)
+
+    def identity(self) -> str:
+        """Return a digest of everything that measurements depend on. A device decides only what is done with them."""
+        data = [[s.task.name, s.train.sha256, s.validation.sha256, s.test.sha256] for s in self.splits]
+        files = [[entry.name, entry.sha256] for entry in self.checkpoint.source_files()]
+        formats = [str(spec) for spec in self.stored_specs]
+        limits = asdict(self.kept_layers.texts)
+        plain = [producer(), JOURNAL_FORMAT, files, self.request.options.to_plain(), data, formats, limits]
+        return hashlib.sha256(canonical_json(plain)).hexdigest()
