@@ -76,11 +76,11 @@ def demo_command(example: Path, task: str, loss: str, target_path: Path) -> None
     output.say(f"running the bundle with room for {HALF} of its experts")
     bench = _bench(target_path)
     streamed = _evaluate_streamed(target_path, example / "data" / task / "test.jsonl", task, STREAMED_ITEMS)
-    _print_result(result, bench, streamed, target_path)
-    _print_comparisons(result)
-    if (example / SECOND_MODEL).is_dir():
-        output.data(f"\n{second_example(example, target_path.parent)}")
-    output.data(f"time  {output.human_seconds(time.monotonic() - started)}")
+    second = second_example(example, target_path.parent) if (example / SECOND_MODEL).is_dir() else ""
+    # The main result comes last, because that is what stays on the screen.
+    for part in (plan_heat_map(result.quality), second, comparison_table(result.quality)):
+        output.data(f"{part}\n" if part else "")
+    _print_result(result, bench, streamed, target_path, time.monotonic() - started)
 
 
 def compile_to_loss(example: Path, task: str, loss: str, target_path: Path) -> CompileResult:
@@ -175,8 +175,10 @@ def _evaluate_streamed(bundle: Path, data: Path, task: str, count: int) -> dict[
         return {**result.to_json(), "evictions": stats.evictions, "hit_rate": stats.hit_rate}
 
 
-def _print_result(result: CompileResult, bench: dict[str, Any], streamed: dict[str, Any], bundle: Path) -> None:
-    """Print what the demo is for: the bundle, its loss with the verdict, and its speed with half of the experts."""
+def _print_result(
+    result: CompileResult, bench: dict[str, Any], streamed: dict[str, Any], bundle: Path, seconds: float
+) -> None:
+    """Print what the demo is for: the bundle, its speed with half of the experts, and its loss with the verdict."""
     quality, measured = result.quality, bench["measured"]
     low, high = streamed["interval95"]
     rows = [
@@ -191,13 +193,8 @@ def _print_result(result: CompileResult, bench: dict[str, Any], streamed: dict[s
             f"{streamed['value']:.4f} ({low:.4f} to {high:.4f}), {streamed['evictions']} evictions",
         ),
         ("report", f"{bundle / 'quality.json'} and {bundle}.report.png"),
+        ("time", output.human_seconds(seconds)),
     ]
-    output.data(f"{loss_table(quality)}\n")
-    output.data(output.facts(rows))
-    output.data(f"{verdict_line(quality)}\n")
-
-
-def _print_comparisons(result: CompileResult) -> None:
-    """Print what other searches make of the same model, and the plan of this one."""
-    for part in (comparison_table(result.quality), plan_heat_map(result.quality)):
-        output.data(f"{part}\n")
+    output.data(f"{output.facts(rows)}\n")
+    output.data(loss_table(quality))
+    output.data(verdict_line(quality))

@@ -29,9 +29,7 @@ def test_the_example_with_an_encoder_is_a_row_per_bitwidth(tmp_path: Path, monke
         assert manifest["model"]["encoder"] is not None
 
 
-def test_the_main_result_is_printed_before_the_comparisons(
-    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_main_result_is_printed_last(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compile takes minutes, so the shipped bundle takes its place. Runtime and evaluation are the real ones."""
 
     def shipped(example: Path, task: str, loss: str, target_path: Path) -> CompileResult:
@@ -43,9 +41,18 @@ def test_the_main_result_is_printed_before_the_comparisons(
     monkeypatch.setattr(demo, "STREAMED_ITEMS", 20)
     result = invoke("demo", "--example", EXAMPLES, "-o", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
-    order = ("verdict", "bundle   ", "tokens/s", "supported: on held-out items", "best uniform", "layer   0", "time  ")
+    order = (
+        "layer   0",
+        "best uniform",
+        "room for half",
+        "tokens/s",
+        "time  ",
+        "verdict",
+        "supported: on held-out items",
+    )
     places = [result.stdout.index(text) for text in order]
     assert places == sorted(places)
+    assert result.stdout.splitlines()[-1].startswith("supported: on held-out items the loss is at most 2.00 %")
 
 
 def test_a_folder_without_a_model_is_refused_before_any_work(invoke: Invoke, tmp_path: Path) -> None:
