@@ -235,6 +235,28 @@ def least_unimportance(chosen: np.ndarray, weights: np.ndarray, count: int) -> n
     return least
 
 
+def unimportance_by_expert(least: np.ndarray) -> dict[int, float]:
+    """Return what `least_unimportance` says of the experts that some token chose."""
+    chosen = np.flatnonzero(least != NOT_CHOSEN)
+    return dict(zip(chosen.tolist(), least[chosen].tolist(), strict=True))
+
+
+def unimportance_of_token(chosen: Sequence[int], weights: np.ndarray) -> dict[int, float]:
+    """Return `unimportance_by_expert` of one token, for decoding: a few numbers take no arrays.
+
+    chosen: its experts, K.
+    weights: float32 [K].
+    """
+    total = weights.sum()
+    shares = (weights / (total or np.float32(1))).tolist()
+    found, before = dict[int, float](), 0.0
+    for rank in sorted(range(len(shares)), key=shares.__getitem__, reverse=True):
+        if chosen[rank] != NO_EXPERT:
+            found[chosen[rank]] = float(np.float32(before))
+        before += shares[rank]
+    return found
+
+
 class Router:
     """The router of a layer: computes logits from the normed residual stream, and holds the rule for them."""
 

@@ -15,7 +15,14 @@ import numpy as np
 
 from moec.manifests.bundle import BundleManifest
 
-from ..layers.routing import NO_EXPERT, NOT_CHOSEN, Routed, RoutingRule, least_unimportance
+from ..layers.routing import (
+    NO_EXPERT,
+    Routed,
+    RoutingRule,
+    least_unimportance,
+    unimportance_by_expert,
+    unimportance_of_token,
+)
 from ..options.lossy import CacheRouting, DynamicPrecision, LossyModes
 from .logical_cache import LogicalCache
 from .mode_counts import ModeCounts
@@ -67,8 +74,11 @@ def best_cached(
     return None
 
 
-def _least_unimportance(routed: Routed) -> np.ndarray:
-    return least_unimportance(routed.chosen, routed.weights, routed.logits.shape[1])
+def _unimportance(routed: Routed) -> dict[int, float]:
+    """Return the unimportance of each chosen expert for the token that needs it most."""
+    if len(routed.chosen) == 1:
+        return unimportance_of_token(routed.chosen[0].tolist(), routed.weights[0])
+    return unimportance_by_expert(least_unimportance(routed.chosen, routed.weights, routed.logits.shape[1]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,11 +153,11 @@ class PassChoice:
         if self._modes.cache_routing is not None:
             routed = self._with_cached(routed)
         if self._modes.dynamic_precision is not None:
-            least, before = _least_unimportance(routed), routed.chosen
-            versions = self.versions_asked_for(routed.layer, least, self._modes.dynamic_precision)
-            routed = self._with_versions(routed, versions)
-            self._counts.low += int((routed.chosen >= len(versions)).sum())
-            self._counts.skipped += int(((routed.chosen == NO_EXPERT) & (before != NO_EXPERT)).sum())
+            versions = self.versions_asked_for(routed.layer, _unimportance(routed), self._modes.dynamic_precision)
+            if any(version != expert for expert, version in versions.items()):
+                before, routed = routed.chosen, self._with_versions(routed, versions)
+                self._counts.low += int((routed.chosen >= routed.logits.shape[1]).sum())
+                self._counts.skipped += int(((routed.chosen == NO_EXPERT) & (before != NO_EXPERT)).sum())
         return routed.chosen, routed.weights
 
     def requested(self, layer: int, experts: Sequence[int], advice: Sequence[int]) -> None:
@@ -191,8 +201,9 @@ class PassChoice:
             return [self._versions.index(layer, expert) for expert in experts]
         if unimportance is None:
             return []
-        versions = self.versions_asked_for(layer, np.minimum(unimportance, 1), dynamic)
-        return [self._versions.index(layer, int(versions[e])) for e in experts if versions[e] != NO_EXPERT]
+        foreseen = dict(zip(experts, np.minimum(unimportance[list(experts)], 1).tolist(), strict=True))
+        versions = self.versions_asked_for(layer, foreseen, dynamic)
+        return [self._versions.index(layer, version) for version in versions.values() if version != NO_EXPERT]
 
     # -- cache routing -----------------------------------------------------------------------------------------------
 
@@ -272,45 +283,45 @@ class PassChoice:
     def _select_for_prompt(self, routed: Routed) -> tuple[np.ndarray, np.ndarray]:
         """Return what `select` returns, for a pass over prompts."""
         if self._modes.dynamic_precision is not None:
-            routed = self._with_versions(routed, self.prompt_versions(routed.layer, _least_unimportance(routed)))
+            routed = self._with_versions(routed, self.prompt_versions(routed.layer, _unimportance(routed)))
         return routed.chosen, routed.weights
 
-    def prompt_versions(self, layer: int, least: np.ndarray) -> np.ndarray:
-        """Return the version of each expert in a pass over prompts, int32 [E], and count the decisions.
+    def prompt_versions(self, layer: int, least: Mapping[int, float]) -> dict[int, int]:
+        """Return the version of each chosen expert in a pass over prompts, and count the decisions.
 
-        least: unimportance for the most important token, float32 [E], as in `least_unimportance`.
-        Experts that no token chose become NO_EXPERT.
+        least: unimportance of the chosen experts for the most important token.
         Raises ValueError without dynamic precision.
         """
         if self._modes.dynamic_precision is None:
             raise ValueError("dynamic precision is off")
         counts, versions = self._counts, self.versions_asked_for(layer, least, self._modes.dynamic_precision)
-        chosen = np.flatnonzero(least != NOT_CHOSEN)
-        counts.prompt_experts += len(chosen)
-        counts.prompt_missed += sum(not self._holds(layer, expert) for expert in chosen.tolist())
-        counts.prompt_low += int((versions >= len(least)).sum())
-        counts.prompt_skipped += int((versions[chosen] == NO_EXPERT).sum())
+        skipped = sum(version == NO_EXPERT for version in versions.values())
+        counts.prompt_experts += len(versions)
+        counts.prompt_missed += sum(not self._holds(layer, expert) for expert in versions)
+        counts.prompt_low += sum(version != expert for expert, version in versions.items()) - skipped
+        counts.prompt_skipped += skipped
         return versions
 
-    def versions_asked_for(self, layer: int, least: np.ndarray, dynamic: DynamicPrecision) -> np.ndarray:
-        """Return for each expert the version that its most important token asks for, int32 [E].
+    def versions_asked_for(self, layer: int, least: Mapping[int, float], dynamic: DynamicPrecision) -> dict[int, int]:
+        """Return for each expert the version that its most important token asks for, in the order of `least`.
 
         All tokens of the pass use this version, so that an expert is read once.
-        least: unimportance for this token, float32 [E]. Experts that no token chose become NO_EXPERT.
+        least: unimportance of the experts for this token.
         """
-        versions = np.full(len(least), NO_EXPERT, np.int32)
-        for expert in np.flatnonzero(least != NOT_CHOSEN).tolist():
-            is_missed = not self._holds(layer, expert)
-            versions[expert] = self.version(layer, expert, float(least[expert]), dynamic, is_missed)
-        return versions
+        return {
+            expert: self.version(layer, expert, unimportance, dynamic, not self._holds(layer, expert))
+            for expert, unimportance in least.items()
+        }
 
-    def _with_versions(self, routed: Routed, versions: np.ndarray) -> Routed:
+    def _with_versions(self, routed: Routed, versions: Mapping[int, int]) -> Routed:
         """Take high, low or no version of each expert.
 
-        versions: int32 [E]. Skipped experts have no weight where the rule can weigh.
+        versions: of each chosen expert. Skipped experts have no weight where the rule can weigh.
         """
         chosen = routed.chosen
-        found = np.where(chosen == NO_EXPERT, np.int32(NO_EXPERT), versions[chosen])
+        table = np.full(routed.logits.shape[1], NO_EXPERT, np.int32)
+        table[list(versions)] = list(versions.values())
+        found = np.where(chosen == NO_EXPERT, np.int32(NO_EXPERT), table[chosen])
         is_skipped = (found == NO_EXPERT) & (chosen != NO_EXPERT)
         if not is_skipped.any() or not routed.rule.can_weigh:
             return replace(routed, chosen=found)

@@ -15,7 +15,7 @@ import numpy as np
 
 from moec.manifests.model import ModelSpec
 
-from ..layers.routing import NO_EXPERT, Router
+from ..layers.routing import NO_EXPERT, Router, unimportance_by_expert
 from ..model.expert_requests import choose_experts
 from ..modes.choice import PassChoice, Versions
 from ..modes.decoder import LossyDecoder, MakeChoice
@@ -176,8 +176,8 @@ class TracedModel:
             chosen = recorded.chosen[layer]
             state.layer = layer
             state.chosen.append(np.array(chosen, np.int32).reshape(tokens, -1))
-            versions = choice.prompt_versions(layer, least)
-            taken = sorted(versions[versions != NO_EXPERT].tolist())
+            versions = choice.prompt_versions(layer, unimportance_by_expert(least))
+            taken = sorted(version for version in versions.values() if version != NO_EXPERT)
             requested = [choice.index(layer, version) for version in taken]
             outputs = Counter(chosen)
             loads = tuple(outputs[version % len(least)] for version in taken)

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from moec.manifests.model import ExpertsSpec
 from moec.manifests.router import RouterSpec
-from moec.runtime.layers.routing import NO_EXPERT, NOT_CHOSEN, Routed, RoutingRule, least_unimportance
+from moec.runtime.layers.routing import (
+    NO_EXPERT,
+    NOT_CHOSEN,
+    Routed,
+    RoutingRule,
+    least_unimportance,
+    unimportance_by_expert,
+    unimportance_of_token,
+)
 from moec.runtime.modes.choice import DecisionState, PassChoice, Versions
 from moec.runtime.modes.mode_counts import ModeCounts
 from moec.runtime.options.lossy import parse_modes
@@ -139,3 +147,14 @@ def test_least_unimportance_is_that_of_the_token_that_needs_it_most(data: st.Dat
                 expected[row[rank]] = min(expected[row[rank]], np.float32(before))
             before += float(own[rank] / (own.sum() or np.float32(1)))
     assert np.array_equal(least_unimportance(chosen, weights, count), expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 1 << 30), top_k=st.integers(1, 8), levels=st.integers(1, 4))
+def test_one_token_has_the_unimportance_of_a_pass_with_it_alone(seed: int, top_k: int, levels: int) -> None:
+    rng = np.random.default_rng(seed)
+    chosen = rng.permutation(16)[:top_k].astype(np.int32)
+    chosen[rng.random(top_k) < 0.2] = NO_EXPERT
+    weights = (rng.integers(0, levels, top_k) * rng.random()).astype(np.float32)
+    alone = least_unimportance(chosen[None], weights[None], 16)
+    assert unimportance_of_token(chosen.tolist(), weights) == unimportance_by_expert(alone)
