@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from moec.manifests.bundle import MANIFEST_NAME, FileEntry
-from moec.manifests.codec import decode_manifest, encode_manifest
+from moec.manifests.codec import canonical_json, decode_manifest, encode_manifest
 from moec.manifests.self_test import SELF_TEST_NAME
 from moec.runtime import kernels
+from moec.runtime.engine.self_test import ARITHMETIC
 from tests.cli.conftest import Invoke
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_switch import save_tiny_switch
@@ -63,19 +64,32 @@ def test_the_numpy_kernels_make_no_promise(invoke: Invoke, compiled: Path) -> No
     assert result.exit_code == 1 and "the self-test needs the extension" in result.stderr
 
 
-def test_other_logits_are_refused(invoke: Invoke, compiled: Path, tmp_path: Path) -> None:
-    """Every digest of a file holds; the digest of the logits is of another bundle."""
-    folder = Path(shutil.copytree(compiled, tmp_path / "other"))
+def with_self_test(compiled: Path, folder: Path, **changes: object) -> Path:
+    """Copy a bundle and change its self-test, its own digest in the manifest included."""
+    shutil.copytree(compiled, folder)
     plain = json.loads((folder / SELF_TEST_NAME).read_bytes())
-    changed = (folder / SELF_TEST_NAME).read_bytes().replace(plain["logits_sha256"].encode(), b"0" * 64)
+    changed = canonical_json({**plain, **changes})
     (folder / SELF_TEST_NAME).write_bytes(changed)
     manifest = decode_manifest((folder / MANIFEST_NAME).read_bytes(), "moec.json")
     own = FileEntry(SELF_TEST_NAME, len(changed), hashlib.sha256(changed).hexdigest())
     files = tuple(own if entry.name == SELF_TEST_NAME else entry for entry in manifest.files)
     (folder / MANIFEST_NAME).write_bytes(encode_manifest(replace(manifest, files=files)))
+    return folder
+
+
+def test_other_logits_are_refused(invoke: Invoke, compiled: Path, tmp_path: Path) -> None:
+    """Every digest of a file holds; the digest of the logits is of another bundle."""
+    folder = with_self_test(compiled, tmp_path / "other", logits_sha256="0" * 64)
     assert invoke("verify", folder).exit_code == 0
     result = invoke("verify", folder, "--self-test")
     assert result.exit_code == 3 and "the logits of the self-test have the digest" in result.stderr
+
+
+def test_another_arithmetic_is_not_compared(invoke: Invoke, compiled: Path, tmp_path: Path) -> None:
+    folder = with_self_test(compiled, tmp_path / "later", arithmetic=ARITHMETIC + 1)
+    result = invoke("verify", folder, "--self-test")
+    assert result.exit_code == 1 and f"the self-test is for arithmetic {ARITHMETIC + 1}" in result.stderr
+    assert "is whole" in result.stdout, "the bytes are right"
 
 
 def test_a_bundle_without_a_self_test_says_so(invoke: Invoke, bundle: Path) -> None:

@@ -82,6 +82,9 @@ def test_with_a_reader_of_its_own_advice_delays_no_demand(
         monkeypatch.setattr(engine.storage, "load", held)
         cache.prefetch(ADVISED)
         in_time(lambda: wait_for(lambda: bool(readers)))
+        stored = [engine.bundle.manifest.stored_experts[index] for index in ADVISED]
+        two = sum(page_bytes(entry.size_bytes) for entry in stored[:2])
+        assert cache.used_bytes == two, "one is read and one is queued; the others take no room"
         in_time(lambda: each(cache.stream(0, [0, 3])))
         assert set(readers) == {ADVISED[0], 0, 3}
         gate.set()

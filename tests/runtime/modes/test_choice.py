@@ -158,3 +158,22 @@ def test_one_token_has_the_unimportance_of_a_pass_with_it_alone(seed: int, top_k
     weights = (rng.integers(0, levels, top_k) * rng.random()).astype(np.float32)
     alone = least_unimportance(chosen[None], weights[None], 16)
     assert unimportance_of_token(chosen.tolist(), weights) == unimportance_by_expert(alone)
+
+
+def advised(unimportance: list[float] | None, thresholds: str | None, held: Collection[int] = ()) -> list[int]:
+    """Stored experts that are read ahead for several tokens: 3, 1, 2 and 0 were predicted, likeliest first."""
+    modes = parse_modes(thresholds, None, None if thresholds else "drop=0.1")
+    versions = Versions([0, EXPERTS], np.arange(LOW, 2 * LOW))
+    choice = PassChoice(DecisionState(modes, versions, cast(Any, Holding(held)), ModeCounts()), is_prompt=True)
+    foreseen = None if unimportance is None else np.array(unimportance, np.float32)
+    return choice.advised_to_many(0, foreseen, [3, 1, 2, 0])
+
+
+def test_several_tokens_read_ahead_the_versions_that_they_will_ask_for() -> None:
+    """Expert 0 is high, 1 low, 2 skipped, and no token was foreseen to choose 3."""
+    foreseen = [0.1, 0.6, 0.95, NOT_CHOSEN]
+    assert advised(foreseen, "0.5,0.9") == [LOW + 1, 0]
+    assert advised(foreseen, "0.5,1") == [LOW + 3, LOW + 1, LOW + 2, 0], "an expert that none chose counts as 1"
+    assert advised(foreseen, "0.5,0.9", {LOW + 2}) == [LOW + 1, LOW + 2, 0], "a cached low version is used"
+    assert advised(None, "0.5,0.9") == [], "without foresight the version is not known"
+    assert advised(None, None) == [3, 1, 2, 0], "other modes take high versions"
