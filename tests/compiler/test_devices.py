@@ -14,6 +14,7 @@ from moec.compiler.preflight import preparation
 from moec.compiler.quantization.layer_quantizer import ExpertQuantizer
 from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.task_data import load_task_data
+from moec.compiler.stages import learning
 from moec.manifests.errors import DoesNotFit, OptionError
 from moec.profiles.device import DeviceProfile
 from tests.tiny_compile import check_bundle, contents, make_request, names, pi, save_model, save_texts
@@ -90,6 +91,17 @@ def test_identical_files_are_hard_links_and_data_is_read_twice(
         assert {"tokenizer.json", "tables.safetensors"} <= set(same)
         assert all((first / name).stat().st_ino == (other / name).stat().st_ino for name in same if name != "moec.json")
     assert link_identical(first, []) == 0
+
+
+def test_a_plan_that_another_device_has_is_learned_from_once(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned = list[object]()
+    made = learning.lookahead_file
+    monkeypatch.setattr(learning, "lookahead_file", lambda *args: learned.append(args) or made(*args))
+    results = list(compile_for_devices(requests(model, texts, tmp_path), tmp_path / "out"))
+    plans = {result.plan.digest for result in results}
+    assert len(learned) == len(plans) < len(results)
 
 
 def test_the_speed_of_each_bundle_on_each_device(model: Path, texts: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,12 @@ from moec.compiler.request.options import Talk
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.targets import Target
 from moec.compiler.search.bisect import FROM_BOUNDARY, search
-from moec.compiler.search.boundary import Boundaries
+from moec.compiler.search.boundary import CLOSE_KL, Boundaries, Boundary, corrected_space
 from moec.compiler.search.space import SearchSpace
 from moec.compiler.search.swaps import Swaps
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
-from tests.compiler.search.toy_search import ToyTrials, noisy_kl, toy_space
+from tests.compiler.search.toy_search import ToyTrials, noisy_kl, predicted_loss, toy_space
 
 SPACE = toy_space()
 WEIGHTS = ByteWeights(np.random.default_rng(3).uniform(0.1, 2.0, (2, 4)), 1.0)
@@ -114,3 +115,22 @@ def test_a_damaged_end_is_no_knowledge(journal: Journal, boundaries: Boundaries,
     (file,) = (tmp_path / "out.work").iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     assert run(OTHER, toy_trials(), boundaries) == run(OTHER, toy_trials(), None)
+
+
+def test_the_first_plan_has_the_kl_of_the_earlier_one(boundaries: Boundaries) -> None:
+    kept = toy_trials()
+    kl = kept.kl(run(SPACE, kept, boundaries), "again").mean
+    later = toy_trials()
+    run(OTHER, later, boundaries)
+    assert later.kl(later.generated[0], "again").mean == pytest.approx(kl, rel=CLOSE_KL - 1)
+
+
+def test_corrections_of_the_earlier_search_are_taken_where_they_help() -> None:
+    """Every other unit costs four times the KL that was predicted. The corrections know it."""
+    factors = np.where(np.arange(SPACE.num_factors) % 2, 4.0, 1.0)
+    true = SPACE.rescaled(factors)
+    trials = ToyTrials(lambda plan: predicted_loss(true, plan))
+    kl = 0.05
+    for known, expected in ((factors, True), (1 / factors, False)):
+        boundary = Boundary(kl, kl, math.inf, known)
+        assert (corrected_space(SPACE, trials.as_trials(), boundary) is not SPACE) == expected
