@@ -4,7 +4,9 @@ Exit codes:
 * 0: done.
 * 1: an error that the user can act on, or a closed output.
 * 2: wrong usage.
-* 3: a damaged bundle.
+* 3: a damaged bundle, or one that no accepted key signed.
+* 4: a channel without a bundle for this device.
+* 5: a store that does not answer, or answers wrongly.
 * 70: a fault in moec.
 * 130: interrupted.
 """

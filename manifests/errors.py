@@ -17,6 +17,7 @@
         StorageReadFailed
         KernelUnavailable
         AcceleratorUnavailable
+        StoreFailed                 5   a store that does not answer, or answers wrongly
 
       MissingDependency               1   an extra is not installed
 
@@ -25,6 +26,9 @@
         UnknownFormatVersion
         BundleIncomplete
         ChecksumMismatch
+
+        SignatureInvalid                  a signature that is missing, malformed or of another key
+        ChannelRefused                    an expired channel, or one that is older than what is installed
 
 A message is one sentence: the place, the expected and the found value. `hint` has one remedy.
 """
@@ -82,6 +86,12 @@ class DoesNotFit(PlanError):
     """Memory or disk is too small. The message has the need."""
 
 
+class DeviceRefused(PlanError):
+    """A channel has no bundle that this device can run. The message lists the devices that it has."""
+
+    exit_code = 4
+
+
 class ExecutionError(MoecError):
     """A failure while a bundle runs."""
 
@@ -104,6 +114,12 @@ class KernelUnavailable(ExecutionError):
 
 class AcceleratorUnavailable(ExecutionError):
     """A requested accelerator is missing, or has less memory than its budget."""
+
+
+class StoreFailed(ExecutionError):
+    """A store does not answer, or answers wrongly. Another try later may succeed."""
+
+    exit_code = 5
 
 
 class MissingDependency(MoecError):
@@ -130,3 +146,11 @@ class BundleIncomplete(BundleError):
 
 class ChecksumMismatch(BundleError):
     """Bytes differ from the digest that the manifest records."""
+
+
+class SignatureInvalid(BundleError):
+    """A signature is missing or malformed, or no accepted key made it."""
+
+
+class ChannelRefused(BundleError):
+    """A channel has expired, or it is older than what is installed."""

@@ -1,0 +1,116 @@
+"""A channel: the signed list of bundles that devices may install, one per device. It is the only file that changes.
+
+A channel is a DSSE envelope (`signatures/dsse.py`) whose payload is the canonical JSON of `Channel`.
+Source: docs/design/shipping.md, Channel.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+PAYLOAD_TYPE = "application/vnd.moec.channel.v1+json"
+CHANNEL_VERSION = 1
+MAX_CHANNEL_BYTES = 4 << 20
+"""Size of a channel file, bytes."""
+MAX_SIGNATURE_BYTES = 8 << 20
+"""Size of a bundle's signature, bytes: 10,000 files."""
+DEFAULT_CHANNEL = "stable"
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MOMENT = "%Y-%m-%dT%H:%M:%SZ"
+MAX_SEQUENCE = 1 << 53
+
+
+def channel_path(channel: str) -> str:
+    """Return the path of a channel on the store. Raises ValueError for a name that is no channel's."""
+    if not _NAME.fullmatch(channel):
+        raise ValueError(f"expected lower-case letters, digits, dots and hyphens, found `{channel[:80]}`")
+    return f"channel/{channel}.json"
+
+
+def bundle_path(manifest_sha256: str, file: str) -> str:
+    """Return the path of a bundle's file on the store."""
+    return f"{manifest_sha256}/{file}"
+
+
+def signature_path(manifest_sha256: str) -> str:
+    """Return the path of a bundle's signature on the store. It lies next to the folder, as on a device."""
+    return f"{manifest_sha256}.sig"
+
+
+def encode_moment(moment: datetime) -> str:
+    """Return a moment in UTC, in whole seconds."""
+    return moment.astimezone(timezone.utc).strftime(_MOMENT)
+
+
+def decode_moment(text: str) -> datetime:
+    """Return the moment of `encode_moment`. Raises ValueError."""
+    return datetime.strptime(text, _MOMENT).replace(tzinfo=timezone.utc)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelBundle:
+    """One bundle of a channel.
+
+    device: name of the device profile that it was compiled for.
+    device_json: the profile, as `device.json` of the bundle has it; empty if the bundle has no such file.
+    manifest_sha256: SHA-256 of `moec.json`, in hex. It names the folder on the store.
+    manifest_bytes: size of `moec.json`.
+    total_bytes: size of all files, `moec.json` included.
+    memory_floor_bytes: least memory of a run with the default context.
+    required_cpu_features: instruction sets without which it does not run.
+    """
+
+    device: str
+    device_json: str
+    manifest_sha256: str
+    manifest_bytes: int
+    total_bytes: int
+    memory_floor_bytes: int
+    required_cpu_features: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not _DIGEST.fullmatch(self.manifest_sha256):
+            raise ValueError(f"manifest_sha256: expected 64 hex digits, found `{self.manifest_sha256[:80]}`")
+        if not 0 < self.manifest_bytes <= self.total_bytes:
+            raise ValueError(f"manifest_bytes: expected 1 to {self.total_bytes}, found {self.manifest_bytes}")
+        if self.memory_floor_bytes < 0:
+            raise ValueError(f"memory_floor_bytes: expected at least 0, found {self.memory_floor_bytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """What a channel says.
+
+    version: CHANNEL_VERSION.
+    model: name of the model, as in the manifests of all its bundles.
+    channel: name of the channel.
+    sequence: a number that grows with every push. A device never goes back to a lower one.
+    created, expires: moments in UTC, as `2026-11-26T12:00:00Z`.
+    minimum_moec: least version of moec that runs all its bundles.
+    bundles: the bundles, at most one per device.
+    Raises ValueError.
+    """
+
+    version: int
+    model: str
+    channel: str
+    sequence: int
+    created: str
+    expires: str
+    minimum_moec: str
+    bundles: tuple[ChannelBundle, ...]
+
+    def __post_init__(self) -> None:
+        if self.version != CHANNEL_VERSION:
+            raise ValueError(f"version: expected {CHANNEL_VERSION}, found {self.version}")
+        channel_path(self.channel)
+        if not 1 <= self.sequence <= MAX_SEQUENCE:
+            raise ValueError(f"sequence: expected 1 to {MAX_SEQUENCE}, found {self.sequence}")
+        if decode_moment(self.expires) <= decode_moment(self.created):
+            raise ValueError(f"expires: expected a moment after {self.created}, found {self.expires}")
+        devices = [bundle.device for bundle in self.bundles]
+        if not devices or len(set(devices)) != len(devices):
+            raise ValueError(f"bundles: expected one per device, found the devices {devices[:20]}")

@@ -1,0 +1,1 @@
+"""Signatures of bundles and channels: P-256 keys, DSSE envelopes, the OpenSSF model-signing format."""
