@@ -61,6 +61,10 @@ class FileSystem:
         """Rename `source` to `target`, which is replaced if it exists. Raises OSError."""
         os.replace(source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name. Raises OSError, also if the second name is taken."""
+        os.link(source, target)
+
     def sync_directory(self, path: Path) -> None:
         """Make the names in a folder durable: new, renamed and removed ones. Raises OSError."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
+
+Sent = Callable[[int], None]
+"""Takes the bytes of a file that have been sent since the last call."""
 
 PART_BYTES = 1 << 18
 """Most bytes that `Store.read` yields at once."""
@@ -35,14 +38,18 @@ class Store(Protocol):
         Raises StoreFailed, also for a file of more than limit_bytes, of which no more than that is held.
         """
 
-    def put(self, path: str, source: Path, size_bytes: int, sha256: str) -> bool:
+    def note(self, path: str, size_bytes: int, sha256: str) -> None:
+        """Learn the content of a file that the store has, so that `put` can take equal bytes from it."""
+
+    def put(self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None) -> bool:
         """Add a file that never changes. Return False if the store had its bytes already.
 
         The store may take the bytes from another file with this digest. A file that is there with the same size is
         left alone.
         source: file with the bytes.
-        sha256: digest of the bytes in hex.
-        Raises StoreFailed, InputError.
+        sha256: digest of the bytes in hex. They are compared with it while they are sent.
+        sent: called while bytes are sent, if the store can tell.
+        Raises StoreFailed. Raises InputError if the source cannot be read or differs from its size or digest.
         """
 
     def commit(self, folder: str) -> None:

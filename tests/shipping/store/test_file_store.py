@@ -1,0 +1,198 @@
+"""A store in a folder: whole files or none, hard links, one writer, and folders that are no store."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from moec.manifests.errors import DoesNotFit, InputError, StoreFailed
+from moec.manifests.files.output_file import FileSystem
+from moec.shipping.store.file_store import FileStore
+
+BUNDLE, OTHER = "a" * 64, "b" * 64
+CONTENT = bytes(range(256)) * 40
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def source(folder: Path, data: bytes = CONTENT) -> tuple[Path, int, str]:
+    """Return the arguments of `put` for a new file."""
+    path = folder / hashlib.sha256(data).hexdigest()[:8]
+    path.write_bytes(data)
+    return path, len(data), hashlib.sha256(data).hexdigest()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+class FailingSystem(FileSystem):
+    """A file system whose nth operation fails."""
+
+    def __init__(self, nth: int, number: int = errno.EIO) -> None:
+        self.left, self.number = nth, number
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(self.number, os.strerror(self.number))
+
+    def open(self, path: Path) -> BinaryIO:
+        self._count()
+        return super().open(path)
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        self._count()
+        super().write(file, data)
+
+    def sync(self, file: BinaryIO) -> None:
+        self._count()
+        super().sync(file)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._count()
+        super().rename(source, target)
+
+    def sync_directory(self, path: Path) -> None:
+        self._count()
+        super().sync_directory(path)
+
+    def make_directory(self, path: Path) -> None:
+        self._count()
+        super().make_directory(path)
+
+    def link(self, source: Path, target: Path) -> None:
+        self._count()
+        super().link(source, target)
+
+
+def push(store: FileStore, folder: Path) -> None:
+    """Put two bundles with an equal file, and a channel."""
+    for bundle in (BUNDLE, OTHER):
+        store.put(f"{bundle}/weights", *source(folder))
+        store.put(f"{bundle}/moec.json", *source(folder, bundle.encode()))
+        store.commit(bundle)
+    store.replace("channel/stable.json", b"new")
+    store.close()
+
+
+def test_equal_files_are_hard_links(tmp_path: Path) -> None:
+    push(FileStore(tmp_path / "store", for_writing=True), tmp_path)
+    first, second = (tmp_path / "store" / bundle / "weights" for bundle in (BUNDLE, OTHER))
+    assert first.stat().st_ino == second.stat().st_ino
+    assert second.read_bytes() == CONTENT
+
+
+def test_without_links_equal_files_are_copied(tmp_path: Path) -> None:
+    class Unlinked(FileSystem):
+        def link(self, source: Path, target: Path) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    push(FileStore(tmp_path / "store", for_writing=True, system=Unlinked()), tmp_path)
+    first, second = (tmp_path / "store" / bundle / "weights" for bundle in (BUNDLE, OTHER))
+    assert first.stat().st_ino != second.stat().st_ino
+    assert second.read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_no_failure_leaves_a_wrong_file(tmp_path: Path, number: int) -> None:
+    """Every operation fails in turn. What the store shows is whole, and the next push completes it."""
+    failed, nth = 0, 1
+    while True:
+        folder = tmp_path / f"{number}-{nth}"
+        (folder / "store" / "channel").mkdir(parents=True)
+        (folder / "store" / "channel" / "stable.json").write_bytes(b"old")
+        system = FailingSystem(nth, number)
+        store = FileStore(folder / "store", for_writing=True, system=system)
+        try:
+            push(store, folder)
+        except (StoreFailed, DoesNotFit) as error:
+            failed += 1
+            assert (type(error) is DoesNotFit) == (number == errno.ENOSPC)
+        store.close()
+        seen = FileStore(folder / "store")
+        for bundle in (BUNDLE, OTHER):
+            for name, content in (("weights", CONTENT), ("moec.json", bundle.encode())):
+                assert seen.read_small(f"{bundle}/{name}", 1 << 20) in (None, content)
+        assert seen.read_small("channel/stable.json", 100) in (b"old", b"new")
+        push(FileStore(folder / "store", for_writing=True), folder)
+        assert names(folder / "store") == [
+            f"{BUNDLE}/moec.json",
+            f"{BUNDLE}/weights",
+            f"{OTHER}/moec.json",
+            f"{OTHER}/weights",
+            "channel/stable.json",
+        ]
+        if system.left > 0:
+            break
+        nth += 1
+    assert failed > 20, "every operation but the link, which has a substitute, ends the push"
+
+
+def test_a_failed_first_push_leaves_no_folder(tmp_path: Path) -> None:
+    path, size, digest = source(tmp_path)
+    path.write_bytes(CONTENT[::-1])
+    with pytest.raises(InputError, match="has changed since"):
+        FileStore(tmp_path / "store", for_writing=True).put(f"{BUNDLE}/weights", path, size, digest)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_cut_file_of_an_interrupted_push_is_replaced(tmp_path: Path) -> None:
+    growing = tmp_path / "store" / f"{BUNDLE}.partial"
+    growing.mkdir(parents=True)
+    (growing / "weights").write_bytes(CONTENT[:-1])
+    (growing / ".other.writing").write_bytes(b"cut")
+    push(FileStore(tmp_path / "store", for_writing=True), tmp_path)
+    assert (tmp_path / "store" / BUNDLE / "weights").read_bytes() == CONTENT
+    assert not [name for name in names(tmp_path / "store") if "partial" in name or "writing" in name]
+
+
+def test_a_file_that_a_bundle_has_lost_comes_back(tmp_path: Path) -> None:
+    push(FileStore(tmp_path / "store", for_writing=True), tmp_path)
+    (tmp_path / "store" / BUNDLE / "weights").unlink()
+    push(FileStore(tmp_path / "store", for_writing=True), tmp_path)
+    assert (tmp_path / "store" / BUNDLE / "weights").read_bytes() == CONTENT
+    assert not (tmp_path / "store" / f"{BUNDLE}.partial").exists()
+
+
+def test_two_writers_do_not_meet(tmp_path: Path) -> None:
+    first = FileStore(tmp_path / "store", for_writing=True)
+    first.replace("channel/stable.json", b"one")
+    second = FileStore(tmp_path / "store", for_writing=True)
+    with pytest.raises(StoreFailed, match="another process writes"):
+        second.replace("channel/stable.json", b"two")
+    first.close()
+    second.replace("channel/stable.json", b"two")
+    second.close()
+
+
+def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "letters.txt").write_text("mine")
+    for is_writing in (True, False):
+        with pytest.raises(InputError, match=r"is no store of bundles: it has `letters.txt`"):
+            FileStore(tmp_path, for_writing=is_writing)
+    with pytest.raises(InputError, match="is no store: Not a directory"):
+        FileStore(tmp_path / "letters.txt", for_writing=True)
+    with pytest.raises(InputError, match="is missing"):
+        FileStore(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="it is empty"):
+        FileStore(tmp_path / "empty")
+    FileStore(tmp_path / "empty", for_writing=True)
+
+
+def test_a_pipe_on_the_store_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "channel").mkdir()
+    os.mkfifo(tmp_path / "channel" / "stable.json")
+    store = FileStore(tmp_path)
+    for ask in (lambda: store.read_small("channel/stable.json", 10), lambda: store.size_bytes("channel/stable.json")):
+        with pytest.raises(StoreFailed, match="is a pipe"):
+            ask()
