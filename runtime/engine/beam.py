@@ -13,7 +13,7 @@ import numpy as np
 
 from moec.manifests.errors import ExecutionError, OptionError
 
-from ..kernels.elementary import exp, natural_log
+from ..kernels.elementary import exp, natural_log, power
 from ..text.token_ids import checked_ids
 from .engine import Engine
 
@@ -117,15 +117,16 @@ class _Search:
         total = (log_probs + self._scores[:, None]).reshape(-1)
         # So many that B remain, even if each of the best B ends.
         count = min(max(2, 1 + len(self._ends)) * beams, len(total))
-        best = np.argpartition(-total, count - 1)[:count]
-        best = best[np.lexsort((best, -total[best]))]
+        # Of equal candidates the first ones. Those that `argpartition` takes depend on the processor.
+        possible = np.flatnonzero(total >= np.partition(total, -count)[-count])
+        best = possible[np.lexsort((possible, -total[possible]))][:count]
         candidates = [(int(at) // vocabulary, int(at) % vocabulary, total[at]) for at in best]
         length = len(self._running[0]) + 1
         ends = [token in self._ends or length >= self._limit for _, token, _ in candidates]
         is_full = len(self._finished) >= beams and self._options.early_stopping
         for (parent, token, score), is_end in list(zip(candidates, ends, strict=True))[:beams]:
             if is_end and not is_full:
-                value = score / np.float32(length**self._options.length_penalty)
+                value = score / self._divisor(length)
                 self._finished.append(Beam((*self._running[parent], token), float(value)))
         self._finished = sorted(self._finished, key=lambda beam: -beam.score)[:beams]
         going = [entry for entry, is_end in zip(candidates, ends, strict=True) if not is_end][:beams]
@@ -136,6 +137,10 @@ class _Search:
         self._scores = np.array([score for _, _, score in going], np.float32)
         return [parent for parent, _, _ in going]
 
+    def _divisor(self, length: int) -> np.float32:
+        """Return length ** length_penalty."""
+        return np.float32(power(length, np.float64(self._options.length_penalty)))
+
     def _is_over(self, length: int) -> bool:
         if length >= self._limit:
             return True
@@ -143,5 +148,5 @@ class _Search:
             return False
         if self._options.early_stopping:
             return True
-        possible = self._scores[0] / np.float32(length**self._options.length_penalty)
+        possible = self._scores[0] / self._divisor(length)
         return bool(possible <= self._finished[-1].score)
