@@ -139,7 +139,7 @@ class _Search:
 
     def _divisor(self, length: int) -> np.float32:
         """Return length ** length_penalty."""
-        return np.float32(power(length, np.float64(self._options.length_penalty)))
+        return np.float32(power(length, np.array(self._options.length_penalty)))
 
     def _is_over(self, length: int) -> bool:
         if length >= self._limit:
