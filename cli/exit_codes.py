@@ -37,6 +37,7 @@ _EXTRAS = {
     "datasets": "eval",
     "evaluate": "eval",
     "rouge_score": "eval",
+    "cryptography": "ship",
 }
 
 
