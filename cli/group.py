@@ -21,6 +21,8 @@ _COMMANDS = {
     "eval": "evaluate:eval_command",
     "inspect": "inspect:inspect_command",
     "verify": "verify:verify_command",
+    "keygen": "keygen:keygen_command",
+    "sign": "sign:sign_command",
     "export": "export:export_command",
     "export-plan": "export_plan:export_plan_command",
     "pack": "pack:pack_command",
