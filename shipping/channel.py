@@ -82,7 +82,7 @@ class ChannelBundle:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """What a channel says.
+    """Content of a channel.
 
     version: CHANNEL_VERSION.
     model: name of the model, as in the manifests of all its bundles.

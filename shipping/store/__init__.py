@@ -1,1 +1,1 @@
-"""Where bundles are kept for devices: folders, HTTP servers, object storage, the Hugging Face hub, OCI registries."""
+"""Places that keep bundles for devices: folders, HTTP servers, object storage, the Hugging Face hub, OCI registries."""
