@@ -16,7 +16,7 @@ NATIVE := $(shell find runtime/kernels/native -type f 2>/dev/null)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test tests quantization-tools test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs site example-bundle example-smollm2 figures clean links
+.PHONY: help venv demo test tests quantization-tools shipping-tools test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs site example-bundle example-smollm2 figures clean links
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,8 +60,19 @@ $(TOOLS)/.ready: | $(READY)
 	@BUILD_CUDA_EXT=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TOOLS) \
 	    $(TOOL_PACKAGES) && touch $@ || echo "NOT RUN: tests of quantized checkpoints, because pip could not install their tools" >&2
 
+# What the tests of shipping compare with. Its packages pin versions of their own, so it is an environment of its own.
+SHIPPING_TOOLS := build/shipping-tools
+
+shipping-tools: $(SHIPPING_TOOLS)/.ready  ## Fetch model_signing and moto, for the tests of signatures and of object storage
+
+$(SHIPPING_TOOLS)/.ready: tests/shipping/tools.txt | $(READY)
+	@$(BIN)/python -m venv --clear --without-pip $(SHIPPING_TOOLS)
+	@$(BIN)/python -m pip --python $(SHIPPING_TOOLS)/bin/python install --quiet --disable-pip-version-check --no-deps \
+	    --no-compile -r tests/shipping/tools.txt && touch $@ || \
+	    echo "NOT RUN: tests of signatures and of object storage, because pip could not install their tools" >&2
+
 # Work stealing: each process gets a half in one piece, so that fixtures of a module are made once, and both end together.
-test: $(READY) lint typecheck contracts quantization-tools  ## Set up and run the whole fast suite
+test: $(READY) lint typecheck contracts quantization-tools shipping-tools  ## Set up and run the whole fast suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 # Other versions than the tested ones, each in a new environment of its own; no linters, whose newest rules prove nothing.
@@ -73,7 +84,7 @@ test-newest:  ## Run the suite with the newest versions that pyproject.toml allo
 test-oldest: build/oldest.txt  ## Run the suite with the oldest versions that pyproject.toml allows (torch apart)
 	$(call OTHER_VERSIONS,oldest,$(abspath build/oldest.txt))
 
-tests: $(READY) quantization-tools
+tests: $(READY) quantization-tools shipping-tools
 	@$(BIN)/python -m pip list --disable-pip-version-check
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
