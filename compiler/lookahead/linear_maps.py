@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moec.evaluation.statistics import ONE_SIDED_95
 from moec.manifests.bundle import LOOKAHEAD_NAME
 from moec.manifests.model import ExpertKey, ModelSpec
 from moec.manifests.quant import QuantSpec
@@ -36,8 +37,6 @@ _RIDGES = (1e-3, 1e-2, 1e-1)
 _FORMATS = (QuantSpec(4, 32), QuantSpec(8, 64))
 _SPARED = 0.05
 """Share of a map's gain that a smaller format may cost."""
-Z_95 = 1.645
-"""One-sided quantile of the normal distribution."""
 
 
 @dataclass(slots=True)
@@ -215,7 +214,7 @@ def _learn(
     weights = max((solve(targets, ridge).float() for ridge in _RIDGES), key=lambda each: float(hits_of(each).mean()))
     gains = hits_of(weights) - own
     error = float(gains.std()) / len(gains) ** 0.5 if len(gains) > 1 else float("inf")
-    if float(gains.mean()) <= Z_95 * error:
+    if float(gains.mean()) <= ONE_SIDED_95 * error:
         return None
     rounded = _smallest(weights, lambda each: float(hits_of(each).mean()), float(own.mean()))
     recall = float(hits_of(rounded.weights).mean())

@@ -2,7 +2,7 @@
 
 The knapsack gives a plan for a predicted loss in milliseconds. Its real loss is measured. The budget moves until the
 measured value meets the target, with at most MAX_GENERATED measurements on generated answers. A search that begins
-where that of another device ended has at most FROM_BOUNDARY before these.
+where that of another device ended has at most FROM_BOUNDARY. If none of them is kept, it begins again, alone.
 In between, cheap measurements of plans at equal cost correct the predictions (swaps.py). One more measurement on
 answers judges the plan that swaps derive from the accepted plan.
 """
@@ -29,6 +29,7 @@ from .bracket import (
     AIM,
     Bracket,
     Found,
+    budget_of_kl,
     choice_within,
     headroom,
     largest_budget,
@@ -56,8 +57,8 @@ CLOSE_COSTS = 1.01
 CLOSE_COSTS_OF_LOSSES = 1.035
 # Corrections hold for plans whose costs differ by at most this share.
 SWAPPED_NEAR = 0.01
-# A KL within this factor of the target needs no further measurement.
-CLOSE_KL = 1.08
+# A KL this factor below its target needs no further measurement.
+USED_UP = 1.08
 Note = Callable[[str], None]
 
 
@@ -122,7 +123,7 @@ def _search_kl(
             verdict = "kept" if measured <= target else "refused"
             note(f"{plan.bits_per_weight:.3f} bits per weight: {_kl_text(summary, target)}: {verdict}")
             bracket.add(Found(plan, budget, cost), measured <= target)
-            is_used_up = target / CLOSE_KL <= measured <= target
+            is_used_up = target / USED_UP <= measured <= target
             if is_used_up or bracket.is_closed(CLOSE_COSTS, most):
                 return
             budget = bracket.next_budget(budget, target / max(measured, 1e-12))
@@ -178,7 +179,8 @@ class _LossSearch:
         with less KL.
         """
         space, trials, target = self._space, self._trials, self._target
-        bracket, budget = Bracket(), _calibrated_budget(space, trials, trials.first_kl_per_loss * target)
+        kl, bracket = trials.first_kl_per_loss * target, Bracket()
+        budget, _ = budget_of_kl(space, trials, kl, kl, CALIBRATED, CALIBRATING_KL)
         left = AFTER_SWAPS if swaps.measurements else 0
         budget = self._bisect(space, bracket, budget, MAX_GENERATED - left)
         if bracket.low is None:
@@ -277,17 +279,6 @@ def _least_kl(kept: Sequence[Found], trials: Trials) -> Found:
 def _loss_verdict(trials: Trials, plan: CompilePlan, target: float) -> tuple[bool, str]:
     accepted, losses = trials.accepts(plan, target, "most precise")
     return accepted, f"measures {_losses_text(losses, target, trials.certification_items)}"
-
-
-def _calibrated_budget(space: SearchSpace, trials: Trials, kl: float) -> float:
-    """Return the predicted budget whose plan measures about this KL, from a few cheap measurements."""
-    budget = kl
-    for _ in range(CALIBRATING_KL):
-        measured = trials.kl(least_plan(space, budget)[0], "search").mean
-        if kl / CALIBRATED <= measured <= kl * CALIBRATED:
-            break
-        budget *= float(np.clip(kl / max(measured, 1e-9), 1 / 16, 16))
-    return budget
 
 
 def _most_precise(space: SearchSpace, judged: Callable[[CompilePlan], tuple[bool, str]], wanted: str) -> Found:

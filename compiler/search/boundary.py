@@ -20,7 +20,7 @@ from moec.manifests.files.strict_json import load_strict_json
 from ..request.targets import Target
 from ..sensitivity.trials import Trials
 from ..workspace.journal import Journal
-from .bracket import Found, choice_within, least_plan
+from .bracket import Found, budget_of_kl, choice_within, least_plan
 from .space import SearchSpace
 
 CLOSE_KL = 1.05
@@ -125,12 +125,8 @@ def corrected_space(space: SearchSpace, trials: Trials, boundary: Boundary) -> S
 
 def budget_at(space: SearchSpace, trials: Trials, boundary: Boundary) -> tuple[float, float]:
     """Return a predicted budget whose plan measures about the KL of the earlier one, and the KL that it measures."""
-    kl, budget, measured = boundary.kept_kl, boundary.predicted, 0.0
-    for _ in range(_FIRST_KL):
-        measured = trials.kl(least_plan(space, budget)[0], "search").mean
-        if kl / CLOSE_KL <= measured <= kl * CLOSE_KL:
-            break
-        budget *= float(np.clip(kl / max(measured, 1e-9), 1 / 16, 16))
-    else:
+    kl = boundary.kept_kl
+    budget, measured = budget_of_kl(space, trials, kl, boundary.predicted, CLOSE_KL, _FIRST_KL)
+    if not kl / CLOSE_KL <= measured <= kl * CLOSE_KL:
         measured = trials.kl(least_plan(space, budget)[0], "search").mean
     return budget, measured

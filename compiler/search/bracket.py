@@ -1,4 +1,4 @@
-"""A bracket of the cheapest plan that keeps a target, and its moves: plans by predicted loss, and the next budget."""
+"""Plans by predicted loss, a bracket of the cheapest plan that keeps a target, and the next budget to try."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from moec.evaluation.statistics import LossEstimate
 
 from ..request.plan import CompilePlan
 from ..sensitivity.acceptance import margin
+from ..sensitivity.trials import Trials
 from .knapsack import ChoiceTable, least_cost, least_loss
 from .space import SearchSpace
 
 AIM = 0.93
 """Part of the target at which the next plan aims. A step that just misses the target costs a whole measurement."""
 _SPREAD = 4.0
+_STEP = 16.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,24 @@ def least_plan(space: SearchSpace, budget: float) -> tuple[CompilePlan, float]:
     """Return the plan of least cost within a predicted budget, and its cost."""
     choice = least_cost(space.table, budget)
     return space.plan(choice), space.table.totals(choice)[0]
+
+
+def budget_of_kl(
+    space: SearchSpace, trials: Trials, kl: float, budget: float, within: float, measurements: int
+) -> tuple[float, float]:
+    """Return a budget whose plan measures about a KL, and the last KL that was measured.
+
+    budget: the first one that is tried.
+    within: factor that ends the steps.
+    measurements: most of them. After the last one the budget moves once more, unmeasured.
+    """
+    measured = 0.0
+    for _ in range(measurements):
+        measured = trials.kl(least_plan(space, budget)[0], "search").mean
+        if kl / within <= measured <= kl * within:
+            break
+        budget *= float(np.clip(kl / max(measured, 1e-9), 1 / _STEP, _STEP))
+    return budget, measured
 
 
 def largest_budget(space: SearchSpace) -> float:
