@@ -32,7 +32,6 @@ _EXTRAS = {
     "transformers": "compile",
     "safetensors": "compile",
     "optimum": "compile",
-    "matplotlib": "compile",
     "huggingface_hub": "compile",
     "datasets": "eval",
     "evaluate": "eval",

@@ -20,6 +20,7 @@ _COMMANDS = {
     "generate": "generate:generate_command",
     "eval": "evaluate:eval_command",
     "inspect": "inspect:inspect_command",
+    "report": "report:report_command",
     "verify": "verify:verify_command",
     "keygen": "keygen:keygen_command",
     "sign": "sign:sign_command",

@@ -21,7 +21,7 @@ from ..options.task_options import TemplateProcesses, task_options
 from ..simulation.compile_eviction import fit_to_texts
 from ..terminal import output
 from ..terminal.compile_log import LOG_SUFFIX, CompileLog, stage_table
-from ..terminal.compile_result import CURVE_SUFFIX, PICTURE_SUFFIX, print_curve, print_forecast, print_result
+from ..terminal.compile_result import CURVE_SUFFIX, REPORT_SUFFIX, print_curve, print_forecast, print_result
 
 if TYPE_CHECKING:
     from moec.compiler.request.options import CompileOptions
@@ -278,7 +278,7 @@ def _check_outputs(destination: Path, writes_nothing: bool, is_sweep: bool) -> N
     check_folder(destination, LONGEST_SUFFIX)
     curve = destination.with_name(destination.name + CURVE_SUFFIX)
     curves = (curve, curve.with_suffix(".png"))
-    reports = [destination.with_name(destination.name + suffix) for suffix in (LOG_SUFFIX, PICTURE_SUFFIX)]
+    reports = [destination.with_name(destination.name + suffix) for suffix in (LOG_SUFFIX, REPORT_SUFFIX)]
     if not writes_nothing:
         for path in curves if is_sweep else reports:
             check_output(path)
@@ -377,8 +377,8 @@ def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
 
 
 def write_beside(result: CompileResult, log: CompileLog) -> None:
-    """Write the log with times and the picture next to the bundle. Raises DoesNotFit, InputError."""
-    from moec.compiler.bundle.plots import report_picture
+    """Write the log with times and the report next to the bundle. Raises DoesNotFit, InputError."""
+    from .report import report_beside
 
     if result.path is None:
         return
@@ -386,4 +386,4 @@ def write_beside(result: CompileResult, log: CompileLog) -> None:
     base = result.path
     lines = json.dumps({"events": log.events, "stages": log.stages(), **log.sources}, indent=1)
     write_output(base.with_name(base.name + LOG_SUFFIX), lines.encode())
-    write_output(base.with_name(base.name + PICTURE_SUFFIX), report_picture(base.name, result.quality))
+    report_beside(base)

@@ -192,7 +192,7 @@ def _print_result(
             f"{streamed['metric']} so, {streamed['n']} items",
             f"{streamed['value']:.4f} ({low:.4f} to {high:.4f}), {streamed['evictions']} evictions",
         ),
-        ("report", f"{bundle / 'quality.json'} and {bundle}.report.png"),
+        ("report", f"{bundle / 'quality.json'} and {bundle}.report.html"),
         ("time", output.human_seconds(seconds)),
     ]
     output.data(f"{output.facts(rows)}\n")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moec.runtime.expert_cache.policies import PolicyScore
     from moec.runtime.options.runtime import Prefetch
     from moec.runtime.simulation.accelerator_replay import ReplayedDevice
+    from moec.runtime.simulation.events import Watch
     from moec.runtime.simulation.timeline import Advice, DeviceRates, TimedPass, Timeline
     from moec.runtime.trace.trace import Trace
 
@@ -53,6 +54,7 @@ class Simulation:
 
     advice: experts read ahead in passes that are replayed as recorded.
     shared: accelerator that computes some of the experts; None without one.
+    watch: receives every simulated event; None: nothing is told.
     """
 
     bundle: Bundle
@@ -62,6 +64,7 @@ class Simulation:
     prefetch: Prefetch
     advice: Advice
     shared: ReplayedDevice | None = None
+    watch: Watch | None = None
 
     def rows(
         self,
@@ -116,7 +119,7 @@ class Simulation:
             self.trace.prompt_passes,
             replayed.cache_spec(held),
             policy,
-            SimulatedMachine(self.rates, self.shared, replayed.next_in_file),
+            SimulatedMachine(self.rates, self.shared, replayed.next_in_file, self.watch),
             lossy.warm,
         )
         return timeline, decisions if options else None

@@ -17,19 +17,21 @@ if TYPE_CHECKING:
     from moec.compiler.forecast import StageForecast
     from moec.compiler.request.result import CompileResult, LossCurve
 
-PICTURE_SUFFIX = ".report.png"
+REPORT_SUFFIX = ".report.html"
+"""Name of the report next to its bundle: NAME and this."""
 CURVE_SUFFIX = ".curve.json"
 
 
 def print_curve(curve: LossCurve, destination: Path, as_json: bool) -> None:
     """Print the table of a sweep. Write JSON and a plot next to the path of the bundle."""
-    from moec.compiler.bundle.plots import curve_picture
+    from moec.reporting.curves import curves_of_sweep
+    from moec.reporting.sweep import sweep_svg
 
     plain = {"curve": [point.to_json() for point in curve]}
     data = destination.with_name(destination.name + CURVE_SUFFIX)
-    picture = data.with_suffix(".png")
+    picture = data.with_suffix(".svg")
     write_output(data, (json.dumps(plain, indent=1) + "\n").encode())
-    write_output(picture, curve_picture(destination.name, plain["curve"]))
+    write_output(picture, sweep_svg(destination.name, curves_of_sweep(plain["curve"])).encode())
     if as_json:
         output.data_json(plain)
         return
@@ -60,7 +62,7 @@ def print_result(result: CompileResult, stages: str = "", run: str = "") -> None
             output.data("")
     if result.path is not None:
         output.data(f"bundle   {result.path}")
-        output.data(f"report   {result.path / 'quality.json'}, {result.path.name}{PICTURE_SUFFIX}")
+        output.data(f"report   {result.path / 'quality.json'}, {result.path.name}{REPORT_SUFFIX}")
     if run:
         output.data(f"run      {run}")
     output.data(verdict_line(quality))

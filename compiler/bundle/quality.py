@@ -18,6 +18,7 @@ from ..calibration.collect import ActivationStatistics
 from ..request.plan import CompilePlan
 from ..request.targets import Target
 from ..search.comparison import Comparison
+from ..search.expert_losses import ExpertLosses
 from ..sensitivity.sensitivity import SensitivityTable
 from ..sensitivity.trials import Trial
 from .certificates import DivergenceCertificate, TaskCertificate
@@ -34,6 +35,7 @@ class Evidence:
     comparison: the baselines of the search, or None.
     trials: every plan that the search measured.
     sensitivity: predicted losses, or None without a search.
+    expert_losses: predicted losses of every expert in one format, or None.
     statistics: popularity and routes, or None without calibration.
     modes: cost of the lossy modes of the runtime, or None.
     """
@@ -43,6 +45,7 @@ class Evidence:
     comparison: Comparison | None = None
     trials: Sequence[Trial] = ()
     sensitivity: SensitivityTable | None = None
+    expert_losses: ExpertLosses | None = None
     statistics: ActivationStatistics | None = None
     modes: Mapping[str, Any] | None = None
 
@@ -69,7 +72,9 @@ def quality_report(
         "sizes": _sizes(plan, cost),
         "bits": _bits(plan),
         "comparison": None if evidence.comparison is None else evidence.comparison.to_json(),
-        "sensitivity": None if evidence.sensitivity is None else _sensitivity(evidence.sensitivity),
+        "sensitivity": None
+        if evidence.sensitivity is None
+        else _sensitivity(evidence.sensitivity, evidence.expert_losses),
         "statistics": None if evidence.statistics is None else _statistics(evidence.statistics),
         "trials": [trial.to_json() for trial in evidence.trials],
         **({} if evidence.modes is None else {"modes": dict(evidence.modes)}),
@@ -126,8 +131,9 @@ def _bits(plan: CompilePlan) -> dict[str, Any]:
     return {"units": grids, "formats": dict(sorted(counts.items())), "dense": dense}
 
 
-def _sensitivity(table: SensitivityTable) -> dict[str, Any]:
+def _sensitivity(table: SensitivityTable, experts: ExpertLosses | None) -> dict[str, Any]:
     return {
+        **({} if experts is None else {"experts": experts.to_json()}),
         "gains": {p: table.gains[:, column].tolist() for column, p in enumerate(PROJECTIONS)},
         "dense_gains": dict(table.dense_gains),
         "corrections": table.corrections.tolist(),

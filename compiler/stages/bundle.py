@@ -20,6 +20,7 @@ from ..preflight.kept_layers import measures_tasks, runtime_bytes
 from ..preflight.prepared import Prepared
 from ..quantization.own_codes import units_held_by
 from ..request.ports import UnpublishedBundle
+from ..search.expert_losses import expert_losses
 from .compile_context import Certified, CompileContext, Planned
 from .learning import learn
 from .measure import plan_bundles
@@ -83,6 +84,7 @@ def report(
         comparison=None if searched is None else searched.comparison,
         trials=[] if searched is None else searched.measured.trials.log,
         sensitivity=None if searched is None else searched.measured.prices,
+        expert_losses=None if searched is None else expert_losses(searched.space),
         statistics=statistics,
         modes=certified.modes,
     )

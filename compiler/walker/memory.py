@@ -17,7 +17,7 @@ from .limits import LOGITS_AT_ONCE, SKETCHES, TOKENS_PER_BACKWARD
 from .texts import TOKENS_PER_FORWARD
 
 COMPILE_PROCESS_BYTES = 700 << 20
-"""Python with torch, transformers, datasets and matplotlib loaded: 0.45 GiB measured, and the reserve of allocators."""
+"""Python with torch, transformers and datasets loaded: 0.45 GiB measured, and the reserve of allocators."""
 _FLOAT = 4
 _HALF = 2
 

@@ -25,6 +25,7 @@ from ..storage.read_runs import ReadRuns
 from ..trace.statistics import quantile
 from ..trace.trace import Access, Trace, TracedPass
 from .accelerator_replay import ReplayedDevice, ReplayedSplit
+from .events import Event, EventKind, Watch
 from .replay import named_score, with_next_use
 
 _NS_PER_S = 10**9
@@ -56,11 +57,13 @@ class SimulatedMachine:
     rates: rates of its storage and its processor.
     accelerator: device that computes some of the experts; None without one.
     next_in_file: index of the expert whose bytes follow in the file, as in `read_runs`; None: a read brings one expert.
+    watch: receives every event; None: nothing is told.
     """
 
     rates: DeviceRates
     accelerator: ReplayedDevice | None = None
     next_in_file: Sequence[int] | None = None
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,7 @@ def predict_steps(
         runs = ReadRuns(spec.sizes.tolist(), machine.next_in_file, machine.rates.readers)
     cache = SimulatedCache(spec, named_score(policy), first_use, runs)
     cache.fill(warm)
-    run, accesses, marks = _Run(cache, machine), iter(with_use), []
+    run, accesses, marks = _Run(cache, machine, spec.records.layer.tolist()), iter(with_use), []
     for step in steps:
         for each in step:
             run.run_pass(each, [next(accesses) for _ in each.accesses])
@@ -225,10 +228,13 @@ def _summary(
 
 
 class _Storage:
-    """Readers that take the most urgent reads, and one stream of bytes that they share."""
+    """Readers that take the most urgent reads, and one stream of bytes that they share.
 
-    def __init__(self, cache: SimulatedCache, rates: DeviceRates) -> None:
-        self._cache, self._rates = cache, rates
+    layers: layer of each stored expert.
+    """
+
+    def __init__(self, cache: SimulatedCache, machine: SimulatedMachine, layers: Sequence[int]) -> None:
+        self._cache, self._rates, self._watch, self._layers = cache, machine.rates, machine.watch, layers
         self._under_way = deque[tuple[int, list[int]]]()
         self._free_ns = 0
         self.busy_ns = 0
@@ -245,6 +251,9 @@ class _Storage:
             self.busy_ns += ends_ns - max(now_ns, self._free_ns)
             self._free_ns = ends_ns
             self._under_way.append((ends_ns, run))
+            if self._watch is not None:
+                kind: EventKind = "ahead" if self._cache.is_ahead[run[0]] else "read"
+                self._watch(Event(kind, now_ns, ends_ns, self._layers[run[0]]))
 
     def run_until(self, now_ns: int) -> None:
         """End all reads that end by then. Each end begins the next queued read."""
@@ -264,11 +273,16 @@ class _Storage:
 
 
 class _Run:
-    """A model of which only the time is simulated. counts: where its experts were computed."""
+    """A model of which only the time is simulated.
 
-    def __init__(self, cache: SimulatedCache, machine: SimulatedMachine) -> None:
+    layers: layer of each stored expert.
+    counts: where its experts were computed.
+    """
+
+    def __init__(self, cache: SimulatedCache, machine: SimulatedMachine, layers: Sequence[int]) -> None:
         self._cache, self._scale, self._shared = cache, machine.rates.compute_scale, machine.accelerator
-        self.storage, self.counts = _Storage(cache, machine.rates), CooperationCounts()
+        self.storage, self.counts = _Storage(cache, machine, layers), CooperationCounts()
+        self._watch, self._layer = machine.watch, 0
         self.now_ns = self.stall_ns = 0
 
     def run_pass(self, each: TimedPass, accesses: Sequence[tuple[int, tuple[int, ...], np.ndarray]]) -> None:
@@ -281,7 +295,8 @@ class _Run:
             self._cache.advise(preload)
             self.storage.begin(self.now_ns)
         for at, (layer, experts, next_use) in enumerate(accesses):
-            self._compute(each.dense_ns[at] + other_ns)
+            self._layer = layer
+            self._compute(each.dense_ns[at] + other_ns, "dense")
             split = self._split(each, at)
             requested = list(experts) if split is None else split.host_experts
             upcoming = next_use[[experts.index(expert) for expert in requested]]
@@ -289,7 +304,7 @@ class _Run:
             self._cache.queue_and_lease(misses)
             self.storage.begin(self.now_ns)
             self._run_experts(each, at, hits, misses, split)
-        self._compute(each.head_ns)
+        self._compute(each.head_ns, "head")
 
     def _split(self, each: TimedPass, at: int) -> ReplayedSplit | None:
         if self._shared is None:
@@ -312,7 +327,7 @@ class _Run:
         for ready in serve_layer(self, hits, misses, lambda: advice, is_one):
             self._take(ready, times, shared_ns, split)
             shared_ns = 0
-        self._compute(shared_ns)
+        self._compute(shared_ns, "shared")
         if split is not None:
             self._go_on(split.finish(self.now_ns))
 
@@ -335,7 +350,7 @@ class _Run:
         if split is not None:
             experts, begun_ns = split.take(experts, self.now_ns)
             self._go_on(begun_ns)
-        self._compute(sum(times[expert] for expert in experts) + shared_ns)
+        self._compute(sum(times[expert] for expert in experts) + shared_ns, "experts")
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """Begin the reads of advice, as far as storage is free."""
@@ -355,15 +370,23 @@ class _Run:
             ready = self._cache.ready(remaining)
             if ready:
                 self.stall_ns += self.now_ns - started_ns
+                self._tell("wait", started_ns)
                 return ready if all_at_once else ready[:1]
             arrived_ns = self.storage.run_to_next()
             if arrived_ns is None:
                 raise self._cache.too_large_error(remaining[0], "simulate a larger cache")
             self.now_ns = arrived_ns
 
-    def _compute(self, recorded_ns: float) -> None:
+    def _compute(self, recorded_ns: float, kind: EventKind) -> None:
         """Let a computation pass. recorded_ns: its time on the recording machine."""
-        self._go_on(self.now_ns + recorded_ns * self._scale)
+        begun_ns = self.now_ns
+        self._go_on(begun_ns + recorded_ns * self._scale)
+        self._tell(kind, begun_ns)
+
+    def _tell(self, kind: EventKind, begun_ns: int) -> None:
+        """Tell an event that ends at this moment. An event without time is told if it ends a pass."""
+        if self._watch is not None and (self.now_ns > begun_ns or kind == "head"):
+            self._watch(Event(kind, begun_ns, self.now_ns, None if kind == "head" else self._layer))
 
     def _go_on(self, until_ns: float) -> None:
         """Let time pass. Reads go on."""

@@ -15,7 +15,18 @@ import pytest
 from moec.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
-CODE_FOLDERS = ("manifests", "profiles", "evaluation", "runtime", "shipping", "compiler", "cli", "bench", "examples")
+CODE_FOLDERS = (
+    "manifests",
+    "profiles",
+    "evaluation",
+    "runtime",
+    "shipping",
+    "reporting",
+    "compiler",
+    "cli",
+    "bench",
+    "examples",
+)
 # Records of their date.
 RECORDS = ("bench/results/",)
 

@@ -27,7 +27,7 @@ def test_it_finds_what_a_compile_with_comparisons_finds(
     assert result.exit_code == 0, result.stderr
     assert "best uniform" in result.stdout and "EdgeMoE with our quantizer" in result.stdout
     assert contents(bundle) == before
-    log_and_picture = {"out.log.json", "out.report.png"}
+    log_and_picture = {"out.log.json", "out.report.html"}
     assert names(tmp_path) == {"out", "out.comparison.json", *log_and_picture}
     found = json.loads((tmp_path / "out.comparison.json").read_text())
     whole = tmp_path / "whole"
@@ -88,7 +88,7 @@ def test_a_loss_is_compared_on_answers_of_temporary_bundles(place: Path, tmp_pat
     result = invoke("compare", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.stderr
     assert len(json.loads(result.stdout)["baselines"]) == 3
-    assert names(tmp_path) == {"out", "out.log.json", "out.report.png", "out.comparison.json"}
+    assert names(tmp_path) == {"out", "out.log.json", "out.report.html", "out.comparison.json"}
 
 
 def test_a_bundle_that_was_moved_says_what_it_needs(place: Path, bundle: Path, tmp_path: Path, invoke: Invoke) -> None:

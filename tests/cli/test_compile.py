@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -97,7 +98,7 @@ def test_help_teaches(invoke: Invoke) -> None:
 def test_defaults_make_a_bundle_beside_the_user(run: Compile, model: Path, tmp_path: Path) -> None:
     result = run(model, "--uniform", "4", "--device", "host")
     assert result.exit_code == 0, result.stderr
-    assert names(tmp_path) == {"tiny", "tiny-moec", "tiny-moec.log.json", "tiny-moec.report.png"}
+    assert names(tmp_path) == {"tiny", "tiny-moec", "tiny-moec.log.json", "tiny-moec.report.html"}
     quality = check_bundle(tmp_path / "tiny-moec")
     assert quality["bits"]["formats"] == {"q4g64": 6}
     assert "whole bits of gate, up and down" in result.stdout and "layer   0  444 444" in result.stdout
@@ -108,7 +109,7 @@ def test_defaults_make_a_bundle_beside_the_user(run: Compile, model: Path, tmp_p
     assert writing["seconds"] >= 0 and writing["peak_memory_bytes"] > 50 << 20
     on_disk = sum(path.stat().st_size for path in (tmp_path / "tiny-moec").glob("*.safetensors"))
     assert on_disk // 2 < writing["disk_bytes"] <= 2 * on_disk
-    assert (tmp_path / "tiny-moec.report.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "tiny-moec.report.html").read_text().startswith("<!doctype html>")
 
 
 def test_json_is_the_content_of_quality_json(run: Compile, model: Path, data: Path, tmp_path: Path) -> None:
@@ -373,13 +374,13 @@ def test_a_full_disk_during_the_search_keeps_what_was_measured(
     assert names(tmp_path) == {"tiny", "texts", "out.work"}, "no part of a bundle, and the measurements"
     result = run(*arguments, "--resume")
     assert result.exit_code == 0, result.stderr
-    assert names(tmp_path) == {"tiny", "texts", "out", "out.log.json", "out.report.png"}
+    assert names(tmp_path) == {"tiny", "texts", "out", "out.log.json", "out.report.html"}
     check_bundle(tmp_path / "out")
 
 
 def test_a_picture_that_cannot_be_written_is_known_before_the_work(run: Compile, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "out.report.png").mkdir()
-    assert "`out.report.png` cannot be written" in refused(run, model, "--uniform", "4", "-o", "out")
+    (tmp_path / "out.report.html").mkdir()
+    assert "`out.report.html` cannot be written" in refused(run, model, "--uniform", "4", "-o", "out")
 
 
 def test_a_sweep_prints_a_table_and_leaves_a_curve_beside(
@@ -391,7 +392,8 @@ def test_a_sweep_prints_a_table_and_leaves_a_curve_beside(
     assert "20.00 %" in result.stdout and "80.00 %" in result.stdout and "out.curve.json" in result.stdout
     curve = json.loads((tmp_path / "out.curve.json").read_text())["curve"]
     assert [point["target"] for point in curve] == [0.2, 0.8] and not (tmp_path / "out").exists()
-    assert (tmp_path / "out.curve.png").read_bytes().startswith(b"\x89PNG")
+    picture = (tmp_path / "out.curve.svg").read_text()
+    assert "moec: 20.00 %" in picture and ElementTree.fromstring(picture).tag.endswith("svg")
     again = run(model, "--sweep", "20%,80%", *arguments, "--json")
     assert json.loads(again.stdout)["curve"] == curve
     refused = run(model, "--sweep", "20%", "--loss", "2%", *arguments)

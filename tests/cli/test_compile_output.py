@@ -65,7 +65,7 @@ def test_a_second_compile_into_one_output_is_refused(invoke: Invoke, model: Path
     _, said = first.communicate("go on\n", timeout=600)
     assert first.returncode == 0, said
     assert check_bundle(out)["bits"]["formats"] == {"q4g64": 6}
-    suffixes = ("", ".log.json", ".report.png")
+    suffixes = ("", ".log.json", ".report.html")
     assert names(tmp_path) == {name + suffix for name in ("out", "other") for suffix in suffixes}
 
 
@@ -76,7 +76,7 @@ def test_a_kill_releases_the_output(invoke: Invoke, model: Path, tmp_path: Path)
     assert "out.lock" in names(tmp_path) and "out" not in names(tmp_path)
     again = invoke("compile", model, *UNIFORM, "-o", tmp_path / "out")
     assert again.exit_code == 0, again.stderr
-    assert names(tmp_path) == {"out", "out.log.json", "out.report.png"}
+    assert names(tmp_path) == {"out", "out.log.json", "out.report.html"}
 
 
 def test_a_plan_that_takes_up_a_work_folder_holds_it(invoke: Invoke, model: Path, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ PLACES = ("before the report", "before the removal", "inside the removal")
 # A program that compiles once for each place, in a folder of that name. Each compile is a fork: imports are done once.
 CUT_OFF = """
 import os, sys
-import matplotlib.figure, transformers, moec.compiler.pipeline, moec.compiler.forecast, moec.runtime.engine.engine
+import transformers, moec.compiler.pipeline, moec.compiler.forecast, moec.runtime.engine.engine
 from moec.cli.commands import compile
 from moec.compiler.workspace import work_folder
 from moec.compiler.workspace.journal import Journal
@@ -222,7 +222,7 @@ def test_a_complete_bundle_is_finished_by_a_resumed_run(
     assert result.exit_code == 0, result.stderr
     assert "is complete" in result.stderr and contents(folder / "out") == whole
     assert json.loads(result.stdout) == json.loads(whole["quality.json"])
-    assert names(folder) == {"texts", "out", "out.log.json", "out.report.png"}
+    assert names(folder) == {"texts", "out", "out.log.json", "out.report.html"}
     assert json.loads((folder / "out.log.json").read_text())["events"][-1]["event"] == "done"
 
 

@@ -56,7 +56,7 @@ def test_the_cost_is_measured_next_to_the_bundle(
     assert measured["bundle"]["kl"]["mean"] in of_compile
     assert measured["plan"]["kl"]["mean"] == min(measured["tried"].values()) > 0
     assert len(measured["tried"]) == (1 if engine == "gptqmodel" else 2) and measured["items"] == 4
-    assert contents(bundle) == before and names(tmp_path) == {"out", "out.log.json", "out.report.png", "plan"}
+    assert contents(bundle) == before and names(tmp_path) == {"out", "out.log.json", "out.report.html", "plan"}
 
 
 def test_the_tables_have_both_costs(place: Path, bundle: Path, tmp_path: Path, invoke: Invoke) -> None:
@@ -93,7 +93,7 @@ def test_an_interrupted_measurement_is_taken_up(
     assert "out.plan-cost.work" in names(tmp_path) and "plan.py" not in names(tmp_path)
     result = invoke(*arguments, "--resume")
     assert result.exit_code == 0 and "taking up" in result.stderr, result.stderr
-    assert names(tmp_path) == {"out", "out.log.json", "out.report.png", "plan.py"}
+    assert names(tmp_path) == {"out", "out.log.json", "out.report.html", "plan.py"}
 
 
 def test_bad_input_is_refused_and_leaves_nothing(place: Path, bundle: Path, tmp_path: Path, invoke: Invoke) -> None:

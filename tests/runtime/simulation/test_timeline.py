@@ -16,6 +16,7 @@ from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.expert_cache.records import expert_records, warm_order
+from moec.runtime.simulation.events import Event
 from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice
 from moec.runtime.simulation.replay import replay
 from moec.runtime.simulation.timeline import (
@@ -256,3 +257,46 @@ def test_with_advice_that_is_always_in_time_the_counts_are_those_of_the_real_cac
                 wait_until_idle(cache, sizes)
     cache.close()
     assert found.cache.replayable_counts() == cache.stats.replayable_counts()
+
+
+def watched(passes: list[TracedPass], capacity: int) -> tuple[Timeline, list[Event]]:
+    """Return the timeline of two layers, and the events that the simulator told."""
+    records = expert_records(np.repeat(np.arange(2), 2), np.zeros(4), 2)
+    spec = CacheSpec(np.full(4, 100, np.int64), capacity, records, capacity)
+    trace, events = trace_of(passes, [2, 2], 1), list[Event]()
+    steps = [(timed_pass(each, trace.header.first_expert, recorded_advice),) for each in trace.passes]
+    return predict_steps(steps, 1, spec, "lru", SimulatedMachine(RATES, watch=events.append)), events
+
+
+def _begin(event: Event) -> tuple[int, int]:
+    return event.begin_ns, event.end_ns
+
+
+def test_events_tell_what_takes_the_time() -> None:
+    found, events = watched([one_token([[0], [0]], experts=40, head=7, advice=[[2], []])], 400)
+    told = [(event.kind, event.begin_ns, event.end_ns, event.layer) for event in sorted(events, key=_begin)]
+    # 10 dense, a read of 105 that layer 0 waits for, 40 of its expert; the expert of layer 1 is read ahead meanwhile.
+    assert told == [
+        ("dense", 0, 10, 0),
+        ("read", 10, 115, 0),
+        ("wait", 10, 115, 0),
+        ("experts", 115, 155, 0),
+        ("ahead", 115, 220, 1),
+        ("dense", 155, 165, 1),
+        ("wait", 165, 220, 1),
+        ("experts", 220, 260, 1),
+        ("head", 260, 267, None),
+    ]
+    assert found.ttft_ns == 267
+
+
+def test_watching_changes_nothing_and_accounts_for_all_time() -> None:
+    passes = [one_token([[at % 2], [at % 3 % 2]], head=3, advice=[[2 + at % 2], []]) for at in range(9)]
+    found, events = watched(passes, 200)
+    records = expert_records(np.repeat(np.arange(2), 2), np.zeros(4), 2)
+    spec = CacheSpec(np.full(4, 100, np.int64), 200, records, 200)
+    assert found == predict_timeline(trace_of(passes, [2, 2], 1), spec, "lru", RATES, recorded_advice)
+    own = [event for event in events if event.kind not in ("read", "ahead")]
+    assert sum(event.end_ns - event.begin_ns for event in own) == max(event.end_ns for event in own)
+    waited = sum(event.end_ns - event.begin_ns for event in own if event.kind == "wait")
+    assert waited > 0

@@ -1,0 +1,1 @@
+"""The figures of the page. Each file makes one section."""

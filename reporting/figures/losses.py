@@ -1,0 +1,139 @@
+"""Loss and KL over bytes: the plans that the search measured, the baselines, and the bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..curves import Curve
+from ..svg.chart import Chart, Point, Series
+from ..svg.scale import Scale, scale_of
+from ..text import figure, nats_text, note, number, section, share_text, size_text, size_unit, tick_share
+
+_OWN, _REFUSED, _SWAPS, _OTHERS = 0, 6, 5, 1
+_OF_THE_SEARCH = ("search", "swaps", "plan", "most precise", "sweep")
+_SHOWN_TARGETS = 3.0
+"""Losses above this multiple of the target are not drawn. They would hide the others."""
+_BASELINE_COLOURS = (1, 2, 3, 4)
+_LEAST_KL = 1e-9
+
+
+def loss_section(quality: Mapping[str, Any], curves: Sequence[Curve]) -> str:
+    """Return the section with loss over bytes and KL over bytes."""
+    parts = []
+    losses = loss_chart(quality, curves)
+    divergences = kl_chart(quality, curves)
+    if losses is not None:
+        parts.append(
+            figure(
+                losses.to_svg(),
+                "Relative loss of the task over the bytes of the routed experts, with 95 % intervals. Plans of the "
+                "search are measured on validation items, the bundle on held-out ones. Losses above three times the "
+                "target are not drawn.",
+            )
+        )
+    if divergences is not None:
+        parts.append(
+            figure(
+                divergences.to_svg(),
+                "Mean KL to the checkpoint on answer tokens of validation items, over the bytes of the routed experts. "
+                "Lower and further left is better.",
+            )
+        )
+    return section("loss", "Loss over bytes", *(parts or [note("No plan was measured: the target was a size.")]))
+
+
+def loss_chart(quality: Mapping[str, Any], curves: Sequence[Curve] = ()) -> Chart | None:
+    """Return the chart of losses of the first task; None without a measured loss."""
+    target, kept, refused, others = quality["target"], list[Point](), list[Point](), list[Point]()
+    most = _SHOWN_TARGETS * number(target["value"]) if target["kind"] == "loss" else float("inf")
+    for trial in quality["trials"]:
+        for loss in list(trial["losses"].values())[:1]:
+            size = int(number(trial["expert_packed_bytes"]))
+            point = _loss_point(size, loss, f"{trial['purpose']}, {'kept' if trial['accepted'] else 'refused'}")
+            if point.y <= most:
+                is_own = trial["purpose"] in _OF_THE_SEARCH
+                (others if not is_own else kept if trial["accepted"] else refused).append(point)
+    own = list[Point]()
+    for name, task in list(quality["tasks"].items())[:1]:
+        if task.get("loss") is not None:
+            size = int(number(quality["sizes"]["expert_packed_bytes"]))
+            own.append(_loss_point(size, task["loss"], f"this bundle, {name}, held-out items"))
+    series = [
+        Series("plan of a baseline", others, _OTHERS, "square"),
+        Series("plan of the search, refused", refused, _REFUSED, "ring"),
+        Series("plan of the search, kept", kept, _OWN, "dot"),
+        *_curve_series(curves, lambda point: point.loss),
+        Series("this bundle, certificate", own, _OWN, "diamond"),
+    ]
+    points = [point for each in series for point in each.points]
+    if not points:
+        return None
+    level = None
+    values = [end for point in points for end in (point.y, point.low, point.high) if end is not None]
+    if target["kind"] == "loss":
+        value = number(target["value"])
+        level = (value, f"target {share_text(value)}")
+        values.append(value)
+    x = _bytes_scale(points)
+    y = scale_of(values, "relative loss", tick_share, from_zero=True)
+    return Chart("Relative loss over bytes of the experts", x, y, series, level)
+
+
+def kl_chart(quality: Mapping[str, Any], curves: Sequence[Curve] = ()) -> Chart | None:
+    """Return the chart of KL over bytes; None without a measured KL."""
+    found, swapped = list[Point](), list[Point]()
+    for trial in quality["trials"]:
+        if trial["kl"] is None or trial["purpose"] not in ("search", "swaps", "plan", "sweep"):
+            continue
+        point = _kl_point(int(number(trial["expert_packed_bytes"])), number(trial["kl"]["mean"]), trial["purpose"])
+        (swapped if trial["purpose"] == "swaps" else found).append(point)
+    series, own = list[Series](), list[Point]()
+    comparison = quality.get("comparison")
+    for colour, baseline in zip(_BASELINE_COLOURS, comparison["baselines"] if comparison else [], strict=False):
+        points = [_kl_point(int(number(size)), number(kl), baseline["name"]) for size, kl in baseline["frontier"]]
+        series.append(Series(str(baseline["name"]), points, colour, "square", is_line=True))
+    if comparison is not None:
+        size = int(number(quality["sizes"]["expert_packed_bytes"]))
+        own.append(_kl_point(size, number(comparison["plan_kl"]), "this bundle"))
+    series += [
+        Series("swaps at equal bytes", swapped, _SWAPS, "cross"),
+        Series("plan of the search", found, _OWN, "dot"),
+        *_curve_series(curves, lambda point: point.kl),
+        Series("this bundle", own, _OWN, "diamond"),
+    ]
+    points = [point for each in series for point in each.points]
+    if not points:
+        return None
+    x = _bytes_scale(points)
+    y = scale_of([point.y for point in points], "KL, nats per token", nats_text, is_log=True)
+    return Chart("KL over bytes of the experts", x, y, series)
+
+
+def _bytes_scale(points: Sequence[Point]) -> Scale:
+    sizes = [point.x for point in points]
+    return scale_of(sizes, "bytes of the routed experts", size_text, is_log=True, unit=size_unit(max(sizes)))
+
+
+def _loss_point(size: int, loss: Mapping[str, Any], title: str) -> Point:
+    value = number(loss["loss"])
+    low, high = ((None if end is None else number(end)) for end in loss["interval95"])
+    return Point(size, value, f"{title}: {size:,} bytes, loss {share_text(value)}", low, high)
+
+
+def _kl_point(size: int, kl: float, title: str) -> Point:
+    return Point(size, max(kl, _LEAST_KL), f"{title}: {size:,} bytes, KL {nats_text(kl)}")
+
+
+def _curve_series(curves: Sequence[Curve], value: Any) -> list[Series]:
+    """Return a dashed line for each curve that has such values."""
+    series = []
+    for number_of, curve in enumerate(curves):
+        points = [
+            Point(point.expert_bytes, value(point), f"{curve.name}: {point.expert_bytes:,} bytes")
+            for point in curve.points
+            if value(point) is not None and value(point) > 0
+        ]
+        if points:
+            series.append(Series(curve.name, points, (number_of + 1) % 7, "dot", is_line=True, is_dashed=True))
+    return series

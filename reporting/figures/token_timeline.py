@@ -1,0 +1,148 @@
+"""Reads and computing of one token, layer by layer. Waiting is shaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from ..svg.chart import WIDTH
+from ..svg.scale import Scale
+from ..text import figure, note, section
+
+Kind = Literal["dense", "experts", "shared", "head", "wait", "read", "ahead"]
+_LANES = (("computing", ("dense", "experts", "shared", "head")), ("waiting", ("wait",)), ("reading", ("read", "ahead")))
+_NAMES = {
+    "dense": "attention and other dense weights",
+    "experts": "experts",
+    "shared": "shared expert",
+    "head": "logits",
+    "wait": "waiting for experts",
+    "read": "read that a layer waits for",
+    "ahead": "read ahead",
+}
+_LEFT, _TOP, _LANE, _GAP, _BOTTOM = 80, 22, 34, 10, 40
+_MOST_SPANS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that takes time.
+
+    kind: what happens.
+    begin_ns, end_ns: from the begin of the token.
+    layer: layer that computes, waits, or will use what is read; None for the head.
+    """
+
+    kind: Kind
+    begin_ns: int
+    end_ns: int
+    layer: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTimeline:
+    """One decoded token.
+
+    total_ns: its time.
+    wait_ns: time in which a layer waited for reads.
+    cache_share: size of the cache as a share of all routed experts.
+    spans: what happened.
+    """
+
+    total_ns: int
+    wait_ns: int
+    cache_share: float
+    spans: Sequence[Span]
+
+
+def timeline_section(token: TokenTimeline | None, device: str) -> str:
+    """Return the section of one token, or why it is missing."""
+    title = "One token"
+    if token is None:
+        return section("token", title, note("A timeline needs a trace with at least one decoded token (`--trace`)."))
+    waited = token.wait_ns / max(token.total_ns, 1)
+    caption = (
+        f"The decoded token of median time on {device}, with a cache of {token.cache_share:.0%} of the experts: "
+        f"{token.total_ns / 1e6:.2f} ms, of it {waited:.0%} waiting. The times of the trace are replayed with the "
+        "rates of this device."
+    )
+    return section("token", title, figure(timeline_svg(token), caption))
+
+
+def timeline_svg(token: TokenTimeline) -> str:
+    """Return the lanes of one token as an SVG element."""
+    scale = Scale(0.0, max(token.total_ns, 1) / 1e6, "ms", lambda value: f"{value:g}")
+    height = _TOP + len(_LANES) * (_LANE + _GAP) + _BOTTOM + 36
+    bottom = _TOP + len(_LANES) * (_LANE + _GAP)
+    parts = []
+    for value in scale.ticks():
+        at = _x(scale, value * 1e6)
+        parts.append(f'<path class="grid" d="M{at} {_TOP}V{bottom}"/>')
+        text = f"{scale.text(round(value, 9))} ms"
+        parts.append(f'<text class="tick" x="{at}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
+    for number, (name, kinds) in enumerate(_LANES):
+        top = _TOP + number * (_LANE + _GAP)
+        parts.append(f'<text class="label" x="{_LEFT - 8}" y="{top + 21}" text-anchor="end">{name}</text>')
+        rows = side_by_side([span for span in token.spans if span.kind in kinds][:_MOST_SPANS])
+        height_of_row = _LANE / max(1, len(rows))
+        for row, spans in enumerate(rows):
+            parts += [_rect(scale, span, top + row * height_of_row, height_of_row) for span in spans]
+    parts += _layers(scale, token.spans)
+    parts += _legend(token.spans, bottom + 36)
+    return (
+        f'<svg class="chart timeline" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="Reads and computing of one token">{"".join(parts)}</svg>'
+    )
+
+
+def _x(scale: Scale, at_ns: float) -> float:
+    return round(_LEFT + min(1.0, max(0.0, scale.share(at_ns / 1e6))) * (WIDTH - _LEFT - 12), 2)
+
+
+def side_by_side(spans: Sequence[Span]) -> list[list[Span]]:
+    """Return the spans in as few rows as needed, so that none overlaps another in its row."""
+    rows = list[list[Span]]()
+    for span in sorted(spans, key=lambda each: (each.begin_ns, each.end_ns)):
+        free = next((row for row in rows if row[-1].end_ns <= span.begin_ns), None)
+        if free is None:
+            rows.append([span])
+        else:
+            free.append(span)
+    return rows
+
+
+def _rect(scale: Scale, span: Span, top: float, height: float) -> str:
+    begin, end = _x(scale, span.begin_ns), _x(scale, span.end_ns)
+    where = "" if span.layer is None else f", layer {span.layer}"
+    title = f"{_NAMES[span.kind]}{where}: {(span.end_ns - span.begin_ns) / 1e3:.0f} us"
+    return (
+        f'<rect class="span {span.kind}" x="{begin}" y="{round(top, 2)}" width="{max(0.4, round(end - begin, 2))}" '
+        f'height="{round(height, 2)}"><title>{escape(title)}</title></rect>'
+    )
+
+
+def _layers(scale: Scale, spans: Sequence[Span]) -> list[str]:
+    """Return the number of each layer where it begins, as far as numbers fit next to each other."""
+    parts, last = list[str](), -100.0
+    for span in spans:
+        if span.kind == "dense" and span.layer is not None:
+            at = _x(scale, span.begin_ns)
+            if at - last >= 16:
+                parts.append(f'<text class="tick" x="{at}" y="{_TOP - 7}">{span.layer}</text>')
+                last = at
+    return parts
+
+
+def _legend(spans: Sequence[Span], y: float) -> list[str]:
+    """Return the names of the kinds that occur."""
+    parts, x = list[str](), float(_LEFT)
+    for kind, name in _NAMES.items():
+        if any(span.kind == kind for span in spans):
+            if x + 30 + 6.1 * len(name) > WIDTH:
+                x, y = float(_LEFT), y + 18
+            parts.append(f'<rect class="span {kind}" x="{x}" y="{y}" width="12" height="12"/>')
+            parts.append(f'<text class="legend" x="{x + 16}" y="{y + 10}">{name}</text>')
+            x += 30 + 6.1 * len(name)
+    return parts

@@ -1,0 +1,1 @@
+"""Charts as SVG text: scales, axes, lines, marks with intervals."""

@@ -1,0 +1,37 @@
+"""The picture of a sweep: bytes of the experts over the permitted loss, as an SVG file of its own."""
+
+from __future__ import annotations
+
+from .curves import Curve
+from .page_files import page_file
+from .svg.chart import Chart, Point, Series
+from .svg.scale import scale_of
+from .text import share_text, size_text, tick_share
+
+
+def sweep_svg(name: str, curves: list[Curve]) -> str:
+    """Return the curves as an SVG file. It has its own style sheet.
+
+    name: name of the bundle.
+    """
+    series = []
+    for number, curve in enumerate(curves):
+        points = [
+            Point(
+                point.loss, point.expert_bytes, f"{curve.name}: {share_text(point.loss)}, {point.expert_bytes:,} bytes"
+            )
+            for point in curve.points
+            if point.loss is not None and point.loss > 0
+        ]
+        series.append(Series(curve.name, points, number % 7, "dot", is_line=True, is_dashed=number > 0))
+    found = [point for each in series for point in each.points]
+    x = scale_of([point.x for point in found], "relative loss allowed", tick_share, is_log=True)
+    y = scale_of([point.y for point in found] or [1.0], "bytes of the routed experts", size_text, from_zero=True)
+    chart = Chart(f"{name}: bytes of the routed experts at each loss", x, y, series)
+    return (
+        chart.to_svg()
+        .replace('<svg class="chart"', '<svg xmlns="http://www.w3.org/2000/svg" class="chart"', 1)
+        .replace(
+            ">", f"><style>{page_file('report.css')}</style><rect width='100%' height='100%' fill='var(--paper)'/>", 1
+        )
+    )
