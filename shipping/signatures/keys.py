@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from moec.manifests.errors import InputError
 from moec.manifests.files.input_file import UnreadableFile, read_input
+from moec.manifests.files.output_file import STDOUT
 
 from . import p256
 from .key_files import write_key_files
@@ -159,6 +160,8 @@ def make_key_pair(path: Path, passphrase: bytes | None = None) -> tuple[Path, Pu
         PrivateFormat,
     )
 
+    if path.name in ("", "..", STDOUT.name):
+        raise InputError(f"`{path}` names no file of its own", "name a new file, for example fleet.pem")
     if path.suffix == PUBLIC_SUFFIX:
         raise InputError(f"`{path}`: the suffix {PUBLIC_SUFFIX} is for the public key", "name a file that ends in .pem")
     encryption: KeySerializationEncryption = NoEncryption()
