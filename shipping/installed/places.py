@@ -1,0 +1,134 @@
+"""Names in the folder of a device, and the links to the bundles that are used.
+
+Source: docs/design/shipping.md, Layout on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from moec.manifests.bundle import PARTIAL_SUFFIX
+from moec.manifests.errors import InputError
+from moec.manifests.files.output_file import FileSystem
+
+CURRENT, PREVIOUS = "current", "previous"
+STATE_NAME, LOCK_NAME = "state.json", "lock"
+ID_CHARACTERS = 16
+REMOVING_SUFFIX = ".removing"
+_ID = re.compile(r"[0-9a-f]{16}")
+_OWN_NAME = re.compile(
+    r"\.?(?:[0-9a-f]{16}(?:\..*)?|current(?:\..*)?|previous(?:\..*)?|state\.json(?:\..*)?|lock|lost\+found)"
+)
+
+
+def bundle_id(manifest_sha256: str) -> str:
+    """Return the name of an installed bundle: the first digits of the digest of its `moec.json`."""
+    return manifest_sha256[:ID_CHARACTERS]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Paths in the folder of a device."""
+
+    folder: Path
+
+    def bundle(self, name: str) -> Path:
+        """Return the folder of an installed bundle."""
+        return self.folder / name
+
+    def partial(self, name: str) -> Path:
+        """Return the folder of a bundle that is not complete."""
+        return self.folder / f"{name}{PARTIAL_SUFFIX}"
+
+    def journal(self, name: str) -> Path:
+        """Return the list of finished ranges of a bundle that is not complete."""
+        return self.folder / f"{name}.journal"
+
+    def signature(self, name: str) -> Path:
+        """Return the signature of a bundle."""
+        return self.folder / f"{name}.sig"
+
+    def receipt(self, name: str) -> Path:
+        """Return the list of checked files of a bundle."""
+        return self.folder / f"{name}.receipt.json"
+
+    def removing(self, name: str) -> Path:
+        """Return the name of a bundle while it is removed."""
+        return self.folder / f"{name}{REMOVING_SUFFIX}"
+
+    @property
+    def state(self) -> Path:
+        return self.folder / STATE_NAME
+
+    @property
+    def lock(self) -> Path:
+        return self.folder / LOCK_NAME
+
+    def ids(self) -> list[str]:
+        """Return the names of installed bundles, in no order. Empty if there is no folder."""
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        return [name for name in names if _ID.fullmatch(name) and self.bundle(name).is_dir()]
+
+    def linked(self, link: str) -> str | None:
+        """Return the bundle that a link names; None if there is no such link, or no such bundle."""
+        try:
+            name = os.readlink(self.folder / link)
+        except OSError:
+            return None
+        return name if _ID.fullmatch(name) and self.bundle(name).is_dir() else None
+
+    @property
+    def current(self) -> str | None:
+        """Name of the bundle that is used."""
+        return self.linked(CURRENT)
+
+    @property
+    def previous(self) -> str | None:
+        """Name of the bundle that `rollback` returns to."""
+        found = self.linked(PREVIOUS)
+        return None if found == self.current else found
+
+
+def set_link(places: Places, link: str, name: str, system: FileSystem) -> None:
+    """Let a link name a bundle, by one rename. Raises OSError."""
+    growing = places.folder / f".{link}.writing"
+    with contextlib.suppress(FileNotFoundError):
+        system.remove(growing)
+    os.symlink(name, growing)
+    try:
+        system.rename(growing, places.folder / link)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            system.remove(growing)
+        raise
+    system.sync_directory(places.folder)
+
+
+def remove_link(places: Places, link: str, system: FileSystem) -> None:
+    """Remove a link if it is there. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        system.remove(places.folder / link)
+        system.sync_directory(places.folder)
+
+
+def check_device_folder(folder: Path) -> None:
+    """Raise InputError if a folder holds anything that is no part of a device's folder. It may be missing."""
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"`{folder}` is no folder for bundles: {reason}", "name a folder") from error
+    foreign = [name for name in names if not _OWN_NAME.fullmatch(name)]
+    if foreign and STATE_NAME not in names:
+        raise InputError(
+            f"`{folder}` is no folder of installed bundles: it holds `{foreign[0][:80]}`", "name a folder of its own"
+        )

@@ -1,0 +1,75 @@
+"""Remove bundles that are no longer kept. An engine that runs one keeps its open files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from moec.manifests.bundle import PARTIAL_SUFFIX
+from moec.manifests.files.output_file import FileSystem
+
+from .places import PREVIOUS, REMOVING_SUFFIX, Places, remove_link
+from .state import DeviceState, write_state
+
+
+def kept_names(places: Places, state: DeviceState, keep: int) -> list[str]:
+    """Return the current bundle, then the previous one and the others that were installed last.
+
+    keep: number of bundles in addition to the current one.
+    """
+    current, previous = places.current, places.previous
+    installed = set(places.ids())
+    latest = [item.name for item in reversed(state.bundles) if item.name in installed]
+    others = [name for name in dict.fromkeys([previous, *latest]) if name is not None and name != current]
+    return [*([current] if current else []), *others[:keep]]
+
+
+def prune(places: Places, state: DeviceState, keep: int, system: FileSystem, spared: str | None = None) -> DeviceState:
+    """Remove all bundles but those of `kept_names`. Return the state without them.
+
+    spared: one more bundle that stays.
+    Raises OSError.
+    """
+    kept = {*kept_names(places, state, keep), *([spared] if spared else [])}
+    gone = sorted(set(places.ids()) - kept)
+    if places.previous is not None and places.previous not in kept:
+        remove_link(places, PREVIOUS, system)
+    left = state.without_bundles({item.name for item in state.bundles} - kept)
+    if left != state:
+        write_state(places, left, system)
+    for name in gone:
+        system.rename(places.bundle(name), places.removing(name))
+    finish_removals(places)
+    for name in gone:
+        remove_companions(places, name, system)
+    return left
+
+
+def finish_removals(places: Places) -> None:
+    """Remove what an interrupted `prune` left. Raises OSError."""
+    for name in os.listdir(places.folder):
+        if name.endswith(REMOVING_SUFFIX):
+            shutil.rmtree(places.folder / name)
+
+
+def remove_companions(places: Places, name: str, system: FileSystem) -> None:
+    """Remove the files next to a bundle that is gone: signature, receipt, journal, tuning. Raises OSError."""
+    for found in os.listdir(places.folder):
+        path = places.folder / found
+        if found.startswith((f"{name}.", f".{name}.")) and not path.is_dir():
+            system.remove(path)
+
+
+def remove_partial(places: Places, name: str, system: FileSystem) -> None:
+    """Remove a pull that will not be finished. Raises OSError."""
+    partial = places.partial(name)
+    if partial.is_dir():
+        system.rename(partial, places.removing(name))
+        shutil.rmtree(places.removing(name))
+    if not places.bundle(name).is_dir():
+        remove_companions(places, name, system)
+
+
+def partial_names(places: Places) -> list[str]:
+    """Return the bundles whose pull is not complete. Raises OSError."""
+    return [name.removesuffix(PARTIAL_SUFFIX) for name in os.listdir(places.folder) if name.endswith(PARTIAL_SUFFIX)]

@@ -1,0 +1,110 @@
+"""Receipts: which files of a bundle were compared with their digests, so that they are not read again.
+
+A file counts as unchanged if inode, size and time of the last change of its content are the same. That finds accidents.
+It does not find a root user who sets the time back, and the disk is trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moec.manifests.bundle import MANIFEST_NAME
+from moec.manifests.codec import DecodeError, canonical_json, from_plain, to_plain
+from moec.manifests.files.input_file import UnreadableFile, read_input
+from moec.manifests.files.limits import JsonLimits
+from moec.manifests.files.output_file import WRITING_SUFFIX, AtomicFile, FileSystem
+from moec.manifests.files.strict_json import load_strict_json
+
+RECEIPT_VERSION = 1
+RECEIPT_JSON = JsonLimits(8 << 20, containers=1 << 15, values=1 << 18, texts=1 << 18, depth=4)
+NO_RECEIPT = "it has no receipt"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFile:
+    """Identity of a file when it was compared with its digest."""
+
+    name: str
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Files of a bundle, `moec.json` included."""
+
+    version: int
+    manifest_sha256: str
+    files: tuple[CheckedFile, ...]
+
+    def __post_init__(self) -> None:
+        if self.version != RECEIPT_VERSION:
+            raise ValueError(f"version: expected {RECEIPT_VERSION}, found {self.version}")
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def make_receipt(folder: Path, manifest_sha256: str, names: Iterable[str]) -> Receipt:
+    """Return the receipt of files that were just checked. Raises OSError."""
+    return Receipt(RECEIPT_VERSION, manifest_sha256, tuple(_identity(folder, name) for name in sorted(names)))
+
+
+def write_receipt(path: Path, receipt: Receipt, system: FileSystem) -> None:
+    """Write a receipt in one step. Raises OSError."""
+    with AtomicFile(path, path.with_name(f".{path.name}{WRITING_SUFFIX}"), system) as file:
+        file.write(canonical_json(to_plain(receipt)))
+
+
+def read_receipt(path: Path) -> Receipt | None:
+    """Return a receipt; None if there is none, or if it cannot be used."""
+    try:
+        return from_plain(  # type: ignore[no-any-return]
+            Receipt, load_strict_json(read_input(path, RECEIPT_JSON.size_bytes), RECEIPT_JSON)
+        )
+    except (UnreadableFile, DecodeError, ValueError):
+        return None
+
+
+def difference(folder: Path, receipt: Receipt | None, manifest_sha256: str | None = None) -> str | None:
+    """Return what changed in a folder since its receipt, in words, or None if nothing did.
+
+    manifest_sha256: digest that `moec.json` must have had; None: any.
+    """
+    if receipt is None or manifest_sha256 not in (None, receipt.manifest_sha256):
+        return NO_RECEIPT
+    try:
+        names = set(os.listdir(folder))
+    except OSError as error:
+        return f"it cannot be listed: {error.strerror}"
+    stated = {file.name for file in receipt.files}
+    if MANIFEST_NAME not in stated or names != stated:
+        other = sorted((names ^ stated) or {MANIFEST_NAME})[0]
+        return f"`{other}` was {'added' if other in names else 'removed'}"
+    for file in receipt.files:
+        if not is_unchanged(folder, file):
+            return f"`{file.name}` was changed"
+    return None
+
+
+def is_unchanged(folder: Path, file: CheckedFile) -> bool:
+    """Return whether a file is the one that was checked."""
+    try:
+        return _identity(folder, file.name) == file
+    except OSError:
+        return False
+
+
+def _identity(folder: Path, name: str) -> CheckedFile:
+    """Return the identity of a regular file. Raises OSError."""
+    found = os.lstat(folder / name)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"`{name}` is no regular file")
+    return CheckedFile(name, found.st_ino, found.st_size, found.st_mtime_ns)

@@ -1,0 +1,117 @@
+"""Choose the bundle of a channel for the present machine, by profile, instruction sets and memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from moec.manifests.errors import BundleError, ChannelRefused, DeviceRefused
+from moec.profiles.device import DeviceProfile
+from moec.profiles.device_json import decode_device
+from moec.profiles.present_machine import first_difference
+from moec.profiles.probe import memory_limit_bytes
+from moec.profiles.processor import instruction_sets
+
+from ..channel import Channel, ChannelBundle
+
+AUTO = "auto"
+_SYSTEM = Path("/")
+_MOST_LISTED = 20
+_VERSION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9}){0,3})(?:[.+-]?[A-Za-z].*)?")
+
+
+def choose_bundle(
+    channel: Channel, device: str = AUTO, memory_bytes: int | None = None, system: Path = _SYSTEM
+) -> ChannelBundle:
+    """Return the bundle of a channel for this machine.
+
+    device: name of a device profile; AUTO: the one that this machine is like, or else a bundle that states no profile.
+    memory_bytes: memory of a run; None: all memory of this machine.
+    system: root folder of /proc and /sys.
+    Raises DeviceRefused with the devices that the channel has.
+    """
+    memory = memory_limit_bytes(system) if memory_bytes is None else memory_bytes
+    sets = instruction_sets(system)
+    if device != AUTO:
+        named = [bundle for bundle in channel.bundles if bundle.device == device]
+        reasons = {bundle.device: _unfit(bundle, memory, sets) for bundle in named}
+        if named and reasons[device] is None:
+            return named[0]
+        why = f": {reasons[device]}" if named else ""
+        raise _refused(channel, f"has no bundle for the device `{device[:80]}` here{why}", {})
+    fitting, reasons = list[tuple[int, ChannelBundle]](), {}
+    for bundle in channel.bundles:
+        profile, why_not = _profile(channel, bundle)
+        if profile is not None:
+            why_not = first_difference(profile, system)
+        why_not = why_not or _unfit(bundle, memory, sets)
+        reasons[bundle.device] = why_not
+        if why_not is None:
+            fitting.append((profile.memory_budget_bytes if profile else -1, bundle))
+    if not fitting:
+        raise _refused(channel, "has no bundle for this machine", reasons)
+    return max(fitting, key=lambda item: item[0])[1]
+
+
+def check_version(channel: Channel, version: str) -> None:
+    """Raise DeviceRefused if this moec is older than the channel demands.
+
+    version: version of this moec; one without numbers, of a tree that is not installed, is not compared.
+    Raises ChannelRefused if the channel demands no version.
+    """
+    wanted, own = _numbers(channel.minimum_moec), _numbers(version)
+    if wanted is None:
+        raise ChannelRefused(
+            f"channel `{channel.channel}`: minimum_moec: expected a version, found `{channel.minimum_moec[:40]}`",
+            "push the channel again",
+        )
+    if own is not None and own < wanted:
+        raise DeviceRefused(
+            f"the channel `{channel.channel}` needs moec {channel.minimum_moec}, this is {version}",
+            "install a newer moec on this device",
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...] | None:
+    """Return the numbers of a version without zeros at the end, or None."""
+    match = _VERSION.fullmatch(version)
+    if match is None:
+        return None
+    numbers = [int(part) for part in match[1].split(".")]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _profile(channel: Channel, bundle: ChannelBundle) -> tuple[DeviceProfile | None, str | None]:
+    """Return the profile of a bundle if it states one, and why it cannot be used."""
+    if not bundle.device_json:
+        return None, None
+    try:
+        return decode_device(bundle.device_json.encode(), f"{channel.channel}, {bundle.device}"), None
+    except BundleError as error:
+        return None, f"its profile cannot be read: {error.message}"
+    except UnicodeEncodeError:
+        return None, "its profile is no text"
+
+
+def _unfit(bundle: ChannelBundle, memory_bytes: int, sets: Sequence[str]) -> str | None:
+    """Return why a bundle cannot run here, in words, or None."""
+    missing = [name for name in bundle.required_cpu_features if name not in sets]
+    if missing:
+        return f"it needs the instruction set {missing[0][:40]}, this processor has {', '.join(sets)}"
+    if bundle.memory_floor_bytes > memory_bytes:
+        return f"it needs {-(-bundle.memory_floor_bytes // (1 << 20))}MiB of memory, {memory_bytes >> 20}MiB are there"
+    return None
+
+
+def _refused(channel: Channel, what: str, reasons: dict[str, str | None]) -> DeviceRefused:
+    """Return the error, with every device of the channel on a line of its own."""
+    listed = [bundle.device for bundle in channel.bundles]
+    lines = [f"\n- {name[:80]}" + (f": {reasons[name]}" if reasons.get(name) else "") for name in listed[:_MOST_LISTED]]
+    more = f"\n- and {len(listed) - _MOST_LISTED} more" if len(listed) > _MOST_LISTED else ""
+    return DeviceRefused(
+        f"the channel `{channel.channel}` of `{channel.model[:80]}` {what}; it has bundles for:{''.join(lines)}{more}",
+        "name one of them with --device, or compile for this device",
+    )

@@ -1,0 +1,170 @@
+"""From manifests to a plan: which bytes of a new bundle are on the device already, and which have to be fetched.
+
+A file of equal digest is linked. An expert of equal size and XXH3 is copied. XXH3 is a hint that no attacker is kept
+from forging: the SHA-256 of the whole file decides in the end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from moec.manifests.bundle import BundleManifest, FileEntry
+
+from .intervals import Intervals
+
+MOST_GAP_BYTES = 256 << 10
+"""Longest gap between two ranges that are fetched as one."""
+GAP_SHARE = 32
+"""Gaps take at most 1 / GAP_SHARE of the fetched bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An installed bundle that bytes are taken from.
+
+    files: its files that its receipt knows as unchanged, by digest and size.
+    experts: file and offset of its experts, by size and XXH3.
+    """
+
+    folder: Path
+    files: dict[tuple[str, int], str]
+    experts: dict[tuple[int, str], tuple[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Bytes of a new file that an installed bundle has.
+
+    file: number of the file in the manifest.
+    xxh3: checksum that the bytes must have; None: not known.
+    """
+
+    file: int
+    start: int
+    size_bytes: int
+    xxh3: str | None
+    source: Path
+    source_start: int
+
+    @property
+    def end(self) -> int:
+        """Byte of the new file after the last one."""
+        return self.start + self.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The way in which each byte of a bundle comes to the device.
+
+    links: files that an installed bundle has, by number.
+    copies: in the order of the files and their bytes.
+    fetched: ranges of each other file that are fetched, by number.
+    """
+
+    links: dict[int, Path]
+    copies: tuple[Copy, ...]
+    fetched: dict[int, tuple[tuple[int, int], ...]]
+
+    def left_bytes(self, done: Sequence[Intervals]) -> tuple[int, int]:
+        """Return the bytes that are not there yet: to copy, and to fetch.
+
+        done: finished ranges of each file.
+        """
+        copied = sum(copy.size_bytes for copy in self.copies if not done[copy.file].has(copy.start, copy.end))
+        fetched = sum(
+            end - start - done[number].overlap_bytes(start, end)
+            for number, ranges in self.fetched.items()
+            for start, end in ranges
+        )
+        return copied, fetched
+
+
+def source_of(folder: Path, manifest: BundleManifest, unchanged: Collection[str]) -> Source:
+    """Return what a bundle offers.
+
+    unchanged: names of its files that were checked and did not change since.
+    """
+    files = {(entry.sha256, entry.size_bytes): entry.name for entry in manifest.files if entry.name in unchanged}
+    experts = {
+        (entry.size_bytes, entry.xxh3): (entry.file, entry.offset_bytes)
+        for entry in manifest.stored_experts
+        if not entry.is_pruned
+    }
+    return Source(folder, files, experts)
+
+
+def plan_delta(manifest: BundleManifest, sources: Sequence[Source]) -> Delta:
+    """Return the plan for a bundle.
+
+    sources: installed bundles, the one that is likely to have most first.
+    """
+    links: dict[int, Path] = {}
+    copies: dict[int, list[Copy]] = {}
+    experts = defaultdict(list)
+    for expert in manifest.stored_experts:
+        experts[expert.file].append(expert)
+    for number, entry in enumerate(manifest.files):
+        linked = _equal_file(entry, sources)
+        if linked is not None:
+            links[number] = linked
+            continue
+        found = (
+            _equal_expert(number, expert.offset_bytes, expert.size_bytes, expert.xxh3, sources)
+            for expert in experts[entry.name]
+        )
+        copies[number] = [copy for copy in found if copy is not None]
+    copies = _without_short_gaps(manifest.files, copies)
+    fetched = {number: tuple(_between(copies[number], manifest.files[number].size_bytes)) for number in copies}
+    return Delta(links, tuple(copy for number in sorted(copies) for copy in copies[number]), fetched)
+
+
+def _equal_file(entry: FileEntry, sources: Iterable[Source]) -> Path | None:
+    """Return a file of equal content that was checked, or None."""
+    for source in sources:
+        name = source.files.get((entry.sha256, entry.size_bytes))
+        if name is not None:
+            return source.folder / name
+    return None
+
+
+def _equal_expert(number: int, start: int, size_bytes: int, xxh3: str, sources: Iterable[Source]) -> Copy | None:
+    """Return the copy of an expert that an installed bundle has, or None."""
+    for source in sources:
+        found = source.experts.get((size_bytes, xxh3))
+        if found is not None and size_bytes:
+            return Copy(number, start, size_bytes, xxh3, source.folder / found[0], found[1])
+    return None
+
+
+def _without_short_gaps(files: Sequence[FileEntry], copies: dict[int, list[Copy]]) -> dict[int, list[Copy]]:
+    """Return the copies without those that are fetched together with what lies around them: a request less.
+
+    The shortest gaps go first, as long as all together are a small share of what is fetched.
+    """
+    fetch_bytes, gaps = 0, list[tuple[int, int, int]]()
+    for number, own in copies.items():
+        ranges = _between(own, files[number].size_bytes)
+        fetch_bytes += sum(end - start for start, end in ranges)
+        for (_, start), (end, _) in pairwise(ranges):
+            if end - start < MOST_GAP_BYTES:
+                gaps.append((end - start, number, start))
+    left = fetch_bytes // GAP_SHARE
+    filled: dict[int, Intervals] = defaultdict(Intervals)
+    for size_bytes, number, start in sorted(gaps):
+        left -= size_bytes
+        if left < 0:
+            break
+        filled[number].add(start, start + size_bytes)
+    return {
+        number: [copy for copy in own if not filled[number].has(copy.start, copy.end)] for number, own in copies.items()
+    }
+
+
+def _between(copies: Sequence[Copy], size_bytes: int) -> list[tuple[int, int]]:
+    """Return the ranges of a file between its copies, which are in order."""
+    starts, ends = [0, *(copy.end for copy in copies)], [*(copy.start for copy in copies), size_bytes]
+    return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]

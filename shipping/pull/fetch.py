@@ -1,0 +1,224 @@
+"""Fetch the missing ranges of a bundle with several connections, while one thread computes digests.
+
+Bytes are hashed where they were written, so that what is on the disk is what was checked. They are in the page cache
+then, and nothing is read from the disk a second time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from moec.manifests.errors import ChecksumMismatch
+from moec.manifests.progress import Progress
+
+from ..channel import bundle_path
+from ..store.interface import Store
+from .copying import write_at
+from .partial_bundle import PartialBundle
+from .rate import RateLimit
+
+CONNECTIONS = 4
+MAX_RANGE_BYTES = 8 << 20
+"""Longest range of one request."""
+NOTED_BYTES = 1 << 20
+"""Bytes of a range after which the journal notes them."""
+_SLOW_BYTES_PER_S = 4 << 20
+_LEAST_RANGE_BYTES = 64 << 10
+_HASHED_BYTES = 1 << 20
+_LOOK_EVERY_S = 0.1
+_SYNC_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOptions:
+    """Connections and rate of a fetch.
+
+    connections: connections at a time.
+    most_bytes_per_s: rate of all of them together; None: no bound.
+    """
+
+    connections: int = CONNECTIONS
+    most_bytes_per_s: int | None = None
+
+    @property
+    def used_connections(self) -> int:
+        """Number of connections. A low rate is kept with one, whose ranges are short."""
+        rate = self.most_bytes_per_s
+        return 1 if rate is not None and rate < _SLOW_BYTES_PER_S else self.connections
+
+    @property
+    def range_bytes(self) -> int:
+        """Longest range: about a second at a low rate, because the server sends a range as fast as it can."""
+        rate = self.most_bytes_per_s
+        return MAX_RANGE_BYTES if rate is None else min(MAX_RANGE_BYTES, max(_LEAST_RANGE_BYTES, rate))
+
+
+def split_ranges(start: int, end: int, most_bytes: int) -> list[tuple[int, int]]:
+    """Return a range as ranges of at most `most_bytes`."""
+    return [(at, min(end, at + most_bytes)) for at in range(start, end, most_bytes)]
+
+
+@dataclass
+class _Failure:
+    """The first error of any thread."""
+
+    error: BaseException | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, error: BaseException) -> None:
+        with self.lock:
+            self.error = self.error or error
+
+
+class Fetch:
+    """Threads that complete a growing bundle.
+
+    store: where the bytes are.
+    folder: the bundle's folder on the store.
+    linked: numbers of files that are links of checked files. They are not read.
+    """
+
+    def __init__(
+        self, store: Store, folder: str, partial: PartialBundle, linked: frozenset[int], options: FetchOptions
+    ) -> None:
+        self._store, self._folder, self._partial, self._options = store, folder, partial, options
+        self._numbers = [number for number in range(len(partial.entries)) if number not in linked]
+        self._ended = threading.Event()
+        self._failure = _Failure()
+        self._wrong: list[int] = []
+        self._rate = RateLimit(options.most_bytes_per_s, self._ended.wait)
+        self._waiting: deque[tuple[int, int, int]] = deque()
+        self._is_unsynced = threading.Event()
+
+    def run(self, copy: Callable[[Callable[[], None]], None], progress: Progress) -> None:
+        """Copy, fetch and check all files. A file that differs from its digest is fetched as a whole, once.
+
+        copy: copies what installed bundles have. It takes a function that raises an error if the pull has failed.
+        progress: called with the bytes that are there and the bytes of all files.
+        Raises StoreFailed, ChecksumMismatch, OSError.
+        """
+        self._round(self._numbers, copy, progress)
+        if not self._wrong:
+            return
+        again, self._wrong = sorted(self._wrong), []
+        for number in again:
+            self._partial.reset(number)
+        self._round(again, lambda check: None, progress)
+        if self._wrong:
+            for number in self._wrong:
+                self._partial.reset(number)
+            entry = self._partial.entries[self._wrong[0]]
+            raise ChecksumMismatch(
+                f"`{entry.name}` of `{self._store.address}` differs from its signed digest, also when fetched again",
+                "push the bundle again, or use another store",
+            )
+
+    def _round(self, numbers: Sequence[int], copy: Callable[[Callable[[], None]], None], progress: Progress) -> None:
+        """Complete and check some files. Those that differ from their digest are noted."""
+        helpers = [self._started(self._hash, numbers), self._started(self._sync)]
+        try:
+            copy(self._check_failure)
+            for number in numbers:
+                for start, end in self._partial.missing(number):
+                    parts = split_ranges(start, end, self._options.range_bytes)
+                    self._waiting.extend((number, *part) for part in parts)
+            count = min(self._options.used_connections, len(self._waiting))
+            helpers += [self._started(self._fetch) for _ in range(count)]
+            self._wait(helpers[0], progress)
+        except BaseException:
+            self._ended.set()
+            self._partial.stop()
+            self._store.close()
+            raise
+        finally:
+            self._ended.set()
+            self._is_unsynced.set()
+            for thread in helpers:
+                thread.join()
+            self._ended.clear()
+        self._check_failure()
+
+    def _started(self, work: Callable[..., None], *values: object) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                work(*values)
+            except BaseException as error:
+                self._failure.note(error)
+
+        thread = threading.Thread(target=guarded, daemon=True)
+        thread.start()
+        return thread
+
+    def _check_failure(self) -> None:
+        if self._failure.error is not None:
+            raise self._failure.error
+
+    def _wait(self, hashing: threading.Thread, progress: Progress) -> None:
+        """Report progress until all files are hashed or a thread has failed."""
+        total = sum(entry.size_bytes for entry in self._partial.entries)
+        while True:
+            hashing.join(_LOOK_EVERY_S)
+            self._check_failure()
+            progress(self._partial.done_bytes, total)
+            if not hashing.is_alive():
+                return
+
+    def _fetch(self) -> None:
+        """Fetch waiting ranges until there are none."""
+        while not self._ended.is_set():
+            try:
+                number, start, end = self._waiting.popleft()
+            except IndexError:
+                return
+            with self._partial.writing(number) as target:
+                self._fetch_range(number, target, start, end)
+
+    def _fetch_range(self, number: int, target: int, start: int, end: int) -> None:
+        path = bundle_path(self._folder, self._partial.entries[number].name)
+        noted = at = start
+        try:
+            for part in self._store.read(path, start, end):
+                write_at(target, part, at)
+                at += len(part)
+                if at - noted >= NOTED_BYTES:
+                    self._partial.finish(number, noted, at)
+                    noted = at
+                if self._ended.is_set():
+                    return
+                self._rate.take(len(part))
+        finally:
+            if at > noted:
+                self._partial.finish(number, noted, at)
+
+    def _hash(self, numbers: Sequence[int]) -> None:
+        """Compare files with their digests, each as its bytes arrive."""
+        buffer = memoryview(bytearray(_HASHED_BYTES))
+        for number in numbers:
+            entry = self._partial.entries[number]
+            digest, done = hashlib.sha256(), 0
+            with self._partial.reading(number) as source:
+                while done < entry.size_bytes:
+                    end = self._partial.wait_beyond(number, done)
+                    while done < end and not self._partial.is_stopped:
+                        count = os.preadv(source, [buffer[: end - done]], done)
+                        if count == 0:
+                            raise OSError(f"`{entry.name}` is shorter than it was made")
+                        digest.update(buffer[:count])
+                        done += count
+                    if self._partial.is_stopped:
+                        return
+            if digest.hexdigest() != entry.sha256:
+                self._wrong.append(number)
+            self._is_unsynced.set()
+
+    def _sync(self) -> None:
+        """Make bytes durable while others arrive: after each file, and every few seconds."""
+        while not self._ended.is_set():
+            self._is_unsynced.wait(_SYNC_EVERY_S)
+            self._is_unsynced.clear()
+            self._partial.sync()

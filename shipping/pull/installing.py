@@ -1,0 +1,153 @@
+"""Bring one bundle to its place on the device. What an earlier pull left is used, and stays if this one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moec.manifests.bundle import MANIFEST_NAME, BundleManifest
+from moec.manifests.codec import decode_manifest
+from moec.manifests.errors import BundleError, DoesNotFit
+from moec.manifests.files.input_file import UnreadableFile, read_input
+from moec.manifests.files.limits import MAX_MANIFEST_BYTES
+from moec.manifests.files.output_file import WRITING_SUFFIX, AtomicFile, FileSystem, put_in_place
+
+from ..installed.places import Places
+from ..installed.prune import partial_names, remove_partial
+from ..installed.receipt import is_unchanged, make_receipt, read_receipt, write_receipt
+from ..store.interface import Store
+from .copying import copy_all
+from .delta import Copy, Delta, Source, plan_delta, source_of
+from .exchange import exchange
+from .fetch import Fetch, FetchOptions
+from .intervals import Intervals
+from .observer import PullObserver, PullPlan
+from .partial_bundle import PartialBundle, kept_ranges
+from .remote_manifest import SignedManifest
+
+_SPARE_BYTES = 4 << 20
+"""Disk for journal, receipt and folders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """A bundle that is to be installed.
+
+    name: of its folder.
+    manifest_sha256: SHA-256 of its `moec.json`.
+    """
+
+    places: Places
+    name: str
+    manifest_sha256: str
+    signed: SignedManifest
+
+    @property
+    def manifest(self) -> BundleManifest:
+        return self.signed.manifest
+
+
+def delta_of(installation: Installation) -> Delta:
+    """Return what installed bundles offer for a new one. Nothing is changed."""
+    places, current = installation.places, installation.places.current
+    names = sorted(places.ids(), key=lambda name: (name != current, name))
+    sources = (_source(places, name) for name in names)
+    return plan_delta(installation.manifest, [source for source in sources if source is not None])
+
+
+def plan_of(installation: Installation, delta: Delta, done: Sequence[Intervals] | None = None) -> PullPlan:
+    """Return the bytes of an installation.
+
+    done: finished ranges of each file; None: those on the disk.
+    """
+    entries = installation.manifest.files
+    if done is None:
+        done = kept_ranges(installation.places, installation.name, installation.manifest_sha256, entries)
+    copied, fetched = delta.left_bytes(done)
+    linked = sum(entries[number].size_bytes for number in delta.links)
+    total = sum(entry.size_bytes for entry in entries)
+    return PullPlan(total, linked, total - linked - copied - fetched, copied, fetched)
+
+
+def install(
+    store: Store, installation: Installation, options: FetchOptions, observer: PullObserver, system: FileSystem
+) -> None:
+    """Fetch and check all bytes of a bundle, then give it its name, its signature and its receipt.
+
+    Raises StoreFailed, ChecksumMismatch, DoesNotFit, OSError. Finished ranges stay for the next pull.
+    """
+    places, name, entries = installation.places, installation.name, installation.manifest.files
+    for other in partial_names(places):
+        if other != name:
+            remove_partial(places, other, system)
+    delta = delta_of(installation)
+    with PartialBundle(places, name, installation.manifest_sha256, entries, system) as partial:
+        partial.keep_manifest(installation.signed.manifest_bytes)
+        delta = _linked(partial, delta)
+        plan = plan_of(installation, delta, partial.done)
+        observer.planned(plan)
+        _require_disk(places.folder, plan)
+        for number in delta.fetched:
+            partial.prepare(number)
+        fetch = Fetch(store, installation.manifest_sha256, partial, frozenset(delta.links), options)
+        fetch.run(lambda check: copy_all(partial, delta.copies, check), observer.progress)
+        partial.complete(installation.signed.manifest_bytes)
+        _publish(installation, partial, system)
+
+
+def _source(places: Places, name: str) -> Source | None:
+    """Return what an installed bundle offers; None if its manifest cannot be used."""
+    folder, receipt = places.bundle(name), read_receipt(places.receipt(name))
+    try:
+        manifest = decode_manifest(read_input(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES), str(folder / MANIFEST_NAME))
+    except (UnreadableFile, BundleError):
+        return None
+    files = receipt.files if receipt is not None else ()
+    return source_of(folder, manifest, {file.name for file in files if is_unchanged(folder, file)})
+
+
+def _linked(partial: PartialBundle, delta: Delta) -> Delta:
+    """Make the links of a plan. Where the file system has none, the files are copied."""
+    refused = {number: source for number, source in delta.links.items() if not partial.link(number, source)}
+    if not refused:
+        return delta
+    copies = [
+        Copy(number, 0, partial.entries[number].size_bytes, None, source, 0) for number, source in refused.items()
+    ]
+    return replace(
+        delta,
+        links={number: source for number, source in delta.links.items() if number not in refused},
+        copies=(*delta.copies, *copies),
+        fetched={**delta.fetched, **dict.fromkeys(refused, ())},
+    )
+
+
+def _require_disk(folder: Path, plan: PullPlan) -> None:
+    """Raise DoesNotFit if the disk has less space than a plan takes."""
+    need, free = plan.copied_bytes + plan.fetched_bytes + _SPARE_BYTES, shutil.disk_usage(folder).free
+    if free < need:
+        raise DoesNotFit(
+            f"the disk of `{folder}` has {free} bytes free, the bundle needs {need}",
+            "free space, or keep no previous bundle: --keep 0",
+        )
+
+
+def _publish(installation: Installation, partial: PartialBundle, system: FileSystem) -> None:
+    """Give a complete bundle its name. Its signature and its receipt come first. Raises OSError."""
+    places, name = installation.places, installation.name
+    signature = places.signature(name)
+    with AtomicFile(signature, signature.with_name(f".{signature.name}{WRITING_SUFFIX}"), system) as file:
+        file.write(installation.signed.signature)
+    names = [MANIFEST_NAME, *(entry.name for entry in partial.entries)]
+    receipt = make_receipt(partial.folder, installation.manifest_sha256, names)
+    write_receipt(places.receipt(name), receipt, system)
+    if places.bundle(name).is_dir():  # its files had changed
+        exchange(partial.folder, places.bundle(name), places.removing(name), system)
+        remove_partial(places, name, system)
+    else:
+        put_in_place(partial.folder, places.bundle(name), system)
+    with contextlib.suppress(FileNotFoundError):
+        system.remove(places.journal(name))

@@ -1,0 +1,220 @@
+"""A bundle that grows in `<id>.partial`: its files, and which of their bytes are there. Threads share it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from moec.manifests.bundle import MANIFEST_NAME, FileEntry
+from moec.manifests.files.input_file import UnreadableFile, read_input
+from moec.manifests.files.limits import MAX_MANIFEST_BYTES
+from moec.manifests.files.output_file import WRITING_SUFFIX, AtomicFile, FileSystem
+
+from ..installed.places import Places
+from .intervals import Intervals
+from .journal import Journal, boot_name, finished_ranges
+
+_OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+GROWING_MANIFEST = f".{MANIFEST_NAME}{WRITING_SUFFIX}"
+"""`moec.json` before all other files are there: a folder without a manifest is no bundle."""
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def growing_manifest(folder: Path) -> bytes | None:
+    """Return the `moec.json` that an earlier pull left in a growing folder, whatever is in it."""
+    try:
+        return read_input(folder / GROWING_MANIFEST, MAX_MANIFEST_BYTES)
+    except UnreadableFile:
+        return None
+
+
+class PartialBundle:
+    """Files of a bundle that is not complete.
+
+    A file with a second name is never written to, because the other name may belong to an installed bundle.
+
+    entries: the files in the order of the manifest; their numbers name them.
+    """
+
+    def __init__(
+        self, places: Places, name: str, manifest_sha256: str, entries: tuple[FileEntry, ...], system: FileSystem
+    ) -> None:
+        """Open what an earlier pull left, or begin anew. Raises OSError."""
+        self.entries, self.folder = entries, places.partial(name)
+        self._system = system
+        self._changed = threading.Condition()
+        self.is_stopped = False
+        self._done = kept_ranges(places, name, manifest_sha256, entries)
+        self._unsynced = {number for number, done in enumerate(self._done) if done.size_bytes}
+        if not self.folder.is_dir():
+            system.make_directory(self.folder)
+        self._remove_foreign()
+        self._journal = Journal(places.journal(name), manifest_sha256, boot_name())
+
+    def __enter__(self) -> PartialBundle:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._journal.close()
+
+    def _remove_foreign(self) -> None:
+        """Remove what is no file of this bundle. Raises OSError."""
+        expected = {entry.name for entry in self.entries} | {GROWING_MANIFEST}
+        for found in os.listdir(self.folder):
+            if found not in expected or not stat.S_ISREG(os.lstat(self.folder / found).st_mode):
+                self._system.remove(self.folder / found)
+
+    @property
+    def done_bytes(self) -> int:
+        """Number of bytes that are there."""
+        with self._changed:
+            return sum(done.size_bytes for done in self._done)
+
+    def missing(self, number: int) -> list[tuple[int, int]]:
+        """Return the ranges of a file that are not there."""
+        with self._changed:
+            return self._done[number].missing(self.entries[number].size_bytes)
+
+    def has(self, number: int, start: int, end: int) -> bool:
+        """Return whether a range of a file is there."""
+        with self._changed:
+            return self._done[number].has(start, end)
+
+    def link(self, number: int, source: Path) -> bool:
+        """Give an installed file a name in this bundle. Return False if no link is possible there. Raises OSError."""
+        target, size_bytes = self.folder / self.entries[number].name, self.entries[number].size_bytes
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(target), os.lstat(source)):
+                return self._note_link(number, size_bytes)
+            self._system.remove(target)
+        try:
+            self._system.link(source, target)
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                return False
+            raise
+        return self._note_link(number, size_bytes)
+
+    def _note_link(self, number: int, size_bytes: int) -> bool:
+        with self._changed:
+            self._done[number].add(0, size_bytes)  # not in the journal: links are made again
+            self._changed.notify_all()
+        return True
+
+    def prepare(self, number: int) -> None:
+        """Make a file of the right size that no installed bundle shares. Finished ranges stay. Raises OSError."""
+        entry = self.entries[number]
+        path = self.folder / entry.name
+        with contextlib.suppress(FileNotFoundError):
+            if _is_own(os.lstat(path), entry.size_bytes):
+                return
+            self._system.remove(path)
+        self.reset(number)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPENING, 0o666)
+        try:
+            os.ftruncate(descriptor, entry.size_bytes)
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def writing(self, number: int) -> Iterator[int]:
+        """Open a prepared file and yield its descriptor. Raises OSError."""
+        descriptor = os.open(self.folder / self.entries[number].name, os.O_WRONLY | _OPENING)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def reading(self, number: int) -> Iterator[int]:
+        """Open a file and yield its descriptor. Raises OSError."""
+        descriptor = os.open(self.folder / self.entries[number].name, os.O_RDONLY | _OPENING)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def finish(self, number: int, start: int, end: int) -> None:
+        """Note a range that was written. Raises OSError."""
+        with self._changed:
+            self._journal.finish(number, start, end)
+            self._done[number].add(start, end)
+            self._unsynced.add(number)
+            self._changed.notify_all()
+
+    def reset(self, number: int) -> None:
+        """Forget all ranges of a file. Raises OSError."""
+        with self._changed:
+            self._journal.reset(number)
+            self._done[number].clear()
+
+    def wait_beyond(self, number: int, start: int) -> int:
+        """Wait until the byte at `start` is there. Return the end of the range that has it, or `start` after `stop`."""
+        with self._changed:
+            while (end := self._done[number].end_from(start)) == start and not self.is_stopped:
+                self._changed.wait()
+            return end
+
+    def stop(self) -> None:
+        """End all waiting."""
+        with self._changed:
+            self.is_stopped = True
+            self._changed.notify_all()
+
+    def sync(self) -> None:
+        """Make all finished ranges durable. Raises OSError."""
+        with self._changed:
+            numbers, self._unsynced = self._unsynced, set()
+            lines = self._journal.line_count
+        for number in sorted(numbers):
+            try:
+                with self.reading(number) as descriptor:
+                    os.fsync(descriptor)
+            except OSError:  # a later sync would succeed, although bytes are lost
+                self.reset(number)
+                raise
+        if numbers:
+            with self._changed:
+                self._journal.settle(lines)
+
+    def keep_manifest(self, manifest: bytes) -> None:
+        """Store `moec.json` for a later pull. Raises OSError."""
+        growing = self.folder / GROWING_MANIFEST
+        if growing_manifest(self.folder) != manifest:
+            with AtomicFile(growing, growing.with_name(f"{GROWING_MANIFEST}{WRITING_SUFFIX}"), self._system) as file:
+                file.write(manifest)
+
+    def complete(self, manifest: bytes) -> None:
+        """Make everything durable, and add `moec.json`. Raises OSError."""
+        self.sync()
+        self._system.sync_directory(self.folder)
+        with AtomicFile(self.folder / MANIFEST_NAME, self.folder / GROWING_MANIFEST, self._system) as file:
+            file.write(manifest)
+
+    @property
+    def done(self) -> list[Intervals]:
+        """Finished ranges of each file, which no thread may change meanwhile."""
+        return self._done
+
+
+def kept_ranges(places: Places, name: str, manifest_sha256: str, entries: tuple[FileEntry, ...]) -> list[Intervals]:
+    """Return the ranges of each file that an earlier pull left on the disk. Nothing is changed."""
+    finished = finished_ranges(places.journal(name), manifest_sha256, boot_name())
+    kept = list[Intervals]()
+    for number, entry in enumerate(entries):
+        done = finished.get(number, Intervals())
+        is_there = False
+        with contextlib.suppress(OSError):
+            is_there = _is_own(os.lstat(places.partial(name) / entry.name), entry.size_bytes)
+        kept.append(done if is_there and done.overlap_bytes(0, entry.size_bytes) == done.size_bytes else Intervals())
+    return kept
+
+
+def _is_own(found: os.stat_result, size_bytes: int) -> bool:
+    """Return whether a file has the size of a growing one and no second name."""
+    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_size == size_bytes

@@ -1,0 +1,82 @@
+"""The plan of a pull: what is linked, copied and fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, BundleManifest
+from moec.manifests.codec import decode_manifest
+from moec.shipping.pull.delta import GAP_SHARE, plan_delta, source_of
+from moec.shipping.pull.intervals import Intervals
+from tests.shipping.model_bundles import Shape, write_bundle
+
+SHAPE = Shape(layers=3, experts=16)
+
+
+def manifest_of(folder: Path) -> BundleManifest:
+    return decode_manifest((folder / MANIFEST_NAME).read_bytes(), "moec.json")
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> BundleManifest:
+    return manifest_of(write_bundle(tmp_path_factory.mktemp("old") / "a", SHAPE))
+
+
+def names(manifest: BundleManifest) -> set[str]:
+    return {entry.name for entry in manifest.files}
+
+
+def test_without_a_source_everything_is_fetched(old: BundleManifest) -> None:
+    delta = plan_delta(old, [])
+    assert delta.links == {} and delta.copies == ()
+    assert delta.left_bytes([Intervals() for _ in old.files]) == (0, sum(entry.size_bytes for entry in old.files))
+
+
+def test_equal_files_are_linked_and_equal_experts_copied(old: BundleManifest, tmp_path: Path) -> None:
+    new = manifest_of(write_bundle(tmp_path / "b", SHAPE, version=lambda layer, expert: int((layer, expert) == (1, 9))))
+    delta = plan_delta(new, [source_of(tmp_path, old, names(old))])
+    assert {new.files[number].name for number in delta.links} == names(new) - {"experts-00001.safetensors"}
+    (number,) = delta.fetched
+    changed = new.experts[16 + 9]
+    header = new.experts[16].offset_bytes
+    assert delta.fetched[number] == ((0, header), (changed.offset_bytes, changed.offset_bytes + changed.size_bytes))
+    assert [copy.start for copy in delta.copies] == [
+        entry.offset_bytes for entry in new.experts if entry.layer == 1 and entry.expert != 9
+    ]
+    assert all(copy.source == tmp_path / "experts-00001.safetensors" for copy in delta.copies)
+
+
+def test_files_that_changed_since_they_were_checked_are_not_linked(old: BundleManifest, tmp_path: Path) -> None:
+    delta = plan_delta(old, [source_of(tmp_path, old, names(old) - {"experts-00000.safetensors", DENSE_NAME})])
+    fetched = {old.files[number].name for number in delta.fetched}
+    assert fetched == {"experts-00000.safetensors", DENSE_NAME}
+    assert len(delta.copies) == SHAPE.experts
+
+
+def test_short_gaps_are_fetched_as_long_as_they_are_a_small_share(old: BundleManifest, tmp_path: Path) -> None:
+    # 46 of 48 experts change; a copy of one of the two others would need a request more.
+    same = {(0, 5), (2, 5)}
+    new = manifest_of(
+        write_bundle(tmp_path / "b", SHAPE, lambda layer, expert: int((layer, expert) not in same), dense_version=1)
+    )
+    delta = plan_delta(new, [source_of(tmp_path, old, names(old))])
+    copied, fetched = delta.left_bytes([Intervals() for _ in new.files])
+    size = new.experts[0].size_bytes
+    needed = fetched - (2 * size - copied)
+    assert copied < 2 * size, "a gap is joined"
+    assert fetched <= needed * (1 + 1 / GAP_SHARE)
+
+
+def test_what_is_there_already_is_not_counted(old: BundleManifest, tmp_path: Path) -> None:
+    new = manifest_of(write_bundle(tmp_path / "b", SHAPE, version=lambda layer, expert: int(expert < 8)))
+    delta = plan_delta(new, [source_of(tmp_path, old, names(old))])
+    nothing = [Intervals() for _ in new.files]
+    copied, fetched = delta.left_bytes(nothing)
+    first = delta.copies[0]
+    nothing[first.file].add(first.start, first.end)
+    number = next(iter(delta.fetched))
+    start, end = delta.fetched[number][0]
+    nothing[number].add(start, end - 7)
+    assert delta.left_bytes(nothing) == (copied - first.size_bytes, fetched - (end - start - 7))
