@@ -58,7 +58,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The way in which each byte of a bundle comes to the device.
+    """The source of each byte of a bundle.
 
     links: files that an installed bundle has, by number.
     copies: in the order of the files and their bytes.
