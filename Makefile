@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=-c %)
 READY := $(VENV)/.ready
 LINKS := build/links
-PACKAGES := manifests profiles evaluation runtime shipping reporting compiler cli
+PACKAGES := manifests profiles evaluation runtime shipping serving reporting compiler cli
 NATIVE := $(shell find runtime/kernels/native -type f 2>/dev/null)
 
 # Tests start hundreds of processes. Without compiled modules each one compiles all that it imports.

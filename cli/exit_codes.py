@@ -37,6 +37,8 @@ _EXTRAS = {
     "evaluate": "eval",
     "rouge_score": "eval",
     "cryptography": "ship",
+    "starlette": "serve",
+    "uvicorn": "serve",
 }
 
 

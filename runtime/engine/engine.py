@@ -174,9 +174,9 @@ class Engine:
             before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
             (known,) = self.begin_texts([0], [tokens])
             logits, position = self.model.logits(self.prefill(known)[-1:])[0], len(known)
-        stream = TextStream(self.tokenizer, known)
+        stream, prompt_tokens = TextStream(self.tokenizer, known), len(known)
         for count in range(1, limit + 1):
-            token = sampler(logits, known)
+            token = sampler(logits, known, prompt_tokens)
             known.append(token)
             reason: FinishReason | None = "stop" if token in eos else ("length" if count == limit else None)
             text = "" if token in eos else stream.push(token)
@@ -334,6 +334,15 @@ class Engine:
         if self._elastic is not None:
             longest = max(positions, int(self.kv.prompt_lengths.max()))
             self._elastic.before_pass(range(len(parents)), [longest - 1] * len(parents))
+        self.kv.copy_slots(parents, positions)
+
+    @exclusively
+    def copy_prefix(self, source: int, target: int, positions: int) -> None:
+        """Copy the first positions of one slot to another slot. A model with an encoder copies the prompt, too."""
+        if self._elastic is not None:
+            self._elastic.before_pass([target], [positions - 1])
+        parents = list(range(self.options.slots))
+        parents[target] = source
         self.kv.copy_slots(parents, positions)
 
     def check_tokens(self, tokens: Sequence[int], room: int = 1) -> None:

@@ -63,6 +63,10 @@ class StreamingCache(ABC):
         """Return whether an expert is in memory now."""
         return bool(self._state[index] == RESIDENT)
 
+    def states(self) -> np.ndarray:
+        """Return a copy of the state of each expert, int8 [N], values of `expert_state.py`. Any thread may ask."""
+        return self._state.copy()
+
     @abstractmethod
     def resident(self) -> np.ndarray:
         """Return the experts that are in memory now, ascending, int64."""

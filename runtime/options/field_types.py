@@ -9,14 +9,22 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moec.manifests.errors import OptionError
 
-_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a text",
+    type(None): "None",
+    tuple: "a tuple",
+}
 
 
 def check_field_types(options: Any) -> None:
     """Check the type of each field. True is not a number, 1.0 is not a whole number, and 1 is a number.
 
     Values within a type are not checked.
-    options: an instance of a dataclass whose fields are int, float, bool, str, a Literal of texts, or a union of them.
+    options: an instance of a dataclass whose fields are int, float, bool, str, tuple, a Literal of texts, or a union of
+        them. What a tuple holds is not checked.
     Raises OptionError with the name of the field.
     """
     kind: Any = type(options)
@@ -39,6 +47,8 @@ def _allowed(hint: Any) -> tuple[type, ...]:
         return tuple(type(value) for value in get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
         return tuple(kind for part in get_args(hint) for kind in _allowed(part))
+    if get_origin(hint) is tuple:
+        return (tuple,)
     return (float, int) if hint is float else (hint,)
 
 

@@ -16,6 +16,8 @@ LEAST_PENALTY, MOST_PENALTY = 0.01, 100.0
 """Bounds of the repetition penalty. They exceed all useful values, and within them no finite logit of a sound model
 overflows.
 """
+MOST_BIAS = 100.0
+"""Bound of a bias, and of the presence and frequency penalties. A bias of -100 excludes a token in effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,13 @@ class SamplingOptions:
     repetition_penalty: positive logits of tokens in the text are divided by it, negative ones multiplied.
     seed: seed of the random generator.
 
-    The penalty applies at any temperature.
-    The order is that of transformers: penalty, temperature, top-k, top-p, min-p.
+    presence_penalty: subtracted from the logit of each token that the answer has.
+    frequency_penalty: subtracted from the logit of a token for each time that the answer has it.
+    logit_bias: pairs of a token id inside the vocabulary and what is added to its logit.
+
+    Penalties and biases apply at any temperature.
+    The order is: repetition penalty, the other penalties, biases, temperature, top-k, top-p, min-p.
+    That of transformers has no other penalties.
     """
 
     temperature: float = 0.0
@@ -41,6 +48,9 @@ class SamplingOptions:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -58,6 +68,9 @@ class SamplingOptions:
             )
         if self.seed < 0:
             raise OptionError(f"the seed must not be negative, found {self.seed}")
+        biases = (self.presence_penalty, self.frequency_penalty, *(bias for _, bias in self.logit_bias))
+        if not all(-MOST_BIAS <= bias <= MOST_BIAS for bias in biases):
+            raise OptionError(f"penalties and biases must be {-MOST_BIAS:g} to {MOST_BIAS:g}", "try 0.5")
         if self.temperature == 0 and (self.top_k or self.top_p < 1 or self.min_p):
             raise OptionError("top-k, top-p and min-p have no effect at temperature 0", "set `--temperature`")
 
@@ -68,16 +81,19 @@ class Sampler:
     def __init__(self, options: SamplingOptions) -> None:
         self._options = options
         self._generator = np.random.default_rng(options.seed)
+        self._has_own_penalties = bool(options.presence_penalty or options.frequency_penalty)
 
-    def __call__(self, logits: np.ndarray, tokens: Sequence[int] = ()) -> int:
+    def __call__(self, logits: np.ndarray, tokens: Sequence[int] = (), answer_start: int = 0) -> int:
         """Pick a token. For equal logits, greedy takes the lowest id.
 
         logits: float32 [V].
         tokens: tokens of the prompt and of the answer so far.
+        answer_start: number of tokens of the prompt.
         Raises ExecutionError on NaN or infinity.
         """
         # Before the check, because it may overflow
         logits = penalised(logits, tokens, self._options.repetition_penalty)
+        logits = biased(logits, tokens[answer_start:] if self._has_own_penalties else (), self._options)
         if not np.isfinite(logits.max()):
             raise ExecutionError("the logits hold NaN or infinity", "check the bundle with `moec verify`")
         if self._options.temperature == 0:
@@ -114,4 +130,22 @@ def penalised(logits: np.ndarray, tokens: Sequence[int], penalty: float) -> np.n
     own = changed[seen]
     with np.errstate(over="ignore"):  # the sampler raises for infinite logits
         changed[seen] = np.where(own > 0, own / np.float32(penalty), own * np.float32(penalty))
+    return np.asarray(changed)
+
+
+def biased(logits: np.ndarray, answer: Sequence[int], options: SamplingOptions) -> np.ndarray:
+    """Return logits [V] after presence penalty, frequency penalty and biases.
+
+    answer: tokens of the answer so far. The penalties do not count those of the prompt.
+    """
+    if not options.logit_bias and not len(answer):
+        return logits
+    changed = logits.copy()
+    if len(answer):
+        seen, counts = np.unique(answer, return_counts=True)
+        changed[seen] -= np.float32(options.presence_penalty) + np.float32(options.frequency_penalty) * counts.astype(
+            np.float32
+        )
+    for token, bias in options.logit_bias:
+        changed[token] += np.float32(bias)
     return np.asarray(changed)

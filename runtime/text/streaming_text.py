@@ -32,14 +32,20 @@ class StopTexts:
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Add a piece. Returns the text that can be shown now, and whether the text has ended."""
+        shown, found = self.push_found(piece)
+        return shown, found is not None
+
+    def push_found(self, piece: str) -> tuple[str, str | None]:
+        """Add a piece. Returns the text that can be shown now, and the stop text that ends it, or None."""
         text = self._held + piece
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
             self._held = ""
-            return text[: min(matches)[1]], True
+            end, start = min(matches)
+            return text[:start], text[start:end]
         kept = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - kept :]
-        return text[: len(text) - kept], False
+        return text[: len(text) - kept], None
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the stream."""

@@ -21,6 +21,7 @@ CODE_FOLDERS = (
     "evaluation",
     "runtime",
     "shipping",
+    "serving",
     "reporting",
     "compiler",
     "cli",

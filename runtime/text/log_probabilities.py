@@ -1,0 +1,44 @@
+"""Log probabilities of tokens, from the logits of the model before any penalty or temperature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..kernels.elementary import exp, natural_log
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogProb:
+    """A token with its log probability, nats.
+
+    likeliest: the likeliest tokens at its place, likeliest first, as pairs of id and log probability.
+    """
+
+    token_id: int
+    log_prob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+def token_log_prob(logits: np.ndarray, token: int, count: int) -> TokenLogProb:
+    """Return the log probability of a token, and the `count` likeliest tokens. Of equal ones, the lowest id is first.
+
+    logits: float32 [V].
+    """
+    shifted = logits.astype(np.float64) - float(logits.max())
+    with np.errstate(over="ignore"):
+        total = natural_log(exp(shifted.astype(np.float32)).astype(np.float64).sum())
+    chosen = _largest(shifted, count)
+    likeliest = tuple((int(each), float(shifted[each] - total)) for each in chosen)
+    return TokenLogProb(token, float(shifted[token] - total), likeliest)
+
+
+def _largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Return the indices of the largest values, largest first, then the lowest index."""
+    count = min(count, len(values))
+    if count <= 1:
+        return np.asarray([np.argmax(values)][:count], np.int64)
+    least = np.partition(values, len(values) - count)[len(values) - count]
+    found = np.flatnonzero(values >= least)
+    return np.asarray(found[np.argsort(-values[found], kind="stable")][:count])

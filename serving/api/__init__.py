@@ -1,0 +1,1 @@
+"""HTTP requests and answers: fields, the forms of each API, errors, metrics."""

@@ -1,0 +1,1 @@
+"""One thread that owns an engine and runs many requests at once."""

@@ -1,0 +1,260 @@
+"""Continuous batching: one thread owns the engine, and requests join and leave between its passes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from moec.manifests.errors import MoecError, OptionError
+from moec.runtime.engine.engine import Engine
+
+from .activity import Activity
+from .passes import PassRunner
+from .request import Failed, GenerationRequest
+from .running import RunningSequence
+from .slots import Placement, SlotPool, common_length
+
+_SHARED_TOKENS = 16
+"""A request waits for a prompt in progress if it can then copy so many tokens more."""
+
+
+class QueueFull(Exception):
+    """The queue has no place. `waiting` is the number of requests in it."""
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(f"{waiting} requests wait")
+        self.waiting = waiting
+
+
+class ShuttingDown(Exception):
+    """The server takes no more requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOptions:
+    """Options of the scheduler.
+
+    queue: most requests that wait for a slot.
+    prefill_tokens: most tokens of prompts in a pass while answers run.
+    Raises OptionError.
+    """
+
+    queue: int = 32
+    prefill_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if self.queue < 0:
+            raise OptionError(f"`--queue` must be 0 or more, found {self.queue}", "leave it out for 32")
+        if self.prefill_tokens < 1:
+            raise OptionError(f"`--prefill-tokens` must be 1 or more, found {self.prefill_tokens}", "try 256")
+
+
+class Scheduler:
+    """Runs requests on one engine. `start` starts its thread; the end of the `with` block ends it.
+
+    report: called with errors that are no MoecError, for the log. It must not raise.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: ServingOptions | None = None,
+        report: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self.engine, self.options, self.activity = engine, options or ServingOptions(), Activity()
+        self._report = report
+        self._runner = PassRunner(engine, self.options.prefill_tokens, self._fail, self.activity)
+        self.pool = SlotPool(engine.options.slots, self._runner.keeps_prefixes)
+        self._waiting = deque[GenerationRequest]()
+        self._running: list[RunningSequence] = []
+        self._changed = threading.Condition()
+        self._is_draining = self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def __enter__(self) -> Scheduler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.stop()
+
+    # -- any thread ----------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests, all or none. Raises QueueFull, ShuttingDown."""
+        with self._changed:
+            if self._is_draining or not self._thread.is_alive():
+                raise ShuttingDown
+            places = self.options.queue + self.engine.options.slots - len(self._running)
+            if len(self._waiting) + len(requests) > max(places, 0):
+                self.activity.add_end("refused")
+                raise QueueFull(len(self._waiting))
+            self._waiting.extend(requests)
+            self._changed.notify_all()
+
+    def cancel(self, requests: Iterable[GenerationRequest]) -> None:
+        """End requests before the next pass. Requests that have ended are left alone."""
+        with self._changed:
+            for request in requests:
+                request.cancel()
+            self._changed.notify_all()
+
+    def place_in_queue(self, request: GenerationRequest) -> int | None:
+        """Return the place of a waiting request, from 1; None if it does not wait."""
+        with self._changed:
+            return next((at for at, each in enumerate(self._waiting, 1) if each is request), None)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Number of requests that have a slot."""
+        return len(self._running)
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the engine's thread takes requests."""
+        return self._thread.is_alive() and not self._is_draining
+
+    def drain(self, ends_running: bool = False) -> None:
+        """Take no more requests, and end those that wait. Running ones go on, unless `ends_running`."""
+        with self._changed:
+            self._is_draining = True
+            waiting, self._waiting = list(self._waiting), deque()
+            for sequence in self._running if ends_running else ():
+                sequence.request.cancel()
+            self._changed.notify_all()
+        for request in waiting:
+            self._tell(request, Failed("shutting_down", "the server is shutting down"))
+
+    def stop(self) -> None:
+        """End all requests and the thread, and wait for the end of its pass."""
+        self.drain(ends_running=True)
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # -- the engine's thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._drop_ended()
+                self._admit()
+                if self._running:
+                    self._runner.run(self._running)
+                    self._release_ended()
+        finally:  # also after a fault: no client must wait for a thread that has ended
+            self.drain(ends_running=True)
+            self._drop_ended()
+
+    def _wait_for_work(self) -> bool:
+        """Block until there is work. Returns False at the end."""
+        with self._changed:
+            while not (self._waiting or self._running):
+                if self._is_stopping:
+                    return False
+                self._changed.wait()
+        return True
+
+    def _drop_ended(self) -> None:
+        """End requests that were cancelled or are too late, running and waiting."""
+        now_ns = time.perf_counter_ns()
+        for sequence in self._running:
+            failed = self._why_ended(sequence.request, now_ns)
+            if failed is not None:
+                sequence.has_ended = True
+                self._tell(sequence.request, failed)
+        self._release_ended()
+        with self._changed:
+            ended = [(each, failed) for each in self._waiting if (failed := self._why_ended(each, now_ns))]
+            gone = {id(request) for request, _ in ended}
+            self._waiting = deque(each for each in self._waiting if id(each) not in gone)
+        for request, failed in ended:
+            self._tell(request, failed)
+
+    def _why_ended(self, request: GenerationRequest, now_ns: int) -> Failed | None:
+        if request.is_cancelled:
+            return Failed("cancelled", "the request was cancelled")
+        if request.is_late(now_ns):
+            return Failed("deadline_exceeded", f"the request took more than its {request.deadline_s:g} s")
+        return None
+
+    def _admit(self) -> None:
+        """Give waiting requests slots, in their order, except for those that wait for a prompt they share."""
+        for request in list(self._waiting):
+            if not self.pool.free:
+                return
+            if self._shares_prompt_in_progress(request):
+                continue
+            placement = self.pool.place(request.tokens, reuses=not request.scores_prompt)
+            if placement is None:
+                return
+            with self._changed:
+                self._waiting.remove(request)
+            self._begin(request, placement)
+
+    def _shares_prompt_in_progress(self, request: GenerationRequest) -> bool:
+        """Return whether a running prompt will soon hold much more of this request than any slot does now."""
+        if request.scores_prompt or not self._runner.keeps_prefixes:
+            return False
+        held, _ = self.pool.longest(request.tokens)
+        for sequence in self._running:
+            if not sequence.is_prefilling:
+                continue
+            prompt = sequence.known[: sequence.prompt_length]
+            if common_length(prompt, request.tokens) > max(held, len(sequence.slot.held)) + _SHARED_TOKENS:
+                return True
+        return False
+
+    def _begin(self, request: GenerationRequest, placement: Placement) -> None:
+        engine, slot = self.engine, placement.slot
+        try:
+            if not self._running:
+                engine.begin_sequence()
+            if placement.source is not None:
+                engine.copy_prefix(placement.source.index, slot.index, placement.kept)
+            (text,) = engine.begin_texts([slot.index], [request.tokens])
+            sequence = RunningSequence(engine, request, placement, text, self.activity)
+        except Exception as error:
+            self.pool.forget(slot)
+            self.pool.release(slot)
+            self._tell(request, self._failure(error))
+            return
+        self.activity.prompt_tokens += len(request.tokens)
+        self.activity.cached_tokens += placement.kept
+        with self._changed:
+            self._running.append(sequence)
+
+    def _release_ended(self) -> None:
+        ended = [each for each in self._running if each.has_ended]
+        if not ended:
+            return
+        with self._changed:
+            self._running = [each for each in self._running if not each.has_ended]
+        for sequence in ended:
+            self.pool.release(sequence.slot)
+
+    def _fail(self, sequence: RunningSequence, error: Exception) -> None:
+        """End a sequence that cannot go on. Its slot keeps what was computed before."""
+        if not sequence.has_ended:
+            sequence.has_ended = True
+            self._tell(sequence.request, self._failure(error))
+
+    def _failure(self, error: Exception) -> Failed:
+        if isinstance(error, MoecError):
+            return Failed(type(error).__name__, error.message)
+        self._report(error)
+        return Failed("engine_failed", "a fault in the engine ended this request")
+
+    def _tell(self, request: GenerationRequest, failed: Failed) -> None:
+        self.activity.add_end(failed.code if failed.code in ("cancelled", "deadline_exceeded") else "failed")
+        request.deliver(failed)
