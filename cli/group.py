@@ -31,6 +31,7 @@ _COMMANDS = {
     "bench": "bench:bench_command",
     "simulate": "simulate:simulate_command",
     "tune": "tune:tune_command",
+    "merge-traces": "merge_traces:merge_traces_command",
     "demo": "demo:demo_command",
     "profile-device": "profile_device:profile_device_command",
 }

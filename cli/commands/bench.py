@@ -21,7 +21,7 @@ from ..options.opening import accelerator_facts, bundle_folder, mode_facts, open
 from ..options.paths import bundle_argument, file_option, output_option
 from ..options.profile_defaults import device_facts
 from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
-from ..simulation.traces import recorded_trace, replayed_bundle
+from ..simulation.traces import check_traceable, recorded_trace, replayed_bundle
 from ..terminal import output
 from ..terminal.help_sections import SectionCommand
 from ..terminal.profile_table import profile_rows, profile_table
@@ -200,7 +200,7 @@ def _options(
                 raise OptionError(f"`--{name}` is of one run, not of a sweep of modes", "leave out one of the two")
         return sweep_options(options)
     if is_traced:
-        _check_lossless(options)
+        check_traceable(options)
     return options
 
 
@@ -256,14 +256,6 @@ def _print_sweep(rows: list[dict[str, Any]], options: RuntimeOptions, as_json: b
         output.data_json({**told, "rows": rows})
     else:
         output.data(speed_page(rows, options))
-
-
-def _check_lossless(options: RuntimeOptions) -> None:
-    """Refuse a trace of a run with lossy modes or an accelerator. Raises OptionError."""
-    if not options.modes.is_lossless:
-        raise OptionError("a routing trace is of a lossless run", f"leave out {', '.join(options.modes.parts())}")
-    if options.accelerator is not None:
-        raise OptionError("a routing trace tells how long the CPU took", "leave out `--accelerator`")
 
 
 def _print_measurement(

@@ -8,19 +8,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import OptionError
+from moec.manifests.files.output_file import STDOUT
 
 from ..lossy_modes.mode_costs import say_mode_cost
 from ..lossy_modes.mode_sweep import decisions_text, say_decisions
 from ..options.opening import accelerator_facts, mode_facts, open_engine
-from ..options.paths import bundle_argument
+from ..options.paths import bundle_argument, output_option
 from ..options.prompts import RunPrompt
 from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ..simulation.traces import check_traceable, written_trace
 from ..terminal import output
 from ..terminal.help_sections import SectionCommand, section_option
 
 if TYPE_CHECKING:
     from moec.runtime.engine.beam import BeamOptions
     from moec.runtime.engine.engine import Engine
+    from moec.runtime.options.runtime import RuntimeOptions
     from moec.runtime.text.sampling import SamplingOptions
     from moec.runtime.trace.statistics import RunStatistics
 
@@ -52,6 +55,10 @@ generation = section_option("Generation")
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text and statistics instead.")
+@output_option(
+    "--trace-out",
+    help="Write the experts that each token uses, for `merge-traces`. The file has no text; treat it like text.",
+)
 @runtime_options
 @mode_options
 @accelerator_options
@@ -71,6 +78,7 @@ def run_command(
     length_penalty: float,
     seed: int,
     as_json: bool,
+    trace_out: Path | None,
     **values: Any,
 ) -> None:
     """Continue a prompt with the bundle in folder BUNDLE.
@@ -89,6 +97,7 @@ def run_command(
         sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         search = _beam_options(beams, length_penalty, sampling, stop)
         options = build_options(values, beams, bundle)
+        _check_trace(trace_out, options, beams)
         opened = open_engine(bundle, options, values["kernels"], lambda found: chosen.read(found, options))
     with opened as engine:
         output.say(engine.mode)
@@ -97,13 +106,25 @@ def run_command(
         if search is not None:
             _print_beams(engine, tokens, max_new_tokens, search, as_json)
             return
-        result = _generate(engine, tokens, max_new_tokens, sampling, stop, shows_text=not as_json)
+        with written_trace(trace_out, engine, len(tokens)):
+            result = _generate(engine, tokens, max_new_tokens, sampling, stop, shows_text=not as_json)
         if as_json:
             output.data_json(result[0])
             return
         output.say(statistics_block(result[1], result[0].get("decisions")))
         if engine.accelerator is not None:
             output.say(f"experts computed: {engine.accelerator.counts.to_text()}")
+
+
+def _check_trace(trace_out: Path | None, options: RuntimeOptions, beams: int) -> None:
+    """Refuse a trace that cannot be recorded. Raises OptionError."""
+    if trace_out is None:
+        return
+    check_traceable(options)
+    if beams > 1:
+        raise OptionError("a routing trace is of one text, `--beams` decodes several", "leave out one of the two")
+    if trace_out == STDOUT:
+        raise OptionError("standard output has the text, so it cannot take the trace", "name a file")
 
 
 def _beam_options(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moec.manifests.errors import InputError
+from moec.manifests.errors import InputError, OptionError
 
 from ..terminal import output
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from moec.runtime.engine.engine import Engine
     from moec.runtime.expert_cache.cache_spec import CacheSpec
     from moec.runtime.expert_cache.records import ExpertRecords
-    from moec.runtime.trace.trace import Trace, TraceRecorder
+    from moec.runtime.options.runtime import RuntimeOptions
+    from moec.runtime.trace.trace import Trace, TraceHeader, TraceRecorder
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,26 @@ def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, ho
     host: rates of this machine, measured before the run. If the run read enough, its own rate of storage replaces the
         measured one. A probe with smaller single reads showed 20 to 30 % less than two readers of 3.4 MiB reached.
     """
+    from moec.runtime.trace.trace import Trace
+
+    header = replace(
+        trace_header(engine, prompt_tokens),
+        memory_bytes_per_s=host.memory_bytes_per_s,
+        storage_bytes_per_s=tracer.read_bytes_per_s or host.storage_bytes_per_s,
+        storage_latency_ns=host.storage_latency_ns,
+    )
+    return Trace(header, tuple(tracer.passes))
+
+
+def trace_header(engine: Engine, prompt_tokens: int) -> TraceHeader:
+    """Return the header of a trace of this engine, without rates of the machine."""
+    from moec.manifests.expert_use import architecture_digest
     from moec.runtime import kernels
-    from moec.runtime.trace.trace import Trace, TraceHeader
+    from moec.runtime.trace.trace import TraceHeader
     from moec.runtime.tuning.tune_file import bundle_sha256
 
-    layers = engine.model.spec.layers
-    header = TraceHeader(
+    model, layers = engine.model.spec, engine.model.spec.layers
+    return TraceHeader(
         bundle=bundle_sha256(engine.bundle.path),
         experts=tuple(layer.experts.count for layer in layers),
         top_k=tuple(layer.experts.top_k for layer in layers),
@@ -103,12 +119,44 @@ def recorded_trace(engine: Engine, tracer: TraceRecorder, prompt_tokens: int, ho
         prefetch_experts=engine.options.prefetch_experts,
         prefetch_rule=engine.options.prefetch_rule,
         threads=kernels.threads(),
-        memory_bytes_per_s=host.memory_bytes_per_s,
-        storage_bytes_per_s=tracer.read_bytes_per_s or host.storage_bytes_per_s,
-        storage_latency_ns=host.storage_latency_ns,
-        first_decoder_layer=engine.model.spec.first_decoder_layer,
+        memory_bytes_per_s=0,
+        storage_bytes_per_s=0,
+        storage_latency_ns=0,
+        first_decoder_layer=model.first_decoder_layer,
+        architecture=architecture_digest(model),
+        left_out=tuple(map(tuple, engine.bundle.manifest.pruned_experts)),
     )
-    return Trace(header, tuple(tracer.passes))
+
+
+@contextmanager
+def written_trace(path: Path | None, engine: Engine, prompt_tokens: int) -> Iterator[None]:
+    """Write the passes of a generation while they run, without router outputs. No path: nothing is recorded.
+
+    Raises the errors of `output_file`.
+    """
+    from moec.runtime.trace.trace import TraceRecorder
+    from moec.runtime.trace.trace_file import growing_trace
+
+    if path is None:
+        yield
+        return
+    model, first = engine.model, engine.model.spec.first_decoder_layer
+    with growing_trace(path, trace_header(engine, prompt_tokens)) as take:
+        recorder = TraceRecorder(model.times, lambda: engine.cache.stats, first, keeps_scores=False, take=take)
+        model.trace = recorder
+        try:
+            yield
+            recorder.end()
+        finally:
+            model.trace = None
+
+
+def check_traceable(options: RuntimeOptions) -> None:
+    """Refuse a trace of a run with lossy modes or an accelerator. Raises OptionError."""
+    if not options.modes.is_lossless:
+        raise OptionError("a routing trace is of a lossless run", f"leave out {', '.join(options.modes.parts())}")
+    if options.accelerator is not None:
+        raise OptionError("a routing trace tells how long the CPU took", "leave out `--accelerator`")
 
 
 def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:

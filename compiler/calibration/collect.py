@@ -21,19 +21,8 @@ from moec.manifests.errors import DataError
 from moec.manifests.model import ExpertKey, ModelSpec
 
 from ..walker.texts import TokenTexts, text_batches
-from .paths import (
-    DEFAULT_PATH_KEYS,
-    PathDictionary,
-    PathKeys,
-    PathReport,
-    count_path_sets,
-    count_paths,
-    count_popularity,
-    count_transitions,
-    join_paths,
-    keeps_sets,
-    report_paths,
-)
+from .paths import DEFAULT_PATH_KEYS, PathKeys, PathReport
+from .stack_routes import StackRoutes, count_routes, routed_stacks, spread
 
 QUANTILES = 101
 UNIMPORTANCE_BINS = 200
@@ -49,7 +38,7 @@ class ActivationStatistics:
     num_tokens: tokens that were run.
     texts_sha256: digest of their ids, text by text.
     seed: seed of the choice of texts.
-    popularity: uint32 [L, E]. A row of a routed layer sums to K times the tokens of its stack.
+    popularity: uint32 [L, E], tokens of each expert. A row of a routed layer sums to K times the tokens of its stack.
     transitions: uint32 [L-1, E, E], from a routed layer to the next routed layer of its stack.
     path_keys, path_offsets, path_experts, path_counts: see paths.PathDictionary.
     router_quantiles: float32 [L, Q], quantiles 0 to 1 of a token's largest router weight.
@@ -60,6 +49,7 @@ class ActivationStatistics:
     unseen_experts: experts that no token reached.
     path_report: quality of predictions from paths.
     paths_kept: `pairs` or `sets` if the report decided which keys are kept; empty if it did not.
+    calibrated: tokens of calibration for each expert, uint32 [L, E], if `popularity` is that of devices; else None.
     """
 
     num_tokens: int
@@ -77,6 +67,12 @@ class ActivationStatistics:
     unseen_experts: tuple[ExpertKey, ...]
     path_report: PathReport
     paths_kept: str = ""
+    calibrated: NDArray[np.uint32] | None = None
+
+    @property
+    def calibrated_tokens(self) -> NDArray[np.uint32]:
+        """Tokens of calibration for each expert, uint32 [L, E]: how well its inputs are known."""
+        return self.popularity if self.calibrated is None else self.calibrated
 
 
 def chosen_texts(texts: TokenTexts, context: int, seed: int, max_tokens: int) -> TokenTexts:
@@ -100,22 +96,6 @@ def choose_texts(texts: TokenTexts, context: int, seed: int, max_tokens: int) ->
     return chosen, frozenset(order[: len(chosen.rows)])
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Routes:
-    """The experts of each token in the M routed layers of a stack.
-
-    layers: [M], indices of the layers.
-    experts: uint16 [T, M, K].
-    weights: float32 [T, M, 2], see `weight_summary`.
-    held_out: bool [T], tokens of the texts that the path report predicts.
-    """
-
-    layers: NDArray[np.int64]
-    experts: NDArray[np.uint16]
-    weights: NDArray[np.float32]
-    held_out: NDArray[np.bool_]
-
-
 LayerCounts = Mapping[str, NDArray[Any]]
 """Counts of one routed layer, see `layer_inputs.calibrate_layer`. Empty for a layer without experts."""
 
@@ -136,71 +116,46 @@ def count_statistics(
     Raises DataError if no layer of the decoder routes.
     """
     stacks = _stacks(model, texts, counts)
-    experts = max(layer.experts.count for layer in model.layers)
-    routes, held_out = stacks[-1].experts, stacks[-1].held_out
-    report = report_paths(routes[~held_out], routes[held_out], experts)
-    decides = path_keys == "best" and bool(held_out.any())
-    has_sets = decides and keeps_sets(report, [stack.experts.shape[2] for stack in stacks])
-    paths = _paths(stacks, experts, has_sets)
-    popularity = [count_popularity(stack.experts, experts) for stack in stacks]
-    transitions = [count_transitions(stack.experts, experts) for stack in stacks]
+    counted = count_routes(model, stacks, path_keys)
+    layers = [stack.layers for stack in stacks]
+    weights = [np.stack([counts[at]["weights"] for at in own], axis=1) for own in layers]
     grid = np.linspace(0, 1, QUANTILES)
-    quantiles = [np.quantile(stack.weights[:, :, 0], grid, axis=0).T.astype(np.float32) for stack in stacks]
-    lower_half = [stack.weights[:, :, 1].mean(axis=0, dtype=np.float64) for stack in stacks]
-    layers, starts = [stack.layers for stack in stacks], [stack.layers[:-1] for stack in stacks]
+    quantiles = [np.quantile(own[:, :, 0], grid, axis=0).T.astype(np.float32) for own in weights]
+    lower_half = [own[:, :, 1].mean(axis=0, dtype=np.float64) for own in weights]
     unimportance = np.zeros((model.num_layers, UNIMPORTANCE_BINS), np.int64)
     unimportance[list(model.expert_layers)] = [counts[layer]["unimportance"] for layer in model.expert_layers]
     return ActivationStatistics(
         num_tokens=sum(len(stack.experts) for stack in stacks),
         texts_sha256=texts_digest([*texts.rows, *texts.prompts]),
         seed=seed,
-        popularity=_spread(popularity, layers, model.num_layers),
-        transitions=_spread(transitions, starts, model.num_layers - 1),
-        path_keys=paths.keys,
-        path_offsets=paths.offsets,
-        path_experts=paths.experts,
-        path_counts=paths.counts,
-        router_quantiles=_spread(quantiles, layers, model.num_layers),
-        lower_half=_spread(lower_half, layers, model.num_layers),
+        popularity=counted.popularity,
+        transitions=counted.transitions,
+        path_keys=counted.paths.keys,
+        path_offsets=counted.paths.offsets,
+        path_experts=counted.paths.experts,
+        path_counts=counted.paths.counts,
+        router_quantiles=spread(quantiles, layers, model.num_layers),
+        lower_half=spread(lower_half, layers, model.num_layers),
         unimportance=unimportance,
         unseen_experts=tuple(key for key in model.expert_keys() if not counts[key.layer]["tokens"][key.expert]),
-        path_report=report,
-        paths_kept="" if not decides else "sets" if has_sets else "pairs",
+        path_report=counted.report,
+        paths_kept=counted.kept,
     )
 
 
-def _paths(stacks: Sequence[Routes], experts: int, has_sets: bool) -> PathDictionary:
-    """Return the path dictionary of all stacks. The encoder's layers come first, so that keys stay sorted."""
-    count = count_path_sets if has_sets else count_paths
-    paths = [count(stack.experts, experts) for stack in stacks]
-    for own, stack in zip(paths, stacks, strict=True):
-        own.keys[:, 0] = stack.layers[own.keys[:, 0]]
-    return join_paths(paths)
-
-
-def _stacks(model: ModelSpec, texts: TokenTexts, counts: Sequence[LayerCounts]) -> list[Routes]:
+def _stacks(model: ModelSpec, texts: TokenTexts, counts: Sequence[LayerCounts]) -> list[StackRoutes]:
     """Return the routes of the encoder, if it has routed layers, and of the decoder. Raises DataError."""
-    first, stacks = model.first_decoder_layer, list[Routes]()
-    for is_decoder in (False, True):
-        layers = [layer for layer in model.expert_layers if (layer >= first) == is_decoder]
-        if not layers:
-            continue
-        routes, weights = (np.stack([counts[at][name] for at in layers], axis=1) for name in ("routes", "weights"))
+    stacks = list[StackRoutes]()
+    for layers in routed_stacks(model):
+        is_decoder = layers[0] >= model.first_decoder_layer
+        routes = np.stack([counts[at]["routes"] for at in layers], axis=1)
         passing = texts.rows if is_decoder else texts.prompts
         text_of_token = np.array([at for batch in text_batches(texts) for at in batch for _ in passing[at]])
         is_held_out = (text_of_token < round(HELD_OUT_SHARE * len(texts.rows))) & is_decoder
-        stacks.append(Routes(np.array(layers), routes, weights, is_held_out))
-    if not stacks or stacks[-1].layers[-1] < first:
+        stacks.append(StackRoutes(np.array(layers), routes, is_held_out))
+    if not stacks or stacks[-1].layers[-1] < model.first_decoder_layer:
         raise DataError("no layer of the decoder routes, which calibration counts", "compile it with `--uniform`")
     return stacks
-
-
-def _spread(stacks: Sequence[NDArray[Any]], layers: Sequence[NDArray[np.int64]], count: int) -> NDArray[Any]:
-    """Put rows of some layers into an array with zeros for all other layers."""
-    spread = np.zeros((count, *stacks[0].shape[1:]), stacks[0].dtype)
-    for rows, places in zip(stacks, layers, strict=True):
-        spread[places] = rows
-    return spread
 
 
 def unseen_notes(statistics: ActivationStatistics) -> list[str]:

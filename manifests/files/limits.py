@@ -97,6 +97,19 @@ MAX_TRACE_LINE_BYTES = 64 << 20
 TRACE_LINE_JSON = JsonLimits(MAX_TRACE_LINE_BYTES, containers=1 << 14, values=1 << 24, texts=1 << 16)
 """One line of a routing trace: three lists for each of at most 4,096 layers, and four layers ahead of each."""
 
+MERGED_LINE_JSON = JsonLimits(16 << 20, containers=1 << 14, values=1 << 21, texts=1 << 16)
+"""One line of a trace that `moec merge-traces` reads.
+
+A pass of 1,024 tokens with top-8 in 61 layers has 500,000 values.
+Python takes about 100 MiB for as many values as a line may have.
+"""
+
+MAX_POPULARITY_BYTES = 64 << 20
+"""Size of a popularity file, bytes: 24 MiB of routes as base64, and two counts for each expert."""
+
+POPULARITY_JSON = JsonLimits(MAX_POPULARITY_BYTES, containers=1 << 12, values=1 << 19, texts=1 << 6)
+"""A popularity file: two counts for each of 65,535 experts, and four numbers for each layer."""
+
 MAX_HEADER_BYTES = 32 << 20
 """Size of the header of a safetensors file of unknown tensors, bytes: 250,000 tensors with names of 70 characters.
 

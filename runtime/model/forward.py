@@ -180,7 +180,8 @@ class Model:
         hidden = self._embed(tokens)
         chosen = [np.empty((len(tokens), 0), np.int32)] * layers.start
         sequences = 1 if len(tokens) == 1 else len(set(places.slots.tolist()))
-        state = PassState(0, hidden, chosen, tokens, choice, sequences, is_traced=self.trace is not None)
+        is_scored = self.trace is not None and self.trace.keeps_scores
+        state = PassState(0, hidden, chosen, tokens, choice, sequences, is_traced=is_scored)
         prompts = places  # only cross attention reads them
         if self._cross:
             prompts = kernels.TokenPlaces(places.slots, places.positions, kv.prompt_lengths[places.slots])
@@ -271,7 +272,9 @@ class Model:
             following, advice = self.advisor.advise(state)
             if self.trace is not None:
                 # Before a capacity drops tokens: it never drops all that chose an expert.
-                scores = LayerScores(state.logits, state.foreseen, state.unimportance())
+                scores = LayerScores()
+                if self.trace.keeps_scores:
+                    scores = LayerScores(state.logits, state.foreseen, state.unimportance())
                 self.trace.add_layer(index, state.chosen[index], advice, scores, times)
             if state.choice is not None:
                 state.choice.requested(index, list(requested), advice)

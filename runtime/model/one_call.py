@@ -114,9 +114,11 @@ class TokenExperts:
         times: times before any of its experts was computed.
         """
         native = self.native
-        chosen = np.array(native.chosen, np.int32)[None]
-        logits = np.frombuffer(native.logits, np.float32)[None] if chosen.size else None
-        trace.add_layer(layer, chosen, native.advice, LayerScores(logits, self._foreseen(layer)), times.copy())
+        chosen, scores = np.array(native.chosen, np.int32)[None], LayerScores()
+        if trace.keeps_scores:
+            logits = np.frombuffer(native.logits, np.float32)[None] if chosen.size else None
+            scores = LayerScores(logits, self._foreseen(layer))
+        trace.add_layer(layer, chosen, native.advice, scores, times.copy())
 
     def _foreseen(self, layer: int) -> list[np.ndarray]:
         """Return the scores [E] of the layers ahead, nearest first."""

@@ -70,7 +70,7 @@ class PassState:
     logits: router logits of the running layer, float32 [T, E], None if it does not route.
     foreseen: scores [E] of the layers ahead that were predicted, nearest first.
 
-    is_traced: whether a trace records the pass.
+    is_traced: whether a trace records the scores of the pass.
     weights: weights of the running layer's router, float32 [T, K], None if it does not route.
     unimportance_ahead: least unimportance [E] of the layers ahead that routers foresaw for several tokens, by distance.
     """

@@ -34,14 +34,18 @@ class TraceHeader:
     prefetch_layers, prefetch_experts, prefetch_rule: values of these RuntimeOptions.
 
     threads: computing threads of the run.
-    memory_bytes_per_s, storage_latency_ns: rates of the recording machine, as in a device profile.
+    memory_bytes_per_s, storage_latency_ns: rates of the recording machine, as in a device profile; 0: not measured.
 
-    storage_bytes_per_s: rate that the reads of the run reached, if there were many, else that of the device profile.
+    storage_bytes_per_s: rate that the reads of the run reached, if there were many, else that of the device profile;
+        0: not measured.
 
     first_decoder_layer: first layer of the decoder; 0 without an encoder. Layers before it belong to the encoder. Its
         single pass over the prompt comes first.
 
     little_experts: experts of the little model per token and layer; 0: half of the experts of each layer.
+
+    architecture: digest of the model's architecture, see `manifests/expert_use.py`; empty in files of versions 1 to 4.
+    left_out: experts of each layer that the bundle leaves out; empty in files of versions 1 to 4.
     """
 
     bundle: str
@@ -58,6 +62,13 @@ class TraceHeader:
     prefetch_experts: int = 0
     prefetch_rule: PrefetchRule = "spread"
     little_experts: int = 0
+    architecture: str = ""
+    left_out: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def has_rates(self) -> bool:
+        """True if the rates of the recording machine were measured."""
+        return self.memory_bytes_per_s > 0
 
     @property
     def first_expert(self) -> list[int]:
@@ -164,33 +175,70 @@ class Trace:
     def prompt_passes(self) -> int:
         """Number of passes before the first token; with an encoder, its pass and the first one of the decoder.
 
-        Raises ValueError if no pass ends at the end of the prompt.
-        Raises ValueError if a trace with an encoder has other passes than expected.
+        Raises ValueError if the passes are not in the order of `PassOrder`.
         """
-        if self.header.first_decoder_layer:
-            return self._passes_with_encoder()
-        done = 0
-        for number, each in enumerate(self.passes, 1):
-            done += each.tokens
-            if done == self.header.prompt_tokens:
-                return number
-        raise ValueError(f"no pass ends with the prompt, after {self.header.prompt_tokens} tokens")
-
-    def _passes_with_encoder(self) -> int:
-        first, tokens = self.header.first_decoder_layer, [each.tokens for each in self.passes]
-        starts = [each.first_layer for each in self.passes]
-        if len(starts) < 2 or starts != [0, *[first] * (len(starts) - 1)] or tokens[0] != self.header.prompt_tokens:
-            raise ValueError(
-                f"expected one pass of the encoder, over {self.header.prompt_tokens} tokens, then passes of the decoder"
-            )
-        if tokens[1] != 1:
-            raise ValueError(f"expected a first pass of the decoder over 1 token, found {tokens[1]}")
-        return 2
+        order = PassOrder(self.header)
+        for each in self.passes:
+            order.add(each)
+        order.check_end()
+        return order.prompt_passes
 
     def accesses(self) -> list[Access]:
         """Return the requests to the cache, pass by pass and layer by layer."""
         first = self.header.first_expert
         return [access for each in self.passes for access in each.accesses(first)]
+
+
+class PassOrder:
+    """Checks the order of passes: those of the prompt, the last of which ends with it, then one for each token.
+
+    With an encoder: its pass over the prompt, then passes of the decoder, each over one token.
+    prompt_passes: number of passes before the first token, as far as they were added.
+    """
+
+    def __init__(self, header: TraceHeader) -> None:
+        self._header, self._prompt_tokens, self.prompt_passes = header, 0, 0
+        self._count, self._is_decoding = 0, False
+
+    def add(self, each: TracedPass) -> None:
+        """Take the next pass. Raises ValueError."""
+        self._count += 1
+        if self._header.first_decoder_layer:
+            self._add_with_encoder(each)
+        elif self._is_decoding:
+            _require_one_token(each)
+        else:
+            self._prompt_tokens += each.tokens
+            self.prompt_passes = self._count
+            self._is_decoding = self._prompt_tokens == self._header.prompt_tokens
+
+    def _add_with_encoder(self, each: TracedPass) -> None:
+        is_encoder = self._count == 1
+        expected = 0 if is_encoder else self._header.first_decoder_layer
+        if each.first_layer != expected or (is_encoder and each.tokens != self._header.prompt_tokens):
+            raise ValueError(self._expected_stacks())
+        if self._count == 2 and each.tokens != 1:
+            raise ValueError(f"expected a first pass of the decoder over 1 token, found {each.tokens}")
+        if self._is_decoding:
+            _require_one_token(each)
+        self.prompt_passes, self._is_decoding = min(self._count, 2), self._count >= 2
+
+    def check_end(self) -> None:
+        """Check that the prompt is complete. Raises ValueError."""
+        if self._is_decoding:
+            return
+        if self._header.first_decoder_layer:
+            raise ValueError(self._expected_stacks())
+        raise ValueError(f"no pass ends with the prompt, after {self._header.prompt_tokens} tokens")
+
+    def _expected_stacks(self) -> str:
+        tokens = self._header.prompt_tokens
+        return f"expected one pass of the encoder, over {tokens} tokens, then passes of the decoder"
+
+
+def _require_one_token(each: TracedPass) -> None:
+    if each.tokens != 1:
+        raise ValueError("expected passes of one token after the prompt")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -251,14 +299,25 @@ class TraceRecorder:
     times: phase times of the running model, which keep counting.
     cache: returns the statistics of its cache.
     first_decoder_layer: layer at which the passes of an encoder end.
+    keeps_scores: whether router outputs are recorded. With them, who has the model can compute the text.
+    take: receives each pass at its end; None: `passes` keeps them.
     """
 
-    def __init__(self, times: PhaseTimes, cache: Callable[[], CacheStats], first_decoder_layer: int = 0) -> None:
+    def __init__(
+        self,
+        times: PhaseTimes,
+        cache: Callable[[], CacheStats],
+        first_decoder_layer: int = 0,
+        keeps_scores: bool = True,
+        take: Callable[[TracedPass], object] | None = None,
+    ) -> None:
         self._times, self._cache, self._before = times, cache, cache().copy()
+        self.keeps_scores = keeps_scores
         self._first_layers = {0, first_decoder_layer}
         self._has_encoder = first_decoder_layer > 0
         self._layers: list[_Layer] = []
         self.passes: list[TracedPass] = []
+        self._take = take or self.passes.append
         self.begin()
 
     @property
@@ -290,9 +349,10 @@ class TraceRecorder:
         """
         if layer in self._first_layers and self._layers:
             self.end()
-        is_one = len(chosen) == 1 and not self._has_encoder
+        has_scores = self.keeps_scores and not self._has_encoder
+        is_one = len(chosen) == 1 and has_scores
         own = _float_bytes(scores.logits) if is_one and scores.logits is not None else b""
-        least = () if self._has_encoder else tuple(map(_float_bytes, scores.unimportance))
+        least = tuple(map(_float_bytes, scores.unimportance)) if has_scores else ()
         ahead = tuple(map(_float_bytes, scores.foreseen)) if is_one or least else ()
         self._layers.append(_Layer(layer, chosen, tuple(advice), times or self._times.copy(), own, ahead, least))
 
@@ -306,7 +366,7 @@ class TraceRecorder:
         # one.
         gained = [later.since(earlier) for earlier, later in pairwise(marks)]
         dense = [marks[0].since(self._start_times).dense_ns, *(each.dense_ns - each.shared_ns for each in gained)]
-        self.passes.append(
+        self._take(
             TracedPass(
                 tokens=len(layers[0].chosen),
                 chosen=tuple(tuple(each.chosen.reshape(-1).tolist()) for each in layers),

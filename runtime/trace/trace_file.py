@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from moec.manifests.errors import InputError
-from moec.manifests.files.limits import MAX_TRACE_BYTES, MAX_TRACE_LINE_BYTES, TRACE_LINE_JSON
+from moec.manifests.files.limits import MAX_TRACE_BYTES, TRACE_LINE_JSON, JsonLimits
 from moec.manifests.files.output_file import output_file
 from moec.manifests.files.strict_json import load_strict_json, shown
 
 from ..options.runtime import MAX_PREFETCH_EXPERTS, MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS, Prefetch
-from .trace import PassScores, PromptScores, Trace, TracedPass, TraceHeader
+from .trace import PassOrder, PassScores, PromptScores, Trace, TracedPass, TraceHeader
 from .trace_scores import prompt_scores_plain, read_prompt_scores, read_scores, scores_plain
 
 FORMAT = "moec-trace"
-FORMAT_VERSION = 4
-READ_VERSIONS = (1, 2, 3, 4)
+FORMAT_VERSION = 5
+READ_VERSIONS = (1, 2, 3, 4, 5)
 MAX_LAYERS = 4096
 MAX_EXPERTS = 1 << 16
 MAX_TOKENS = 1 << 20
@@ -33,9 +34,14 @@ _HEADER_KEYS = {"format", "version", *(item.name for item in fields(TraceHeader)
 _PASS_KEYS = {item.name for item in fields(TracedPass)}
 # Only in traces of models with an encoder.
 _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY = "first_decoder_layer", "first_layer"
-_SINCE_2 = {"prefetch_layers", "prefetch_experts", "prefetch_rule", "scores"}
-_SINCE_3 = {"little_experts"}
-_SINCE_4 = {"prompt_scores"}
+_HEADER_KEYS_SINCE = {
+    2: {"prefetch_layers", "prefetch_experts", "prefetch_rule"},
+    3: {"little_experts"},
+    5: {"architecture", "left_out"},
+}
+_PASS_KEYS_SINCE = {2: {"scores"}, 4: {"prompt_scores"}}
+_RATES_OPTIONAL_SINCE = 5
+_DIGEST = "[0-9a-f]{64}"
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -44,44 +50,116 @@ def write_trace(path: Path, trace: Trace) -> None:
     Raises the errors of `output_file`.
     Raises ValueError if passes begin at a decoder but the header has no encoder.
     """
-    has_encoder = trace.header.first_decoder_layer > 0
-    if not has_encoder and any(each.first_layer for each in trace.passes):
-        raise ValueError("the header has no encoder, but passes begin after one")
-    header = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(trace.header)}
-    lines = [header, *map(_pass_plain, trace.passes)]
-    if not has_encoder:
-        lines = [_without(line, _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY) for line in lines]
+    with growing_trace(path, trace.header) as add:
+        for each in trace.passes:
+            add(each)
+
+
+@contextmanager
+def growing_trace(path: Path, header: TraceHeader) -> Iterator[Callable[[TracedPass], None]]:
+    """Write a trace pass by pass. The file appears on a clean exit; before that, and on any failure, nothing changes.
+
+    Yields a function that writes the next pass. It raises ValueError for a pass that begins at a decoder if the header
+    has no encoder.
+    Raises the errors of `output_file`.
+    """
+    has_encoder = header.first_decoder_layer > 0
     with output_file(path) as file:
-        for line in lines:
-            file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+        def write(plain: dict[str, Any]) -> None:
+            kept = plain if has_encoder else _without(plain, _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY)
+            file.write(json.dumps(kept, separators=(",", ":")).encode() + b"\n")
+
+        def add(each: TracedPass) -> None:
+            if each.first_layer and not has_encoder:
+                raise ValueError("the header has no encoder, but passes begin after one")
+            write(_pass_plain(each))
+
+        write({"format": FORMAT, "version": FORMAT_VERSION, **asdict(header)})
+        yield add
 
 
 def read_trace(path: Path) -> Trace:
     """Read a trace. Raises InputError with the file, the line, and what was expected and found."""
-    line = read_bytes = 0
-    try:
-        if path.stat().st_size > MAX_TRACE_BYTES:
-            raise ValueError(f"expected at most {MAX_TRACE_BYTES} bytes, found {path.stat().st_size}")
-        with path.open("rb") as file:
-            line = 1
-            plain = _object(file.readline(MAX_TRACE_LINE_BYTES + 1))
-            header, passes = _header(plain), list[TracedPass]()
-            while data := file.readline(MAX_TRACE_LINE_BYTES + 1):
-                line += 1
-                read_bytes += len(data)
-                if read_bytes > MAX_TRACE_BYTES:  # a pipe reports no size
-                    raise ValueError(f"expected at most {MAX_TRACE_BYTES} bytes")
-                passes.append(_pass(_object(data), header, plain["version"]))
-        trace = Trace(header, tuple(passes))
-        if any(each.tokens != 1 for each in passes[trace.prompt_passes :]):
-            raise ValueError("expected passes of one token after the prompt")
-    except OSError as error:
-        raise InputError(f"the trace `{path}` cannot be read: {error.strerror}", "check the path") from error
-    except ValueError as error:
-        place = f", line {line}" if line else ""
-        remedy = "record it with `moec bench BUNDLE --trace-out FILE`"
-        raise InputError(f"`{path}`{place} is not of a routing trace: {error}", remedy) from error
-    return trace
+    with opened_trace(path) as opened:
+        return Trace(opened.header, tuple(opened.passes))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedTrace:
+    """A trace that is read pass by pass.
+
+    header: the header.
+    passes: the passes, each checked when it is read; their order is checked, too. Raises InputError as `read_trace`.
+    """
+
+    header: TraceHeader
+    passes: Iterator[TracedPass]
+
+
+@contextmanager
+def opened_trace(path: Path, line_limits: JsonLimits = TRACE_LINE_JSON) -> Iterator[OpenedTrace]:
+    """Open a trace for reading. Memory holds one line at a time.
+
+    line_limits: bounds of a line.
+    Raises InputError as `read_trace`.
+    """
+    lines = _Lines(path, line_limits)
+    with ExitStack() as stack:
+        with lines.errors():
+            if path.stat().st_size > MAX_TRACE_BYTES:
+                raise ValueError(f"expected at most {MAX_TRACE_BYTES} bytes, found {path.stat().st_size}")
+            file = stack.enter_context(path.open("rb"))
+            plain = lines.following(file) or {}
+            header = _header(plain)
+        yield OpenedTrace(header, lines.passes(file, header, plain["version"]))
+
+
+class _Lines:
+    """The lines of a trace, read one after the other.
+
+    path: the file, for messages.
+    limits: bounds of a line.
+    """
+
+    def __init__(self, path: Path, limits: JsonLimits) -> None:
+        self._path, self._limits, self._number, self._read_bytes = path, limits, 0, 0
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turn OSError and ValueError into InputError with the file and the line that was read last."""
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"the trace `{self._path}` cannot be read: {error.strerror}", "check the path") from error
+        except ValueError as error:
+            place = f", line {self._number}" if self._number else ""
+            remedy = "record it with `moec bench BUNDLE --trace-out FILE`"
+            raise InputError(f"`{self._path}`{place} is not of a routing trace: {error}", remedy) from error
+
+    def following(self, file: BinaryIO) -> dict[str, Any] | None:
+        """Return the object of the next line; None at the end of the file. Raises ValueError, OSError."""
+        data = file.readline(self._limits.size_bytes + 1)
+        if not data and self._number:
+            return None
+        self._number += 1
+        self._read_bytes += len(data)
+        if self._read_bytes > MAX_TRACE_BYTES:  # a pipe reports no size
+            raise ValueError(f"expected at most {MAX_TRACE_BYTES} bytes")
+        return _object(data, self._limits)
+
+    def passes(self, file: BinaryIO, header: TraceHeader, version: int) -> Iterator[TracedPass]:
+        """Yield the passes. Raises InputError."""
+        order = PassOrder(header)
+        while True:
+            with self.errors():
+                plain = self.following(file)
+                if plain is None:
+                    order.check_end()
+                    return
+                found = _pass(plain, header, version)
+                order.add(found)
+            yield found
 
 
 def _without(plain: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -95,11 +173,11 @@ def _pass_plain(each: TracedPass) -> dict[str, Any]:
     return plain
 
 
-def _object(data: bytes) -> dict[str, Any]:
-    if len(data) > MAX_TRACE_LINE_BYTES:
-        raise ValueError(f"expected at most {MAX_TRACE_LINE_BYTES} bytes in a line")
+def _object(data: bytes, limits: JsonLimits) -> dict[str, Any]:
+    if len(data) > limits.size_bytes:
+        raise ValueError(f"expected at most {limits.size_bytes} bytes in a line")
     try:
-        plain = load_strict_json(data, TRACE_LINE_JSON)
+        plain = load_strict_json(data, limits)
     except UnicodeDecodeError:
         raise ValueError("expected UTF-8") from None
     except ValueError as error:
@@ -116,9 +194,9 @@ def _header(plain: dict[str, Any]) -> TraceHeader:
         versions = ", ".join(map(str, READ_VERSIONS))
         raise ValueError(f"expected version {versions}, found {shown(plain.get('version'))}")
     has_encoder = _ENCODER_HEADER_KEY in plain
-    unknown = (_SINCE_2 if plain["version"] < 2 else set()) | (_SINCE_3 if plain["version"] < 3 else set())
+    unknown = set().union(*(keys for since, keys in _HEADER_KEYS_SINCE.items() if plain["version"] < since))
     _check_keys(plain, _HEADER_KEYS - unknown - (set() if has_encoder else {_ENCODER_HEADER_KEY}))
-    if not isinstance(plain["bundle"], str) or not re.fullmatch(r"[0-9a-f]{64}", plain["bundle"]):
+    if not isinstance(plain["bundle"], str) or not re.fullmatch(_DIGEST, plain["bundle"]):
         raise ValueError(f"`bundle`: expected a SHA-256, found {shown(plain['bundle'])}")
     if plain["prefetch"] not in PREFETCHERS:
         raise ValueError(f"`prefetch`: expected one of {', '.join(PREFETCHERS)}")
@@ -131,12 +209,35 @@ def _header(plain: dict[str, Any]) -> TraceHeader:
     first = _number(plain, _ENCODER_HEADER_KEY, 1) if has_encoder else 0
     if first >= len(experts):
         raise ValueError(f"`{_ENCODER_HEADER_KEY}`: expected less than the {len(experts)} layers, found {first}")
-    numbers = {name: _number(plain, name, 1) for name in ("prompt_tokens", "threads", *_RATES)}
+    least_rate = 0 if plain["version"] >= _RATES_OPTIONAL_SINCE else 1
+    numbers = {name: _number(plain, name, 1) for name in ("prompt_tokens", "threads")}
+    numbers |= {name: _number(plain, name, least_rate) for name in _RATES}
     known: dict[str, Any] = {"bundle": plain["bundle"], "experts": experts, "top_k": top_k, **numbers}
     header = TraceHeader(prefetch=cast(Prefetch, plain["prefetch"]), first_decoder_layer=first, **known)
     if "little_experts" in plain:
         header = replace(header, little_experts=_number(plain, "little_experts"))
+    if "left_out" in plain:
+        header = replace(header, architecture=_architecture(plain), left_out=_left_out(plain, header))
     return header if plain["version"] == 1 else replace(header, **_advice_options(plain))
+
+
+def _architecture(plain: dict[str, Any]) -> str:
+    found = plain["architecture"]
+    if not isinstance(found, str) or not re.fullmatch(f"({_DIGEST})?", found):
+        raise ValueError(f"`architecture`: expected a SHA-256, found {shown(found)}")
+    return found
+
+
+def _left_out(plain: dict[str, Any], header: TraceHeader) -> tuple[tuple[int, ...], ...]:
+    """Return the experts of each layer that the bundle leaves out. An empty list is of a writer that did not know."""
+    layers = _list(plain, "left_out")
+    if len(layers) not in (0, len(header.experts)):
+        raise ValueError(f"`left_out`: expected a list of {len(header.experts)}")
+    found = tuple(_experts(f"left_out[{at}]", each, header.experts[at]) for at, each in enumerate(layers))
+    for layer, (experts, count, top_k) in enumerate(zip(found, header.experts, header.top_k, strict=False)):
+        if len(set(experts)) != len(experts) or len(experts) > count - top_k:
+            raise ValueError(f"`left_out[{layer}]`: expected at most {count - top_k} different experts")
+    return found
 
 
 def _advice_options(plain: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +251,7 @@ def _advice_options(plain: dict[str, Any]) -> dict[str, Any]:
 
 def _pass(plain: dict[str, Any], header: TraceHeader, version: int) -> TracedPass:
     has_encoder, first = header.first_decoder_layer > 0, 0
-    unknown = (_SINCE_2 if version < 2 else set()) | (_SINCE_4 if version < 4 else set())
+    unknown = set().union(*(keys for since, keys in _PASS_KEYS_SINCE.items() if version < since))
     _check_keys(plain, _PASS_KEYS - unknown - (set() if has_encoder else {_ENCODER_PASS_KEY}))
     if has_encoder:
         first = _number(plain, _ENCODER_PASS_KEY)
@@ -166,6 +267,9 @@ def _pass(plain: dict[str, Any], header: TraceHeader, version: int) -> TracedPas
     ]
     for layer, (experts, top_k) in enumerate(zip(chosen, header.top_k[first:end], strict=True)):
         _check_choice(layer, experts, tokens, top_k)
+    for layer, left_out in enumerate(header.left_out[first:end]):
+        if left_out and not set(left_out).isdisjoint(chosen[layer]):
+            raise ValueError(f"`chosen[{layer}]`: a token chooses an expert that the bundle leaves out")
     total = sum(header.experts)
     advice = [_experts(f"advice[{layer}]", found, total) for layer, found in enumerate(_list(plain, "advice", layers))]
     return TracedPass(

@@ -368,6 +368,7 @@ SHOWN_ELSEWHERE = {
         "chat": "test_a_chat_goes_through_the_template",
         "system": "test_a_chat_goes_through_the_template",
         "as_json": "test_json_is_one_object_with_all_counts",
+        "trace_out": "test_a_trace_has_the_experts_of_every_token_and_no_text",
     },
     "generate": {
         "bundle": "test_prompts_of_unequal_length_are_continued_as_alone",

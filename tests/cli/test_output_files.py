@@ -32,11 +32,12 @@ def writing(bundle: Path, prompts: Path, texts: Path) -> dict[str, tuple[object,
         "generate": ("generate", bundle, "--prompts", prompts, "--max-new-tokens", 2, "--out"),
         "eval": ("eval", bundle, "--data", texts, "--limit", 1, "--per-item"),
         "bench": ("bench", bundle, "--tokens", 2, "--prompt", "Hello", "--trace-out"),
+        "run": ("run", bundle, "--prompt", "Hello", "--max-new-tokens", 2, "--trace-out"),
         "profile-device": ("profile-device", "--storage", texts.parent, "-o"),
     }
 
 
-COMMANDS = ("generate", "eval", "bench", "profile-device")
+COMMANDS = ("generate", "eval", "bench", "run", "profile-device")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

@@ -218,7 +218,7 @@ def test_modes_that_the_trace_cannot_decide_are_refused(
         return path
 
     old = tmp_path / "old.trace"
-    for name in ("prefetch_layers", "prefetch_experts", "prefetch_rule", "little_experts"):
+    for name in ("prefetch_layers", "prefetch_experts", "prefetch_rule", "little_experts", "architecture", "left_out"):
         del first[name]
     lines = [{name: value for name, value in each.items() if "scores" not in name} for each in passes]
     old.write_text("\n".join(map(json.dumps, [first | {"version": 1}, *lines])) + "\n")

@@ -45,4 +45,9 @@ def seeds() -> list[bytes]:
         "scores": None,
     }
     token: dict[str, object] = {"tokens": 1, "chosen": [[0, 1], [3, 2]], "advice": [[4, 5], []], "scores": None}
-    return [_lines(header, {**prompt, **times, **rest}, {**token, **times, **rest})]
+    recorded = {"version": 5, "architecture": "ab" * 32, "left_out": [[], []], "storage_latency_ns": 0}
+    unscored = {"prompt_scores": None, **times, **rest}
+    return [
+        _lines(header, {**prompt, **times, **rest}, {**token, **times, **rest}),
+        _lines({**header, **recorded}, {**prompt, **unscored}, {**token, **unscored}),
+    ]
