@@ -7,8 +7,6 @@ checkpoint -> preflight -> measure -> price -> search -> compare -> write -> cer
 
 from __future__ import annotations
 
-import numpy as np
-
 from moec.manifests.bundle import PARTIAL_SUFFIX
 
 from .bundle.plan_bundles import clear_trials
@@ -19,9 +17,10 @@ from .preflight.prepared import Prepared
 from .request.request import CompileRequest
 from .request.result import CompileResult
 from .stages.bundle import certify_bundle, complete_bundle, report, write_bundle
-from .stages.compile_context import Certified, Planned, open_for_compile, open_for_plan
+from .stages.compile_context import Certified, open_for_compile, open_for_plan
 from .stages.curve import make_curve
 from .stages.planning import make_plan
+from .stages.used_experts import used_popularity
 from .walker.torch_device import device_errors
 from .workspace.output_lock import hold_output
 from .workspace.work_folder import check_partial, removed_on_failure
@@ -48,7 +47,7 @@ def _plan(request: CompileRequest, like: Prepared | None) -> CompileResult:
         planned = make_plan(context)
         curve = make_curve(context, planned) if request.sweep else None
     quality = report(prepared, planned, Certified(), None)
-    return CompileResult(None, planned.plan, quality, curve, popularity_of(planned))
+    return CompileResult(None, planned.plan, quality, curve, used_popularity(prepared, planned.statistics))
 
 
 def _compile(request: CompileRequest, like: Prepared | None) -> CompileResult:
@@ -80,11 +79,7 @@ def _compile(request: CompileRequest, like: Prepared | None) -> CompileResult:
             complete_bundle(prepared, manifest, certified, quality, partial)
             note_certified(context.journal, request, partial)
             publish_directory(disk, partial, output, request.overwrite)
-        result = CompileResult(output, planned.plan, quality, popularity=popularity_of(planned), device=manifest.device)
+        popularity = used_popularity(prepared, planned.statistics)
+        result = CompileResult(output, planned.plan, quality, popularity=popularity, device=manifest.device)
         request.published(result)
     return result
-
-
-def popularity_of(planned: Planned) -> np.ndarray | None:
-    """Return the tokens of calibration per layer and expert, or None."""
-    return None if planned.statistics is None else planned.statistics.popularity

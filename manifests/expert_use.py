@@ -36,7 +36,7 @@ _REMEDY = "make it with `moec merge-traces TRACE... -o FILE`"
 
 
 @dataclass(frozen=True, slots=True)
-class StackRoutes:
+class SampledRoutes:
     """Routes of some tokens of a stack: an encoder, or a decoder. The order of the tokens is lost.
 
     first_layer: first layer of the stack.
@@ -69,7 +69,7 @@ class ExpertUse:
     tokens: tuple[int, ...]
     chosen: tuple[tuple[int, ...], ...]
     offered: tuple[tuple[int, ...], ...]
-    routes: tuple[StackRoutes, ...]
+    routes: tuple[SampledRoutes, ...]
 
     @property
     def decoded_tokens(self) -> int:
@@ -153,7 +153,7 @@ def decode_use(data: bytes) -> ExpertUse:
     return found
 
 
-def _stacks(use: ExpertUse) -> list[tuple[int, int, StackRoutes]]:
+def _stacks(use: ExpertUse) -> list[tuple[int, int, SampledRoutes]]:
     """Return first layer, end and routes of each stack. Raises ValueError if stacks do not follow each other."""
     if not use.routes:
         return []
@@ -162,11 +162,11 @@ def _stacks(use: ExpertUse) -> list[tuple[int, int, StackRoutes]]:
     return list(zip(starts, [*starts[1:], len(use.experts)], use.routes, strict=True))
 
 
-def _stack_routes(plain: Any, layers: int) -> StackRoutes:
+def _stack_routes(plain: Any, layers: int) -> SampledRoutes:
     _require(isinstance(plain, dict) and set(plain) == _ROUTE_KEYS, "`first_layer`, `counted` and `held_out`", plain)
     first = plain["first_layer"]
     _require(type(first) is int and 0 <= first < layers, f"a layer from 0 to {layers - 1}", first)
-    return StackRoutes(first, _bytes(plain["counted"]), _bytes(plain["held_out"]))
+    return SampledRoutes(first, _bytes(plain["counted"]), _bytes(plain["held_out"]))
 
 
 def _bytes(text: Any) -> bytes:

@@ -16,7 +16,7 @@ from moec.manifests.files.output_file import check_folder, check_output, write_o
 from ..compile_devices import MakeRequest, compile_all, run_on
 from ..lossy_modes.mode_sweep import mode_sweep_option
 from ..options.compile_options import compile_options
-from ..options.paths import PATH, PLACE, long_items_option
+from ..options.paths import PATH, PLACE, file_option, long_items_option
 from ..options.task_options import TemplateProcesses, task_options
 from ..simulation.compile_eviction import fit_to_texts
 from ..terminal import output
@@ -188,6 +188,10 @@ LONGEST_SUFFIX = ".moec-replaced"
 @click.option(
     "--cluster", metavar="ADDRESS", help="Use the workers of a Ray cluster: `auto`, or an address like `10.0.0.1:6379`."
 )
+@file_option(
+    "--popularity",
+    help="How often experts are used on devices, from `moec merge-traces`, instead of what the data says.",
+)
 @click.option("--plan-only", is_flag=True, help="Print the plan and the cost of each stage. Write no bundle.")
 @click.option("--estimate", is_flag=True, help="Print the predicted time, memory and disk of each stage, and stop.")
 @click.option(
@@ -305,6 +309,7 @@ def _request(
         overwrite=values["overwrite"],
         cluster=values["cluster"],
         published=lambda result: write_beside(result, log),
+        popularity=values["popularity"],
         memory_bytes=0 if values["memory"] is None else parse_bytes(values["memory"], "--memory"),
     )
 

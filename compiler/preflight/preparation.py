@@ -14,6 +14,7 @@ from moec.evaluation.long_items import Context
 from moec.evaluation.text_pairs import encode_pairs
 
 from ..bundle.plan_bundles import require_trials
+from ..calibration.device_use import read_device_use
 from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..cluster.session import check_cluster
@@ -64,6 +65,9 @@ def prepare(request: CompileRequest, like: Prepared | None = None) -> Prepared:
         found = with_fitted_items(replace(found, splits=splits, shots=shots))
     else:
         found = replace(found, splits=like.splits, shots=like.shots)
+    if request.popularity is not None:
+        use = read_device_use(request.popularity, lowering.model) if like is None else like.use
+        found = replace(found, use=use)
     for note in report.notes:
         request.talk.note(note)
     if request.measure_modes is not None:

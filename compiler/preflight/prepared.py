@@ -13,6 +13,7 @@ from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
 from ..bundle.emit import producer
+from ..calibration.device_use import DeviceUse
 from ..checkpoint.checkpoint import Checkpoint
 from ..families import Lowering
 from ..quantization.own_codes import held_units
@@ -37,6 +38,7 @@ class Prepared:
     kept_layers: the layers that stay in memory between passes, and the sizes of texts.
     prunes: experts may be left out.
     offered: formats on offer to units instead of those of the options. Empty: those of the options.
+    use: use of experts on devices; None: calibration says it.
     """
 
     request: CompileRequest
@@ -47,6 +49,7 @@ class Prepared:
     kept_layers: KeptLayers = NOTHING_KEPT
     prunes: bool = False
     offered: tuple[QuantSpec, ...] = ()
+    use: DeviceUse | None = None
 
     @property
     def specs(self) -> tuple[QuantSpec, ...]:
@@ -89,11 +92,15 @@ class Prepared:
         widths = self.request.options.dense_widths()
         return dense_formats(self.plain_plan(), widths, UNIFORM_GROUP_SIZE, self.lowering.float_type)
 
+    def options_plain(self) -> dict[str, str]:
+        """Return the options that decide the bytes as text, for the manifest. A popularity file is its digest."""
+        return {**self.request.options.to_plain(), **({} if self.use is None else {"popularity": self.use.sha256})}
+
     def identity(self) -> str:
         """Return a digest of everything that measurements depend on. A device decides only what is done with them."""
         data = [[s.task.name, s.train.sha256, s.validation.sha256, s.test.sha256] for s in self.splits]
         files = [[entry.name, entry.sha256] for entry in self.checkpoint.source_files()]
         formats = [str(spec) for spec in self.stored_specs]
         limits = asdict(self.kept_layers.texts)
-        plain = [producer(), JOURNAL_FORMAT, files, self.request.options.to_plain(), data, formats, limits]
+        plain = [producer(), JOURNAL_FORMAT, files, self.options_plain(), data, formats, limits]
         return hashlib.sha256(canonical_json(plain)).hexdigest()

@@ -50,6 +50,7 @@ class CompileRequest:
     published: Callable[[CompileResult], None] = lambda result: None  # called once the bundle is published
     shared: SharedWork | None = None  # measurements of several compiles; None: its own
     templates: OpenTemplates | None = None  # opens the templates of prompts; None: they cannot be used
+    popularity: Path | None = None  # popularity file with the use of experts on devices; None: that of calibration
     memory_bytes: int = 0  # memory of the compile; 0: 7/8 of the machine's memory
 
     @property

@@ -57,7 +57,7 @@ class CompileResult:
     plan: the plan.
     quality: content of quality.json.
     curve: points of a sweep, or None.
-    popularity: tokens of calibration per layer and expert, or None.
+    popularity: tokens of each expert, on devices or else in calibration, per layer; or None.
     device: the device entry of the bundle's manifest, or None after a plan-only run.
     """
 

@@ -24,6 +24,7 @@ from ..search.expert_losses import expert_losses
 from .compile_context import Certified, CompileContext, Planned
 from .learning import learn
 from .measure import plan_bundles
+from .used_experts import used_tables
 
 HOBBIT_SHARES = (0.67, 0.97)
 """Shares of the chosen experts up to T1 and up to T2: 67 % high, 30 % low, 3 % skipped. Source: HOBBIT, evaluation."""
@@ -35,9 +36,9 @@ def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleM
     content = BundleContent(
         plan=plan,
         device=summarise_device(request.profile, plan, prepared.checkpoint.tokenizer_file_bytes),
-        options={**request.options.to_plain(), "quantizer": plan.quantizer},
+        options={**prepared.options_plain(), "quantizer": plan.quantizer},
         calibration=None if statistics is None else calibration_summary(statistics, prepared.splits),
-        statistics=statistics,
+        statistics=used_tables(prepared, statistics),
         # A probe varies. The machine that runs the bundle is asked instead.
         profile=None if request.profile.is_probed else request.profile,
     )
@@ -77,7 +78,7 @@ def report(
 ) -> dict[str, Any]:
     """Return the content of quality.json. manifest: None for a plan that was not written."""
     plan, statistics, searched = planned.plan, planned.statistics, planned.searched
-    tables = Tables.empty(plan.model) if statistics is None else Tables.of(statistics)
+    tables = used_tables(prepared, statistics) or Tables.empty(plan.model)
     evidence = Evidence(
         certificates=certified.tasks,
         divergences=certified.divergences,
@@ -95,6 +96,8 @@ def report(
     if precision:
         held = {"held": units_held_by(prepared.lowering, plan.units), "of": len(plan.units)}
         quality |= {"baseline_precision": precision, "own_codes": held}
+    if prepared.use is not None:
+        quality |= {"use_on_devices": prepared.use.to_json()}
     quality |= certified.learned.reports
     return quality
 

@@ -26,6 +26,7 @@ from ..walker.loaded_layer import LoadedLayer
 from .compile_context import Calibrated, CompileContext, Measured
 from .encode_texts import CompileTexts, encode_all_texts
 from .sweep import Sweep, Swept, sweep_dense_probe
+from .used_experts import with_use_on_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def _swept(passes: _Passes, probe: Mapping[str, QuantSpec]) -> Swept:
     if swept.statistics is not None:
         for note in unseen_notes(swept.statistics):
             request.talk.note(note)
-    return swept
+    return replace(swept, statistics=with_use_on_devices(context.prepared, swept.statistics))
 
 
 def _with_gradients(passes: _Passes, table: SensitivityTable) -> SensitivityTable:

@@ -18,6 +18,7 @@ from ..search.swaps import SWAPS, Swaps
 from .comparing import compare, with_plan_of_edgemoe
 from .compile_context import CompileContext, Measured, Planned, Searched
 from .measure import calibrate, measure
+from .used_experts import used_popularity, with_use_on_devices
 
 
 def make_plan(context: CompileContext) -> Planned:
@@ -33,7 +34,10 @@ def make_plan(context: CompileContext) -> Planned:
 def plan_by_request(context: CompileContext) -> Planned:
     """Return the plan of a uniform target, calibrated if there is data."""
     plan = plan_uniform(context.prepared)
-    return Planned(plan, calibrated=calibrate(context) if context.prepared.splits else None)
+    if context.prepared.splits:
+        return Planned(plan, calibrated=calibrate(context))
+    with_use_on_devices(context.prepared, None)
+    return Planned(plan)
 
 
 def plan_uniform(prepared: Prepared) -> CompilePlan:
@@ -64,7 +68,7 @@ def plan_by_search(context: CompileContext) -> Planned:
 def open_space(prepared: Prepared, measured: Measured) -> SearchSpace:
     """Return the choices of the search: bytes and predicted KL of each unit in each format."""
     options, plain = prepared.request.options, prepared.plain_plan()
-    popularity = None if measured.statistics is None else measured.statistics.popularity
+    statistics, popularity = measured.statistics, used_popularity(prepared, measured.statistics)
     tokenizer_bytes = prepared.checkpoint.tokenizer_file_bytes
     reads = choose_objective(prepared.request.profile, options.objective, plain, popularity, tokenizer_bytes)
     weights = byte_weights(prepared.lowering.model, popularity, reads)
@@ -72,7 +76,8 @@ def open_space(prepared: Prepared, measured: Measured) -> SearchSpace:
     space = build_space(plain, measured.store, prices, weights, prepared.specs, prepared.dense_formats())
     if not prepared.prunes:
         return space
-    return with_pruning(space, left_out_losses(measured.store, prices, popularity), weights)
+    calibrated = None if statistics is None else statistics.calibrated_tokens
+    return with_pruning(space, left_out_losses(measured.store, prices, calibrated), weights)
 
 
 def swaps(prepared: Prepared) -> Swaps:

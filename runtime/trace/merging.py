@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from moec.manifests.errors import InputError
-from moec.manifests.expert_use import MAX_ROUTE_BYTES, MAX_ROUTES, ROUTE_ITEM_BYTES, ExpertUse, StackRoutes
+from moec.manifests.expert_use import MAX_ROUTE_BYTES, MAX_ROUTES, ROUTE_ITEM_BYTES, ExpertUse, SampledRoutes
 from moec.manifests.files.input_file import UnreadableFile, open_input
 from moec.manifests.files.limits import MERGED_LINE_JSON
 from moec.manifests.model import MAX_EXPERTS
@@ -230,15 +230,15 @@ class _Stack:
         own = [np.array(each.chosen[layer - self.first], np.uint16).reshape(-1, top_k) for layer in layers]
         self._sample.add(np.stack(own, axis=1), self._random.random_raw(each.tokens), len(self._digests) - 1)
 
-    def routes(self) -> StackRoutes:
+    def routes(self) -> SampledRoutes:
         """Return the sample. Sorting removes the order of the tokens."""
         if self._sample is None:
-            return StackRoutes(self.first, b"", b"")
+            return SampledRoutes(self.first, b"", b"")
         self._sample.reduce()
         routes, traces = self._sample.routes[: self._sample.count], self._sample.traces[: self._sample.count]
         order = sorted(range(len(self._digests)), key=self._digests.__getitem__)
         is_held_out = np.isin(traces, order[: round(HELD_OUT_SHARE * len(order))])
-        return StackRoutes(self.first, _joined(routes[~is_held_out]), _joined(routes[is_held_out]))
+        return SampledRoutes(self.first, _joined(routes[~is_held_out]), _joined(routes[is_held_out]))
 
 
 def _joined(routes: np.ndarray) -> bytes:

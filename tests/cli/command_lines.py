@@ -308,6 +308,7 @@ COMPILES = {
             "limit": Given("--limit 13", f"{OPTIONS}.limit", 13),
             "seed": Given("--seed 4", f"{OPTIONS}.seed", 4),
             "comparisons": Given("--no-comparisons", f"{OPTIONS}.comparisons", False),
+            "popularity": Given("--popularity {folder}/text.txt", "request.popularity", Path("{folder}/text.txt")),
             "memory": Given("--memory 5GiB", "request.memory_bytes", 5 << 30),
             "cluster": Given("--cluster 10.0.0.1:6379", "request.cluster", "10.0.0.1:6379"),
             "resume": Given("--resume", "request.resume", True),

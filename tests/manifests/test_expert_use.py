@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moec.manifests.errors import InputError
-from moec.manifests.expert_use import ExpertUse, StackRoutes, architecture_digest, decode_use, encode_use, read_use
+from moec.manifests.expert_use import ExpertUse, SampledRoutes, architecture_digest, decode_use, encode_use, read_use
 from tests.manifests.examples import model_spec
 
 MODEL = model_spec()
@@ -23,7 +23,7 @@ USE = ExpertUse(
     tokens=(5, 5),
     chosen=((5, 4, 1), ()),
     offered=((5, 5, 2), ()),
-    routes=(StackRoutes(0, bytes([0, 0, 1, 0]), b""),),
+    routes=(SampledRoutes(0, bytes([0, 0, 1, 0]), b""),),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moec.manifests.errors import InputError
-from moec.manifests.expert_use import ExpertUse, StackRoutes, encode_use, read_use
+from moec.manifests.expert_use import ExpertUse, SampledRoutes, encode_use, read_use
 from tests.fuzz.targets.scratch import file_of
 
 
@@ -18,5 +18,5 @@ def target(data: bytes) -> None:
 
 
 def seeds() -> list[bytes]:
-    digest, routes = "ab" * 32, (StackRoutes(0, bytes([0, 0, 1, 0]), b""),)
+    digest, routes = "ab" * 32, (SampledRoutes(0, bytes([0, 0, 1, 0]), b""),)
     return [encode_use(ExpertUse(digest, (3, 0), (2, 0), 4, (5, 5), ((5, 4, 1), ()), ((5, 5, 2), ()), routes))]
