@@ -52,20 +52,21 @@ class HttpClient:
     """Files on HTTP servers, by URL. Several threads may read at the same time.
 
     Errors are StoreFailed with host and path. They never have credentials or a query.
-    authorize: gives credentials; None: there are none.
+    requests: sends one request without a repetition.
     """
 
     def __init__(self, options: HttpOptions | None = None, authorize: Authorize | None = None) -> None:
+        """authorize: gives credentials; None: there are none."""
         self._options = options or HttpOptions()
         self._connections = Connections(self._options.timeout_s, self._options.context)
-        self._requests = HttpRequests(self._connections, self._options.headers, authorize)
+        self.requests = HttpRequests(self._connections, self._options.headers, authorize)
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._tags: dict[str, str] = {}
 
     def size_bytes(self, url: str) -> int | None:
         """Return the size of a file, or None if there is no such file. Raises StoreFailed."""
-        return self._repeated(url, lambda: self._size(url))
+        return self.repeated(url, lambda: self._size(url))
 
     def read(self, url: str, start: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes of a file from `start` to before `end`, in parts of at most PART_BYTES.
@@ -90,15 +91,20 @@ class HttpClient:
 
         Raises StoreFailed, also for a file of more than limit_bytes, of which no more than that is held.
         """
-        return self._repeated(url, lambda: self._small(url, limit_bytes))
+        return self.repeated(url, lambda: self._small(url, limit_bytes))
+
+    def forget(self, url: str) -> None:
+        """Forget the ETag of a file that this process changes."""
+        with self._lock:
+            self._tags.pop(url, None)
 
     def close(self) -> None:
         """Close all connections. Reads of other threads end with StoreFailed."""
         self._closed.set()
         self._connections.close()
 
-    def _repeated(self, url: str, attempt: Callable[[], _T]) -> _T:
-        """Return the result of the first attempt that has one."""
+    def repeated(self, url: str, attempt: Callable[[], _T]) -> _T:
+        """Return the result of the first attempt that does not raise Again. Raises StoreFailed after the last one."""
         failed = 0
         while True:
             try:
@@ -116,7 +122,7 @@ class HttpClient:
         raise StoreFailed(f"`{shown_place(url)}`: {problem}, {failed} times in a row", _LATER) from problem
 
     def _size(self, url: str) -> int | None:
-        with self._requests.answer("HEAD", url) as answer:
+        with self.requests.answer("HEAD", url) as answer:
             if answer.status in _MISSING:
                 return None
             if answer.status == 200 and answer.stated_bytes is not None:
@@ -125,7 +131,7 @@ class HttpClient:
             if answer.status not in (200, 400, 403, 405, 501):
                 raise _refusal(url, answer)
         # Some servers do not know HEAD, and signed addresses are often valid for GET alone.
-        with self._requests.answer("GET", url, {"Range": "bytes=0-0"}) as answer:
+        with self.requests.answer("GET", url, {"Range": "bytes=0-0"}) as answer:
             if answer.status in _MISSING:
                 return None
             if answer.status == 200 and answer.stated_bytes is not None:
@@ -137,7 +143,7 @@ class HttpClient:
             return int(total[1])
 
     def _small(self, url: str, limit_bytes: int) -> bytes | None:
-        with self._requests.answer("GET", url) as answer:
+        with self.requests.answer("GET", url) as answer:
             if answer.status in _MISSING:
                 return None
             if answer.status != 200:
@@ -159,7 +165,7 @@ class HttpClient:
         known = self._tags.get(url, "")
         if known.startswith('"'):  # a weak tag is not allowed there
             headers["If-Range"] = known
-        with self._requests.answer("GET", url, headers) as answer:
+        with self.requests.answer("GET", url, headers) as answer:
             self._check_range(url, answer, start, end)
             left = end - start
             while left:

@@ -148,7 +148,7 @@ class Connections:
             self._used.discard(connection)
             if connection.sock is not None:
                 self._idle.append((origin, connection))
-            if self._is_closed or len(self._idle) > _MOST_IDLE:
+            while self._idle and (self._is_closed or len(self._idle) > _MOST_IDLE):
                 self._idle.pop(0)[1].close()
 
     def _new(self, origin: Origin) -> http.client.HTTPConnection:

@@ -1,4 +1,4 @@
-"""One request to an HTTP server: credentials, redirects, and the answer before its body is read."""
+"""One request to an HTTP server: body, credentials, redirects, and the answer before its body is read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import http.client
 import re
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from urllib.parse import urljoin
@@ -21,8 +21,11 @@ Authorize = Callable[[str, "str | None"], "str | None"]
 It takes the URL, and the challenge of a server that refused the last one (`WWW-Authenticate`), None at first.
 The header goes to the origin of the URL alone, never to that of a redirect.
 """
+Body = Callable[[], Iterable[bytes]]
+"""Returns the body of a request from its start. It is called again for another attempt."""
 MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
+_FOLLOWING = ("GET", "HEAD")
 _REPEATED = (408, 425, 429, 500, 502, 503, 504)
 _DRAINED_BYTES = 64 << 10
 """Most bytes of an unused answer that are read so that the connection can be kept."""
@@ -87,13 +90,16 @@ class HttpRequests:
         self._connections, self._headers, self._authorize = connections, headers, authorize
 
     @contextlib.contextmanager
-    def answer(self, method: str, url: str, headers: Mapping[str, str] | None = None) -> Iterator[HttpAnswer]:
-        """Send a request and follow redirects. Yield the last answer, whose body is not read.
+    def answer(
+        self, method: str, url: str, headers: Mapping[str, str] | None = None, body: Body | None = None
+    ) -> Iterator[HttpAnswer]:
+        """Send a request. Yield the last answer, whose body is not read. Redirects of GET and HEAD are followed.
 
+        body: content of the request, whose size `headers` state as Content-Length.
         Raises Again for errors of the connection, also while the body is read, and for a server that is busy.
         Raises StoreFailed for redirects that are not allowed, and for encoded bodies.
         """
-        answer = self._last_answer(method, url, dict(headers or {}))
+        answer = self._last_answer(method, url, dict(headers or {}), body)
         try:
             yield answer
         except (OSError, http.client.HTTPException) as error:
@@ -105,7 +111,7 @@ class HttpRequests:
         answer.end()
         self._connections.give_back(answer.origin, answer.connection)
 
-    def _last_answer(self, method: str, url: str, headers: dict[str, str]) -> HttpAnswer:
+    def _last_answer(self, method: str, url: str, headers: dict[str, str], body: Body | None) -> HttpAnswer:
         """Return the answer after all redirects. Raises Again, StoreFailed."""
         place, own_origin = url, _origin(url, url)
         credentials = self._authorize(url, None) if self._authorize else None
@@ -113,7 +119,7 @@ class HttpRequests:
         while True:
             origin = _origin(url, place)
             own = {"Authorization": credentials} if credentials and origin == own_origin else {}
-            answer = self._send(method, place, origin, {**self._headers, **headers, **own})
+            answer = self._send(method, place, origin, {**self._headers, **headers, **own}, body)
             if answer.status == 401 and origin == own_origin and self._authorize and not is_renewed:
                 is_renewed, challenge = True, answer.header("WWW-Authenticate")
                 self._drop(answer)
@@ -122,7 +128,7 @@ class HttpRequests:
                 after_s = _pause(answer.header("Retry-After"))
                 self._drop(answer)
                 raise Again(f"the server answered {answer.status}", after_s)
-            elif answer.status in _REDIRECTS:
+            elif answer.status in _REDIRECTS and method in _FOLLOWING:
                 redirects += 1
                 location = answer.header("Location")
                 self._drop(answer)
@@ -133,7 +139,9 @@ class HttpRequests:
                 self._check_coding(url, answer)
                 return answer
 
-    def _send(self, method: str, place: str, origin: Origin, headers: Mapping[str, str]) -> HttpAnswer:
+    def _send(
+        self, method: str, place: str, origin: Origin, headers: Mapping[str, str], body: Body | None
+    ) -> HttpAnswer:
         """Send one request. Raises Again, StoreFailed."""
         try:
             connection = self._connections.take(origin)
@@ -144,7 +152,7 @@ class HttpRequests:
         was_open = connection.sock is not None
         while True:
             try:
-                connection.request(method, target, headers={"Accept-Encoding": "identity", **headers})
+                self._write(connection, method, target, {"Accept-Encoding": "identity", **headers}, body)
                 return HttpAnswer(origin, connection)
             except (OSError, http.client.HTTPException, UnicodeError) as error:
                 connection.close()
@@ -156,6 +164,26 @@ class HttpRequests:
                 if isinstance(error, (ssl.SSLCertVerificationError, http.client.InvalidURL, UnicodeError)):
                     raise StoreFailed(f"`{shown_place(place)}`: {_reason(error)}", _CHECK) from error
                 raise Again(_reason(error)) from error
+            except BaseException:  # the source of the body failed
+                connection.close()
+                self._connections.give_back(origin, connection)
+                raise
+
+    @staticmethod
+    def _write(
+        connection: http.client.HTTPConnection,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: Body | None,
+    ) -> None:
+        """Write a request. Raises OSError, HTTPException, and the errors of the body's source."""
+        try:
+            connection.request(method, target, None if body is None else body(), dict(headers))
+        except (BrokenPipeError, ConnectionResetError):
+            if body is None:
+                raise
+            # A server that refuses a body may answer and close before it has read all of it.
 
     def _drop(self, answer: HttpAnswer) -> None:
         """End an answer whose body is not used."""

@@ -1,0 +1,162 @@
+"""A store in a repository of the Hugging Face hub, by the package huggingface_hub. A bundle is one commit.
+
+huggingface_hub reads the address of the hub and the token from its own settings (`HF_ENDPOINT`, `HF_TOKEN`, the login
+of `hf auth login`). The hub finds equal contents by itself. Files are read by ranges as from any HTTP server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token, hf_hub_url
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from moec.manifests.errors import InputError, StoreFailed
+
+from .access import keeps_secrets
+from .address import Address
+from .http_client import HttpClient, HttpOptions
+from .interface import Sent
+from .source_file import SourceFile
+
+_LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+_FAILURES: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError)
+"""What huggingface_hub raises: errors of its HTTP library, and of the native library that uploads."""
+_T = TypeVar("_T")
+
+
+class HubStore:
+    """Files of one model in a repository of kind `model`. Writing makes a private repository if there is none.
+
+    One thread writes.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        options: HttpOptions | None = None,
+        *,
+        for_writing: bool = False,
+        endpoint: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        """endpoint, token: address of the hub, and its token; None: the settings of huggingface_hub.
+
+        Raises StoreFailed if the repository cannot be made.
+        """
+        self.address = str(address)
+        self._name, self._revision = f"{address.host}/{address.path}", address.revision or "main"
+        self._endpoint = endpoint or constants.ENDPOINT
+        token = token or get_token()
+        self._hub = HfApi(endpoint=self._endpoint, token=token or False)
+        # Both ask the hub: a redirect to another host gets no token.
+        header = f"Bearer {token}" if token is not None and keeps_secrets(self._endpoint) else None
+        self._client = HttpClient(options, lambda url, challenge: header)
+        self._sizes: dict[str, dict[str, int]] = {}
+        self._added: dict[str, dict[str, CommitOperationAdd]] = {}
+        if for_writing:
+            disable_progress_bars()
+            self._make_repository(address.revision)
+
+    def size_bytes(self, path: str) -> int | None:
+        """Return the size of a file, or None. Raises StoreFailed."""
+        return self._client.size_bytes(self._url(path))
+
+    def read(self, path: str, start: int, end: int) -> Iterator[memoryview]:
+        """Yield a range of a file. Raises StoreFailed."""
+        return self._client.read(self._url(path), start, end)
+
+    def read_small(self, path: str, limit_bytes: int) -> bytes | None:
+        """Return a whole file, or None. Raises StoreFailed."""
+        return self._client.read_small(self._url(path), limit_bytes)
+
+    def note(self, path: str, size_bytes: int, sha256: str) -> None:
+        """Do nothing. The hub finds equal contents by their digest."""
+
+    def put(self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None) -> bool:
+        """Upload the content of a file that the next commit adds. Raises StoreFailed, InputError.
+
+        Returns True also where the hub finds that it has the content, because it does not tell.
+        """
+        folder = path.rpartition("/")[0]
+        if self._listed(folder).get(path) == size_bytes:
+            return False
+        with SourceFile(source, size_bytes, sha256):  # its kind and size are right
+            added = CommitOperationAdd(path_in_repo=path, path_or_fileobj=source)
+        if added.upload_info.size != size_bytes or added.upload_info.sha256.hex() != sha256:
+            raise InputError(f"`{source}` has changed since the bundle was checked", "push again")
+        self._ask(
+            f"the upload of `{path}`",
+            lambda: self._hub.preupload_lfs_files(self._name, [added], revision=self._revision, free_memory=False),
+        )
+        self._added.setdefault(folder, {})[path] = added
+        if sent is not None:
+            sent(size_bytes)
+        return True
+
+    def commit(self, folder: str) -> None:
+        """Commit the files of a bundle. Raises StoreFailed, also if the repository's `.gitignore` leaves out a file."""
+        added = self._added.pop(folder, {})
+        if not added:
+            return
+        self._commit(list(added.values()), f"Add bundle {folder[:16]}")
+        self._sizes.pop(folder, None)
+        listed = self._listed(folder)
+        lost = next((path for path, file in added.items() if listed.get(path) != file.upload_info.size), None)
+        if lost is not None:
+            raise StoreFailed(f"`{self.address}` has no `{lost}` after a commit", "remove `.gitignore` there")
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Commit a small file. Raises StoreFailed."""
+        self._commit([CommitOperationAdd(path_in_repo=path, path_or_fileobj=data)], f"Write {path}")
+        self._client.forget(self._url(path))
+
+    def close(self) -> None:
+        """Close connections."""
+        self._client.close()
+
+    def _url(self, path: str) -> str:
+        return hf_hub_url(self._name, path, revision=self._revision, endpoint=self._endpoint)
+
+    def _make_repository(self, branch: str | None) -> None:
+        """Make the repository and its branch if they are missing. Raises StoreFailed."""
+        self._ask("a repository", lambda: self._hub.create_repo(self._name, private=True, exist_ok=True))
+        if branch is not None:
+            self._ask("a branch", lambda: self._hub.create_branch(self._name, branch=branch, exist_ok=True))
+
+    def _listed(self, folder: str) -> dict[str, int]:
+        """Return the sizes of the files in a folder of the last commit, by path. Raises StoreFailed."""
+
+        def sizes() -> dict[str, int]:
+            try:
+                tree = self._hub.list_repo_tree(self._name, folder, revision=self._revision)
+                return {item.path: item.size for item in tree if isinstance(item, RepoFile)}
+            except EntryNotFoundError:
+                return {}
+
+        if folder not in self._sizes:
+            self._sizes[folder] = self._ask("a list of files", sizes)
+        return self._sizes[folder]
+
+    def _commit(self, added: list[CommitOperationAdd], message: str) -> None:
+        self._ask(
+            "a commit",
+            lambda: self._hub.create_commit(self._name, added, commit_message=message, revision=self._revision),
+        )
+
+    def _ask(self, what: str, call: Callable[[], _T]) -> _T:
+        """Return the result of a request. Raises StoreFailed, without the message of the hub."""
+        try:
+            return call()
+        except _FAILURES as error:
+            status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        place = f"`{self.address}`"
+        if status in (401, 403):
+            raise StoreFailed(f"{place}: the hub refuses {what} with this token ({status})", _LOG_IN)
+        if status is not None:
+            raise StoreFailed(f"{place}: the hub answered {status} to {what}", "try again later")
+        raise StoreFailed(f"{place}: the hub does not answer {what}", "check the network and HF_ENDPOINT")

@@ -1,0 +1,94 @@
+"""Credentials of an OCI registry: user and password, or a token of another server that takes them.
+
+Source: the Docker registry's specification (github.com/distribution/distribution), docs/spec/auth/token.md.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from urllib.parse import urlencode
+
+from moec.manifests.errors import StoreFailed
+from moec.manifests.files.limits import JsonLimits
+from moec.manifests.files.strict_json import load_strict_json
+
+from ..access import Login
+from ..http_client import HttpClient, HttpOptions
+from ..http_connection import origin_of, shown_place
+
+_TOKEN_JSON = JsonLimits(1 << 20, containers=1 << 6, values=1 << 10, texts=1 << 10)
+_LEAST_TOKEN_S = 60.0
+_SPARE_TOKEN_S = 10.0
+_MAX_CHALLENGE_CHARACTERS = 8192
+_PARAMETER = re.compile(r'([A-Za-z]+)="([^"\\]*)"')
+_TOKEN = re.compile(r"[!-~]{1,65536}")
+_CHECK = "check the address and the registry"
+_LOG_IN = "log in with `docker login`, or write the user into docker's config.json"
+
+
+class RegistryAuthorization:
+    """Gives the header `Authorization` for requests to a registry. Several threads may ask at the same time.
+
+    A registry answers 401 with a challenge first. A token is kept until shortly before it expires.
+    """
+
+    def __init__(self, base_url: str, login: Login | None, options: HttpOptions | None = None) -> None:
+        """base_url: scheme and host. login: user and password; None: public repositories alone."""
+        self._origin, self._login, self._options = origin_of(base_url), login, options
+        self._header: str | None = None
+        self._until = float("inf")
+        self._lock = threading.Lock()
+
+    def __call__(self, url: str, challenge: str | None) -> str | None:
+        """Return the header for a URL: the one that a challenge asks for, or the last one. Raises StoreFailed."""
+        if origin_of(url) != self._origin:
+            return None
+        with self._lock:
+            if challenge is not None:
+                self._header, self._until = self._answer(challenge[:_MAX_CHALLENGE_CHARACTERS])
+            elif time.monotonic() > self._until:
+                self._header = None
+            return self._header
+
+    def _answer(self, challenge: str) -> tuple[str | None, float]:
+        """Return the header that a challenge asks for, and until when it holds. Raises StoreFailed."""
+        kind, fields = challenge.partition(" ")[0].lower(), dict(_PARAMETER.findall(challenge))
+        if kind == "bearer" and "realm" in fields:
+            return self._fetch_token(fields)
+        header = self._login.header() if kind == "basic" and self._login is not None else None
+        return header, float("inf")
+
+    def _fetch_token(self, fields: dict[str, str]) -> tuple[str, float]:
+        """Return the header with a new token, and until when it holds. Raises StoreFailed."""
+        realm = fields["realm"]
+        try:
+            origin = origin_of(realm)
+        except ValueError as error:
+            raise StoreFailed(f"the registry names no server of tokens: {error}", _CHECK) from error
+        if self._origin.scheme == "https" and origin.scheme != "https":
+            raise StoreFailed(f"the registry takes tokens of `{shown_place(realm)}`, which has no TLS", _CHECK)
+        asked = urlencode([(name, fields[name]) for name in ("service", "scope") if name in fields])
+        header = None if self._login is None else self._login.header()
+        started = time.monotonic()
+        client = HttpClient(self._options, lambda url, challenge: header)
+        try:
+            data = client.read_small(f"{realm}{'&' if '?' in realm else '?'}{asked}", _TOKEN_JSON.size_bytes)
+        finally:
+            client.close()
+        token, lasting_s = _decode_token(data or b"", realm)
+        return f"Bearer {token}", started + lasting_s - _SPARE_TOKEN_S
+
+
+def _decode_token(data: bytes, realm: str) -> tuple[str, float]:
+    """Return a token and the seconds for which it holds. Raises StoreFailed."""
+    try:
+        answer = load_strict_json(data, _TOKEN_JSON)
+    except ValueError:
+        answer = None
+    found = answer if isinstance(answer, dict) else {}
+    token, seconds = found.get("token") or found.get("access_token"), found.get("expires_in")
+    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+        raise StoreFailed(f"`{shown_place(realm)}` sends no token", _LOG_IN)
+    return token, max(_LEAST_TOKEN_S, float(seconds)) if isinstance(seconds, (int, float)) else _LEAST_TOKEN_S

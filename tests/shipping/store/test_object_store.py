@@ -1,0 +1,80 @@
+"""A store in a bucket: uploads in parts, a service that refuses or fails, and no secret in a message."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from moec.manifests.errors import InputError, MissingDependency, StoreFailed
+from moec.shipping.store.access import Access
+from moec.shipping.store.address import parse_address
+from moec.shipping.store.interface import Store
+from moec.shipping.store.opening import open_store
+from tests.shipping.servers import Fault
+from tests.shipping.store.conftest import PATIENCE
+from tests.shipping.store.dav_server import DavServer
+from tests.shipping.store.test_every_store import BUNDLE, NAME, WEIGHTS, push, read, write
+
+
+def opened(bucket: str) -> Store:
+    return open_store(parse_address(f"s3://{bucket}/models"), Access(), for_writing=True, options=PATIENCE)
+
+
+def test_a_large_file_goes_in_parts(bucket: str, tmp_path: Path) -> None:
+    data = WEIGHTS * 17
+    assert len(data) > 8 << 20
+    store = opened(bucket)
+    sent: list[int] = []
+    path, size, digest = write(tmp_path, data)
+    assert store.put(f"{BUNDLE}/{NAME}", path, size, digest, sent.append)
+    assert sum(sent) == size
+    assert read(store, f"{BUNDLE}/{NAME}", 0, size) == data
+    path.write_bytes(data[:-1] + b"?")
+    with pytest.raises(InputError, match="has changed"):
+        opened(bucket).put(f"{BUNDLE}/other", path, size, digest)
+    assert store.size_bytes(f"{BUNDLE}/other") is None, "the upload is given up"
+
+
+def test_a_bucket_that_is_missing(bucket: str, tmp_path: Path) -> None:
+    store = opened(f"{bucket}-none")
+    assert store.read_small("channel/stable.json", 10) is None
+    with pytest.raises(StoreFailed, match="there is no such bucket"):
+        push(store, tmp_path)
+
+
+@pytest.mark.parametrize(("status", "told"), [(401, "refuses"), (403, "refuses"), (500, "500"), (503, "503")])
+def test_a_service_that_refuses(
+    bucket: str, dav: DavServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, told: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", dav.url)
+    dav.faults.append(Fault("status", status=status))
+    dav.upload_faults.append(Fault("status", status=status))
+    store = opened(bucket)
+    for ask in (
+        lambda: push(store, tmp_path),
+        lambda: store.replace("channel/stable.json", b"{}"),
+        lambda: store.read_small("channel/stable.json", 10),
+        lambda: read(store, f"{BUNDLE}/{NAME}", 0, 10),
+    ):
+        with pytest.raises(StoreFailed, match=told) as caught:
+            ask()
+        assert "hunter2" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_service_that_is_not_there(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(StoreFailed, match="does not answer HEAD"):
+        push(opened(bucket), tmp_path)
+
+
+@pytest.mark.parametrize(("address", "package"), [("s3://bucket", "obstore"), ("hf://owner/name", "huggingface_hub")])
+def test_a_package_that_is_missing_is_named(address: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(sys.modules):
+        if name.startswith(package) or name in ("moec.shipping.store.object_store", "moec.shipping.store.hub_store"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingDependency, match=f"needs the package `{package}`") as caught:
+        open_store(parse_address(address), Access())
+    assert caught.value.hint == 'pip install "moec[ship]"'
