@@ -18,6 +18,7 @@ _COMMANDS = {
     "compare": "compare:compare_command",
     "run": "run:run_command",
     "generate": "generate:generate_command",
+    "serve": "serve:serve_command",
     "eval": "evaluate:eval_command",
     "inspect": "inspect:inspect_command",
     "report": "report:report_command",

@@ -104,6 +104,10 @@ class BundleTokenizer:
             raise ExecutionError(f"the tokenizer cannot turn tokens into text: {error}", _COPY_AGAIN) from error
         return text
 
+    def piece(self, token: int) -> str:
+        """Return the vocabulary's entry of a token, in the tokenizer's own form; empty if there is none."""
+        return self._tokenizer.id_to_token(token) or ""
+
     def check_size(self, text: str, plan: MemoryPlan) -> None:
         """Refuse a text whose encoding would need more memory than keys, values and a pass will have later.
 

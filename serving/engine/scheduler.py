@@ -70,7 +70,7 @@ class Scheduler:
         self.pool = SlotPool(engine.options.slots, self._runner.keeps_prefixes)
         self._waiting = deque[GenerationRequest]()
         self._running: list[RunningSequence] = []
-        self._changed = threading.Condition()
+        self._changed, self._sequence = threading.Condition(), 0
         self._is_draining = self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -190,6 +190,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give waiting requests slots, in their order, except for those that wait for a prompt they share."""
+        if self._waiting and not self._running:
+            self._take_engine()
         for request in list(self._waiting):
             if not self.pool.free:
                 return
@@ -201,6 +203,14 @@ class Scheduler:
             with self._changed:
                 self._waiting.remove(request)
             self._begin(request, placement)
+
+    def _take_engine(self) -> None:
+        """Begin a sequence of the engine. If another caller has used it since, its slots hold other texts."""
+        number = self.engine.begin_sequence()
+        if number != self._sequence + 1:
+            for slot in self.pool.slots:
+                self.pool.forget(slot)
+        self._sequence = number
 
     def _shares_prompt_in_progress(self, request: GenerationRequest) -> bool:
         """Return whether a running prompt will soon hold much more of this request than any slot does now."""
@@ -218,8 +228,6 @@ class Scheduler:
     def _begin(self, request: GenerationRequest, placement: Placement) -> None:
         engine, slot = self.engine, placement.slot
         try:
-            if not self._running:
-                engine.begin_sequence()
             if placement.source is not None:
                 engine.copy_prefix(placement.source.index, slot.index, placement.kept)
             (text,) = engine.begin_texts([slot.index], [request.tokens])

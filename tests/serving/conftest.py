@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from moec.runtime import Engine, load
+from tests.cli.test_run import add_file
+from tests.serving.live_server import LiveServer, live_server
+
+CONTEXT = 96
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +27,31 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("served")
     folder = save_tiny_mixtral(root / "model", TinyMixtral(layers=3, experts=6, top_k=2, seed=5))
     return emit_bundle(folder, root / "bundle", mixed=True)
+
+
+TEMPLATE = (
+    b"{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('no') }}{% endif %}"
+    b"[{{ m.role }}] {{ m.content }}{% endfor %}!"
+)
+
+
+@pytest.fixture(scope="session")
+def chat_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle with a chat template."""
+    copy = Path(shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("chat") / "tiny-chat"))
+    add_file(copy, "chat_template.jinja", TEMPLATE)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def engine(chat_bundle: Path) -> Iterator[Engine]:
+    """The bundle, opened with three slots and a cache that is too small for its experts."""
+    with load(chat_bundle, expert_cache="60%", context=CONTEXT, slots=3) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[LiveServer]:
+    """The engine, served."""
+    with live_server(engine) as running:
+        yield running

@@ -91,6 +91,14 @@ def test_equal_prompts_are_computed_once_and_copied(engine: Engine, scheduler: S
         assert each.tokens == alone(engine, prompts()[10], sampling=SamplingOptions(temperature=1.0, seed=seed))
 
 
+def test_what_another_caller_has_overwritten_is_not_reused(engine: Engine, scheduler: Scheduler) -> None:
+    for _ in range(2):
+        asked = Asked(prompts()[10])
+        ask(scheduler, asked)
+        assert asked.tokens == alone(engine, prompts()[10])  # in the first slot
+        assert asked.ended.timings.cached_tokens == 0
+
+
 def test_a_cancelled_request_leaves_its_prefix(engine: Engine, scheduler: Scheduler) -> None:
     gone = Asked(prompts()[9], CONTEXT)
     scheduler.submit([gone.request])

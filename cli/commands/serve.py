@@ -1,0 +1,112 @@
+"""`moec serve`: answer HTTP requests in the form of the OpenAI API."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.errors import OptionError
+
+from ..lossy_modes.mode_costs import say_mode_cost
+from ..options.opening import open_engine, with_fitting_slots
+from ..options.paths import bundle_argument
+from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ..terminal import output
+from ..terminal.help_sections import SectionCommand, section_option
+
+if TYPE_CHECKING:
+    from moec.serving.serve import ServeOptions
+
+DEFAULT_SLOTS = 4
+MOST_SLOTS = 64
+server = section_option("Server")
+
+
+@click.command("serve", cls=SectionCommand, short_help="Answer requests over HTTP, as the OpenAI API does.")
+@bundle_argument
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free port.")
+@click.option("--slots", type=int, metavar="N", help="Answers at once.  [default: 4, or fewer that fit]")
+@server("--name", metavar="NAME", help="Name of the model in the API.  [default: that of the folder]")
+@server("--queue", type=int, default=32, show_default=True, metavar="N", help="Most requests that wait for a slot.")
+@server(
+    "--prefill-tokens",
+    type=int,
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Most tokens of prompts in a pass while answers run. Fewer keep the pace of the answers.",
+)
+@server(
+    "--deadline", type=float, default=600.0, show_default=True, metavar="SECONDS", help="Most time for one request."
+)
+@runtime_options
+@mode_options
+@accelerator_options
+def serve_command(
+    bundle: Path,
+    host: str,
+    port: int,
+    slots: int | None,
+    name: str | None,
+    queue: int,
+    prefill_tokens: int,
+    deadline: float,
+    **values: Any,
+) -> None:
+    """Serve the bundle in folder BUNDLE over HTTP, within its memory budget.
+
+    Clients of the OpenAI API work with the address that is printed and `/v1` after it. Requests share passes. An answer
+    does not depend on other requests, except under modes marked LOSSY. SIGTERM lets running answers end, an interrupt
+    ends them.
+
+    \b
+    moec serve mixtral-moec --memory 2GiB
+    curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 50}'
+    """
+    from moec.serving.serve import bind, serve
+
+    if slots is not None and not 1 <= slots <= MOST_SLOTS:
+        raise OptionError(f"`--slots` must be 1 to {MOST_SLOTS}, found {slots}", "leave it out for 4")
+    options = build_options(values, DEFAULT_SLOTS if slots is None else slots, bundle)
+    settings = _settings(bundle, name, queue, prefill_tokens, deadline)
+    bound = bind(host, port)  # before the weights are read
+    with bound:
+        opened = with_fitting_slots(
+            lambda fitting: open_engine(bundle, fitting, values["kernels"]), options, shrinks=slots is None
+        )
+        with opened as engine:
+            output.say(engine.mode)
+            say_mode_cost(bundle, engine)
+
+            def say_ready() -> None:
+                shown = f"[{host}]" if ":" in host else host
+                address = f"http://{shown}:{bound.getsockname()[1]}"
+                output.say(f"serving `{settings.service.name}` at {address}, {engine.options.slots} answers at once")
+
+            serve(engine, bound, settings, say_ready, _report)
+    output.say("stopped")
+
+
+def _settings(bundle: Path, name: str | None, queue: int, prefill_tokens: int, deadline: float) -> ServeOptions:
+    """Return the options of the server. Raises OptionError."""
+    from moec.serving.api.service import ServiceOptions
+    from moec.serving.engine.scheduler import ServingOptions
+    from moec.serving.http_server import HttpOptions
+    from moec.serving.serve import ServeOptions
+
+    if not 0 < deadline <= 1e6:
+        raise OptionError(f"`--deadline` must be more than 0 and at most 1000000, found {deadline:g}", "try 600")
+    return ServeOptions(
+        ServiceOptions(name or bundle.resolve().name, deadline_s=deadline),
+        ServingOptions(queue, prefill_tokens),
+        HttpOptions(drain_s=deadline),
+    )
+
+
+def _report(problem: BaseException) -> None:
+    """Print a fault, for the log."""
+    output.say("".join(traceback.format_exception(problem)), end="")

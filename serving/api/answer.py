@@ -1,0 +1,185 @@
+"""The answer to a generation over HTTP, in pieces or whole, with a watch for clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from starlette.types import Receive, Scope, Send
+
+from ..engine.request import Ended, Event, Failed, GenerationRequest
+from ..engine.scheduler import QueueFull, ShuttingDown
+from .errors import RequestError, error_of_failure, json_bytes
+from .service import Service
+
+_GRACE_S = 5.0
+"""Time after the deadline in which a client can still read the end of its answer."""
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class AnswerForm(Protocol):
+    """The form of one API. It collects events and turns them into server-sent events as they come."""
+
+    def begin(self) -> Iterable[bytes]:
+        """Return the events before the first token."""
+
+    def add(self, index: int, event: Event) -> Iterable[bytes]:
+        """Take an event of answer `index`, and return the events that it makes."""
+
+    def finish(self) -> Iterable[bytes]:
+        """Return the events after the last answer."""
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer."""
+
+    def failed(self, error: RequestError) -> Iterable[bytes]:
+        """Return the last events of a stream that failed."""
+
+
+MakeRequests: TypeAlias = Callable[[Sequence[Callable[[Event], None]]], list[GenerationRequest]]
+"""Makes the requests of an answer from one receiver of events for each."""
+
+
+def sent_event(value: Any, name: str | None = None) -> bytes:
+    """Return one server-sent event. name: its type, or None."""
+    line = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return line + b"data: " + json_bytes(value) + b"\n\n"
+
+
+class _Inbox:
+    """Events of several requests, from the engine's thread to a task."""
+
+    def __init__(self, count: int) -> None:
+        self._loop, self._events = asyncio.get_running_loop(), deque[tuple[int, Event]]()
+        self._has_some = asyncio.Event()
+        self.receivers = [self._receiver(index) for index in range(count)]
+
+    def _receiver(self, index: int) -> Callable[[Event], None]:
+        def deliver(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._add, index, event)
+
+        return deliver
+
+    def _add(self, index: int, event: Event) -> None:
+        self._events.append((index, event))
+        self._has_some.set()
+
+    async def take(self, timeout_s: float) -> list[tuple[int, Event]]:
+        """Return all events, after waiting for one; an empty list after the time-out."""
+        if not self._events:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_some.wait(), timeout_s)
+        self._has_some.clear()
+        found = list(self._events)
+        self._events.clear()
+        return found
+
+
+class Answer:
+    """An ASGI response that runs requests and tells what comes back. Requests end when the client leaves.
+
+    count: number of answers.
+    make: makes their requests.
+    """
+
+    def __init__(self, service: Service, count: int, make: MakeRequests, form: AnswerForm, streams: bool) -> None:
+        self._service, self._count, self._make, self._form, self._streams = service, count, make, form, streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request."""
+        inbox, scheduler = _Inbox(self._count), self._service.scheduler
+        requests = self._make(inbox.receivers)
+        try:
+            scheduler.submit(requests)
+        except QueueFull as full:
+            message = f"{full.waiting} requests wait, and the queue holds {scheduler.options.queue}"
+            await send_error(send, RequestError(429, message, None, "queue_full", {"Retry-After": "2"}))
+            return
+        except ShuttingDown:
+            await send_error(send, error_of_failure(Failed("shutting_down", "the server takes no more requests")))
+            return
+        leaving = asyncio.create_task(_until_gone(receive))
+        work = asyncio.create_task(self._tell(inbox, requests, send))
+        longest = max(each.deadline_s or self._service.options.deadline_s for each in requests) + 2 * _GRACE_S
+        try:
+            await asyncio.wait({leaving, work}, timeout=longest, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            scheduler.cancel(requests)
+            leaving.cancel()
+            if not work.done():
+                work.cancel()
+            await asyncio.gather(leaving, work, return_exceptions=True)
+        if not work.cancelled() and (error := work.exception()) is not None:
+            raise error
+
+    async def _tell(self, inbox: _Inbox, requests: Sequence[GenerationRequest], send: Send) -> None:
+        open_answers, has_begun = len(requests), False
+        ends_s = asyncio.get_running_loop().time() + max(each.deadline_s or 0.0 for each in requests) + _GRACE_S
+        while open_answers:
+            events = await inbox.take(self._service.options.ping_s)
+            if not events and asyncio.get_running_loop().time() > ends_s:  # the engine is stuck inside a pass
+                events = [(0, Failed("deadline_exceeded", "the request took longer than its deadline"))]
+            failed = next((event for _, event in events if isinstance(event, Failed)), None)
+            if failed is not None:
+                await self._tell_failure(error_of_failure(failed), has_begun, send)
+                return
+            open_answers -= sum(isinstance(event, Ended) for _, event in events)
+            pieces = list(self._pieces(events, has_begun, is_last=not open_answers))
+            if self._streams:
+                if not has_begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                has_begun = True
+                data = b"".join(pieces) or self._comment(requests)
+                await send({"type": "http.response.body", "body": data, "more_body": bool(open_answers)})
+        if not self._streams:
+            await send_json(send, self._form.whole())
+
+    def _pieces(self, events: Sequence[tuple[int, Event]], has_begun: bool, is_last: bool) -> Iterator[bytes]:
+        if not has_begun:
+            yield from self._form.begin()
+        for index, event in events:
+            yield from self._form.add(index, event)
+        if is_last:
+            yield from self._form.finish()
+
+    def _comment(self, requests: Sequence[GenerationRequest]) -> bytes:
+        """Return a comment that keeps a connection open: the place in the queue, or that the prompt is computed."""
+        place = self._service.scheduler.place_in_queue(requests[0])
+        return b": prefill\n\n" if place is None else f": queue {place}\n\n".encode()
+
+    async def _tell_failure(self, error: RequestError, has_begun: bool, send: Send) -> None:
+        if not has_begun:
+            await send_error(send, error)
+            return
+        data = b"".join(self._form.failed(error))
+        await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+async def _until_gone(receive: Receive) -> None:
+    """Wait until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_json(
+    send: Send, value: Any, status: int = 200, headers: Iterable[tuple[str, str]] = (), kind: str = "application/json"
+) -> None:
+    """Send a value as the whole response."""
+    data = value if isinstance(value, bytes) else json_bytes(value)
+    plain = [("content-type", kind), ("content-length", str(len(data))), *headers]
+    coded = [(name.lower().encode(), text.encode()) for name, text in plain]
+    await send({"type": "http.response.start", "status": status, "headers": coded})
+    await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+async def send_error(send: Send, error: RequestError) -> None:
+    """Send an error as the whole response."""
+    await send_json(send, error.to_plain(), error.status, error.headers.items())

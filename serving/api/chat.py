@@ -1,0 +1,199 @@
+"""`POST /v1/chat/completions`: continue a conversation through the bundle's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from moec.manifests.files.strict_json import shown
+
+from ..engine.request import Ended, Event, GenerationRequest, TokenMade
+from .answer import Answer
+from .errors import RequestError, bad_field
+from .fields import Fields
+from .forms import OpenAIForm, chat_log_prob
+from .reasoning import ThinkingSplitter
+from .sampling_fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, read_asked, unsupported_tools
+from .service import Service
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_NO_EFFECT = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+
+
+class ChatForm(OpenAIForm):
+    """The form of chat completions. starts_thinking: the prompt ends inside `<think>`."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, service: Service, asked: Asked, prompt_tokens: int, starts_thinking: bool) -> None:
+        super().__init__(service.options.name, asked.count, prompt_tokens, asked.includes_usage)
+        self._text_of, self._thinks = service.token_text, service.thinks
+        self._splitters = [ThinkingSplitter(starts_thinking) for _ in range(asked.count)]
+        self._parts: list[list[tuple[bool, str]]] = [[] for _ in range(asked.count)]
+
+    def begin(self) -> Iterable[bytes]:
+        """Return the piece that names the role."""
+        for index in range(len(self.answers)):
+            yield self.chunk([self._choice(index, {"role": "assistant", "content": ""})])
+
+    def add(self, index: int, event: Event) -> Iterable[bytes]:
+        """Take an event and return its pieces."""
+        answer = self.answers[index]
+        answer.add(event)
+        if isinstance(event, TokenMade):
+            log_probs = None
+            if event.log_prob is not None:
+                log_probs = {"content": [chat_log_prob(event.log_prob, self._text_of)], "refusal": None}
+            deltas = self._deltas(index, event.text)
+            if log_probs is not None and not deltas:
+                deltas = [{"content": ""}]
+            for delta in deltas:
+                yield self.chunk([self._choice(index, delta, log_probs)])
+                log_probs = None
+        elif isinstance(event, Ended):
+            for delta in self._deltas(index, None):
+                yield self.chunk([self._choice(index, delta)])
+            choice = {**self._choice(index, {}), "finish_reason": event.reason}
+            yield self.chunk([choice], timings=self.timings(index))
+
+    def _deltas(self, index: int, text: str | None) -> list[dict[str, str]]:
+        """Return what a piece of text adds; None is the end of the text."""
+        splitter = self._splitters[index]
+        if not self._thinks:
+            parts = [(False, text)] if text else []
+        else:
+            parts = splitter.flush() if text is None else splitter.push(text)
+        self._parts[index] += parts
+        return [{"reasoning_content" if is_thought else "content": part} for is_thought, part in parts]
+
+    def _choice(self, index: int, delta: dict[str, Any], log_probs: Any = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": None}
+
+    def message(self, index: int) -> tuple[str, str]:
+        """Return what an answer says, and what it thinks."""
+        texts = ["".join(part for is_thought, part in self._parts[index] if is_thought == which) for which in (0, 1)]
+        return texts[0], texts[1]
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer."""
+        choices = []
+        for index, answer in enumerate(self.answers):
+            content, thought = self.message(index)
+            message = {"role": "assistant", "content": content, "refusal": None}
+            if thought:
+                message["reasoning_content"] = thought
+            entries = [chat_log_prob(token, self._text_of) for token in answer.tokens]
+            log_probs = {"content": entries, "refusal": None} if entries else None
+            choices.append({
+                "index": index,
+                "message": message,
+                "logprobs": log_probs,
+                "finish_reason": self.reason(index),
+            })  # fmt: skip
+        return self.whole_of(choices)
+
+
+async def chat(service: Service, body: dict[str, Any]) -> Answer:
+    """Return the answer to a body of `/v1/chat/completions`. Raises RequestError."""
+    fields = Fields(body)
+    messages = read_messages(fields.take("messages"))
+    asked = read_asked(fields, service.vocabulary, ("max_completion_tokens", "max_tokens"), DEFAULT_NEW_TOKENS)
+    log_probs = _log_probs(fields)
+    unsupported_tools(fields)
+    fields.unsupported("modalities", ["text"])
+    fields.unsupported("audio")
+    fields.unsupported("prediction")
+    fields.unsupported("web_search_options")
+    fields.unsupported("reasoning_effort")
+    fields.unsupported("verbosity", "medium")
+    fields.without_effect(*_NO_EFFECT)
+    fields.end()
+    tokens, starts_thinking = await chat_tokens(service, messages)
+    form = ChatForm(service, asked, len(tokens), starts_thinking)
+    return Answer(service, asked.count, chat_requests(service, asked, tokens, log_probs), form, asked.streams)
+
+
+def chat_requests(
+    service: Service, asked: Asked, tokens: Sequence[int], log_probs: int | None = None
+) -> Callable[[Sequence[Callable[[Event], None]]], list[GenerationRequest]]:
+    """Return what makes the requests of a conversation, one for each answer."""
+
+    def make(receivers: Sequence[Callable[[Event], None]]) -> list[GenerationRequest]:
+        return [
+            GenerationRequest(
+                list(tokens),
+                asked.max_new_tokens,
+                deliver,
+                replace(asked.sampling, seed=asked.sampling.seed + at),
+                asked.stop,
+                log_probs,
+                deadline_s=service.options.deadline_s,
+            )
+            for at, deliver in enumerate(receivers)
+        ]
+
+    return make
+
+
+async def chat_tokens(service: Service, messages: Sequence[dict[str, str]]) -> tuple[list[int], bool]:
+    """Return the tokens of a conversation, and whether they end inside `<think>`. Raises RequestError."""
+    text = await service.render(messages)
+    tokens = await service.encode(text, "messages", adds_special_tokens=False)
+    service.check_prompt(tokens, "messages")
+    return tokens, text.rstrip().endswith("<think>")
+
+
+def _log_probs(fields: Fields) -> int | None:
+    is_asked, count = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MAX_LOG_PROBS)
+    if count and not is_asked:
+        raise bad_field("top_logprobs", "is only for `logprobs`")
+    return (count or 0) if is_asked else None
+
+
+def read_messages(given: Any) -> list[dict[str, str]]:
+    """Return the messages of a conversation with `role` and `content`. Raises RequestError."""
+    if given is None:
+        raise RequestError(400, "`messages` is missing", "messages", "missing_field")
+    if not isinstance(given, list) or not given:
+        raise bad_field("messages", f"must be a list with a message, found {shown(given)}")
+    found = []
+    for at, each in enumerate(given):
+        place = f"messages[{at}]"
+        if not isinstance(each, dict):
+            raise bad_field(place, f"must be an object, found {shown(each)}")
+        fields = Fields(each, f"{place}.")
+        role = fields.text("role")
+        if role not in _ROLES:
+            raise bad_field(f"{place}.role", f"must be {', '.join(_ROLES)}, found {shown(role)}", "unsupported_value")
+        content = message_text(fields.take("content"), f"{place}.content")
+        fields.without_effect("reasoning_content")
+        for name, *harmless in (("tool_calls", []), ("function_call",), ("refusal",), ("audio",), ("annotations", [])):
+            fields.unsupported(name, *harmless)
+        fields.end()
+        found.append({"role": _ROLES[role], "content": content})
+    return found
+
+
+def message_text(content: Any, place: str, kinds: tuple[str, ...] = ("text", "input_text", "output_text")) -> str:
+    """Return the text of a message: a text, or a list of text parts. Raises RequestError."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_field(place, f"must be a text or a list of text parts, found {shown(content)}")
+    parts = []
+    for at, part in enumerate(content):
+        where = f"{place}[{at}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            raise bad_field(where, "must be a part of type `text` with a `text`", "unsupported_value")
+        parts.append(part["text"])
+    return "".join(parts)

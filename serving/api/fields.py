@@ -1,0 +1,134 @@
+"""Fields of a JSON body. Each is read once, with its type and bounds, and a field that is left over is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moec.manifests.files.limits import JsonLimits
+from moec.manifests.files.strict_json import load_strict_json, shown
+
+from .errors import RequestError, bad_field
+
+MAX_BODY_BYTES = 8 << 20
+BODY_JSON = JsonLimits(MAX_BODY_BYTES, containers=1 << 16, values=1 << 20, texts=1 << 17)
+"""Bounds of a body: as many token ids as a long context has, or 10,000 messages."""
+
+
+def parse_body(data: bytes) -> dict[str, Any]:
+    """Return the object in a body. Raises RequestError."""
+    try:
+        body = load_strict_json(data, BODY_JSON)
+    except UnicodeDecodeError as error:
+        raise RequestError(400, f"the body is not UTF-8 at byte {error.start}", code="invalid_json") from error
+    except ValueError as error:
+        raise RequestError(400, f"the body is not JSON within the limits: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise RequestError(400, f"the body must be an object, found {shown(body)}", code="invalid_json")
+    return body
+
+
+class Fields:
+    """The fields of one object. null counts as absent.
+
+    place: text before the name of a field in messages, like `messages[0].`.
+    """
+
+    def __init__(self, body: dict[str, Any], place: str = "") -> None:
+        self._left = {name: value for name, value in body.items() if value is not None}
+        self.place = place
+
+    def take(self, name: str) -> Any:
+        """Return the value of a field; None if it is absent."""
+        return self._left.pop(name, None)
+
+    def text(self, name: str, default: str | None = None, most: int | None = None) -> str | None:
+        """Return a text. most: most characters."""
+        value = self.take(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise bad_field(self.place + name, f"must be a text, found {shown(value)}")
+        if most is not None and len(value) > most:
+            raise bad_field(self.place + name, f"has {len(value)} characters, more than {most}")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return true or false."""
+        value = self.take(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise bad_field(self.place + name, f"must be true or false, found {shown(value)}")
+        return value
+
+    def whole(self, name: str, least: int, most: int, default: int | None = None) -> int | None:
+        """Return a whole number between bounds."""
+        value = self.take(name)
+        if value is None:
+            return default
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise bad_field(self.place + name, f"must be a whole number of {least} to {most}, found {shown(value)}")
+        return value
+
+    def number(self, name: str, least: float, most: float, default: float) -> float:
+        """Return a number between bounds."""
+        value = self.take(name)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+            raise bad_field(self.place + name, f"must be a number of {least:g} to {most:g}, found {shown(value)}")
+        return float(value)
+
+    def object(self, name: str) -> Fields | None:
+        """Return the fields of an object; None if it is absent."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise bad_field(self.place + name, f"must be an object, found {shown(value)}")
+        return Fields(value, f"{self.place}{name}.")
+
+    def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
+        """Return a text or a list of texts as a tuple. most, longest: most texts, and most characters of one."""
+        value = self.take(name)
+        if value is None:
+            return ()
+        found = [value] if isinstance(value, str) else value
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise bad_field(self.place + name, f"must be a text or a list of texts, found {shown(value)}")
+        if len(found) > most or any(len(each) > longest for each in found):
+            raise bad_field(self.place + name, f"must have at most {most} texts of at most {longest} characters")
+        return tuple(found)
+
+    def without_effect(self, *names: str) -> None:
+        """Accept fields that do not change the output."""
+        for name in names:
+            self._left.pop(name, None)
+
+    def unsupported(self, name: str, *harmless: Any) -> None:
+        """Accept a field only with a value that changes nothing. An absent field is always accepted."""
+        value = self.take(name)
+        if value is None or any(type(value) is type(each) and value == each for each in harmless):
+            return
+        allowed = " or ".join(repr(each) for each in harmless) or "absent"
+        raise bad_field(
+            self.place + name, f"is not supported with this value; it can be {allowed}", "unsupported_value"
+        )
+
+    def end(self) -> None:
+        """Refuse fields that are left over. Raises RequestError that names the first one."""
+        for name in self._left:
+            raise RequestError(
+                400, f"unknown field `{self.place}{name[:60]}`", f"{self.place}{name[:60]}", "unknown_field"
+            )
+
+
+def token_ids(value: Sequence[Any], name: str) -> list[int]:
+    """Return a list of token ids. Raises RequestError."""
+    for at, each in enumerate(value):
+        if not isinstance(each, int) or isinstance(each, bool):
+            raise bad_field(name, f"must have whole numbers only, found {shown(each)} at place {at}")
+    return list(value)

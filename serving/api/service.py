@@ -1,0 +1,154 @@
+"""What the handlers of all APIs use: the scheduler, the tokenizer, the chat template, and facts of the bundle."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from moec.manifests.errors import InputError, MoecError, OptionError
+from moec.runtime.engine.engine import Engine
+from moec.runtime.text.template_process import ChatRenderer, TemplateFiles, template_files
+
+from ..engine.scheduler import Scheduler
+from .errors import RequestError, error_of
+from .sampling_fields import too_long
+
+R = TypeVar("R")
+_PIECE_MARKS = ("\u2581", "\u0120")
+"""First characters of vocabulary entries that stand for a space."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """Options of the HTTP side.
+
+    name: name of the model.
+    deadline_s: most seconds for a request, its time in the queue included.
+    ping_s: seconds without an event after which a stream gets a comment.
+    body_s: most seconds in which a body must arrive.
+    """
+
+    name: str
+    deadline_s: float = 600.0
+    ping_s: float = 15.0
+    body_s: float = 30.0
+
+
+class Service:
+    """One served bundle. One thread encodes texts and renders templates, so that their memory is used once."""
+
+    def __init__(self, scheduler: Scheduler, options: ServiceOptions) -> None:
+        self.scheduler, self.options, self.started_s = scheduler, options, int(time.time())
+        self.engine: Engine = scheduler.engine
+        self.mode = self.engine.mode.removeprefix("mode: ")
+        self._texts = ThreadPoolExecutor(1, "texts")
+        self._renderer: ChatRenderer | None = None
+        self._template = self._template_files()
+        self._token_texts: dict[int, str] = {}
+
+    def close(self) -> None:
+        """End the thread and the process of the template."""
+        self._texts.shutdown(wait=True, cancel_futures=True)
+        if self._renderer is not None:
+            self._renderer.close()
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return int(self.engine.model.spec.vocab_size)
+
+    @property
+    def thinks(self) -> bool:
+        """True if the chat template knows `<think>` tags."""
+        files = self._template
+        return any(b"<think>" in data or b"</think>" in data for data in (files.config, files.template) if data)
+
+    async def in_thread(self, work: Callable[[], R]) -> R:
+        """Return the result of work with texts, done in their thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+
+    async def encode(self, text: str, param: str, adds_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Raises RequestError."""
+        try:
+            return await self.in_thread(lambda: self.engine.encode(text, adds_special_tokens))
+        except MoecError as error:
+            raise error_of(error, param) from error
+
+    async def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the text of a chat by the bundle's template. Raises RequestError."""
+        try:
+            return await self.in_thread(lambda: self._render(messages))
+        except OptionError as error:
+            raise RequestError(
+                400,
+                f"the bundle `{self.options.name}` has no chat template; ask `/v1/completions`",
+                "messages",
+                "no_chat_template",
+            ) from error
+        except MoecError as error:
+            raise error_of(error, "messages") from error
+
+    def check_prompt(self, tokens: Sequence[int], param: str, has_answer: bool = True) -> None:
+        """Refuse a prompt that is empty, outside the vocabulary, or too long. Raises RequestError."""
+        context = self.engine.memory.context
+        if len(tokens) > context:
+            raise too_long(len(tokens), context, param)
+        try:
+            self.engine.check_tokens(tokens, room=1 if has_answer else 0)
+        except MoecError as error:
+            raise error_of(error, param) from error
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, with its leading space. A special token has its name."""
+        found = self._token_texts.get(token)
+        if found is None:
+            piece = self.engine.tokenizer.piece(token)
+            found = self.engine.tokenizer.decode([token])
+            if not found or "\ufffd" in found:
+                found = piece
+            elif piece.startswith(_PIECE_MARKS) and not found.startswith(" "):
+                found = " " + found
+            self._token_texts[token] = found
+        return found
+
+    def _template_files(self) -> TemplateFiles:
+        return template_files(self.engine.bundle, self.engine.options.verify)
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        if self._renderer is None or self._renderer.process.poll() is not None:
+            self._renderer = ChatRenderer()
+        try:
+            return self._renderer.render(self._template, messages)
+        except InputError:
+            raise
+        except BaseException:
+            self._renderer.close()
+            self._renderer = None
+            raise
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `/props` tells."""
+        engine = self.engine
+        spec = engine.model.spec
+        return {
+            "model": self.options.name,
+            "mode": self.mode,
+            "is_lossless": engine.is_lossless,
+            "answers_depend_on_other_requests": not engine.is_lossless,
+            "context": engine.memory.context,
+            "slots": engine.options.slots,
+            "queue": self.scheduler.options.queue,
+            "prefill_tokens": self.scheduler.options.prefill_tokens,
+            "deadline_s": self.options.deadline_s,
+            "memory": engine.memory.to_plain(),
+            "layers": spec.num_layers,
+            "experts": [layer.experts.count for layer in spec.layers],
+            "vocabulary": spec.vocab_size,
+            "family": spec.family,
+            "has_chat_template": any((self._template.template, b"chat_template" in (self._template.config or b""))),
+            "thinks": self.thinks,
+        }

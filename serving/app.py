@@ -1,0 +1,123 @@
+"""The ASGI application: which path is answered by what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from .api import facts
+from .api.chat import chat
+from .api.completions import completions
+from .api.errors import CLIENT_GONE, RequestError, json_bytes
+from .api.fields import MAX_BODY_BYTES, parse_body
+from .api.service import Service
+
+Handler: TypeAlias = Callable[[Service, dict[str, Any]], Awaitable[Any]]
+Fact: TypeAlias = Callable[[Service], Any]
+_PARSED_HERE_BYTES = 64 << 10
+"""A larger body is parsed in the thread of texts, so that other connections go on."""
+
+HANDLERS: dict[str, Handler] = {
+    "/v1/chat/completions": chat,
+    "/v1/completions": completions,
+    "/tokenize": facts.tokenize,
+    "/detokenize": facts.detokenize,
+}
+FACTS: dict[str, Fact] = {
+    "/v1/models": facts.models,
+    "/health": facts.health,
+    "/ready": facts.health,
+    "/props": Service.facts,
+}
+
+
+def make_app(service: Service) -> ASGIApp:
+    """Return the application of one served bundle."""
+    routes = [Route(path, _posted(service, handler), methods=["POST"]) for path, handler in HANDLERS.items()]
+    routes += [Route(path, _fact(service, fact), methods=["GET"]) for path, fact in FACTS.items()]
+    routes.append(Route("/v1/models/{name:path}", _one_model(service), methods=["GET"]))
+    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _fault})
+
+
+def _posted(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
+    """Return the endpoint of a handler that reads a body."""
+
+    async def endpoint(request: Request) -> Any:
+        try:
+            data = await asyncio.wait_for(read_body(request), service.options.body_s)
+            is_small = len(data) <= _PARSED_HERE_BYTES
+            body = parse_body(data) if is_small else await service.in_thread(lambda: parse_body(data))
+            found = await handler(service, body)
+        except asyncio.TimeoutError:
+            return _error(RequestError(408, f"the body took more than {service.options.body_s:g} s", code="timeout"))
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
+        except RequestError as error:
+            return _error(error)
+        return _json(found) if isinstance(found, dict) else found
+
+    return endpoint
+
+
+def _fact(service: Service, fact: Fact) -> Callable[[Request], Awaitable[Any]]:
+    async def endpoint(request: Request) -> Any:
+        try:
+            found = fact(service)
+        except RequestError as error:
+            return _error(error)
+        return _json(found) if isinstance(found, dict) else found
+
+    return endpoint
+
+
+def _one_model(service: Service) -> Callable[[Request], Awaitable[Any]]:
+    async def endpoint(request: Request) -> Any:
+        if request.path_params["name"] != service.options.name:
+            return _error(RequestError(404, "this server has no such model", "model", "model_not_found"))
+        return _json(facts.model(service))
+
+    return endpoint
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the body of a request. Raises RequestError for one that is too long, ClientDisconnect."""
+    parts, size = list[bytes](), 0
+    too_long = RequestError(413, f"the body has more than {MAX_BODY_BYTES} bytes", None, "body_too_large")
+    length = request.headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and int(length[:20]) > MAX_BODY_BYTES:
+        raise too_long
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise too_long
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json_bytes(value), status, headers, "application/json")
+
+
+def _error(error: RequestError) -> Response:
+    return _json(error.to_plain(), error.status, error.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answer a path or a method that does not exist."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    words = {404: "this path does not exist", 405: "this path does not take this method"}
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    return _error(RequestError(status, words.get(status, "the request is refused"), None, "not_found", headers))
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    """Answer a fault of the server. It is logged where it is raised again."""
+    return _error(RequestError(500, "a fault in the server ended this request", None, "server_fault"))

@@ -1,0 +1,137 @@
+"""The HTTP server: uvicorn, with time limits for headers, and with signals that end answers in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_HEADER_S = 10.0
+_HEADER_BYTES = 32 << 10
+_KEEP_ALIVE_S = 15
+_LEAVING_S = 5.0
+"""Time after the deadline of answers in which the server waits for connections to close."""
+
+
+class _TimedProtocol(H11Protocol):
+    """A connection that is closed if the headers of a request take too long."""
+
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_answering:
+            self._stop_timer()
+        elif self._header_timer is None:
+            self._start_timer()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start_timer(self) -> None:
+        self._header_timer = self.loop.call_later(_HEADER_S, self._end_slow)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _end_slow(self) -> None:
+        self._header_timer = None
+        if not self._is_answering:
+            self.transport.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """Options of the HTTP server.
+
+    connections: most connections at once.
+    drain_s: most seconds that running answers have after SIGTERM.
+    """
+
+    connections: int = 256
+    drain_s: float = 600.0
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application until a signal.
+
+    SIGTERM: no more requests are taken, and running answers end. SIGINT, or a second signal: answers end at once.
+    on_ready: called when the server listens.
+    on_leave: called at a signal, with whether running answers must end at once.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        options: HttpOptions,
+        on_ready: Callable[[], None],
+        on_leave: Callable[[bool], None],
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_TimedProtocol,
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            limit_concurrency=options.connections,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(options.drain_s + _LEAVING_S),
+            h11_max_incomplete_event_size=_HEADER_BYTES,
+        )
+        super().__init__(config)
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not a line for each malformed request
+        self._on_ready, self._on_leave = on_ready, on_leave
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen, and tell it."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals in the loop. Only a main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.leave, number == signal.SIGINT)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def leave(self, at_once: bool) -> None:
+        """End the server. A second call ends answers at once."""
+        if self.should_exit and at_once:
+            self.force_exit = True
+        self._on_leave(at_once or self.should_exit)
+        self.should_exit = True

@@ -1,0 +1,131 @@
+"""`/v1/chat/completions` over a real connection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moec.runtime import Engine
+from moec.serving.api.reasoning import ThinkingSplitter
+from tests.serving.live_server import LiveServer
+
+PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+GREEDY = {"messages": MESSAGES, "max_tokens": 10, "temperature": 0}
+
+
+def expected(engine: Engine, text: str = "[system] be brief[user] hi!") -> str:
+    tokens = engine.encode(text, adds_special_tokens=False)
+    return "".join(step.text for step in engine.generate(tokens, 10))
+
+
+def test_a_chat_goes_through_the_template(server: LiveServer, engine: Engine) -> None:
+    found = server.post(PATH, GREEDY).json
+    message = found["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": expected(engine), "refusal": None}
+    assert (found["object"], found["choices"][0]["logprobs"]) == ("chat.completion", None)
+
+
+def test_a_streamed_chat(server: LiveServer, engine: Engine) -> None:
+    events = server.post(PATH, {**GREEDY, "stream": True}).events
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == expected(engine)
+    assert [event["choices"][0]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-1]["choices"][0]["delta"] == {}
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in events}) == 1
+
+
+def test_parts_and_roles(server: LiveServer, engine: Engine) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    found = server.post(PATH, {**GREEDY, "messages": messages}).json
+    assert found["choices"][0]["message"]["content"] == expected(engine)
+    history = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yo", "tool_calls": [], "refusal": None, "reasoning_content": "hm"},
+        {"role": "user", "content": "on"},
+    ]
+    found = server.post(PATH, {**GREEDY, "messages": history}).json
+    assert found["choices"][0]["message"]["content"] == expected(engine, "[user] hi[assistant] yo[user] on!")
+
+
+def test_the_next_turn_reuses_the_conversation(server: LiveServer) -> None:
+    first = server.post(PATH, {**GREEDY, "messages": [{"role": "user", "content": "tell me about it"}]}).json
+    content = first["choices"][0]["message"]["content"]
+    turn = [
+        {"role": "user", "content": "tell me about it"},
+        {"role": "assistant", "content": content},
+        {"role": "user", "content": "more"},
+    ]
+    second = server.post(PATH, {**GREEDY, "messages": turn}).json
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 10
+
+
+def test_log_probabilities(server: LiveServer) -> None:
+    body = {**GREEDY, "logprobs": True, "top_logprobs": 2}
+    content = server.post(PATH, body).json["choices"][0]["logprobs"]["content"]
+    assert len(content) >= 1
+    for entry in content:
+        assert entry["top_logprobs"][0]["token"] == entry["token"]
+        assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+    events = server.post(PATH, {**body, "stream": True}).events
+    streamed = [event["choices"][0]["logprobs"] for event in events]
+    assert [entry for part in streamed if part for entry in part["content"]] == content
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": None}, "messages", "missing_field"),
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": ["hi"]}, "messages[0]", "invalid_value"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported_value"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_value"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+        "unsupported_value",
+    ),
+    ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name", "unknown_field"),
+    ({"messages": [{"role": "user", "content": "refuse"}]}, "messages", "InputError"),
+    ({"tools": [{"type": "function"}]}, "tools", "unsupported_value"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type", "unsupported_value"),
+    ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_value"),
+]
+
+
+@pytest.mark.parametrize(("change", "param", "code"), WRONG, ids=[str(change)[:40] for change, _, _ in WRONG])
+def test_wrong_fields_are_named(server: LiveServer, change: dict[str, Any], param: str, code: str) -> None:
+    reply = server.post(PATH, {**GREEDY, **change})
+    assert reply.status == 400, reply.body
+    assert (reply.error["param"], reply.error["code"]) == (param, code)
+
+
+def test_what_asks_for_nothing_is_accepted(server: LiveServer, engine: Engine) -> None:
+    more = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "u", "n": 1}
+    found = server.post(PATH, {**GREEDY, **more}).json
+    assert found["choices"][0]["message"]["content"] == expected(engine)
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("is_open", "text", "thought", "answer"),
+    [
+        (False, "<think>\nso so</think>\n\nyes", "so so", "yes"),
+        (True, "so</thin so</think>yes", "so</thin so", "yes"),
+        (False, "no <think> here", "", "no <think> here"),
+        (False, "<thin", "", "<thin"),
+        (False, "<think>never ends </th", "never ends </th", ""),
+        (False, "<think></think>", "", ""),
+    ],
+)
+def test_thinking_is_kept_apart(is_open: bool, text: str, thought: str, answer: str, size: int) -> None:
+    splitter, parts = ThinkingSplitter(is_open), list[tuple[bool, str]]()
+    for start in range(0, len(text), size):
+        parts += splitter.push(text[start : start + size])
+    parts += splitter.flush()
+    assert "".join(part for is_thought, part in parts if is_thought) == thought
+    assert "".join(part for is_thought, part in parts if not is_thought) == answer

@@ -1,0 +1,177 @@
+"""`/v1/completions` over a real connection."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moec.runtime import Engine
+from moec.runtime.text.sampling import SamplingOptions
+from tests.serving.live_server import LiveServer, Reply
+
+PROMPT, PATH = "Question: what is", "/v1/completions"
+GREEDY = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+
+
+def expected(engine: Engine, prompt: str = PROMPT, count: int = 12, **options: Any) -> str:
+    steps = engine.generate(prompt, count, SamplingOptions(**options))
+    return "".join(step.text for step in steps)
+
+
+def test_the_answer_is_that_of_the_engine(server: LiveServer, engine: Engine) -> None:
+    found = server.post(PATH, GREEDY).json
+    assert found["choices"][0]["text"] == expected(engine)
+    assert (found["object"], found["model"]) == ("text_completion", "tiny")
+    usage = found["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert found["timings"]["hit_rate"] < 1 and found["timings"]["bytes_read"] > 0
+
+
+def test_a_stream_has_the_same_text_and_one_reason_at_its_end(server: LiveServer, engine: Engine) -> None:
+    reply = server.post(PATH, {**GREEDY, "stream": True, "stream_options": {"include_usage": True}})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.body.endswith(b"data: [DONE]\n\n")
+    *pieces, usage = reply.events
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == expected(engine)
+    reasons = [piece["choices"][0]["finish_reason"] for piece in pieces]
+    assert reasons[-1] in ("stop", "length") and set(reasons[:-1]) == {None}
+    assert all(piece["usage"] is None for piece in pieces)
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] > 0
+    assert pieces[-1]["timings"]["ttft_ms"] > 0
+
+
+def test_clients_at_once_get_their_own_answers(server: LiveServer, engine: Engine) -> None:
+    prompts = [f"Item {number} of the list:" for number in range(12)]
+    found: dict[int, Reply] = {}
+
+    def ask(at: int) -> None:
+        found[at] = server.post(PATH, {**GREEDY, "prompt": prompts[at], "stream": at % 2 == 0})
+
+    threads = [threading.Thread(target=ask, args=(at,)) for at in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    server.wait_until_idle()
+    for at, prompt in enumerate(prompts):
+        pieces = found[at].events if at % 2 == 0 else [found[at].json]
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) == expected(engine, prompt)
+
+
+def test_token_ids_and_lists_of_prompts(server: LiveServer, engine: Engine) -> None:
+    ids = engine.encode(PROMPT)
+    assert server.post(PATH, {**GREEDY, "prompt": ids}).json["choices"][0]["text"] == expected(engine)
+    both = server.post(PATH, {**GREEDY, "prompt": [PROMPT, "Another"], "n": 2}).json
+    texts = [choice["text"] for choice in both["choices"]]
+    assert texts == [expected(engine)] * 2 + [expected(engine, "Another")] * 2
+    assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
+    assert server.post(PATH, {**GREEDY, "prompt": [ids, ids]}).json["usage"]["prompt_tokens"] == 2 * len(ids)
+
+
+def test_a_seed_gives_one_answer_and_each_of_n_its_own(server: LiveServer, engine: Engine) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 8, "seed": 5, "top_p": 0.9, "n": 3}
+    first, second = (server.post(PATH, body).json["choices"] for _ in range(2))
+    assert first == second
+    assert first[1]["text"] == expected(engine, count=8, temperature=1.0, top_p=0.9, seed=6)
+    assert len({choice["text"] for choice in first}) > 1
+
+
+def test_echo_scores_the_prompt_as_the_engine_does(server: LiveServer, engine: Engine) -> None:
+    """What lm-evaluation-harness asks for: ids, echo, one log probability, one token."""
+    ids = engine.encode(PROMPT)
+    body = {"prompt": [ids], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}
+    choice = server.post(PATH, body).json["choices"][0]
+    log_probs = choice["logprobs"]
+    assert choice["text"].startswith(PROMPT)
+    assert log_probs["token_logprobs"][0] is None and len(log_probs["tokens"]) == len(ids) + 1
+    logits = engine.logits(ids).astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    rows = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    wanted = [rows[at, token] for at, token in enumerate(ids[1:])]
+    assert log_probs["token_logprobs"][1:-1] == pytest.approx(wanted, abs=1e-5)
+    for at, top in enumerate(log_probs["top_logprobs"][1:-1]):
+        is_likeliest = int(rows[at].argmax()) == ids[at + 1]
+        assert (max(top, key=top.get) == log_probs["tokens"][at + 1]) == is_likeliest
+    assert log_probs["text_offset"][:2] == [0, len(log_probs["tokens"][0])]
+    streamed = server.post(PATH, {**body, "stream": True}).events
+    parts = [event["choices"][0]["logprobs"] for event in streamed]
+    assert [each for part in parts if part for each in part["tokens"]] == log_probs["tokens"]
+    assert server.post(PATH, {**body, "max_tokens": 0}).json["choices"][0]["text"] == PROMPT
+
+
+def test_stop_texts_are_left_out(server: LiveServer, engine: Engine) -> None:
+    whole = expected(engine)
+    stop = whole[4:6]
+    for given in (stop, ["unseen", stop]):
+        choice = server.post(PATH, {**GREEDY, "stop": given}).json["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+
+
+WRONG: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"prompt": None}, "prompt", "missing_field"),
+    ({"prompt": 5}, "prompt", "invalid_value"),
+    ({"prompt": []}, "prompt", "invalid_value"),
+    ({"prompt": ""}, "prompt", "InputError"),
+    ({"prompt": [[1, True]]}, "prompt", "invalid_value"),
+    ({"prompt": [10**9]}, "prompt", "InputError"),
+    ({"prompt": [-1]}, "prompt", "InputError"),
+    ({"prompt": [7] * 97}, "prompt", "context_length_exceeded"),
+    ({"prompt": "\ud800"}, "prompt", "InputError"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": "5"}, "max_tokens", "invalid_value"),
+    ({"temperature": 3}, "temperature", "invalid_value"),
+    ({"temperature": True}, "temperature", "invalid_value"),
+    ({"top_p": -0.1}, "top_p", "invalid_value"),
+    ({"stop": [1]}, "stop", "invalid_value"),
+    ({"stop": ["x"] * 17}, "stop", "invalid_value"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"logprobs": 99}, "logprobs", "invalid_value"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "invalid_value"),
+    ({"best_of": 3}, "best_of", "unsupported_value"),
+    ({"suffix": "x"}, "suffix", "unsupported_value"),
+    ({"stream": 1}, "stream", "invalid_value"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other", "unknown_field"),
+    ({"mirostat": 2}, "mirostat", "unknown_field"),
+]
+
+
+@pytest.mark.parametrize(("change", "param", "code"), WRONG, ids=[str(change)[:40] for change, _, _ in WRONG])
+def test_wrong_fields_are_named(server: LiveServer, change: dict[str, Any], param: str | None, code: str) -> None:
+    reply = server.post(PATH, {**GREEDY, **change})
+    assert reply.status == 400, reply.body
+    assert (reply.error["param"], reply.error["code"]) == (param, code)
+    assert set(reply.error) == {"message", "type", "param", "code"}
+
+
+def test_a_long_prompt_is_refused_with_both_numbers(server: LiveServer) -> None:
+    reply = server.post(PATH, {**GREEDY, "prompt": [7] * 200})
+    assert "200 tokens" in reply.error["message"] and "96 tokens" in reply.error["message"]
+
+
+def test_fields_without_effect_are_accepted(server: LiveServer, engine: Engine) -> None:
+    more = {"user": "me", "metadata": {"a": 1}, "store": True, "best_of": 1, "suffix": None, "stop": None}
+    assert server.post(PATH, {**GREEDY, **more}).json["choices"][0]["text"] == expected(engine)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b'{"prompt": "a", "prompt": "b"}', b"1e999"]
+)
+def test_bodies_that_are_no_objects(server: LiveServer, data: bytes) -> None:
+    reply = server.post(PATH, data)
+    assert (reply.status, reply.error["code"]) == (400, "invalid_json")
+
+
+def test_paths_and_methods(server: LiveServer) -> None:
+    assert server.ask("GET", "/v1/nothing").status == 404
+    assert server.ask("GET", PATH).status == 405
+    assert server.ask("GET", "/v1/models").json["data"][0]["id"] == "tiny"
+    assert server.ask("GET", "/v1/models/tiny").json["id"] == "tiny"
+    assert server.ask("GET", "/v1/models/other").status == 404
+    assert server.ask("GET", "/health").json["status"] == "ok"
+    props = server.ask("GET", "/props").json
+    assert props["mode"].startswith("streaming, lossless") and props["slots"] == 3
