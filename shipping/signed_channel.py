@@ -43,9 +43,13 @@ def decode_channel(data: bytes, place: str) -> Channel:
         told = f"`{place}` has channel version {found[:40]}, this moec reads {CHANNEL_VERSION}"
         raise ChannelRefused(told, "use a matching moec")
     try:
-        return from_plain(Channel, plain)  # type: ignore[no-any-return]
-    except DecodeError as error:
+        channel: Channel = from_plain(Channel, plain)
+        is_canonical = encode_channel(channel) == data
+    except (DecodeError, UnicodeEncodeError) as error:  # half a surrogate pair
         raise ChannelRefused(f"`{place}`: {error}", _PUSH_AGAIN) from error
+    if not is_canonical:
+        raise ChannelRefused(f"`{place}` holds a channel in another form than moec writes", _PUSH_AGAIN)
+    return channel
 
 
 def sign_channel(channel: Channel, *private_keys: PrivateKey) -> bytes:

@@ -37,6 +37,7 @@ MAX_KEYS = 8
 ENVELOPE_JSON = JsonLimits(MAX_CHANNEL_BYTES, containers=1 << 4, values=1 << 5, texts=1 << 5, depth=4)
 """An envelope in a file of its own."""
 COPY_AGAIN = "get it again from the one who signed it"
+_TYPE = re.compile(r"[!-~]{1,200}")
 _KEY_ID = re.compile(r"([0-9a-f]{64})?")
 
 
@@ -103,7 +104,7 @@ def verify_signatures(envelope: Envelope, payload_type: str, keys: Sequence[Publ
     if not 1 <= len(keys) <= MAX_KEYS:
         raise ValueError(f"expected 1 to {MAX_KEYS} accepted keys, found {len(keys)}")
     if envelope.payload_type != payload_type:
-        found = envelope.payload_type[:80]
+        found = envelope.payload_type
         raise SignatureInvalid(f"`{place}` has the payload type `{found}`, expected `{payload_type}`", COPY_AGAIN)
     message = signed_bytes(payload_type, envelope.payload)
     accepted = list[PublicKey]()
@@ -133,8 +134,8 @@ def encode_envelope(envelope: Envelope) -> dict[str, Any]:
 def decode_envelope(plain: Any, place: str) -> Envelope:
     """Return the envelope of JSON values. Its signatures are not checked. Raises SignatureInvalid."""
     payload, payload_type, items = fields(plain, ("payload", "payloadType", "signatures"), place)
-    if not isinstance(payload_type, str):
-        raise malformed(place, "payloadType", "a text")
+    if not isinstance(payload_type, str) or not _TYPE.fullmatch(payload_type):
+        raise malformed(place, "payloadType", "a media type")
     if not isinstance(items, list) or not 1 <= len(items) <= MAX_SIGNATURES:
         raise malformed(place, "signatures", f"1 to {MAX_SIGNATURES} signatures")
     signatures = tuple(_decode_signature(item, place) for item in items)

@@ -69,6 +69,20 @@ def test_a_signed_channel_without_sense_is_refused(change: dict[str, Any], messa
         read(sign_envelope(payload, PAYLOAD_TYPE, signing_key()))
 
 
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (encode_channel(CHANNEL) + b"\n", "in another form"),
+        (encode_channel(CHANNEL).replace(b'"tiny"', b'"t\\u0069ny"'), "in another form"),
+        (encode_channel(CHANNEL).replace(b'"tiny"', b'"\\ud800"'), "surrogates not allowed"),
+    ],
+)
+def test_a_channel_has_one_form(payload: bytes, message: str) -> None:
+    """A device writes what it has read into its own files, so half a surrogate pair must not come so far."""
+    with pytest.raises(ChannelRefused, match=message):
+        read(sign_envelope(payload, PAYLOAD_TYPE, signing_key()))
+
+
 @pytest.mark.parametrize("payload", [b"", b"[]", b"{", b'{"version": 1, "version": 1}', b"[" * 1000])
 def test_a_signed_payload_that_is_no_channel_is_refused(payload: bytes) -> None:
     with pytest.raises(ChannelRefused):

@@ -8,7 +8,19 @@ from __future__ import annotations
 import importlib
 from typing import Protocol, cast
 
-NAMES = ("manifest", "header", "archive", "trace", "popularity", "tuning", "profile", "device", "json_lines")
+NAMES = (
+    "manifest",
+    "header",
+    "archive",
+    "trace",
+    "popularity",
+    "tuning",
+    "profile",
+    "device",
+    "json_lines",
+    "signature",
+    "public_key",
+)
 LARGEST_BYTES = 1 << 16
 """Size of an input. Nothing in these parsers depends on more."""
 
