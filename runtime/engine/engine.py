@@ -5,6 +5,7 @@ Prefill and decode are the same pass over a flat batch of tokens. They differ on
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,12 +29,15 @@ from ..text.streaming_text import StopTexts, TextStream
 from ..text.token_ids import checked_ids
 from .exclusive_use import ExclusiveUse, exclusively
 from .generation_step import FinishReason, GenerationStep
+from .held_text import HeldText
 from .mode_line import CacheUse, mode_line
 from .opening import open_parts
 
 _Ints: TypeAlias = Sequence[int]
 _Result = TypeVar("_Result")
 _RunStack: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _Result]
+# Numbers of the sequences of all engines, so that a number tells an engine too.
+_SEQUENCES = itertools.count(1)
 
 
 def load(path: str | Path, **options: Any) -> Engine:
@@ -111,7 +115,7 @@ class Engine:
         self.model.dense_part, self.kv = part, kv
         if self.accelerator is not None:
             self.accelerator.uses_dense = on_device
-        self._sequence += 1
+        self._sequence = next(_SEQUENCES)
 
     def decoding_cache_bytes(self, positions: int) -> int:
         """Return the bytes of the expert cache while one sequence of so many positions is decoded."""
@@ -153,11 +157,14 @@ class Engine:
         max_new_tokens: int = 256,
         sampling: SamplingOptions | None = None,
         stop: Sequence[str] = (),
+        held: HeldText | None = None,
     ) -> Iterator[GenerationStep]:
         """Decode one sequence. Yields one step per token, including the eos token.
 
         The generation stops at the end of the context.
         stop: texts that end the generation. They are not part of the steps' texts.
+        held: the text of the generation before, whose common beginning is not computed again. It is updated. With a
+            lossy mode or an encoder, the whole prompt is computed.
         Raises ContextOverflow if the prompt leaves no room.
         """
         tokens = self.encode(prompt) if isinstance(prompt, str) else checked_ids(prompt)
@@ -165,15 +172,23 @@ class Engine:
         if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise OptionError(f"max_new_tokens must be a whole number of 1 or more, found {max_new_tokens}")
         limit = self.new_tokens_limit(tokens, max_new_tokens)
-        return self._decode(tokens, limit, Sampler(sampling or SamplingOptions()), StopTexts(stop))
+        sampler = Sampler(sampling or SamplingOptions())
+        return self._decode(tokens, limit, sampler, StopTexts(stop), HeldText() if held is None else held)
 
-    def _decode(self, tokens: list[int], limit: int, sampler: Sampler, stop: StopTexts) -> Iterator[GenerationStep]:
+    def _decode(
+        self, tokens: list[int], limit: int, sampler: Sampler, stop: StopTexts, held: HeldText
+    ) -> Iterator[GenerationStep]:
         eos = self.bundle.manifest.model.eos_token_ids
         with self.exclusive:
+            is_kept = held.sequence == self._sequence and self.is_lossless and self.model.spec.encoder is None
             mine = self.begin_sequence()
             before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
             (known,) = self.begin_texts([0], [tokens])
-            logits, position = self.model.logits(self.prefill(known)[-1:])[0], len(known)
+            held.begin(known, mine, is_kept)
+            hidden = held.read(known, self.prefill)
+            if hidden is None:
+                return
+            logits, position = self.model.logits(hidden[-1:])[0], len(known)
         stream, prompt_tokens = TextStream(self.tokenizer, known), len(known)
         for count in range(1, limit + 1):
             token = sampler(logits, known, prompt_tokens)
@@ -187,7 +202,7 @@ class Engine:
                 text += stop.flush()
             now_ns, stats = time.perf_counter_ns(), self.cache.stats.copy()
             yield GenerationStep(token, text, position, now_ns - start_ns, stats.since(before), reason)
-            if reason is not None:
+            if reason is not None or held.is_stopped:
                 return
             before, start_ns = stats, time.perf_counter_ns()
             if not self.exclusive.acquire(False):
@@ -196,6 +211,7 @@ class Engine:
                 if self._sequence != mine:
                     raise self.exclusive.taken_over()
                 logits = self.decode([token], [0], [position])[0]
+                held.tokens.append(token)
             finally:
                 self.exclusive.release()
             position += 1
@@ -209,7 +225,7 @@ class Engine:
         self.cache.begin_sequence()
         if self.lossy is not None:
             self.lossy.begin_sequence()
-        self._sequence += 1
+        self._sequence = next(_SEQUENCES)
         return self._sequence
 
     @exclusively
@@ -254,12 +270,15 @@ class Engine:
         return min(max_new_tokens, self.memory.context - own + 1)
 
     @exclusively
-    def prefill(self, tokens: Sequence[int]) -> np.ndarray:
-        """Run the beginning of a text in the first slot. Returns the residual stream of its last pass."""
+    def prefill(self, tokens: Sequence[int], first: int = 0) -> np.ndarray:
+        """Run a part of a text in the first slot. Returns the residual stream of its last pass.
+
+        first: position of the first token. The slot holds the tokens before it.
+        """
         hidden = np.empty((0, self.model.spec.hidden_size), np.float32)
         for start in range(0, len(tokens), MAX_PASS_TOKENS):
             part = tokens[start : start + MAX_PASS_TOKENS]
-            hidden = self.step(part, [0] * len(part), range(start, start + len(part)))
+            hidden = self.step(part, [0] * len(part), range(first + start, first + start + len(part)))
         return hidden
 
     def _step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
