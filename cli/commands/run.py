@@ -13,7 +13,7 @@ from moec.manifests.files.output_file import STDOUT
 from ..lossy_modes.mode_costs import say_mode_cost
 from ..lossy_modes.mode_sweep import decisions_text, say_decisions
 from ..options.opening import accelerator_facts, mode_facts, open_engine
-from ..options.paths import bundle_argument, output_option
+from ..options.paths import OUTPUT_FILE, bundle_argument
 from ..options.prompts import RunPrompt
 from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
 from ..simulation.traces import check_traceable, written_trace
@@ -55,8 +55,10 @@ generation = section_option("Generation")
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text and statistics instead.")
-@output_option(
+@generation(
     "--trace-out",
+    type=OUTPUT_FILE,
+    metavar="FILE",
     help="Write the experts that each token uses, for `merge-traces`. The file has no text; treat it like text.",
 )
 @runtime_options
