@@ -18,6 +18,7 @@ from .api.chat import chat
 from .api.completions import completions
 from .api.errors import CLIENT_GONE, RequestError, json_bytes
 from .api.fields import MAX_BODY_BYTES, parse_body
+from .api.live_feed import LiveFeed, experts
 from .api.service import Service
 
 Handler: TypeAlias = Callable[[Service, dict[str, Any]], Awaitable[Any]]
@@ -36,6 +37,7 @@ FACTS: dict[str, Fact] = {
     "/health": facts.health,
     "/ready": facts.health,
     "/props": Service.facts,
+    "/v1/moec/experts": experts,
 }
 
 
@@ -43,6 +45,7 @@ def make_app(service: Service) -> ASGIApp:
     """Return the application of one served bundle."""
     routes = [Route(path, _posted(service, handler), methods=["POST"]) for path, handler in HANDLERS.items()]
     routes += [Route(path, _fact(service, fact), methods=["GET"]) for path, fact in FACTS.items()]
+    routes.append(Route("/v1/moec/events", _feed(LiveFeed(service)), methods=["GET"]))
     routes.append(Route("/v1/models/{name:path}", _one_model(service), methods=["GET"]))
     return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _fault})
 
@@ -74,6 +77,17 @@ def _fact(service: Service, fact: Fact) -> Callable[[Request], Awaitable[Any]]:
         except RequestError as error:
             return _error(error)
         return _json(found) if isinstance(found, dict) else found
+
+    return endpoint
+
+
+def _feed(feed: LiveFeed) -> Callable[[Request], Awaitable[Any]]:
+    async def endpoint(request: Request) -> Any:
+        try:
+            feed.require_place()
+        except RequestError as error:
+            return _error(error)
+        return feed
 
     return endpoint
 

@@ -106,7 +106,7 @@ class Answer:
         except ShuttingDown:
             await send_error(send, error_of_failure(Failed("shutting_down", "the server takes no more requests")))
             return
-        leaving = asyncio.create_task(_until_gone(receive))
+        leaving = asyncio.create_task(until_gone(receive))
         work = asyncio.create_task(self._tell(inbox, requests, send))
         longest = max(each.deadline_s or self._service.options.deadline_s for each in requests) + 2 * _GRACE_S
         try:
@@ -163,7 +163,7 @@ class Answer:
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
 
-async def _until_gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
     """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -32,7 +32,7 @@ def log_prob_number(value: float) -> float:
 
 @dataclass(slots=True)
 class Collected:
-    """What has come of one answer.
+    """The events of one answer so far, collected.
 
     pieces: its text.
     tokens: log probabilities of its tokens, if they were asked for.

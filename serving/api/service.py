@@ -1,4 +1,4 @@
-"""What the handlers of all APIs use: the scheduler, the tokenizer, the chat template, and facts of the bundle."""
+"""Parts that the handlers of all APIs use: the scheduler, the tokenizer, the chat template, and facts of the bundle."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def live_server(
         try:
             yield LiveServer(bound.getsockname()[1], scheduler, service, server)
         finally:
-            server.should_exit = True
+            server.leave(at_once=True)
             thread.join(PATIENCE_S)
             service.close()
             assert not thread.is_alive()
