@@ -22,7 +22,7 @@ DEFAULT_NEW_TOKENS = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks for, apart from its prompt.
+    """The wishes of a body, apart from its prompt.
 
     model: the name that the client gave; None without one.
     max_new_tokens: most tokens of an answer.
