@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
@@ -19,7 +20,9 @@ from .api.completions import completions
 from .api.errors import CLIENT_GONE, RequestError, json_bytes
 from .api.fields import MAX_BODY_BYTES, parse_body
 from .api.live_feed import LiveFeed, experts
+from .api.metrics import CONTENT_TYPE, metrics
 from .api.service import Service
+from .security import Guard, SecurityOptions
 
 Handler: TypeAlias = Callable[[Service, dict[str, Any]], Awaitable[Any]]
 Fact: TypeAlias = Callable[[Service], Any]
@@ -38,16 +41,43 @@ FACTS: dict[str, Fact] = {
     "/ready": facts.health,
     "/props": Service.facts,
     "/v1/moec/experts": experts,
+    "/metrics": lambda service: Response(metrics(service), 200, {"content-type": CONTENT_TYPE}),
 }
 
 
-def make_app(service: Service) -> ASGIApp:
-    """Return the application of one served bundle."""
+PAGE = Path(__file__).parent / "page"
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+}
+_INDEX = "index.html"
+
+
+def make_app(service: Service, security: SecurityOptions) -> ASGIApp:
+    """Return the application of one served bundle, with its guard. The files of the page are read once."""
+    page = _page_files()
     routes = [Route(path, _posted(service, handler), methods=["POST"]) for path, handler in HANDLERS.items()]
     routes += [Route(path, _fact(service, fact), methods=["GET"]) for path, fact in FACTS.items()]
     routes.append(Route("/v1/moec/events", _feed(LiveFeed(service)), methods=["GET"]))
     routes.append(Route("/v1/models/{name:path}", _one_model(service), methods=["GET"]))
-    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _fault})
+    routes += [Route(path, _file(data, kind), methods=["GET"]) for path, (data, kind) in page.items()]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _fault})
+    return Guard(app, security, page)
+
+
+def _page_files() -> dict[str, tuple[bytes, str]]:
+    """Return path -> content and type of the files of the page."""
+    files = sorted(path for path in PAGE.glob("*") if path.suffix in _KINDS)
+    found = {f"/{path.name}": (path.read_bytes(), _KINDS[path.suffix]) for path in files}
+    return ({"/": found[f"/{_INDEX}"]} if f"/{_INDEX}" in found else {}) | found
+
+
+def _file(data: bytes, kind: str) -> Callable[[Request], Awaitable[Any]]:
+    async def endpoint(request: Request) -> Any:
+        return Response(data, 200, {"cache-control": "no-cache", "content-type": kind})
+
+    return endpoint
 
 
 def _posted(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Any]]:

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_HEADER_S = 10.0
+HEADER_S = 10.0
 _HEADER_BYTES = 32 << 10
 _KEEP_ALIVE_S = 15
 _LEAVING_S = 5.0
@@ -47,7 +47,7 @@ class _TimedProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _start_timer(self) -> None:
-        self._header_timer = self.loop.call_later(_HEADER_S, self._end_slow)
+        self._header_timer = self.loop.call_later(HEADER_S, self._end_slow)
 
     def _stop_timer(self) -> None:
         if self._header_timer is not None:

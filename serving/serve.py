@@ -14,6 +14,7 @@ from .api.service import Service, ServiceOptions
 from .app import make_app
 from .engine.scheduler import Scheduler, ServingOptions
 from .http_server import HttpOptions, HttpServer
+from .security import SecurityOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class ServeOptions:
     """All options of a server."""
 
     service: ServiceOptions
+    security: SecurityOptions
     engine: ServingOptions = field(default_factory=ServingOptions)
     http: HttpOptions = field(default_factory=HttpOptions)
 
@@ -57,7 +59,7 @@ def serve(
     with bound, Scheduler(engine, options.engine, report) as scheduler:
         service = Service(scheduler, options.service)
         try:
-            server = HttpServer(make_app(service), options.http, on_ready, scheduler.drain)
+            server = HttpServer(make_app(service, options.security), options.http, on_ready, scheduler.drain)
             asyncio.run(server.serve(sockets=[bound]))
         finally:
             service.close()

@@ -18,6 +18,8 @@ from ..terminal import output
 from ..terminal.help_sections import SectionCommand, section_option
 
 if TYPE_CHECKING:
+    from moec.serving.engine.scheduler import ServingOptions
+    from moec.serving.security import SecurityOptions
     from moec.serving.serve import ServeOptions
 
 DEFAULT_SLOTS = 4
@@ -43,6 +45,14 @@ server = section_option("Server")
 @server(
     "--deadline", type=float, default=600.0, show_default=True, metavar="SECONDS", help="Most time for one request."
 )
+@server(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Refuse requests without the key in the first line of this file.",
+)
+@server("--allowed-host", multiple=True, metavar="NAME", help="A name of this server in Host headers; repeatable.")
+@server("--cors-origin", multiple=True, metavar="ORIGIN", help="Let pages of this origin ask; repeatable.")
 @runtime_options
 @mode_options
 @accelerator_options
@@ -55,24 +65,32 @@ def serve_command(
     queue: int,
     prefill_tokens: int,
     deadline: float,
+    api_key_file: Path | None,
+    allowed_host: tuple[str, ...],
+    cors_origin: tuple[str, ...],
     **values: Any,
 ) -> None:
     """Serve the bundle in folder BUNDLE over HTTP, within its memory budget.
 
     Clients of the OpenAI API work with the address that is printed and `/v1` after it. Requests share passes. An answer
     does not depend on other requests, except under modes marked LOSSY. SIGTERM lets running answers end, an interrupt
-    ends them.
+    ends them. Other machines can ask only with `--host` and `--api-key-file`.
 
     \b
     moec serve mixtral-moec --memory 2GiB
     curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 50}'
     """
+    from moec.serving.engine.scheduler import ServingOptions
+    from moec.serving.security import SecurityOptions, read_key
     from moec.serving.serve import bind, serve
 
     if slots is not None and not 1 <= slots <= MOST_SLOTS:
         raise OptionError(f"`--slots` must be 1 to {MOST_SLOTS}, found {slots}", "leave it out for 4")
     options = build_options(values, DEFAULT_SLOTS if slots is None else slots, bundle)
-    settings = _settings(bundle, name, queue, prefill_tokens, deadline)
+    key = None if api_key_file is None else read_key(api_key_file)
+    security = SecurityOptions(host, allowed_host, cors_origin, key)
+    security.check()
+    settings = _settings(name or bundle.resolve().name, security, ServingOptions(queue, prefill_tokens), deadline)
     bound = bind(host, port)  # before the weights are read
     with bound:
         opened = with_fitting_slots(
@@ -91,20 +109,15 @@ def serve_command(
     output.say("stopped")
 
 
-def _settings(bundle: Path, name: str | None, queue: int, prefill_tokens: int, deadline: float) -> ServeOptions:
+def _settings(name: str, security: SecurityOptions, engine: ServingOptions, deadline: float) -> ServeOptions:
     """Return the options of the server. Raises OptionError."""
     from moec.serving.api.service import ServiceOptions
-    from moec.serving.engine.scheduler import ServingOptions
     from moec.serving.http_server import HttpOptions
     from moec.serving.serve import ServeOptions
 
     if not 0 < deadline <= 1e6:
         raise OptionError(f"`--deadline` must be more than 0 and at most 1000000, found {deadline:g}", "try 600")
-    return ServeOptions(
-        ServiceOptions(name or bundle.resolve().name, deadline_s=deadline),
-        ServingOptions(queue, prefill_tokens),
-        HttpOptions(drain_s=deadline),
-    )
+    return ServeOptions(ServiceOptions(name, deadline_s=deadline), security, engine, HttpOptions(drain_s=deadline))
 
 
 def _report(problem: BaseException) -> None:

@@ -1,0 +1,173 @@
+"""Who may ask: a check of Host, Origin and key before every request, and headers that confine the page."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moec.manifests.errors import InputError, OptionError
+from moec.manifests.files.input_file import UnreadableFile, read_input
+
+from .api.answer import send_error
+from .api.errors import RequestError
+
+LEAST_KEY_CHARACTERS = 8
+_MAX_KEY_BYTES = 4096
+_OPEN_PATHS = frozenset(("/health", "/ready"))
+_PAGE_HEADERS = [
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityOptions:
+    """Options of access.
+
+    host: address that the server listens on.
+    allowed_hosts: more names that a Host header may have.
+    cors_origins: origins of pages that may ask from a browser.
+    api_key: the key that requests must have; None for none.
+    """
+
+    host: str
+    allowed_hosts: Collection[str] = ()
+    cors_origins: Collection[str] = ()
+    api_key: bytes | None = None
+
+    def check(self) -> None:
+        """Refuse to listen for other machines without a key. Raises OptionError."""
+        if self.api_key is None and not is_loopback(self.host):
+            raise OptionError(
+                f"`--host {self.host}` lets other machines ask, and no key is set",
+                "add `--api-key-file FILE`, or listen on 127.0.0.1",
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is reached from this machine alone."""
+    if host == "localhost":
+        return True
+    address = _address(host)
+    return address is not None and address.is_loopback
+
+
+def read_key(path: Path) -> bytes:
+    """Return the key in the first line of a file. Raises InputError."""
+    try:
+        lines = read_input(path, _MAX_KEY_BYTES).splitlines()
+    except UnreadableFile as error:
+        raise InputError(f"`{path}` {error}", "write a key into it, like `openssl rand -hex 32` makes") from error
+    key = lines[0].strip() if lines else b""
+    if len(key) < LEAST_KEY_CHARACTERS or not all(0x21 <= byte < 0x7F for byte in key):
+        raise InputError(
+            f"`{path}`: the first line must be a key of {LEAST_KEY_CHARACTERS} or more visible ASCII characters",
+            "make one: openssl rand -hex 32",
+        )
+    return key
+
+
+class Guard:
+    """ASGI middleware that checks every request. Pages and health need no key.
+
+    open_paths: paths that need no key in addition.
+    """
+
+    def __init__(self, app: ASGIApp, options: SecurityOptions, open_paths: Collection[str] = ()) -> None:
+        self._app, self._options = app, options
+        self._open_paths = _OPEN_PATHS | set(open_paths)
+        self._names = {"localhost", options.host.lower(), *(name.lower() for name in options.allowed_hosts)}
+        self._takes_addresses = not is_loopback(options.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] != "http":
+            return
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        added = list(_PAGE_HEADERS)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", []), *added]}
+            await send(message)
+
+        try:
+            host = self._checked_host(headers)
+            origin = self._checked_origin(headers, host, str(scope.get("scheme", "http")))
+            if origin is not None:
+                added += _cors_headers(origin)
+                if scope["method"] == "OPTIONS":
+                    await send_with_headers({"type": "http.response.start", "status": 204, "headers": []})
+                    await send_with_headers({"type": "http.response.body", "body": b"", "more_body": False})
+                    return
+            if scope["path"] not in self._open_paths:
+                self._check_key(headers)
+        except RequestError as error:
+            await send_error(send_with_headers, error)
+            return
+        await self._app(scope, receive, send_with_headers)
+
+    def _checked_host(self, headers: list[tuple[bytes, bytes]]) -> str:
+        """Return the Host header. A page of another site could have this machine's address under its own name."""
+        given = [value.decode("latin-1") for name, value in headers if name == b"host"]
+        if len(given) == 1:
+            name = _host_name(given[0]).lower()
+            address = _address(name)
+            if name in self._names or (address is not None and (address.is_loopback or self._takes_addresses)):
+                return given[0].lower()
+        raise RequestError(403, "the Host header names another server; see `--allowed-host`", None, "host_not_allowed")
+
+    def _checked_origin(self, headers: list[tuple[bytes, bytes]], host: str, scheme: str) -> str | None:
+        """Return the origin of a page of another site that may ask; None for this site and for other programs."""
+        given = [value.decode("latin-1") for name, value in headers if name == b"origin"]
+        if not given or given == [f"{scheme}://{host}"]:
+            return None
+        if len(given) == 1 and given[0] in self._options.cors_origins:
+            return given[0]
+        raise RequestError(403, "pages of other sites may not ask; see `--cors-origin`", None, "origin_not_allowed")
+
+    def _check_key(self, headers: list[tuple[bytes, bytes]]) -> None:
+        key = self._options.api_key
+        if key is None:
+            return
+        given = [
+            value[7:].strip() for name, value in headers if name == b"authorization" and value[:7].lower() == b"bearer "
+        ]
+        given += [value.strip() for name, value in headers if name == b"x-api-key"]
+        if not any([hmac.compare_digest(each, key) for each in given]):
+            told = {"WWW-Authenticate": "Bearer"}
+            raise RequestError(401, "the request has no valid API key", None, "invalid_api_key", told)
+
+
+def _cors_headers(origin: str) -> list[tuple[bytes, bytes]]:
+    return [
+        (b"access-control-allow-origin", origin.encode("latin-1")),
+        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-headers", b"authorization, content-type, x-api-key"),
+        (b"vary", b"origin"),
+    ]
+
+
+def _host_name(value: str) -> str:
+    """Return the name in a Host header, without its port."""
+    if value.startswith("["):
+        return value[1:].partition("]")[0]
+    return value.partition(":")[0]
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None

@@ -1,0 +1,158 @@
+"""Who may ask, over real connections."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moec.manifests.errors import InputError, OptionError
+from moec.runtime import Engine
+from moec.serving import http_server
+from moec.serving.api.service import ServiceOptions
+from moec.serving.security import SecurityOptions, read_key
+from tests.serving.live_server import PATIENCE_S, LiveServer, live_server
+
+KEY = b"0123456789abcdef"
+BODY = {"prompt": "a", "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def locked(engine: Engine) -> Iterator[LiveServer]:
+    """A server with a key, another name, and one origin."""
+    options = SecurityOptions("127.0.0.1", ["board.local"], ["http://app.local"], KEY)
+    with live_server(engine, security=options) as running:
+        yield running
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:8080", "127.9.9.9"])
+def test_names_of_this_machine(server: LiveServer, host: str) -> None:
+    assert server.ask("GET", "/health", headers={"Host": host}).status == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "", "10.0.0.1", "localhost.evil.example", "[", "x@localhost"]
+)
+def test_other_names_are_refused(server: LiveServer, host: str) -> None:
+    reply = server.ask("GET", "/health", headers={"Host": host})
+    assert (reply.status, reply.error["code"]) == (403, "host_not_allowed")
+
+
+def test_allowed_names(locked: LiveServer) -> None:
+    assert locked.ask("GET", "/health", headers={"Host": "board.local:80"}).status == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1"])
+def test_pages_of_other_sites_may_not_ask(server: LiveServer, origin: str) -> None:
+    reply = server.post("/v1/completions", BODY, Origin=origin)
+    assert (reply.status, reply.error["code"]) == (403, "origin_not_allowed")
+    assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
+def test_the_page_itself_may_ask(server: LiveServer) -> None:
+    assert server.post("/v1/completions", BODY, Origin=f"http://127.0.0.1:{server.port}").status == 200
+
+
+def test_a_named_origin_may_ask(locked: LiveServer) -> None:
+    asked = locked.ask("OPTIONS", "/v1/completions", headers={"Origin": "http://app.local"})
+    assert asked.status == 204 and asked.headers["access-control-allow-origin"] == "http://app.local"
+    assert "access-control-allow-credentials" not in asked.headers
+    reply = locked.post("/v1/completions", BODY, Origin="http://app.local", Authorization=f"Bearer {KEY.decode()}")
+    assert reply.status == 200 and reply.headers["access-control-allow-origin"] == "http://app.local"
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY.decode()}, {"X-Api-Key": "a"}]
+)
+def test_requests_without_the_key(locked: LiveServer, headers: dict[str, str]) -> None:
+    for path in ("/v1/models", "/metrics", "/props", "/v1/moec/events"):
+        reply = locked.ask("GET", path, headers=headers)
+        assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+    assert locked.ask("GET", "/health").status == 200
+
+
+@pytest.mark.parametrize("headers", [{"Authorization": f"bearer {KEY.decode()}"}, {"X-Api-Key": KEY.decode()}])
+def test_the_key_opens(locked: LiveServer, headers: dict[str, str]) -> None:
+    assert locked.ask("GET", "/v1/models", headers=headers).status == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "board.local"])
+def test_other_machines_need_a_key(host: str) -> None:
+    with pytest.raises(OptionError, match="--host"):
+        SecurityOptions(host).check()
+    SecurityOptions(host, api_key=KEY).check()
+
+
+@pytest.mark.parametrize("data", [b"", b"short\n", b"with space inside\n", b"\xff" * 20, b"x" * 5000])
+def test_keys_are_checked(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(data)
+    with pytest.raises(InputError, match="key"):
+        read_key(path)
+    path.write_bytes(KEY + b"\n")
+    assert read_key(path) == KEY
+
+
+def test_every_response_confines_a_page(server: LiveServer) -> None:
+    for path in ("/health", "/v1/nothing"):
+        headers = server.ask("GET", path).headers
+        assert "default-src 'none'" in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff" and "server" not in headers
+
+
+def test_large_bodies_are_refused(server: LiveServer) -> None:
+    reply = server.ask("POST", "/v1/completions", b"", {"Content-Length": str(1 << 40)})
+    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+
+
+def raw(server: LiveServer, *parts: bytes, pause_s: float = 0.0) -> bytes:
+    """Send bytes and return all that comes until the server closes the connection."""
+    with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), PATIENCE_S)) as connection:
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(pause_s)
+        found = b""
+        with contextlib.suppress(ConnectionError):
+            while data := connection.recv(65536):
+                found += data
+        return found
+
+
+def test_slow_clients_are_cut_off(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEADER_S", 0.2)
+    options = ServiceOptions("tiny", deadline_s=PATIENCE_S, body_s=0.2)
+    with live_server(engine, service_options=options) as server:
+        assert raw(server, b"POST /v1/completions HT") == b""
+        assert raw(server) == b""
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\nConnection: close\r\n\r\n"
+        assert b"408" in raw(server, head, b"{").partition(b"\r\n")[0]
+        first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        assert b"200 OK" in raw(server, first, b"GET /health", pause_s=0.1)
+
+
+def test_metrics_have_the_form_of_prometheus(server: LiveServer) -> None:
+    server.post("/v1/completions", BODY)
+    reply = server.ask("GET", "/metrics")
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = reply.body.decode().splitlines()
+    pattern = re.compile(r'moec_[a-z_]+(\{end="[a-z_]+"\})? [0-9]+(\.[0-9]+)?')
+    values = [line for line in lines if not line.startswith("#")]
+    assert values and all(pattern.fullmatch(line) for line in values)
+    assert any(line.startswith("moec_answer_tokens_total ") and not line.endswith(" 0") for line in values)
+
+
+def test_tokens_there_and_back(server: LiveServer, engine: Engine) -> None:
+    found = server.post("/tokenize", {"content": "Question: what", "with_pieces": True}).json
+    ids = [token["id"] for token in found["tokens"]]
+    assert ids == engine.encode("Question: what") and found["count"] == len(ids)
+    assert "".join(token["piece"] for token in found["tokens"]) == "Question: what"
+    assert server.post("/detokenize", {"tokens": ids}).json["content"] == "Question: what"
+    assert server.post("/tokenize", {"prompt": "Question: what"}).json["tokens"] == ids
+    assert server.post("/tokenize", {}).error["code"] == "missing_field"
+    for tokens in (5, ["a"], [-1], [10**9]):
+        assert server.post("/detokenize", {"tokens": tokens}).status == 400
