@@ -17,6 +17,7 @@ _COMMANDS = {
     "compile": "compile:compile_command",
     "compare": "compare:compare_command",
     "run": "run:run_command",
+    "chat": "chat:chat_command",
     "generate": "generate:generate_command",
     "serve": "serve:serve_command",
     "eval": "evaluate:eval_command",

@@ -25,7 +25,7 @@ from ..simulation.traces import check_traceable, recorded_trace, replayed_bundle
 from ..terminal import output
 from ..terminal.help_sections import SectionCommand
 from ..terminal.profile_table import profile_rows, profile_table
-from .run import statistics_block
+from ..terminal.run_statistics import statistics_block
 
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile

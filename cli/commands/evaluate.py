@@ -15,7 +15,7 @@ from moec.manifests.errors import InputError, OptionError
 from moec.manifests.files.output_file import check_output
 
 from ..lossy_modes.mode_costs import say_mode_cost
-from ..lossy_modes.mode_sweep import decisions_text, mode_sweep_option
+from ..lossy_modes.mode_sweep import mode_sweep_option
 from ..options.opening import accelerator_facts, bundle_folder, is_bundle, mode_facts
 from ..options.paths import PATH, PLACE, long_items_option, output_option, write_json_lines
 from ..options.profile_defaults import say_device
@@ -30,6 +30,7 @@ from ..options.task_options import TemplateProcesses, task_options, task_setting
 from ..terminal import output
 from ..terminal.help_sections import SectionCommand
 from ..terminal.progress_bar import ProgressBar
+from ..terminal.run_statistics import decisions_text
 
 if TYPE_CHECKING:
     from moec.evaluation.data import ItemSet

@@ -11,14 +11,16 @@ from moec.manifests.errors import OptionError
 from moec.manifests.files.output_file import STDOUT
 
 from ..lossy_modes.mode_costs import say_mode_cost
-from ..lossy_modes.mode_sweep import decisions_text, say_decisions
+from ..lossy_modes.mode_sweep import say_decisions
 from ..options.opening import accelerator_facts, mode_facts, open_engine
 from ..options.paths import OUTPUT_FILE, bundle_argument
 from ..options.prompts import RunPrompt
 from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ..options.sampling_options import sampling_options
 from ..simulation.traces import check_traceable, written_trace
 from ..terminal import output
 from ..terminal.help_sections import SectionCommand, section_option
+from ..terminal.run_statistics import statistics_block
 
 if TYPE_CHECKING:
     from moec.runtime.engine.beam import BeamOptions
@@ -35,25 +37,13 @@ generation = section_option("Generation")
 @bundle_argument
 @click.option("--prompt", required=True, metavar="TEXT", help="The text to continue; `-` reads it from stdin.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Stop after N tokens.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@generation("--top-k", type=int, default=0, metavar="N", help="Sample from the N most probable tokens.  [default: all]")
-@generation("--top-p", type=float, default=1.0, metavar="P", help="Sample from the most probable tokens that sum to P.")
-@generation("--min-p", type=float, default=0.0, metavar="P", help="Leave out tokens below P times the highest.")
-@generation(
-    "--repetition-penalty",
-    type=float,
-    default=1.0,
-    metavar="X",
-    help="Above 1: lower scores of tokens in the text.",
-)
-@generation("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
+@sampling_options
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template, as a user's message.")
 @click.option("--system", metavar="TEXT", help="With `--chat`: a system message before the prompt.")
 @generation("--beams", type=int, default=1, show_default=True, metavar="N", help="Beam search of this width.")
 @generation(
     "--length-penalty", type=float, default=1.0, show_default=True, help="With `--beams`: above 0 favours long answers."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text and statistics instead.")
 @generation(
     "--trace-out",
@@ -201,47 +191,3 @@ def _generate(
         **accelerator_facts(engine),
     }
     return values, statistics
-
-
-def statistics_block(statistics: RunStatistics, decisions: dict[str, Any] | None = None) -> str:
-    """Return the statistics of one generation as text.
-
-    decisions: counts of the lossy modes, or None.
-    """
-    rate = "-" if statistics.tokens_per_s is None else f"{statistics.tokens_per_s:.1f} tokens/s"
-    return output.facts(
-        [
-            ("tokens", f"{statistics.tokens} after a prompt of {statistics.prompt_tokens}"),
-            ("first token (TTFT)", output.human_ms(statistics.ttft_ns)),
-            (
-                "per token (TPOT)",
-                f"p50 {output.human_ms(statistics.tpot_p50_ns)}, p95 {output.human_ms(statistics.tpot_p95_ns)}, {rate}",
-            ),
-            (
-                "expert cache",
-                f"hit rate {output.human_share(statistics.hit_rate)}, {statistics.misses} misses in "
-                f"{statistics.lookups} lookups, {statistics.rereads} rereads",
-            ),
-            ("read per token", output.human_bytes(statistics.bytes_read_per_token)),
-            ("stall", output.human_ms(statistics.stall_ns)),
-            *_shares_fact(statistics),
-            (
-                "prefetch",
-                f"precision {output.human_share(statistics.prefetch_precision)}, recall "
-                f"{output.human_share(statistics.prefetch_recall)}, {statistics.prefetch_hits} hits",
-            ),
-            *([] if decisions is None else [("decisions", decisions_text(decisions))]),
-            ("peak memory", output.human_bytes(statistics.peak_memory_bytes)),
-        ]
-    )
-
-
-def _shares_fact(statistics: RunStatistics) -> list[tuple[str, str]]:
-    shares = statistics.decode_shares
-    if shares is None:
-        return []
-    parts = (("stall", shares.stall), ("experts", shares.experts), ("dense", shares.dense), ("other", shares.other))
-    return [
-        ("time of decode", ", ".join(f"{name} {output.human_share(share)}" for name, share in parts)),
-        ("storage busy", output.human_share(shares.storage_busy)),
-    ]

@@ -19,7 +19,7 @@ from moec.runtime.options.runtime import (
     parse_weights,
 )
 
-from ..lossy_modes.mode_sweep import LOSSLESS, decisions_text, mode_sweep_option, settings_of
+from ..lossy_modes.mode_sweep import LOSSLESS, mode_sweep_option, settings_of
 from ..options.opening import bundle_folder
 from ..options.paths import PLACE, bundle_argument, file_option
 from ..options.runtime_options import cache_state_option
@@ -29,6 +29,7 @@ from ..simulation.predictions import Row, Simulation, has_static_routers
 from ..simulation.simulated_device import device_rates, parse_accelerator, shared_device
 from ..simulation.traces import open_traces, replayed_bundle
 from ..terminal import output
+from ..terminal.run_statistics import decisions_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

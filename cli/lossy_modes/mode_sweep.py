@@ -18,6 +18,7 @@ from moec.runtime.options.lossy import MODE_OPTIONS, DynamicPrecision, LossyMode
 from ..options.runtime_options import with_missing_experts
 from ..terminal import output
 from ..terminal.progress_bar import ProgressBar
+from ..terminal.run_statistics import decisions_text
 from .mode_costs import loss_text
 
 if TYPE_CHECKING:
@@ -311,13 +312,6 @@ def say_decisions(engine: Engine) -> None:
     """Print the decisions of lossy modes on stderr. Print nothing if all are off."""
     if engine.mode_counts is not None:
         output.say(f"decisions: {decisions_text(engine.mode_counts.to_plain())}")
-
-
-def decisions_text(decisions: dict[str, Any] | None) -> str:
-    """Return the shares of a mode's decisions as text; `-` without decisions."""
-    names = ("low", "skipped", "replaced", "dropped", "fallback", "foretold_right", "prompt_low", "prompt_skipped")
-    told = [] if decisions is None else [(name, decisions.get(f"{name}_share")) for name in names]
-    return ", ".join(f"{name.replace('_', ' ')} {output.human_share(value)}" for name, value in told if value) or "-"
 
 
 def speed_sweep(

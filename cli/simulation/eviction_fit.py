@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..lossy_modes.mode_sweep import decisions_text, modes_of
+from ..lossy_modes.mode_sweep import modes_of
 from ..terminal import output
 from ..terminal.progress_bar import ProgressBar
+from ..terminal.run_statistics import decisions_text
 from .lossy_replay import Decided, LossyReplay
 from .traces import ReplayedBundle
 

@@ -128,6 +128,21 @@ RUNS = {
         },
         "--prompt x",
     ),
+    "chat": Line("chat", ENGINE, ALL),
+    "chat, answers": Line(
+        "chat",
+        "moec.cli.chat.session.ChatSession.__init__",
+        {
+            "max_new_tokens": Given("--max-new-tokens 9", "options.max_new_tokens", 9),
+            "temperature": Given("--temperature 0.7", "options.sampling.temperature", 0.7),
+            "top_k": Given("--top-k 11", "options.sampling.top_k", 11),
+            "top_p": Given("--top-p 0.6", "options.sampling.top_p", 0.6),
+            "min_p": Given("--min-p 0.2", "options.sampling.min_p", 0.2),
+            "repetition_penalty": Given("--repetition-penalty 1.3", "options.sampling.repetition_penalty", 1.3),
+            "seed": Given("--seed 4", "options.sampling.seed", 4),
+            "stop": Given("--stop yes --stop no", "options.stop", ("yes", "no")),
+        },
+    ),
     "generate": Line("generate", ENGINE, {**ALL, **SLOTS}, "--prompts {folder}/prompts.jsonl --field asked -o out"),
     "generate, requests": Line(
         "generate",
@@ -206,6 +221,7 @@ RUNS = {
         "--text {folder}/text.txt --tokens 4 --prompt-tokens 3",
     ),
     "run, auto": of_auto("run", "--prompt x"),
+    "chat, auto": of_auto("chat", ""),
     "generate, auto": of_auto("generate", "--prompts {folder}/prompts.jsonl --field asked -o out"),
     "eval, auto": of_auto("eval", "--data {folder}/texts.jsonl"),
     "bench, auto": of_auto("bench", ""),
@@ -370,6 +386,12 @@ SHOWN_ELSEWHERE = {
         "system": "test_a_chat_goes_through_the_template",
         "as_json": "test_json_is_one_object_with_all_counts",
         "trace_out": "test_a_trace_has_the_experts_of_every_token_and_no_text",
+    },
+    "chat": {
+        "bundle": "test_answers_go_to_stdout_and_talk_to_stderr",
+        "system": "test_a_system_message_comes_first",
+        "plain": "test_plain_ignores_the_template",
+        "as_json": "test_a_turn_computes_only_what_is_new",
     },
     "generate": {
         "bundle": "test_prompts_of_unequal_length_are_continued_as_alone",

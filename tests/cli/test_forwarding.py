@@ -34,6 +34,9 @@ CASES = [(name, parameter) for name, line in LINES.items() for parameter in line
 # Field -> reason why no command line sets it.
 NOT_OFFERED = {
     (BeamOptions, "early_stopping"): "of the library alone",
+    (SamplingOptions, "presence_penalty"): "of the server alone",
+    (SamplingOptions, "frequency_penalty"): "of the server alone",
+    (SamplingOptions, "logit_bias"): "of the server alone",
     (CompileRequest, "talk"): "the log and the progress of the terminal",
     (CompileRequest, "published"): "writes what lies next to the bundle",
     (CompileRequest, "disk"): "replaced by tests that let it fail",

@@ -1,0 +1,115 @@
+"""One answer of the model: streamed to stdout, stopped by Ctrl-C, counted."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from ..terminal import output
+
+if TYPE_CHECKING:
+    from moec.runtime.engine.engine import Engine
+    from moec.runtime.engine.held_text import HeldText
+    from moec.runtime.text.sampling import SamplingOptions
+    from moec.runtime.trace.statistics import RunStatistics
+
+_FORCED_AFTER = 3
+"""Interrupts of one answer after which the program ends, because a pass does not come to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """Options of all answers. The fields are the parameters of `Engine.generate`."""
+
+    max_new_tokens: int
+    sampling: SamplingOptions
+    stop: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer.
+
+    finish_reason: None if the user stopped it.
+    prompt_tokens: tokens of the conversation before it.
+    reused_tokens: number of them that were not computed again.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    prompt_tokens: int
+    reused_tokens: int
+    statistics: RunStatistics
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the values for `--json`."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "statistics": self.statistics.to_plain(),
+        }
+
+
+def answer(
+    engine: Engine, tokens: list[int], options: AnswerOptions, held: HeldText, *, is_shown: bool, can_stop: bool
+) -> Answer:
+    """Return the answer to a prompt.
+
+    is_shown: print the text as it is decoded.
+    can_stop: let an interrupt end the answer instead of the program.
+    Raises the errors of `Engine.generate`. Raises KeyboardInterrupt after several interrupts.
+    """
+    from moec.runtime.trace.statistics import RunRecorder
+
+    recorder, pieces, ids, reason = RunRecorder(len(tokens)), list[str](), list[int](), None
+    with _stopped_by_interrupt(held, can_stop):
+        for step in engine.generate(tokens, options.max_new_tokens, options.sampling, options.stop, held):
+            recorder.add(step.elapsed_ns, step.cache)
+            pieces.append(step.text)
+            ids.append(step.token_id)
+            reason = step.finish_reason
+            if is_shown and step.text:
+                show(step.text)
+    if is_shown:
+        output.data("")
+    statistics = recorder.finish(engine.model.prefetch_quality.recall)
+    return Answer("".join(pieces), ids, reason, len(tokens), held.reused, statistics)
+
+
+def show(text: str) -> None:
+    """Write text of a model to stdout: unchanged into a file or a pipe, without control characters to a terminal."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        output.data(text, end="")
+    else:
+        output.generated(text)
+
+
+@contextmanager
+def _stopped_by_interrupt(held: HeldText, can_stop: bool) -> Iterator[None]:
+    """Let an interrupt end the answer before its next pass. A pass is never torn, so the engine stays sound."""
+    if not can_stop:
+        yield
+        return
+    count = 0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        held.stop()
+        if count >= _FORCED_AFTER:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

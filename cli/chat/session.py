@@ -1,0 +1,176 @@
+"""The loop of a chat: a message or a command, then an answer."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moec.manifests.errors import ContextOverflow, InputError, OptionError
+from moec.manifests.files.output_file import write_output
+
+from ..options.paths import path_fault
+from ..terminal import output
+from ..terminal.run_statistics import statistics_block
+from .answering import Answer, AnswerOptions, answer
+from .conversation import Conversation, plain_text
+from .message_reader import MessageReader
+
+if TYPE_CHECKING:
+    from moec.runtime.engine.engine import Engine
+
+HELP = (
+    ("/reset", "forget all messages"),
+    ("/system TEXT", "set the system message; without TEXT, remove it"),
+    ("/stats", "show the statistics of the last answer"),
+    ("/save FILE", "write the conversation to a file, as JSON"),
+    ("/help", "show this list"),
+    ("/exit", "end the chat, as Ctrl-D does"),
+    ("//TEXT", "send a message that begins with a slash"),
+    ("text \\", "continue the message on the next line"),
+    ('"""', "begin and end a message of several lines"),
+    ("Ctrl-C", "stop the answer"),
+)
+
+
+class ChatSession:
+    """One conversation with one engine.
+
+    name: name of the bundle, for `/save`.
+    as_json: print an object for each answer instead of its text.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        conversation: Conversation,
+        reader: MessageReader,
+        options: AnswerOptions,
+        name: str,
+        as_json: bool,
+    ) -> None:
+        from moec.runtime.engine.held_text import HeldText
+
+        self._engine, self._conversation, self._reader = engine, conversation, reader
+        self._options, self._name, self._as_json = options, name, as_json
+        self._held, self._saved = HeldText(), set[Path]()
+        self._last: Answer | None = None
+
+    def run(self) -> None:
+        """Read messages and answer them until the input ends.
+
+        A person may go on after a refused message. A script ends with the error.
+        Raises the errors of an answer, and those of the files of `/save`.
+        """
+        while True:
+            try:
+                message = self._reader.read()
+                if message is None or not self._take(message):
+                    return
+            except KeyboardInterrupt:
+                if not self._reader.is_terminal:
+                    raise
+                output.say("\n(Ctrl-D or /exit ends the chat)")
+            except (InputError, OptionError, ContextOverflow) as problem:
+                if not self._reader.is_terminal:
+                    raise
+                output.error(problem)
+                if isinstance(problem, ContextOverflow):
+                    output.say("/reset forgets the conversation")
+
+    def _take(self, message: str) -> bool:
+        """Answer a message, or do what a command says. Returns False at the end of the chat."""
+        word, _, rest = message.partition(" ")
+        if message.startswith("//"):
+            self._answer(message[1:])
+        elif not message.startswith("/"):
+            if message.strip():
+                self._answer(message)
+        elif word == "/exit":
+            return False
+        else:
+            self._do(word, rest.strip())
+        return True
+
+    def _do(self, word: str, rest: str) -> None:
+        if word == "/reset":
+            self._conversation.reset()
+            output.say("the conversation begins anew")
+        elif word == "/system":
+            self._conversation.set_system(rest or None)
+            output.say("the next answer follows the system message" if rest else "there is no system message")
+        elif word == "/stats":
+            output.say(self._statistics())
+        elif word == "/save":
+            self._save(rest)
+        elif word == "/help":
+            output.say(output.facts(HELP))
+        else:
+            raise InputError(f"`{word[:40]}` is no command of the chat", "see /help; `//` sends a slash")
+
+    def _answer(self, message: str) -> None:
+        """Answer a message and add both to the conversation. A refused message is not added."""
+        text = self._conversation.text_with(message)
+        tokens = self._engine.encode(text, self._conversation.adds_special_tokens)
+        found = answer(
+            self._engine,
+            tokens,
+            self._options,
+            self._held,
+            is_shown=not self._as_json,
+            can_stop=self._reader.is_terminal,
+        )
+        self._last = found
+        if self._as_json:
+            output.data_json(found.to_plain())
+        if not found.token_ids:
+            output.say("stopped before the first token; the message is not kept")
+            return
+        self._conversation.add(message, found.text)
+        if found.finish_reason is None:
+            output.say("(stopped)")
+        elif found.finish_reason == "length":
+            output.say(self._told_limit(found))
+
+    def _told_limit(self, found: Answer) -> str:
+        """Return why an answer was cut."""
+        context = self._engine.memory.context
+        if len(found.token_ids) < self._options.max_new_tokens:
+            return f"(the context of {context} tokens is full; /reset forgets the conversation)"
+        return f"(cut after {len(found.token_ids)} tokens; --max-new-tokens allows more)"
+
+    def _statistics(self) -> str:
+        found = self._last
+        if found is None:
+            return "there is no answer yet"
+        counts = None if self._engine.mode_counts is None else self._engine.mode_counts.to_plain()
+        own = output.facts(
+            [
+                ("conversation", f"{len(self._conversation.messages)} messages"),
+                (
+                    "context",
+                    f"{found.prompt_tokens + len(found.token_ids)} of {self._engine.memory.context} tokens, "
+                    f"{found.reused_tokens} of {found.prompt_tokens} reused by the last answer",
+                ),
+            ]
+        )
+        return f"{own}\n{statistics_block(found.statistics, counts)}"
+
+    def _save(self, name: str) -> None:
+        """Write the conversation. A file that this chat did not write is never replaced.
+
+        Raises InputError, DoesNotFit.
+        """
+        if (fault := path_fault(os.path.expanduser(name))) is not None:
+            raise InputError(fault, "name a file: /save chat.json")
+        path = Path(os.path.expanduser(name)).absolute()
+        if path not in self._saved and os.path.lexists(path):
+            raise InputError(f"`{name}` exists", "name another file")
+        messages = self._conversation.all_messages()
+        told = {"bundle": self._name, "mode": self._engine.mode.removeprefix("mode: "), "messages": messages}
+        if self._conversation.template is None:
+            told["text"] = plain_text(messages)
+        write_output(path, json.dumps(told, indent=1).encode() + b"\n")
+        self._saved.add(path)
+        output.say(f"{len(messages)} messages in `{name}`")
