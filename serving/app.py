@@ -20,7 +20,9 @@ from .api.completions import completions
 from .api.errors import CLIENT_GONE, RequestError, json_bytes
 from .api.fields import MAX_BODY_BYTES, parse_body
 from .api.live_feed import LiveFeed, experts
+from .api.messages import count_tokens, message_error, messages
 from .api.metrics import CONTENT_TYPE, metrics
+from .api.responses import responses
 from .api.service import Service
 from .security import Guard, SecurityOptions
 
@@ -32,6 +34,9 @@ _PARSED_HERE_BYTES = 64 << 10
 HANDLERS: dict[str, Handler] = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+    "/v1/messages/count_tokens": count_tokens,
     "/tokenize": facts.tokenize,
     "/detokenize": facts.detokenize,
 }
@@ -57,7 +62,7 @@ _INDEX = "index.html"
 def make_app(service: Service, security: SecurityOptions) -> ASGIApp:
     """Return the application of one served bundle, with its guard. The files of the page are read once."""
     page = _page_files()
-    routes = [Route(path, _posted(service, handler), methods=["POST"]) for path, handler in HANDLERS.items()]
+    routes = [Route(path, _posted(service, path, handler), methods=["POST"]) for path, handler in HANDLERS.items()]
     routes += [Route(path, _fact(service, fact), methods=["GET"]) for path, fact in FACTS.items()]
     routes.append(Route("/v1/moec/events", _feed(LiveFeed(service)), methods=["GET"]))
     routes.append(Route("/v1/models/{name:path}", _one_model(service), methods=["GET"]))
@@ -80,8 +85,9 @@ def _file(data: bytes, kind: str) -> Callable[[Request], Awaitable[Any]]:
     return endpoint
 
 
-def _posted(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
+def _posted(service: Service, path: str, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
     """Return the endpoint of a handler that reads a body."""
+    body_of = message_error if path.startswith("/v1/messages") else RequestError.to_plain
 
     async def endpoint(request: Request) -> Any:
         try:
@@ -90,11 +96,12 @@ def _posted(service: Service, handler: Handler) -> Callable[[Request], Awaitable
             body = parse_body(data) if is_small else await service.in_thread(lambda: parse_body(data))
             found = await handler(service, body)
         except asyncio.TimeoutError:
-            return _error(RequestError(408, f"the body took more than {service.options.body_s:g} s", code="timeout"))
+            late = RequestError(408, f"the body took more than {service.options.body_s:g} s", code="timeout")
+            return _error(late, body_of(late))
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except RequestError as error:
-            return _error(error)
+            return _error(error, body_of(error))
         return _json(found) if isinstance(found, dict) else found
 
     return endpoint
@@ -150,8 +157,8 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
     return Response(json_bytes(value), status, headers, "application/json")
 
 
-def _error(error: RequestError) -> Response:
-    return _json(error.to_plain(), error.status, error.headers)
+def _error(error: RequestError, body: dict[str, Any] | None = None) -> Response:
+    return _json(body or error.to_plain(), error.status, error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -42,6 +42,9 @@ class AnswerForm(Protocol):
     def failed(self, error: RequestError) -> Iterable[bytes]:
         """Return the last events of a stream that failed."""
 
+    def error_body(self, error: RequestError) -> dict[str, Any]:
+        """Return the body of a response without an answer."""
+
 
 MakeRequests: TypeAlias = Callable[[Sequence[Callable[[Event], None]]], list[GenerationRequest]]
 """Makes the requests of an answer from one receiver of events for each."""
@@ -101,10 +104,12 @@ class Answer:
             scheduler.submit(requests)
         except QueueFull as full:
             message = f"{full.waiting} requests wait, and the queue holds {scheduler.options.queue}"
-            await send_error(send, RequestError(429, message, None, "queue_full", {"Retry-After": "2"}))
+            refused = RequestError(429, message, None, "queue_full", {"Retry-After": "2"})
+            await send_error(send, refused, self._form.error_body(refused))
             return
         except ShuttingDown:
-            await send_error(send, error_of_failure(Failed("shutting_down", "the server takes no more requests")))
+            refused = error_of_failure(Failed("shutting_down", "the server takes no more requests"))
+            await send_error(send, refused, self._form.error_body(refused))
             return
         leaving = asyncio.create_task(until_gone(receive))
         work = asyncio.create_task(self._tell(inbox, requests, send))
@@ -157,7 +162,7 @@ class Answer:
 
     async def _tell_failure(self, error: RequestError, has_begun: bool, send: Send) -> None:
         if not has_begun:
-            await send_error(send, error)
+            await send_error(send, error, self._form.error_body(error))
             return
         data = b"".join(self._form.failed(error))
         await send({"type": "http.response.body", "body": data, "more_body": False})
@@ -180,6 +185,6 @@ async def send_json(
     await send({"type": "http.response.body", "body": data, "more_body": False})
 
 
-async def send_error(send: Send, error: RequestError) -> None:
-    """Send an error as the whole response."""
-    await send_json(send, error.to_plain(), error.status, error.headers.items())
+async def send_error(send: Send, error: RequestError, body: dict[str, Any] | None = None) -> None:
+    """Send an error as the whole response. body: its form; None for that of OpenAI."""
+    await send_json(send, body or error.to_plain(), error.status, error.headers.items())

@@ -13,7 +13,7 @@ from .answer import Answer
 from .errors import RequestError, bad_field
 from .fields import Fields
 from .forms import OpenAIForm, chat_log_prob
-from .reasoning import ThinkingSplitter
+from .reasoning import PlainText, ThinkingSplitter
 from .sampling_fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, read_asked, unsupported_tools
 from .service import Service
 
@@ -36,8 +36,8 @@ class ChatForm(OpenAIForm):
 
     def __init__(self, service: Service, asked: Asked, prompt_tokens: int, starts_thinking: bool) -> None:
         super().__init__(service.options.name, asked.count, prompt_tokens, asked.includes_usage)
-        self._text_of, self._thinks = service.token_text, service.thinks
-        self._splitters = [ThinkingSplitter(starts_thinking) for _ in range(asked.count)]
+        self._text_of = service.token_text
+        self._splitters = [splitter_of(service, starts_thinking) for _ in range(asked.count)]
         self._parts: list[list[tuple[bool, str]]] = [[] for _ in range(asked.count)]
 
     def begin(self) -> Iterable[bytes]:
@@ -68,10 +68,7 @@ class ChatForm(OpenAIForm):
     def _deltas(self, index: int, text: str | None) -> list[dict[str, str]]:
         """Return what a piece of text adds; None is the end of the text."""
         splitter = self._splitters[index]
-        if not self._thinks:
-            parts = [(False, text)] if text else []
-        else:
-            parts = splitter.flush() if text is None else splitter.push(text)
+        parts = splitter.flush() if text is None else splitter.push(text)
         self._parts[index] += parts
         return [{"reasoning_content" if is_thought else "content": part} for is_thought, part in parts]
 
@@ -142,6 +139,11 @@ def chat_requests(
         ]
 
     return make
+
+
+def splitter_of(service: Service, starts_thinking: bool) -> ThinkingSplitter | PlainText:
+    """Return what separates thinking from answers, if the model's template knows thinking."""
+    return ThinkingSplitter(starts_thinking) if service.thinks else PlainText()
 
 
 async def chat_tokens(service: Service, messages: Sequence[dict[str, str]]) -> tuple[list[int], bool]:

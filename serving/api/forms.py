@@ -101,6 +101,10 @@ class OpenAIForm:
         """Return the error and the end of the stream."""
         return (sent_event(error.to_plain()), DONE)
 
+    def error_body(self, error: RequestError) -> dict[str, Any]:
+        """Return the body of a response without an answer."""
+        return error.to_plain()
+
     def usage(self) -> dict[str, Any]:
         """Return the counts of tokens."""
         made = sum(answer.count for answer in self.answers)

@@ -5,6 +5,18 @@ from __future__ import annotations
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
+class PlainText:
+    """A text without thinking, in the form of `ThinkingSplitter`."""
+
+    def push(self, piece: str) -> list[tuple[bool, str]]:
+        """Return the piece."""
+        return [(False, piece)] if piece else []
+
+    def flush(self) -> list[tuple[bool, str]]:
+        """Return nothing: nothing is held back."""
+        return []
+
+
 class ThinkingSplitter:
     """Splits a streamed text. Text that may begin a tag is held back.
 

@@ -59,7 +59,8 @@ def test_the_feed_tells_the_state_of_every_expert(server: LiveServer, engine: En
         assert value["memory_bytes"] > 0 and value["cache_capacity_bytes"] >= value["cache_bytes"] > 0
         server.wait_until_idle()
         engine.cache.finish_warming()
-        quiet = [next(events)[1] for _ in range(2)][-1]
+        quiet = next(value for _, value in events if value["hit_rate"] is None and value["running"] == 0)
+        _, quiet = next(events)
     assert [state == IN_MEMORY for state in states(quiet)] == (engine.cache.states() == RESIDENT).tolist()
     assert quiet["hit_rate"] is None and quiet["running"] == 0
 
