@@ -132,6 +132,13 @@ def made_vectors() -> Iterator[Vector]:
         nonce_point = finite(multiply(4242, p256.GENERATOR))
         yield Vector(name, key_for(nonce_point, number), encoded(nonce_point[0] % n, number), True)
 
+    # A number of 32 bytes whose first bit is set has a zero before it. Without the zero it is negative.
+    nonce = next(nonce for nonce in range(1, 99) if min(signed_with(secret, nonce)) >> 255)
+    high = encoded(*signed_with(secret, nonce))
+    yield Vector("both numbers need a zero", key, high, True)
+    yield Vector("r lacks its zero", key, bytes([0x30, 69, 2, 32]) + high[5:], False)
+    yield Vector("s lacks its zero", key, bytes([0x30, 69]) + high[2:37] + bytes([2, 32]) + high[40:], False)
+
     # The sum is the point at infinity, which has no x.
     infinite = finite(multiply(-digest_of(MESSAGE) * pow(5, -1, n), p256.GENERATOR))
     yield Vector("the sum is at infinity", infinite, encoded(5, 9), False)
@@ -189,5 +196,6 @@ def other_encodings(signature: bytes) -> dict[str, bytes]:
         "s reaches over the end": sequence(first + bytes([2, second[1] + 1]) + second[2:]),
         "r and s as plain numbers": first[-32:] + second[-32:],
         "a sequence in a sequence": sequence(signature),
+        "a needless zero, and the end": sequence(first + b"\2\2\0"),
         "r of 40 bytes": sequence(bytes([2, 40, 1]) + bytes(7) + first[-32:] + second),
     }

@@ -106,6 +106,12 @@ def test_every_cut_is_refused() -> None:
             opened(data[:size])
 
 
+def test_a_key_id_is_a_digest() -> None:
+    data = changed(sealed(), lambda plain: plain["signatures"][0].update(keyid="fleet"))
+    with pytest.raises(SignatureInvalid, match="field `keyid`, expected 64 hex digits"):
+        opened(data)
+
+
 def set_signature(text: object) -> Callable[[Any], None]:
     return lambda plain: plain["signatures"][0].update(sig=text)
 

@@ -234,6 +234,9 @@ def test_missing_keys(tmp_path: Path) -> None:
 
 POINT = der_of(public_pem(P256))[-64:]
 PREFIX = der_of(public_pem(P256))[:-64]
+LAST = public_pem(P256).index(b"==\n") - 1
+SPARE_BITS = public_pem(P256)[:LAST] + bytes([public_pem(P256)[LAST] + 1]) + public_pem(P256)[LAST + 1 :]
+"""The last character of the base64 has four bits that stand for nothing. Here one of them is set."""
 COMPRESSED = P256.public_key().public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
 ALGORITHM = bytes.fromhex("301306072a8648ce3d020106082a8648ce3d030107")
 
@@ -252,6 +255,7 @@ ALGORITHM = bytes.fromhex("301306072a8648ce3d020106082a8648ce3d030107")
         (public_pem(P256).replace(b"PUBLIC", b"CERTIFICATE"), "is no public key in PEM"),
         (public_pem(P256).replace(b"A", b"*"), "its base64 is not valid"),
         (public_pem(P256).replace(b"==\n", b"=\n"), "its base64 is not valid"),
+        (SPARE_BITS, "its base64 is not valid"),
         (b"-----BEGIN PUBLIC KEY-----\n-----END PUBLIC KEY-----\n", "its base64 is not valid"),
         (public_pem(ec.derive_private_key(7, ec.SECP384R1())), "is a key on another curve"),
         (public_pem(ec.derive_private_key(7, ec.SECP256K1())), "is a key on another curve"),

@@ -26,6 +26,7 @@ from tests.shipping.signatures.made_signatures import (
 EXAMPLES = 100 if os.environ.get("MOEC_FULL_GATES") != "1" else 5000
 ALGORITHM = ec.ECDSA(hashes.SHA256())
 VECTORS = list(made_vectors())
+SMALL = next(vector for vector in VECTORS if vector.name == "r is small")
 SECRET = 0xC9AFA9D845BA75166B5C215767B1D6934E50C3DB36E89B127B8A622B120F6721
 """Key of RFC 6979, A.2.5."""
 RFC_KEY = (
@@ -60,12 +61,14 @@ def test_made_signatures(vector: Vector) -> None:
 
 
 @pytest.mark.gate("G14")
+@pytest.mark.parametrize("vector", [VECTORS[0], SMALL], ids=lambda vector: vector.name)
 @pytest.mark.parametrize("name", list(other_encodings(VECTORS[0].signature)))
-def test_der_has_one_encoding(name: str) -> None:
-    signature = other_encodings(VECTORS[0].signature)[name]
-    assert not p256.is_signature(VECTORS[0].key, MESSAGE, signature)
+def test_der_has_one_encoding(name: str, vector: Vector) -> None:
+    """Also where the numbers are small, and the length alone shows nothing."""
+    signature = other_encodings(vector.signature)[name]
+    assert not p256.is_signature(vector.key, MESSAGE, signature)
     assert p256.decode_signature(signature) is None
-    assert not verdict_of_cryptography(VECTORS[0].key, MESSAGE, signature)
+    assert not verdict_of_cryptography(vector.key, MESSAGE, signature)
 
 
 def test_published_signatures() -> None:
@@ -91,6 +94,14 @@ def test_published_signatures() -> None:
 def test_points_off_the_curve_are_no_keys(key: tuple[int, int]) -> None:
     assert not p256.is_on_curve(key)
     assert not p256.is_signature(key, MESSAGE, VECTORS[0].signature)
+
+
+@pytest.mark.gate("G14")
+def test_coordinates_out_of_range_are_no_key() -> None:
+    """Modulo P they are those of the key that signed."""
+    x, y = VECTORS[0].key
+    for key in ((x + p256.P, y), (x, y + p256.P), (x - p256.P, y), (x, y - p256.P)):
+        assert not p256.is_signature(key, MESSAGE, VECTORS[0].signature)
 
 
 def test_the_constants_are_those_of_the_curve() -> None:
