@@ -26,6 +26,7 @@ _COMMANDS = {
     "verify": "verify:verify_command",
     "keygen": "keygen:keygen_command",
     "sign": "sign:sign_command",
+    "push": "push:push_command",
     "export": "export:export_command",
     "export-plan": "export_plan:export_plan_command",
     "pack": "pack:pack_command",

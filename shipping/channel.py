@@ -19,6 +19,7 @@ MAX_SIGNATURE_BYTES = 8 << 20
 DEFAULT_CHANNEL = "stable"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_VERSION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9}){0,3})(?:[.+-]?[A-Za-z].*)?")
 _MOMENT = "%Y-%m-%dT%H:%M:%SZ"
 MAX_SEQUENCE = 1 << 53
 
@@ -38,6 +39,17 @@ def bundle_path(manifest_sha256: str, file: str) -> str:
 def signature_path(manifest_sha256: str) -> str:
     """Return the path of a bundle's signature on the store. It lies next to the folder, as on a device."""
     return f"{manifest_sha256}.sig"
+
+
+def version_numbers(version: str) -> tuple[int, ...] | None:
+    """Return the numbers of a version without zeros at the end, or None if it has no numbers."""
+    match = _VERSION.fullmatch(version)
+    if match is None:
+        return None
+    numbers = [int(part) for part in match[1].split(".")]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
 
 
 def encode_moment(moment: datetime) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +12,11 @@ from moec.profiles.present_machine import first_difference
 from moec.profiles.probe import memory_limit_bytes
 from moec.profiles.processor import instruction_sets
 
-from ..channel import Channel, ChannelBundle
+from ..channel import Channel, ChannelBundle, version_numbers
 
 AUTO = "auto"
 _SYSTEM = Path("/")
 _MOST_LISTED = 20
-_VERSION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9}){0,3})(?:[.+-]?[A-Za-z].*)?")
 
 
 def choose_bundle(
@@ -60,7 +58,7 @@ def check_version(channel: Channel, version: str) -> None:
     version: version of this moec; one without numbers, of a tree that is not installed, is not compared.
     Raises ChannelRefused if the channel demands no version.
     """
-    wanted, own = _numbers(channel.minimum_moec), _numbers(version)
+    wanted, own = version_numbers(channel.minimum_moec), version_numbers(version)
     if wanted is None:
         raise ChannelRefused(
             f"channel `{channel.channel}`: minimum_moec: expected a version, found `{channel.minimum_moec[:40]}`",
@@ -71,17 +69,6 @@ def check_version(channel: Channel, version: str) -> None:
             f"the channel `{channel.channel}` needs moec {channel.minimum_moec}, this is {version}",
             "install a newer moec on this device",
         )
-
-
-def _numbers(version: str) -> tuple[int, ...] | None:
-    """Return the numbers of a version without zeros at the end, or None."""
-    match = _VERSION.fullmatch(version)
-    if match is None:
-        return None
-    numbers = [int(part) for part in match[1].split(".")]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
 
 
 def _profile(channel: Channel, bundle: ChannelBundle) -> tuple[DeviceProfile | None, str | None]:

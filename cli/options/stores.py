@@ -1,0 +1,143 @@
+"""Stores that a user names by an address, and the credentials for them: variables, netrc, docker's config.json.
+
+Object storage and the Hugging Face hub read their own variables and files.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import netrc
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moec.manifests.errors import InputError
+
+if TYPE_CHECKING:
+    from moec.shipping.store.access import Access, Login
+    from moec.shipping.store.interface import Store
+
+TOKEN_VARIABLE = "MOEC_STORE_TOKEN"
+_MAX_CONFIG_BYTES = 1 << 20
+_HELPER_S = 60
+_HELPER = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_REPAIR = "repair the file"
+
+
+@contextmanager
+def opened_store(address: str, *, for_writing: bool = False) -> Iterator[Store]:
+    """Open the store at an address, and close it at the end.
+
+    Raises InputError, MissingDependency, StoreFailed.
+    """
+    from moec.shipping.store.address import parse_address
+    from moec.shipping.store.opening import open_store
+
+    store = open_store(parse_address(address), store_access(), for_writing=for_writing)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def store_access() -> Access:
+    """Return the credentials of this user. Files are read when a store asks for them."""
+    from moec.shipping.store.access import Access
+
+    return Access(os.environ.get(TOKEN_VARIABLE) or None, netrc_login, docker_login)
+
+
+def netrc_login(host: str) -> Login | None:
+    """Return user and password of a host from the file that NETRC names, or ~/.netrc. The entry `default` is left out.
+
+    host: with its port; an entry without the port serves too.
+    Raises InputError for a file that cannot be read.
+    """
+    from moec.shipping.store.access import Login
+
+    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    if not path.exists():
+        return None
+    try:
+        hosts = netrc.netrc(str(path)).hosts
+    except (OSError, UnicodeDecodeError, netrc.NetrcParseError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or "it is no netrc file"
+        raise InputError(f"`{path}` cannot be read: {reason}", _REPAIR) from None
+    name = re.sub(r":[0-9]+$", "", host)
+    found = hosts.get(host) or hosts.get(name) or hosts.get(name.strip("[]"))
+    return None if found is None or found[2] is None else Login(found[0], found[2])
+
+
+def docker_login(host: str) -> Login | None:
+    """Return user and password of a registry from docker's config.json, or from the helper that it names.
+
+    Raises InputError.
+    """
+    path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    if not path.exists():
+        return None
+    config = _config(path)
+    helpers, helper = config.get("credHelpers"), config.get("credsStore")
+    if isinstance(helpers, dict) and host in helpers:
+        helper = helpers[host]
+    logins = config.get("auths")
+    entry = (
+        next((value for key, value in logins.items() if _host(key) == host), None) if isinstance(logins, dict) else None
+    )
+    if isinstance(entry, dict) and entry.get("auth"):
+        return _decode_login(entry["auth"], path, host)
+    return None if not isinstance(helper, str) else _ask_helper(helper, host)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError("too large")
+        config = json.loads(path.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError, RecursionError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or "it is no settings file of docker"
+        raise InputError(f"`{path}` cannot be read: {reason}", _REPAIR) from None
+    return config
+
+
+def _host(key: str) -> str:
+    """Return the host of an entry, which may be a URL."""
+    return re.sub(r"^https?://", "", key).partition("/")[0]
+
+
+def _decode_login(text: Any, path: Path, host: str) -> Login:
+    from moec.shipping.store.access import Login
+
+    try:
+        user, colon, password = base64.b64decode(text, validate=True).decode().partition(":")
+    except (TypeError, binascii.Error, UnicodeDecodeError):
+        user = colon = password = ""
+    if not colon:
+        raise InputError(f"`{path}`: the entry `{host}` holds no user and password", f"run `docker login {host}`")
+    return Login(user, password)
+
+
+def _ask_helper(name: str, host: str) -> Login | None:
+    """Return what a credential helper of docker has for a registry, or None."""
+    from moec.shipping.store.access import Login
+
+    program = f"docker-credential-{name}"
+    if not _HELPER.fullmatch(name):
+        raise InputError(f"`{name[:40]}` is no name of a credential helper", "repair docker's config.json")
+    try:
+        done = subprocess.run(
+            [program, "get"], input=host.encode(), capture_output=True, timeout=_HELPER_S, check=False
+        )
+        answer = json.loads(done.stdout) if done.returncode == 0 else {}
+        user, secret = answer.get("Username"), answer.get("Secret")
+    except (OSError, subprocess.TimeoutExpired, ValueError, AttributeError):
+        raise InputError(f"the credential helper `{program}` does not work", f"run `docker login {host}`") from None
+    return Login(user, secret) if isinstance(user, str) and isinstance(secret, str) else None

@@ -1,0 +1,1 @@
+"""Push: put bundles on a store, and name them in a channel."""
