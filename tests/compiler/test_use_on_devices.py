@@ -180,3 +180,20 @@ def test_a_forecast_reads_the_file(model: Path, texts: Path, plain: Path, tmp_pa
     use = popularity_file(tmp_path / "use", plain, 0)
     stages = forecast(make_request(model, tmp_path / "out", "kl", 0.1, data=str(texts), popularity=use))
     assert stages and all(stage.seconds >= 0 for stage in stages)
+
+
+def test_edgemoe_weighs_losses_by_the_use_on_devices(
+    model: Path, texts: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop(found: Any, specs: Any, trials: Any, target: Any, popularity: np.ndarray) -> Any:
+        raise Stopped(popularity[0].tolist())
+
+    monkeypatch.setattr("moec.compiler.stages.comparing.with_popularity", stop)
+    use = popularity_file(tmp_path / "use", plain, 1)
+    given = {"data": str(texts), "quick": False, "search": "edgemoe-popularity", "group_sizes": (32,), "dense_bits": 8}
+    with pytest.raises(Stopped) as caught:
+        compile_tiny(model, tmp_path / "out", "kl", 0.5, popularity=use, **given)
+    assert caught.value.args[0] == [0, 1000, 1000, 0]
