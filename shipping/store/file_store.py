@@ -14,6 +14,7 @@ from pathlib import Path
 from moec.manifests.errors import InputError, StoreFailed
 from moec.manifests.files.input_file import UnreadableFile, open_input, read_input
 from moec.manifests.files.output_file import (
+    WRITING_SUFFIX,
     AtomicFile,
     FileSystem,
     made_folders,
@@ -22,6 +23,7 @@ from moec.manifests.files.output_file import (
     write_errors,
 )
 
+from ..channel import DEFAULT_CHANNEL, channel_path
 from .interface import PART_BYTES, Sent
 from .source_file import SourceFile
 
@@ -194,6 +196,7 @@ class FileStore:
         with write_errors(place, StoreFailed), made_folders(place, self._system):
             if self._lock is None:
                 self._lock = self._locked()
+                self._remove_leftovers()
             yield
 
     def _locked(self) -> int:
@@ -207,6 +210,12 @@ class FileStore:
         except OSError:  # a file system without locks
             pass
         return descriptor
+
+    def _remove_leftovers(self) -> None:
+        """Remove small files that a killed process was writing. `commit` does so in a bundle. Raises OSError."""
+        for folder in {self._folder, (self._folder / channel_path(DEFAULT_CHANNEL)).parent}:
+            for path in folder.glob(f".*{WRITING_SUFFIX}"):
+                self._system.remove(path)
 
 
 def _check_folder(folder: Path, for_writing: bool) -> None:

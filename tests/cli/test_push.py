@@ -103,7 +103,8 @@ def test_wrong_usage(tmp_path: Path, bundle: Path, key: Path, option: list[str],
     assert not (tmp_path / "store").exists()
 
 
-def test_refusals(tmp_path: Path, bundle: Path, key: Path) -> None:
+def test_refusals(tmp_path: Path, bundle: Path, key: Path, dav: DavServer) -> None:
+    dav.authorization = "Basic other"
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "a.txt").write_text("mine")
     no_key = tmp_path / "no.pem"
@@ -118,7 +119,7 @@ def test_refusals(tmp_path: Path, bundle: Path, key: Path) -> None:
         ((bundle, bundle, tmp_path / "store", "--key", key), 1, "are both for the device"),
         ((tmp_path / "none", tmp_path / "store", "--key", key), 1, "does not exist"),
         ((tmp_path / "letters", tmp_path / "store", "--key", key), 1, "holds no bundle"),
-        ((bundle, "http://127.0.0.1:9/a", "--key", key), 5, "connection refused"),
+        ((bundle, f"{dav.url}/models", "--key", key), 5, "the server answered 401"),
     ):
         message = refused(code, *arguments)
         assert told in message and SECRET not in message

@@ -155,6 +155,15 @@ def test_a_cut_file_of_an_interrupted_push_is_replaced(tmp_path: Path) -> None:
     assert not [name for name in names(tmp_path / "store") if "partial" in name or "writing" in name]
 
 
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+    push(FileStore(tmp_path / "store", for_writing=True), tmp_path)
+    for folder in (tmp_path / "store", tmp_path / "store" / "channel"):
+        (folder / ".stable.json.01234567.writing").write_bytes(b"cut")
+    (tmp_path / "store" / "own.writing").write_bytes(b"not ours")
+    push(FileStore(tmp_path / "store", for_writing=True), tmp_path)
+    assert [name for name in names(tmp_path / "store") if "writing" in name] == ["own.writing"]
+
+
 def test_a_file_that_a_bundle_has_lost_comes_back(tmp_path: Path) -> None:
     push(FileStore(tmp_path / "store", for_writing=True), tmp_path)
     (tmp_path / "store" / BUNDLE / "weights").unlink()

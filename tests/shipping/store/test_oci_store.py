@@ -19,6 +19,7 @@ import pytest
 
 from moec.manifests.errors import StoreFailed
 from moec.shipping.store.access import Login
+from moec.shipping.store.oci.authorization import RegistryAuthorization
 from moec.shipping.store.oci.registry import MAX_MANIFEST_BYTES, Registry
 from moec.shipping.store.oci.store import OciStore
 from moec.shipping.store.source_file import SourceFile
@@ -195,6 +196,34 @@ def dav_files(request: pytest.FixtureRequest) -> Path:
     return Path(request.getfixturevalue("dav").folder)
 
 
+@pytest.mark.parametrize(
+    ("realm", "told"),
+    [
+        ("http://tokens.invalid/token", "which has no TLS"),
+        ("file:///etc/passwd", "names no server of tokens"),
+        ("https://user@tokens.invalid/", "names no server of tokens"),
+    ],
+)
+def test_a_password_goes_to_no_other_kind_of_server(realm: str, told: str) -> None:
+    authorization = RegistryAuthorization("https://registry.invalid", LOGIN, PATIENCE)
+    with pytest.raises(StoreFailed, match=told) as caught:
+        authorization("https://registry.invalid/v2/", f'Bearer realm="{realm}",service="a"')
+    assert SECRET not in str(caught.value)
+
+
+def test_what_a_challenge_asks_for() -> None:
+    url = "https://registry.invalid/v2/"
+    authorization = RegistryAuthorization("https://registry.invalid", LOGIN, PATIENCE)
+    assert authorization(url, None) is None
+    for challenge in ("", "Digest realm=a", "Bearer", 'Bearer realm="', "\0" * 100_000):
+        assert authorization(url, challenge) is None
+    assert authorization(url, 'Basic realm="registry"') == authorization(url, None) == LOGIN.header()
+    assert authorization("https://uploads.invalid/v2/", None) is None
+    assert authorization("https://uploads.invalid/v2/", 'Basic realm="registry"') is None
+    nobody = RegistryAuthorization("https://registry.invalid", None, PATIENCE)
+    assert nobody(url, 'Basic realm="registry"') is None
+
+
 def test_user_and_password(tmp_path: Path, opened: Opening) -> None:
     (tmp_path / "users").write_text(f"{LOGIN.user}:{HASHED}\n")
     settings = f'auth: {{htpasswd: {{realm: registry, path: "{tmp_path / "users"}"}}}}\n'
@@ -309,10 +338,9 @@ def test_a_token_of_another_server(tmp_path: Path, tokens: TokenServer, opened: 
         push(store, tmp_path)
         push(store, tmp_path, OTHER)
         assert read(store, f"{BUNDLE}/{NAME}", 1, 20) == WEIGHTS[1:20]
-        assert [asked["scope"] for asked in tokens.asked] == [
-            [f"repository:{REPOSITORY}:pull"],
-            [f"repository:{REPOSITORY}:pull,push"],
-        ]
+        scopes = [asked["scope"][0].rpartition(":") for asked in tokens.asked]
+        assert [scope[0] for scope in scopes] == 2 * [f"repository:{REPOSITORY}"]
+        assert [set(scope[2].split(",")) for scope in scopes] == [{"pull"}, {"pull", "push"}]
         with pytest.raises(StoreFailed, match=r"/token`: the server answered 401") as caught:
             push(opened(host, Login("fleet", "wrong")), tmp_path)
         assert "wrong" not in str(caught.value)
