@@ -18,7 +18,7 @@ from .api import facts
 from .api.chat import chat
 from .api.completions import completions
 from .api.errors import CLIENT_GONE, RequestError, json_bytes
-from .api.fields import MAX_BODY_BYTES, parse_body
+from .api.fields import body_limit_bytes, parse_body
 from .api.live_feed import LiveFeed, experts
 from .api.messages import count_tokens, message_error, messages
 from .api.metrics import CONTENT_TYPE, metrics
@@ -91,7 +91,7 @@ def _posted(service: Service, path: str, handler: Handler) -> Callable[[Request]
 
     async def endpoint(request: Request) -> Any:
         try:
-            data = await asyncio.wait_for(read_body(request), service.options.body_s)
+            data = await asyncio.wait_for(read_body(request, service), service.options.body_s)
             is_small = len(data) <= _PARSED_HERE_BYTES
             body = parse_body(data) if is_small else await service.in_thread(lambda: parse_body(data))
             found = await handler(service, body)
@@ -138,19 +138,26 @@ def _one_model(service: Service) -> Callable[[Request], Awaitable[Any]]:
     return endpoint
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, service: Service) -> bytes:
     """Return the body of a request. Raises RequestError for one that is too long, ClientDisconnect."""
-    parts, size = list[bytes](), 0
-    too_long = RequestError(413, f"the body has more than {MAX_BODY_BYTES} bytes", None, "body_too_large")
+    parts, size, limit = list[bytes](), 0, body_limit_bytes(service.engine.memory.context)
+    too_long = RequestError(413, f"the body has more than {limit} bytes", None, "body_too_large")
     length = request.headers.get("content-length", "0")
-    if length.isascii() and length.isdigit() and int(length[:20]) > MAX_BODY_BYTES:
+    if length.isascii() and length.isdigit() and int(length[:20]) > limit:
         raise too_long
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise too_long
-        parts.append(part)
-    return b"".join(parts)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            service.body_bytes += len(part)
+            if size > limit:
+                raise too_long
+            if service.body_bytes > 2 * limit:
+                told = {"Retry-After": "2"}
+                raise RequestError(429, "too many long bodies arrive at the same time", None, "bodies_too_large", told)
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        service.body_bytes -= size
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from moec.manifests.errors import OptionError
+from moec.manifests.runtime_limits import DEFAULT_CONTEXT
 
 from ..lossy_modes.mode_costs import say_mode_cost
 from ..options.opening import open_engine, with_fitting_slots
@@ -80,6 +82,7 @@ def serve_command(
     moec serve mixtral-moec --memory 2GiB
     curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 50}'
     """
+    from moec.serving.api.fields import server_bytes
     from moec.serving.engine.scheduler import ServingOptions
     from moec.serving.security import SecurityOptions, read_key
     from moec.serving.serve import bind, serve
@@ -87,25 +90,23 @@ def serve_command(
     if slots is not None and not 1 <= slots <= MOST_SLOTS:
         raise OptionError(f"`--slots` must be 1 to {MOST_SLOTS}, found {slots}", "leave it out for 4")
     options = build_options(values, DEFAULT_SLOTS if slots is None else slots, bundle)
+    options = replace(options, other_bytes=server_bytes(options.context or DEFAULT_CONTEXT))
     key = None if api_key_file is None else read_key(api_key_file)
     security = SecurityOptions(host, allowed_host, cors_origin, key)
     security.check()
     settings = _settings(name or bundle.resolve().name, security, ServingOptions(queue, prefill_tokens), deadline)
+    kernels = values["kernels"]
     bound = bind(host, port)  # before the weights are read
-    with bound:
-        opened = with_fitting_slots(
-            lambda fitting: open_engine(bundle, fitting, values["kernels"]), options, shrinks=slots is None
-        )
-        with opened as engine:
-            output.say(engine.mode)
-            say_mode_cost(bundle, engine)
+    with bound, with_fitting_slots(lambda each: open_engine(bundle, each, kernels), options, slots is None) as engine:
+        output.say(engine.mode)
+        say_mode_cost(bundle, engine)
 
-            def say_ready() -> None:
-                shown = f"[{host}]" if ":" in host else host
-                address = f"http://{shown}:{bound.getsockname()[1]}"
-                output.say(f"serving `{settings.service.name}` at {address}, {engine.options.slots} answers at once")
+        def say_ready() -> None:
+            shown = f"[{host}]" if ":" in host else host
+            address = f"http://{shown}:{bound.getsockname()[1]}"
+            output.say(f"serving `{settings.service.name}` at {address}, {engine.options.slots} answers at once")
 
-            serve(engine, bound, settings, say_ready, _report)
+        serve(engine, bound, settings, say_ready, _report)
     output.say("stopped")
 
 

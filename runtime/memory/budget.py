@@ -162,7 +162,7 @@ def nominal_memory(
     path_file = sizes.get(TABLES_NAME, 0) if options.prefetch == "path" else 0
     lookahead_file = sizes.get(LOOKAHEAD_NAME, 0) if options.uses_learned_routers else 0
     return FixedMemory(
-        process_bytes=nominal_process_bytes(manifest, options),
+        process_bytes=nominal_process_bytes(manifest, options) + options.other_bytes,
         dense_bytes=manifest.cost.dense_packed_bytes,
         kv_bytes=kv_bytes(model, context, options.slots, np.dtype(KV_TYPES[options.kv]).itemsize),
         scratch_bytes=scratch_bytes(model, options.slots, context),

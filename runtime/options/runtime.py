@@ -157,6 +157,12 @@ class RuntimeOptions:
         is_tuned=True,
     )
     slots: int = setting(1, "Sequences decoded side by side.", bounds=(1, None), is_on_command_line=False)
+    other_bytes: int = setting(
+        0,
+        "Memory of this process for other things than the run, in bytes, for example for a server.",
+        bounds=(0, None),
+        is_on_command_line=False,
+    )
     verify: bool = setting(
         True,
         "Compare experts and files with their digests.",

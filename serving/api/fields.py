@@ -11,8 +11,23 @@ from moec.manifests.files.strict_json import load_strict_json, shown
 from .errors import RequestError, bad_field
 
 MAX_BODY_BYTES = 8 << 20
-BODY_JSON = JsonLimits(MAX_BODY_BYTES, containers=1 << 16, values=1 << 20, texts=1 << 17)
-"""Bounds of a body: as many token ids as a long context has, or 10,000 messages."""
+_LEAST_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 256
+_COPIES_OF_A_BODY = 6
+"""A body exists in parts, joined, as text, as pieces that are counted, and parsed."""
+_OTHER_BYTES = 28 << 20
+"""Memory of the packages of the server (16 MiB), and of connections, events and short bodies. Gate G16 measures it."""
+BODY_JSON = JsonLimits(MAX_BODY_BYTES, containers=1 << 14, values=1 << 18, texts=1 << 16)
+"""Bounds of a body: as many token ids as a long context has, or 4,000 messages with parts."""
+
+
+def body_limit_bytes(context: int) -> int:
+    """Return the most bytes of a body. A longer text has no place in the context."""
+    return min(MAX_BODY_BYTES, _LEAST_BODY_BYTES + _BODY_BYTES_PER_TOKEN * context)
+
+
+def server_bytes(context: int) -> int:
+    """Return the memory that the server takes in addition to the engine. Long bodies are read one at a time."""
+    return _COPIES_OF_A_BODY * body_limit_bytes(context) + _OTHER_BYTES
 
 
 def parse_body(data: bytes) -> dict[str, Any]:

@@ -39,7 +39,10 @@ class ServiceOptions:
 
 
 class Service:
-    """One served bundle. One thread encodes texts and renders templates, so that their memory is used once."""
+    """One served bundle. One thread encodes texts and renders templates, so that their memory is used once.
+
+    body_bytes: bytes of the bodies that arrive now.
+    """
 
     def __init__(self, scheduler: Scheduler, options: ServiceOptions) -> None:
         self.scheduler, self.options, self.started_s = scheduler, options, int(time.time())
@@ -49,6 +52,7 @@ class Service:
         self._renderer: ChatRenderer | None = None
         self._template = self._template_files()
         self._token_texts: dict[int, str] = {}
+        self.body_bytes = 0
 
     def close(self) -> None:
         """End the thread and the process of the template."""

@@ -71,9 +71,10 @@ class LiveServer:
         return self.ask("POST", path, body, headers)
 
     def wait_until_idle(self) -> None:
-        """Wait until no request runs or waits."""
+        """Wait until no connection is open for an answer, and no request runs or waits."""
         for _ in range(PATIENCE_S * 100):
-            if not (self.scheduler.running or self.scheduler.waiting):
+            is_answering = self.server.server_state.tasks or self.server.server_state.connections
+            if not (is_answering or self.scheduler.running or self.scheduler.waiting):
                 return
             threading.Event().wait(0.01)
         raise AssertionError("requests go on")

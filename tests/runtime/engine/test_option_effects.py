@@ -17,6 +17,7 @@ from moec.manifests.errors import ChecksumMismatch, ContextOverflow, MemoryBudge
 from moec.runtime import Engine, RuntimeOptions, load
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.beam import BeamOptions, beam_search
+from moec.runtime.memory.budget import nominal_memory
 from moec.runtime.text.sampling import Sampler, SamplingOptions
 from tests.gates.bundles import emit_bundle
 from tests.gates.damage import flip, write_tables
@@ -126,6 +127,10 @@ class Effect(NamedTuple):
     needs: dict[str, Any] = {}  # noqa: RUF012
 
 
+def nominal_floor(engine: Engine) -> int:
+    return nominal_memory(engine.bundle.manifest, engine.options).floor_bytes
+
+
 EFFECTS: dict[str, Effect] = {
     "memory": Effect("3GiB", {}, lambda engine: engine.memory.budget_bytes == 3 << 30),
     "expert_cache": Effect("40%", {}, lambda engine: (counted(engine)["evictions"], engine.cache.capacity_bytes)),
@@ -141,6 +146,7 @@ EFFECTS: dict[str, Effect] = {
     "kv": Effect("float16", SMALL, lambda engine: (run(engine).tobytes(), engine.memory.kv_bytes)),
     "threads": Effect(9, SMALL, kernel_threads),
     "slots": Effect(2, SMALL, lambda engine: (refusal(engine, OptionError, two_beams), engine.memory.kv_bytes)),
+    "other_bytes": Effect(9 << 20, SMALL, nominal_floor),
     "verify": Effect(False, SMALL, lambda engine: engine.storage.verifies),
     "readers": Effect(5, SMALL, readers),
     "prefetch_layers": Effect(1, AHEAD, advised),
@@ -220,6 +226,9 @@ SAMPLING: dict[str, tuple[Any, dict[str, Any]]] = {
     "min_p": (0.8, HOT),
     "repetition_penalty": (50.0, {}),
     "seed": (9, HOT),
+    "presence_penalty": (9.0, {}),
+    "frequency_penalty": (9.0, {}),
+    "logit_bias": (((4, 50.0),), {}),
 }
 
 
@@ -233,7 +242,7 @@ def test_a_field_of_sampling_has_its_effect(field: str) -> None:
 
     def drawn(**options: Any) -> list[int]:
         sampler = Sampler(SamplingOptions(**{**others, **options}))
-        return [sampler(LOGITS, [0]) for _ in range(60)]
+        return [sampler(LOGITS, [0, 0], 1) for _ in range(60)]
 
     assert drawn() == drawn() != drawn(**{field: value})
 
