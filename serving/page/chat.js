@@ -232,8 +232,8 @@
     return key ? { "Content-Type": "application/json", Authorization: "Bearer " + key } : { "Content-Type": "application/json" };
   }
 
-  /** Call `take` with the data of each server-sent event. */
-  async function readEvents(response, take) {
+  /** Call `take` with the data of each server-sent event, and `hear` with each comment. */
+  async function readEvents(response, take, hear) {
     const reader = response.body.getReader(), decoder = new TextDecoder();
     let rest = "";
     for (;;) {
@@ -244,6 +244,7 @@
       for (const event of events) {
         const data = event.split(/\r?\n/).filter(line => line.startsWith("data:")).map(line => line.slice(5).trimStart()).join("\n");
         if (data) take(data);
+        else if (hear && event.startsWith(":")) hear(event.slice(1).trim());
       }
       if (piece.done) return;
     }
@@ -323,6 +324,9 @@
           isDue = true;
           requestAnimationFrame(show);
         }
+      }, comment => {
+        const place = /^queue (\d+)$/.exec(comment);
+        say(place ? "place " + place[1] + " in the queue; Esc leaves it" : "the prompt is computed; Esc stops");
       });
       if (!turn.reason && !turn.problem) turn.problem = "the connection ended before the answer did";
       say("the answer is complete");
@@ -475,7 +479,7 @@
   }
 
   function showFigures(found) {
-    show("speed", found.tokens_per_s, value => value.toFixed(1) + " tokens/s");
+    if (found.running !== 0) show("speed", found.tokens_per_s, value => value.toFixed(1) + " tokens/s");  // else it stays
     show("ttft", found.ttft_ms, value => value < 1000 ? value.toFixed(0) + " ms" : (value / 1000).toFixed(2) + " s");
     show("hits", found.hit_rate, percent);
     show("read", found.mib_per_token, value => value.toFixed(2) + " MiB");
@@ -756,7 +760,10 @@
   for (const radio of document.querySelectorAll("input[name=view]")) radio.addEventListener("change", redraw);
   for (const name of [...SETTINGS, "system"]) byId(name).addEventListener("change", store);
   byId("key").addEventListener("change", () => { readProps(); follow(); });
-  byId("experts").addEventListener("toggle", redraw);
+  for (const name of ["experts", "settings"]) byId(name).addEventListener("toggle", () => {
+    redraw();
+    byId("log").scrollTop = byId("log").scrollHeight;
+  });
   window.addEventListener("resize", redraw);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   document.addEventListener("visibilitychange", () => {

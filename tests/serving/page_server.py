@@ -41,12 +41,14 @@ class Script:
     answer: text of the next answer.
     is_held: whether an answer waits, after its first piece, until its client leaves.
     refusal: status and body instead of an answer, or None.
+    comment: sent before the answer, if it is not empty.
     asked: bodies of the requests.
     """
 
     answer: str = "an answer"
     is_held: bool = False
     refusal: tuple[int, dict[str, Any]] | None = None
+    comment: str = ""
     has_template: bool = True
     mode: str = "streaming, LOSSY: dynamic-precision 0.4,0.8; io direct"
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -100,6 +102,8 @@ class Handler(BaseHTTPRequestHandler):
             script.ended.set()
 
     def _stream(self, script: Script, is_chat: bool) -> None:
+        if script.comment:
+            self.wfile.write(f": {script.comment}\n\n".encode())
         for at in range(0, len(script.answer), _PIECE):
             text = script.answer[at : at + _PIECE]
             self._send({"choices": [{"index": 0, **({"delta": {"content": text}} if is_chat else {"text": text})}]})

@@ -226,6 +226,15 @@ def test_escape_stops_an_answer(browser: Any, script: Script, address: str) -> N
         assert [each["content"] for each in script.asked[-1]["messages"]] == ["x", "an answer", "y"]
 
 
+def test_the_place_in_the_queue_is_told(browser: Any, script: Script, address: str) -> None:
+    script.comment, script.answer, script.is_held = "queue 3", "", True
+    with Watched(browser, address) as watched:
+        watched.page.keyboard.type("x\n")
+        watched.page.locator("#status", has_text="place 3 in the queue").wait_for()
+        watched.page.keyboard.press("Escape")
+        watched.page.locator(".counts", has_text="stopped").wait_for()
+
+
 def test_settings_and_the_system_prompt_are_sent(browser: Any, script: Script, address: str) -> None:
     with Watched(browser, address) as watched:
         watched.page.locator("#settings summary").press("Enter")
