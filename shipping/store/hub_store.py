@@ -124,9 +124,9 @@ class HubStore:
 
     def _make_repository(self, branch: str | None) -> None:
         """Make the repository and its branch if they are missing. Raises StoreFailed."""
-        self._ask("a repository", lambda: self._hub.create_repo(self._name, private=True, exist_ok=True))
+        self._ask("a new repository", lambda: self._hub.create_repo(self._name, private=True, exist_ok=True))
         if branch is not None:
-            self._ask("a branch", lambda: self._hub.create_branch(self._name, branch=branch, exist_ok=True))
+            self._ask("a new branch", lambda: self._hub.create_branch(self._name, branch=branch, exist_ok=True))
 
     def _listed(self, folder: str) -> dict[str, int]:
         """Return the sizes of the files in a folder of the last commit, by path. Raises StoreFailed."""
@@ -158,5 +158,7 @@ class HubStore:
         if status in (401, 403):
             raise StoreFailed(f"{place}: the hub refuses {what} with this token ({status})", _LOG_IN)
         if status is not None:
-            raise StoreFailed(f"{place}: the hub answered {status} to {what}", "try again later")
-        raise StoreFailed(f"{place}: the hub does not answer {what}", "check the network and HF_ENDPOINT")
+            raise StoreFailed(f"{place}: the hub answered {status} to the request for {what}", "try again later")
+        raise StoreFailed(
+            f"{place}: the hub does not answer the request for {what}", "check the network and HF_ENDPOINT"
+        )

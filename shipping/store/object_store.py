@@ -170,11 +170,15 @@ class ObjectStore:
     def _failure(self, what: str, path: str, error: Exception) -> StoreFailed:
         """Return the error of a request. The message of obstore is not shown: it may have a signed address."""
         place = f"`{self.address}/{path}`"
-        if isinstance(error, (PermissionDeniedError, UnauthenticatedError, PermissionError)):
+        found = _STATUS.search(str(error))
+        status = None if found is None else found[1]
+        if isinstance(error, (PermissionDeniedError, UnauthenticatedError, PermissionError)) or status in (
+            "401",
+            "403",
+        ):
             return StoreFailed(f"{place}: the service refuses {what} with these credentials", _CREDENTIALS)
-        status = _STATUS.search(str(error))
         if status is not None:
-            return StoreFailed(f"{place}: the service answered {status[1]} to {what}", "try again later")
+            return StoreFailed(f"{place}: the service answered {status} to {what}", "try again later")
         return StoreFailed(f"{place}: the service does not answer {what}", "check network, region and endpoint")
 
     def _other_bytes(self, path: str, start: int, end: int) -> StoreFailed:

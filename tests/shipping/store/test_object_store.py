@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -67,6 +68,28 @@ def test_a_service_that_is_not_there(bucket: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StoreFailed, match="does not answer HEAD"):
         push(opened(bucket), tmp_path)
+
+
+def test_google_cloud_storage(dav: DavServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its XML API is that of a file server, as long as files are sent in one part."""
+    account = {
+        "gcs_base_url": dav.url,
+        "disable_oauth": True,
+        "client_email": "",
+        "private_key": "",
+        "private_key_id": "",
+    }
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+    monkeypatch.setenv("GOOGLE_ALLOW_HTTP", "true")
+    dav.has_collections = False
+    store = open_store(parse_address("gs://bucket/models"), Access(), for_writing=True, options=PATIENCE)
+    assert push(store, tmp_path) == [True, True]
+    assert push(store, tmp_path) == [False, False]
+    assert (dav.folder / "bucket" / "models" / BUNDLE / NAME).read_bytes() == WEIGHTS
+    assert read(store, f"{BUNDLE}/{NAME}", 5, 90) == WEIGHTS[5:90]
+    store.replace("channel/stable.json", b"{}")
+    assert store.read_small("channel/stable.json", 2) == b"{}"
+    assert store.read_small("channel/beta.json", 2) is None
 
 
 @pytest.mark.parametrize(("address", "package"), [("s3://bucket", "obstore"), ("hf://owner/name", "huggingface_hub")])
