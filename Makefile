@@ -10,13 +10,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 READY := $(VENV)/.ready
 LINKS := build/links
 PACKAGES := manifests profiles evaluation runtime shipping serving reporting compiler cli
-NATIVE := $(shell find runtime/kernels/native -type f 2>/dev/null)
+NATIVE := $(shell find runtime/kernels/native -type f -not -path '*/wheels/*' 2>/dev/null)
 
 # Tests start hundreds of processes. Without compiled modules each one compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test tests quantization-tools shipping-tools test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench schema docs site example-bundle example-smollm2 figures clean links
+.PHONY: help venv demo test tests quantization-tools shipping-tools test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench wheels schema docs site example-bundle example-smollm2 figures clean links
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,7 +98,7 @@ $(BIN)/uv: $(READY)
 update-dependencies: $(BIN)/uv  ## Write constraints.txt anew: the newest versions, for every Python and extra
 	@mkdir -p build
 	echo "$(TORCH)" > build/torch.txt
-	$(UV_COMPILE) -c build/torch.txt --universal --python-version 3.10 --upgrade --extra dev --extra bench --extra fuzz > build/newest.txt
+	$(UV_COMPILE) -c build/torch.txt --universal --python-version 3.10 --upgrade --extra dev --extra bench --extra fuzz --extra wheels > build/newest.txt
 	{ echo "# Exact versions of everything that make installs. Written by: make update-dependencies"; \
 	    $(WITHOUT_CUDA) build/newest.txt; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
@@ -129,6 +129,10 @@ oracles: $(READY)  ## Hold every family against its oracle, and nothing else
 bench: $(READY)  ## The yardstick beside llama.cpp and ik_llama.cpp: two hours, 50 GB in build/yardstick, root
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation -e ".[dev,bench]"
 	$(BIN)/python -m bench.yardstick build/yardstick --results build/yardstick/results
+
+wheels: $(READY)  ## Build wheels for x86-64 and ARM into dist/; 10 minutes. Other headers: WHEELS="--headers 3.10=FOLDER"
+	$(PIP_INSTALL) "ziglang>=0.17" "auditwheel>=6.4" "abi3audit>=0.0.20"
+	$(BIN)/python -m moec.runtime.kernels.native.wheels -o dist $(WHEELS)
 
 schema: $(READY)  ## Write manifests/schema.json from the dataclasses
 	@mkdir -p build

@@ -22,6 +22,7 @@ from tests.tiny_switch import save_tiny_switch
 
 pytestmark = [
     pytest.mark.gate("G1"),
+    pytest.mark.gate("G15"),
     pytest.mark.skipif(kernels.loaded() is None, reason="NOT RUN: the extension is not built"),
 ]
 

@@ -19,17 +19,21 @@ struct type_caster<std::vector<Entry>> : list_caster<std::vector<Entry>, Entry> 
             return false;
         }
         const object items = steal(PySequence_Fast(source.ptr(), ""));
-        if (!items.is_valid()) {
+        const Py_ssize_t size = items.is_valid() ? PySequence_Size(items.ptr()) : -1;
+        if (size < 0) {
             PyErr_Clear();
             return false;
         }
-        const Py_ssize_t size = PySequence_Fast_GET_SIZE(items.ptr());
         value.reserve(static_cast<size_t>(size));
         const uint32_t entry_flags = flags_for_local_caster<Entry>(flags);
         for (Py_ssize_t i = 0; i < size; ++i) {
+            const object item = steal(PySequence_GetItem(items.ptr(), i));  // the stable ABI has no faster way
+            if (!item.is_valid()) {
+                PyErr_Clear();
+                return false;
+            }
             make_caster<Entry> entry;
-            if (!entry.from_python(PySequence_Fast_GET_ITEM(items.ptr(), i), entry_flags, cleanup) ||
-                !entry.template can_cast<Entry>()) {
+            if (!entry.from_python(item, entry_flags, cleanup) || !entry.template can_cast<Entry>()) {
                 return false;
             }
             value.push_back(entry.operator cast_t<Entry>());
