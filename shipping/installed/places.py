@@ -18,6 +18,7 @@ from moec.manifests.files.output_file import FileSystem
 CURRENT, PREVIOUS = "current", "previous"
 STATE_NAME, LOCK_NAME = "state.json", "lock"
 ID_CHARACTERS = 16
+JOURNAL_SUFFIX = ".journal"
 REMOVING_SUFFIX = ".removing"
 _ID = re.compile(r"[0-9a-f]{16}")
 _OWN_NAME = re.compile(
@@ -46,7 +47,7 @@ class Places:
 
     def journal(self, name: str) -> Path:
         """Return the list of finished ranges of a bundle that is not complete."""
-        return self.folder / f"{name}.journal"
+        return self.folder / f"{name}{JOURNAL_SUFFIX}"
 
     def signature(self, name: str) -> Path:
         """Return the signature of a bundle."""

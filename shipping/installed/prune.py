@@ -6,9 +6,9 @@ import os
 import shutil
 
 from moec.manifests.bundle import PARTIAL_SUFFIX
-from moec.manifests.files.output_file import FileSystem
+from moec.manifests.files.output_file import WRITING_SUFFIX, FileSystem
 
-from .places import PREVIOUS, REMOVING_SUFFIX, Places, remove_link
+from .places import JOURNAL_SUFFIX, PREVIOUS, REMOVING_SUFFIX, Places, remove_link
 from .state import DeviceState, write_state
 
 
@@ -46,10 +46,23 @@ def prune(places: Places, state: DeviceState, keep: int, system: FileSystem, spa
 
 
 def finish_removals(places: Places) -> None:
-    """Remove what an interrupted `prune` left. Raises OSError."""
+    """Remove the bundles that a `prune` has begun to remove. Raises OSError."""
     for name in os.listdir(places.folder):
         if name.endswith(REMOVING_SUFFIX):
             shutil.rmtree(places.folder / name)
+
+
+def tidy(places: Places, system: FileSystem) -> None:
+    """Remove what killed processes left, except for a pull that can go on. The caller has the lock.
+
+    Raises OSError.
+    """
+    finish_removals(places)
+    for name in os.listdir(places.folder):
+        is_growing = name.startswith(".") and name.endswith(WRITING_SUFFIX)
+        is_journal = name.endswith(JOURNAL_SUFFIX)
+        if is_growing or (is_journal and not places.partial(name.removesuffix(JOURNAL_SUFFIX)).is_dir()):
+            system.remove(places.folder / name)
 
 
 def remove_companions(places: Places, name: str, system: FileSystem) -> None:

@@ -11,7 +11,7 @@ from moec.manifests.files.output_file import FileSystem, write_errors
 
 from .lock import locked
 from .places import CURRENT, PREVIOUS, Places, check_device_folder, remove_link, set_link
-from .prune import kept_names
+from .prune import kept_names, tidy
 from .receipt import difference, read_receipt
 from .state import read_state, write_state
 
@@ -44,6 +44,7 @@ def roll_back(folder: Path, check: Callable[[Path], object], system: FileSystem 
     if read_state(places) is None:
         raise _nothing_to_return_to(folder)
     with write_errors(folder), locked(places):
+        tidy(places, system)
         state, current, target = read_state(places), places.current, places.previous
         if state is None or current is None or target is None:
             raise _nothing_to_return_to(folder)

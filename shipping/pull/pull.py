@@ -15,7 +15,7 @@ from moec.manifests.files.output_file import FileSystem, made_folders, write_err
 from ..channel import DEFAULT_CHANNEL, Channel, ChannelBundle, encode_moment
 from ..installed.lock import locked
 from ..installed.places import CURRENT, PREVIOUS, Places, bundle_id, check_device_folder, set_link
-from ..installed.prune import finish_removals, prune
+from ..installed.prune import prune, tidy
 from ..installed.receipt import difference, read_receipt
 from ..installed.state import STATE_VERSION, BundleState, DeviceState, read_state, write_state
 from ..signatures.keys import PublicKey
@@ -147,20 +147,21 @@ class _Pull:
 
     def _work(self, result: Pulled, state: DeviceState | None) -> str:
         """Install and switch. Return the outcome."""
+        tidy(self.places, self.system)
         channel = result.channel
         state = state or DeviceState(STATE_VERSION, channel.model)
         known = state.channel(channel.channel)
         if channel.sequence > known.highest_sequence:
             state = state.with_channel(replace(known, highest_sequence=channel.sequence))
             write_state(self.places, state, self.system)
-        finish_removals(self.places)
         if self._is_rolled_back(result, state):
             return "rolled back"
         if not self._is_installed(result):
             state = prune(self.places, state, self.request.keep, self.system, spared=result.name)
             install(self.store, self._installation(result), self.request.fetch, self.observer, self.system)
         elif self.places.current == result.name:
-            self._note_installed(result, state)
+            state = self._note_installed(result, state)
+            prune(self.places, state, self.request.keep, self.system)
             return "unchanged"
         self.observer.testing()
         self.check(result.path)

@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -151,6 +152,12 @@ int fdatasync(int fd) { REAL(fdatasync); ON(on_descriptor(SYNC, "fdatasync", fd)
 int ftruncate64(int fd, off64_t size) { REAL(ftruncate64); ON(on_descriptor(TRUNCATE, "ftruncate", fd)); return real(fd, size); }
 int rename(const char *from, const char *to) { REAL(rename); ON(on_path(RENAME, "rename", to)); return real(from, to); }
 int renameat(int a, const char *from, int b, const char *to) { REAL(renameat); ON(on_path(RENAME, "renameat", to)); return real(a, from, b, to); }
+int link(const char *from, const char *to) { REAL(link); ON(on_path(RENAME, "link", to)); return real(from, to); }
+int linkat(int a, const char *from, int b, const char *to, int flags) { REAL(linkat); ON(on_path(RENAME, "linkat", to)); return real(a, from, b, to, flags); }
+int symlink(const char *to, const char *path) { REAL(symlink); ON(on_path(RENAME, "symlink", path)); return real(to, path); }
+int mkdir(const char *path, mode_t mode) { REAL(mkdir); ON(on_path(RENAME, "mkdir", path)); return real(path, mode); }
+ssize_t copy_file_range(int in, off64_t *from, int out, off64_t *to, size_t size, unsigned flags) {
+    REAL(copy_file_range); ON(on_descriptor(WRITE, "copy_file_range", out)); return real(in, from, out, to, HALF(size), flags); }
 
 #define OPENED(name, declared, given) \
     int name(declared const char *path, int flags, ...) { \

@@ -209,10 +209,54 @@ class CompileScene:
         return []
 
 
+@dataclass
+class PullScene:
+    """`moec pull` of a second bundle: the first one or the second is current, and whole; the next run completes it."""
+
+    folder: Path
+    arguments: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        from tests.shipping.devices import Device
+        from tests.shipping.model_bundles import write_bundle
+
+        self._device = Device(self.folder / "device", self.folder / "store", check=lambda folder: None)
+        first = write_bundle(self.folder / "first")
+        second = write_bundle(
+            self.folder / "second", version=lambda layer, expert: int(layer == 1 and expert != 2), note="2"
+        )
+        self._bundles, self._expected = [first, second], [digests(first), digests(second)]
+        key = self._device.write_key(self.folder)
+        self.arguments = ["pull", str(self.folder / "store"), str(self._device.folder), "--key", str(key)]
+
+    def prepare(self) -> None:
+        from tests.shipping.model_bundles import push
+        from tests.shipping.signing_keys import signing_key
+
+        shutil.rmtree(self._device.folder, ignore_errors=True)
+        push(self._device.store, self._bundles[0], signing_key(), 1)
+        self._device.pull()
+        push(self._device.store, self._bundles[1], signing_key(), 2)
+
+    def complaints(self, outcome: Outcome) -> list[str]:
+        found = digests(self._device.folder / "current")
+        if found not in self._expected or (outcome.code == 0 and found != self._expected[1]):
+            return ["the current bundle is neither the first nor the second, or not the second after a success"]
+        installed = [path for path in self._device.folder.iterdir() if len(path.name) == 16 and path.is_dir()]
+        damaged = [path.name for path in installed if digests(path) not in self._expected]
+        return [f"installed, but not whole: {damaged}"] if damaged else []
+
+    def complaints_after(self, outcome: Outcome) -> list[str]:
+        if outcome.code != 0 or digests(self._device.folder / "current") != self._expected[1]:
+            return [f"the next run does not complete it: {outcome}"]
+        left = [name for name in self._device.names if "partial" in name or "journal" in name or "writing" in name]
+        return [f"left behind: {left}"] if left else []
+
+
 def scene_of(name: str, folder: Path) -> Scene:
-    """name: run-direct, run-buffered, run-mmap, run-numpy, unpack, pack, tune or compile."""
+    """name: run-direct, run-buffered, run-mmap, run-numpy, unpack, pack, tune, compile or pull."""
     if name.startswith("run-"):
         way = name.removeprefix("run-")
         return RunScene(folder, ["--kernels", "numpy"] if way == "numpy" else ["--io", way, "--threads", "2"])
-    others = {"unpack": UnpackScene, "pack": PackScene, "tune": TuneScene, "compile": CompileScene}
+    others = {"unpack": UnpackScene, "pack": PackScene, "tune": TuneScene, "compile": CompileScene, "pull": PullScene}
     return others[name](folder)

@@ -27,7 +27,7 @@ SWEEPS = [
     *(("run-direct", fault) for fault in (*READS, "allocation")),
     *(("run-mmap", fault) for fault in ("read", "open", "map", "allocation")),
     *(("run-numpy", fault) for fault in ("read", "allocation")),
-    *((scene, fault) for scene in ("unpack", "pack") for fault in (*READS, *WRITES)),
+    *((scene, fault) for scene in ("unpack", "pack", "pull") for fault in (*READS, *WRITES)),
     *(("tune", fault) for fault in ("read", "open", "write", "sync", "allocation")),
     *(("compile", fault) for fault in ("read", "open", *WRITES)),
 ]
@@ -38,6 +38,8 @@ IN_CI = [
     ("run-mmap", "map"),
     ("unpack", "write"),
     ("unpack", "sync"),
+    ("pull", "write"),
+    ("pull", "sync"),
 ]
 CI_RUNS = 6
 """Faults in each sweep in CI, at most."""

@@ -13,7 +13,7 @@ from moec.shipping.channel import Channel, ChannelBundle
 from moec.shipping.pull.fetch import FetchOptions
 from moec.shipping.pull.observer import PullObserver, PullPlan
 from moec.shipping.pull.pull import Machine, Pulled, PullRequest, pull
-from moec.shipping.signatures.keys import PublicKey
+from moec.shipping.signatures.keys import PublicKey, encode_public_key
 from moec.shipping.store.file_store import FileStore
 from moec.shipping.store.interface import Store
 from tests.shipping.model_bundles import NOW, digests
@@ -65,12 +65,19 @@ class Device:
     check: Callable[[Path], Any] = check_whole
 
     def pull(self, store: Store | None = None, **request: Any) -> Pulled:
-        """Pull. store: another one than that of the folder."""
+        """Pull. store: another one than that of the folder. request: options, and the operations of the disk."""
         self.events = Events()
-        options = request.pop("fetch", FetchOptions())
+        options, system = request.pop("fetch", FetchOptions()), request.pop("system", None)
         asked = replace(PullRequest(self.folder, fetch=options), **request)
         machine = Machine(self.version, self.now)
-        return pull(store or FileStore(self.store), self.keys, asked, self.check, machine, self.events)
+        return pull(store or FileStore(self.store), self.keys, asked, self.check, machine, self.events, system)
+
+    def write_key(self, folder: Path) -> Path:
+        """Write the accepted key into a folder, and return the file."""
+        folder.mkdir(exist_ok=True)
+        path = folder / "fleet.pub"
+        path.write_bytes(encode_public_key(self.keys[0].point))
+        return path
 
     @property
     def current(self) -> dict[str, str]:

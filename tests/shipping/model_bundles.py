@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -69,8 +68,8 @@ class Shape:
         )
 
 
-LARGE = Shape(layers=8, experts=8, hidden=512, width=2048, vocabulary=4096)
-"""64 experts of 1.1 MB and dense weights of 7 MB."""
+LARGE = Shape(layers=4, experts=8, hidden=512, width=2048, vocabulary=4096)
+"""32 experts of 2 MB and dense weights of 5 MB: 68 MB."""
 
 
 def write_bundle(
@@ -105,7 +104,7 @@ def write_bundle(
         _, size = unit_offsets(model, layer, dict.fromkeys(PROJECTIONS, UNIT))
         data = bytearray(build_header({f"experts.{at:05d}": ("U8", (size,)) for at in range(shape.experts)}))
         for expert in range(shape.experts):
-            blob = random.Random(f"{layer} {expert} {version(layer, expert)}").randbytes(size)
+            blob = _bytes(f"{layer} {expert} {version(layer, expert)}", size)
             digest = xxhash.xxh3_128_hexdigest(blob)
             experts.append(ExpertEntry(layer, expert, file, len(data), size, digest, UNIT, UNIT, UNIT))
             data += blob
@@ -132,6 +131,11 @@ def write_bundle(
     return folder
 
 
+def _bytes(seed: str, size: int) -> bytes:
+    """Bytes that depend on the seed alone and cannot be compressed."""
+    return hashlib.shake_128(seed.encode()).digest(size)
+
+
 def _write(folder: Path, name: str, data: bytes | bytearray) -> FileEntry:
     (folder / name).write_bytes(data)
     return FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
@@ -144,10 +148,10 @@ def _device(profile: DeviceProfile | None) -> DeviceSummary:
 
 
 def _dense(model: ModelSpec, version: int) -> tuple[bytes, tuple[DenseEntry, ...]]:
-    source, shapes = random.Random(f"dense {version}"), model.dense_shapes()
+    shapes = model.dense_shapes()
     sizes = {name: 2 * shape[0] if len(shape) == 1 else DENSE.packed_bytes(*shape) for name, shape in shapes.items()}
     tensors = {name: ("BF16", shape) if len(shape) == 1 else ("U8", (sizes[name],)) for name, shape in shapes.items()}
-    parts = {name: source.randbytes(size) for name, size in sizes.items()}
+    parts = {name: _bytes(f"dense {name} {version}", size) for name, size in sizes.items()}
     data = build_header(tensors) + b"".join(parts.values())
     return data, tuple(
         DenseEntry(name, shape, DENSE, xxhash.xxh3_128_hexdigest(parts[name])) for name, shape in shapes.items()

@@ -56,6 +56,7 @@ class FileServer:
 
     sent_bytes: bytes of bodies that were handed to the kernel.
     before_answer: called with each request.
+    on_sent: called with sent_bytes when it has grown.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class FileServer:
     sent_bytes: int = 0
     serves_ranges: bool = True
     before_answer: Callable[[Request], None] = lambda request: None
+    on_sent: Callable[[int], None] = lambda sent_bytes: None
     url: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -80,6 +82,8 @@ class FileServer:
         """Count bytes of a body."""
         with self.lock:
             self.sent_bytes += size_bytes
+            sent_bytes = self.sent_bytes
+        self.on_sent(sent_bytes)
 
 
 class Handler(BaseHTTPRequestHandler):

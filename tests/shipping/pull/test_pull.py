@@ -104,7 +104,7 @@ def test_older_bundles_are_removed(device: Device, bundles: list[Path]) -> None:
     assert device.bundles == {names[1], names[2]}
     assert not [name for name in device.names if name.startswith(names[0])]
     device.pull(keep=0)
-    assert device.bundles == {names[1], names[2]}, "nothing to do, so nothing is removed"
+    assert device.bundles == {names[2]} and not os.path.lexists(device.folder / "previous")
     push(device.store, bundles[0], KEY, 4)
     device.pull(keep=0)
     assert device.bundles == {names[0]} and not os.path.lexists(device.folder / "previous")

@@ -1,0 +1,101 @@
+"""Events of a pull: sentences and a progress bar for people, or a line of JSON for each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from moec.shipping.channel import Channel, ChannelBundle
+from moec.shipping.pull.observer import PullObserver, PullPlan
+
+from . import output
+from .progress_bar import ProgressBar
+
+LINE_EVERY_S = 1.0
+
+
+class PullTalk(PullObserver):
+    """Sentences on stderr.
+
+    bar: shows the progress.
+    """
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self._bar = bar
+
+    def chosen(self, channel: Channel, bundle: ChannelBundle, name: str) -> None:
+        output.say(
+            f"channel `{channel.channel}`, sequence {channel.sequence}: `{channel.model}` for `{bundle.device}`, "
+            f"bundle {name}"
+        )
+
+    def planned(self, plan: PullPlan) -> None:
+        parts = [
+            f"{output.human_bytes(size_bytes)} {what}"
+            for size_bytes, what in (
+                (plan.fetched_bytes, "to fetch"),
+                (plan.copied_bytes, "to copy from installed bundles"),
+                (plan.linked_bytes, "in unchanged files"),
+                (plan.kept_bytes, "there already"),
+            )
+            if size_bytes
+        ]
+        output.say(f"{output.human_bytes(plan.total_bytes)}: {', '.join(parts) or 'nothing to do'}")
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        self._bar(done_bytes, total_bytes)
+
+    def testing(self) -> None:
+        output.say("all bytes are there and checked; running the self-test")
+
+    def warning(self, text: str) -> None:
+        output.say(f"warning: {text}")
+
+
+class PullLines(PullObserver):
+    """One JSON object a line on stdout. `event` names its kind.
+
+    clock: seconds; progress is told once in LINE_EVERY_S.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told = clock() - LINE_EVERY_S
+
+    def chosen(self, channel: Channel, bundle: ChannelBundle, name: str) -> None:
+        output.data_json(
+            {
+                "event": "chosen",
+                "model": channel.model,
+                "channel": channel.channel,
+                "sequence": channel.sequence,
+                "expires": channel.expires,
+                "device": bundle.device,
+                "bundle": name,
+                "total_bytes": bundle.total_bytes,
+            }
+        )
+
+    def planned(self, plan: PullPlan) -> None:
+        output.data_json(
+            {
+                "event": "planned",
+                "total_bytes": plan.total_bytes,
+                "fetched_bytes": plan.fetched_bytes,
+                "copied_bytes": plan.copied_bytes,
+                "linked_bytes": plan.linked_bytes,
+                "kept_bytes": plan.kept_bytes,
+            }
+        )
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        now = self._clock()
+        if now - self._told >= LINE_EVERY_S or done_bytes == total_bytes:
+            self._told = now
+            output.data_json({"event": "progress", "done_bytes": done_bytes, "total_bytes": total_bytes})
+
+    def testing(self) -> None:
+        output.data_json({"event": "testing"})
+
+    def warning(self, text: str) -> None:
+        output.data_json({"event": "warning", "message": text})
