@@ -1,0 +1,1 @@
+"""Measurements of shipping: the bytes that two bundles share."""
