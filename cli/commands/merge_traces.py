@@ -45,7 +45,8 @@ def merge_traces_command(traces: tuple[Path, ...], target_path: Path, as_json: b
     if as_json:
         output.data_json(_plain(use))
         return
-    output.say(f"merged {use.traces} traces of {use.decoded_tokens:,} tokens into `{target_path}`")
+    traced = "1 trace" if use.traces == 1 else f"{use.traces} traces"
+    output.say(f"merged {traced} of {use.decoded_tokens:,} tokens into `{target_path}`")
     missing = [f"{layer}.{expert}" for layer, expert in use.never_offered()]
     if missing:
         named = ", ".join(missing[:_MOST_NAMED])

@@ -120,7 +120,8 @@ class DeviceUse:
 
         calibrated_tokens: tokens of calibration; None without data.
         """
-        traced = f"{self.use.traces:,} traces, of {self.use.decoded_tokens:,} tokens"
+        count = "1 trace" if self.use.traces == 1 else f"{self.use.traces:,} traces"
+        traced = f"{count}, of {self.use.decoded_tokens:,} tokens"
         text = "" if calibrated_tokens is None else f"; calibration has {calibrated_tokens:,}"
         notes = [f"the use of experts is that of {traced}{text}"]
         missing = [f"{layer}.{expert}" for layer, expert in self.use.never_offered()]

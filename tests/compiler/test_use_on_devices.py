@@ -143,7 +143,7 @@ def test_a_bundle_names_the_file_and_repeats(model: Path, texts: Path, plain: Pa
     compile_tiny(model, tmp_path / "c", "uniform", 4, data=str(texts))
     assert "popularity" not in open_bundle(tmp_path / "c").manifest.options
     assert "use_on_devices" not in json.loads((tmp_path / "c" / "quality.json").read_text())
-    assert any("the use of experts is that of 1 traces, of 1,000 tokens; calibration has" in note for note in notes)
+    assert any("the use of experts is that of 1 trace, of 1,000 tokens; calibration has" in note for note in notes)
 
 
 def test_an_expert_that_devices_never_held_keeps_the_use_of_calibration(
