@@ -26,6 +26,11 @@ _OWN_NAME = re.compile(
 )
 
 
+def is_own_name(name: str) -> bool:
+    """Return whether a name in a device's folder is one that moec makes there."""
+    return _OWN_NAME.fullmatch(name) is not None
+
+
 def bundle_id(manifest_sha256: str) -> str:
     """Return the name of an installed bundle: the first digits of the digest of its `moec.json`."""
     return manifest_sha256[:ID_CHARACTERS]
@@ -128,7 +133,7 @@ def check_device_folder(folder: Path) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"`{folder}` is no folder for bundles: {reason}", "name a folder") from error
-    foreign = [name for name in names if not _OWN_NAME.fullmatch(name)]
+    foreign = [name for name in names if not is_own_name(name)]
     if foreign and STATE_NAME not in names:
         raise InputError(
             f"`{folder}` is no folder of installed bundles: it holds `{foreign[0][:80]}`", "name a folder of its own"

@@ -8,7 +8,7 @@ import shutil
 from moec.manifests.bundle import PARTIAL_SUFFIX
 from moec.manifests.files.output_file import WRITING_SUFFIX, FileSystem
 
-from .places import JOURNAL_SUFFIX, PREVIOUS, REMOVING_SUFFIX, Places, remove_link
+from .places import JOURNAL_SUFFIX, PREVIOUS, REMOVING_SUFFIX, Places, is_own_name, remove_link
 from .state import DeviceState, write_state
 
 
@@ -47,9 +47,8 @@ def prune(places: Places, state: DeviceState, keep: int, system: FileSystem, spa
 
 def finish_removals(places: Places) -> None:
     """Remove the bundles that a `prune` has begun to remove. Raises OSError."""
-    for name in os.listdir(places.folder):
-        if name.endswith(REMOVING_SUFFIX):
-            shutil.rmtree(places.folder / name)
+    for name in _own_names(places, REMOVING_SUFFIX):
+        shutil.rmtree(places.folder / name)
 
 
 def tidy(places: Places, system: FileSystem) -> None:
@@ -58,10 +57,10 @@ def tidy(places: Places, system: FileSystem) -> None:
     Raises OSError.
     """
     finish_removals(places)
-    for name in os.listdir(places.folder):
-        is_growing = name.startswith(".") and name.endswith(WRITING_SUFFIX)
-        is_journal = name.endswith(JOURNAL_SUFFIX)
-        if is_growing or (is_journal and not places.partial(name.removesuffix(JOURNAL_SUFFIX)).is_dir()):
+    for name in _own_names(places, WRITING_SUFFIX):
+        system.remove(places.folder / name)
+    for name in _own_names(places, JOURNAL_SUFFIX):
+        if not places.partial(name.removesuffix(JOURNAL_SUFFIX)).is_dir():
             system.remove(places.folder / name)
 
 
@@ -85,4 +84,9 @@ def remove_partial(places: Places, name: str, system: FileSystem) -> None:
 
 def partial_names(places: Places) -> list[str]:
     """Return the bundles whose pull is not complete. Raises OSError."""
-    return [name.removesuffix(PARTIAL_SUFFIX) for name in os.listdir(places.folder) if name.endswith(PARTIAL_SUFFIX)]
+    return [name.removesuffix(PARTIAL_SUFFIX) for name in _own_names(places, PARTIAL_SUFFIX)]
+
+
+def _own_names(places: Places, suffix: str) -> list[str]:
+    """Return the names with a suffix, without those that others have put there. Raises OSError."""
+    return [name for name in os.listdir(places.folder) if name.endswith(suffix) and is_own_name(name)]

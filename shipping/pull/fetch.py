@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from moec.manifests.errors import ChecksumMismatch
+from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
 from moec.manifests.progress import Progress
 
 from ..channel import bundle_path
@@ -205,9 +205,7 @@ class Fetch:
                 while done < entry.size_bytes:
                     end = self._partial.wait_beyond(number, done)
                     while done < end and not self._partial.is_stopped:
-                        count = os.preadv(source, [buffer[: end - done]], done)
-                        if count == 0:
-                            raise OSError(f"`{entry.name}` is shorter than it was made")
+                        count = self._read(entry.name, source, buffer[: end - done], done)
                         digest.update(buffer[:count])
                         done += count
                     if self._partial.is_stopped:
@@ -215,6 +213,17 @@ class Fetch:
             if digest.hexdigest() != entry.sha256:
                 self._wrong.append(number)
             self._is_unsynced.set()
+
+    def _read(self, name: str, source: int, buffer: memoryview, start: int) -> int:
+        """Read what was written. Return the number of bytes. Raises StorageReadFailed."""
+        place = f"`{self._partial.folder / name}`"
+        try:
+            count = os.preadv(source, [buffer], start)
+        except OSError as error:
+            raise StorageReadFailed(f"{place} cannot be read: {error.strerror or error}", "check the disk") from error
+        if count == 0:
+            raise StorageReadFailed(f"{place} has become shorter", "check the disk, and what else writes there")
+        return count
 
     def _sync(self) -> None:
         """Make bytes durable while others arrive: after each file, and every few seconds."""

@@ -143,7 +143,8 @@ class HttpClient:
             return int(total[1])
 
     def _small(self, url: str, limit_bytes: int) -> bytes | None:
-        with self.requests.answer("GET", url) as answer:
+        # A cache between here and the server asks whether it still has the newest one.
+        with self.requests.answer("GET", url, {"Cache-Control": "no-cache"}) as answer:
             if answer.status in _MISSING:
                 return None
             if answer.status != 200:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -226,10 +227,17 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def serving(files: FileServer, handler: type[Handler] = Handler) -> Iterator[FileServer]:
-    """Serve on loopback until the end of the block."""
+def serving(
+    files: FileServer, handler: type[Handler] = Handler, tls: ssl.SSLContext | None = None
+) -> Iterator[FileServer]:
+    """Serve on loopback until the end of the block.
+
+    tls: settings of a server over TLS; None: plain HTTP.
+    """
     server = _Server(("127.0.0.1", 0), type("Bound", (handler,), {"files": files}))
-    files.url = f"http://127.0.0.1:{server.server_address[1]}"
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    files.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:

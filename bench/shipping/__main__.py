@@ -1,0 +1,261 @@
+"""Pulls over loopback from nginx, next to other programs.
+
+    python -m bench.shipping FOLDER [--hidden N] [--rounds N] [--only first delta]
+
+FOLDER gets two bundles of random bytes in the yardstick's shape, 16 layers of 64 experts: 4 GiB each with the hidden
+size 2048. The second has other bytes in 10 % of the experts.
+
+* first: the first bundle, by `moec pull` and by `curl` with `sha256sum`, in turn. The files of the server are in the
+  page cache.
+* delta: the second bundle on a device that has the first, by `moec pull` and by zsync, and the bytes of
+  content-defined chunks of 64 KiB that the first bundle lacks.
+
+Prints one JSON object per measurement. nginx, curl, sha256sum, zsync and zsyncmake are those of the system. Bytes are
+those of nginx's log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import IO
+
+from moec.shipping.channel import ChannelBundle
+from moec.shipping.signatures.keys import encode_public_key
+from tests.shipping.model_bundles import Shape, channel_of, described, put_bundle, put_channel, sha256_of, write_bundle
+from tests.shipping.signing_keys import signing_key
+
+from .chunks import Chunks
+
+PORT = 18090
+LOOK_EVERY_S = 0.02
+NGINX = """
+worker_processes 1; pid {folder}/pid; error_log {folder}/error.log; daemon on;
+events {{ worker_connections 64; }}
+http {{
+  log_format sent '$body_bytes_sent'; access_log {folder}/sent.log sent;
+  sendfile on; tcp_nopush on; keepalive_requests 1000000;
+  client_body_temp_path {folder}/b; proxy_temp_path {folder}/p; fastcgi_temp_path {folder}/f;
+  uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+  server {{ listen 127.0.0.1:{port}; root {root}; }}
+}}
+"""
+
+
+def main() -> None:
+    """See the head of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--hidden", type=int, default=2048, help="hidden size; 2048 gives 4 GiB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", choices=["first", "delta"], default=["first", "delta"])
+    asked = parser.parse_args()
+    folder = asked.folder.resolve()
+    made = make_bundles(folder, asked.hidden)
+    with nginx(folder) as sent_bytes:
+        if "first" in asked.only:
+            for number in range(asked.rounds):
+                measure_first(folder, made, number)
+        if "delta" in asked.only:
+            measure_delta(folder, made, sent_bytes)
+
+
+def tell(**values: object) -> None:
+    """Print one measurement."""
+    print(json.dumps(values), flush=True)
+
+
+def make_bundles(folder: Path, hidden: int) -> list[Path]:
+    """Write both bundles and a store, unless they are there."""
+    bundles = [folder / "one", folder / "two"]
+    shape = Shape(layers=16, experts=64, hidden=hidden, width=1024, vocabulary=50304)
+    key = signing_key()
+    for number, bundle in enumerate(bundles):
+        if not bundle.exists():
+            write_bundle(bundle, shape, lambda layer, expert, number=number: number * _is_changed(layer, expert))
+        put_bundle(folder / "store", bundle, key)
+    (folder / "fleet.pub").write_bytes(encode_public_key(key.public.point))
+    now = datetime.now(timezone.utc) - timedelta(hours=1)
+    for name, bundle in (("one", bundles[0]), ("two", bundles[1])):
+        told: list[ChannelBundle] = [described(bundle)]
+        put_channel(folder / "store", channel_of(told, 1, channel=name, created=now), key)
+    return bundles
+
+
+def _is_changed(layer: int, expert: int) -> int:
+    return int((layer * 64 + expert) % 10 == 3)
+
+
+@contextmanager
+def nginx(folder: Path) -> Iterator[Callable[[], int]]:
+    """Serve the store on loopback. Yields a function that returns the bytes of all bodies so far."""
+    place = folder / "nginx"
+    place.mkdir(exist_ok=True)
+    log = place / "sent.log"
+    log.unlink(missing_ok=True)
+    (place / "nginx.conf").write_text(NGINX.format(folder=place, port=PORT, root=folder / "store"))
+    command = [shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin") or "nginx", "-c", place / "nginx.conf"]
+    subprocess.run(command, check=True)
+
+    def sent_bytes() -> int:
+        time.sleep(0.2)
+        return sum(int(line) for line in log.read_text().split())
+
+    try:
+        yield sent_bytes
+    finally:
+        subprocess.run([*command, "-s", "stop"], check=True)
+
+
+def pull(folder: Path, device: Path, channel: str) -> dict[str, object]:
+    """Run `moec pull`. Returns seconds until all bytes were checked, seconds in all, and the peak of memory."""
+    command = [sys.executable, "-m", "moec.cli.main", "pull", f"http://127.0.0.1:{PORT}", device, "--json"]
+    started = time.monotonic()
+    words = [*command, "--key", folder / "fleet.pub", "--channel", channel]
+    process = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, text=True)
+    told: dict[str, tuple[float, dict[str, object]]] = {}
+
+    def listen(lines: IO[str]) -> None:
+        for line in lines:
+            event = json.loads(line)
+            told[event["event"]] = (time.monotonic() - started, event)
+
+    assert process.stdout is not None
+    listening = threading.Thread(target=listen, args=[process.stdout])
+    listening.start()
+    peak_kib = 0
+    while process.poll() is None:
+        peak_kib = max(peak_kib, _peak_kib(process.pid))
+        time.sleep(LOOK_EVERY_S)
+    seconds = time.monotonic() - started
+    listening.join()
+    if process.returncode:
+        raise RuntimeError(f"the pull ended with {process.returncode}")
+    planned = told["planned"][1]
+    return {
+        "checked_s": round(told["testing"][0], 2),
+        "seconds": round(seconds, 2),
+        "peak_mib": round(peak_kib / 1024, 1),
+        **{name: value for name, value in planned.items() if name.endswith("_bytes")},
+    }
+
+
+def _peak_kib(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+
+
+def measure_first(folder: Path, bundles: list[Path], number: int) -> None:
+    """Pull the first bundle, and fetch it with curl and sha256sum, in an order that alternates."""
+    subprocess.run(["cat", *bundles[0].iterdir()], stdout=subprocess.DEVNULL, check=True)
+    ways = [lambda: _pull_first(folder, number), lambda: _curl(folder, bundles[0], number)]
+    for way in ways if number % 2 == 0 else reversed(ways):
+        os.sync()
+        way()
+
+
+def _pull_first(folder: Path, number: int) -> None:
+    device = folder / "device"
+    shutil.rmtree(device, ignore_errors=True)
+    tell(way="moec pull", round=number, **pull(folder, device, "one"))
+    shutil.rmtree(device)
+
+
+def _curl(folder: Path, bundle: Path, number: int) -> None:
+    """Fetch all files with one curl, one connection. Digests are computed after that, and the disk is synced."""
+    target = folder / "curl"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    base = f"http://127.0.0.1:{PORT}/{sha256_of(bundle)}"
+    names = sorted(path.name for path in bundle.iterdir())
+    urls = [word for name in names for word in ("-O", f"{base}/{name}")]
+    started = time.monotonic()
+    subprocess.run(["curl", "--silent", "--fail", *urls], cwd=target, check=True)
+    fetched_s = time.monotonic() - started
+    subprocess.run(["sha256sum", *names], cwd=target, stdout=subprocess.DEVNULL, check=True)
+    hashed_s = time.monotonic() - started
+    subprocess.run(["sync", "--file-system", target], check=True)
+    synced_s = time.monotonic() - started
+    told = {"fetched_s": fetched_s, "hashed_s": hashed_s, "synced_s": synced_s}
+    tell(way="curl + sha256sum", round=number, **{name: round(value, 2) for name, value in told.items()})
+    shutil.rmtree(target)
+
+
+def measure_delta(folder: Path, bundles: list[Path], sent_bytes: Callable[[], int]) -> None:
+    """Bring the second bundle to a device that has the first."""
+    changed = sum(_is_changed(layer, expert) for layer in range(16) for expert in range(64))
+    expert_bytes = (bundles[0] / "experts-00000.safetensors").stat().st_size // 64
+    tell(way="changed experts", experts=changed, bytes=changed * expert_bytes)
+    device = folder / "device"
+    shutil.rmtree(device, ignore_errors=True)
+    pull(folder, device, "one")
+    before = sent_bytes()
+    told = pull(folder, device, "two")
+    tell(way="moec pull of the second bundle", sent_bytes=sent_bytes() - before, **told)
+    shutil.rmtree(device)
+    _zsync(folder, bundles, sent_bytes)
+    chunks, started = Chunks(), time.monotonic()
+    known = {chunk for path in sorted(bundles[0].iterdir()) for chunk in chunks.of(path)}
+    new = {chunk for path in sorted(bundles[1].iterdir()) for chunk in chunks.of(path)}
+    lacking = new - known
+    tell(
+        way="content-defined chunks",
+        chunks=len(new),
+        mean_bytes=round(sum(size for _, size in new) / len(new)),
+        lacking_chunks=len(lacking),
+        bytes=sum(size for _, size in lacking),
+        list_bytes=36 * len(new),
+        seconds=round(time.monotonic() - started, 1),
+    )
+
+
+def _zsync(folder: Path, bundles: list[Path], sent_bytes: Callable[[], int]) -> None:
+    """Fetch each file of the second bundle with zsync, from the file of the same name of the first."""
+    target, store = folder / "zsync", folder / "store" / "zsync"
+    for place in (target, store):
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+    base, made_s, seconds, before = f"http://127.0.0.1:{PORT}", 0.0, 0.0, sent_bytes()
+    index_bytes = 0
+    for path in sorted(bundles[1].iterdir()):
+        if path.stat().st_size == 0:
+            continue
+        url = f"{base}/{sha256_of(bundles[1])}/{path.name}"
+        index = store / f"{path.name}.zsync"
+        started = time.monotonic()
+        subprocess.run(["zsyncmake", "-u", url, "-o", index, path], check=True, capture_output=True)
+        made_s += time.monotonic() - started
+        index_bytes += index.stat().st_size
+        started = time.monotonic()
+        command = ["zsync", "-q", "-i", bundles[0] / path.name, "-o", path.name, f"{base}/zsync/{index.name}"]
+        subprocess.run(command, cwd=target, check=True, capture_output=True)
+        seconds += time.monotonic() - started
+        if (target / path.name).read_bytes() != path.read_bytes():
+            raise RuntimeError(f"zsync made another `{path.name}`")
+        (target / path.name).unlink()
+    tell(
+        way="zsync",
+        sent_bytes=sent_bytes() - before,
+        index_bytes=index_bytes,
+        seconds=round(seconds, 1),
+        zsyncmake_s=round(made_s, 1),
+    )
+    shutil.rmtree(store)
+    shutil.rmtree(target)
+
+
+if __name__ == "__main__":
+    main()
