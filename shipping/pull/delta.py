@@ -1,18 +1,18 @@
 """From manifests to a plan: which bytes of a new bundle are on the device already, and which have to be fetched.
 
-A file of equal digest is linked. An expert of equal size and XXH3 is copied. XXH3 is a hint that no attacker is kept
-from forging: the SHA-256 of the whole file decides in the end.
+A file of equal digest is linked. An expert or a dense weight of equal size and XXH3 is copied. XXH3 is a hint that no
+attacker is kept from forging: the SHA-256 of the whole file decides in the end.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from moec.manifests.bundle import BundleManifest, FileEntry
+from moec.manifests.bundle import DENSE_NAME, BundleManifest, DenseEntry, FileEntry
 
 from .intervals import Intervals
 
@@ -27,12 +27,22 @@ class Source:
     """An installed bundle that bytes are taken from.
 
     files: its files that its receipt knows as unchanged, by digest and size.
-    experts: file and offset of its experts, by size and XXH3.
+    weights: file and offset of its experts and dense weights, by size and XXH3.
     """
 
     folder: Path
     files: dict[tuple[str, int], str]
-    experts: dict[tuple[int, str], tuple[str, int]]
+    weights: dict[tuple[int, str], tuple[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """An expert or a dense weight with bytes of its own."""
+
+    file: str
+    start: int
+    size_bytes: int
+    xxh3: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +99,8 @@ def source_of(folder: Path, manifest: BundleManifest, unchanged: Collection[str]
     unchanged: names of its files that were checked and did not change since.
     """
     files = {(entry.sha256, entry.size_bytes): entry.name for entry in manifest.files if entry.name in unchanged}
-    experts = {
-        (entry.size_bytes, entry.xxh3): (entry.file, entry.offset_bytes)
-        for entry in manifest.stored_experts
-        if not entry.is_pruned
-    }
-    return Source(folder, files, experts)
+    weights = {(weight.size_bytes, weight.xxh3): (weight.file, weight.start) for weight in _weights(manifest)}
+    return Source(folder, files, weights)
 
 
 def plan_delta(manifest: BundleManifest, sources: Sequence[Source]) -> Delta:
@@ -104,22 +110,43 @@ def plan_delta(manifest: BundleManifest, sources: Sequence[Source]) -> Delta:
     """
     links: dict[int, Path] = {}
     copies: dict[int, list[Copy]] = {}
-    experts = defaultdict(list)
-    for expert in manifest.stored_experts:
-        experts[expert.file].append(expert)
+    weights = defaultdict(list)
+    for weight in _weights(manifest):
+        weights[weight.file].append(weight)
     for number, entry in enumerate(manifest.files):
         linked = _equal_file(entry, sources)
         if linked is not None:
             links[number] = linked
             continue
-        found = (
-            _equal_expert(number, expert.offset_bytes, expert.size_bytes, expert.xxh3, sources)
-            for expert in experts[entry.name]
-        )
+        found = (_equal_weight(number, weight, sources) for weight in weights[entry.name])
         copies[number] = [copy for copy in found if copy is not None]
     copies = _without_short_gaps(manifest.files, copies)
     fetched = {number: tuple(_between(copies[number], manifest.files[number].size_bytes)) for number in copies}
     return Delta(links, tuple(copy for number in sorted(copies) for copy in copies[number]), fetched)
+
+
+def _weights(manifest: BundleManifest) -> Iterator[_Weight]:
+    """Yield experts and dense weights, those of each file in the order of their bytes.
+
+    `dense.safetensors` has the tensors in the order of the manifest, and nothing after them. So their places follow
+    from their sizes. Source: docs/format.md, Dense weights.
+    """
+    for entry in manifest.stored_experts:
+        if not entry.is_pruned:
+            yield _Weight(entry.file, entry.offset_bytes, entry.size_bytes, entry.xxh3)
+    sizes = [_dense_bytes(entry) for entry in manifest.dense]
+    file_bytes = next((entry.size_bytes for entry in manifest.files if entry.name == DENSE_NAME), 0)
+    start = file_bytes - sum(sizes)
+    if start < 0:
+        return
+    for dense, size_bytes in zip(manifest.dense, sizes, strict=True):
+        yield _Weight(DENSE_NAME, start, size_bytes, dense.xxh3)
+        start += size_bytes
+
+
+def _dense_bytes(entry: DenseEntry) -> int:
+    """Return the size of a dense weight in the file."""
+    return 2 * entry.shape[0] if len(entry.shape) == 1 else entry.spec.packed_bytes(*entry.shape)
 
 
 def _equal_file(entry: FileEntry, sources: Iterable[Source]) -> Path | None:
@@ -131,12 +158,13 @@ def _equal_file(entry: FileEntry, sources: Iterable[Source]) -> Path | None:
     return None
 
 
-def _equal_expert(number: int, start: int, size_bytes: int, xxh3: str, sources: Iterable[Source]) -> Copy | None:
-    """Return the copy of an expert that an installed bundle has, or None."""
+def _equal_weight(number: int, weight: _Weight, sources: Iterable[Source]) -> Copy | None:
+    """Return the copy of a weight that an installed bundle has, or None."""
     for source in sources:
-        found = source.experts.get((size_bytes, xxh3))
-        if found is not None and size_bytes:
-            return Copy(number, start, size_bytes, xxh3, source.folder / found[0], found[1])
+        found = source.weights.get((weight.size_bytes, weight.xxh3))
+        if found is not None:
+            file, start = found
+            return Copy(number, weight.start, weight.size_bytes, weight.xxh3, source.folder / file, start)
     return None
 
 

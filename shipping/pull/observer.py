@@ -14,7 +14,7 @@ class PullPlan:
     total_bytes: the bundle without its `moec.json`.
     linked_bytes: files that an installed bundle has; they take no disk.
     kept_bytes: bytes that an earlier pull left.
-    copied_bytes: experts that an installed bundle has.
+    copied_bytes: experts and dense weights that an installed bundle has.
     fetched_bytes: bytes that come from the store.
     """
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from moec.manifests.errors import StoreFailed
 from moec.runtime.bundle.opening import open_bundle, verify_bundle
 from moec.shipping.channel import Channel, ChannelBundle
 from moec.shipping.pull.fetch import FetchOptions
@@ -94,3 +95,28 @@ class Device:
     def bundles(self) -> set[str]:
         """Names of the folders of bundles, finished or not."""
         return {path.name for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink()}
+
+
+class CountingStore:
+    """A store that counts what is read of weights, and fails after a number of bytes."""
+
+    def __init__(self, store: FileStore, most_bytes: int = 1 << 60) -> None:
+        self._store, self._most_bytes = store, most_bytes
+        self.address = store.address
+        self.bytes_read = 0
+
+    def size_bytes(self, path: str) -> int | None:
+        return self._store.size_bytes(path)
+
+    def read(self, path: str, start: int, end: int) -> Iterator[memoryview]:
+        for part in self._store.read(path, start, end):
+            if self.bytes_read + len(part) > self._most_bytes:
+                raise StoreFailed("the store fails")
+            self.bytes_read += len(part)
+            yield part
+
+    def read_small(self, path: str, limit_bytes: int) -> bytes | None:
+        return self._store.read_small(path, limit_bytes)
+
+    def close(self) -> None:
+        self._store.close()

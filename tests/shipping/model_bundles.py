@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -80,6 +80,8 @@ def write_bundle(
     profile: DeviceProfile | None = None,
     name: str = "fleet-model",
     note: str = "",
+    changed_dense: Collection[str] = (),
+    has_dense_reversed: bool = False,
 ) -> Path:
     """Write a bundle to a new folder.
 
@@ -87,6 +89,8 @@ def write_bundle(
     dense_version: number of the content of the dense weights.
     profile: the device that it is for; None: the host that compiled it.
     note: content of a small file.
+    changed_dense: dense weights with another content.
+    has_dense_reversed: the file of the dense weights has them in another order than the manifest.
     """
     shape = shape or Shape()
     model = shape.model
@@ -95,7 +99,7 @@ def write_bundle(
     files[TABLES_NAME] = build_header({"popularity": ("U32", (shape.layers, shape.experts))}) + bytes(
         4 * shape.layers * shape.experts
     )
-    files[DENSE_NAME], dense = _dense(model, dense_version)
+    files[DENSE_NAME], dense = _dense(model, dense_version, changed_dense, has_dense_reversed)
     if profile is not None:
         files[DEVICE_NAME] = encode_device(profile)
     entries, experts = [], list[ExpertEntry]()
@@ -147,12 +151,15 @@ def _device(profile: DeviceProfile | None) -> DeviceSummary:
     return DeviceSummary(profile.name, profile.sha256, profile.memory_budget_bytes, 1 << 20)
 
 
-def _dense(model: ModelSpec, version: int) -> tuple[bytes, tuple[DenseEntry, ...]]:
+def _dense(
+    model: ModelSpec, version: int, changed: Collection[str], is_reversed: bool
+) -> tuple[bytes, tuple[DenseEntry, ...]]:
     shapes = model.dense_shapes()
     sizes = {name: 2 * shape[0] if len(shape) == 1 else DENSE.packed_bytes(*shape) for name, shape in shapes.items()}
     tensors = {name: ("BF16", shape) if len(shape) == 1 else ("U8", (sizes[name],)) for name, shape in shapes.items()}
-    parts = {name: _bytes(f"dense {name} {version}", size) for name, size in sizes.items()}
-    data = build_header(tensors) + b"".join(parts.values())
+    parts = {name: _bytes(f"dense {name} {version} {name in changed}", size) for name, size in sizes.items()}
+    order = list(reversed(parts)) if is_reversed else list(parts)
+    data = build_header({name: tensors[name] for name in order}) + b"".join(parts[name] for name in order)
     return data, tuple(
         DenseEntry(name, shape, DENSE, xxhash.xxh3_128_hexdigest(parts[name])) for name, shape in shapes.items()
     )

@@ -52,7 +52,9 @@ def test_files_that_changed_since_they_were_checked_are_not_linked(old: BundleMa
     delta = plan_delta(old, [source_of(tmp_path, old, names(old) - {"experts-00000.safetensors", DENSE_NAME})])
     fetched = {old.files[number].name for number in delta.fetched}
     assert fetched == {"experts-00000.safetensors", DENSE_NAME}
-    assert len(delta.copies) == SHAPE.experts
+    assert len(delta.copies) == SHAPE.experts + len(old.dense)
+    size = next(entry.size_bytes for entry in old.files if entry.name == DENSE_NAME)
+    assert max(copy.end for copy in delta.copies if copy.source.name == DENSE_NAME) == size
 
 
 def test_short_gaps_are_fetched_as_long_as_they_are_a_small_share(old: BundleManifest, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -25,7 +24,7 @@ from moec.shipping.installed.lock import locked
 from moec.shipping.installed.places import Places
 from moec.shipping.installed.rollback import roll_back
 from moec.shipping.store.file_store import FileStore
-from tests.shipping.devices import Device
+from tests.shipping.devices import CountingStore, Device
 from tests.shipping.model_bundles import (
     NOW,
     channel_of,
@@ -346,28 +345,3 @@ def test_a_pull_goes_on_where_it_ended(device: Device, bundles: list[Path]) -> N
     (plan,) = device.events.plans
     assert plan.kept_bytes >= 40_000 and read.bytes_read == plan.fetched_bytes == plan.total_bytes - plan.kept_bytes
     assert device.current == digests(bundles[0])
-
-
-class CountingStore:
-    """A store that counts what is read of weights, and fails after a number of bytes."""
-
-    def __init__(self, store: FileStore, most_bytes: int = 1 << 60) -> None:
-        self._store, self._most_bytes = store, most_bytes
-        self.address = store.address
-        self.bytes_read = 0
-
-    def size_bytes(self, path: str) -> int | None:
-        return self._store.size_bytes(path)
-
-    def read(self, path: str, start: int, end: int) -> Iterator[memoryview]:
-        for part in self._store.read(path, start, end):
-            if self.bytes_read + len(part) > self._most_bytes:
-                raise StoreFailed("the store fails")
-            self.bytes_read += len(part)
-            yield part
-
-    def read_small(self, path: str, limit_bytes: int) -> bytes | None:
-        return self._store.read_small(path, limit_bytes)
-
-    def close(self) -> None:
-        self._store.close()

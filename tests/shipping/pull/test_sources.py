@@ -13,8 +13,9 @@ import pytest
 from moec.manifests.bundle import DENSE_NAME, experts_file_name
 from moec.manifests.files.output_file import FileSystem
 from moec.shipping.pull.exchange import exchange
-from tests.shipping.devices import Device
-from tests.shipping.model_bundles import digests, push, sha256_of, write_bundle
+from moec.shipping.store.file_store import FileStore
+from tests.shipping.devices import CountingStore, Device
+from tests.shipping.model_bundles import Shape, digests, push, sha256_of, write_bundle
 from tests.shipping.signing_keys import signing_key
 
 
@@ -108,6 +109,24 @@ def test_a_link_is_never_written_through(device: Device, tmp_path: Path) -> None
     old = device.folder / os.readlink(device.folder / "current")
     pulled(device)
     assert digests(old) == before
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_one_dense_weight_changes(tmp_path: Path, is_reversed: bool) -> None:
+    """With another order in the file, copies go to wrong places. The digest finds that, and the file is fetched."""
+    shape = Shape(hidden=256, width=32, vocabulary=512)
+    changed = ["layers.1.attention_norm"]
+    first = write_bundle(tmp_path / "first", shape)
+    second = write_bundle(tmp_path / "second", shape, changed_dense=changed, has_dense_reversed=is_reversed)
+    device = Device(tmp_path / "device", tmp_path / "store")
+    push(device.store, first, signing_key(), 1)
+    device.pull()
+    push(device.store, second, signing_key(), 2)
+    counted = CountingStore(FileStore(device.store))
+    pulled(device, store=counted)
+    size = (second / DENSE_NAME).stat().st_size
+    assert device.events.plans[0].fetched_bytes < size / 10
+    assert (counted.bytes_read >= size) == is_reversed
 
 
 @pytest.mark.parametrize("is_able", [True, False])
