@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -117,8 +118,19 @@ def nginx(folder: Path) -> Iterator[Callable[[], int]]:
         subprocess.run([*command, "-s", "stop"], check=True)
 
 
+def cpu_s() -> float:
+    """Return the processor time of all programs that have ended, seconds."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def pull(folder: Path, device: Path, channel: str) -> dict[str, object]:
-    """Run `moec pull`. Returns seconds until all bytes were checked, seconds in all, and the peak of memory."""
+    """Run `moec pull`.
+
+    Returns seconds until all bytes were checked, seconds and processor seconds in all, and the peak of memory. In all
+    includes the process that opens the bundle.
+    """
+    before_s = cpu_s()
     command = [sys.executable, "-m", "moec.cli.main", "pull", f"http://127.0.0.1:{PORT}", device, "--json"]
     started = time.monotonic()
     words = [*command, "--key", folder / "fleet.pub", "--channel", channel]
@@ -145,6 +157,7 @@ def pull(folder: Path, device: Path, channel: str) -> dict[str, object]:
     return {
         "checked_s": round(told["testing"][0], 2),
         "seconds": round(seconds, 2),
+        "cpu_s": round(cpu_s() - before_s, 2),
         "peak_mib": round(peak_kib / 1024, 1),
         **{name: value for name, value in planned.items() if name.endswith("_bytes")},
     }
@@ -182,14 +195,14 @@ def _curl(folder: Path, bundle: Path, number: int) -> None:
     base = f"http://127.0.0.1:{PORT}/{sha256_of(bundle)}"
     names = sorted(path.name for path in bundle.iterdir())
     urls = [word for name in names for word in ("-O", f"{base}/{name}")]
-    started = time.monotonic()
+    before_s, started = cpu_s(), time.monotonic()
     subprocess.run(["curl", "--silent", "--fail", *urls], cwd=target, check=True)
     fetched_s = time.monotonic() - started
     subprocess.run(["sha256sum", *names], cwd=target, stdout=subprocess.DEVNULL, check=True)
     hashed_s = time.monotonic() - started
     subprocess.run(["sync", "--file-system", target], check=True)
     synced_s = time.monotonic() - started
-    told = {"fetched_s": fetched_s, "hashed_s": hashed_s, "synced_s": synced_s}
+    told = {"fetched_s": fetched_s, "hashed_s": hashed_s, "synced_s": synced_s, "cpu_s": cpu_s() - before_s}
     tell(way="curl + sha256sum", round=number, **{name: round(value, 2) for name, value in told.items()})
     shutil.rmtree(target)
 

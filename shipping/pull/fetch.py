@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
+from moec.manifests.errors import ChecksumMismatch, StorageReadFailed, StoreFailed
 from moec.manifests.progress import Progress
 
 from ..channel import bundle_path
@@ -194,6 +194,8 @@ class Fetch:
         finally:
             if at > noted:
                 self._partial.finish(number, noted, at)
+        if at < end:  # otherwise the digest would wait for ever
+            raise StoreFailed(f"`{self._store.address}/{path}` ends at byte {at}, expected {end}", "try again later")
 
     def _hash(self, numbers: Sequence[int]) -> None:
         """Compare files with their digests, each as its bytes arrive."""

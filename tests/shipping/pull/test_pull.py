@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -335,6 +336,16 @@ def test_what_an_abandoned_pull_left_is_removed(device: Device, bundles: list[Pa
     device.pull()
     name = sha256_of(bundles[1])[:16]
     assert device.names == {name, f"{name}.sig", f"{name}.receipt.json", "current", "state.json", "lock"}
+
+
+def test_a_store_that_gives_too_little(device: Device, bundles: list[Path]) -> None:
+    class Short(CountingStore):
+        def read(self, path: str, start: int, end: int) -> Iterator[memoryview]:
+            yield from super().read(path, start, (start + end) // 2)
+
+    with pytest.raises(StoreFailed, match=r"ends at byte \d+, expected"):
+        device.pull(Short(FileStore(device.store)))
+    assert device.pull().outcome == "installed" and device.current == digests(bundles[0])
 
 
 def test_a_pull_goes_on_where_it_ended(device: Device, bundles: list[Path]) -> None:
