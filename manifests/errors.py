@@ -10,6 +10,7 @@
       PlanError                       1   unreachable request
         TargetUnreachable                 no offered format meets the target
         DoesNotFit                        memory or disk too small, with the number
+        DeviceRefused               4   a channel without a bundle for this device
 
       ExecutionError                  1   failure while running
         MemoryBudgetExceeded

@@ -34,7 +34,7 @@ Part = tuple[str, int]
 class Shared:
     """Parts of a new bundle that an old one has. Sizes are in bytes.
 
-    count, equal: number of parts, and of those that are equal.
+    count, equal: number of all parts, and of the equal ones.
     size, equal_size: their bytes.
     """
 

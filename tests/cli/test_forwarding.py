@@ -37,6 +37,7 @@ NOT_OFFERED = {
     (SamplingOptions, "presence_penalty"): "of the server alone",
     (SamplingOptions, "frequency_penalty"): "of the server alone",
     (SamplingOptions, "logit_bias"): "of the server alone",
+    (RuntimeOptions, "other_bytes"): "memory of the server around the engine",
     (CompileRequest, "talk"): "the log and the progress of the terminal",
     (CompileRequest, "published"): "writes what lies next to the bundle",
     (CompileRequest, "disk"): "replaced by tests that let it fail",

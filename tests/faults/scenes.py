@@ -220,6 +220,8 @@ class PullScene:
         from tests.shipping.devices import Device
         from tests.shipping.model_bundles import write_bundle
 
+        for name in ("first", "second", "store"):  # of an earlier process of this sweep
+            shutil.rmtree(self.folder / name, ignore_errors=True)
         self._device = Device(self.folder / "device", self.folder / "store", check=lambda folder: None)
         first = write_bundle(self.folder / "first")
         second = write_bundle(
