@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import contextlib
+import fcntl
 import json
 import os
 import pty
@@ -187,7 +187,7 @@ class Terminal:
         self.shown = self.shown.partition(text)[2] if text else ""
 
     def close(self, key: str) -> int:
-        """Return the exit code. The key that ends the chat is pressed each second: readline misses it before its wait."""
+        """Return the exit code. The key that ends the chat is pressed each second, because readline may miss it."""
         deadline = time.monotonic() + PATIENCE_S
         try:
             while self.process.poll() is None and time.monotonic() < deadline:
