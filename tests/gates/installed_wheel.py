@@ -85,7 +85,8 @@ def install_on_debian(wheel: Path, folder: Path, python: str, processor: str, em
     if processor == "aarch64" and shutil.which(EMULATOR) is None:
         pytest.skip(f"NOT RUN: wheels for ARM, because {EMULATOR} is missing: apt-get install qemu-user")
     try:
-        packages, kept = [f"python{python}-minimal", f"libpython{python}-stdlib"], ROOT / "build" / "wheels" / "debian"
+        packages = [f"python{python}-minimal", f"libpython{python}-stdlib", "libstdc++6"]  # numpy needs the last one
+        kept = ROOT / "build" / "wheels" / "debian"
         root = unpack_packages(packages, RELEASES[python], processor, kept, with_needs=True)
     except PackagesUnavailable as error:
         pytest.skip(f"NOT RUN: wheels under Debian's Python, because it cannot be had: {error}")
