@@ -5,13 +5,14 @@
 FOLDER gets two bundles of random bytes in the yardstick's shape, 16 layers of 64 experts: 4 GiB each with the hidden
 size 2048. The second has other bytes in 10 % of the experts.
 
-* first: the first bundle, by `moec pull` and by `curl` with `sha256sum`, in turn. The files of the server are in the
-  page cache.
+* first: the first bundle, by `moec pull`, and by `curl` with `sha256sum` or `openssl dgst -sha256`, in turn. The files
+  of the server are in the page cache. OpenSSL uses the SHA instructions of a processor, and Debian's `sha256sum` does
+  not.
 * delta: the second bundle on a device that has the first, by `moec pull` and by zsync, and the bytes of
   content-defined chunks of 64 KiB that the first bundle lacks.
 
-Prints one JSON object per measurement. nginx, curl, sha256sum, zsync and zsyncmake are those of the system. Bytes are
-those of nginx's log.
+Prints one JSON object per measurement. nginx, curl, sha256sum, openssl, zsync and zsyncmake are those of the system.
+Bytes are those of nginx's log.
 """
 
 from __future__ import annotations
@@ -172,9 +173,13 @@ def _peak_kib(pid: int) -> int:
 
 
 def measure_first(folder: Path, bundles: list[Path], number: int) -> None:
-    """Pull the first bundle, and fetch it with curl and sha256sum, in an order that alternates."""
+    """Pull the first bundle, and fetch it with curl and two programs for digests, in an order that alternates."""
     subprocess.run(["cat", *bundles[0].iterdir()], stdout=subprocess.DEVNULL, check=True)
-    ways = [lambda: _pull_first(folder, number), lambda: _curl(folder, bundles[0], number)]
+    ways = [
+        lambda: _pull_first(folder, number),
+        lambda: _curl(folder, bundles[0], number, "sha256sum"),
+        lambda: _curl(folder, bundles[0], number, "openssl dgst -sha256"),
+    ]
     for way in ways if number % 2 == 0 else reversed(ways):
         os.sync()
         way()
@@ -187,7 +192,7 @@ def _pull_first(folder: Path, number: int) -> None:
     shutil.rmtree(device)
 
 
-def _curl(folder: Path, bundle: Path, number: int) -> None:
+def _curl(folder: Path, bundle: Path, number: int, digest: str) -> None:
     """Fetch all files with one curl, one connection. Digests are computed after that, and the disk is synced."""
     target = folder / "curl"
     shutil.rmtree(target, ignore_errors=True)
@@ -198,12 +203,12 @@ def _curl(folder: Path, bundle: Path, number: int) -> None:
     before_s, started = cpu_s(), time.monotonic()
     subprocess.run(["curl", "--silent", "--fail", *urls], cwd=target, check=True)
     fetched_s = time.monotonic() - started
-    subprocess.run(["sha256sum", *names], cwd=target, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run([*digest.split(), *names], cwd=target, stdout=subprocess.DEVNULL, check=True)
     hashed_s = time.monotonic() - started
     subprocess.run(["sync", "--file-system", target], check=True)
     synced_s = time.monotonic() - started
     told = {"fetched_s": fetched_s, "hashed_s": hashed_s, "synced_s": synced_s, "cpu_s": cpu_s() - before_s}
-    tell(way="curl + sha256sum", round=number, **{name: round(value, 2) for name, value in told.items()})
+    tell(way=f"curl + {digest}", round=number, **{name: round(value, 2) for name, value in told.items()})
     shutil.rmtree(target)
 
 
