@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import re
+import socket
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
@@ -30,6 +31,7 @@ _REPEATED = (408, 425, 429, 500, 502, 503, 504)
 _DRAINED_BYTES = 64 << 10
 """Most bytes of an unused answer that are read so that the connection can be kept."""
 _CHECK = "check the address and the server"
+_UNKNOWN_NAME = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
 class Again(Exception):
@@ -88,6 +90,7 @@ class HttpRequests:
 
     def __init__(self, connections: Connections, headers: Mapping[str, str], authorize: Authorize | None) -> None:
         self._connections, self._headers, self._authorize = connections, headers, authorize
+        self._answering: set[Origin] = set()
 
     @contextlib.contextmanager
     def answer(
@@ -153,7 +156,9 @@ class HttpRequests:
         while True:
             try:
                 self._write(connection, method, target, {"Accept-Encoding": "identity", **headers}, body)
-                return HttpAnswer(origin, connection)
+                answer = HttpAnswer(origin, connection)
+                self._answering.add(origin)
+                return answer
             except (OSError, http.client.HTTPException, UnicodeError) as error:
                 connection.close()
                 # A server may close a connection that waits for the next request.
@@ -161,13 +166,23 @@ class HttpRequests:
                     was_open = False
                     continue
                 self._connections.give_back(origin, connection)
-                if isinstance(error, (ssl.SSLCertVerificationError, http.client.InvalidURL, UnicodeError)):
+                if self._is_final(origin, error):
                     raise StoreFailed(f"`{shown_place(place)}`: {_reason(error)}", _CHECK) from error
                 raise Again(_reason(error)) from error
             except BaseException:  # the source of the body failed
                 connection.close()
                 self._connections.give_back(origin, connection)
                 raise
+
+    def _is_final(self, origin: Origin, error: BaseException) -> bool:
+        """Return whether a request that failed would fail again.
+
+        A server that has answered before may be starting again. One that has not is no server, or its name is wrong.
+        """
+        if isinstance(error, (ssl.SSLCertVerificationError, http.client.InvalidURL, UnicodeError)):
+            return True
+        is_unknown = isinstance(error, socket.gaierror) and error.errno in _UNKNOWN_NAME
+        return origin not in self._answering and (is_unknown or isinstance(error, ConnectionRefusedError))
 
     @staticmethod
     def _write(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import ssl
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -21,6 +23,7 @@ from moec.manifests.errors import StoreFailed
 from moec.shipping.store.http_client import HttpClient, HttpOptions
 from moec.shipping.store.interface import PART_BYTES
 from tests.shipping.servers import Fault, FileServer, serving
+from tests.shipping.store.services import free_port
 
 QUICK = HttpOptions(timeout_s=0.5, attempts=3, first_pause_s=0.001, most_pause_s=0.01)
 CONTENT = bytes(at * at >> 3 & 255 for at in range(3 * PART_BYTES + 77))
@@ -233,6 +236,56 @@ def test_tls(files: FileServer, certificate: Path) -> None:
         assert len(secure.requests) == before
         distrusting.close()
         trusting.close()
+
+
+@pytest.fixture
+def connects(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Every connection that is tried."""
+    tried, real = list[tuple[str, int]](), socket.create_connection
+
+    def connect(place: tuple[str, int], *rest: Any, **named: Any) -> socket.socket:
+        tried.append(place)
+        return real(place, *rest, **named)
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    return tried
+
+
+def test_where_nothing_listens_is_told_at_once(client: HttpClient, connects: list[tuple[str, int]]) -> None:
+    with pytest.raises(StoreFailed, match=r"127\.0\.0\.1:\d+/weights`: connection refused \(hint: check"):
+        read(client, f"http://127.0.0.1:{free_port()}/weights?token=secret", 0, 10)
+    assert len(connects) == 1
+
+
+@pytest.mark.parametrize(("number", "tries"), [(socket.EAI_NONAME, 1), (socket.EAI_AGAIN, QUICK.attempts)])
+def test_a_name_that_does_not_exist_is_told_at_once(
+    client: HttpClient, monkeypatch: pytest.MonkeyPatch, number: int, tries: int
+) -> None:
+    """Other failures of the name service are repeated."""
+    asked = list[object]()
+
+    def find(host: object, *rest: object) -> None:
+        asked.append(host)
+        raise socket.gaierror(number, "No such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    with pytest.raises(StoreFailed, match=r"store\.invalid/weights`: no such name"):
+        client.size_bytes("http://store.invalid/weights")
+    assert len(asked) == tries
+
+
+def test_a_server_that_starts_again_is_waited_for(
+    client: HttpClient, connects: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    with serving(FileServer(tmp_path)) as server:
+        assert client.size_bytes(f"{server.url}/none") is None
+        server.faults = [Fault("drop")]
+        with pytest.raises(StoreFailed):
+            client.size_bytes(f"{server.url}/none")
+    connects.clear()
+    with pytest.raises(StoreFailed, match="connection refused, 3 times in a row"):
+        client.size_bytes(f"{server.url}/none")
+    assert len(connects) == QUICK.attempts
 
 
 def test_addresses_that_are_none(client: HttpClient) -> None:
