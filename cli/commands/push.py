@@ -86,7 +86,8 @@ def push_command(
 
     DEST is the place of one model: a folder, http://HOST/PATH or https://HOST/PATH (PUT), s3://BUCKET/PREFIX,
     gs://BUCKET/PREFIX, hf://OWNER/NAME, or oci://HOST/REPOSITORY. Credentials are never part of it. They come from
-    MOEC_STORE_TOKEN, netrc, docker's config.json, and what obstore and huggingface_hub read.
+    MOEC_STORE_TOKEN, netrc, docker's config.json, and what obstore and huggingface_hub read. SSL_CERT_FILE names other
+    certificates than those of the system. HTTPS_PROXY, HTTP_PROXY and NO_PROXY are followed.
 
     Every byte is checked before the first one is sent. A bundle without BUNDLE.sig is signed. What the store has is not
     sent again, so an interrupted push continues when the command is repeated. Devices see nothing before the channel

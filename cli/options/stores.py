@@ -1,4 +1,4 @@
-"""Stores that a user names by an address, and the credentials for them: variables, netrc, docker's config.json.
+"""Stores that a user names by an address, credentials for them (variables, netrc, docker's config.json), and proxies.
 
 Object storage and the Hugging Face hub read their own variables and files.
 """
@@ -22,6 +22,7 @@ from moec.manifests.errors import InputError
 if TYPE_CHECKING:
     from moec.shipping.store.access import Access, Login
     from moec.shipping.store.interface import Store
+    from moec.shipping.store.proxy import Proxy
 
 TOKEN_VARIABLE = "MOEC_STORE_TOKEN"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -37,9 +38,11 @@ def opened_store(address: str, *, for_writing: bool = False) -> Iterator[Store]:
     Raises InputError, MissingDependency, StoreFailed.
     """
     from moec.shipping.store.address import parse_address
+    from moec.shipping.store.http_client import HttpOptions
     from moec.shipping.store.opening import open_store
 
-    store = open_store(parse_address(address), store_access(), for_writing=for_writing)
+    options = HttpOptions(proxy_for=proxy_for)
+    store = open_store(parse_address(address), store_access(), for_writing=for_writing, options=options)
     try:
         yield store
     finally:
@@ -51,6 +54,34 @@ def store_access() -> Access:
     from moec.shipping.store.access import Access
 
     return Access(os.environ.get(TOKEN_VARIABLE) or None, netrc_login, docker_login)
+
+
+def proxy_for(scheme: str, host: str) -> Proxy | None:
+    """Return the proxy that HTTP_PROXY or HTTPS_PROXY names, unless NO_PROXY has the host. Lower-case names come first.
+
+    scheme: http or https.
+    host: with its port.
+    Raises InputError.
+    """
+    from urllib.request import getproxies_environment
+
+    from moec.shipping.store.proxy import parse_proxy
+
+    proxies = getproxies_environment()
+    if not proxies.get(scheme) or _is_listed(host, proxies.get("no", "")):
+        return None
+    return parse_proxy(proxies[scheme], f"{scheme.upper()}_PROXY")
+
+
+def _is_listed(host: str, names: str) -> bool:
+    """Return whether NO_PROXY has a host, with or without the port, or a domain above it, or `*`."""
+    with_port = host.lower()
+    name = re.sub(r":[0-9]+$", "", with_port).strip("[]")
+    for listed in names.lower().split(","):
+        entry = listed.strip().removeprefix(".")
+        if entry in ("*", with_port, name) or (entry and name.endswith(f".{entry}")):
+            return True
+    return False
 
 
 def netrc_login(host: str) -> Login | None:

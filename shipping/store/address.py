@@ -54,7 +54,12 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         """True if the host is this machine."""
-        return _LOOPBACK.fullmatch(self.host) is not None
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host, with or without its port, is this machine."""
+    return _LOOPBACK.fullmatch(host) is not None
 
 
 def parse_address(text: str) -> Address:

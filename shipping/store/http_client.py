@@ -17,6 +17,7 @@ from moec.manifests.errors import StoreFailed
 from .http_connection import Connections, shown_place
 from .http_request import Again, Authorize, HttpAnswer, HttpRequests
 from .interface import PART_BYTES
+from .proxy import ProxyFor
 
 _T = TypeVar("_T")
 _PROGRESS_BYTES = 1 << 20
@@ -38,6 +39,7 @@ class HttpOptions:
     most_pause_s: longest pause that a server may ask for with `Retry-After`, seconds.
     headers: headers of every request, without credentials.
     context: settings of TLS; None: those of the system.
+    proxy_for: gives proxies; None: there are none. This machine is reached without one.
     """
 
     timeout_s: float = 30.0
@@ -46,6 +48,7 @@ class HttpOptions:
     most_pause_s: float = 60.0
     headers: Mapping[str, str] = field(default_factory=dict)
     context: ssl.SSLContext | None = None
+    proxy_for: ProxyFor | None = None
 
 
 class HttpClient:
@@ -58,7 +61,7 @@ class HttpClient:
     def __init__(self, options: HttpOptions | None = None, authorize: Authorize | None = None) -> None:
         """authorize: gives credentials; None: there are none."""
         self._options = options or HttpOptions()
-        self._connections = Connections(self._options.timeout_s, self._options.context)
+        self._connections = Connections(self._options.timeout_s, self._options.context, self._options.proxy_for)
         self.requests = HttpRequests(self._connections, self._options.headers, authorize)
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -216,5 +219,7 @@ class HttpClient:
 
 def _refusal(url: str, answer: HttpAnswer) -> StoreFailed:
     """Return the error for a status that no retry changes."""
-    remedy = "check the credentials" if answer.status in (401, 403, 407) else _CHECK
+    remedy = "check the credentials" if answer.status in (401, 403) else _CHECK
+    if answer.status == 407:
+        remedy = "check HTTP_PROXY and its credentials"
     return StoreFailed(f"`{shown_place(url)}`: the server answered {answer.status}", remedy)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
+import re
 import socket
 import ssl
 import threading
 import time
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+from .address import is_loopback
+from .proxy import Proxy, ProxyFor
 
 LEAST_BYTES_PER_S = 512
 """Bytes per second that a server must send."""
@@ -27,6 +31,11 @@ class Origin(NamedTuple):
     scheme: str
     host: str
     port: int
+
+    @property
+    def place(self) -> str:
+        """Host with the port, as a URL has them."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def origin_of(url: str) -> Origin:
@@ -100,6 +109,14 @@ def _settle(connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, WINDOW_BYTES)
 
 
+class TunnelRefused(OSError):
+    """A proxy does not connect to a server. status: its answer."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"the proxy answered {status}")
+        self.status = status
+
+
 class _PlainConnection(http.client.HTTPConnection):
     response_class = Answer
 
@@ -112,7 +129,13 @@ class _SecureConnection(http.client.HTTPSConnection):
     response_class = Answer
 
     def connect(self) -> None:
-        super().connect()
+        try:
+            super().connect()
+        except OSError as error:
+            refused = re.match("Tunnel connection failed: ([0-9]{3})", str(error))
+            if refused is None:
+                raise
+            raise TunnelRefused(int(refused[1])) from None
         _settle(self.sock)
 
 
@@ -120,10 +143,13 @@ class Connections:
     """Connections that wait for a next request, and those in use.
 
     context: settings of TLS; None: those of the system.
+    proxy_for: gives proxies; None: there are none.
     """
 
-    def __init__(self, timeout_s: float, context: ssl.SSLContext | None = None) -> None:
-        self._timeout_s, self._context = timeout_s, context
+    def __init__(
+        self, timeout_s: float, context: ssl.SSLContext | None = None, proxy_for: ProxyFor | None = None
+    ) -> None:
+        self._timeout_s, self._context, self._proxy_for = timeout_s, context, proxy_for
         self._lock = threading.Lock()
         self._idle: list[tuple[Origin, http.client.HTTPConnection]] = []
         self._used: set[http.client.HTTPConnection] = set()
@@ -151,12 +177,24 @@ class Connections:
             while self._idle and (self._is_closed or len(self._idle) > _MOST_IDLE):
                 self._idle.pop(0)[1].close()
 
+    def proxy_of(self, origin: Origin) -> Proxy | None:
+        """Return the proxy for an origin, or None. A request to this machine goes to no other one."""
+        if self._proxy_for is None or is_loopback(origin.place):
+            return None
+        return self._proxy_for(origin.scheme, origin.place)
+
     def _new(self, origin: Origin) -> http.client.HTTPConnection:
+        proxy = self.proxy_of(origin)
+        host, port = (origin.host, origin.port) if proxy is None else (proxy.host, proxy.port)
         if origin.scheme == "http":
-            return _PlainConnection(origin.host, origin.port, timeout=self._timeout_s)
+            return _PlainConnection(host, port, timeout=self._timeout_s)
         if self._context is None:
             self._context = ssl.create_default_context()
-        return _SecureConnection(origin.host, origin.port, timeout=self._timeout_s, context=self._context)
+        connection = _SecureConnection(host, port, timeout=self._timeout_s, context=self._context)
+        if proxy is not None:
+            own = {"Proxy-Authorization": proxy.authorization} if proxy.authorization else {}
+            connection.set_tunnel(origin.host, origin.port, own)
+        return connection
 
     def close(self) -> None:
         """Close all connections. Reads of other threads end with an error."""

@@ -10,11 +10,11 @@ import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 from moec.manifests.errors import StoreFailed
 
-from .http_connection import Connections, Origin, origin_of, shown_place
+from .http_connection import Connections, Origin, TunnelRefused, origin_of, shown_place
 
 Authorize = Callable[[str, "str | None"], "str | None"]
 """Returns the `Authorization` header for a URL, or None.
@@ -77,6 +77,8 @@ class HttpAnswer:
 
     def end(self) -> None:
         """Close the connection if the body was not read to its end."""
+        if self._response.length == 0:  # an answer to HEAD, for example
+            self._response.read()
         if not self._response.isclosed():
             self.connection.close()
         self._response.close()
@@ -150,8 +152,11 @@ class HttpRequests:
             connection = self._connections.take(origin)
         except ConnectionError as error:
             raise Again(str(error)) from error
-        target = re.sub("^[a-z]+://[^/?#]*", "", place.partition("#")[0])
-        target = target if target.startswith("/") else f"/{target}"
+        proxy = self._connections.proxy_of(origin)
+        target = _target(place)
+        if proxy is not None and origin.scheme == "http":
+            target = f"http://{urlsplit(place).netloc}{target}"
+            headers = {**headers, **({"Proxy-Authorization": proxy.authorization} if proxy.authorization else {})}
         was_open = connection.sock is not None
         while True:
             try:
@@ -166,9 +171,10 @@ class HttpRequests:
                     was_open = False
                     continue
                 self._connections.give_back(origin, connection)
+                reason = _reason(error) if proxy is None else f"{_reason(error)}, through the proxy {proxy}"
                 if self._is_final(origin, error):
-                    raise StoreFailed(f"`{shown_place(place)}`: {_reason(error)}", _CHECK) from error
-                raise Again(_reason(error)) from error
+                    raise StoreFailed(f"`{shown_place(place)}`: {reason}", _remedy(error)) from error
+                raise Again(reason) from error
             except BaseException:  # the source of the body failed
                 connection.close()
                 self._connections.give_back(origin, connection)
@@ -179,10 +185,16 @@ class HttpRequests:
 
         A server that has answered before may be starting again. One that has not is no server, or its name is wrong.
         """
+        if isinstance(error, TunnelRefused):
+            return error.status not in _REPEATED
         if isinstance(error, (ssl.SSLCertVerificationError, http.client.InvalidURL, UnicodeError)):
             return True
-        is_unknown = isinstance(error, socket.gaierror) and error.errno in _UNKNOWN_NAME
-        return origin not in self._answering and (is_unknown or isinstance(error, ConnectionRefusedError))
+        if origin in self._answering:
+            return False
+        if isinstance(error, socket.gaierror):
+            return error.errno in _UNKNOWN_NAME
+        is_cut = isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
+        return isinstance(error, ConnectionRefusedError) or (isinstance(error, ssl.SSLError) and not is_cut)
 
     @staticmethod
     def _write(
@@ -231,6 +243,12 @@ def _origin(url: str, place: str) -> Origin:
         ) from error
 
 
+def _target(place: str) -> str:
+    """Return path and query of a URL."""
+    target = re.sub("^[a-z]+://[^/?#]*", "", place.partition("#")[0])
+    return target if target.startswith("/") else f"/{target}"
+
+
 def _next_place(url: str, place: str, location: str) -> str:
     """Return the place of a redirect. Raises StoreFailed if it leaves TLS or HTTP."""
     try:
@@ -260,6 +278,10 @@ def _reason(error: BaseException) -> str:
         return "the server takes too long"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError) and error.reason:
+        return f"no connection over TLS: {error.reason.lower().replace('_', ' ')}"
+    if isinstance(error, TunnelRefused):
+        return str(error)
     if isinstance(error, http.client.RemoteDisconnected):
         return "the server closes the connection without an answer"
     if isinstance(error, http.client.IncompleteRead):
@@ -269,3 +291,10 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror[0].lower()}{error.strerror[1:]}"
     return f"no valid answer ({type(error).__name__})"
+
+
+def _remedy(error: BaseException) -> str:
+    """Return what a user can do about an error that a repetition does not end."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return "check the address, or let SSL_CERT_FILE name the certificates that you trust"
+    return "check HTTPS_PROXY and its credentials" if isinstance(error, TunnelRefused) else _CHECK

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +63,19 @@ def closing() -> Iterator[ExitStack]:
     """Close at the end of a test what it has opened."""
     with ExitStack() as stack:
         yield stack
+
+
+@pytest.fixture
+def connects(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Every connection that is tried."""
+    tried, real = list[tuple[str, int]](), socket.create_connection
+
+    def connect(place: tuple[str, int], *rest: Any, **named: Any) -> socket.socket:
+        tried.append(place)
+        return real(place, *rest, **named)
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    return tried
 
 
 @pytest.fixture

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import shutil
 import socket
-import ssl
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
-from datetime import datetime, timedelta, timezone
-from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from moec.manifests.errors import StoreFailed
 from moec.shipping.store.http_client import HttpClient, HttpOptions
@@ -83,10 +74,11 @@ def test_one_connection_serves_many_requests(client: HttpClient, files: FileServ
     others, serving_threads = set(threading.enumerate()), set[threading.Thread]()
     for at in range(20):
         assert read(client, url, at, at + 10) == CONTENT[at : at + 10]
+        assert client.size_bytes(url) == len(CONTENT)
         serving_threads.update(set(threading.enumerate()) - others)
     assert len(serving_threads) == 1, "a connection for each request"
     assert all(request.headers["Accept-Encoding"] == "identity" for request in files.requests)
-    assert "If-Range" not in files.requests[0].headers and "If-Range" in files.requests[1].headers
+    assert "If-Range" not in files.requests[0].headers and "If-Range" in files.requests[2].headers
 
 
 @pytest.mark.parametrize("kind", ["cut", "drop", "slow", "silent", "interim"])
@@ -189,66 +181,6 @@ def test_credentials_stay_with_their_host(files: FileServer, tmp_path: Path) -> 
             read(client, f"{files.url}/weights", 0, 10)
         assert "secret" not in str(told.value)
     client.close()
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate of 127.0.0.1 that signs itself, with its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
-    now = datetime.now(timezone.utc)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    path = tmp_path_factory.mktemp("tls") / "server.pem"
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    path.write_bytes(private + made.public_bytes(serialization.Encoding.PEM))
-    return path
-
-
-def test_tls(files: FileServer, certificate: Path) -> None:
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(certificate)
-    trusting = HttpClient(replace(QUICK, context=ssl.create_default_context(cafile=str(certificate))))
-    with serving(FileServer(files.folder), tls=tls) as secure:
-        url = f"{secure.url}/weights"
-        assert read(trusting, url, 7, len(CONTENT)) == CONTENT[7:]
-        secure.faults = [Fault("redirect", to=f"{files.url}/weights")]
-        with pytest.raises(StoreFailed, match="the server redirects from https to http"):
-            read(trusting, url, 0, 10)
-        files.faults = [Fault("redirect", to=url)]
-        secure.faults = []
-        assert read(trusting, f"{files.url}/weights", 0, 10) == CONTENT[:10], "from http to https"
-        distrusting = HttpClient(QUICK)
-        before = len(secure.requests)
-        with pytest.raises(StoreFailed, match="its certificate is not accepted: self-signed certificate"):
-            read(distrusting, url, 0, 10)
-        assert len(secure.requests) == before
-        distrusting.close()
-        trusting.close()
-
-
-@pytest.fixture
-def connects(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Every connection that is tried."""
-    tried, real = list[tuple[str, int]](), socket.create_connection
-
-    def connect(place: tuple[str, int], *rest: Any, **named: Any) -> socket.socket:
-        tried.append(place)
-        return real(place, *rest, **named)
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    return tried
 
 
 def test_where_nothing_listens_is_told_at_once(client: HttpClient, connects: list[tuple[str, int]]) -> None:
