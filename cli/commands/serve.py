@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,15 @@ from moec.manifests.errors import OptionError
 from moec.manifests.runtime_limits import DEFAULT_CONTEXT
 
 from ..lossy_modes.mode_costs import say_mode_cost
-from ..options.opening import open_engine, with_fitting_slots
+from ..options.opening import bundle_folder, open_engine, with_fitting_slots
 from ..options.paths import bundle_argument
 from ..options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
 from ..terminal import output
 from ..terminal.help_sections import SectionCommand, section_option
 
 if TYPE_CHECKING:
+    from moec.runtime.engine.engine import Engine
+    from moec.runtime.options.runtime import RuntimeOptions
     from moec.serving.engine.scheduler import ServingOptions
     from moec.serving.security import SecurityOptions
     from moec.serving.serve import ServeOptions
@@ -82,7 +85,6 @@ def serve_command(
     moec serve mixtral-moec --memory 2GiB
     curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 50}'
     """
-    from moec.serving.api.fields import server_bytes
     from moec.serving.engine.scheduler import ServingOptions
     from moec.serving.security import SecurityOptions, read_key
     from moec.serving.serve import bind, serve
@@ -90,14 +92,18 @@ def serve_command(
     if slots is not None and not 1 <= slots <= MOST_SLOTS:
         raise OptionError(f"`--slots` must be 1 to {MOST_SLOTS}, found {slots}", "leave it out for 4")
     options = build_options(values, DEFAULT_SLOTS if slots is None else slots, bundle)
-    options = replace(options, other_bytes=server_bytes(options.context or DEFAULT_CONTEXT))
+    server_memory = _server_memory(bundle)
     key = None if api_key_file is None else read_key(api_key_file)
     security = SecurityOptions(host, allowed_host, cors_origin, key)
     security.check()
     settings = _settings(name or bundle.resolve().name, security, ServingOptions(queue, prefill_tokens), deadline)
     kernels = values["kernels"]
     bound = bind(host, port)  # before the weights are read
-    with bound, with_fitting_slots(lambda each: open_engine(bundle, each, kernels), options, slots is None) as engine:
+
+    def open_with(each: RuntimeOptions) -> Engine:
+        return open_engine(bundle, replace(each, other_bytes=server_memory(each)), kernels)
+
+    with bound, with_fitting_slots(open_with, options, slots is None) as engine:
         output.say(engine.mode)
         say_mode_cost(bundle, engine)
 
@@ -108,6 +114,27 @@ def serve_command(
 
         serve(engine, bound, settings, say_ready, _report)
     output.say("stopped")
+
+
+def _server_memory(bundle: Path) -> Callable[[RuntimeOptions], int]:
+    """Return what tells the bytes that the server takes in addition to the engine. Grammars count if they can be used.
+
+    Raises InputError, BundleError.
+    """
+    from moec.runtime.bundle.opening import open_bundle
+    from moec.serving.api.fields import server_bytes
+    from moec.serving.grammar.masks import grammar_bytes, is_installed
+
+    vocabulary = None
+    if is_installed():
+        with open_bundle(bundle_folder(bundle)) as opened:
+            vocabulary = opened.manifest.model.vocab_size
+
+    def bytes_of(options: RuntimeOptions) -> int:
+        own = server_bytes(options.context or DEFAULT_CONTEXT)
+        return own if vocabulary is None else own + grammar_bytes(vocabulary, options.slots)
+
+    return bytes_of
 
 
 def _settings(name: str, security: SecurityOptions, engine: ServingOptions, deadline: float) -> ServeOptions:

@@ -27,6 +27,7 @@ from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
 
 from ..bundle.opening import Bundle
 from ..memory.budget import MemoryPlan
+from .token_bytes import TokenBytes
 
 # Text growth that ENCODING_BYTES_PER_BYTE includes: bytes written as letters, spaces as marks.
 _USUAL_GROWTH = 4
@@ -107,6 +108,15 @@ class BundleTokenizer:
     def piece(self, token: int) -> str:
         """Return the vocabulary's entry of a token, in the tokenizer's own form; empty if there is none."""
         return self._tokenizer.id_to_token(token) or ""
+
+    def id_of(self, piece: str) -> int | None:
+        """Return the token of a vocabulary's entry; None if there is none."""
+        found: int | None = self._tokenizer.token_to_id(piece)
+        return found
+
+    def token_bytes(self) -> TokenBytes:
+        """Return what tells the bytes of each token. Raises ValueError for a decoder whose tokens have none."""
+        return TokenBytes(self._tokenizer)
 
     def check_size(self, text: str, plan: MemoryPlan) -> None:
         """Refuse a text whose encoding would need more memory than keys, values and a pass will have later.

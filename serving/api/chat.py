@@ -8,12 +8,13 @@ from typing import Any
 
 from moec.manifests.files.strict_json import shown
 
-from ..engine.request import Ended, Event, GenerationRequest, TokenMade
+from ..engine.request import AnswerMask, Ended, Event, GenerationRequest, TokenMade
 from .answer import Answer
 from .errors import RequestError, bad_field
 from .fields import Fields
 from .forms import OpenAIForm, chat_log_prob
 from .reasoning import PlainText, ThinkingSplitter
+from .response_format import mask_maker, read_response_format
 from .sampling_fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, read_asked, unsupported_tools
 from .service import Service
 
@@ -104,7 +105,7 @@ async def chat(service: Service, body: dict[str, Any]) -> Answer:
     fields = Fields(body)
     messages = read_messages(fields.take("messages"))
     asked = read_asked(fields, service.vocabulary, ("max_completion_tokens", "max_tokens"), DEFAULT_NEW_TOKENS)
-    log_probs = _log_probs(fields)
+    log_probs, schema = _log_probs(fields), read_response_format(fields)
     unsupported_tools(fields)
     fields.unsupported("modalities", ["text"])
     fields.unsupported("audio")
@@ -115,12 +116,18 @@ async def chat(service: Service, body: dict[str, Any]) -> Answer:
     fields.without_effect(*_NO_EFFECT)
     fields.end()
     tokens, starts_thinking = await chat_tokens(service, messages)
+    make_mask = await mask_maker(service, schema, "response_format", starts_thinking)
     form = ChatForm(service, asked, len(tokens), starts_thinking)
-    return Answer(service, asked.count, chat_requests(service, asked, tokens, log_probs), form, asked.streams)
+    make = chat_requests(service, asked, tokens, log_probs, make_mask)
+    return Answer(service, asked.count, make, form, asked.streams)
 
 
 def chat_requests(
-    service: Service, asked: Asked, tokens: Sequence[int], log_probs: int | None = None
+    service: Service,
+    asked: Asked,
+    tokens: Sequence[int],
+    log_probs: int | None = None,
+    make_mask: Callable[[], AnswerMask] | None = None,
 ) -> Callable[[Sequence[Callable[[Event], None]]], list[GenerationRequest]]:
     """Return what makes the requests of a conversation, one for each answer."""
 
@@ -134,6 +141,7 @@ def chat_requests(
                 asked.stop,
                 log_probs,
                 deadline_s=service.options.deadline_s,
+                make_mask=make_mask,
             )
             for at, deliver in enumerate(receivers)
         ]

@@ -9,7 +9,7 @@ from moec.manifests.errors import ContextOverflow, InputError, ManifestInvalid, 
 
 from ..engine.request import Failed
 
-_STATUS_OF_FAILURE = {"deadline_exceeded": 504, "shutting_down": 503}
+_STATUS_OF_FAILURE = {"deadline_exceeded": 504, "shutting_down": 503, "InputError": 400}
 CLIENT_GONE = 499
 
 

@@ -57,6 +57,10 @@ class Fields:
         """Return the value of a field; None if it is absent."""
         return self._left.pop(name, None)
 
+    def peek(self, name: str) -> Any:
+        """Return the value of a field that is read later; None if it is absent."""
+        return self._left.get(name)
+
     def text(self, name: str, default: str | None = None, most: int | None = None) -> str | None:
         """Return a text. most: most characters."""
         value = self.take(name)

@@ -17,6 +17,7 @@ from .chat import chat_requests, chat_tokens, read_messages, splitter_of
 from .errors import RequestError, bad_field
 from .fields import Fields
 from .forms import Collected, new_id
+from .response_format import mask_maker, read_text_format
 from .sampling_fields import DEFAULT_NEW_TOKENS, Asked, read_sampling
 from .service import Service
 
@@ -106,7 +107,6 @@ class ResponseForm:
             "parallel_tool_calls": False,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "text": {"format": {"type": "text"}},
             "tool_choice": "none",
             "tools": [],
             "truncation": "disabled",
@@ -172,18 +172,34 @@ async def responses(service: Service, body: dict[str, Any]) -> Answer:
     streams = fields.flag("stream")
     sampling = read_sampling(fields, service.vocabulary)
     asked = Asked(None, most, 1, sampling, (), streams, False)
+    schema, text_format = _text_format(fields)
     _refuse_unsupported(fields)
     fields.without_effect(*_NO_EFFECT)
     fields.end()
     tokens, starts_thinking = await chat_tokens(service, conversation)
+    make_mask = await mask_maker(service, schema, "text.format", starts_thinking)
     echoed = {
+        "text": {"format": text_format},
         "instructions": instructions,
         "max_output_tokens": None if most == DEFAULT_NEW_TOKENS else most,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
     }
     form = ResponseForm(service, len(tokens), starts_thinking, echoed)
-    return Answer(service, 1, chat_requests(service, asked, tokens), form, streams)
+    make = chat_requests(service, asked, tokens, make_mask=make_mask)
+    return Answer(service, 1, make, form, streams)
+
+
+def _text_format(fields: Fields) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return the schema that the answer must follow, or None, and the format that the response repeats."""
+    text = fields.object("text")
+    if text is None:
+        return None, {"type": "text"}
+    given = text.peek("format")
+    schema = read_text_format(text)
+    text.unsupported("verbosity", "medium")
+    text.end()
+    return schema, given or {"type": "text"}
 
 
 def _conversation(given: Any, instructions: str | None) -> list[dict[str, str]]:
@@ -220,11 +236,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.unsupported("reasoning", {})
     fields.unsupported("top_logprobs", 0)
     fields.unsupported("max_tool_calls")
-    text = fields.object("text")
-    if text is not None:
-        text.unsupported("format", {"type": "text"})
-        text.unsupported("verbosity", "medium")
-        text.end()
     options = fields.object("stream_options")
     if options is not None:
         options.without_effect("include_obfuscation")

@@ -119,16 +119,12 @@ def _biases(fields: Fields, vocabulary: int) -> tuple[tuple[int, float], ...]:
 
 
 def unsupported_tools(fields: Fields) -> None:
-    """Refuse tools and forms of the answer unless they ask for nothing. Raises RequestError."""
+    """Refuse tools unless they ask for nothing. Raises RequestError."""
     fields.unsupported("tools", [])
     fields.unsupported("tool_choice", "none", "auto")
     fields.unsupported("functions", [])
     fields.unsupported("function_call", "none", "auto")
     fields.without_effect("parallel_tool_calls")
-    form = fields.object("response_format")
-    if form is not None:
-        form.unsupported("type", "text")
-        form.end()
 
 
 def too_long(tokens: int, context: int, param: str) -> RequestError:

@@ -14,6 +14,7 @@ from moec.runtime.engine.engine import Engine
 from moec.runtime.text.template_process import ChatRenderer, TemplateFiles, template_files
 
 from ..engine.scheduler import Scheduler
+from ..grammar.masks import Grammars
 from .errors import RequestError, error_of
 from .sampling_fields import too_long
 
@@ -48,6 +49,8 @@ class Service:
         self.scheduler, self.options, self.started_s = scheduler, options, int(time.time())
         self.engine: Engine = scheduler.engine
         self.mode = self.engine.mode.removeprefix("mode: ")
+        ends = self.engine.bundle.manifest.model.eos_token_ids
+        self.grammars = Grammars(self.engine.tokenizer, self.vocabulary, ends)
         self._texts = ThreadPoolExecutor(1, "texts")
         self._renderer: ChatRenderer | None = None
         self._template = self._template_files()

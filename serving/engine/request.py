@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
 
 from moec.runtime.text.log_probabilities import TokenLogProb
 from moec.runtime.text.sampling import SamplingOptions
@@ -107,6 +109,16 @@ class Failed:
     message: str
 
 
+class AnswerMask(Protocol):
+    """Follows one answer, and says which tokens may come next. Its errors end the answer."""
+
+    def allowed(self) -> np.ndarray | None:
+        """Return the tokens that may come next, bool [V]; None for all."""
+
+    def take(self, token: int) -> bool:
+        """Take the next token. Returns whether the answer is complete."""
+
+
 Event: TypeAlias = PromptScored | TokenMade | Ended | Failed
 
 
@@ -121,6 +133,7 @@ class GenerationRequest:
     log_probs: number of likeliest tokens to tell for each token of the answer; None for no log probabilities.
     scores_prompt: tell the log probabilities of the prompt, too. Then no keys and values are reused.
 
+    make_mask: called when the request has its slot, for a mask of the tokens of its answer; None for all tokens.
     deadline_s: seconds until the request ends without an answer; None for no limit.
     deliver: called in the engine's thread with each event. It must not block.
     is_cancelled: set by `cancel`. The engine reads it before every pass.
@@ -135,6 +148,7 @@ class GenerationRequest:
     log_probs: int | None = None
     scores_prompt: bool = False
     deadline_s: float | None = None
+    make_mask: Callable[[], AnswerMask] | None = None
     is_cancelled: bool = False
     arrived_ns: int = field(default_factory=time.perf_counter_ns)
 

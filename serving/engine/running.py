@@ -37,6 +37,7 @@ class RunningSequence:
         self.has_ended = False
         self._engine, self._activity = engine, activity
         self._sampler = Sampler(request.sampling)
+        self._mask = None if request.make_mask is None else request.make_mask()
         self._stream, self._stop = TextStream(engine.tokenizer, text), StopTexts(request.stop)
         self._ends = frozenset(engine.bundle.manifest.model.eos_token_ids)
         self._limit = engine.new_tokens_limit(request.tokens, request.max_new_tokens)
@@ -91,7 +92,7 @@ class RunningSequence:
         self._add_token(logits)
 
     def _add_token(self, logits: np.ndarray) -> None:
-        token = self._sampler(logits, self.known, self.prompt_length)
+        token = self._sampler(self._allowed(logits), self.known, self.prompt_length)
         asked = self.request.log_probs
         log_prob = None if asked is None else token_log_prob(logits, token, asked)
         self.known.append(token)
@@ -101,7 +102,8 @@ class RunningSequence:
             self._first_ns = self._last_ns
             self._activity.add_first_token(self._first_ns - self.request.arrived_ns)
         is_end, count = token in self._ends, len(self.known) - self.prompt_length
-        reason: FinishReason | None = "stop" if is_end else ("length" if count >= self._limit else None)
+        is_complete = self._mask is not None and self._mask.take(token)
+        reason: FinishReason | None = "stop" if is_end or is_complete else ("length" if count >= self._limit else None)
         text = "" if is_end else self._stream.push(token)
         shown, stop_text = self._stop.push_found(text if reason is None else text + self._stream.flush())
         if stop_text is not None:
@@ -111,6 +113,11 @@ class RunningSequence:
         self.request.deliver(TokenMade(token, shown, log_prob))
         if reason is not None:
             self._end(reason, stop_text)
+
+    def _allowed(self, logits: np.ndarray) -> np.ndarray:
+        """Return logits in which tokens that the answer's mask forbids are impossible. Other rows are not touched."""
+        allowed = None if self._mask is None else self._mask.allowed()
+        return logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
 
     def _end(self, reason: FinishReason, stop_text: str | None) -> None:
         self.has_ended = True

@@ -90,7 +90,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name", "unknown_field"),
     ({"messages": [{"role": "user", "content": "refuse"}]}, "messages", "InputError"),
     ({"tools": [{"type": "function"}]}, "tools", "unsupported_value"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type", "unsupported_value"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "unsupported_value"),
     ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_value"),

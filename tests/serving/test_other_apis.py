@@ -93,7 +93,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}),
     (RESPONSES, {"input": [{"type": "function_call_output"}]}),
     (RESPONSES, {"input": [{"role": "user"}]}),
-    (RESPONSES, {"input": "a", "text": {"format": {"type": "json_object"}}}),
+    (RESPONSES, {"input": "a", "text": {"format": {"type": "xml"}}}),
     (MESSAGES, {"messages": [USER]}),
     (MESSAGES, {"messages": [USER], "max_tokens": 0}),
     (MESSAGES, {"messages": [{"role": "system", "content": "a"}], "max_tokens": 5}),

@@ -1,0 +1,71 @@
+"""A mask for models that think before they answer: the grammar begins after the thinking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from moec.runtime.text.streaming_text import Decoder, TextStream
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class Mask(Protocol):
+    """A mask of the answer itself."""
+
+    def allowed(self) -> np.ndarray:
+        """Return the tokens that may come next, bool [V]."""
+
+    def take(self, token: int) -> bool:
+        """Take the next token. Returns whether the answer is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingMarks:
+    """Facts of a model that thinks.
+
+    vocabulary: number of token ids.
+    ends: tokens that end an answer.
+    opening, closing: the tokens `<think>` and `</think>`; None if a vocabulary spells them with several. An answer
+        without an opening token does not begin to think.
+    """
+
+    vocabulary: int
+    ends: tuple[int, ...]
+    opening: int | None
+    closing: int | None
+
+
+class AfterThinking:
+    """Allows all tokens but the end until `</think>`, then those of another mask."""
+
+    def __init__(self, mask: Mask, tokenizer: Decoder, is_open: bool, marks: ThinkingMarks) -> None:
+        """is_open: the prompt has opened the thinking."""
+        self._mask, self._is_open, self._is_first, self._marks = mask, is_open, not is_open, marks
+        self._stream, self._tail = TextStream(tokenizer), ""
+
+    def allowed(self) -> np.ndarray | None:
+        """Return the tokens that may come next, bool [V]."""
+        if self._is_open:
+            allowed = np.ones(self._marks.vocabulary, bool)
+            allowed[list(self._marks.ends)] = False
+            return allowed
+        allowed = self._mask.allowed()
+        if self._is_first and self._marks.opening is not None:
+            allowed = allowed.copy()
+            allowed[self._marks.opening] = True
+        return allowed
+
+    def take(self, token: int) -> bool:
+        """Take the next token. Returns whether the answer is complete."""
+        is_first, self._is_first = self._is_first, False
+        if is_first and token == self._marks.opening:
+            self._is_open = True
+            return False
+        if not self._is_open:
+            return self._mask.take(token)
+        self._tail = self._tail[-len(CLOSE) :] + self._stream.push(token)
+        self._is_open = token != self._marks.closing and CLOSE not in self._tail
+        return False
