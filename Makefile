@@ -167,6 +167,11 @@ clean:  ## Remove what was built, .venv included
 	rm -rf build dist $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+.PHONY: papers
+
+papers: $(READY)  ## Measure and draw the figures of the papers that have no result in build/papers; 60 min
+	$(BIN)/python -m bench.papers
+
 .PHONY: fuzz sanitize gates-full gate-seconds
 
 fuzz: $(READY)  ## Fuzz the parsers and the extension's calls, SECONDS each (60); Linux on x86-64

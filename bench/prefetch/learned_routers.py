@@ -74,6 +74,21 @@ class Routing:
         normed: Tensor = self._norms[layer](self._streams[layer])
         return normed
 
+    def chosen(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the experts that a layer chooses, best first, and their weights, which sum to 1: [T, K] each."""
+        best = torch.softmax(self.logits(layer), 1).topk(self.top_k, 1)
+        return best.indices, best.values / best.values.sum(1, keepdim=True)
+
+    def expert_outputs(self, layer: int) -> Tensor:
+        """Return the output of every expert of a layer for what its router reads, [T, E, D].
+
+        Knows the experts of Mixtral: gate and up in one matrix, SiLU.
+        """
+        experts, inputs = self._blocks[layer].experts, self.inputs(layer)
+        gate, up = torch.einsum("td,efd->tef", inputs, experts.gate_up_proj).chunk(2, 2)
+        found: Tensor = torch.einsum("tef,edf->ted", torch.nn.functional.silu(gate) * up, experts.down_proj)
+        return found
+
     def logits(self, layer: int, ahead: int = 0, after_shared: bool = False) -> Tensor:
         """Return the logits of the router `ahead` layers later for the stream of a layer, [T, E].
 

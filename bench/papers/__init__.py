@@ -1,0 +1,1 @@
+"""Figures of the four papers, measured on the examples: `python -m bench.papers`, or `make papers`."""

@@ -1,0 +1,115 @@
+"""Draw the result of a figure as SVG. Equal results and the same matplotlib give equal bytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..figures import SETTINGS
+from .figure import Measured, Panel
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito: people with any colour vision can tell them apart. Markers and line styles differ too.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+WIDTH, HEIGHT = 5.6, 3.6
+"""Inches of one panel."""
+BARS_WIDTH = 0.8
+MOST_POINTS_WITH_MARKERS = 20
+
+
+def draw(title: str, measured: Measured) -> bytes:
+    """Return a figure as SVG. Its description holds the numbers as JSON."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with rc_context(SETTINGS | {"font.size": 9}):
+        count = len(measured.panels)
+        figure = Figure(figsize=(WIDTH * count, HEIGHT), facecolor="white", layout="constrained")
+        FigureCanvasSVG(figure)
+        for axis, panel in zip(np.atleast_1d(figure.subplots(1, count)), measured.panels, strict=True):
+            _DRAWN[panel.kind](axis, panel)
+            axis.set_title(panel.title, fontsize=10)
+            axis.set_xlabel(panel.x_label)
+            axis.set_ylabel(panel.y_label)
+        image = BytesIO()
+        numbers = json.dumps([asdict(panel) for panel in measured.panels])
+        metadata = {"Date": None, "Creator": None, "Title": title, "Description": numbers}
+        figure.savefig(image, format="svg", metadata=metadata)
+    return image.getvalue()
+
+
+def _lines(axis: Axes, panel: Panel) -> None:
+    for number, (name, points) in enumerate(panel.points.items()):
+        has_markers = len(points) <= MOST_POINTS_WITH_MARKERS
+        axis.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            label=name,
+            color=COLOURS[number % len(COLOURS)],
+            marker=MARKERS[number % len(MARKERS)] if has_markers else None,
+            markersize=4,
+            linestyle=("-", "--", "-.", ":")[number // 2 % 4],
+            linewidth=1.4,
+        )
+    _scale(axis, panel)
+    axis.grid(alpha=0.3)
+    if len(panel.points) > 1:
+        axis.legend(frameon=False, fontsize=8)
+
+
+def _bars(axis: Axes, panel: Panel) -> None:
+    places = np.arange(len(panel.groups))
+    width = BARS_WIDTH / max(len(panel.bars), 1)
+    for number, (name, heights) in enumerate(panel.bars.items()):
+        at = places + (number - (len(panel.bars) - 1) / 2) * width
+        drawn = axis.bar(at, heights, width, label=name, color=COLOURS[number % len(COLOURS)])
+        axis.bar_label(drawn, [f"{height:.3g}" for height in heights], fontsize=6, padding=1, rotation=90)
+    is_crowded = sum(map(len, panel.groups)) > 40
+    axis.set_xticks(places, panel.groups, rotation=25 if is_crowded else 0, ha="right" if is_crowded else "center")
+    _scale(axis, panel)
+    axis.margins(y=0.18)
+    axis.grid(alpha=0.3, axis="y")
+    axis.set_axisbelow(True)
+    if len(panel.bars) > 1:
+        axis.legend(frameon=False, fontsize=8)
+
+
+def _map(axis: Axes, panel: Panel) -> None:
+    """Draw one cell per expert, darker for larger values, with the value in it if the map is small."""
+    values = np.array(panel.rows, float)
+    shown = axis.pcolormesh(values, cmap="cividis_r", edgecolors="white", linewidth=0.5)
+    axis.set_xticks(np.arange(values.shape[1]) + 0.5, [str(expert) for expert in range(values.shape[1])])
+    axis.set_yticks(np.arange(values.shape[0]) + 0.5, [str(layer) for layer in range(values.shape[0])])
+    middle = (np.nanmin(values) + np.nanmax(values)) / 2
+    if values.shape[1] <= 8:
+        for row, column in np.ndindex(*values.shape):
+            value = values[row, column]
+            colour = "white" if value > middle else "black"
+            text = f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.1g}"
+            axis.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=7, color=colour)
+    figure = axis.get_figure()
+    if figure is not None:
+        figure.colorbar(shown, ax=axis)
+
+
+def _scale(axis: Axes, panel: Panel) -> None:
+    if panel.is_log:
+        axis.set_yscale("log")
+    elif all(value >= 0 for value in _values(panel)):
+        axis.set_ylim(bottom=0)
+
+
+def _values(panel: Panel) -> list[float]:
+    heights = [height for line in panel.bars.values() for height in line]
+    return heights + [y for line in panel.points.values() for _, y in line]
+
+
+_DRAWN = {"lines": _lines, "bars": _bars, "map": _map}

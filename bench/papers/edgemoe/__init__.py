@@ -1,0 +1,1 @@
+"""EdgeMoE: sensitivity, paths, caches, time per token."""

@@ -1,0 +1,124 @@
+"""A figure of a paper, and what measuring it gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .inputs import Inputs
+
+Paper = Literal["edgemoe", "hobbit", "twiddler", "mobile"]
+Verdict = Literal["same", "partly", "different"]
+PAPERS: dict[Paper, str] = {"edgemoe": "EdgeMoE", "hobbit": "HOBBIT", "twiddler": "Twiddler", "mobile": "MoBiLE"}
+DIGITS = 6
+"""Significant digits of a stored value."""
+
+PLANTED = "the planted example (`examples/model`: 6 layers, 2 of 8 experts, rounding sensitivity planted)"
+PLAIN = "the plain example (`examples/plain_model`: 6 layers, 4 of 16 experts, nothing planted)"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    kind: `lines` draws `points`, `bars` draws `bars`, `map` draws `rows`.
+    x_label, y_label: titles of the axes, with units. A map has layers upwards and experts to the right.
+    points: points (x, y) of each line, by name.
+    groups: names of the groups of bars.
+    bars: heights of each kind of bar, one per group, by name.
+    rows: values of a map, [L][E].
+    is_log: whether the vertical axis is logarithmic.
+    """
+
+    kind: Literal["lines", "bars", "map"]
+    title: str
+    x_label: str
+    y_label: str
+    points: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    groups: Sequence[str] = ()
+    bars: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    rows: Sequence[Sequence[float]] = ()
+    is_log: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A result.
+
+    panels: what is drawn.
+    found: sentences with the numbers, Markdown. Each is an item of a list.
+    verdict: whether the paper's finding holds here.
+    """
+
+    panels: Sequence[Panel]
+    found: Sequence[str]
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure or table of a paper that is measured here.
+
+    name: file name without suffix; it begins with the paper's.
+    source: its place in the paper.
+    title: what it shows.
+    reported: sentences on what the paper reports, Markdown.
+    model: the model that is measured here, for the caption.
+    how: sentences on what is measured or computed, Markdown.
+    why: sentences on why the result is equal or not, Markdown.
+    measure: returns the result.
+    """
+
+    name: str
+    paper: Paper
+    source: str
+    title: str
+    reported: str
+    model: str
+    how: str
+    why: str
+    measure: Callable[[Inputs], Measured]
+
+
+@dataclass(frozen=True)
+class NotMeasured:
+    """A figure or table of a paper that is not measured here.
+
+    source: its place in the paper.
+    title: what it shows.
+    reason: why it is not measured, Markdown.
+    """
+
+    paper: Paper
+    source: str
+    title: str
+    reason: str
+
+
+def to_record(name: str, measured: Measured) -> str:
+    """Return a result as JSON text."""
+    return json.dumps({"figure": name, **_rounded(asdict(measured))}, indent=1) + "\n"
+
+
+def from_record(text: str) -> Measured:
+    """Return the result of a JSON text of `to_record`. Raises TypeError for other fields."""
+    values = json.loads(text)
+    panels = [Panel(**{each.name: panel[each.name] for each in fields(Panel)}) for panel in values["panels"]]
+    return Measured(panels, values["found"], values["verdict"])
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """Return a share as text."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def _rounded(value: Any) -> Any:
+    """Return plain values whose floats have DIGITS significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,1 @@
+"""HOBBIT: importance of experts, lookahead, dynamic loading, caches."""

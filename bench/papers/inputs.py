@@ -1,0 +1,180 @@
+"""Bundles, texts, traces and routes on which figures are measured. All are made once and kept in a folder.
+
+Shapes: T tokens, L layers, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moec.cli.simulation.traces import open_traces
+from moec.runtime.bundle.opening import Bundle, open_bundle
+from moec.runtime.trace.trace import Trace
+
+from ..expert_cache.eviction import item_text, texts
+from ..prefetch.learned_routers import Routing
+from ..yardstick.commands import moec
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "examples" / "data"
+MODELS = {"planted": ROOT / "examples" / "model", "plain": ROOT / "examples" / "plain_model"}
+SHIPPED = "planted-moec"
+"""Name of `examples/bundle`, which is not compiled here."""
+
+_CALIBRATED = ("--data", DATA, "--task", "gsm8k")
+BUNDLES: dict[str, tuple[str, tuple[object, ...]]] = {
+    "planted-16": ("planted", ("--uniform", 16, "--dense-bits", 16, *_CALIBRATED)),
+    "planted-16-4": ("planted", ("--uniform", 16, "--dense-bits", 16, "--fallback-bits", 4, *_CALIBRATED)),
+    "planted-8": ("planted", ("--uniform", 8, *_CALIBRATED)),
+    "planted-4": ("planted", ("--uniform", 4, *_CALIBRATED)),
+    "planted-2": ("planted", ("--uniform", 2, *_CALIBRATED)),
+    "planted-edgemoe": (
+        "planted",
+        ("--loss", "2%", "--search", "edgemoe", "--dense-bits", 8, "--limit", 1000, *_CALIBRATED),
+    ),
+    "plain-16": ("plain", ("--uniform", 16, "--dense-bits", 16, *_CALIBRATED)),
+}
+"""Name -> model, and options of `moec compile`."""
+
+PROMPT_TOKENS, TOKENS, ITEMS = 16, 200, 12
+TASKS = ("gsm8k", "samsum")
+ROUTED_TOKENS = {"train": 20_000, "test": 8_000}
+_PIECE_LENGTH = 12
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Routing of tokens.
+
+    chosen: experts of each token, best first, uint8 [T, L, K].
+    weights: their normalised weights, float32 [T, L, K].
+    """
+
+    chosen: np.ndarray
+    weights: np.ndarray
+
+
+class Inputs:
+    """Files in a folder. Each is complete or absent, so a run that was stopped goes on."""
+
+    def __init__(self, folder: Path, say: Callable[[str], object] = lambda sentence: None) -> None:
+        self.folder, self._say = folder, say
+
+    def bundle(self, name: str) -> Path:
+        """Return the folder of a bundle. Compiles it if it is not there."""
+        if name == SHIPPED:
+            return ROOT / "examples" / "bundle"
+        path = self.folder / "bundles" / name
+        if not (path / "moec.json").exists():
+            model, options = BUNDLES[name]
+            self._say(f"compiling {name}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            moec("compile", MODELS[model], *options, "-o", path, "--overwrite")
+        return path
+
+    def opened(self, name: str) -> Bundle:
+        """Return an open bundle."""
+        return open_bundle(self.bundle(name))
+
+    def quality(self, name: str) -> dict[str, Any]:
+        """Return the content of a bundle's quality.json."""
+        found: dict[str, Any] = json.loads((self.bundle(name) / "quality.json").read_text(encoding="utf-8"))
+        return found
+
+    def told(self, command: str, bundle: str, *options: object) -> dict[str, Any]:
+        """Return what `moec COMMAND BUNDLE OPTIONS --json` prints."""
+        digest = hashlib.sha256(json.dumps([command, bundle, *map(str, options)]).encode()).hexdigest()
+        path = self.folder / "told" / f"{command}-{bundle}-{digest[:_PIECE_LENGTH]}.json"
+        if not path.exists():
+            self._say(f"moec {command} {bundle} {' '.join(map(str, options))[:60]}")
+            found = moec(command, self.bundle(bundle), *options)
+            with complete_file(path) as partial:
+                partial.write_text(json.dumps(found), encoding="utf-8")
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return kept
+
+    def text(self, split: str, number: int) -> Path:
+        """Return a file with ITEMS items of a split. Even numbers have problems, odd ones dialogues."""
+        path = self.folder / "texts" / f"{split}-{number}.txt"
+        if not path.exists():
+            with complete_file(path) as partial:
+                partial.write_text(texts(DATA, split, number + 1, ITEMS)[number], encoding="utf-8")
+        return path
+
+    def trace(self, bundle: str, number: int, *options: object) -> Trace:
+        """Return the trace of a bundle on a held-out text, with room for half of its experts.
+
+        options: further options of `moec bench`.
+        """
+        name = "-".join(["trace", bundle, str(number), *(str(option).lstrip("-") for option in options)])
+        path = self.folder / "traces" / f"{name}.trace"
+        if not path.exists():
+            self._say(f"recording {name}")
+            common = ("--prompt-tokens", PROMPT_TOKENS, "--tokens", TOKENS, "--expert-cache", "50%")
+            with complete_file(path) as partial:
+                text = self.text("test", number)
+                moec("bench", self.bundle(bundle), "--text", text, *common, *options, "--trace-out", partial)
+        return open_traces([path], self.opened(bundle))[0]
+
+    def traces(self, bundle: str, count: int, *options: object) -> list[Trace]:
+        """Return the traces of a bundle on the first held-out texts."""
+        return [self.trace(bundle, number, *options) for number in range(count)]
+
+    def routes(self, model: str, split: str, task: str) -> Routes:
+        """Return the routing of a checkpoint on texts of a split."""
+        path = self.folder / "routes" / f"{model}-{task}-{split}.npz"
+        if not path.exists():
+            self._say(f"routing of {model} on {task}, {split}")
+            chosen, weights = list[np.ndarray](), list[np.ndarray]()
+            for routing in self.routed(model, split, task):
+                of_pass = [routing.chosen(layer) for layer in range(routing.count)]
+                chosen.append(np.stack([each[0].numpy().astype(np.uint8) for each in of_pass], 1))
+                weights.append(np.stack([each[1].numpy() for each in of_pass], 1))
+            with complete_file(path) as partial, partial.open("wb") as file:
+                np.savez(file, chosen=np.concatenate(chosen), weights=np.concatenate(weights))
+        with np.load(path) as kept:
+            return Routes(kept["chosen"], kept["weights"])
+
+    def routed(self, model: str, split: str, task: str, tokens: int | None = None) -> Iterator[Routing]:
+        """Run a checkpoint over texts of a split. Yield it after each pass, with what its routers read.
+
+        tokens: None for ROUTED_TOKENS of the split.
+        """
+        import torch
+
+        rows = self.folder / "texts" / f"{task}-{split}.jsonl"
+        if not rows.exists():
+            source = (DATA / task / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+            with complete_file(rows) as partial:
+                lines = (json.dumps({"text": item_text(json.loads(line))}) + "\n" for line in source)
+                partial.write_text("".join(lines), encoding="utf-8")
+        with torch.no_grad():
+            routing = Routing(MODELS[model])
+            for _ in routing.passes(rows, tokens or ROUTED_TOKENS[split]):
+                yield routing
+
+
+@contextmanager
+def complete_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to. It becomes `path` when all of it is written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the arithmetic mean."""
+    return float(np.mean(values))

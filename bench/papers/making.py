@@ -1,0 +1,52 @@
+"""Measure figures, draw them, and write the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .drawing import draw
+from .figure import PAPERS, Figure, Measured, from_record, to_record
+from .inputs import Inputs, complete_file
+from .page import page
+from .registry import FIGURES, NOT_MEASURED
+
+
+def make(figures: Sequence[Figure], inputs: Inputs, output: Path, again: bool, say: Callable[[str], object]) -> None:
+    """Measure figures that have no result yet. Draw all of them, and write the pages of the papers.
+
+    output: folder of the pages. Pictures and numbers go to its folder `figures`.
+    again: measure also what has a result.
+    """
+    for figure in figures:
+        kept = inputs.folder / "figures" / f"{figure.name}.json"
+        if again or not kept.exists():
+            say(f"measuring {figure.name}")
+            with complete_file(kept) as partial:
+                partial.write_text(to_record(figure.name, figure.measure(inputs)), encoding="utf-8")
+        publish(figure, kept.read_text(encoding="utf-8"), output)
+        say(f"{figure.name}: {output / 'figures' / figure.name}.svg")
+    write_pages(output)
+
+
+def publish(figure: Figure, record: str, output: Path) -> None:
+    """Write numbers and picture of a figure."""
+    folder = output / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{figure.name}.json").write_text(record, encoding="utf-8")
+    (folder / f"{figure.name}.svg").write_bytes(draw(figure.title, from_record(record)))
+
+
+def write_pages(output: Path) -> None:
+    """Write the page of each paper from the numbers that lie in the folder."""
+    for paper in PAPERS:
+        own = [figure for figure in FIGURES if figure.paper == paper]
+        missing = [each for each in NOT_MEASURED if each.paper == paper]
+        text = page(paper, own, published(own, output), missing)
+        (output / f"{paper}.md").write_text(text, encoding="utf-8")
+
+
+def published(figures: Sequence[Figure], output: Path) -> dict[str, Measured]:
+    """Return the results of figures that have one, by name."""
+    paths = {figure.name: output / "figures" / f"{figure.name}.json" for figure in figures}
+    return {name: from_record(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}

@@ -1,0 +1,1 @@
+"""MoBiLE: little models."""

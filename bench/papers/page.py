@@ -1,0 +1,89 @@
+"""The page of a paper: what it reports, what is measured here, and whether the finding is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from textwrap import indent, wrap
+
+from .figure import PAPERS, Figure, Measured, NotMeasured, Paper
+
+WIDTH = 110
+VERDICTS = {"same": "same", "partly": "partly the same", "different": "different"}
+INTRODUCTIONS: dict[Paper, str] = {
+    "edgemoe": "EdgeMoE chooses a bitwidth for every expert, keeps some experts in a buffer, and reads the likeliest "
+    "next experts ahead. Its models are Switch Transformers, GPTSAN and MiniCPM-MoE. Its devices are a Jetson TX2, a "
+    "Raspberry Pi 4B and a phone.",
+    "hobbit": "HOBBIT stores each expert in a high and a low precision. A missed expert of low weight is read in "
+    "its low version or skipped. Routers of later layers foresee experts, and a cache policy combines four "
+    "records. Its models are Mixtral-8x7B and Phi-3.5-MoE.",
+    "twiddler": "Twiddler (also Fiddler) places popular experts on the GPU. It computes the other ones on the CPU, or "
+    "copies them, whichever takes less time. Its model is Mixtral-8x7B.",
+    "mobile": "MoBiLE decodes with half of the experts per token. If the little model is not confident, the token is "
+    "computed again with all experts. Its models are Qwen1.5-MoE and OLMoE.",
+}
+NOTE = (
+    "`make papers` measures and draws these figures, `python -m bench.papers NAME` one of them. The numbers of a "
+    "picture are in `figures/NAME.json`. The models here are small and were trained for minutes. A figure "
+    "therefore shows whether a mechanism behaves as published. It does not show how large the effect is on the "
+    "paper's models. No figure holds a time that was measured on this machine. Times are simulated from routing "
+    "traces with the rates of a device profile."
+)
+
+
+def page(
+    paper: Paper, figures: Sequence[Figure], measured: Mapping[str, Measured], missing: Sequence[NotMeasured]
+) -> str:
+    """Return the page of a paper as Markdown.
+
+    figures: its figures, in the order of the page.
+    measured: results by name. A figure without a result is listed as not measured yet.
+    missing: what is not measured here.
+    """
+    name = PAPERS[paper]
+    parts = [f"# The figures of {name}, measured here", _paragraph(INTRODUCTIONS[paper])]
+    parts += [_paragraph(NOTE), _summary(figures, measured)]
+    parts += [part for figure in figures if figure.name in measured for part in _section(figure, measured[figure.name])]
+    parts += ["## Not measured", _missing(missing)] if missing else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _summary(figures: Sequence[Figure], measured: Mapping[str, Measured]) -> str:
+    lines = ["| in the paper | figure | finding here |", "|---|---|---|"]
+    for figure in figures:
+        found = measured.get(figure.name)
+        verdict = "not measured yet" if found is None else VERDICTS[found.verdict]
+        title = figure.title if found is None else f"[{figure.title}](#{anchor(figure.title)})"
+        lines.append(f"| {figure.source} | {title} | {verdict} |")
+    return "\n".join(lines)
+
+
+def anchor(title: str) -> str:
+    """Return the anchor of a heading."""
+    kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
+    return "-".join(kept.split())
+
+
+def _section(figure: Figure, measured: Measured) -> list[str]:
+    picture = f"![{figure.title}](figures/{figure.name}.svg)"
+    caption = _paragraph(f"*{figure.title}. Model: {figure.model}. Figure `{figure.name}`.*")
+    told = [
+        _item(f"**In the paper ({figure.source}).** {figure.reported}"),
+        _item(f"**Measured here.** {figure.how}"),
+        *(indent(_item(f"{sentence}."), "  ") for sentence in measured.found),
+        _item(f"**Finding: {VERDICTS[measured.verdict]}.** {figure.why}"),
+    ]
+    return [f"## {figure.title}", picture, caption, "\n".join(told)]
+
+
+def _missing(missing: Sequence[NotMeasured]) -> str:
+    rows = [f"| {each.source} | {each.title} | {each.reason} |" for each in missing]
+    return "\n".join(["| in the paper | what it shows | reason |", "|---|---|---|", *rows])
+
+
+def _paragraph(text: str) -> str:
+    return "\n".join(wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))
+
+
+def _item(text: str) -> str:
+    lines = wrap(text, WIDTH - 2, break_long_words=False, break_on_hyphens=False)
+    return "* " + "\n  ".join(lines)

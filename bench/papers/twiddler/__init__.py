@@ -1,0 +1,1 @@
+"""Twiddler: popularity and placement of experts."""

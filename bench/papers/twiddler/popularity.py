@@ -1,0 +1,100 @@
+"""Popularity of experts, and the hit rate of placements by it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moec.compiler.calibration.paths import count_popularity
+
+from ..figure import PLAIN, PLANTED, Figure, Measured, Panel, percent
+from ..inputs import Inputs
+
+MODELS = {"planted": "planted, 2 of 8", "plain": "plain, 4 of 16"}
+PLACED = {"environment 1": 56 / 256, "environment 2": 125 / 256}
+"""Share of the experts that the GPU holds in the environments of the paper."""
+SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+LEAST_GAIN = 0.03
+"""Published gain of the best placement over a random one, as a share of all uses."""
+
+
+def popularity(inputs: Inputs, model: str, split: str) -> np.ndarray:
+    """Return the tokens of each expert, [L, E]."""
+    chosen = inputs.routes(model, split, "gsm8k").chosen
+    return count_popularity(chosen, int(chosen.max()) + 1)
+
+
+def popularity_map(inputs: Inputs) -> Measured:
+    """Measure how often each expert is used, over the most used one."""
+    panels, told, means = [], [], []
+    for model, name in MODELS.items():
+        counts = popularity(inputs, model, "train")
+        shares = counts / counts.max()
+        panels.append(Panel("map", name, "expert", "layer", rows=shares.tolist()))
+        quarter, three = np.quantile(shares, (0.25, 0.75))
+        told.append(
+            f"{name}: mean {shares.mean():.2f}, standard deviation {shares.std():.2f}, quartiles {quarter:.2f} and "
+            f"{three:.2f}, least {shares.min():.2f}"
+        )
+        means.append(float(shares.mean()))
+    return Measured(panels, told, "same" if min(means) >= 0.5 else "different")
+
+
+def hit_rate(placed: np.ndarray, counts: np.ndarray) -> float:
+    """Return the share of uses that placed experts serve. placed: bool, counts: uses; [L, E] each."""
+    return float(counts[placed].sum() / counts.sum())
+
+
+def placement(inputs: Inputs) -> Measured:
+    """Measure the hit rate of the most popular, random and least popular experts, by share of the experts placed."""
+    panels, told, gains = [], [], []
+    for model, name in MODELS.items():
+        known, tested = popularity(inputs, model, "train"), popularity(inputs, model, "test")
+        order = np.argsort(-known.ravel(), kind="stable")
+
+        def rate(share: float, is_best: bool, order: np.ndarray = order, tested: np.ndarray = tested) -> float:
+            count = round(share * len(order))
+            placed = np.zeros(len(order), bool)
+            placed[order[:count] if is_best else order[len(order) - count :]] = True
+            return hit_rate(placed.reshape(tested.shape), tested)
+
+        points = {
+            "most popular": [(share, rate(share, True)) for share in SHARES],
+            "random (mean)": [(share, share) for share in SHARES],
+            "least popular": [(share, rate(share, False)) for share in SHARES],
+        }
+        panels.append(Panel("lines", name, "share of the experts placed", "hit rate", points=points))
+        for environment, share in PLACED.items():
+            best, worst = rate(share, True), rate(share, False)
+            gains.append(best - share)
+            placed = f"{name}, {environment} ({percent(share, 1)} placed)"
+            told.append(f"{placed}: best {percent(best, 1)}, worst {percent(worst, 1)}")
+    return Measured(panels, told, "same" if min(gains) >= LEAST_GAIN else "partly")
+
+
+FIGURES = (
+    Figure(
+        name="twiddler-popularity",
+        paper="twiddler",
+        source="Figure 8",
+        title="Popularity of experts",
+        reported="Uses over those of the most used expert: mean 0.71, standard deviation 0.08, quartiles 0.67 and "
+        "0.76, least 0.22. The paper calls this relatively balanced.",
+        model=f"{PLANTED} and {PLAIN}",
+        how="Train problems.",
+        why="Both examples were trained with a loss that balances the experts, as Mixtral was. The deviation is larger "
+        "because each layer has few experts and one kind of text.",
+        measure=popularity_map,
+    ),
+    Figure(
+        name="twiddler-placement",
+        paper="twiddler",
+        source="Appendix C",
+        title="Hit rate of placements by popularity",
+        reported="With 56 of 256 experts on the GPU: best 25.2 %, random 21.9 %, worst 18.7 %. With 125: best 53.0 %, "
+        "random 48.8 %, worst 44.6 %.",
+        model=f"{PLANTED} and {PLAIN}",
+        how="Experts are ranked on train problems and counted on test problems.",
+        why="The gain is the spread of the popularity, which is larger here.",
+        measure=placement,
+    ),
+)

@@ -1,0 +1,118 @@
+"""The figures of docs/papers are those of bench/papers, and their pages have the numbers of the figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from bench.papers import __main__ as command
+from bench.papers.drawing import draw
+from bench.papers.figure import PAPERS, Figure, Measured, Panel, from_record, to_record
+from bench.papers.inputs import Inputs
+from bench.papers.making import make, published
+from bench.papers.page import page
+from bench.papers.registry import FIGURES, NOT_MEASURED
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "papers"
+DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
+NAMES = [figure.name for figure in FIGURES]
+FAST = "edgemoe-sensitivity"
+SMALL = Measured(
+    [
+        Panel("lines", "lines", "x", "y", points={"one": [(0.0, 1 / 3), (1.0, 2.0)]}),
+        Panel("bars", "bars", "x", "y", groups=["a", "b"], bars={"one": [1.0, 2.0], "two": [2.0, 3.0]}),
+        Panel("map", "map", "expert", "layer", rows=[[0.1, 0.2], [0.3, 0.4]]),
+    ],
+    ["a sentence"],
+    "same",
+)
+
+
+def plain(name: str) -> Any:
+    """Return the stored numbers of a figure."""
+    return json.loads((PAGES / "figures" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_every_figure_is_published_and_no_other() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+    assert all(figure.name.startswith(f"{figure.paper}-") for figure in FIGURES)
+    files = sorted(path.name for path in (PAGES / "figures").iterdir())
+    assert files == sorted(f"{name}.{suffix}" for name in NAMES for suffix in ("json", "svg")), "run `make papers`"
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_page_has_the_numbers_of_its_figures(paper: Any) -> None:
+    own = [figure for figure in FIGURES if figure.paper == paper]
+    missing = [each for each in NOT_MEASURED if each.paper == paper]
+    wanted = page(paper, own, published(own, PAGES), missing)
+    assert (PAGES / f"{paper}.md").read_text(encoding="utf-8") == wanted, "run `python -m bench.papers`"
+    for figure in own:
+        assert f"figures/{figure.name}.svg" in wanted and figure.reported[:20] in wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_picture_holds_the_numbers_of_its_record(name: str) -> None:
+    tree = ElementTree.parse(PAGES / "figures" / f"{name}.svg")
+    description = tree.find(f".//{DESCRIPTION}")
+    assert description is not None and description.text
+    assert json.loads(description.text) == plain(name)["panels"]
+
+
+def test_a_fast_figure_measured_again_has_the_published_numbers(tmp_path: Path) -> None:
+    (figure,) = [figure for figure in FIGURES if figure.name == FAST]
+    record = to_record(FAST, figure.measure(Inputs(tmp_path)))
+    assert json.loads(record) == plain(FAST)
+
+
+def test_a_figure_drawn_twice_has_the_same_bytes() -> None:
+    first, second = (draw("a title", SMALL) for _ in range(2))
+    assert first == second and b"<dc:date>" not in first
+
+
+def test_a_record_keeps_six_digits_and_all_fields() -> None:
+    kept = from_record(to_record("a-name", SMALL))
+    assert kept.panels[0].points == {"one": [[0.0, 0.333333], [1.0, 2.0]]}
+    assert [panel.kind for panel in kept.panels] == ["lines", "bars", "map"]
+    assert (kept.found, kept.verdict) == (["a sentence"], "same")
+
+
+def stub(calls: list[str], name: str, fails: bool = False) -> Figure:
+    """Return a figure that notes each measurement."""
+
+    def measure(inputs: Inputs) -> Measured:
+        calls.append(name)
+        if fails:
+            raise RuntimeError("stopped")
+        return SMALL
+
+    return Figure(name, "edgemoe", "Figure 0", "a title", "reported", "a model", "how", "why", measure)
+
+
+def test_a_stopped_run_goes_on_after_the_last_complete_figure(tmp_path: Path) -> None:
+    calls: list[str] = []
+    inputs, output = Inputs(tmp_path / "work"), tmp_path / "pages"
+    figures = [stub(calls, "edgemoe-first"), stub(calls, "edgemoe-second", fails=True)]
+    with pytest.raises(RuntimeError, match="stopped"):
+        make(figures, inputs, output, again=False, say=calls.append)
+    assert not list((tmp_path / "work").rglob("*second*")) and not list(tmp_path.rglob("*.partial"))
+    calls.clear()
+    make([figures[0], stub(calls, "edgemoe-second")], inputs, output, again=False, say=lambda sentence: None)
+    assert calls == ["edgemoe-second"]
+    assert {path.name for path in (output / "figures").iterdir()} >= {"edgemoe-first.svg", "edgemoe-second.json"}
+    make(figures[:1], inputs, output, again=True, say=lambda sentence: None)
+    assert calls == ["edgemoe-second", "edgemoe-first"]
+
+
+def test_the_command_lists_all_figures_and_refuses_other_names(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["--list"])
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in NAMES)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["edgemoe-nothing"])
+    assert ended.value.code == 2
+    assert "no figure is called edgemoe-nothing" in capsys.readouterr().err
