@@ -71,7 +71,7 @@ class Scheduler:
         self._waiting = deque[GenerationRequest]()
         self._running: list[RunningSequence] = []
         self._changed, self._sequence = threading.Condition(), 0
-        self._is_draining = self._is_stopping = False
+        self._is_draining = self._ends_running = self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def __enter__(self) -> Scheduler:
@@ -126,6 +126,7 @@ class Scheduler:
         """Take no more requests, and end those that wait. Running ones go on, unless `ends_running`."""
         with self._changed:
             self._is_draining = True
+            self._ends_running = self._ends_running or ends_running
             waiting, self._waiting = list(self._waiting), deque()
             for sequence in self._running if ends_running else ():
                 sequence.request.cancel()
@@ -192,17 +193,24 @@ class Scheduler:
         """Give waiting requests slots, in their order, except for those that wait for a prompt they share."""
         if self._waiting and not self._running:
             self._take_engine()
-        for request in list(self._waiting):
+        with self._changed:
+            waiting = list(self._waiting)
+        for request in waiting:
             if not self.pool.free:
                 return
-            if self._shares_prompt_in_progress(request):
+            if self._shares_prompt_in_progress(request) or not self._take(request):
                 continue
             placement = self.pool.place(request.tokens, reuses=not request.scores_prompt)
-            if placement is None:
-                return
-            with self._changed:
-                self._waiting.remove(request)
-            self._begin(request, placement)
+            if placement is not None:  # this thread alone takes slots
+                self._begin(request, placement)
+
+    def _take(self, request: GenerationRequest) -> bool:
+        """Take a request out of the queue. Returns False if `drain` has ended it since the queue was read."""
+        with self._changed:
+            if request not in self._waiting:
+                return False
+            self._waiting.remove(request)
+        return True
 
     def _take_engine(self) -> None:
         """Begin a sequence of the engine. If another caller has used it since, its slots hold other texts."""
@@ -241,6 +249,8 @@ class Scheduler:
         self.activity.cached_tokens += placement.kept
         with self._changed:
             self._running.append(sequence)
+            if self._ends_running:  # since the request was taken
+                request.cancel()
 
     def _release_ended(self) -> None:
         ended = [each for each in self._running if each.has_ended]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,34 @@ def test_after_stop_nothing_is_taken(engine: Engine) -> None:
     with pytest.raises(ShuttingDown):
         scheduler.submit([Asked([5]).request])
     assert not scheduler.is_alive
+
+
+@pytest.mark.gate("G16")
+@pytest.mark.parametrize("moment", ["longest", "place"])
+@pytest.mark.parametrize("ends_running", [False, True])
+def test_a_shutdown_while_a_request_gets_its_slot(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, moment: str, ends_running: bool
+) -> None:
+    """`longest` runs before the request is taken out of the queue, and `place` after it."""
+    first, second = Asked(prompts()[2], CONTEXT), Asked(prompts()[7], CONTEXT)
+    with Scheduler(engine) as scheduler:
+        found = getattr(scheduler.pool, moment)
+
+        def drained(tokens: Sequence[int], **options: Any) -> Any:
+            if tokens == second.request.tokens:
+                other = threading.Thread(target=scheduler.drain, args=(ends_running,))
+                other.start()
+                other.join()
+            return found(tokens, **options)
+
+        monkeypatch.setattr(scheduler.pool, moment, drained)
+        scheduler.submit([first.request])
+        first.wait_for_token()
+        scheduler.submit([second.request])
+        ends = [getattr(each.wait(), "code", "ended") for each in (first, second)]
+    at_once = ["cancelled", "shutting_down" if moment == "longest" else "cancelled"]
+    in_order = ["ended", "shutting_down" if moment == "longest" else "ended"]
+    assert ends == (at_once if ends_running else in_order)
 
 
 def test_log_probabilities_are_those_of_the_logits(engine: Engine, scheduler: Scheduler) -> None:
