@@ -17,6 +17,8 @@ from typing import Any
 from moec.manifests import errors
 from moec.manifests.errors import ExecutionError, InputError, KernelUnavailable, MoecError
 
+from .own_process import own_command
+
 LIMIT_S = 3600
 """Longest time of a self-test, seconds. It takes seconds."""
 _MAX_ERROR_CHARACTERS = 2000
@@ -28,9 +30,7 @@ def check_bundle(folder: Path, memory: str | None = None) -> str:
     memory: size of the budget, as `--memory` takes it.
     Raises the errors of opening and running a bundle. Raises ExecutionError if the process ends in another way.
     """
-    if not sys.executable:
-        raise ExecutionError("the self-test needs a Python interpreter, `sys.executable` names none", "set it")
-    command = [sys.executable, "-m", "moec.cli.bundle_check", str(folder), *([memory] if memory else [])]
+    command = own_command("moec.cli.bundle_check", str(folder), *([memory] if memory else []))
     try:
         done = subprocess.run(command, capture_output=True, timeout=LIMIT_S, check=False, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:

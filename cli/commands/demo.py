@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from moec.manifests.errors import ExecutionError, InputError
 from moec.manifests.files.output_file import check_folder, made_folders
 
 from ..options.paths import PATH
+from ..own_process import own_command
 from ..simulation.compile_eviction import fit_to_texts
 from ..terminal import output
 from ..terminal.compile_log import CompileLog
@@ -148,8 +148,9 @@ def second_example(example: Path, folder: Path) -> str:
 
 def _bench(bundle: Path) -> dict[str, Any]:
     """Run `moec bench` in a new process, so that its peak memory is that of the runtime only."""
-    command = [sys.executable, "-m", "moec.cli.main", "bench", str(bundle), "--expert-cache", HALF, "--json"]
-    finished = subprocess.run([*command, "--tokens", str(BENCH_TOKENS)], capture_output=True, text=True, check=False)
+    options = ("--expert-cache", HALF, "--tokens", str(BENCH_TOKENS), "--json")
+    command = own_command("moec.cli.main", "bench", str(bundle), *options)
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         raise ExecutionError(f"`moec bench` ended with {finished.returncode}: {finished.stderr.strip()[-500:]}")
     values: dict[str, Any] = json.loads(finished.stdout)
