@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from moec.manifests.errors import ExecutionError, InputError, ManifestInvalid, MissingDependency, OptionError
 from moec.manifests.files.input_file import UnreadableFile, read_input
@@ -40,8 +40,8 @@ _TEXT_PER_MESSAGE_BYTE = 4
 _COPY_AGAIN = "copy the bundle again"
 _MAX_ANSWER_LINE = 64
 
-Message = Mapping[str, str]
-"""`role` (system, user, assistant, ...) and `content`."""
+Message = Mapping[str, Any]
+"""`role` (system, user, assistant, ...), `content`, and what else a template knows, like `tool_calls`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +176,16 @@ class _TemplateProcess:
 class ChatRenderer(_TemplateProcess):
     """Renders the chat template of one folder. See `_TemplateProcess`."""
 
-    def render(self, files: TemplateFiles, messages: Sequence[Message]) -> str:
+    def render(self, files: TemplateFiles, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the text before the assistant's next message, with special tokens.
 
         files: the same in every call.
+        tools: tools that the model may call, in the form of OpenAI.
         Raises OptionError if the bundle has no template.
         Raises ManifestInvalid for a damaged template, or one that needs more time or memory than the limits.
         Raises InputError if the template refuses the messages.
         """
-        variables = {"messages": [dict(message) for message in messages]}
+        variables = {"messages": [dict(message) for message in messages], "tools": list(tools) or None}
         answer = self._ask("chat", (files.config, files.template), variables)
         return answer.text if answer.word == "text" else _refuse_chat(answer, files.folder)
 

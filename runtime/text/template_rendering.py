@@ -52,7 +52,7 @@ class Source:
     def render(self, variables: Mapping[str, Any], characters: int) -> Answer:
         """Return the text of the template, or why there is none. Raises nothing but KeyboardInterrupt.
 
-        variables: `messages` of a chat, with `role` and `content`; the fields of a prompt.
+        variables: `messages` of a chat, with `role` and `content`, and its `tools`; the fields of a prompt.
         characters: most characters of the text.
         """
         try:
@@ -82,7 +82,7 @@ class Source:
         return None
 
     def _text(self, variables: Mapping[str, Any], characters: int) -> Answer:
-        known = variables if self._kind == "prompt" else _chat_variables(variables["messages"], self._settings)
+        known = variables if self._kind == "prompt" else _chat_variables(variables, self._settings)
         parts, size = list[str](), 0
         for part in self._compiled.generate(**known):
             parts.append(part)
@@ -129,10 +129,11 @@ def _environment(is_strict: bool) -> Any:
     return environment
 
 
-def _chat_variables(messages: list[dict[str, str]], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of a chat template. There are no tools and no documents."""
+def _chat_variables(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of a chat template: messages and tools. There are no documents."""
     tokens = {name: _token_text(settings[name]) for name in _SPECIAL_TOKENS if settings.get(name) is not None}
-    return {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None, **tokens}
+    own = {"messages": given["messages"], "tools": given.get("tools")}
+    return {**own, "add_generation_prompt": True, "documents": None, **tokens}
 
 
 def _template_of(settings: Mapping[str, Any]) -> str | None:

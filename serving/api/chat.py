@@ -9,14 +9,15 @@ from typing import Any
 from moec.manifests.files.strict_json import shown
 
 from ..engine.request import AnswerMask, Ended, Event, GenerationRequest, TokenMade
+from ..tools.calls import NO_TOOLS, ToolsOfRequest
 from .answer import Answer
 from .errors import RequestError, bad_field
 from .fields import Fields
 from .forms import OpenAIForm, chat_log_prob
-from .reasoning import PlainText, ThinkingSplitter
 from .response_format import mask_maker, read_response_format
-from .sampling_fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, read_asked, unsupported_tools
+from .sampling_fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, read_asked
 from .service import Service
+from .tool_fields import new_call_id, plain_call, read_calls, read_tools
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _NO_EFFECT = (
@@ -31,14 +32,26 @@ _NO_EFFECT = (
 
 
 class ChatForm(OpenAIForm):
-    """The form of chat completions. starts_thinking: the prompt ends inside `<think>`."""
+    """The form of chat completions.
+
+    starts_thinking: the prompt ends inside `<think>`.
+    tools: tools that the model may call.
+    """
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, service: Service, asked: Asked, prompt_tokens: int, starts_thinking: bool) -> None:
+    def __init__(
+        self,
+        service: Service,
+        asked: Asked,
+        prompt_tokens: int,
+        starts_thinking: bool,
+        tools: ToolsOfRequest = NO_TOOLS,
+    ) -> None:
         super().__init__(service.options.name, asked.count, prompt_tokens, asked.includes_usage)
-        self._text_of = service.token_text
-        self._splitters = [splitter_of(service, starts_thinking) for _ in range(asked.count)]
+        self._service, self._text_of = service, service.token_text
+        self._splitters = [service.chat_form.parts(starts_thinking, tools) for _ in range(asked.count)]
+        self._calls: list[list[dict[str, Any]]] = [[] for _ in range(asked.count)]
         self._parts: list[list[tuple[bool, str]]] = [[] for _ in range(asked.count)]
 
     def begin(self) -> Iterable[bytes]:
@@ -63,15 +76,26 @@ class ChatForm(OpenAIForm):
         elif isinstance(event, Ended):
             for delta in self._deltas(index, None):
                 yield self.chunk([self._choice(index, delta)])
-            choice = {**self._choice(index, {}), "finish_reason": event.reason}
+            choice = {**self._choice(index, {}), "finish_reason": self.reason(index)}
             yield self.chunk([choice], timings=self.timings(index))
 
-    def _deltas(self, index: int, text: str | None) -> list[dict[str, str]]:
+    def _deltas(self, index: int, text: str | None) -> list[dict[str, Any]]:
         """Return what a piece of text adds; None is the end of the text."""
-        splitter = self._splitters[index]
+        splitter, calls = self._splitters[index], self._calls[index]
         parts = splitter.flush() if text is None else splitter.push(text)
         self._parts[index] += parts
-        return [{"reasoning_content" if is_thought else "content": part} for is_thought, part in parts]
+        deltas: list[dict[str, Any]] = [
+            {"reasoning_content" if is_thought else "content": part} for is_thought, part in parts
+        ]
+        for call in splitter.calls[len(calls) :]:
+            calls.append(plain_call(call, new_call_id(self._service)))
+            deltas.append({"tool_calls": [{"index": len(calls) - 1, **calls[-1]}]})
+        return deltas
+
+    def reason(self, index: int) -> str | None:
+        """Return why an answer ended; None if it goes on."""
+        found = super().reason(index)
+        return "tool_calls" if found == "stop" and self._calls[index] else found
 
     def _choice(self, index: int, delta: dict[str, Any], log_probs: Any = None) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": None}
@@ -86,7 +110,11 @@ class ChatForm(OpenAIForm):
         choices = []
         for index, answer in enumerate(self.answers):
             content, thought = self.message(index)
-            message = {"role": "assistant", "content": content, "refusal": None}
+            calls = self._calls[index]
+            message: dict[str, Any] = {"role": "assistant", "refusal": None}
+            message["content"] = content or (None if calls else "")
+            if calls:
+                message["tool_calls"] = calls
             if thought:
                 message["reasoning_content"] = thought
             entries = [chat_log_prob(token, self._text_of) for token in answer.tokens]
@@ -103,10 +131,10 @@ class ChatForm(OpenAIForm):
 async def chat(service: Service, body: dict[str, Any]) -> Answer:
     """Return the answer to a body of `/v1/chat/completions`. Raises RequestError."""
     fields = Fields(body)
-    messages = read_messages(fields.take("messages"))
+    messages = read_messages(fields.take("messages"), service.chat_form.takes_tools)
     asked = read_asked(fields, service.vocabulary, ("max_completion_tokens", "max_tokens"), DEFAULT_NEW_TOKENS)
     log_probs, schema = _log_probs(fields), read_response_format(fields)
-    unsupported_tools(fields)
+    tools = read_tools(fields, service)
     fields.unsupported("modalities", ["text"])
     fields.unsupported("audio")
     fields.unsupported("prediction")
@@ -115,9 +143,9 @@ async def chat(service: Service, body: dict[str, Any]) -> Answer:
     fields.unsupported("verbosity", "medium")
     fields.without_effect(*_NO_EFFECT)
     fields.end()
-    tokens, starts_thinking = await chat_tokens(service, messages)
-    make_mask = await mask_maker(service, schema, "response_format", starts_thinking)
-    form = ChatForm(service, asked, len(tokens), starts_thinking)
+    tokens, starts_thinking = await chat_tokens(service, messages, tools)
+    make_mask = await mask_maker(service, schema, "response_format", starts_thinking, tools)
+    form = ChatForm(service, asked, len(tokens), starts_thinking, tools)
     make = chat_requests(service, asked, tokens, log_probs, make_mask)
     return Answer(service, asked.count, make, form, asked.streams)
 
@@ -142,6 +170,7 @@ def chat_requests(
                 log_probs,
                 deadline_s=service.options.deadline_s,
                 make_mask=make_mask,
+                marks=service.chat_form.marks,
             )
             for at, deliver in enumerate(receivers)
         ]
@@ -149,14 +178,11 @@ def chat_requests(
     return make
 
 
-def splitter_of(service: Service, starts_thinking: bool) -> ThinkingSplitter | PlainText:
-    """Return what separates thinking from answers, if the model's template knows thinking."""
-    return ThinkingSplitter(starts_thinking) if service.thinks else PlainText()
-
-
-async def chat_tokens(service: Service, messages: Sequence[dict[str, str]]) -> tuple[list[int], bool]:
+async def chat_tokens(
+    service: Service, messages: Sequence[dict[str, Any]], tools: ToolsOfRequest = NO_TOOLS
+) -> tuple[list[int], bool]:
     """Return the tokens of a conversation, and whether they end inside `<think>`. Raises RequestError."""
-    text = await service.render(messages)
+    text = await service.render(messages, tools.described)
     tokens = await service.encode(text, "messages", adds_special_tokens=False)
     service.check_prompt(tokens, "messages")
     return tokens, text.rstrip().endswith("<think>")
@@ -169,27 +195,45 @@ def _log_probs(fields: Fields) -> int | None:
     return (count or 0) if is_asked else None
 
 
-def read_messages(given: Any) -> list[dict[str, str]]:
-    """Return the messages of a conversation with `role` and `content`. Raises RequestError."""
+def read_messages(given: Any, takes_tools: bool = False) -> list[dict[str, Any]]:
+    """Return the messages of a conversation with `role` and `content`, as a template gets them. Raises RequestError.
+
+    takes_tools: whether messages may have calls of tools and their results.
+    """
     if given is None:
         raise RequestError(400, "`messages` is missing", "messages", "missing_field")
     if not isinstance(given, list) or not given:
         raise bad_field("messages", f"must be a list with a message, found {shown(given)}")
-    found = []
-    for at, each in enumerate(given):
-        place = f"messages[{at}]"
-        if not isinstance(each, dict):
-            raise bad_field(place, f"must be an object, found {shown(each)}")
-        fields = Fields(each, f"{place}.")
-        role = fields.text("role")
-        if role not in _ROLES:
-            raise bad_field(f"{place}.role", f"must be {', '.join(_ROLES)}, found {shown(role)}", "unsupported_value")
-        content = message_text(fields.take("content"), f"{place}.content")
-        fields.without_effect("reasoning_content")
-        for name, *harmless in (("tool_calls", []), ("function_call",), ("refusal",), ("audio",), ("annotations", [])):
-            fields.unsupported(name, *harmless)
-        fields.end()
-        found.append({"role": _ROLES[role], "content": content})
+    roles = {**_ROLES, "tool": "tool"} if takes_tools else _ROLES
+    return [_read_message(each, f"messages[{at}]", roles) for at, each in enumerate(given)]
+
+
+def _read_message(given: Any, place: str, roles: dict[str, str]) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise bad_field(place, f"must be an object, found {shown(given)}")
+    fields = Fields(given, f"{place}.")
+    role = fields.text("role")
+    if role not in roles:
+        raise bad_field(f"{place}.role", f"must be {', '.join(roles)}, found {shown(role)}", "unsupported_value")
+    found: dict[str, Any] = {"role": roles[role]}
+    content = fields.take("content")
+    if role == "assistant" and "tool" in roles:
+        calls = read_calls(fields.take("tool_calls"), f"{place}.tool_calls")
+        if calls:
+            found["tool_calls"] = calls
+            content = "" if content is None else content
+    if role == "tool":
+        found["tool_call_id"] = fields.text("tool_call_id", "", most=256)
+        name = fields.text("name", most=256)
+        if name is not None:
+            found["name"] = name
+    found["content"] = message_text(content, f"{place}.content")
+    thought = fields.take("reasoning_content")
+    if role == "assistant" and isinstance(thought, str) and thought:
+        found["reasoning_content"] = thought
+    for name, *harmless in (("tool_calls", []), ("function_call",), ("refusal",), ("audio",), ("annotations", [])):
+        fields.unsupported(name, *harmless)
+    fields.end()
     return found
 
 

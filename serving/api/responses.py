@@ -12,8 +12,9 @@ from typing import Any
 from moec.manifests.files.strict_json import shown
 
 from ..engine.request import Ended, Event, TokenMade
+from ..tools.calls import NO_TOOLS
 from .answer import Answer, sent_event
-from .chat import chat_requests, chat_tokens, read_messages, splitter_of
+from .chat import chat_requests, chat_tokens, read_messages
 from .errors import RequestError, bad_field
 from .fields import Fields
 from .forms import Collected, new_id
@@ -40,7 +41,7 @@ class ResponseForm:
     """
 
     def __init__(self, service: Service, prompt_tokens: int, starts_thinking: bool, echoed: dict[str, Any]) -> None:
-        self._answer, self._splitter = Collected(), splitter_of(service, starts_thinking)
+        self._answer, self._splitter = Collected(), service.chat_form.parts(starts_thinking, NO_TOOLS)
         self._head = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
         self._model, self._prompt_tokens, self._echoed = service.options.name, prompt_tokens, echoed
         self._items: list[tuple[bool, str, list[str]]] = []
@@ -202,7 +203,7 @@ def _text_format(fields: Fields) -> tuple[dict[str, Any] | None, dict[str, Any]]
     return schema, given or {"type": "text"}
 
 
-def _conversation(given: Any, instructions: str | None) -> list[dict[str, str]]:
+def _conversation(given: Any, instructions: str | None) -> list[dict[str, Any]]:
     """Return the messages of `input`: a text, or items of type message. Raises RequestError."""
     if given is None:
         raise RequestError(400, "`input` is missing", "input", "missing_field")

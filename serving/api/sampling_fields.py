@@ -118,15 +118,6 @@ def _biases(fields: Fields, vocabulary: int) -> tuple[tuple[int, float], ...]:
     return tuple(found)
 
 
-def unsupported_tools(fields: Fields) -> None:
-    """Refuse tools unless they ask for nothing. Raises RequestError."""
-    fields.unsupported("tools", [])
-    fields.unsupported("tool_choice", "none", "auto")
-    fields.unsupported("functions", [])
-    fields.unsupported("function_call", "none", "auto")
-    fields.without_effect("parallel_tool_calls")
-
-
 def too_long(tokens: int, context: int, param: str) -> RequestError:
     """Return the error of a prompt that leaves no room for an answer."""
     return RequestError(

@@ -15,6 +15,7 @@ from moec.runtime.text.template_process import ChatRenderer, TemplateFiles, temp
 
 from ..engine.scheduler import Scheduler
 from ..grammar.masks import Grammars
+from ..tools.chat_form import chat_form_of
 from .errors import RequestError, error_of
 from .sampling_fields import too_long
 
@@ -54,6 +55,8 @@ class Service:
         self._texts = ThreadPoolExecutor(1, "texts")
         self._renderer: ChatRenderer | None = None
         self._template = self._template_files()
+        files = [data for data in (self._template.config, self._template.template) if data]
+        self.chat_form = chat_form_of(files, self.engine.tokenizer)
         self._token_texts: dict[int, str] = {}
         self.body_bytes = 0
 
@@ -69,10 +72,12 @@ class Service:
         return int(self.engine.model.spec.vocab_size)
 
     @property
-    def thinks(self) -> bool:
-        """True if the chat template knows `<think>` tags."""
-        files = self._template
-        return any(b"<think>" in data or b"</think>" in data for data in (files.config, files.template) if data)
+    def tool_form(self) -> str | None:
+        """The form in which the model calls tools; None if it calls none, or in a form that is not known."""
+        form = self.chat_form
+        if not form.takes_tools:
+            return None
+        return "Harmony" if form.is_harmony else None if form.syntax is None else form.syntax.name
 
     async def in_thread(self, work: Callable[[], R]) -> R:
         """Return the result of work with texts, done in their thread."""
@@ -85,10 +90,10 @@ class Service:
         except MoecError as error:
             raise error_of(error, param) from error
 
-    async def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    async def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the text of a chat by the bundle's template. Raises RequestError."""
         try:
-            return await self.in_thread(lambda: self._render(messages))
+            return await self.in_thread(lambda: self._render(messages, tools))
         except OptionError as error:
             raise RequestError(
                 400,
@@ -125,11 +130,11 @@ class Service:
     def _template_files(self) -> TemplateFiles:
         return template_files(self.engine.bundle, self.engine.options.verify)
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         if self._renderer is None or self._renderer.process.poll() is not None:
             self._renderer = ChatRenderer()
         try:
-            return self._renderer.render(self._template, messages)
+            return self._renderer.render(self._template, messages, tools)
         except InputError:
             raise
         except BaseException:
@@ -157,5 +162,6 @@ class Service:
             "vocabulary": spec.vocab_size,
             "family": spec.family,
             "has_chat_template": any((self._template.template, b"chat_template" in (self._template.config or b""))),
-            "thinks": self.thinks,
+            "thinks": self.chat_form.thinks or self.chat_form.is_harmony,
+            "tools": self.tool_form,
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -133,6 +133,7 @@ class GenerationRequest:
     log_probs: number of likeliest tokens to tell for each token of the answer; None for no log probabilities.
     scores_prompt: tell the log probabilities of the prompt, too. Then no keys and values are reused.
 
+    marks: special tokens that are part of the answer's text -> their text.
     make_mask: called when the request has its slot, for a mask of the tokens of its answer; None for all tokens.
     deadline_s: seconds until the request ends without an answer; None for no limit.
     deliver: called in the engine's thread with each event. It must not block.
@@ -149,6 +150,7 @@ class GenerationRequest:
     scores_prompt: bool = False
     deadline_s: float | None = None
     make_mask: Callable[[], AnswerMask] | None = None
+    marks: Mapping[int, str] = field(default_factory=dict)
     is_cancelled: bool = False
     arrived_ns: int = field(default_factory=time.perf_counter_ns)
 

@@ -104,7 +104,7 @@ class RunningSequence:
         is_end, count = token in self._ends, len(self.known) - self.prompt_length
         is_complete = self._mask is not None and self._mask.take(token)
         reason: FinishReason | None = "stop" if is_end or is_complete else ("length" if count >= self._limit else None)
-        text = "" if is_end else self._stream.push(token)
+        text = "" if is_end else self._stream.push(token) + self.request.marks.get(token, "")
         shown, stop_text = self._stop.push_found(text if reason is None else text + self._stream.flush())
         if stop_text is not None:
             reason = "stop"

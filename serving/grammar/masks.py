@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -161,10 +161,32 @@ class TokenMask:
 
 def json_grammar(schema: dict[str, Any]) -> str:
     """Return the grammar of JSON texts that a schema allows. Raises InputError for a schema that has none."""
-    if len(json.dumps(schema)) > MAX_SCHEMA_CHARACTERS:
-        raise InputError(f"the schema has more than {MAX_SCHEMA_CHARACTERS} characters", "make it shorter")
+    _require_short(schema)
     try:
         made = _package().LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACE})
     except ValueError as error:
         raise InputError(f"the schema cannot be followed: {str(error)[:300]}", "make it simpler") from error
     return str(made)
+
+
+def json_between(begin: str, schema: dict[str, Any], end: str, special: Mapping[str, int]) -> str:
+    """Return the grammar of a JSON text between two marks. Raises InputError.
+
+    begin, end: the marks with the white space next to them. The end may be empty.
+    special: marks that are special tokens, which no text spells.
+    """
+    _require_short(schema)
+    described = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _SPACE}})
+    parts = [_literal(begin, special), "value", *([_literal(end, special)] if end else [])]
+    lark = f"start: {' '.join(parts)}\nvalue: %json {described}\n"
+    return str(_package().LLMatcher.grammar_from_lark(lark))
+
+
+def _literal(mark: str, special: Mapping[str, int]) -> str:
+    token = special.get(mark)
+    return json.dumps(mark) if token is None else f"<[{token}]>"
+
+
+def _require_short(schema: dict[str, Any]) -> None:
+    if len(json.dumps(schema)) > MAX_SCHEMA_CHARACTERS:
+        raise InputError(f"the schema has more than {MAX_SCHEMA_CHARACTERS} characters", "make it shorter")

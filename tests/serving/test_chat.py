@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moec.runtime import Engine
-from moec.serving.api.reasoning import ThinkingSplitter
+from moec.serving.tools.reasoning import ThinkingSplitter
 from tests.serving.live_server import LiveServer
 
 PATH = "/v1/chat/completions"
@@ -89,7 +89,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name", "unknown_field"),
     ({"messages": [{"role": "user", "content": "refuse"}]}, "messages", "InputError"),
-    ({"tools": [{"type": "function"}]}, "tools", "unsupported_value"),
+    ({"tools": [{"type": "function"}]}, "tools[0]", "missing_field"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "unsupported_value"),
     ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
