@@ -1,18 +1,19 @@
 """Pulls over loopback from nginx, next to other programs.
 
-    python -m bench.shipping FOLDER [--hidden N] [--rounds N] [--only first delta]
+    python -m bench.shipping FOLDER [--hidden N | --bundles OLD NEW] [--rounds N] [--only first delta]
 
 FOLDER gets two bundles of random bytes in the yardstick's shape, 16 layers of 64 experts: 4 GiB each with the hidden
-size 2048. The second has other bytes in 10 % of the experts.
+size 2048. The second has other bytes in 10 % of the experts. `--bundles` takes two bundles that exist.
 
 * first: the first bundle, by `moec pull`, and by `curl` with `sha256sum` or `openssl dgst -sha256`, in turn. The files
   of the server are in the page cache. OpenSSL uses the SHA instructions of a processor, and Debian's `sha256sum` does
   not.
-* delta: the second bundle on a device that has the first, by `moec pull` and by zsync, and the bytes of
+* delta: the second bundle on a device that has the first, by `moec pull` and by zsync. Then the bytes of
   content-defined chunks of 64 KiB that the first bundle lacks.
 
-Prints one JSON object per measurement. nginx, curl, sha256sum, openssl, zsync and zsyncmake are those of the system.
-Bytes are those of nginx's log.
+Prints one JSON object per measurement, then medians and ratios of medians. The bytes of a delta have a bound: 1.05
+times changed experts, dense weights and 1 MB. nginx, curl, sha256sum, openssl, zsync and zsyncmake are those of the
+system. Bytes are those of nginx's log.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -32,13 +34,18 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import IO
 
+from moec.manifests.bundle import DENSE_NAME
+from moec.runtime.bundle.opening import open_bundle
 from moec.shipping.channel import ChannelBundle
 from moec.shipping.signatures.keys import encode_public_key
 from tests.shipping.model_bundles import Shape, channel_of, described, put_bundle, put_channel, sha256_of, write_bundle
 from tests.shipping.signing_keys import signing_key
 
 from .chunks import Chunks
+from .shared_bytes import equal_keys, experts_of
 
+Row = dict[str, object]
+PULL = "moec pull"
 PORT = 18090
 LOOK_EVERY_S = 0.02
 NGINX = """
@@ -59,15 +66,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size; 2048 gives 4 GiB")
+    parser.add_argument("--bundles", type=Path, nargs=2, metavar=("OLD", "NEW"), help="two bundles of one model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=["first", "delta"], default=["first", "delta"])
     asked = parser.parse_args()
     folder = asked.folder.resolve()
-    made = make_bundles(folder, asked.hidden)
+    folder.mkdir(parents=True, exist_ok=True)
+    made = make_bundles(folder, asked.hidden) if asked.bundles is None else [path.resolve() for path in asked.bundles]
+    fill_store(folder, made)
     with nginx(folder) as sent_bytes:
         if "first" in asked.only:
-            for number in range(asked.rounds):
-                measure_first(folder, made, number)
+            tell_medians([row for number in range(asked.rounds) for row in measure_first(folder, made, number)])
         if "delta" in asked.only:
             measure_delta(folder, made, sent_bytes)
 
@@ -78,24 +87,30 @@ def tell(**values: object) -> None:
 
 
 def make_bundles(folder: Path, hidden: int) -> list[Path]:
-    """Write both bundles and a store, unless they are there."""
+    """Write two bundles, unless they are there."""
     bundles = [folder / "one", folder / "two"]
     shape = Shape(layers=16, experts=64, hidden=hidden, width=1024, vocabulary=50304)
-    key = signing_key()
     for number, bundle in enumerate(bundles):
         if not bundle.exists():
             write_bundle(bundle, shape, lambda layer, expert, number=number: number * _is_changed(layer, expert))
-        put_bundle(folder / "store", bundle, key)
-    (folder / "fleet.pub").write_bytes(encode_public_key(key.public.point))
-    now = datetime.now(timezone.utc) - timedelta(hours=1)
-    for name, bundle in (("one", bundles[0]), ("two", bundles[1])):
-        told: list[ChannelBundle] = [described(bundle)]
-        put_channel(folder / "store", channel_of(told, 1, channel=name, created=now), key)
     return bundles
 
 
 def _is_changed(layer: int, expert: int) -> int:
     return int((layer * 64 + expert) % 10 == 3)
+
+
+def fill_store(folder: Path, bundles: list[Path]) -> None:
+    """Put bundles into a store, each in a channel of its own: `one` and `two`."""
+    key, store = signing_key(), folder / "store"
+    shutil.rmtree(store, ignore_errors=True)
+    (folder / "fleet.pub").write_bytes(encode_public_key(key.public.point))
+    now = datetime.now(timezone.utc) - timedelta(hours=1)
+    for name, bundle in zip(("one", "two"), bundles, strict=True):
+        put_bundle(store, bundle, key)
+        model = open_bundle(bundle).manifest.name
+        told: list[ChannelBundle] = [described(bundle)]
+        put_channel(store, channel_of(told, 1, model=model, channel=name, created=now), key)
 
 
 @contextmanager
@@ -172,7 +187,7 @@ def _peak_kib(pid: int) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
 
 
-def measure_first(folder: Path, bundles: list[Path], number: int) -> None:
+def measure_first(folder: Path, bundles: list[Path], number: int) -> list[Row]:
     """Pull the first bundle, and fetch it with curl and two programs for digests, in an order that alternates."""
     subprocess.run(["cat", *bundles[0].iterdir()], stdout=subprocess.DEVNULL, check=True)
     ways = [
@@ -180,19 +195,39 @@ def measure_first(folder: Path, bundles: list[Path], number: int) -> None:
         lambda: _curl(folder, bundles[0], number, "sha256sum"),
         lambda: _curl(folder, bundles[0], number, "openssl dgst -sha256"),
     ]
+    rows = []
     for way in ways if number % 2 == 0 else reversed(ways):
         os.sync()
-        way()
+        rows.append(way())
+        tell(**rows[-1])
+    return rows
 
 
-def _pull_first(folder: Path, number: int) -> None:
+def tell_medians(rows: list[Row]) -> None:
+    """Print the median of every number for each way, and the speed of a pull as a multiple of the other ways' speed.
+
+    A pull has fetched and checked the bundle when curl has fetched it and its digests are known.
+    """
+    medians: dict[str, dict[str, float]] = {}
+    for way in sorted({str(row["way"]) for row in rows}):
+        own = [row for row in rows if row["way"] == way]
+        names = [name for name, value in own[0].items() if isinstance(value, float)]
+        medians[way] = {name: statistics.median(float(str(row[name])) for row in own) for name in names}
+        tell(medians_of=way, rounds=len(own), **medians[way])
+    for way in sorted(set(medians) - {PULL}):
+        ratio = medians[way]["hashed_s"] / medians[PULL]["checked_s"]
+        tell(speed_of=PULL, as_multiple_of=way, ratio=round(ratio, 3))
+
+
+def _pull_first(folder: Path, number: int) -> Row:
     device = folder / "device"
     shutil.rmtree(device, ignore_errors=True)
-    tell(way="moec pull", round=number, **pull(folder, device, "one"))
+    row = {"way": PULL, "round": number, **pull(folder, device, "one")}
     shutil.rmtree(device)
+    return row
 
 
-def _curl(folder: Path, bundle: Path, number: int, digest: str) -> None:
+def _curl(folder: Path, bundle: Path, number: int, digest: str) -> Row:
     """Fetch all files with one curl, one connection. Digests are computed after that, and the disk is synced."""
     target = folder / "curl"
     shutil.rmtree(target, ignore_errors=True)
@@ -208,21 +243,27 @@ def _curl(folder: Path, bundle: Path, number: int, digest: str) -> None:
     subprocess.run(["sync", "--file-system", target], check=True)
     synced_s = time.monotonic() - started
     told = {"fetched_s": fetched_s, "hashed_s": hashed_s, "synced_s": synced_s, "cpu_s": cpu_s() - before_s}
-    tell(way=f"curl + {digest}", round=number, **{name: round(value, 2) for name, value in told.items()})
     shutil.rmtree(target)
+    return {"way": f"curl + {digest}", "round": number, **{name: round(value, 2) for name, value in told.items()}}
 
 
 def measure_delta(folder: Path, bundles: list[Path], sent_bytes: Callable[[], int]) -> None:
     """Bring the second bundle to a device that has the first."""
-    changed = sum(_is_changed(layer, expert) for layer in range(16) for expert in range(64))
-    expert_bytes = (bundles[0] / "experts-00000.safetensors").stat().st_size // 64
-    tell(way="changed experts", experts=changed, bytes=changed * expert_bytes)
+    old, new = (open_bundle(bundle).manifest for bundle in bundles)
+    experts = experts_of(new)
+    changed = set(experts) - equal_keys(experts, experts_of(old))
+    changed_bytes = sum(experts[key][1] for key in changed)
+    dense_bytes = (bundles[1] / DENSE_NAME).stat().st_size
+    bound_bytes = round(1.05 * (changed_bytes + dense_bytes + 1_000_000))
+    tell(changed_experts=len(changed), experts=len(experts), bytes=changed_bytes, dense_bytes=dense_bytes)
     device = folder / "device"
     shutil.rmtree(device, ignore_errors=True)
     pull(folder, device, "one")
     before = sent_bytes()
     told = pull(folder, device, "two")
-    tell(way="moec pull of the second bundle", sent_bytes=sent_bytes() - before, **told)
+    sent = sent_bytes() - before
+    share = round(sent / bound_bytes, 3)
+    tell(way=f"{PULL} of the second bundle", sent_bytes=sent, bound_bytes=bound_bytes, share_of_bound=share, **told)
     shutil.rmtree(device)
     _zsync(folder, bundles, sent_bytes)
     chunks, started = Chunks(), time.monotonic()

@@ -90,13 +90,15 @@ def install_on_debian(wheel: Path, folder: Path, python: str, processor: str, em
         root = unpack_packages(packages, RELEASES[python], processor, kept, with_needs=True)
     except PackagesUnavailable as error:
         pytest.skip(f"NOT RUN: wheels under Debian's Python, because it cannot be had: {error}")
+    if not (root / "lib").exists():
+        (root / "lib").symlink_to("usr/lib")  # in Debian 13 no package has this link
     site, program = folder / "site", root / "usr" / "bin" / f"python{python}"
     _install_into(site, python, processor, [str(wheel), *TEST_TOOLS])
     environment = bare_environment(folder, PYTHONPATH=str(site), PYTHONDONTWRITEBYTECODE="1")
     if processor == "aarch64":
         return Installed((str(shutil.which(EMULATOR)), "-cpu", emulated, "-L", str(root), str(program)), environment)
     libraries = ":".join(str(root / each / "x86_64-linux-gnu") for each in ("usr/lib", "lib"))
-    (loader,) = (root / "usr").glob("lib*/ld-linux-x86-64.so.2")
+    loader = next(root.glob("**/lib64/ld-linux-x86-64.so.2"))  # below `usr` from Debian 13 on
     environment["PYTHONHOME"] = str(root / "usr")
     return Installed((str(loader), "--library-path", libraries, str(program)), environment)
 

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from bench.shipping.shared_bytes import Shared, dense_of, experts_of, other_files_of
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, BundleManifest
 from moec.manifests.codec import decode_manifest
 from moec.shipping.pull.delta import GAP_SHARE, plan_delta, source_of
 from moec.shipping.pull.intervals import Intervals
 from tests.shipping.model_bundles import Shape, write_bundle
 
+KEPT = Path(__file__).parent / "manifests"
+"""Manifests of the example, compiled for losses of 2 % and of 5 % on 2026-11-26 (bench/results/2026-11-26-delta)."""
 SHAPE = Shape(layers=3, experts=16)
 
 
@@ -82,3 +85,23 @@ def test_what_is_there_already_is_not_counted(old: BundleManifest, tmp_path: Pat
     start, end = delta.fetched[number][0]
     nothing[number].add(start, end - 7)
     assert delta.left_bytes(nothing) == (copied - first.size_bytes, fetched - (end - start - 7))
+
+
+@pytest.mark.gate("G13")
+@pytest.mark.parametrize(("before", "after"), [("2", "5"), ("5", "2")])
+def test_between_two_plans_of_the_example(before: str, after: str, tmp_path: Path) -> None:
+    """Experts of another format have another size, so all offsets differ.
+
+    G13 bounds the bytes by 1.05 times changed experts, all dense weights and 1 MB. The bound here is lower.
+    """
+    old, new = (decode_manifest((KEPT / f"example-{loss}-percent.json").read_bytes(), loss) for loss in (before, after))
+    delta = plan_delta(new, [source_of(tmp_path, old, names(old))])
+    _, fetched = delta.left_bytes([Intervals() for _ in new.files])
+    parts = [
+        (experts_of(new), experts_of(old)),
+        (dense_of(new), dense_of(old)),
+        (other_files_of(new), other_files_of(old)),
+    ]
+    shared = [Shared.of(*pair) for pair in parts]
+    assert all(0 < part.equal < part.count for part in shared)
+    assert fetched <= 1.05 * sum(part.size - part.equal_size for part in shared)
