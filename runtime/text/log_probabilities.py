@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,12 +14,19 @@ from ..kernels.elementary import exp, natural_log
 class TokenLogProb:
     """A token with its log probability, nats.
 
-    likeliest: the likeliest tokens at its place, likeliest first, as pairs of id and log probability.
+    ids, values: the likeliest tokens at its place, likeliest first, and their log probabilities. A prompt has many of
+    them, and arrays take a fifth of the memory of pairs.
     """
 
     token_id: int
     log_prob: float
-    likeliest: tuple[tuple[int, float], ...] = ()
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    @property
+    def likeliest(self) -> list[tuple[int, float]]:
+        """The likeliest tokens as pairs of id and log probability."""
+        return list(zip(self.ids, self.values, strict=True))
 
 
 def token_log_prob(logits: np.ndarray, token: int, count: int) -> TokenLogProb:
@@ -30,8 +38,8 @@ def token_log_prob(logits: np.ndarray, token: int, count: int) -> TokenLogProb:
     with np.errstate(over="ignore"):
         total = natural_log(exp(shifted.astype(np.float32)).astype(np.float64).sum())
     chosen = _largest(shifted, count)
-    likeliest = tuple((int(each), float(shifted[each] - total)) for each in chosen)
-    return TokenLogProb(token, float(shifted[token] - total), likeliest)
+    ids, values = array("i", chosen.astype(np.int32).tobytes()), array("d", (shifted[chosen] - total).tobytes())
+    return TokenLogProb(token, float(shifted[token] - total), ids, values)
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:

@@ -37,19 +37,19 @@ class TokenBytes:
         self._is_byte_level = "ByteLevel" in kinds
         if not self._is_byte_level and not {"ByteFallback", "Metaspace"} & kinds:
             raise ValueError("its decoder is neither byte-level nor SentencePiece's")
+        self._added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
         self._letters = {byte: letter for letter, byte in self._values.items()}
 
     def of_vocabulary(self, count: int) -> tuple[list[bytes], list[int]]:
         """Return the bytes of the tokens 0 to count - 1, and which of them are special or stand for nothing."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        found, special = list[bytes](), list[int]()
-        for token in range(count):
-            own = added.get(token)
-            data = self._bytes_of(self._tokenizer.id_to_token(token) or "") if own is None else own.content.encode()
-            if not data or (own is not None and own.special):
-                special.append(token)
-            found.append(data)
-        return found, special
+        found = [self.of_token(token) for token in range(count)]
+        special = {token for token, own in self._added.items() if own.special}
+        return found, [token for token, data in enumerate(found) if not data or token in special]
+
+    def of_token(self, token: int) -> bytes:
+        """Return the bytes of one token. A token that was added to the vocabulary has those of its name."""
+        own = self._added.get(token)
+        return self._bytes_of(self._tokenizer.id_to_token(token) or "") if own is None else own.content.encode()
 
     def ids(self, text: str) -> list[int]:
         """Return tokens whose bytes are those of a text, as the tokenizer splits it if that is possible."""

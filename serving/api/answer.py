@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..engine.request import Ended, Event, Failed, GenerationRequest
 from ..engine.scheduler import QueueFull, ShuttingDown
+from .encoded import json_parts, pieces
 from .errors import RequestError, error_of_failure, json_bytes
 from .service import Service
 
@@ -91,13 +92,35 @@ class Answer:
 
     count: number of answers.
     make: makes their requests.
+    log_prob_bytes: memory of their log probabilities.
     """
 
-    def __init__(self, service: Service, count: int, make: MakeRequests, form: AnswerForm, streams: bool) -> None:
+    def __init__(
+        self,
+        service: Service,
+        count: int,
+        make: MakeRequests,
+        form: AnswerForm,
+        streams: bool,
+        log_prob_bytes: int = 0,
+    ) -> None:
         self._service, self._count, self._make, self._form, self._streams = service, count, make, form, streams
+        self._log_prob_bytes = log_prob_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
+        memory = self._service.log_probs
+        try:
+            memory.hold(self._log_prob_bytes)
+        except RequestError as refused:
+            await send_error(send, refused, self._form.error_body(refused))
+            return
+        try:
+            await self._answer(receive, send)
+        finally:
+            memory.release(self._log_prob_bytes)
+
+    async def _answer(self, receive: Receive, send: Send) -> None:
         inbox, scheduler = _Inbox(self._count), self._service.scheduler
         requests = self._make(inbox.receivers)
         try:
@@ -177,12 +200,14 @@ async def until_gone(receive: Receive) -> None:
 async def send_json(
     send: Send, value: Any, status: int = 200, headers: Iterable[tuple[str, str]] = (), kind: str = "application/json"
 ) -> None:
-    """Send a value as the whole response."""
-    data = value if isinstance(value, bytes) else json_bytes(value)
-    plain = [("content-type", kind), ("content-length", str(len(data))), *headers]
+    """Send a value as the whole response. An EncodedList may be in it."""
+    parts = [value] if isinstance(value, bytes) else json_parts(value)
+    plain = [("content-type", kind), ("content-length", str(sum(map(len, parts)))), *headers]
     coded = [(name.lower().encode(), text.encode()) for name, text in plain]
     await send({"type": "http.response.start", "status": status, "headers": coded})
-    await send({"type": "http.response.body", "body": data, "more_body": False})
+    for piece in pieces(parts):
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def send_error(send: Send, error: RequestError, body: dict[str, Any] | None = None) -> None:

@@ -11,9 +11,11 @@ from moec.manifests.files.strict_json import shown
 from ..engine.request import AnswerMask, Ended, Event, GenerationRequest, TokenMade
 from ..tools.calls import NO_TOOLS, ToolsOfRequest
 from .answer import Answer
+from .encoded import EncodedList
 from .errors import RequestError, bad_field
 from .fields import Fields
-from .forms import OpenAIForm, chat_log_prob
+from .forms import OpenAIForm
+from .log_probs import chat_log_prob
 from .response_format import mask_maker, read_response_format
 from .sampling_fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, read_asked
 from .service import Service
@@ -49,7 +51,8 @@ class ChatForm(OpenAIForm):
         tools: ToolsOfRequest = NO_TOOLS,
     ) -> None:
         super().__init__(service.options.name, asked.count, prompt_tokens, asked.includes_usage)
-        self._service, self._text_of = service, service.token_text
+        self._service, self._text_of, self._streams = service, service.token_text, asked.streams
+        self._log_probs = [EncodedList() for _ in range(asked.count)]
         self._splitters = [service.chat_form.parts(starts_thinking, tools) for _ in range(asked.count)]
         self._calls: list[list[dict[str, Any]]] = [[] for _ in range(asked.count)]
         self._parts: list[list[tuple[bool, str]]] = [[] for _ in range(asked.count)]
@@ -66,7 +69,10 @@ class ChatForm(OpenAIForm):
         if isinstance(event, TokenMade):
             log_probs = None
             if event.log_prob is not None:
-                log_probs = {"content": [chat_log_prob(event.log_prob, self._text_of)], "refusal": None}
+                entry = chat_log_prob(event.log_prob, self._text_of)
+                log_probs = {"content": [entry], "refusal": None}
+                if not self._streams:
+                    self._log_probs[index].extend([entry])
             deltas = self._deltas(index, event.text)
             if log_probs is not None and not deltas:
                 deltas = [{"content": ""}]
@@ -108,7 +114,7 @@ class ChatForm(OpenAIForm):
     def whole(self) -> dict[str, Any]:
         """Return the whole answer."""
         choices = []
-        for index, answer in enumerate(self.answers):
+        for index in range(len(self.answers)):
             content, thought = self.message(index)
             calls = self._calls[index]
             message: dict[str, Any] = {"role": "assistant", "refusal": None}
@@ -117,7 +123,7 @@ class ChatForm(OpenAIForm):
                 message["tool_calls"] = calls
             if thought:
                 message["reasoning_content"] = thought
-            entries = [chat_log_prob(token, self._text_of) for token in answer.tokens]
+            entries = self._log_probs[index]
             log_probs = {"content": entries, "refusal": None} if entries else None
             choices.append({
                 "index": index,
@@ -147,7 +153,9 @@ async def chat(service: Service, body: dict[str, Any]) -> Answer:
     make_mask = await mask_maker(service, schema, "response_format", starts_thinking, tools)
     form = ChatForm(service, asked, len(tokens), starts_thinking, tools)
     make = chat_requests(service, asked, tokens, log_probs, make_mask)
-    return Answer(service, asked.count, make, form, asked.streams)
+    most_tokens = asked.count * service.engine.new_tokens_limit(tokens, asked.max_new_tokens)
+    log_prob_bytes = service.log_probs.needed_bytes(most_tokens, log_probs, "logprobs")
+    return Answer(service, asked.count, make, form, asked.streams, log_prob_bytes)
 
 
 def chat_requests(

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from moec.runtime.text.streaming_text import TextStream
+
 from ..engine.request import Ended, Event, GenerationRequest, PromptScored, TokenMade
 from .answer import Answer
 from .errors import RequestError, bad_field
 from .fields import Fields, token_ids
-from .forms import OpenAIForm, log_prob_number
+from .forms import OpenAIForm
+from .log_probs import CompletionLogProbs
 from .sampling_fields import MAX_ANSWERS, MAX_LOG_PROBS, Asked, read_asked
 from .service import Service
 
@@ -38,9 +41,13 @@ class CompletionForm(OpenAIForm):
     ) -> None:
         tokens = sum(len(ids) for _, ids in prompts) // asked.count
         super().__init__(service.options.name, len(prompts), tokens, asked.includes_usage)
-        self._text_of, self._prompts, self._echo, self._has_log_probs = service.token_text, prompts, echo, has_log_probs
-        self._lengths = [0] * len(prompts)
+        self._prompts, self._echo, self._has_log_probs = prompts, echo, has_log_probs
+        self._log_probs = [self._log_probs_of(service, ids, not asked.streams) for _, ids in prompts]
         self._has_echoed = [not echo] * len(prompts)
+
+    def _log_probs_of(self, service: Service, prompt: Sequence[int], keeps: bool) -> CompletionLogProbs:
+        before = () if self._echo or service.engine.model.spec.encoder is not None else prompt
+        return CompletionLogProbs(service.token_text, TextStream(service.engine.tokenizer, before), keeps)
 
     def add(self, index: int, event: Event) -> Iterable[bytes]:
         """Take an event and return its piece."""
@@ -55,51 +62,22 @@ class CompletionForm(OpenAIForm):
         if not self._has_echoed[index]:
             self._has_echoed[index], text = True, self._prompts[index][0]
         if isinstance(event, PromptScored):
-            log_probs = self._prompt_log_probs(index, event)
+            log_probs = self._log_probs[index].of_prompt(self._prompts[index][1][0], event.tokens)
         elif isinstance(event, TokenMade):
             text += event.text
             if event.log_prob is not None:
-                log_probs = self._log_probs(index, [event.log_prob])
+                log_probs = self._log_probs[index].of_tokens([event.log_prob])
         if text or log_probs is not None:
             yield self.chunk([self._choice(index, text, log_probs)])
 
     def _choice(self, index: int, text: str, log_probs: dict[str, Any] | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": log_probs, "finish_reason": None}
 
-    def _log_probs(self, index: int, tokens: Iterable[Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token in tokens:
-            text = self._text_of(token.token_id)
-            likeliest = {self._text_of(each): log_prob_number(value) for each, value in token.likeliest}
-            found["tokens"].append(text)
-            found["token_logprobs"].append(log_prob_number(token.log_prob))
-            found["top_logprobs"].append({**likeliest, text: log_prob_number(token.log_prob)})
-            found["text_offset"].append(self._lengths[index])
-            self._lengths[index] += len(text)
-        return found
-
-    def _prompt_log_probs(self, index: int, event: PromptScored) -> dict[str, Any]:
-        """Return the log probabilities of a prompt. Its first token has none."""
-        first = self._text_of(self._prompts[index][1][0])
-        self._lengths[index] = len(first)
-        rest = self._log_probs(index, event.tokens)
-        return {
-            "tokens": [first, *rest["tokens"]],
-            "token_logprobs": [None, *rest["token_logprobs"]],
-            "top_logprobs": [None, *rest["top_logprobs"]],
-            "text_offset": [0, *rest["text_offset"]],
-        }
-
     def whole(self) -> dict[str, Any]:
         """Return the whole answer."""
         choices = []
         for index, answer in enumerate(self.answers):
-            log_probs = None
-            if self._has_log_probs:
-                self._lengths[index] = 0
-                parts = [self._prompt_log_probs(index, PromptScored(answer.prompt))] if self._echo else []
-                parts.append(self._log_probs(index, answer.tokens))
-                log_probs = {name: [each for part in parts for each in part[name]] for name in parts[0]}
+            log_probs = self._log_probs[index].whole if self._has_log_probs else None
             text = (self._prompts[index][0] if self._echo else "") + answer.text
             choices.append({**self._choice(index, text, log_probs), "finish_reason": self.reason(index)})
         return self.whole_of(choices)
@@ -143,7 +121,10 @@ async def completions(service: Service, body: dict[str, Any]) -> Answer:
             for at, ((_, ids), deliver) in enumerate(zip(repeated, receivers, strict=True))
         ]
 
-    return Answer(service, len(repeated), make, form, asked.streams)
+    limit = service.engine.new_tokens_limit
+    most_tokens = sum(limit(ids, asked.max_new_tokens) + scores * len(ids) for _, ids in repeated)
+    log_prob_bytes = service.log_probs.needed_bytes(most_tokens, log_probs, "logprobs")
+    return Answer(service, len(repeated), make, form, asked.streams, log_prob_bytes)
 
 
 async def _prompts(service: Service, given: Any) -> list[tuple[str, list[int]]]:

@@ -50,8 +50,14 @@ async def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     if given is None:
         raise RequestError(400, "`content` is missing", "content", "missing_field")
     ids = await service.encode(given, "content", adds_special)
-    shown: list[Any] = [{"id": each, "piece": service.token_text(each)} for each in ids] if with_pieces else ids
+    shown: list[Any] = [{"id": each, "piece": _piece(service, each)} for each in ids] if with_pieces else ids
     return {"tokens": shown, "count": len(ids), "max_model_len": service.engine.memory.context}
+
+
+def _piece(service: Service, token: int) -> str | list[int]:
+    """Return the text of a token; its bytes if they are no text, as llama-server does."""
+    text, data = service.token_text(token)
+    return text if text.encode(errors="replace") == data else list(data)
 
 
 async def detokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from moec.manifests.files.limits import JsonLimits
 from moec.manifests.files.strict_json import load_strict_json, shown
 
 from .errors import RequestError, bad_field
+from .log_probs import log_probs_limit_bytes
 
 MAX_BODY_BYTES = 8 << 20
 _LEAST_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 256
@@ -27,7 +28,7 @@ def body_limit_bytes(context: int) -> int:
 
 def server_bytes(context: int) -> int:
     """Return the memory that the server takes in addition to the engine. Long bodies are read one at a time."""
-    return _COPIES_OF_A_BODY * body_limit_bytes(context) + _OTHER_BYTES
+    return _COPIES_OF_A_BODY * body_limit_bytes(context) + log_probs_limit_bytes(context) + _OTHER_BYTES
 
 
 def parse_body(data: bytes) -> dict[str, Any]:

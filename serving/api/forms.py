@@ -1,23 +1,18 @@
-"""Parts that the forms of several APIs share: identifiers, usage, log probabilities."""
+"""Parts that the forms of several APIs share: identifiers, usage."""
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moec.runtime.text.log_probabilities import TokenLogProb
-
-from ..engine.request import Ended, Event, PromptScored, TokenMade
+from ..engine.request import Ended, Event, TokenMade
 from .answer import sent_event
 from .errors import RequestError
 
 DONE = b"data: [DONE]\n\n"
-_LEAST_LOG_PROB = -9999.0
-"""Stands for a probability of 0, which JSON cannot tell as a logarithm."""
 
 
 def new_id(prefix: str) -> str:
@@ -25,24 +20,15 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
-def log_prob_number(value: float) -> float:
-    """Return a log probability that JSON can hold."""
-    return value if math.isfinite(value) else _LEAST_LOG_PROB
-
-
 @dataclass(slots=True)
 class Collected:
     """The events of one answer so far, collected.
 
     pieces: its text.
-    tokens: log probabilities of its tokens, if they were asked for.
-    prompt: those of the prompt, without the first token.
     count: its tokens.
     """
 
     pieces: list[str] = field(default_factory=list)
-    tokens: list[TokenLogProb] = field(default_factory=list)
-    prompt: tuple[TokenLogProb, ...] = ()
     count: int = 0
     ended: Ended | None = None
 
@@ -51,10 +37,6 @@ class Collected:
         if isinstance(event, TokenMade):
             self.count += 1
             self.pieces.append(event.text)
-            if event.log_prob is not None:
-                self.tokens.append(event.log_prob)
-        elif isinstance(event, PromptScored):
-            self.prompt = event.tokens
         elif isinstance(event, Ended):
             self.ended = event
 
@@ -135,15 +117,3 @@ class OpenAIForm:
             "usage": self.usage(),
             "timings": self.timings(),
         }
-
-
-def chat_log_prob(token: TokenLogProb, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """Return one entry of `logprobs.content`."""
-
-    def entry(index: int, value: float) -> dict[str, Any]:
-        text = text_of(index)
-        data = list(text.encode("utf-8", errors="replace"))
-        return {"token": text, "logprob": log_prob_number(value), "bytes": data}
-
-    likeliest = [entry(index, value) for index, value in token.likeliest]
-    return {**entry(token.token_id, token.log_prob), "top_logprobs": likeliest}

@@ -17,11 +17,11 @@ from ..engine.scheduler import Scheduler
 from ..grammar.masks import Grammars
 from ..tools.chat_form import chat_form_of
 from .errors import RequestError, error_of
+from .log_probs import LogProbMemory
 from .sampling_fields import too_long
+from .token_texts import TokenTexts
 
 R = TypeVar("R")
-_PIECE_MARKS = ("\u2581", "\u0120")
-"""First characters of vocabulary entries that stand for a space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class Service:
     """One served bundle. One thread encodes texts and renders templates, so that their memory is used once.
 
     body_bytes: bytes of the bodies that arrive now.
+    log_probs: memory of the log probabilities of all open answers.
     """
 
     def __init__(self, scheduler: Scheduler, options: ServiceOptions) -> None:
@@ -57,7 +58,8 @@ class Service:
         self._template = self._template_files()
         files = [data for data in (self._template.config, self._template.template) if data]
         self.chat_form = chat_form_of(files, self.engine.tokenizer)
-        self._token_texts: dict[int, str] = {}
+        self._tokens = TokenTexts(self.engine.tokenizer)
+        self.log_probs = LogProbMemory(self.engine.memory.context)
         self.body_bytes = 0
 
     def close(self) -> None:
@@ -114,18 +116,9 @@ class Service:
         except MoecError as error:
             raise error_of(error, param) from error
 
-    def token_text(self, token: int) -> str:
-        """Return the text of one token, with its leading space. A special token has its name."""
-        found = self._token_texts.get(token)
-        if found is None:
-            piece = self.engine.tokenizer.piece(token)
-            found = self.engine.tokenizer.decode([token])
-            if not found or "\ufffd" in found:
-                found = piece
-            elif piece.startswith(_PIECE_MARKS) and not found.startswith(" "):
-                found = " " + found
-            self._token_texts[token] = found
-        return found
+    def token_text(self, token: int) -> tuple[str, bytes]:
+        """Return the text of one token, with its leading space, and its bytes. See TokenTexts."""
+        return self._tokens.of(token)
 
     def _template_files(self) -> TemplateFiles:
         return template_files(self.engine.bundle, self.engine.options.verify)

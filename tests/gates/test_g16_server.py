@@ -330,7 +330,7 @@ def test_sigterm_lets_answers_end_and_kill_leaves_a_server_that_starts() -> None
 
 
 def test_the_budget_holds_under_load() -> None:
-    """The least budget that is accepted, and long bodies next to answers."""
+    """The least budget that is accepted: long bodies, answers, and log probabilities."""
     with Served("--memory", "1MiB", "--slots", "4") as refused:
         floor = re.findall(r"floor of (\d+)MiB", refused.said)
         assert refused.process.wait(PATIENCE_S) == 1 and floor, refused.said
@@ -339,10 +339,13 @@ def test_the_budget_holds_under_load() -> None:
         assert served.port, served.said
         ids = {"prompt": [5] * 250_000, "max_tokens": 1}
         long = {"prompt": "x" * 1_100_000, "max_tokens": 1}
+        scored = {"prompt": [[5] * 480] * 3, "max_tokens": 1, "echo": True, "logprobs": 20}
+        too_many = {**scored, "prompt": [[5] * 510] * 36}
+        bodies = [[{"max_tokens": 40, "stream": True}], [ids, long], [scored, {**scored, "stream": True}, too_many]]
 
         def ask(number: int) -> None:
             for turn in range(4):
-                body = (ids, long)[turn % 2] if number % 2 else {"max_tokens": 40, "stream": True}
+                body = bodies[number % 3][turn % len(bodies[number % 3])]
                 with contextlib.closing(served.begin(**body)) as connection, connection.getresponse() as found:
                     found.read()
                     assert found.status in (200, 400, 429)

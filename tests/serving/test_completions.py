@@ -102,6 +102,39 @@ def test_echo_scores_the_prompt_as_the_engine_does(server: LiveServer, engine: E
     assert server.post(PATH, {**body, "max_tokens": 0}).json["choices"][0]["text"] == PROMPT
 
 
+def test_bytes_and_offsets_of_tokens_outside_of_ascii(server: LiveServer, engine: Engine) -> None:
+    text = "caf\u00e9 \U0001f642 \u20ac5"
+    pieces = server.post("/tokenize", {"content": text, "with_pieces": True}).json["tokens"]
+    data = [each["piece"].encode() if isinstance(each["piece"], str) else bytes(each["piece"]) for each in pieces]
+    assert b"".join(data).decode() == text and b"\xf0" in data
+    body = {"prompt": text, "max_tokens": 1, "temperature": 0, "logprobs": 0, "echo": True}
+    log_probs = server.post(PATH, body).json["choices"][0]["logprobs"]
+    starts = [sum((byte & 0xC0) != 0x80 for byte in b"".join(data[:at])) for at in range(len(data))]
+    is_begun = [each[0] & 0xC0 == 0x80 for each in data]  # the character began in the token before
+    wanted = [start - begun for start, begun in zip(starts, is_begun, strict=True)]
+    assert log_probs["text_offset"][:-1] == wanted
+    assert "\\xf0" in log_probs["tokens"]
+
+
+@pytest.mark.gate("G16")
+def test_log_probabilities_have_a_limit(server: LiveServer) -> None:
+    """Of one request, and of all that are open."""
+    body = {"prompt": [[5] * 80] * 18, "max_tokens": 1, "logprobs": 20, "echo": True}
+    reply = server.post(PATH, body)
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, "logprobs", "invalid_value")
+    small = {**body, "prompt": [[5] * 80], "temperature": 0}
+    memory = server.service.log_probs
+    others = memory.limit_bytes - 1000
+    memory.hold(others)
+    refused = server.post(PATH, small)
+    assert (refused.status, refused.error["code"]) == (429, "log_probs_full") and refused.headers["retry-after"]
+    memory.release(others)
+    for streams in (False, True):
+        assert server.post(PATH, {**small, "stream": streams}).status == 200
+    server.wait_until_idle()
+    assert memory.held_bytes == 0
+
+
 def test_stop_texts_are_left_out(server: LiveServer, engine: Engine) -> None:
     whole = expected(engine)
     stop = whole[4:6]

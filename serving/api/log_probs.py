@@ -1,0 +1,121 @@
+"""Log probabilities in answers: their JSON, and the memory that they take until the client has read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+from moec.runtime.text.log_probabilities import TokenLogProb
+from moec.runtime.text.streaming_text import TextStream
+
+from .encoded import EncodedList
+from .errors import RequestError, bad_field
+
+TextOf: TypeAlias = Callable[[int], tuple[str, bytes]]
+"""Returns the text and the bytes of a token."""
+_LEAST_LOG_PROB = -9999.0
+"""Stands for a probability of 0, which JSON cannot tell as a logarithm."""
+_ENTRY_BYTES, _TOKEN_BYTES = 128, 512
+"""Memory of one log probability as JSON, and of a token that has some."""
+_LEAST_BYTES, _BYTES_PER_TOKEN = 4 << 20, 1 << 10
+_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+def log_probs_limit_bytes(context: int) -> int:
+    """Return the most memory of the log probabilities of all open answers."""
+    return _LEAST_BYTES + _BYTES_PER_TOKEN * context
+
+
+class LogProbMemory:
+    """Memory of the log probabilities of all open answers. It is counted before an answer begins.
+
+    limit_bytes: most memory.
+    held_bytes: memory of the answers that are open.
+    """
+
+    def __init__(self, context: int) -> None:
+        self.limit_bytes, self.held_bytes = log_probs_limit_bytes(context), 0
+
+    def needed_bytes(self, tokens: int, likeliest: int | None, param: str) -> int:
+        """Return the memory of an answer. Raises RequestError if there is never as much.
+
+        tokens: tokens that can get log probabilities.
+        likeliest: likeliest tokens for each; None for no log probabilities.
+        param: the field that asks for them.
+        """
+        if likeliest is None:
+            return 0
+        per_token = _TOKEN_BYTES + (1 + likeliest) * _ENTRY_BYTES
+        if tokens * per_token > self.limit_bytes:
+            most = self.limit_bytes // per_token
+            raise bad_field(param, f"asks for {tokens} tokens, and there is memory for {most}; lower `max_tokens`")
+        return tokens * per_token
+
+    def hold(self, size_bytes: int) -> None:
+        """Count the memory of an answer that begins. Raises RequestError while other answers need it."""
+        if size_bytes and self.held_bytes + size_bytes > self.limit_bytes:
+            message = "log probabilities of other answers fill the memory for them"
+            raise RequestError(429, message, None, "log_probs_full", {"Retry-After": "2"})
+        self.held_bytes += size_bytes
+
+    def release(self, size_bytes: int) -> None:
+        """Count the end of an answer."""
+        self.held_bytes -= size_bytes
+
+
+def log_prob_number(value: float) -> float:
+    """Return a log probability that JSON can hold."""
+    return value if math.isfinite(value) else _LEAST_LOG_PROB
+
+
+def chat_log_prob(token: TokenLogProb, text_of: TextOf) -> dict[str, Any]:
+    """Return one entry of `logprobs.content` of a chat."""
+
+    def entry(index: int, value: float) -> dict[str, Any]:
+        text, data = text_of(index)
+        return {"token": text, "logprob": log_prob_number(value), "bytes": list(data)}
+
+    likeliest = [entry(index, value) for index, value in token.likeliest]
+    return {**entry(token.token_id, token.log_prob), "top_logprobs": likeliest}
+
+
+class CompletionLogProbs:
+    """`logprobs` of one completion: lists with an entry for each token.
+
+    text_of: returns the text and the bytes of a token.
+    stream: turns the tokens into the text in which offsets are counted, characters.
+    keeps: whether to keep all entries for a whole answer.
+    """
+
+    def __init__(self, text_of: TextOf, stream: TextStream, keeps: bool) -> None:
+        self._text_of, self._stream, self._keeps = text_of, stream, keeps
+        self._length = 0
+        self.whole: dict[str, EncodedList] = {name: EncodedList() for name in _COLUMNS}
+
+    def of_prompt(self, first: int, rest: Sequence[TokenLogProb]) -> dict[str, list[Any]]:
+        """Return the entries of a prompt. Its first token has no log probability."""
+        found: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        self._add(found, first, None, None)
+        return self._with_tokens(found, rest)
+
+    def of_tokens(self, tokens: Iterable[TokenLogProb]) -> dict[str, list[Any]]:
+        """Return the entries of tokens of the answer."""
+        return self._with_tokens({name: [] for name in _COLUMNS}, tokens)
+
+    def _with_tokens(self, found: dict[str, list[Any]], tokens: Iterable[TokenLogProb]) -> dict[str, list[Any]]:
+        for token in tokens:
+            likeliest = {self._text_of(each)[0]: log_prob_number(value) for each, value in token.likeliest}
+            own = log_prob_number(token.log_prob)
+            self._add(found, token.token_id, own, {**likeliest, self._text_of(token.token_id)[0]: own})
+        if self._keeps:
+            for name, values in found.items():
+                self.whole[name].extend(values)
+        return found
+
+    def _add(
+        self, found: dict[str, list[Any]], token: int, log_prob: float | None, likeliest: dict[str, float] | None
+    ) -> None:
+        for name, value in zip(_COLUMNS, (self._text_of(token)[0], log_prob, likeliest, self._length), strict=True):
+            found[name].append(value)
+        self._length += len(self._stream.push(token))
