@@ -68,6 +68,7 @@ def _version(ctx: click.Context, parameter: click.Parameter, text: str | None) -
     type=click.IntRange(1, 1 << 53),
     help="Number of the channel; devices never go back to a lower one.  [default: the next one]",
 )
+@click.option("--again", is_flag=True, help="Send all files, whatever the store has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
 def push_command(
     bundles: tuple[Path, ...],
@@ -80,6 +81,7 @@ def push_command(
     only: bool,
     minimum_moec: str | None,
     sequence: int | None,
+    again: bool,
     as_json: bool,
 ) -> None:
     """Put bundles of one model, one for each device, on the store DEST, and name them in a channel.
@@ -90,8 +92,9 @@ def push_command(
     certificates than those of the system. HTTPS_PROXY, HTTP_PROXY and NO_PROXY are followed.
 
     Every byte is checked before the first one is sent. A bundle without BUNDLE.sig is signed. What the store has is not
-    sent again, so an interrupted push continues when the command is repeated. Devices see nothing before the channel
-    is written, which is the last step.
+    sent again, so an interrupted push continues when the command is repeated. A folder is read to compare it. Object
+    storage, the hub and registries state digests. An HTTP server states sizes alone: --again repairs damage there.
+    Devices see nothing before the channel is written, which is the last step.
 
     Bundles for other devices stay in the channel. Push again before the channel expires: devices refuse an expired one.
 
@@ -111,7 +114,7 @@ def push_command(
         ProgressBar("pushing") as sending,
     ):
         observer = PushObserver(verifying, sending)
-        pushed = push_bundles(folders, store, keys, request, datetime.now(timezone.utc), observer)
+        pushed = push_bundles(folders, store, keys, request, datetime.now(timezone.utc), observer, again)
         address = store.address
     if as_json:
         output.data_json(_plain(address, pushed))

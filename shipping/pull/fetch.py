@@ -115,7 +115,7 @@ class Fetch:
             entry = self._partial.entries[self._wrong[0]]
             raise ChecksumMismatch(
                 f"`{entry.name}` of `{self._store.address}` differs from its signed digest, also when fetched again",
-                "push the bundle again, or use another store",
+                "send the files again: moec push BUNDLE DEST --again",
             )
 
     def _round(self, numbers: Sequence[int], copy: Callable[[Callable[[], None]], None], progress: Progress) -> None:

@@ -23,6 +23,7 @@ from ..signatures.model_signature import verify_signature
 from ..store.interface import Store
 
 _PUSH_AGAIN = "push the bundle again"
+_SEND_AGAIN = "send the files again: moec push BUNDLE DEST --again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def read_signed_manifest(
     if data is None:
         raise StoreFailed(f"`{place}`: there is no such file", _PUSH_AGAIN)
     if not _is_named(data, bundle):
-        raise ChecksumMismatch(f"`{place}` differs from the digest in the channel", _PUSH_AGAIN)
+        raise ChecksumMismatch(f"`{place}` differs from the digest in the channel", _SEND_AGAIN)
     signature = store.read_small(signature_path(digest), MAX_SIGNATURE_BYTES)
     if signature is None:
         raise SignatureInvalid(f"`{store.address}/{signature_path(digest)}`: there is no signature", _PUSH_AGAIN)

@@ -1,7 +1,7 @@
 """Push: check bundles, put their files on a store, then name them in the channel.
 
 The channel is written last, so it never names a file that is not there. An interrupted push goes on when it is
-repeated: what is on the store with the right size is not sent again.
+repeated: what is on the store with the right content is not sent again.
 """
 
 from __future__ import annotations
@@ -85,11 +85,13 @@ def push_bundles(
     request: ChannelRequest,
     now: datetime,
     observer: PushObserver | None = None,
+    again: bool = False,
 ) -> Pushed:
     """Put bundles on a store and name them in a channel.
 
     paths: folders of the bundles, of one model, at most one for each device.
     now: moment in UTC.
+    again: send all files, whatever is on the store.
     Raises BundleError, InputError, OptionError before anything is sent. Raises StoreFailed, DoesNotFit.
     """
     observer = observer or PushObserver()
@@ -102,8 +104,9 @@ def push_bundles(
     if len(data) > MAX_CHANNEL_BYTES:
         raise DoesNotFit(f"the channel has {len(data)} bytes, at most {MAX_CHANNEL_BYTES}", "push fewer devices")
     verify_bundles(ready, observer.verifying)
-    note_stored_files(store, channels)
-    sent = _Sending(store, ready, observer.sending).run()
+    if not again:
+        note_stored_files(store, channels)
+    sent = _Sending(store, ready, observer.sending, again).run()
     for bundle in ready:
         _put_signature(store, bundle, keys.signing.public)
     path = channel_path(request.name)
@@ -116,8 +119,8 @@ def push_bundles(
 class _Sending:
     """Puts the files of bundles on a store and reports the bytes."""
 
-    def __init__(self, store: Store, ready: Sequence[ReadyBundle], progress: Progress | None) -> None:
-        self._store, self._ready, self._progress = store, ready, progress
+    def __init__(self, store: Store, ready: Sequence[ReadyBundle], progress: Progress | None, again: bool) -> None:
+        self._store, self._ready, self._progress, self._again = store, ready, progress, again
         self._total = sum(bundle.entry.total_bytes for bundle in ready)
         self._done = self._end = 0
 
@@ -135,6 +138,7 @@ class _Sending:
                 file.size_bytes,
                 file.sha256,
                 self._advance,
+                self._again,
             )
             if is_new:
                 result.sent_files += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import stat
@@ -46,6 +47,7 @@ class FileStore:
         self.address = str(folder)
         self._folder, self._system = folder, system or FileSystem()
         self._known: dict[tuple[int, str], str] = {}
+        self._digests: dict[tuple[int, ...], str] = {}
         self._put_names: dict[str, set[str]] = defaultdict(set)
         self._lock: int | None = None
 
@@ -91,14 +93,17 @@ class FileStore:
         """Learn the content of a file that the store has."""
         self._known.setdefault((size_bytes, sha256), path)
 
-    def put(self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None) -> bool:
-        """Add a file that never changes, as a hard link if an equal one is known.
+    def put(
+        self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None, again: bool = False
+    ) -> bool:
+        """Add a file that never changes, as a hard link if an equal one is known. What is there is read and compared.
 
         Raises StoreFailed, InputError. Raises DoesNotFit if the disk is full.
         """
         folder, _, name = path.rpartition("/")
         self._put_names[folder].add(name)
-        is_there = self._place(path, size_bytes) is not None or self._link(path, size_bytes, sha256)
+        is_there = not again and self._place(path, size_bytes, sha256) is not None
+        is_there = is_there or self._link(path, size_bytes, sha256)
         if not is_there:
             growing = self._growing(path)
             with (
@@ -158,21 +163,28 @@ class FileStore:
         folder, _, name = path.rpartition("/")
         return self._folder / (folder + _PARTIAL) / name if folder else self._folder / name
 
-    def _place(self, path: str, size_bytes: int) -> Path | None:
-        """Return where a file is, before or after its commit, or None if none of this size is there."""
-        for place in (self._folder / path, self._growing(path)):
-            try:
-                found = os.lstat(place)
-            except OSError:
-                continue
-            if stat.S_ISREG(found.st_mode) and found.st_size == size_bytes:
-                return place
-        return None
+    def _place(self, path: str, size_bytes: int, sha256: str) -> Path | None:
+        """Return where a file with this content is, before or after its commit, or None."""
+        places = (self._folder / path, self._growing(path))
+        return next((place for place in places if self._has(place, size_bytes, sha256)), None)
+
+    def _has(self, place: Path, size_bytes: int, sha256: str) -> bool:
+        """Return whether a file has this content. It is read once, also if it gets another name."""
+        try:
+            found = os.lstat(place)
+        except OSError:
+            return False
+        if not stat.S_ISREG(found.st_mode) or found.st_size != size_bytes:
+            return False
+        identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        if identity not in self._digests:
+            self._digests[identity] = _digest(place)
+        return self._digests[identity] == sha256
 
     def _link(self, path: str, size_bytes: int, sha256: str) -> bool:
         """Link a known file with this content. Returns False if there is none, or no link is possible there."""
         known = self._known.get((size_bytes, sha256))
-        source = None if known is None else self._place(known, size_bytes)
+        source = None if known is None else self._place(known, size_bytes, sha256)
         if source is None:
             return False
         growing = self._growing(path)
@@ -237,6 +249,18 @@ def _check_folder(folder: Path, for_writing: bool) -> None:
             f"`{folder}` is no store of bundles: {found}, and neither a channel nor a bundle named by its digest",
             "name a new folder" if for_writing else "name the folder that `moec push` wrote to",
         )
+
+
+def _digest(place: Path) -> str:
+    """Return the SHA-256 of a file in hex; empty if it cannot be read."""
+    try:
+        digest = hashlib.sha256()
+        with place.open("rb", buffering=0) as file:
+            while part := file.read(PART_BYTES):
+                digest.update(part)
+        return digest.hexdigest()
+    except OSError:
+        return ""
 
 
 def _is_absent(error: UnreadableFile) -> bool:

@@ -6,6 +6,7 @@ of `hf auth login`). The hub finds equal contents by itself. Files are read by r
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -56,7 +57,7 @@ class HubStore:
         # Both ask the hub: a redirect to another host gets no token.
         header = f"Bearer {token}" if token is not None and keeps_secrets(self._endpoint) else None
         self._client = HttpClient(options, lambda url, challenge: header)
-        self._sizes: dict[str, dict[str, int]] = {}
+        self._files: dict[str, dict[str, RepoFile]] = {}
         self._added: dict[str, dict[str, CommitOperationAdd]] = {}
         if for_writing:
             disable_progress_bars()
@@ -77,15 +78,18 @@ class HubStore:
     def note(self, path: str, size_bytes: int, sha256: str) -> None:
         """Do nothing. The hub finds equal contents by their digest."""
 
-    def put(self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None) -> bool:
+    def put(
+        self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None, again: bool = False
+    ) -> bool:
         """Upload the content of a file that the next commit adds. Raises StoreFailed, InputError.
 
         Returns True also where the hub finds that it has the content, because it does not tell.
         """
         folder = path.rpartition("/")[0]
-        if self._listed(folder).get(path) == size_bytes:
-            return False
-        with SourceFile(source, size_bytes, sha256):  # its kind and size are right
+        there = self._listed(folder).get(path)
+        with SourceFile(source, size_bytes, sha256) as content:  # its kind and size are right
+            if not again and there is not None and _has(there, content, sha256):
+                return False
             added = CommitOperationAdd(path_in_repo=path, path_or_fileobj=source)
         if added.upload_info.size != size_bytes or added.upload_info.sha256.hex() != sha256:
             raise InputError(f"`{source}` has changed since the bundle was checked", "push again")
@@ -104,9 +108,9 @@ class HubStore:
         if not added:
             return
         self._commit(list(added.values()), f"Add bundle {folder[:16]}")
-        self._sizes.pop(folder, None)
-        listed = self._listed(folder)
-        lost = next((path for path, file in added.items() if listed.get(path) != file.upload_info.size), None)
+        self._files.pop(folder, None)
+        sizes = {path: item.size for path, item in self._listed(folder).items()}
+        lost = next((path for path, file in added.items() if sizes.get(path) != file.upload_info.size), None)
         if lost is not None:
             raise StoreFailed(f"`{self.address}` has no `{lost}` after a commit", "remove `.gitignore` there")
 
@@ -128,19 +132,19 @@ class HubStore:
         if branch is not None:
             self._ask("a new branch", lambda: self._hub.create_branch(self._name, branch=branch, exist_ok=True))
 
-    def _listed(self, folder: str) -> dict[str, int]:
-        """Return the sizes of the files in a folder of the last commit, by path. Raises StoreFailed."""
+    def _listed(self, folder: str) -> dict[str, RepoFile]:
+        """Return the files in a folder of the last commit, by path. Raises StoreFailed."""
 
-        def sizes() -> dict[str, int]:
+        def files() -> dict[str, RepoFile]:
             try:
                 tree = self._hub.list_repo_tree(self._name, folder, revision=self._revision)
-                return {item.path: item.size for item in tree if isinstance(item, RepoFile)}
+                return {item.path: item for item in tree if isinstance(item, RepoFile)}
             except EntryNotFoundError:
                 return {}
 
-        if folder not in self._sizes:
-            self._sizes[folder] = self._ask("a list of files", sizes)
-        return self._sizes[folder]
+        if folder not in self._files:
+            self._files[folder] = self._ask("a list of files", files)
+        return self._files[folder]
 
     def _commit(self, added: list[CommitOperationAdd], message: str) -> None:
         self._ask(
@@ -162,3 +166,20 @@ class HubStore:
         raise StoreFailed(
             f"{place}: the hub does not answer the request for {what}", "check the network and HF_ENDPOINT"
         )
+
+
+def _has(there: RepoFile, content: SourceFile, sha256: str) -> bool:
+    """Return whether a file of the hub has the bytes of a file here. The hub tells digests of what it stores.
+
+    A large file has its SHA-256, a small one that of git: SHA-1 of the header `blob SIZE`, a zero byte and the bytes.
+    Source: git's documentation, gitformat-loose and the page "Git Objects" of the book Pro Git.
+    Raises InputError.
+    """
+    if there.size != content.size_bytes:
+        return False
+    if there.lfs is not None:
+        return bool(there.lfs.sha256 == sha256)
+    digest = hashlib.sha1(f"blob {content.size_bytes}\0".encode(), usedforsecurity=False)
+    for part in content.parts():
+        digest.update(part)
+    return bool(there.blob_id == digest.hexdigest())

@@ -41,14 +41,17 @@ class Store(Protocol):
     def note(self, path: str, size_bytes: int, sha256: str) -> None:
         """Learn the content of a file that the store has, so that `put` can take equal bytes from it."""
 
-    def put(self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None) -> bool:
+    def put(
+        self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None, again: bool = False
+    ) -> bool:
         """Add a file that never changes. Return False if the store had its bytes already.
 
-        The store may take the bytes from another file with this digest. A file that is there with the same size is
-        left alone.
+        The store may take the bytes from another file with this digest. A file that is there with them is left alone.
+        Where a store does not tell digests, the size decides.
         source: file with the bytes.
         sha256: digest of the bytes in hex. They are compared with it while they are sent.
         sent: called while bytes are sent, if the store can tell.
+        again: send the bytes whatever is there.
         Raises StoreFailed. Raises InputError if the source cannot be read or differs from its size or digest.
         """
 

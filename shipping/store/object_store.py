@@ -31,6 +31,8 @@ _MAX_COPIED_BYTES = 5 << 30
 _PART_S = 600
 """Longest time of one request, seconds: a part of an upload over a slow line."""
 _CREDENTIALS = "check the credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS"
+_DIGEST = "moec-sha256"
+"""Metadata of a file: SHA-256 of its bytes in hex. A file that another program writes there has none."""
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _T = TypeVar("_T")
 
@@ -104,18 +106,23 @@ class ObjectStore:
         """Learn the content of a file that the store has."""
         self._known.setdefault((size_bytes, sha256), path)
 
-    def put(self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None) -> bool:
+    def put(
+        self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None, again: bool = False
+    ) -> bool:
         """Add a file that never changes, as a copy of the service if an equal one is known.
 
+        Its digest is stored with it. A file that is there without this digest is sent again.
         Raises StoreFailed, InputError.
         """
-        is_there = self.size_bytes(path) == size_bytes or self._copy(path, size_bytes, sha256)
+        is_there = not again and self._has(path, size_bytes, sha256)
+        is_there = is_there or self._copy(path, size_bytes, sha256)
         if not is_there:
             part_bytes = max(_LEAST_PART_BYTES, -(-size_bytes // _MAX_PARTS))
             with SourceFile(source, size_bytes, sha256, sent) as content:
                 parts = content.parts()
                 body = parts if size_bytes > part_bytes else b"".join(parts)
-                self._put(path, body, chunk_size=part_bytes, max_concurrency=_UPLOADS_AT_ONCE)
+                told = {_DIGEST: sha256}
+                self._put(path, body, attributes=told, chunk_size=part_bytes, max_concurrency=_UPLOADS_AT_ONCE)
         self.note(path, size_bytes, sha256)
         return not is_there
 
@@ -135,16 +142,23 @@ class ObjectStore:
         if done is None:
             raise StoreFailed(f"`{self.address}`: there is no such bucket", "make the bucket, or check its name")
 
+    def _has(self, path: str, size_bytes: int, sha256: str) -> bool:
+        """Return whether the service states this size and digest of a file. Raises StoreFailed."""
+        found = self._ask("HEAD", path, lambda: obstore.get(self._bucket, path, options={"head": True}))
+        return found is not None and found.meta["size"] == size_bytes and found.attributes.get(_DIGEST) == sha256
+
     def _copy(self, path: str, size_bytes: int, sha256: str) -> bool:
         """Let the service copy a known file with this content. Returns False if that is not possible."""
         known = self._known.get((size_bytes, sha256))
         if known is None or known == path or size_bytes > _MAX_COPIED_BYTES:
             return False
+        if not self._has(known, size_bytes, sha256):
+            return False
         try:
             self._ask("COPY", path, lambda: obstore.copy(self._bucket, known, path))
         except StoreFailed:  # a service without copies; an upload tells if there is more to it
             return False
-        return self.size_bytes(path) == size_bytes
+        return self._has(path, size_bytes, sha256)
 
     def _pieces(self, path: str, result: Any) -> Iterator[memoryview]:
         """Yield the body of an answer as it arrives. Raises StoreFailed."""

@@ -69,6 +69,18 @@ def test_sentences_and_json(tmp_path: Path, bundle: Path, key: Path) -> None:
     assert pushed["signed_now"] is True
 
 
+def test_damage_on_the_store_is_repaired(tmp_path: Path, bundle: Path, key: Path) -> None:
+    arguments = (bundle, tmp_path / "store", "--key", key, "--json")
+    push(*arguments)
+    weights = max((tmp_path / "store" / sha256_of(bundle)).iterdir(), key=lambda path: path.stat().st_size)
+    content = weights.read_bytes()
+    weights.write_bytes(b"?" + content[1:])
+    repaired = json.loads(push(*arguments).stdout)["bundles"][0]
+    assert repaired["sent_bytes"] == len(content) and weights.read_bytes() == content
+    again = json.loads(push(*arguments, "--again").stdout)["bundles"][0]
+    assert again["sent_bytes"] == again["bytes"] and again["sent_files"] == again["files"]
+
+
 def test_options_arrive(tmp_path: Path, bundle: Path, key: Path) -> None:
     options = ["--channel", "beta", "--expires", "2w", "--minimum-moec", "0.9", "--sequence", 7, "--only", "--json"]
     told = json.loads(push(bundle, tmp_path / "store", "--key", key, *options).stdout)

@@ -81,11 +81,13 @@ class OciStore:
     def note(self, path: str, size_bytes: int, sha256: str) -> None:
         """Do nothing. The registry finds equal files by their digest."""
 
-    def put(self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None) -> bool:
-        """Add the blob of a file, if the registry does not have it. Raises StoreFailed, InputError."""
+    def put(
+        self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None, again: bool = False
+    ) -> bool:
+        """Add the blob of a file, if the registry does not have its digest. Raises StoreFailed, InputError."""
         folder, _, name = path.rpartition("/")
         layer = _Layer(f"sha256:{sha256}", size_bytes)
-        is_there = self._registry.blob_bytes(layer.digest) == size_bytes
+        is_there = not again and self._registry.blob_bytes(layer.digest) == size_bytes
         if not is_there:
             with SourceFile(source, size_bytes, sha256, sent) as content:
                 self._registry.put_blob(layer.digest, content)

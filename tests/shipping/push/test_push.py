@@ -76,9 +76,11 @@ class WatchedStore(FileStore):
         if self.left == 0:
             raise StoreFailed("the store has gone", "try again later")
 
-    def put(self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None) -> bool:
+    def put(
+        self, path: str, source: Path, size_bytes: int, sha256: str, sent: Sent | None = None, again: bool = False
+    ) -> bool:
         self._count()
-        is_new = super().put(path, source, size_bytes, sha256, sent)
+        is_new = super().put(path, source, size_bytes, sha256, sent, again)
         self.puts += [path] if is_new else []
         return is_new
 

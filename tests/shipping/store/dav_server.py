@@ -21,6 +21,7 @@ class DavServer(FileServer):
     has_copies: whether it has COPY.
     keeps_bytes: most bytes of an upload that it keeps.
     upload_faults: what is wrong with some answers to PUT.
+    metadata: metadata of Google Cloud Storage that came with a file, by path.
     """
 
     received_bytes: int = 0
@@ -30,6 +31,7 @@ class DavServer(FileServer):
     keeps_bytes: int = 1 << 60
     upload_faults: list[Fault] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
+    metadata: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 class DavHandler(Handler, BaseHTTPRequestHandler):
@@ -71,6 +73,8 @@ class DavHandler(Handler, BaseHTTPRequestHandler):
             return
         growing = target.with_name(f".{target.name}.{id(self)}")
         growing.write_bytes(data[: self.files.keeps_bytes])
+        told = {name: value for name, value in self.headers.items() if name.lower().startswith("x-goog-meta-")}
+        self.files.metadata[path] = told
         os.replace(growing, target)
         self._head(201, 0, {"ETag": '"of-an-upload"'})
 
@@ -99,6 +103,9 @@ class DavHandler(Handler, BaseHTTPRequestHandler):
         """Begin an answer, with a date that services of object storage state."""
         super().send_response(code, message)
         self.send_header("Last-Modified", "Thu, 26 Nov 2026 12:00:00 GMT")
+        if self.command in ("GET", "HEAD"):
+            for name, value in self.files.metadata.get(unquote(urlsplit(self.path).path).strip("/"), {}).items():
+                self.send_header(name, value)
 
     def _upload_fault(self, path: str) -> Fault | None:
         for fault in self.files.upload_faults:

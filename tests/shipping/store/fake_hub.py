@@ -162,7 +162,7 @@ class HubHandler(BaseHTTPRequestHandler):
         if not found:
             self._missing("EntryNotFound")
             return
-        self._json([{"type": "file", "path": path, "size": len(data), "oid": "0"} for path, data in found.items()])
+        self._json([_listed(path, data) for path, data in found.items()])
 
     def resolve(self, body: bytes, name: str, branch: str, path: str) -> None:
         data = self.hub.repositories.get(name, {}).get(branch, {}).get(path)
@@ -188,6 +188,15 @@ class HubHandler(BaseHTTPRequestHandler):
             part = data[int(asked[1]) : int(asked[2]) + 1]
             span = f"bytes {asked[1]}-{int(asked[1]) + len(part) - 1}/{len(data)}"
             self._answer(206, part, {"Content-Range": span, **tag})
+
+
+def _listed(path: str, data: bytes) -> dict[str, object]:
+    """Return a file as the hub lists it: a large one with its SHA-256, any other with git's digest."""
+    told: dict[str, object] = {"type": "file", "path": path, "size": len(data)}
+    if path.endswith(".safetensors"):
+        lfs = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+        return {**told, "oid": "0" * 40, "lfs": lfs}
+    return {**told, "oid": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()}
 
 
 _NAME, _REST = "([^/]+/[^/]+)", "([^/]+)"

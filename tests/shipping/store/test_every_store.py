@@ -28,10 +28,10 @@ def write(folder: Path, data: bytes) -> tuple[Path, int, str]:
     return path, len(data), digest
 
 
-def push(store: Store, folder: Path, bundle: str = BUNDLE) -> list[bool]:
+def push(store: Store, folder: Path, bundle: str = BUNDLE, again: bool = False) -> list[bool]:
     """Put a bundle of two files. Returns what each `put` returned."""
-    new = [store.put(f"{bundle}/{NAME}", *write(folder, WEIGHTS))]
-    new.append(store.put(f"{bundle}/{MANIFEST_NAME}", *write(folder, MANIFEST)))
+    new = [store.put(f"{bundle}/{NAME}", *write(folder, WEIGHTS), again=again)]
+    new.append(store.put(f"{bundle}/{MANIFEST_NAME}", *write(folder, MANIFEST), again=again))
     store.commit(bundle)
     return new
 
@@ -89,6 +89,16 @@ def test_nothing_is_put_twice(place: Place, tmp_path: Path) -> None:
     store.close()
     store = place.open()
     assert push(store, tmp_path) == [False, False]
+    store.close()
+
+
+def test_everything_is_put_again_on_request(place: Place, tmp_path: Path) -> None:
+    store = place.open()
+    push(store, tmp_path)
+    store.close()
+    store = place.open()
+    assert push(store, tmp_path, again=True) == [True, True]
+    assert read(store, f"{BUNDLE}/{NAME}", 0, len(WEIGHTS)) == WEIGHTS
     store.close()
 
 

@@ -172,6 +172,28 @@ def test_a_file_that_a_bundle_has_lost_comes_back(tmp_path: Path) -> None:
     assert not (tmp_path / "store" / f"{BUNDLE}.partial").exists()
 
 
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_a_damaged_file_is_repaired_and_never_linked(tmp_path: Path, is_linked: bool) -> None:
+    store = FileStore(tmp_path / "store", for_writing=True)
+    path, size, digest = source(tmp_path)
+    store.put(f"{BUNDLE}/weights", path, size, digest)
+    store.commit(BUNDLE)
+    store.close()
+    stored = tmp_path / "store" / BUNDLE / "weights"
+    stored.write_bytes(b"?" + CONTENT[1:])
+    store = FileStore(tmp_path / "store", for_writing=True)
+    if is_linked:  # another bundle comes first, and knows the damaged file
+        store.note(f"{BUNDLE}/weights", size, digest)
+        assert store.put(f"{OTHER}/weights", path, size, digest)
+        store.commit(OTHER)
+        assert (tmp_path / "store" / OTHER / "weights").read_bytes() == CONTENT
+    assert store.put(f"{BUNDLE}/weights", path, size, digest)
+    store.commit(BUNDLE)
+    assert stored.read_bytes() == CONTENT
+    assert not store.put(f"{BUNDLE}/weights", path, size, digest)
+    store.close()
+
+
 def test_two_writers_do_not_meet(tmp_path: Path) -> None:
     first = FileStore(tmp_path / "store", for_writing=True)
     first.replace("channel/stable.json", b"one")

@@ -15,9 +15,21 @@ from moec.shipping.store.http_store import HttpStore
 from tests.shipping.servers import Fault
 from tests.shipping.store.conftest import PATIENCE
 from tests.shipping.store.dav_server import DavServer
-from tests.shipping.store.test_every_store import BUNDLE, NAME, OTHER, WEIGHTS, push, read, write
+from tests.shipping.store.test_every_store import (
+    BUNDLE,
+    MANIFEST,
+    MANIFEST_NAME,
+    NAME,
+    OTHER,
+    WEIGHTS,
+    push,
+    read,
+    write,
+)
 
 SECRET = "hunter2"
+LARGE = WEIGHTS * 2
+assert len(LARGE) > 1 << 20
 Opening = Callable[..., HttpStore]
 
 
@@ -99,6 +111,23 @@ def test_a_server_that_loses_bytes(dav: DavServer, tmp_path: Path, opened: Openi
     dav.keeps_bytes = 1 << 60
     assert push(opened(), tmp_path) == [True, True], "a file of another size is sent again"
     assert stored(dav).read_bytes() == WEIGHTS
+
+
+def test_damage_of_equal_size(dav: DavServer, tmp_path: Path, opened: Opening) -> None:
+    """Small files are read and compared. A large one is sent again on request."""
+    push(opened(), tmp_path)
+    manifest = stored(dav).with_name(MANIFEST_NAME)
+    manifest.write_bytes(b"?" + MANIFEST[1:])
+    stored(dav).write_bytes(LARGE)
+    assert push(opened(), tmp_path) == [True, True], "both are small"
+    path, size, digest = write(tmp_path, LARGE)
+    assert opened().put(f"{OTHER}/{NAME}", path, size, digest)
+    stored(dav, OTHER).write_bytes(b"?" + LARGE[1:])
+    store = opened()
+    assert not store.put(f"{OTHER}/{NAME}", path, size, digest)
+    assert store.put(f"{OTHER}/{NAME}", path, size, digest, again=True)
+    assert stored(dav).read_bytes() == WEIGHTS and manifest.read_bytes() == MANIFEST
+    assert stored(dav, OTHER).read_bytes() == LARGE
 
 
 @pytest.mark.parametrize("access", [Access(token=SECRET), Access(login=lambda host: Login("fleet", SECRET))])

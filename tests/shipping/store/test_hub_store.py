@@ -47,6 +47,17 @@ def test_contents_are_sent_once(hub: FakeHub, tmp_path: Path, opened: Opening) -
     assert hub.received_bytes == len(WEIGHTS)
 
 
+def test_files_that_somebody_changed_are_sent_again(hub: FakeHub, tmp_path: Path, opened: Opening) -> None:
+    push(opened(), tmp_path)
+    files = hub.repositories["fleet/tiny"]["main"]
+    for path in (f"{BUNDLE}/{NAME}", f"{BUNDLE}/{MANIFEST_NAME}"):
+        right, files[path] = files[path], b"?" + files[path][1:]
+        assert push(opened(), tmp_path) == [path.endswith(NAME), path.endswith(MANIFEST_NAME)]
+        files = hub.repositories["fleet/tiny"]["main"]
+        assert files[path] == right
+    assert push(opened(), tmp_path) == [False, False]
+
+
 def test_the_token_stays_at_the_hub(hub: FakeHub, tmp_path: Path, opened: Opening) -> None:
     """Large files are redirected to another host, which must not see it."""
     push(opened(), tmp_path)

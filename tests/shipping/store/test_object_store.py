@@ -16,7 +16,7 @@ from moec.shipping.store.opening import open_store
 from tests.shipping.servers import Fault
 from tests.shipping.store.conftest import PATIENCE
 from tests.shipping.store.dav_server import DavServer
-from tests.shipping.store.test_every_store import BUNDLE, NAME, WEIGHTS, push, read, write
+from tests.shipping.store.test_every_store import BUNDLE, NAME, OTHER, WEIGHTS, push, read, write
 
 
 def opened(bucket: str) -> Store:
@@ -36,6 +36,19 @@ def test_a_large_file_goes_in_parts(bucket: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has changed"):
         opened(bucket).put(f"{BUNDLE}/other", path, size, digest)
     assert store.size_bytes(f"{BUNDLE}/other") is None, "the upload is given up"
+
+
+def test_a_file_of_another_program_is_sent_again(bucket: str, tmp_path: Path) -> None:
+    """It has the same size, and the service states no digest. It is not copied to another bundle either."""
+    path, size, digest = write(tmp_path, WEIGHTS)
+    push(opened(bucket), tmp_path)
+    opened(bucket).replace(f"{BUNDLE}/{NAME}", b"?" + WEIGHTS[1:])
+    store = opened(bucket)
+    store.note(f"{BUNDLE}/{NAME}", size, digest)
+    assert store.put(f"{OTHER}/{NAME}", path, size, digest)
+    assert push(store, tmp_path) == [True, False]
+    for bundle in (BUNDLE, OTHER):
+        assert read(store, f"{bundle}/{NAME}", 0, size) == WEIGHTS
 
 
 def test_a_bucket_that_is_missing(bucket: str, tmp_path: Path) -> None:
