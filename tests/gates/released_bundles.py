@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, count
 from pathlib import Path
@@ -31,6 +31,8 @@ from moec.compiler.request.low_versions import with_low_versions
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.workspace.durable import Disk
+from moec.manifests.bundle import EVICTION_NAME
+from moec.manifests.codec import canonical_json
 from moec.manifests.model import ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.manifests.router import RouterSpec, StaticRouting
@@ -80,6 +82,8 @@ _FORMATS = (
     "q2g32b", "q1g32", "q1.6g64s", "q3g32b", "mxfp4", "q4g32b", "q8s", "q1.6s", "q1g32b", "q3s", "q2s", "q8g32",
 )  # fmt: skip
 _WIDE = {"hidden_size": 64, "moe_intermediate_size": 64, "num_local_experts": 3, "num_hidden_layers": 1}
+_FITTED_FORMATS = ("q4g32", "q3g32", "q2g32", "q4s")
+FITTED_WEIGHTS = {"hobbit": {"lru": 0.25, "lfu": 0.5, "lhu": 0.125, "fld": 0.125}}
 _WIDE_FORMATS = ("q5g64b", "q6g32", "q5s", "q6s", "q5g32", "q6g64")
 
 
@@ -151,6 +155,12 @@ def wide(root: Path, seed: int) -> Path:
     return _emit(root, folder, formats=_WIDE_FORMATS)
 
 
+def fitted(root: Path, seed: int) -> Path:
+    """Granite with fitted weights of an eviction policy."""
+    folder = save_tiny_family(root / "model", TinyFamily("GraniteMoe", {**_SMALL, **_WIDE}, seed=seed))
+    return _emit(root, folder, formats=_FITTED_FORMATS, learned={EVICTION_NAME: canonical_json(FITTED_WEIGHTS)})
+
+
 def _with_static_layer(lowering: Lowering) -> Lowering:
     """Set the experts of each token in the last layer. Its router gives their weights."""
     *before, last = lowering.model.layers
@@ -167,8 +177,12 @@ def _emit(
     change: Callable[[Lowering], Lowering] = lambda lowering: lowering,
     change_plan: Callable[[CompilePlan], CompilePlan] = lambda plan: plan,
     formats: Sequence[str] = _FORMATS,
+    learned: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Emit a bundle whose units have one format after the other. Dense weights have 2 bits."""
+    """Emit a bundle whose units have one format after the other. Dense weights have 2 bits.
+
+    learned: content of further files by name.
+    """
     lowering = change(lower(open_checkpoint(str(folder))))
     plan = uniform_plan(lowering.model, QuantSpec(4, 32), QuantSpec(2, 32), lowering.float_type)
     shapes = {unit: plan.model.unit_shape(unit.layer, unit.projection) for unit in plan.units}
@@ -191,7 +205,7 @@ def _emit(
 
     disk, partial = Disk(), root / "bundle.partial"
     manifest = emit(lowering, BundleContent(plan, DEVICE), partial, packed_units=floats, disk=disk)
-    finish(partial, manifest, b"{}\n", b"# test\n", disk)
+    finish(partial, manifest, b"{}\n", b"# test\n", disk, learned)
     publish_directory(disk, partial, root / "bundle")
     return root / "bundle"
 
@@ -205,6 +219,7 @@ MODELS: dict[str, tuple[Callable[[Path, int], Path], list[dict[str, Any]]]] = {
     "versions": (versions, [LOSSLESS, LOW]),
     "sets": (sets, [LOSSLESS]),
     "wide": (wide, [LOSSLESS]),
+    "fitted": (fitted, [LOSSLESS]),
 }
 """Name -> function that makes the bundle, and the options of its runs."""
 

@@ -20,12 +20,13 @@ import pytest
 from click.testing import CliRunner
 
 from moec.cli.main import cli
-from moec.manifests.bundle import MANIFEST_NAME, RELEASED_VERSION
+from moec.manifests.bundle import DEVICE_NAME, EVICTION_NAME, LOOKAHEAD_NAME, MANIFEST_NAME, RELEASED_VERSION
 from moec.manifests.codec import encode_manifest, manifest_schema
 from moec.manifests.quant import BITWIDTHS, BYTE_SCALES_BITWIDTHS, PRUNED
 from moec.manifests.self_test import SELF_TEST_NAME
 from moec.runtime import kernels, load
 from moec.runtime.bundle.archive import unpack_bundle
+from moec.runtime.bundle.eviction_weights import fitted_weights
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine.self_test import ARITHMETIC, run_self_test, self_test_of
 from tests.gates.damage import plain_manifest, seal
@@ -142,6 +143,14 @@ def test_every_version_and_every_format_is_kept(unpacked: Unpacked) -> None:
     assert {manifest.path_sets for manifest in kept} == {True, False}
     assert {spec.float_type for spec in specs} == {"none", "bfloat16", "float16", "mxfp4"}
     assert any(manifest.low_experts for manifest in kept)
+    files = {entry.name for manifest in kept for entry in manifest.files}
+    assert {DEVICE_NAME, EVICTION_NAME, LOOKAHEAD_NAME, SELF_TEST_NAME} <= files
+
+
+def test_fitted_weights_are_read(unpacked: Unpacked) -> None:
+    (name,) = (name for name in NAMES if name.endswith("-fitted"))
+    with open_bundle(unpacked(name)) as bundle:
+        assert fitted_weights(bundle) == "0.25,0.5,0.125,0.125"
 
 
 @pytest.mark.parametrize(("name", "path", "value"), MISREAD)
