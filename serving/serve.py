@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from moec.manifests.errors import InputError
 from moec.runtime.engine.engine import Engine
@@ -14,17 +15,27 @@ from .api.service import Service, ServiceOptions
 from .app import make_app
 from .engine.scheduler import Scheduler, ServingOptions
 from .http_server import HttpOptions, HttpServer
+from .prefixes.prefix_store import PrefixStore
 from .security import SecurityOptions
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixOptions:
+    """A folder for keys and values of conversations, and the most bytes that it takes."""
+
+    folder: Path
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """All options of a server."""
+    """All options of a server. prefixes: None keeps them in memory alone."""
 
     service: ServiceOptions
     security: SecurityOptions
     engine: ServingOptions = field(default_factory=ServingOptions)
     http: HttpOptions = field(default_factory=HttpOptions)
+    prefixes: PrefixOptions | None = None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -50,16 +61,26 @@ def serve(
     options: ServeOptions,
     on_ready: Callable[[], None],
     report: Callable[[BaseException], None],
+    say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Serve until a signal. Closes the socket.
 
     on_ready: called when the server listens.
     report: called with faults, for the log.
+    say: called with sentences for the log.
+    Raises InputError and OptionError for a folder of prefixes that cannot be used.
     """
-    with bound, Scheduler(engine, options.engine, report) as scheduler:
-        service = Service(scheduler, options.service)
-        try:
-            server = HttpServer(make_app(service, options.security), options.http, on_ready, scheduler.drain)
-            asyncio.run(server.serve(sockets=[bound]))
-        finally:
-            service.close()
+    chosen = options.prefixes
+    with bound:
+        prefixes = None if chosen is None else PrefixStore(engine, chosen.folder, chosen.limit_bytes, say)
+        with Scheduler(engine, options.engine, report, prefixes) as scheduler:
+            _serve(scheduler, bound, options, on_ready)
+
+
+def _serve(scheduler: Scheduler, bound: socket.socket, options: ServeOptions, on_ready: Callable[[], None]) -> None:
+    service = Service(scheduler, options.service)
+    try:
+        server = HttpServer(make_app(service, options.security), options.http, on_ready, scheduler.drain)
+        asyncio.run(server.serve(sockets=[bound]))
+    finally:
+        service.close()

@@ -12,6 +12,7 @@ import click
 
 from moec.manifests.errors import OptionError
 from moec.manifests.runtime_limits import DEFAULT_CONTEXT
+from moec.manifests.sizes import parse_bytes
 
 from ..lossy_modes.mode_costs import say_mode_cost
 from ..options.opening import bundle_folder, open_engine, with_fitting_slots
@@ -56,6 +57,13 @@ server = section_option("Server")
     metavar="FILE",
     help="Refuse requests without the key in the first line of this file.",
 )
+@server(
+    "--prefix-cache",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Keep keys and values of conversations in this folder, for the next start. It tells what was said.",
+)
+@server("--prefix-cache-size", default="1GiB", show_default=True, metavar="SIZE", help="Most bytes of that folder.")
 @server("--allowed-host", multiple=True, metavar="NAME", help="A name of this server in Host headers; repeatable.")
 @server("--cors-origin", multiple=True, metavar="ORIGIN", help="Let pages of this origin ask; repeatable.")
 @runtime_options
@@ -71,6 +79,8 @@ def serve_command(
     prefill_tokens: int,
     deadline: float,
     api_key_file: Path | None,
+    prefix_cache: Path | None,
+    prefix_cache_size: str,
     allowed_host: tuple[str, ...],
     cors_origin: tuple[str, ...],
     **values: Any,
@@ -87,7 +97,7 @@ def serve_command(
     """
     from moec.serving.engine.scheduler import ServingOptions
     from moec.serving.security import SecurityOptions, read_key
-    from moec.serving.serve import bind, serve
+    from moec.serving.serve import PrefixOptions, bind, serve
 
     if slots is not None and not 1 <= slots <= MOST_SLOTS:
         raise OptionError(f"`--slots` must be 1 to {MOST_SLOTS}, found {slots}", "leave it out for 4")
@@ -97,6 +107,9 @@ def serve_command(
     security = SecurityOptions(host, allowed_host, cors_origin, key)
     security.check()
     settings = _settings(name or bundle.resolve().name, security, ServingOptions(queue, prefill_tokens), deadline)
+    if prefix_cache is not None:
+        limit_bytes = parse_bytes(prefix_cache_size, "--prefix-cache-size")
+        settings = replace(settings, prefixes=PrefixOptions(prefix_cache, limit_bytes))
     kernels = values["kernels"]
     bound = bind(host, port)  # before the weights are read
 
@@ -112,7 +125,7 @@ def serve_command(
             address = f"http://{shown}:{bound.getsockname()[1]}"
             output.say(f"serving `{settings.service.name}` at {address}, {engine.options.slots} answers at once")
 
-        serve(engine, bound, settings, say_ready, _report)
+        serve(engine, bound, settings, say_ready, _report, output.say)
     output.say("stopped")
 
 

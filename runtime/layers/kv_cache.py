@@ -71,6 +71,17 @@ class KVCache:
                 self._copy_runs(array, steps, int(self.prompt_lengths.max()))
             self._prompts, self.prompt_lengths = self._prompts[order], self.prompt_lengths[order]
 
+    def prefix_parts(self, slot: int, positions: int) -> list[np.ndarray]:
+        """Return the first positions of a slot as arrays [positions * Dh] of contiguous memory, always in one order.
+
+        They are views: writing to them sets the keys and values. A model with an encoder has more than these.
+        """
+        parts = list[np.ndarray]()
+        for keys, values in zip(self.keys[self._first :], self.values[self._first :], strict=True):
+            for array in (keys,) if values is keys else (keys, values):
+                parts += [array[slot, head, :positions].reshape(-1) for head in range(array.shape[1])]
+        return parts
+
     def _copy_runs(self, array: Any, steps: Sequence[tuple[int | None, int | None]], positions: int) -> None:
         """Copy the first positions of an array [S, H, C, Dh], in the order of `_copies`."""
         kept = array[0, :, :0]

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from moec.manifests.errors import MoecError, OptionError
 from moec.runtime.engine.engine import Engine
@@ -19,6 +20,9 @@ from .slots import Placement, SlotPool, common_length
 
 _SHARED_TOKENS = 16
 """A request waits for a prompt in progress if it can then copy so many tokens more."""
+
+_SAVE_AFTER_S = 0.2
+"""Time without work after which prefixes are saved."""
 
 
 class QueueFull(Exception):
@@ -52,10 +56,24 @@ class ServingOptions:
             raise OptionError(f"`--prefill-tokens` must be 1 or more, found {self.prefill_tokens}", "try 256")
 
 
+class Prefixes(Protocol):
+    """Prefixes on disk."""
+
+    def longest(self, tokens: Sequence[int]) -> int:
+        """Return the most tokens at the beginning of a text that are there."""
+
+    def load(self, slot: int, tokens: Sequence[int]) -> list[int]:
+        """Fill a slot with the longest beginning, and return its tokens; none if it is damaged."""
+
+    def save(self, slot: int, tokens: Sequence[int]) -> None:
+        """Save what a slot holds."""
+
+
 class Scheduler:
     """Runs requests on one engine. `start` starts its thread; the end of the `with` block ends it.
 
     report: called with errors that are no MoecError, for the log. It must not raise.
+    prefixes: prefixes on disk, or None. They are saved while nothing else is to do, and at the end.
     """
 
     def __init__(
@@ -63,8 +81,10 @@ class Scheduler:
         engine: Engine,
         options: ServingOptions | None = None,
         report: Callable[[BaseException], None] = lambda error: None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.engine, self.options, self.activity = engine, options or ServingOptions(), Activity()
+        self._prefixes, self._unsaved = prefixes, set[int]()
         self._report = report
         self._runner = PassRunner(engine, self.options.prefill_tokens, self._fail, self.activity)
         self.pool = SlotPool(engine.options.slots, self._runner.keeps_prefixes)
@@ -156,15 +176,32 @@ class Scheduler:
         finally:  # also after a fault: no client must wait for a thread that has ended
             self.drain(ends_running=True)
             self._drop_ended()
+            while self._unsaved:
+                self._save_prefix()
 
     def _wait_for_work(self) -> bool:
-        """Block until there is work. Returns False at the end."""
-        with self._changed:
-            while not (self._waiting or self._running):
+        """Block until there is work, and save prefixes meanwhile. Returns False at the end."""
+        while True:
+            with self._changed:
+                if self._waiting or self._running:
+                    return True
                 if self._is_stopping:
                     return False
-                self._changed.wait()
-        return True
+                has_news = self._changed.wait(_SAVE_AFTER_S if self._unsaved else None)
+            if not has_news:
+                self._save_prefix()
+
+    def _save_prefix(self) -> None:
+        """Save what one free slot holds."""
+        slot = self.pool.slots[self._unsaved.pop()]
+        if self._prefixes is None or not slot.is_free or not slot.held:
+            return
+        try:
+            self._take_engine()
+            if slot.held:
+                self._prefixes.save(slot.index, slot.held)
+        except Exception as error:  # a server without saved prefixes still answers
+            self._report(error)
 
     def _drop_ended(self) -> None:
         """End requests that were cancelled or are too late, running and waiting."""
@@ -236,6 +273,7 @@ class Scheduler:
     def _begin(self, request: GenerationRequest, placement: Placement) -> None:
         engine, slot = self.engine, placement.slot
         try:
+            placement = self._with_saved(request, placement)
             if placement.source is not None:
                 engine.copy_prefix(placement.source.index, slot.index, placement.kept)
             (text,) = engine.begin_texts([slot.index], [request.tokens])
@@ -252,6 +290,19 @@ class Scheduler:
             if self._ends_running:  # since the request was taken
                 request.cancel()
 
+    def _with_saved(self, request: GenerationRequest, placement: Placement) -> Placement:
+        """Return a placement whose slot holds a prefix from disk, if that is much longer than what is in memory."""
+        if self._prefixes is None or request.scores_prompt or not self._runner.keeps_prefixes:
+            return placement
+        if self._prefixes.longest(request.tokens) < placement.kept + _SHARED_TOKENS:
+            return placement
+        slot, kept = placement.slot, placement.slot.held
+        slot.held = self._prefixes.load(slot.index, request.tokens)
+        if not slot.held and placement.source is not None:
+            slot.held = kept
+            return placement
+        return Placement(slot, len(slot.held), None)
+
     def _release_ended(self) -> None:
         ended = [each for each in self._running if each.has_ended]
         if not ended:
@@ -260,6 +311,8 @@ class Scheduler:
             self._running = [each for each in self._running if not each.has_ended]
         for sequence in ended:
             self.pool.release(sequence.slot)
+            if self._prefixes is not None and self._runner.keeps_prefixes:
+                self._unsaved.add(sequence.slot.index)
 
     def _fail(self, sequence: RunningSequence, error: Exception) -> None:
         """End a sequence that cannot go on. Its slot keeps what was computed before."""

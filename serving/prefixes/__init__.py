@@ -1,0 +1,1 @@
+"""Keys and values of the beginnings of conversations, in files."""
