@@ -21,6 +21,7 @@ from moec.manifests.errors import InputError, StoreFailed
 from .access import keeps_secrets
 from .address import Address
 from .http_client import HttpClient, HttpOptions
+from .http_connection import shown_place
 from .interface import Sent
 from .source_file import SourceFile
 
@@ -47,15 +48,23 @@ class HubStore:
     ) -> None:
         """endpoint, token: address of the hub, and its token; None: the settings of huggingface_hub.
 
+        A hub without TLS gets no token. Raises InputError if one would be needed, because the store is for writing.
         Raises StoreFailed if the repository cannot be made.
         """
         self.address = str(address)
         self._name, self._revision = f"{address.host}/{address.path}", address.revision or "main"
         self._endpoint = endpoint or constants.ENDPOINT
         token = token or get_token()
+        if token is not None and not keeps_secrets(self._endpoint):
+            token = None
+            if for_writing:
+                raise InputError(
+                    f"the hub at `{shown_place(self._endpoint)}` has no TLS, so it gets no token",
+                    "write HF_ENDPOINT with https",
+                )
         self._hub = HfApi(endpoint=self._endpoint, token=token or False)
         # Both ask the hub: a redirect to another host gets no token.
-        header = f"Bearer {token}" if token is not None and keeps_secrets(self._endpoint) else None
+        header = None if token is None else f"Bearer {token}"
         self._client = HttpClient(options, lambda url, challenge: header)
         self._files: dict[str, dict[str, RepoFile]] = {}
         self._added: dict[str, dict[str, CommitOperationAdd]] = {}

@@ -14,12 +14,13 @@ from moec.manifests.errors import StoreFailed
 from moec.manifests.files.limits import JsonLimits
 from moec.manifests.files.strict_json import load_strict_json
 
-from ..access import Login
+from ..access import Login, keeps_secrets
 from ..http_client import HttpClient, HttpOptions
 from ..http_connection import origin_of, shown_place
 
 _TOKEN_JSON = JsonLimits(1 << 20, containers=1 << 6, values=1 << 10, texts=1 << 10)
 _LEAST_TOKEN_S = 60.0
+_MOST_TOKEN_S = 86_400.0
 _SPARE_TOKEN_S = 10.0
 _MAX_CHALLENGE_CHARACTERS = 8192
 _PARAMETER = re.compile(r'([A-Za-z]+)="([^"\\]*)"')
@@ -67,7 +68,8 @@ class RegistryAuthorization:
             origin = origin_of(realm)
         except ValueError as error:
             raise StoreFailed(f"the registry names no server of tokens: {error}", _CHECK) from error
-        if self._origin.scheme == "https" and origin.scheme != "https":
+        has_secrets = self._login is not None or self._origin.scheme == "https"
+        if has_secrets and not keeps_secrets(f"{origin.scheme}://{origin.place}"):
             raise StoreFailed(f"the registry takes tokens of `{shown_place(realm)}`, which has no TLS", _CHECK)
         asked = urlencode([(name, fields[name]) for name in ("service", "scope") if name in fields])
         header = None if self._login is None else self._login.header()
@@ -91,4 +93,5 @@ def _decode_token(data: bytes, realm: str) -> tuple[str, float]:
     token, seconds = found.get("token") or found.get("access_token"), found.get("expires_in")
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
         raise StoreFailed(f"`{shown_place(realm)}` sends no token", _LOG_IN)
-    return token, max(_LEAST_TOKEN_S, float(seconds)) if isinstance(seconds, (int, float)) else _LEAST_TOKEN_S
+    lasting_s = seconds if isinstance(seconds, (int, float)) else 0
+    return token, float(min(max(lasting_s, _LEAST_TOKEN_S), _MOST_TOKEN_S))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from moec.manifests.errors import StoreFailed
+from moec.manifests.errors import InputError, StoreFailed
 from moec.shipping.store.access import Access
 from moec.shipping.store.address import parse_address
+from moec.shipping.store.hub_store import HubStore
 from moec.shipping.store.interface import Store
 from moec.shipping.store.opening import open_store
 from tests.shipping.store.conftest import PATIENCE
@@ -63,6 +65,21 @@ def test_the_token_stays_at_the_hub(hub: FakeHub, tmp_path: Path, opened: Openin
     push(opened(), tmp_path)
     assert read(opened(for_writing=False), f"{BUNDLE}/{NAME}", 3, 90) == WEIGHTS[3:90]
     assert hub.leaked == []
+
+
+def test_a_hub_without_tls_gets_no_token(
+    hub: FakeHub, tmp_path: Path, opened: Opening, monkeypatch: pytest.MonkeyPatch, connects: list[tuple[str, int]]
+) -> None:
+    push(opened(), tmp_path)
+    real, (_, port) = socket.getaddrinfo, connects[-1]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **named: real("127.0.0.1", *rest, **named))
+    elsewhere = f"http://hub.invalid:{port}"
+    address = parse_address("hf://fleet/tiny")
+    with pytest.raises(InputError, match=f"`hub.invalid:{port}` has no TLS, so it gets no token") as caught:
+        HubStore(address, PATIENCE, for_writing=True, endpoint=elsewhere)
+    assert hub.token not in str(caught.value)
+    with pytest.raises(StoreFailed, match="401"):
+        HubStore(address, PATIENCE, endpoint=elsewhere).read_small("channel/stable.json", 100)
 
 
 def test_a_revision_is_a_branch(hub: FakeHub, tmp_path: Path, opened: Opening) -> None:

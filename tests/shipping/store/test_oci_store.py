@@ -204,10 +204,12 @@ def dav_files(request: pytest.FixtureRequest) -> Path:
         ("https://user@tokens.invalid/", "names no server of tokens"),
     ],
 )
-def test_a_password_goes_to_no_other_kind_of_server(realm: str, told: str) -> None:
-    authorization = RegistryAuthorization("https://registry.invalid", LOGIN, PATIENCE)
+@pytest.mark.parametrize("registry", ["https://registry.invalid", "http://localhost:5000"])
+def test_a_password_goes_to_no_other_kind_of_server(registry: str, realm: str, told: str) -> None:
+    """Nor from a registry on this machine, which needs no TLS itself."""
+    authorization = RegistryAuthorization(registry, LOGIN, PATIENCE)
     with pytest.raises(StoreFailed, match=told) as caught:
-        authorization("https://registry.invalid/v2/", f'Bearer realm="{realm}",service="a"')
+        authorization(f"{registry}/v2/", f'Bearer realm="{realm}",service="a"')
     assert SECRET not in str(caught.value)
 
 
@@ -325,6 +327,14 @@ def _granted(served: TokenServer, asked: dict[str, list[str]]) -> dict[str, obje
         "access": [{"type": kind, "name": name, "actions": actions.split(",")}],
     }
     return {"token": served.sign(claims), "expires_in": served.lasting_s}
+
+
+@pytest.mark.parametrize("lasting", [b"1" + b"0" * 400, b"-1e308", b'"1"', b"true", b"null"])
+def test_any_time_of_a_token(tokens: TokenServer, lasting: bytes) -> None:
+    tokens.answer = b'{"token": "abc", "expires_in": ' + lasting + b"}"
+    challenge = f'Bearer realm="{tokens.url}",service="a",scope="repository:a:pull"'
+    given = RegistryAuthorization("http://localhost:5000", LOGIN, PATIENCE)
+    assert given("http://localhost:5000/v2/", challenge) == given("http://localhost:5000/v2/", None) == "Bearer abc"
 
 
 def test_a_token_of_another_server(tmp_path: Path, tokens: TokenServer, opened: Opening) -> None:
