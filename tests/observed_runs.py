@@ -65,7 +65,7 @@ def check_took_effect(engine: Engine, options: RuntimeOptions) -> None:
     assert engine.model.advisor.rule == options.prefetch_rule
     assert type(engine.cache) is cache_kind(engine, options)
     assert parts["cache_kind"] == ("native" if isinstance(engine.cache, NativeCache) else "python"), engine.mode
-    assert parts["layers"] == ("steps" if engine.model.token_experts is None else "one call"), engine.mode
+    assert parts["layers"] == ("steps" if engine.model.pass_experts is None else "one call"), engine.mode
     assert reader_threads(engine) == len(options.reader_threads.takes)
 
 

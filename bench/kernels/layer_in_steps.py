@@ -38,11 +38,11 @@ def attention_in_steps(engine: Engine) -> Iterator[None]:
 @contextmanager
 def experts_in_steps(engine: Engine) -> Iterator[None]:
     """Let Model call router, cache, advice, experts and sum one by one."""
-    one_call, engine.model.token_experts = engine.model.token_experts, None
+    one_call, engine.model.pass_experts = engine.model.pass_experts, None
     try:
         yield
     finally:
-        engine.model.token_experts = one_call
+        engine.model.pass_experts = one_call
 
 
 PARTS = {"attention": attention_in_steps, "experts": experts_in_steps}

@@ -274,7 +274,7 @@ class ExpertCache:
     def close(self) -> None: ...
 
 class ExpertLayers:
-    """The experts of every layer for one token, read from a cache.
+    """The experts of every layer for the tokens of a pass, read from a cache.
 
     The specification is `Model._experts_layer` in runtime/model/forward.py.
 
@@ -288,15 +288,16 @@ class ExpertLayers:
 
     A tuple of `ahead` has twelve values:
     - How many layers route up to this one; its number, its first expert, its top_k and its number of experts.
-    - The experts to read ahead, -1 for as many as learned thresholds say; the most of them that count as predicted;
-      whether a missing one ends the advice.
+    - The experts to read ahead for one token, -1 for as many as learned thresholds say; the most of them that count as
+      predicted; whether a missing one ends the advice; the experts to read ahead for each of several tokens.
     - Its router, norm, and bias or None; or None three times, if there is no router to compute.
     - The layer whose experts predict it by paths, and the one before that; -1 for none.
     - Experts that are predicted without a router and a known path, and their scores.
 
     size: D.
     ahead_eps: epsilon of the norms before routers of later layers.
-    rules: RULES of runtime/prefetch/thresholds.py.
+    rules: RULES of runtime/prefetch/thresholds.py; `most_tokens` of a pass; `choices_for_all`, from which a pass counts
+        as one that needs all experts.
     paths: None, or the arrays of PathTables by name and `least_count`, the uses from which a path counts.
     Raises ValueError.
     """
@@ -314,8 +315,9 @@ class ExpertLayers:
     @property
     def is_running(self) -> bool: ...
     # See kernels.experts_layer.
-    def run(self, at: int, hidden: np.ndarray) -> tuple[str, int, int, int, int, int]: ...
+    def run(self, at: int, hidden: np.ndarray, sequences: int = 1) -> tuple[str, int, int, int, int, int, int]: ...
     def begin_pass(self) -> None: ...
+    def end_pass(self) -> None: ...
     def forget_guesses(self) -> None: ...
     def threshold(self, running: int, layer: int, rank: int) -> float: ...
     # Results of the layer that ran last: its experts, experts to prefetch, float32 [E], float32 [M, E], and float64 [E]

@@ -26,7 +26,7 @@ from ..trace.trace import LayerScores, TraceRecorder
 from .expert_offload import ExpertOffload
 from .expert_requests import choose_experts
 from .layer_parts import layer_parts
-from .one_call import ModelLayers, TokenExperts, bind_token_experts
+from .one_call import ModelLayers, PassExperts, bind_pass_experts
 
 
 class Model:
@@ -61,7 +61,7 @@ class Model:
         self.times = PhaseTimes()
         self.trace: TraceRecorder | None = None
         self.accelerator: ExpertOffload | None = None
-        self.token_experts: TokenExperts | None = None
+        self.pass_experts: PassExperts | None = None
         self._parts = np.empty(0, np.float32)
 
     def absent(self, experts: Sequence[int]) -> list[int]:
@@ -83,12 +83,12 @@ class Model:
         return self.prefetch_quality.layers(self._first_expert, self.cache.prefetches)
 
     def bind_one_call(self) -> None:
-        """Let a single token take one call of the extension per layer. Call it after the advisor is set.
+        """Let a pass take one call of the extension for the experts of a layer. Call it after the advisor is set.
 
         The caller has checked that `why_not_one_call` names no reason. A cache in Python keeps the steps.
         """
         layers = ModelLayers(self.spec, self.router_norms(), self._routers, self.experts, self.shared_experts)
-        self.token_experts = bind_token_experts(layers, self.cache, self.advisor)
+        self.pass_experts = bind_pass_experts(layers, self.cache, self.advisor)
 
     def needs_no_read(self, index: int) -> bool:
         """Return whether a stored expert is in memory, on its way, or on an accelerator."""
@@ -152,25 +152,28 @@ class Model:
 
         NaN and infinity pass through. The code that takes a token from the logits refuses them.
         """
-        one_call = self._token_experts(tokens, choice)
+        one_call = self._one_call(tokens, choice)
         if preload := self.advisor.preload(tokens, layers):
             self.prefetch(preload)
         if one_call is not None:
-            return self._run_token(layers, tokens, places, kv, one_call)
+            return self._run_in_calls(layers, tokens, places, kv, one_call)
         with np.errstate(all="ignore"):
             return self._run_steps(layers, tokens, places, kv, choice)
 
-    def _run_token(
-        self, layers: range, tokens: np.ndarray, places: kernels.TokenPlaces, kv: KVCache, one_call: TokenExperts
+    def _run_in_calls(
+        self, layers: range, tokens: np.ndarray, places: kernels.TokenPlaces, kv: KVCache, one_call: PassExperts
     ) -> np.ndarray:
-        """Run one token with one call of the extension for the experts of each layer."""
+        """Run any tokens; each layer has one call of the extension for attention and one for its experts."""
         hidden = self._embed(tokens)
-        times, blocks = self.times, self.dense_part.blocks
-        for index in layers:
-            started_ns = time.perf_counter_ns()
-            blocks[index](hidden, places, kv.keys[index], kv.values[index])
-            times.dense_ns += time.perf_counter_ns() - started_ns
-            one_call.run(index, hidden, times, self.prefetch_quality, self.trace)
+        times, blocks, sequences = self.times, self.dense_part.blocks, _sequences(places)
+        try:
+            for index in layers:
+                started_ns = time.perf_counter_ns()
+                blocks[index](hidden, places, kv.keys[index], kv.values[index])
+                times.dense_ns += time.perf_counter_ns() - started_ns
+                one_call.run(index, hidden, sequences, times, self.prefetch_quality, self.trace)
+        finally:
+            one_call.end()
         return hidden
 
     def _run_steps(
@@ -179,7 +182,7 @@ class Model:
         """Run any tokens; each layer routes, reads and computes in steps."""
         hidden = self._embed(tokens)
         chosen = [np.empty((len(tokens), 0), np.int32)] * layers.start
-        sequences = 1 if len(tokens) == 1 else len(set(places.slots.tolist()))
+        sequences = _sequences(places)
         is_scored = self.trace is not None and self.trace.keeps_scores
         state = PassState(0, hidden, chosen, tokens, choice, sequences, is_traced=is_scored)
         prompts = places  # only cross attention reads them
@@ -199,13 +202,15 @@ class Model:
             self._parts = np.empty(0, np.float32)
         return hidden
 
-    def _token_experts(self, tokens: np.ndarray, choice: ExpertChoice | None) -> TokenExperts | None:
+    def _one_call(self, tokens: np.ndarray, choice: ExpertChoice | None) -> PassExperts | None:
         """Return the object that computes this pass's experts in one call per layer; None if they take steps."""
-        one_call = self.token_experts
+        one_call, count = self.pass_experts, len(tokens)
         if one_call is None or not one_call.fits(self.cache, self.advisor):
             return None
-        if len(tokens) != 1 or choice is not None or self.accelerator is not None:
+        takes_steps = choice is not None or self.accelerator is not None or (count > 1 and self.trace is not None)
+        if takes_steps or count != 1:
             one_call.forget_guesses()
+        if takes_steps or count == 0:
             return None
         one_call.begin()
         return one_call
@@ -372,3 +377,8 @@ class Model:
         """
         tokens, ranks = (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
         kernels.expert_ffn(self.experts[expert], normed, tokens, ranks, parts)
+
+
+def _sequences(places: kernels.TokenPlaces) -> int:
+    """Return the number of sequences that the tokens of a pass belong to."""
+    return 1 if len(places.slots) == 1 else len(set(places.slots.tolist()))

@@ -1,7 +1,7 @@
-"""The experts of a layer for a single token, in one call of the extension.
+"""The experts of a layer for the tokens of a pass, in one call of the extension.
 
-The call routes, reads, computes and adds, with the bits of the steps in `Model`. Passes of several tokens take the
-steps. So do models, caches and rules of prefetching that the extension does not know.
+The call routes, reads, computes and adds, with the bits of the steps in `Model`. Models, caches and rules of
+prefetching that the extension does not know take the steps. So do passes of several tokens while a trace is recorded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.model import LayerSpec, ModelSpec
+from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from .. import kernels
 from ..expert_cache.interface import StreamingCache
@@ -23,7 +24,7 @@ from ..layers.norms import Norm
 from ..layers.routing import Router
 from ..layers.shared_expert import SharedExpert
 from ..options.runtime import RuntimeOptions
-from ..prefetch.advisor import Advisor, LayerAhead
+from ..prefetch.advisor import CHOICES_FOR_ALL, Advisor, LayerAhead
 from ..prefetch.predictors import MINIMUM_PAIR_COUNT, LookaheadPredictor, PathPredictor, Predictor
 from ..prefetch.quality import PrefetchQuality
 from ..prefetch.thresholds import RULES
@@ -34,6 +35,8 @@ MAX_ROUTERS = 8
 """Most routers of later layers that the extension evaluates at once."""
 _NO_PATH = (-1, -1)
 """Layers of a prediction that no path makes."""
+PASS_RULES = RULES | {"most_tokens": MAX_PASS_TOKENS, "choices_for_all": CHOICES_FOR_ALL}
+"""Constants of what is read ahead, for the extension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class ModelLayers:
     shared: Mapping[int, SharedExpert]
 
 
-class TokenExperts:
+class PassExperts:
     """Layers of one model, bound to its cache.
 
     native: the extension's ExpertLayers.
@@ -66,7 +69,7 @@ class TokenExperts:
         self._layers, self._specs = layers, layers.spec.layers
         fields = [self.fields(at) for at in range(layers.spec.num_layers)]
         paths = _paths_of(advisor.predictor)
-        self.native = cache.bind_layers(fields, layers.spec.hidden_size, layers.norms[0].eps, RULES, paths)
+        self.native = cache.bind_layers(fields, layers.spec.hidden_size, layers.norms[0].eps, PASS_RULES, paths)
 
     def fits(self, cache: StreamingCache, advisor: Advisor) -> bool:
         """Return whether the layers are bound to this cache and advisor, and no layer is running.
@@ -76,12 +79,16 @@ class TokenExperts:
         return self._bound == _bound_to(cache, advisor) and not self.native.is_running
 
     def begin(self) -> None:
-        """Begin the pass of a token. Raises ExecutionError after a fork, or with other kernels than the cache has."""
+        """Begin a pass. Raises ExecutionError after a fork, or with other kernels than the cache has."""
         self._cache.begin_token()
         self.native.begin_pass()
 
+    def end(self) -> None:
+        """End a pass. Memory for several tokens is freed, because the expert cache uses it between passes."""
+        self.native.end_pass()
+
     def forget_guesses(self) -> None:
-        """Drop the predictions. They are not compared, because a pass in steps comes first."""
+        """Drop the predictions of the next token. They are not compared, because another pass comes first."""
         self.native.forget_guesses()
 
     def threshold(self, running: int, layer: int, rank: int) -> float:
@@ -89,19 +96,29 @@ class TokenExperts:
         return float(self.native.threshold(running, layer, rank))
 
     def run(
-        self, layer: int, hidden: np.ndarray, times: PhaseTimes, quality: PrefetchQuality, trace: TraceRecorder | None
+        self,
+        layer: int,
+        hidden: np.ndarray,
+        sequences: int,
+        times: PhaseTimes,
+        quality: PrefetchQuality,
+        trace: TraceRecorder | None,
     ) -> None:
         """Add the output of the layer's experts to the residual stream.
 
-        hidden: float32 [1, D], read and written.
-        times, quality, trace: this call adds its times, predictions and choice.
+        hidden: float32 [T, D], read and written.
+        sequences: number of sequences that the tokens belong to.
+
+        times, quality: this call adds its times and predictions.
+        trace: records the choice of one token.
         Raises the errors of `StreamingCache.stream`.
         """
-        state, expert, dense_ns, experts_ns, shared_ns, predicted = kernels.experts_layer(self.native, layer, hidden)
+        state, expert, *spent_ns, demanded, predicted = kernels.experts_layer(self.native, layer, hidden, sequences)
         self._cache.check_end(state, expert)
+        dense_ns, experts_ns, shared_ns = spent_ns
         times.dense_ns += dense_ns - shared_ns
         if predicted >= 0:
-            quality.add(layer, self._specs[layer].experts.top_k, predicted)
+            quality.add(layer, demanded, predicted)
         if trace is not None:
             self._record(trace, layer, times)
         times.dense_ns += shared_ns
@@ -174,17 +191,16 @@ class TokenExperts:
     def _ahead(self, at: int, later: LayerAhead) -> tuple[Any, ...]:
         """Return a layer that is predicted while layer `at` runs, in the form that the extension takes."""
         layer, predictor, advisor = later.layer, self._predictor, self._advisor
-        count = advisor.fixed_count(later)
-        rule = (count, advisor.most_predicted(later.top_k, later), advisor.rule == "first-miss")
+        counts = advisor.fixed_count(later), advisor.most_predicted(later.top_k, later)
+        rule = (*counts, advisor.rule == "first-miss", advisor.count_for_each(later.top_k, later))
         place = (later.rank, layer, advisor.first_expert[layer], later.top_k, later.count, rule)
-        most = max(later.top_k + 1, count)
         scores = self._known(at, later)
         if scores is not None:
-            return *place, None, None, None, _NO_PATH, *kernels.largest(scores, most)
+            return *place, None, None, None, _NO_PATH, *kernels.largest(scores, later.count)
         if isinstance(predictor, PathPredictor):
             before, last = [-1, *predictor.source_layers(at, later.ahead)][-2:]
             popularity = predictor.popularity(at, later.ahead)[: later.count]
-            return *place, None, None, None, (last, before), *kernels.largest(popularity, most)
+            return *place, None, None, None, (last, before), *kernels.largest(popularity, later.count)
         source = predictor.source(at, later.ahead) if isinstance(predictor, LookaheadPredictor) else None
         if source is None:
             raise ValueError(f"no router predicts layer {layer} while layer {at} runs")
@@ -192,18 +208,22 @@ class TokenExperts:
         return *place, _native(router.matrix), norm.weight, router.bias_among_kept, _NO_PATH, [], []
 
 
-def bind_token_experts(layers: ModelLayers, cache: StreamingCache, advisor: Advisor) -> TokenExperts | None:
+def bind_pass_experts(layers: ModelLayers, cache: StreamingCache, advisor: Advisor) -> PassExperts | None:
     """Bind layers to a cache of the extension. Returns None if the cache is in Python.
 
+    An extension that was built from earlier sources has no calls for a pass. It gives None, too.
     Raises ValueError if shapes do not fit each other.
     """
-    return TokenExperts(layers, cache, advisor) if isinstance(cache, NativeCache) else None
+    extension = kernels.compiled()
+    if not isinstance(cache, NativeCache) or not hasattr(getattr(extension, "ExpertLayers", None), "end_pass"):
+        return None
+    return PassExperts(layers, cache, advisor)
 
 
 def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ahead: bool) -> str | None:
-    """Return why a token cannot take one call of the extension per layer, in a few words; None if it can.
+    """Return why a pass cannot take one call of the extension per layer, in a few words; None if it can.
 
-    reads_ahead: whether some experts have to be read while tokens are decoded.
+    reads_ahead: whether some experts have to be read during passes.
     """
     model = manifest.model
     reason = why_not_native(options, model.encoder is not None)

@@ -1,7 +1,7 @@
 """Turn the scores of a predictor into experts that are read ahead. Results never depend on this advice.
 
-A pass of one token normally runs the native form, `look_ahead` in `native/experts/prefetch_advice.cpp`. This file is
-its specification, and advises in every other pass.
+A pass normally runs the native form, `look_ahead` in `native/experts/prefetch_advice.cpp`. This file is its
+specification, and advises in passes in steps.
 """
 
 from __future__ import annotations
@@ -117,11 +117,16 @@ class Advisor:
 
     def fixed_count(self, later: LayerAhead) -> int:
         """Return the experts of a later layer that are read ahead for a single token; -1 if thresholds are learned."""
-        if self.rule == "likely" and not self.experts:
-            return -1
+        return -1 if self.rule == "likely" and not self.experts else self.count_for_each(later.top_k, later)
+
+    def count_for_each(self, top_k: int, later: LayerAhead) -> int:
+        """Return the experts of a later layer that are read ahead for each of several tokens.
+
+        top_k: experts of a token.
+        """
         if self.rule == "until-routed":
             return later.count
-        count = advised_experts(later.top_k, later.rank, self.experts)
+        count = advised_experts(top_k, later.rank, self.experts)
         return max(count, 1) if self.rule == "first-miss" else count
 
     def most_predicted(self, top_k: int, later: LayerAhead) -> int:
@@ -221,13 +226,10 @@ class Advisor:
 
     def _advised(self, state: PassState, later: LayerAhead) -> int:
         """Return the number of experts of the layer that are worth reading ahead."""
-        if self.rule == "until-routed":
-            return later.count
         tokens = self._tokens_in(state, later.layer)
         if tokens == 1 < len(state.hidden) and self.rule == "likely" and not self.experts:
             return 0  # after a prompt only popularity is known of the next token: 6 of 100 experts would be right
-        count = advised_experts(state.top_k(later.top_k), later.rank, self.experts)
-        return tokens * (max(count, 1) if self.rule == "first-miss" else count)
+        return tokens * self.count_for_each(state.top_k(later.top_k), later)
 
     def _predict(
         self, state: PassState, later: LayerAhead, scores: np.ndarray | None

@@ -1,4 +1,4 @@
-"""A bundle whose tokens take one call a layer, the two ways to decode it, and which layers took one."""
+"""A bundle whose passes take one call a layer, the two ways to decode it, and which layers took one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps_only(engine: Engine) -> None:
     """Leave this engine the steps that are called one by one."""
-    engine.model.token_experts = None
+    engine.model.pass_experts = None
 
 
 def in_one_call(engine: Engine) -> None:
     """Leave it as it is."""
-    assert engine.model.token_experts is not None
+    assert engine.model.pass_experts is not None
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The layers that went in one call."""
     layers, one_call = list[int](), kernels.experts_layer
 
-    def counted(native: Any, layer: int, hidden: np.ndarray) -> Any:
+    def counted(native: Any, layer: int, hidden: np.ndarray, sequences: int) -> Any:
         layers.append(layer)
-        return one_call(native, layer, hidden)
+        return one_call(native, layer, hidden, sequences)
 
     monkeypatch.setattr(kernels, "experts_layer", counted)
     return layers

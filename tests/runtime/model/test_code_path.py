@@ -41,7 +41,7 @@ def test_each_reason_is_the_one_of_the_run(
         path = engine.code_path
         assert (path.why_not_native, path.why_not_one_call) == (cache, layers)
         assert isinstance(engine.cache, NativeCache) == (cache is None)
-        assert (engine.model.token_experts is None) == (layers is not None)
+        assert (engine.model.pass_experts is None) == (layers is not None)
         assert engine.mode.partition(";")[0].startswith("mode: ") and path.to_text() in engine.mode
 
 

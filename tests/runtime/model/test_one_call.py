@@ -27,6 +27,7 @@ from tests.gates.bundles import emit_bundle
 from tests.pruned_mixtral import LEFT_OUT, PRUNED, save_whole
 from tests.runtime.learned_bundle import with_maps
 from tests.runtime.one_call import EXPERTS, LAYERS, TOP_K, bundle, calls, in_one_call, steps_only
+from tests.runtime.paths import random_paths
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 
 TOKENS = 120
@@ -78,7 +79,7 @@ class Run:
     @staticmethod
     def threshold(engine: Engine, running: int, layer: int, rank: int = 1) -> float:
         model = engine.model
-        thresholds = model.advisor.thresholds if model.token_experts is None else model.token_experts
+        thresholds = model.advisor.thresholds if model.pass_experts is None else model.pass_experts
         return thresholds.threshold(running, layer, rank)
 
 
@@ -147,27 +148,6 @@ def test_one_call_decides_and_computes_as_the_steps_do(
         before, after = run.learned_over_prompt
         assert before == after
     assert one.times.dense_ns > 0 and one.times.experts_ns > 0 and one.times.shared_ns == 0
-
-
-def random_paths(seed: int, keys: int, transitions: float) -> Tables:
-    """Return tables with some pairs of experts, and some single ones, that were seen.
-
-    keys: pairs of each layer that were seen, some of them too rarely to count.
-    transitions: share of the single experts that were seen.
-    """
-    drawn = np.random.default_rng(seed)
-    rows = np.sort(drawn.choice(LAYERS * EXPERTS * EXPERTS, keys, replace=False)).astype(np.int64)
-    lengths = drawn.integers(1, 5, keys)
-    experts = np.concatenate([drawn.choice(EXPERTS, length, replace=False) for length in lengths] or [np.empty(0)])
-    seen = drawn.random((LAYERS - 1, EXPERTS, 1)) < transitions
-    paths = PathTables(
-        transitions=(drawn.integers(0, 9, (LAYERS - 1, EXPERTS, EXPERTS)) * seen).astype(np.uint32),
-        keys=rows,
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        experts=experts.astype(np.uint16),
-        counts=drawn.integers(1, 12, len(experts)).astype(np.uint32),
-    )
-    return Tables(drawn.integers(1, 99, (LAYERS, EXPERTS)).astype(np.uint32), paths)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +310,7 @@ def test_who_takes_one_call(bundle: Path, tmp_path: Path) -> None:
     plain = {"expert_cache": "50%", "context": 64}
     for options in ({}, {"prefetch": "off"}, {"expert_cache": "100%"}, {"policy": "edgemoe"}, {"io": "mmap"}):
         with load(bundle, **(plain | options)) as engine:
-            assert engine.model.token_experts is not None
+            assert engine.model.pass_experts is not None
 
     def with_sigmoid(model: ModelSpec) -> ModelSpec:
         first = model.layers[0]
@@ -338,10 +318,10 @@ def test_who_takes_one_call(bundle: Path, tmp_path: Path) -> None:
         return replace(model, layers=(replace(first, experts=replace(first.experts, router=router)), *model.layers[1:]))
 
     with opened(bundle, with_sigmoid) as engine:
-        assert engine.model.token_experts is None
+        assert engine.model.pass_experts is None
     tiny = TINY_FAMILIES["qwen2"]  # the weight of its shared expert depends on the token
     with opened(emit_bundle(save_tiny_family(tmp_path / "model", tiny), tmp_path / "bundle")) as engine:
-        assert engine.model.shared_experts and engine.model.token_experts is None
+        assert engine.model.shared_experts and engine.model.pass_experts is None
 
 
 def test_another_predictor_is_asked(bundle: Path) -> None:

@@ -16,7 +16,7 @@ from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudget
 from moec.runtime import Engine, kernels, load
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.expert_cache.native_cache import NativeCache
-from moec.runtime.prefetch.thresholds import RULES
+from moec.runtime.model.one_call import PASS_RULES
 from moec.runtime.storage.readers import ReaderThreads
 from tests.runtime.faulty_source import PATIENCE_S, InTime
 from tests.runtime.one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only
@@ -106,7 +106,7 @@ def test_a_signal_comes_through_while_a_layer_waits(
             raise _Interrupted
         gate.set()
         with pytest.raises(ValueError, match="a layer is being computed"):
-            engines[0].model.token_experts.forget_guesses()  # type: ignore[union-attr]
+            engines[0].model.pass_experts.forget_guesses()  # type: ignore[union-attr]
         found_meanwhile.append(engines[0].model.forward(*_one_token(engines[0])))
 
     before = signal.signal(signal.SIGUSR1, handle)
@@ -141,7 +141,7 @@ def test_a_signal_comes_through_while_a_layer_waits(
         signal.signal(signal.SIGUSR1, before)
 
 
-LEARNED = (-1, 12, False)
+LEARNED = (-1, 12, False, 2)
 
 
 def wrong_fields(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
@@ -170,6 +170,11 @@ def wrong_fields(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
             "a top-k of 1 to 36",
         ),
         ({"ahead": [(0, 1, 12, 3, 12, LEARNED, router, norm, None, (-1, -1), [], [])]}, "a rank of at least 1"),
+        (
+            {"ahead": [(1, 1, 12, 3, 12, (-1, 12, False, -1), router, norm, None, (-1, -1), [], [])]},
+            "a top-k of 1 to 36",
+        ),
+        ({"ahead": [(1, 1, 12, 3, 2**62, LEARNED, router, norm, None, (-1, -1), [], [])]}, "a top-k of 1 to 36"),
         ({"ahead": [(1, 1, 12, 3, 12, LEARNED, None, None, None, (-1, -1), [99], [1.0])]}, "first_expert"),
         ({"ahead": [(1, 1, 12, 3, 12, LEARNED, None, None, None, (-1, -1), [1], [])]}, "a score for each"),
         (
@@ -185,11 +190,13 @@ def wrong_fields(fields: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
 
 def test_what_does_not_fit_is_refused(bundle: Path) -> None:
     with load(bundle, expert_cache="50%", context=64) as engine:
-        layers = engine.model.token_experts
+        layers = engine.model.pass_experts
         assert layers is not None
         native = layers.native
         with pytest.raises(ValueError, match="hidden"):
-            native.run(0, np.zeros((2, engine.model.spec.hidden_size), np.float32))
+            native.run(0, np.zeros((1, engine.model.spec.hidden_size + 1), np.float32))
+        with pytest.raises(ValueError, match="at least one token"):
+            native.run(0, np.zeros((0, engine.model.spec.hidden_size), np.float32))
         for at in (-1, LAYERS):
             with pytest.raises(ValueError, match="expected a layer below 3"):
                 native.run(at, np.zeros((1, engine.model.spec.hidden_size), np.float32))
@@ -198,13 +205,15 @@ def test_what_does_not_fit_is_refused(bundle: Path) -> None:
         assert isinstance(cache, NativeCache)
         for change, told in wrong_fields(fields):
             with pytest.raises(ValueError, match=told):
-                cache.bind_layers([fields | change], size, 1e-5, RULES)
+                cache.bind_layers([fields | change], size, 1e-5, PASS_RULES)
         with pytest.raises(ValueError, match="expected `norm`"):
-            cache.bind_layers([{name: value for name, value in fields.items() if name != "norm"}], size, 1e-5, RULES)
+            cache.bind_layers(
+                [{name: value for name, value in fields.items() if name != "norm"}], size, 1e-5, PASS_RULES
+            )
         with pytest.raises(ValueError, match="a dictionary for each"):
-            cache.bind_layers([3], size, 1e-5, RULES)  # type: ignore[list-item]
+            cache.bind_layers([3], size, 1e-5, PASS_RULES)  # type: ignore[list-item]
         with pytest.raises(ValueError, match="expected `wrong`"):
             cache.bind_layers([fields], size, 1e-5, {})
         for other in (0, size + 1):
             with pytest.raises(ValueError, match=r"size|norm"):
-                cache.bind_layers([fields], other, 1e-5, RULES)
+                cache.bind_layers([fields], other, 1e-5, PASS_RULES)

@@ -10,7 +10,7 @@ import pytest
 
 from moec.manifests.model import SharedSpec
 from moec.runtime import load
-from moec.runtime.model.one_call import TokenExperts
+from moec.runtime.model.one_call import PassExperts
 from moec.runtime.prefetch.advisor import Advisor
 from moec.runtime.prefetch.pass_state import PassState
 from moec.runtime.prefetch.predictors import Predictor
@@ -100,7 +100,7 @@ def test_a_pass_of_many_tokens_in_between_teaches_nothing() -> None:
     assert advisor.thresholds.threshold(0, 1, 1) > before
 
 
-def thresholds_of(thresholds: LearnedThresholds | TokenExperts) -> list[float]:
+def thresholds_of(thresholds: LearnedThresholds | PassExperts) -> list[float]:
     pairs = ((0, 1, 1), (0, 2, 2), (1, 2, 1), (2, 0, 1))
     return [thresholds.threshold(running, layer, rank) for running, layer, rank in pairs]
 
@@ -146,7 +146,7 @@ def test_an_engine_learns_while_it_decodes_and_says_the_same(tiny_bundle: Path) 
         with load(tiny_bundle, expert_cache="50%", context=64, prefetch_rule=rule) as engine:
             rows.append(np.concatenate([engine.decode([4 + 7 * at % 200], [0], [at]) for at in range(24)]).tobytes())
             model = engine.model
-            learned.append(thresholds_of(model.token_experts or model.advisor.thresholds))
+            learned.append(thresholds_of(model.pass_experts or model.advisor.thresholds))
     assert rows[0] == rows[1] == rows[2] and learned[0] == learned[1]
     fresh = LearnedThresholds()
     assert learned[2] == thresholds_of(fresh) != learned[0]

@@ -1,4 +1,4 @@
-// One token through the experts of one layer. `run` is the order of the steps: route, request the experts, look ahead
+// The tokens of a pass through the experts of one layer. `run` is the order of the steps: route, request the experts, look ahead
 // (prefetch_advice.cpp), compute the hits, wait for the misses and compute them, add the results to the residual stream.
 
 #include "experts/expert_layers.h"
@@ -12,7 +12,7 @@
 namespace moec {
 namespace {
 
-// Leases on the experts of this token. The destructor ends them on every path.
+// Leases on the experts of this layer. The destructor ends them on every path.
 class Leases {
   public:
     explicit Leases(ExpertCache& reads) : reads_(reads) {}
@@ -35,44 +35,54 @@ class Leases {
 }  // namespace
 
 ExpertLayers::ExpertLayers(ExpertCache& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
-                           const ThresholdRules& rules, const PathTables& paths)
+                           const ThresholdRules& rules, const PathTables& paths, const PassLimits& limits)
     : reads_(reads),
       layers_(std::move(layers)),
       ahead_eps_(ahead_eps),
       size_(size),
       thresholds_(rules),
       paths_(paths),
-      chosen_of_(layers_.size()) {
-    int64_t ranks = 0;
-    for (const ExpertLayerView& layer : layers_) {
-        ranks = std::max(ranks, layer.top_k + (layer.shared != nullptr));
+      limits_(limits),
+      chosen_of_(layers_.size()) {}
+
+void ExpertLayers::end_pass() {
+    if (has_one()) {
+        return;
     }
-    for (std::vector<float>* const row : {&normed_, &sum_}) {
-        row->resize(static_cast<size_t>(size_));
+    for (std::vector<float>* const values : {&normed_, &weights_, &parts_, &sum_, &kept_, &logits}) {
+        std::vector<float>().swap(*values);
     }
-    parts_.resize(static_cast<size_t>(ranks * size_));
+    for (Indices* const places : {&starts_, &token_rows_, &part_rows_}) {
+        Indices().swap(*places);
+    }
 }
 
-bool ExpertLayers::route(const ExpertLayerView& layer, const float* hidden) {
-    const KernelTable& kernels = active_kernels();
-    kernels.rms_norm(hidden, layer.norm, layer.norm_eps, size_, normed_.data());
-    logits.resize(layer.router == nullptr ? 0 : static_cast<size_t>(layer.router->rows));
-    chosen.resize(static_cast<size_t>(layer.top_k));
-    weights_.resize(static_cast<size_t>(layer.top_k));
+bool ExpertLayers::route(const ExpertLayerView& layer) {
+    const size_t tokens = static_cast<size_t>(rows_.tokens), experts = layer.router == nullptr ? 0 : layer.experts.size();
+    const size_t top_k = static_cast<size_t>(layer.top_k), size = static_cast<size_t>(size_);
+    normed_.resize(tokens * size);
+    rms_norm(rows_.hidden, layer.norm, layer.norm_eps, rows_.tokens, size_, normed_.data());
+    logits.resize(tokens * experts);
+    chosen.resize(tokens * top_k);
+    weights_.resize(tokens * top_k);
     if (layer.router == nullptr) {
         return true;
     }
-    float* const rows[] = {logits.data()};
-    if (!linears(&layer.router, 1, normed_.data(), 1, rows)) {
+    float* const outputs[] = {logits.data()};
+    if (!linears(&layer.router, 1, normed_.data(), rows_.tokens, outputs)) {
         return false;
     }
-    add_bias(logits.data(), layer.router_bias, layer.router->rows);
+    for (size_t t = 0; t < tokens; ++t) {
+        add_bias(logits.data() + t * experts, layer.router_bias, layer.router->rows);
+    }
     const float* const kept = logits_among_kept(layer);
     const RouteCall call{kept, chosen.data(), weights_.data(), layer.router->rows, layer.top_k, layer.renormalizes};
-    if (!moec::route(call, 1)) {
+    if (!moec::route(call, rows_.tokens)) {
         return false;
     }
-    replace_left_out(layer, kept);
+    for (size_t t = 0; t < tokens; ++t) {
+        replace_left_out(layer, kept + t * experts, chosen.data() + t * top_k);
+    }
     if (layer.weight_scale != 1.0f) {
         for (float& weight : weights_) {
             weight *= layer.weight_scale;
@@ -87,9 +97,9 @@ const float* ExpertLayers::logits_among_kept(const ExpertLayerView& layer) {
         return logits.data();
     }
     kept_ = logits;
-    for (size_t e = 0; e < kept_.size(); ++e) {
-        if (layer.experts[e] == nullptr) {
-            kept_[e] = -std::numeric_limits<float>::infinity();
+    for (size_t i = 0; i < kept_.size(); ++i) {
+        if (layer.experts[i % layer.experts.size()] == nullptr) {
+            kept_[i] = -std::numeric_limits<float>::infinity();
         }
     }
     return kept_.data();
@@ -97,17 +107,59 @@ const float* ExpertLayers::logits_among_kept(const ExpertLayerView& layer) {
 
 // Choose again where an expert that is left out was chosen, because logits of the others are NaN or -inf. The weights, which
 // are NaN or 0 then, stay. NaN reaches the logits of the model, where an error names it.
-void ExpertLayers::replace_left_out(const ExpertLayerView& layer, const float* kept) {
+void ExpertLayers::replace_left_out(const ExpertLayerView& layer, const float* kept, int32_t* chosen_of_token) const {
     const auto is_left_out = [&layer](int64_t expert) { return layer.experts[static_cast<size_t>(expert)] == nullptr; };
-    if (std::none_of(chosen.begin(), chosen.end(), is_left_out)) {
+    if (!layer.has_left_out || std::none_of(chosen_of_token, chosen_of_token + layer.top_k, is_left_out)) {
         return;
     }
-    size_t rank = 0;
+    int64_t rank = 0;
     for (const int64_t expert : largest(kept, layer.router->rows, layer.router->rows)) {
-        if (rank < chosen.size() && !is_left_out(expert)) {
-            chosen[rank++] = static_cast<int32_t>(expert);
+        if (rank < layer.top_k && !is_left_out(expert)) {
+            chosen_of_token[rank++] = static_cast<int32_t>(expert);
         }
     }
+}
+
+// Groups the choices by expert. Returns the stored experts that are needed: of one token by rank, else by number.
+ExpertLayers::Indices ExpertLayers::group(const ExpertLayerView& layer) {
+    Indices requested;
+    if (has_one()) {
+        for (const int32_t expert : chosen) {
+            requested.push_back(layer.first_expert + expert);
+        }
+        return requested;
+    }
+    starts_.assign(layer.experts.size() + 1, 0);
+    token_rows_.resize(chosen.size());
+    part_rows_.resize(chosen.size());
+    for (const int32_t expert : chosen) {
+        ++starts_[static_cast<size_t>(expert) + 1];
+    }
+    for (size_t e = 0; e < layer.experts.size(); ++e) {
+        if (starts_[e + 1] > 0) {
+            requested.push_back(layer.first_expert + static_cast<int64_t>(e));
+        }
+        starts_[e + 1] += starts_[e];
+    }
+    Indices next(starts_.begin(), starts_.end() - 1);
+    const int64_t top_k = layer.top_k, ranks = ranks_of(layer);
+    for (int64_t place = 0; place < static_cast<int64_t>(chosen.size()); ++place) {
+        const int64_t at = next[static_cast<size_t>(chosen[static_cast<size_t>(place)])]++;
+        token_rows_[static_cast<size_t>(at)] = place / top_k;
+        part_rows_[static_cast<size_t>(at)] = place / top_k * ranks + place % top_k;
+    }
+    return requested;
+}
+
+// Compares the choice with the prediction of the layer before.
+void ExpertLayers::count_predicted(const ExpertLayerView& layer, const Indices& requested, Outcome& outcome) {
+    outcome.demanded = static_cast<int64_t>(requested.size());
+    if (has_predicted_) {
+        outcome.predicted = std::count_if(requested.begin(), requested.end(), [&](int64_t index) {
+            return std::find(predicted_.begin(), predicted_.end(), index - layer.first_expert) != predicted_.end();
+        });
+    }
+    has_predicted_ = false;
 }
 
 int64_t ExpertLayers::rank_of(const ExpertLayerView& layer, int64_t index) const {
@@ -116,6 +168,12 @@ int64_t ExpertLayers::rank_of(const ExpertLayerView& layer, int64_t index) const
 
 bool ExpertLayers::compute(const ExpertLayerView& layer, const Indices& found, Outcome& outcome) {
     const int64_t started_ns = now_ns();
+    const bool has_memory = has_one() ? compute_one(layer, found) : compute_many(layer, found);
+    outcome.experts_ns += now_ns() - started_ns;
+    return has_memory;
+}
+
+bool ExpertLayers::compute_one(const ExpertLayerView& layer, const Indices& found) {
     std::vector<const ExpertView*> experts;
     Indices ranks;
     for (const int64_t index : found) {
@@ -123,9 +181,19 @@ bool ExpertLayers::compute(const ExpertLayerView& layer, const Indices& found, O
         ranks.push_back(rank_of(layer, index));
     }
     const int64_t count = static_cast<int64_t>(experts.size());
-    const bool has_memory = experts_of_token(experts.data(), count, normed_.data(), ranks.data(), parts_.data());
-    outcome.experts_ns += now_ns() - started_ns;
-    return has_memory;
+    return experts_of_token(experts.data(), count, normed_.data(), ranks.data(), parts_.data());
+}
+
+bool ExpertLayers::compute_many(const ExpertLayerView& layer, const Indices& found) {
+    std::vector<const ExpertView*> experts;
+    std::vector<ExpertCall> calls;
+    for (const int64_t index : found) {
+        const size_t expert = static_cast<size_t>(index - layer.first_expert), first = static_cast<size_t>(starts_[expert]);
+        experts.push_back(layer.experts[expert]);
+        calls.push_back({normed_.data(), token_rows_.data() + first, part_rows_.data() + first,
+                         starts_[expert + 1] - starts_[expert], parts_.data()});
+    }
+    return experts_ffn(experts.data(), calls.data(), static_cast<int64_t>(experts.size()));
 }
 
 // The shared expert is one more rank, after the routed ones.
@@ -133,9 +201,16 @@ bool ExpertLayers::compute_shared(const ExpertLayerView& layer, Outcome& outcome
     if (layer.shared == nullptr) {
         return true;
     }
-    const int64_t started_ns = now_ns();
-    weights_.push_back(1.0f);
-    const bool has_memory = experts_of_token(&layer.shared, 1, normed_.data(), &layer.top_k, parts_.data());
+    const int64_t started_ns = now_ns(), ranks = ranks_of(layer);
+    Indices token_rows, part_rows;
+    for (int64_t t = 0; t < rows_.tokens; ++t) {
+        token_rows.push_back(t);
+        part_rows.push_back(t * ranks + layer.top_k);
+    }
+    const ExpertCall call{normed_.data(), token_rows.data(), part_rows.data(), rows_.tokens, parts_.data()};
+    const bool has_memory = has_one()
+                                ? experts_of_token(&layer.shared, 1, normed_.data(), part_rows.data(), parts_.data())
+                                : expert_ffn(*layer.shared, call);
     outcome.shared_ns = now_ns() - started_ns;
     outcome.dense_ns += outcome.shared_ns;
     return has_memory;
@@ -143,10 +218,9 @@ bool ExpertLayers::compute_shared(const ExpertLayerView& layer, Outcome& outcome
 
 // Compute everything that needs no read, while reads run. If the layer misses, its hits come before looking ahead, because
 // prefetch reads would wait for the missing experts anyway. The shared expert comes last, before the first wait.
-bool ExpertLayers::compute_present(const ExpertLayerView& layer, const float* hidden, Indices& hits, bool has_misses,
-                                   Outcome& outcome) {
+bool ExpertLayers::compute_present(const ExpertLayerView& layer, Indices& hits, bool has_misses, Outcome& outcome) {
     const bool looks_behind_hits = !hits.empty() && has_misses;
-    if (!looks_behind_hits && !look_ahead(layer, hidden)) {
+    if (!looks_behind_hits && !look_ahead(layer)) {
         return false;
     }
     if (!hits.empty()) {
@@ -156,7 +230,7 @@ bool ExpertLayers::compute_present(const ExpertLayerView& layer, const float* hi
         reads_.unlease(hits);
         hits.clear();
     }
-    if (looks_behind_hits && !look_ahead(layer, hidden)) {
+    if (looks_behind_hits && !look_ahead(layer)) {
         return false;
     }
     return compute_shared(layer, outcome);
@@ -189,8 +263,27 @@ ExpertLayers::End ExpertLayers::compute_missing(const ExpertLayerView& layer, In
     return End::kDone;
 }
 
-ExpertLayers::Outcome ExpertLayers::run(size_t at, float* hidden, const std::function<bool()>& is_interrupted) {
+// Adds the outputs of the experts in the order of their ranks. The weight of a shared expert is 1.
+void ExpertLayers::add_outputs(const ExpertLayerView& layer) {
+    if (layer.shared != nullptr) {
+        std::vector<float> all;
+        for (int64_t t = 0; t < rows_.tokens; ++t) {
+            const float* const own = weights_.data() + t * layer.top_k;
+            all.insert(all.end(), own, own + layer.top_k);
+            all.push_back(1.0f);
+        }
+        weights_.swap(all);
+    }
+    sum_.resize(static_cast<size_t>(rows_.tokens * size_));
+    combine(parts_.data(), weights_.data(), rows_.tokens, ranks_of(layer), size_, sum_.data());
+    for (size_t i = 0; i < sum_.size(); ++i) {
+        rows_.hidden[i] += sum_[i] * layer.residual_scale;
+    }
+}
+
+ExpertLayers::Outcome ExpertLayers::run(size_t at, const PassRows& rows, const std::function<bool()>& is_interrupted) {
     const ExpertLayerView& layer = layers_[at];
+    rows_ = rows;
     Outcome outcome;
     const auto ended = [&outcome](End end) {
         outcome.end = end;
@@ -200,40 +293,32 @@ ExpertLayers::Outcome ExpertLayers::run(size_t at, float* hidden, const std::fun
     advice.clear();
     shares.clear();
     path_shares.clear();
-    if (!route(layer, hidden)) {
+    if (!route(layer)) {
         return ended(End::kNoMemory);
     }
+    parts_.resize(static_cast<size_t>(rows_.tokens * ranks_of(layer) * size_));
     outcome.dense_ns = now_ns() - started_ns;
     if (paths_.num_experts > 0) {
         chosen_of_[at] = chosen;
     }
-    if (has_predicted_) {
-        outcome.predicted = std::count_if(chosen.begin(), chosen.end(), [this](int32_t expert) {
-            return std::find(predicted_.begin(), predicted_.end(), expert) != predicted_.end();
-        });
+    const Indices requested = group(layer);
+    count_predicted(layer, requested, outcome);
+    if (has_one()) {
+        thresholds_.observe(layer.layer, chosen.data(), layer.top_k);
     }
-    has_predicted_ = false;
-    thresholds_.observe(layer.layer, chosen.data(), layer.top_k);
 
     Leases leases(reads_);
-    Indices requested;
-    for (const int32_t expert : chosen) {
-        requested.push_back(layer.first_expert + expert);
-    }
     if (!reads_.request_and_queue(layer.layer, requested, leases.hits, leases.misses)) {  // reads start before the hits compute
         return ended(End::kClosed);
     }
-    if (!compute_present(layer, hidden, leases.hits, !leases.misses.empty(), outcome)) {
+    if (!compute_present(layer, leases.hits, !leases.misses.empty(), outcome)) {
         return ended(End::kNoMemory);
     }
     const End end = compute_missing(layer, leases.misses, is_interrupted, outcome);
     if (end != End::kDone) {
         return ended(end);
     }
-    combine(parts_.data(), weights_.data(), 1, static_cast<int64_t>(weights_.size()), size_, sum_.data());
-    for (int64_t i = 0; i < size_; ++i) {
-        hidden[i] += sum_[static_cast<size_t>(i)] * layer.residual_scale;
-    }
+    add_outputs(layer);
     return outcome;
 }
 

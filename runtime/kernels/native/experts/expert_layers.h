@@ -1,6 +1,6 @@
-// The experts of each layer for one token, from the residual stream back to the residual stream, without Python between the
-// steps. Start here for decode: `run` routes, requests experts (expert_cache.h), looks ahead
-// (prefetch_advice.cpp), computes and adds.
+// The experts of each layer for the tokens of a pass, from the residual stream back to the residual stream, without Python
+// between the steps. Start here for decode: `run` routes, requests experts (expert_cache.h), looks ahead
+// (prefetch_advice.cpp), computes and adds. Experts that several tokens chose are computed once for all of them.
 // The specification is Model._experts_layer in runtime/model/forward.py.
 
 #pragma once
@@ -19,13 +19,26 @@ namespace moec {
 // A later layer, whose experts are predicted while this one runs.
 // rank: 1 for the next layer that routes, 2 for the one after it.
 // A router or earlier layers predict its experts. Without both, and if the paths of a token are unknown, `known` does.
-// advised: experts to read ahead; -1: as many as learned thresholds say. predicted: the most that count as a prediction.
+// advised: experts to read ahead for one token; -1: as many as learned thresholds say. predicted: the most that count as a
+// prediction. advised_each: experts to read ahead for each of several tokens.
 struct LayerAhead {
-    int64_t rank, layer, first_expert, top_k, num_experts, advised, predicted;
+    int64_t rank, layer, first_expert, top_k, num_experts, advised, predicted, advised_each;
     bool stops_at_miss;   // if one of them has to be read, nothing is advised for later layers
     NormedRouter router;  // no matrix: no router predicts
     PathSource path;      // last -1: no path predicts
-    Ranked known;
+    Ranked known;         // all experts of the layer
+};
+
+// Limits of a pass that decide what is read ahead for several tokens (specification: runtime/prefetch/advisor.py).
+struct PassLimits {
+    int64_t most_tokens;      // of a pass
+    int64_t choices_for_all;  // choices per expert from which a pass is assumed to need all experts
+};
+
+// The rows of a pass. hidden: [T, D], read and written. sequences: number of sequences that the tokens belong to.
+struct PassRows {
+    float* hidden;
+    int64_t tokens, sequences;
 };
 
 struct ExpertLayerView {
@@ -48,48 +61,63 @@ class ExpertLayers {
     enum class End { kDone, kFailed, kTooLarge, kClosed, kInterrupted, kNoMemory };
     // expert: the one that stopped the layer, for kFailed and kTooLarge.
     // dense_ns: time in norm, router and shared expert. experts_ns: in routed experts. shared_ns: in the shared expert alone.
-    // predicted: how many of the chosen experts had been predicted; -1: there was no prediction.
+    // demanded: different experts that were chosen. predicted: how many of them had been predicted; -1: there was no prediction.
     struct Outcome {
         End end = End::kDone;
-        int64_t expert = -1, dense_ns = 0, experts_ns = 0, shared_ns = 0, predicted = -1;
+        int64_t expert = -1, dense_ns = 0, experts_ns = 0, shared_ns = 0, demanded = 0, predicted = -1;
     };
 
     // size: D. ahead_eps: epsilon of the norms before the routers of later layers.
     // paths: what `LayerAhead::path` refers to.
     ExpertLayers(ExpertCache& reads, std::vector<ExpertLayerView> layers, int64_t size, float ahead_eps,
-                 const ThresholdRules& rules, const PathTables& paths);
+                 const ThresholdRules& rules, const PathTables& paths, const PassLimits& limits);
 
-    // hidden += the weighted sum of the layer's experts, float32 [D]. `is_interrupted` is called during waits.
-    Outcome run(size_t at, float* hidden, const std::function<bool()>& is_interrupted);
+    // hidden += the weighted sums of the layer's experts. `is_interrupted` is called during waits.
+    Outcome run(size_t at, const PassRows& rows, const std::function<bool()>& is_interrupted);
     // Forget predictions that will not be compared with a choice, because another pass comes first.
     void forget_guesses() { thresholds_.forget_guesses(); }
-    // Call before each pass of one token.
+    // Call before each pass.
     void begin_pass() { has_predicted_ = false; }
+    // Call after each pass. Memory for several tokens is freed: between passes the expert cache uses it.
+    void end_pass();
 
     const LearnedThresholds& thresholds() const { return thresholds_; }
     size_t count() const { return layers_.size(); }
     int64_t size() const { return size_; }
 
     // Results of the layer that ran last.
-    std::vector<int32_t> chosen;
-    std::vector<float> logits, shares;  // [E]; [M, E], softmax of the routers of later layers
+    std::vector<int32_t> chosen;        // [T, K]
+    std::vector<float> logits, shares;  // [T, E]; for one token [M, E], softmax of the routers of later layers
     std::vector<double> path_shares;    // [E], or empty if no path is known
     Indices advice;
 
   private:
-    bool route(const ExpertLayerView& layer, const float* hidden);
+    bool route(const ExpertLayerView& layer);
     const float* logits_among_kept(const ExpertLayerView& layer);
-    void replace_left_out(const ExpertLayerView& layer, const float* kept);
-    bool look_ahead(const ExpertLayerView& layer, const float* hidden);
+    void replace_left_out(const ExpertLayerView& layer, const float* kept, int32_t* chosen_of_token) const;
+    Indices group(const ExpertLayerView& layer);
+    void count_predicted(const ExpertLayerView& layer, const Indices& requested, Outcome& outcome);
+    bool look_ahead(const ExpertLayerView& layer);
+    bool look_ahead_of_one(const ExpertLayerView& layer);
+    bool look_ahead_of_many(const ExpertLayerView& layer);
     Ranked predict(const LayerAhead& ahead, const float*& row, int64_t width);
+    bool predict_many(const LayerAhead& ahead, int64_t count, Indices& experts);
+    bool add_path_scores(const LayerAhead& ahead, std::vector<double>& total);
+    int64_t advised_to_many(const ExpertLayerView& layer, const LayerAhead& ahead) const;
     Indices advised(const ExpertLayerView& layer, const LayerAhead& ahead, const Ranked& best);
+    void take_advice(const LayerAhead& ahead, const Indices& experts);
     bool is_held(const LayerAhead& ahead, const Indices& experts);
     bool compute(const ExpertLayerView& layer, const Indices& found, Outcome& outcome);
+    bool compute_one(const ExpertLayerView& layer, const Indices& found);
+    bool compute_many(const ExpertLayerView& layer, const Indices& found);
     bool compute_shared(const ExpertLayerView& layer, Outcome& outcome);
-    bool compute_present(const ExpertLayerView& layer, const float* hidden, Indices& hits, bool has_misses, Outcome& outcome);
+    bool compute_present(const ExpertLayerView& layer, Indices& hits, bool has_misses, Outcome& outcome);
     End compute_missing(const ExpertLayerView& layer, Indices& remaining, const std::function<bool()>& is_interrupted,
                         Outcome& outcome);
+    void add_outputs(const ExpertLayerView& layer);
     int64_t rank_of(const ExpertLayerView& layer, int64_t index) const;
+    int64_t ranks_of(const ExpertLayerView& layer) const { return layer.top_k + (layer.shared != nullptr); }
+    bool has_one() const { return rows_.tokens == 1; }
 
     ExpertCache& reads_;
     std::vector<ExpertLayerView> layers_;
@@ -97,10 +125,14 @@ class ExpertLayers {
     int64_t size_;
     LearnedThresholds thresholds_;
     PathTables paths_;
-    std::vector<std::vector<int32_t>> chosen_of_;  // by layer, for this token
+    PassLimits limits_;
+    PassRows rows_{nullptr, 0, 0};                 // of the layer that runs
+    std::vector<std::vector<int32_t>> chosen_of_;  // by layer, for the tokens of this pass
     Indices predicted_;  // for the next layer that routes
     bool has_predicted_ = false;
     std::vector<float> normed_, weights_, parts_, sum_, kept_;
+    // Choices of several tokens, expert by expert: those of expert e are [starts_[e], starts_[e + 1]) of the two others.
+    Indices starts_, token_rows_, part_rows_;
 };
 
 }  // namespace moec

@@ -1,4 +1,5 @@
-// Scores of the experts of later layers for one token: a norm per router, one product over all routers, softmax.
+// Scores of the experts of later layers: norm, product, softmax. For one token one product serves all routers. The scores of
+// several tokens are added.
 
 #include <algorithm>
 #include <cmath>
@@ -54,6 +55,30 @@ bool router_shares(const NormedRouter* routers, int64_t count, float eps, const 
     for (int64_t i = 0; i < count; ++i) {
         add_bias(rows[i], routers[i].bias, experts);
         softmax(kernels, rows[i], experts);
+    }
+    return true;
+}
+
+bool router_demand(const NormedRouter& router, float eps, const float* x, int64_t tokens, float* out) {
+    const int64_t size = router.matrix->columns, experts = router.matrix->rows;
+    std::unique_ptr<float[]> memory(new (std::nothrow) float[static_cast<size_t>(tokens * (size + experts))]);
+    if (memory == nullptr) {
+        return false;
+    }
+    float* const normed = memory.get();
+    float* const rows = normed + tokens * size;
+    rms_norm(x, router.norm, eps, tokens, size, normed);
+    if (!linears(&router.matrix, 1, normed, tokens, &rows)) {
+        return false;
+    }
+    std::fill(out, out + experts, 0.0f);
+    for (int64_t t = 0; t < tokens; ++t) {
+        float* const row = rows + t * experts;
+        add_bias(row, router.bias, experts);
+        softmax(active_kernels(), row, experts);
+        for (int64_t e = 0; e < experts; ++e) {
+            out[e] += row[e];
+        }
     }
     return true;
 }

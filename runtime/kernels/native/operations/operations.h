@@ -1,5 +1,6 @@
 // Whole operations: they split the work over threads and call the kernels of the active instruction set (targets/kernel_table.h).
-// Products and experts: operations.cpp. Norms, rotation, attention, routes and sums: row_operations.cpp. Rest: lookahead.cpp.
+// Products: operations.cpp. Experts: expert_operations.cpp. Norms, rotation, attention, routes and sums: row_operations.cpp.
+// Scores of later layers: lookahead.cpp.
 // The bindings in python/ and the layers call these functions. The caller validates all arguments. Functions that return bool
 // return false, with the output undefined, if there is no memory for their scratch.
 
@@ -39,6 +40,8 @@ bool linears_by_row(const MatrixView* const* matrices, int64_t count, const floa
 bool linear_of_bfloats(const BfloatKernels& kernels, const MatrixView& matrix, const float* x, int64_t tokens, float* out);
 void dequantize_rows(const MatrixView& matrix, const int64_t* rows, int64_t count, float* out);
 bool expert_ffn(const ExpertView& expert, const ExpertCall& call);
+// The same for several experts of the same D and F, computed together as far as there is scratch for their tokens.
+bool experts_ffn(const ExpertView* const* experts, const ExpertCall* calls, int64_t count);
 // All experts of one token: expert i writes output row out_rows[i]. All have the same D and F.
 bool experts_of_token(const ExpertView* const* experts, int64_t count, const float* x, const int64_t* out_rows, float* out);
 void combine(const float* parts, const float* weights, int64_t tokens, int64_t top_k, int64_t size, float* out);
@@ -58,6 +61,8 @@ struct NormedRouter {
 };
 // out[i] = softmax(rms_norm(x) W_i^T + bias_i) for one token, rows of E. At most kMaxMatrices routers of equal D and E.
 bool router_shares(const NormedRouter* routers, int64_t count, float eps, const float* x, float* out);
+// out[e] = sum over the tokens, in order, of softmax(rms_norm(x) W^T + bias), for one router. x: [T, D]; out: [E].
+bool router_demand(const NormedRouter& router, float eps, const float* x, int64_t tokens, float* out);
 // Indices of the `count` largest values, largest first. Equal values: the lowest index first. NaN comes last.
 std::vector<int64_t> largest(const float* values, int64_t size, int64_t count);
 std::vector<int64_t> largest(const double* values, int64_t size, int64_t count);

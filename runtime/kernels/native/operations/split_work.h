@@ -1,10 +1,12 @@
-// Splits an operation over threads by its tokens, and holds the scratch of operations. Used by the files of this folder.
+// Splits an operation over threads by its tokens or row blocks, and holds the scratch of operations. Used by the files of this
+// folder.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "targets/kernel_table.h"
 #include "threads/scratch.h"
 #include "threads/thread_pool.h"
 
@@ -12,6 +14,9 @@ namespace moec {
 
 constexpr double kFlopsPerThread = 5e5;  // waking a thread takes several microseconds
 constexpr int64_t kPartsPerThread = 4;  // so that other threads can take work from a slow one
+constexpr double kFlopsPerPart = 4e6;   // largest part of a long product, about 10 us
+constexpr int64_t kBlocksPerUnit = 2;   // products over one token take two blocks at a time
+constexpr int64_t kTokensAtOnce = 96;   // tokens whose rounded and hidden values are kept at once
 
 // All operations of the calling thread share it, so an operation that calls another one must not keep values in it.
 inline thread_local Scratch operation_scratch;
@@ -30,6 +35,24 @@ void split_tokens(int64_t tokens, int threads, const Body& body) {
     parallel_for(parts, threads, [&](int64_t part, int worker) {
         body(part * tokens / parts, (part + 1) * tokens / parts, worker);
     });
+}
+
+// body(begin, end) over parts of the row blocks of a matrix.
+template <class Body>
+void split_blocks(int64_t blocks, double flops, const Body& body) {
+    const int threads = threads_for(flops);
+    const int64_t units = (blocks + kBlocksPerUnit - 1) / kBlocksPerUnit;
+    const int64_t wanted = std::max(threads * kPartsPerThread, static_cast<int64_t>(flops / kFlopsPerPart));
+    const int64_t parts = threads == 1 ? 1 : std::min(units, wanted);
+    parallel_for(parts, threads, [&](int64_t part, int) {
+        const int64_t begin = part * units / parts * kBlocksPerUnit;
+        const int64_t end = std::min(blocks, (part + 1) * units / parts * kBlocksPerUnit);
+        body(begin, end);
+    });
+}
+
+inline double product_flops(const MatrixView& matrix, int64_t tokens) {
+    return 2.0 * static_cast<double>(matrix.rows) * static_cast<double>(matrix.columns) * static_cast<double>(tokens);
 }
 
 }  // namespace moec

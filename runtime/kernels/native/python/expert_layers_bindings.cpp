@@ -1,4 +1,4 @@
-// Bindings of ExpertLayers, the experts of one token. Types and meanings: runtime/kernels/_native.pyi.
+// Bindings of ExpertLayers, the experts of a pass. Types and meanings: runtime/kernels/_native.pyi.
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -18,15 +18,17 @@
 namespace moec {
 namespace {
 
+constexpr int64_t kMostChoices = 1'000'000;
 constexpr const char* kEnds[] = {"done", "failed", "too large", "closed"};
 // A later layer as the running one sees it:
 // * rank, number, first expert, top_k, number of experts;
-// * experts to read ahead (-1: learned), the most that count as predicted, whether a missing one ends the advice;
+// * experts to read ahead for one token (-1: learned), the most that count as predicted, whether a missing one ends the advice,
+//   experts to read ahead for each of several tokens;
 // * router, norm, bias; each may be None;
 // * the last layer whose experts predict it and the one before, or -1;
 // * known experts and their scores.
-using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, std::tuple<int64_t, int64_t, bool>, nb::object, nb::object,
-                         nb::object, std::pair<int64_t, int64_t>, nb::object, nb::object>;
+using Ahead = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, std::tuple<int64_t, int64_t, bool, int64_t>, nb::object,
+                         nb::object, nb::object, std::pair<int64_t, int64_t>, nb::object, nb::object>;
 
 nb::object field(const nb::dict& fields, const char* name) {
     if (!fields.contains(name)) {
@@ -78,14 +80,22 @@ class BoundLayers {
         }
         const auto rule = [&rules](const char* name) { return value<double>(rules, name); };
         const ThresholdRules learning{rule("wrong"), rule("right"), rule("first"), rule("least"), rule("most"), rule("floor")};
-        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, learning, paths_);
+        const PassLimits limits{value<int64_t>(rules, "most_tokens"), value<int64_t>(rules, "choices_for_all")};
+        if (limits.most_tokens < 1 || limits.choices_for_all < 0 || limits.choices_for_all > kMostChoices) {
+            refuse("rules: expected at least one token, and up to " + std::to_string(kMostChoices) + " choices for all");
+        }
+        layers_ = std::make_unique<ExpertLayers>(*cache_, std::move(views), size, ahead_eps, learning, paths_, limits);
     }
 
     // Returns how the layer ended; the expert that stopped it; nanoseconds in norm, router and shared expert, in routed
-    // experts, and in the shared expert alone; and how many chosen experts had been predicted, or -1.
-    std::tuple<const char*, int64_t, int64_t, int64_t, int64_t, int64_t> run(int64_t at, nb::handle hidden_object) {
+    // experts, and in the shared expert alone; how many experts were chosen; how many of them had been predicted, or -1.
+    std::tuple<const char*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> run(int64_t at, nb::handle hidden_object,
+                                                                                     int64_t sequences) {
         const Array hidden(hidden_object, "hidden", Kind::kFloat32, 2, Access::kWrite);
-        hidden.expect({1, layers_->size()});
+        hidden.expect({hidden.size(0), layers_->size()});
+        if (hidden.size(0) < 1) {
+            refuse("hidden: expected at least one token");
+        }
         const size_t index = checked(at);
         const Turn turn(*this);
         ExpertLayers::Outcome outcome;
@@ -95,7 +105,7 @@ class BoundLayers {
         };
         {
             nb::gil_scoped_release unlocked;
-            outcome = layers_->run(index, hidden.data<float>(), is_interrupted);
+            outcome = layers_->run(index, {hidden.data<float>(), hidden.size(0), sequences}, is_interrupted);
         }
         if (outcome.end == ExpertLayers::End::kInterrupted) {
             throw nb::python_error();
@@ -106,6 +116,7 @@ class BoundLayers {
                 outcome.dense_ns,
                 outcome.experts_ns,
                 outcome.shared_ns,
+                outcome.demanded,
                 outcome.predicted};
     }
 
@@ -249,7 +260,7 @@ class BoundLayers {
             fields;
         auto experts = cast_or_refuse<std::vector<int64_t>>(known_experts, "ahead");
         auto scores = cast_or_refuse<std::vector<double>>(known_scores, "ahead");
-        const auto& [advised, predicted, stops_at_miss] = rule;
+        const auto& [advised, predicted, stops_at_miss, advised_each] = rule;
         LayerAhead ahead{rank,
                          layer,
                          first,
@@ -257,6 +268,7 @@ class BoundLayers {
                          count,
                          advised,
                          predicted,
+                         advised_each,
                          stops_at_miss,
                          {nullptr, nullptr, nullptr},
                          {path.first, path.second},
@@ -271,7 +283,9 @@ class BoundLayers {
             expect_path(path, running, layer, count);
             expect_experts(first, count);
         }
-        if (rank < 1 || layer < 0 || predicted < 0 || top_k < 1 || top_k > cache_->count() || experts.size() != scores.size()) {
+        const auto is_count = [this](int64_t found) { return found >= 0 && found <= cache_->count(); };
+        if (rank < 1 || layer < 0 || predicted < 0 || !is_count(advised_each) || !is_count(count) || top_k < 1 ||
+            !is_count(top_k) || experts.size() != scores.size()) {
             refuse("ahead: expected a rank of at least 1, a top-k of 1 to " + std::to_string(cache_->count()) +
                    ", and a score for each expert");
         }
@@ -358,9 +372,10 @@ void bind_expert_layers(nb::module_& module) {
     nb::class_<BoundLayers>(module, "ExpertLayers")
         .def(nb::init<nb::object, nb::list, int64_t, float, const nb::dict&, nb::handle>(), "reads"_a, "layers"_a, "size"_a, "ahead_eps"_a,
              "rules"_a, "paths"_a = nb::none())
-        .def("run", &BoundLayers::run, "at"_a, "hidden"_a)
+        .def("run", &BoundLayers::run, "at"_a, "hidden"_a, "sequences"_a = 1)
         .def_prop_ro("is_running", &BoundLayers::is_running)
         .def("begin_pass", [](BoundLayers& layers) { (*layers).begin_pass(); })
+        .def("end_pass", [](BoundLayers& layers) { (*layers).end_pass(); })
         .def("forget_guesses", [](BoundLayers& layers) { (*layers).forget_guesses(); })
         .def(
             "threshold",
