@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -14,6 +12,7 @@ from ..engine.request import Ended, Event, Failed, GenerationRequest
 from ..engine.scheduler import QueueFull, ShuttingDown
 from .encoded import json_parts, pieces
 from .errors import RequestError, error_of_failure, json_bytes
+from .event_post import Inbox
 from .service import Service
 
 _GRACE_S = 5.0
@@ -57,36 +56,6 @@ def sent_event(value: Any, name: str | None = None) -> bytes:
     return line + b"data: " + json_bytes(value) + b"\n\n"
 
 
-class _Inbox:
-    """Events of several requests, from the engine's thread to a task."""
-
-    def __init__(self, count: int) -> None:
-        self._loop, self._events = asyncio.get_running_loop(), deque[tuple[int, Event]]()
-        self._has_some = asyncio.Event()
-        self.receivers = [self._receiver(index) for index in range(count)]
-
-    def _receiver(self, index: int) -> Callable[[Event], None]:
-        def deliver(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._add, index, event)
-
-        return deliver
-
-    def _add(self, index: int, event: Event) -> None:
-        self._events.append((index, event))
-        self._has_some.set()
-
-    async def take(self, timeout_s: float) -> list[tuple[int, Event]]:
-        """Return all events, after waiting for one; an empty list after the time-out."""
-        if not self._events:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._has_some.wait(), timeout_s)
-        self._has_some.clear()
-        found = list(self._events)
-        self._events.clear()
-        return found
-
-
 class Answer:
     """An ASGI response that runs requests and tells what comes back. Requests end when the client leaves.
 
@@ -121,7 +90,7 @@ class Answer:
             memory.release(self._log_prob_bytes)
 
     async def _answer(self, receive: Receive, send: Send) -> None:
-        inbox, scheduler = _Inbox(self._count), self._service.scheduler
+        inbox, scheduler = self._service.post.inbox(self._count), self._service.scheduler
         requests = self._make(inbox.receivers)
         try:
             scheduler.submit(requests)
@@ -148,7 +117,7 @@ class Answer:
         if not work.cancelled() and (error := work.exception()) is not None:
             raise error
 
-    async def _tell(self, inbox: _Inbox, requests: Sequence[GenerationRequest], send: Send) -> None:
+    async def _tell(self, inbox: Inbox, requests: Sequence[GenerationRequest], send: Send) -> None:
         open_answers, has_begun = len(requests), False
         ends_s = asyncio.get_running_loop().time() + max(each.deadline_s or 0.0 for each in requests) + _GRACE_S
         while open_answers:

@@ -17,6 +17,7 @@ from ..engine.scheduler import Scheduler
 from ..grammar.masks import Grammars
 from ..tools.chat_form import chat_form_of
 from .errors import RequestError, error_of
+from .event_post import EventPost
 from .log_probs import LogProbMemory
 from .sampling_fields import too_long
 from .token_texts import TokenTexts
@@ -45,11 +46,14 @@ class Service:
 
     body_bytes: bytes of the bodies that arrive now.
     log_probs: memory of the log probabilities of all open answers.
+    post: brings events of the scheduler to the tasks that answer.
     """
 
     def __init__(self, scheduler: Scheduler, options: ServiceOptions) -> None:
         self.scheduler, self.options, self.started_s = scheduler, options, int(time.time())
         self.engine: Engine = scheduler.engine
+        self.post = EventPost()
+        scheduler.after_events = self.post.send
         self.mode = self.engine.mode.removeprefix("mode: ")
         ends = self.engine.bundle.manifest.model.eos_token_ids
         self.grammars = Grammars(self.engine.tokenizer, self.vocabulary, ends)

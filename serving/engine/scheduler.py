@@ -74,6 +74,7 @@ class Scheduler:
 
     report: called with errors that are no MoecError, for the log. It must not raise.
     prefixes: prefixes on disk, or None. They are saved while nothing else is to do, and at the end.
+    after_events: called after the events of a pass, and after those of ended requests. It must neither raise nor block.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Scheduler:
         self.engine, self.options, self.activity = engine, options or ServingOptions(), Activity()
         self._prefixes, self._unsaved = prefixes, set[int]()
         self._report = report
+        self.after_events: Callable[[], None] = lambda: None
         self._runner = PassRunner(engine, self.options.prefill_tokens, self._fail, self.activity)
         self.pool = SlotPool(engine.options.slots, self._runner.keeps_prefixes)
         self._waiting = deque[GenerationRequest]()
@@ -153,6 +155,7 @@ class Scheduler:
             self._changed.notify_all()
         for request in waiting:
             self._tell(request, Failed("shutting_down", "the server is shutting down"))
+        self.after_events()
 
     def stop(self) -> None:
         """End all requests and the thread, and wait for the end of its pass."""
@@ -170,12 +173,15 @@ class Scheduler:
             while self._wait_for_work():
                 self._drop_ended()
                 self._admit()
+                self.after_events()
                 if self._running:
                     self._runner.run(self._running)
                     self._release_ended()
+                    self.after_events()
         finally:  # also after a fault: no client must wait for a thread that has ended
             self.drain(ends_running=True)
             self._drop_ended()
+            self.after_events()
             while self._unsaved:
                 self._save_prefix()
 
