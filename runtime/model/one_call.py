@@ -211,13 +211,9 @@ class PassExperts:
 def bind_pass_experts(layers: ModelLayers, cache: StreamingCache, advisor: Advisor) -> PassExperts | None:
     """Bind layers to a cache of the extension. Returns None if the cache is in Python.
 
-    An extension that was built from earlier sources has no calls for a pass. It gives None, too.
     Raises ValueError if shapes do not fit each other.
     """
-    extension = kernels.compiled()
-    if not isinstance(cache, NativeCache) or not hasattr(getattr(extension, "ExpertLayers", None), "end_pass"):
-        return None
-    return PassExperts(layers, cache, advisor)
+    return PassExperts(layers, cache, advisor) if isinstance(cache, NativeCache) else None
 
 
 def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ahead: bool) -> str | None:
@@ -227,6 +223,8 @@ def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ah
     """
     model = manifest.model
     reason = why_not_native(options, model.encoder is not None)
+    if reason is None and not hasattr(getattr(kernels.compiled(), "ExpertLayers", None), "end_pass"):
+        reason = "an extension of earlier sources"
     if reason is None and options.modes.decides:
         reason = "a lossy mode"
     if reason is None and model.norm == "layer":
