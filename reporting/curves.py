@@ -18,6 +18,8 @@ CURVE_JSON = JsonLimits(16 << 20, containers=1 << 17, values=1 << 20, texts=1 <<
 """A file of `--curve`."""
 MAX_CURVES = 32
 """Curves of one file."""
+_GREATEST = 1e6
+"""Greatest loss and KL of a point. Greater ones leave no room for others in a chart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def read_curves(data: bytes, place: str) -> list[Curve]:
         curves = curves_of_sweep(_list(plain["curve"])) if is_sweep else [_curve(each) for each in _list(plain)]
     except (ValueError, KeyError, TypeError) as problem:
         raise InputError(
-            f"`{place}`: expected the JSON of a sweep or a list of curves, found {problem!r}",
+            f"`{place}`: expected the JSON of a sweep or a list of curves, found {_told(problem)}",
             "give the JSON file that `moec compile --sweep` writes",
         ) from problem
     if len(curves) > MAX_CURVES:
@@ -74,15 +76,26 @@ def curves_of_sweep(rows: Sequence[Mapping[str, Any]]) -> list[Curve]:
             own.append(CurvePoint(_bytes(row["expert_packed_bytes"]), loss, _optional(row.get("kl"))))
         for name, size in row.get("baselines", {}).items():
             if size is not None:
-                others.setdefault(str(name)[:80], []).append(CurvePoint(_bytes(size), loss, None))
+                others.setdefault(_name(name), []).append(CurvePoint(_bytes(size), loss, None))
     return [Curve("moec", own), *(Curve(name, points) for name, points in others.items())]
 
 
 def _curve(plain: Mapping[str, Any]) -> Curve:
     points = [CurvePoint(_bytes(p["bytes"]), _optional(p.get("loss")), _optional(p.get("kl"))) for p in plain["points"]]
-    if not isinstance(plain["name"], str):
+    return Curve(_name(plain["name"]), points)
+
+
+def _name(value: Any) -> str:
+    """Return the beginning of a name. Raises TypeError, or ValueError for text that no page can hold."""
+    if not isinstance(value, str):
         raise TypeError("a name that is no text")
-    return Curve(plain["name"][:80], points)
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("a name that is not Unicode")
+    return value[:80]
+
+
+def _told(problem: Exception) -> str:
+    return f"no field {problem}" if isinstance(problem, KeyError) else str(problem)
 
 
 def _list(plain: Any) -> list[Any]:
@@ -100,6 +113,8 @@ def _bytes(value: Any) -> int:
 def _number(value: Any) -> float:
     if type(value) not in (int, float):
         raise TypeError(f"{type(value).__name__} in place of a number")
+    if not -_GREATEST <= value <= _GREATEST:
+        raise ValueError(f"a number beyond {_GREATEST:g}")
     return float(value)
 
 

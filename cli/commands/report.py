@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from moec.manifests.errors import OptionError
+from moec.manifests.errors import InputError, OptionError
 from moec.manifests.files.output_file import STDOUT, write_output
 
 from ..options.opening import bundle_folder
@@ -100,10 +100,14 @@ def report_beside(bundle: Path) -> None:
 
 
 def _curve_bytes(path: str) -> bytes:
-    from moec.manifests.files.input_file import read_input
+    """Return the content of a file of curves. Raises InputError."""
+    from moec.manifests.files.input_file import UnreadableFile, read_input
     from moec.reporting.curves import CURVE_JSON
 
-    return read_input(Path(path), CURVE_JSON.size_bytes)
+    try:
+        return read_input(Path(path), CURVE_JSON.size_bytes)
+    except UnreadableFile as error:
+        raise InputError(f"`{path}` {error}", "give the JSON file that `moec compile --sweep` writes") from error
 
 
 def _replayed(bundle: Bundle, trace: Path, profile: str | None, cache: str | None) -> Replayed:

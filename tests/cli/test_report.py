@@ -59,6 +59,8 @@ def test_a_trace_adds_caches_and_one_token(invoke: Invoke, mixed_bundle: Path, t
         (("--profile", "laptop"), "`--profile` has no effect without a trace"),
         (("--expert-cache", "10%"), "`--expert-cache` has no effect without a trace"),
         (("--curve", "{text}"), "expected the JSON of a sweep"),
+        (("--curve", "{text}.missing"), "text.txt.missing` is missing"),
+        (("--curve", "/dev/zero"), "`/dev/zero` is a device"),
         (("--trace", "{text}"), "text.txt"),
     ],
 )

@@ -39,6 +39,11 @@ def test_curves_of_other_engines() -> None:
         [{"name": "x", "points": [{"bytes": 5, "kl": "much"}]}],
         {"curve": [{"target": "1 %"}]},
         {"curve": 5},
+        [{"name": "\ud800", "points": []}],
+        {"curve": [{"target": 0.01, "expert_packed_bytes": 3, "baselines": {"\udfff": 400}}]},
+        [{"name": "x", "points": [{"bytes": 5, "loss": 1e308}]}],
+        [{"name": "x", "points": [{"bytes": 5, "kl": -1e7}]}],
+        [{"name": "x", "points": [{"bytes": 5, "loss": 10**400}]}],
         [{"name": "x", "points": []}] * 33,
     ],
 )
