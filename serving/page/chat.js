@@ -44,13 +44,16 @@
   // Each scan for the end of a mark is bounded, and so is the number of scans in a block that find none.
 
   const MAX_DEPTH = 8, MAX_SPAN = 4000, MAX_MISSES = 500;
-  const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)/, HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
-  const ITEM = /^(\s*)(?:([-*+])|(\d{1,9})[.)])\s+(.*)$/, QUOTE = /^ {0,3}>\s?/, RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
-  const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
+  const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)/, HEADING = /^ {0,3}(#{1,6})\s+(.*)$/s;
+  const ITEM = /^(\s*)(?:([-*+])|(\d{1,9})[.)])\s+(.*)$/s, QUOTE = /^ {0,3}>\s?/, RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
+
+  /** Return the cells of a line of a table. */
+  const cellsOf = line => line.trim().replace(/^\||\|$/g, "").split("|").map(cell => cell.trim());
 
   /** Return whether a table begins with a line. */
   function beginsTable(lines, at) {
-    return at + 1 < lines.length && lines[at].includes("|") && lines[at + 1].includes("-") && TABLE_RULE.test(lines[at + 1].slice(0, MAX_SPAN));
+    return at + 1 < lines.length && lines[at].includes("|") && lines[at + 1].includes("-")
+      && cellsOf(lines[at + 1].slice(0, MAX_SPAN)).every(cell => /^:?-+:?$/.test(cell));
   }
 
   /** Split a text into blocks: {kind, lines}. */
@@ -148,8 +151,7 @@
   }
 
   function tableNode(lines) {
-    const cells = line => line.trim().replace(/^\||\|$/g, "").split("|").slice(0, 64).map(cell => cell.trim());
-    const row = (line, name) => make("tr", {}, ...cells(line).map(cell => make(name, {}, ...inline(cell, 0))));
+    const row = (line, name) => make("tr", {}, ...cellsOf(line).slice(0, 64).map(cell => make(name, {}, ...inline(cell, 0))));
     const body = lines.slice(2).map(line => row(line, "td"));
     return make("div", { className: "scroll" }, make("table", {}, make("thead", {}, row(lines[0], "th")), make("tbody", {}, ...body)));
   }
@@ -309,10 +311,12 @@
     drawTurns();
     setBusy(true);
     say("waiting for the first token");
-    let isDue = false;
+    let isDue = false, pause = 0;
     const show = () => {
+      const began = performance.now();
       isDue = false;
       fillAnswer(turn);
+      pause = 4 * (performance.now() - began);  // a long text takes at most a fifth of the time
     };
     try {
       const response = await fetch(asked.path, { method: "POST", headers: headers(), body: JSON.stringify(asked.body), signal: control.signal });
@@ -322,7 +326,7 @@
         take(turn, JSON.parse(data));
         if (!isDue) {
           isDue = true;
-          requestAnimationFrame(show);
+          setTimeout(() => requestAnimationFrame(show), pause);
         }
       }, comment => {
         const place = /^queue (\d+)$/.exec(comment);
@@ -487,9 +491,9 @@
     show("waiting", found.waiting_share, percent);
   }
 
+  /** Show the timings of an answer. With a feed, the other figures are those of the server. */
   function showTimings(timings) {
-    if (!feed.isOpen) showFigures(timings);
-    else show("ttft", timings.ttft_ms, value => value < 1000 ? value.toFixed(0) + " ms" : (value / 1000).toFixed(2) + " s");
+    showFigures(feed.isOpen ? { tokens_per_s: timings.tokens_per_s, ttft_ms: timings.ttft_ms } : timings);
   }
 
   function mib(bytes) {

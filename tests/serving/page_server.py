@@ -42,6 +42,7 @@ class Script:
     is_held: whether an answer waits, after its first piece, until its client leaves.
     refusal: status and body instead of an answer, or None.
     comment: sent before the answer, if it is not empty.
+    figures: figures of the feed that differ from FIGURES.
     asked: bodies of the requests.
     """
 
@@ -51,6 +52,7 @@ class Script:
     comment: str = ""
     has_template: bool = True
     mode: str = "streaming, LOSSY: dynamic-precision 0.4,0.8; io direct"
+    figures: dict[str, Any] = field(default_factory=dict)
     asked: list[dict[str, Any]] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -119,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
         with contextlib.suppress(OSError):
             self._send(props(self.server.script))
             while not self.server.closing.wait(0.1):
-                self._send({**FIGURES, "states": base64.b64encode(STATES).decode()})
+                self._send({**FIGURES, **self.server.script.figures, "states": base64.b64encode(STATES).decode()})
 
     def _begin_stream(self) -> None:
         self.send_response(200)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,6 +175,20 @@ def test_long_answers_of_marks_are_shown(browser: Any, script: Script, address: 
             watched.page.get_by_role("button", name="New chat").click()
 
 
+def test_a_table_that_is_none_takes_no_longer_than_other_text(browser: Any, script: Script, address: str) -> None:
+    """The second line of a table was searched for in a time that grew with the square of its spaces."""
+    with Watched(browser, address) as watched:
+
+        def shown_s(line: str) -> float:
+            script.answer = f"|\n{line}\n\n" * 100 + "the end"
+            began_s = time.perf_counter()
+            watched.ask("x")
+            return time.perf_counter() - began_s
+
+        plain, hostile = "b" * 3900, " " * 3900 + "-x"
+        assert min(shown_s(hostile) for _ in range(2)) < 8 * min(shown_s(plain) for _ in range(2))
+
+
 def test_markdown(browser: Any, script: Script, address: str) -> None:
     script.answer = (
         "# Title\n\nA **bold** and *slanted* `a*b*c` with 2 * 3 and snake_case_name.\n\n1. one\n   - inner\n2. two\n\n"
@@ -302,6 +317,18 @@ def test_figures_and_the_map(browser: Any, script: Script, address: str) -> None
         assert page.locator("#told").text_content() == told
         page.locator("input[value=bits]").check()
         assert page.locator("#legend").text_content() == "2.008.00 bits"
+
+
+def test_the_speed_of_the_last_answer_stays(browser: Any, script: Script, address: str) -> None:
+    """The feed tells the mean of a second, which falls after the end of an answer."""
+    with Watched(browser, address) as watched:
+        watched.page.locator("#speed", has_text="7.5 tokens/s").wait_for()
+        script.figures = {"running": 0, "waiting": 0, "tokens_per_s": 0.1, "number": 5}
+        watched.page.locator("#queue", has_text="idle").wait_for()
+        watched.ask("x")
+        assert watched.page.locator("#speed").text_content() == "12.5 tokens/s"
+        watched.page.wait_for_timeout(300)
+        assert watched.page.locator("#speed").text_content() == "12.5 tokens/s"
 
 
 @pytest.mark.parametrize("width", [1200, 390, 320])
