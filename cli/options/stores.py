@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 from moec.manifests.errors import InputError
 
 if TYPE_CHECKING:
-    from moec.shipping.store.access import Access, Login
+    from moec.shipping.store.access import Access, Login, RegistryLogin
     from moec.shipping.store.interface import Store
     from moec.shipping.store.proxy import Proxy
 
 TOKEN_VARIABLE = "MOEC_STORE_TOKEN"
+IDENTITY_USER = "<token>"
+"""What docker's helpers give as user name of an identity token."""
 _MAX_CONFIG_BYTES = 1 << 20
 _HELPER_S = 60
 _HELPER = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -105,11 +107,13 @@ def netrc_login(host: str) -> Login | None:
     return None if found is None or found[2] is None else Login(found[0], found[2])
 
 
-def docker_login(host: str) -> Login | None:
-    """Return user and password of a registry from docker's config.json, or from the helper that it names.
+def docker_login(host: str) -> RegistryLogin | None:
+    """Return user and password of a registry, or its identity token, from docker's config.json or the helper it names.
 
     Raises InputError.
     """
+    from moec.shipping.store.access import IdentityToken
+
     path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     if not path.exists():
         return None
@@ -121,6 +125,8 @@ def docker_login(host: str) -> Login | None:
     entry = (
         next((value for key, value in logins.items() if _host(key) == host), None) if isinstance(logins, dict) else None
     )
+    if isinstance(entry, dict) and isinstance(entry.get("identitytoken"), str) and entry["identitytoken"]:
+        return IdentityToken(entry["identitytoken"])
     if isinstance(entry, dict) and entry.get("auth"):
         return _decode_login(entry["auth"], path, host)
     return None if not isinstance(helper, str) else _ask_helper(helper, host)
@@ -156,9 +162,9 @@ def _decode_login(text: Any, path: Path, host: str) -> Login:
     return Login(user, password)
 
 
-def _ask_helper(name: str, host: str) -> Login | None:
+def _ask_helper(name: str, host: str) -> RegistryLogin | None:
     """Return what a credential helper of docker has for a registry, or None."""
-    from moec.shipping.store.access import Login
+    from moec.shipping.store.access import IdentityToken, Login
 
     program = f"docker-credential-{name}"
     if not _HELPER.fullmatch(name):
@@ -171,4 +177,6 @@ def _ask_helper(name: str, host: str) -> Login | None:
         user, secret = answer.get("Username"), answer.get("Secret")
     except (OSError, subprocess.TimeoutExpired, ValueError, AttributeError):
         raise InputError(f"the credential helper `{program}` does not work", f"run `docker login {host}`") from None
-    return Login(user, secret) if isinstance(user, str) and isinstance(secret, str) else None
+    if not isinstance(user, str) or not isinstance(secret, str):
+        return None
+    return IdentityToken(secret) if user == IDENTITY_USER else Login(user, secret)

@@ -21,6 +21,16 @@ class Login:
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
 
 
+@dataclass(frozen=True, slots=True)
+class IdentityToken:
+    """Text that a registry gave at login instead of a password. It only buys further tokens."""
+
+    text: str = field(repr=False)
+
+
+RegistryLogin = Login | IdentityToken
+
+
 def _no_login(host: str) -> Login | None:
     return None
 
@@ -31,12 +41,12 @@ class Access:
 
     token: bearer token for http and https.
     login: takes a host with its port, returns user and password for http and https, or None.
-    registry_login: the same for OCI.
+    registry_login: the same for OCI, or an identity token.
     """
 
     token: str | None = field(default=None, repr=False)
     login: Callable[[str], Login | None] = _no_login
-    registry_login: Callable[[str], Login | None] = _no_login
+    registry_login: Callable[[str], RegistryLogin | None] = _no_login
 
 
 def keeps_secrets(url: str) -> bool:

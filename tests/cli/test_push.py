@@ -15,7 +15,7 @@ from moec.cli.main import cli
 from moec.cli.options.stores import docker_login, netrc_login, store_access
 from moec.manifests.errors import InputError
 from moec.shipping.signatures.keys import make_key_pair
-from moec.shipping.store.access import Login
+from moec.shipping.store.access import IdentityToken, Login
 from tests.shipping.model_bundles import sha256_of, write_bundle
 from tests.shipping.servers import serving
 from tests.shipping.store.dav_server import DavHandler, DavServer
@@ -182,8 +182,10 @@ def test_a_login_of_docker(tmp_path: Path, home: Path, monkeypatch: pytest.Monke
     path = home / ".docker" / "config.json"
     auth = base64.b64encode(f"fleet:{SECRET}".encode()).decode()
     logins = {"https://host.invalid/v1/": {"auth": auth}, "127.0.0.1:5000": {"auth": auth}, "empty.invalid": {}}
+    logins["token.invalid"] = {"auth": auth, "identitytoken": SECRET}
     path.write_text(json.dumps({"auths": logins}))
     assert docker_login("host.invalid") == docker_login("127.0.0.1:5000") == Login("fleet", SECRET)
+    assert docker_login("token.invalid") == IdentityToken(SECRET)
     assert docker_login("127.0.0.1") is docker_login("empty.invalid") is docker_login("other.invalid") is None
     for text in ("no JSON", "[]", json.dumps({"auths": {"host.invalid": {"auth": "?"}}}), '{"auths": ' + "[" * 10**6):
         path.write_text(text)
@@ -206,6 +208,8 @@ def test_a_credential_helper_of_docker(tmp_path: Path, home: Path, monkeypatch: 
         path.write_text(json.dumps({"auths": {"host.invalid": {}}, **config}))
         assert docker_login("host.invalid") == Login("fleet", SECRET)
     assert docker_login("other.invalid") is None
+    helper.write_text(helper.read_text().replace('"fleet"', '"<token>"'))
+    assert docker_login("host.invalid") == IdentityToken(SECRET)
     for name in ("none", "../fleet"):
         path.write_text(json.dumps({"credsStore": name}))
         with pytest.raises(InputError, match="credential helper"):

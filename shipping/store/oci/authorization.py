@@ -1,6 +1,7 @@
 """Credentials of an OCI registry: user and password, or a token of another server that takes them.
 
-Source: the Docker registry's specification (github.com/distribution/distribution), docs/spec/auth/token.md.
+Source: the Docker registry's specification (github.com/distribution/distribution), docs/spec/auth/token.md and, for
+identity tokens, oauth.md.
 """
 
 from __future__ import annotations
@@ -8,15 +9,17 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Sequence
 from urllib.parse import urlencode
 
 from moec.manifests.errors import StoreFailed
 from moec.manifests.files.limits import JsonLimits
 from moec.manifests.files.strict_json import load_strict_json
 
-from ..access import Login, keeps_secrets
+from ..access import IdentityToken, Login, RegistryLogin, keeps_secrets
 from ..http_client import HttpClient, HttpOptions
 from ..http_connection import origin_of, shown_place
+from ..http_upload import refusal, send
 
 _TOKEN_JSON = JsonLimits(1 << 20, containers=1 << 6, values=1 << 10, texts=1 << 10)
 _LEAST_TOKEN_S = 60.0
@@ -25,6 +28,7 @@ _SPARE_TOKEN_S = 10.0
 _MAX_CHALLENGE_CHARACTERS = 8192
 _PARAMETER = re.compile(r'([A-Za-z]+)="([^"\\]*)"')
 _TOKEN = re.compile(r"[!-~]{1,65536}")
+_CLIENT_ID = "moec"
 _CHECK = "check the address and the registry"
 _LOG_IN = "log in with `docker login`, or write the user into docker's config.json"
 
@@ -35,8 +39,8 @@ class RegistryAuthorization:
     A registry answers 401 with a challenge first. A token is kept until shortly before it expires.
     """
 
-    def __init__(self, base_url: str, login: Login | None, options: HttpOptions | None = None) -> None:
-        """base_url: scheme and host. login: user and password; None: public repositories alone."""
+    def __init__(self, base_url: str, login: RegistryLogin | None, options: HttpOptions | None = None) -> None:
+        """base_url: scheme and host. login: password or identity token; None: public repositories alone."""
         self._origin, self._login, self._options = origin_of(base_url), login, options
         self._header: str | None = None
         self._until = float("inf")
@@ -58,8 +62,10 @@ class RegistryAuthorization:
         kind, fields = challenge.partition(" ")[0].lower(), dict(_PARAMETER.findall(challenge))
         if kind == "bearer" and "realm" in fields:
             return self._fetch_token(fields)
-        header = self._login.header() if kind == "basic" and self._login is not None else None
-        return header, float("inf")
+        return self._basic() if kind == "basic" else None, float("inf")
+
+    def _basic(self) -> str | None:
+        return self._login.header() if isinstance(self._login, Login) else None
 
     def _fetch_token(self, fields: dict[str, str]) -> tuple[str, float]:
         """Return the header with a new token, and until when it holds. Raises StoreFailed."""
@@ -71,16 +77,30 @@ class RegistryAuthorization:
         has_secrets = self._login is not None or self._origin.scheme == "https"
         if has_secrets and not keeps_secrets(f"{origin.scheme}://{origin.place}"):
             raise StoreFailed(f"the registry takes tokens of `{shown_place(realm)}`, which has no TLS", _CHECK)
-        asked = urlencode([(name, fields[name]) for name in ("service", "scope") if name in fields])
-        header = None if self._login is None else self._login.header()
-        started = time.monotonic()
+        asked = [(name, fields[name]) for name in ("service", "scope") if name in fields]
+        header, started = self._basic(), time.monotonic()
         client = HttpClient(self._options, lambda url, challenge: header)
         try:
-            data = client.read_small(f"{realm}{'&' if '?' in realm else '?'}{asked}", _TOKEN_JSON.size_bytes)
+            if isinstance(self._login, IdentityToken):
+                data = _bought_token(client, realm, self._login, asked)
+            else:
+                url = f"{realm}{'&' if '?' in realm else '?'}{urlencode(asked)}"
+                data = client.read_small(url, _TOKEN_JSON.size_bytes) or b""
         finally:
             client.close()
-        token, lasting_s = _decode_token(data or b"", realm)
+        token, lasting_s = _decode_token(data, realm)
         return f"Bearer {token}", started + lasting_s - _SPARE_TOKEN_S
+
+
+def _bought_token(client: HttpClient, realm: str, identity: IdentityToken, asked: Sequence[tuple[str, str]]) -> bytes:
+    """Return the answer of a server that gives tokens for an identity token. Raises StoreFailed."""
+    grant = [("grant_type", "refresh_token"), ("client_id", _CLIENT_ID), ("refresh_token", identity.text)]
+    form = urlencode([*grant, *asked]).encode()
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    reply = send(client, "POST", realm, headers=headers, body=lambda: [form], size_bytes=len(form))
+    if reply.status != 200:
+        raise refusal("POST", realm, reply)
+    return reply.body
 
 
 def _decode_token(data: bytes, realm: str) -> tuple[str, float]:

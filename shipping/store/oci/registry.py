@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..access import Login
+from ..access import RegistryLogin
 from ..http_client import HttpClient, HttpOptions
 from ..http_upload import refusal, send
 from ..source_file import SourceFile
@@ -27,7 +27,7 @@ class Registry:
         self,
         base_url: str,
         repository: str,
-        login: Login | None = None,
+        login: RegistryLogin | None = None,
         options: HttpOptions | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
