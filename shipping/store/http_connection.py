@@ -113,7 +113,7 @@ class TunnelRefused(OSError):
     """A proxy does not connect to a server. status: its answer."""
 
     def __init__(self, status: int) -> None:
-        super().__init__(f"the proxy answered {status}")
+        super().__init__(f"it answered {status}")
         self.status = status
 
 

@@ -171,7 +171,9 @@ class HttpRequests:
                     was_open = False
                     continue
                 self._connections.give_back(origin, connection)
-                reason = _reason(error) if proxy is None else f"{_reason(error)}, through the proxy {proxy}"
+                reason = _reason(error)
+                if proxy is not None:
+                    reason = f"the proxy {proxy}: {reason}"
                 if self._is_final(origin, error):
                     raise StoreFailed(f"`{shown_place(place)}`: {reason}", _remedy(error)) from error
                 raise Again(reason) from error

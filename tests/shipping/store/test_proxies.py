@@ -121,7 +121,7 @@ def test_a_proxy_that_refuses(
 def test_where_no_proxy_listens(server: DavServer, options: HttpOptions, scheme: str, closing: ExitStack) -> None:
     place = Proxy("127.0.0.1", free_port())
     absent = replace(options, proxy_for=lambda scheme, host: place)
-    with pytest.raises(StoreFailed, match=f"connection refused, through the proxy {place}"):
+    with pytest.raises(StoreFailed, match=f"/moec.json`: the proxy {place}: connection refused"):
         opened(closing, f"{scheme}://{HOST}/fleet", absent).size_bytes("moec.json")
 
 
