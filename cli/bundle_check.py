@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moec.manifests import errors
-from moec.manifests.errors import ExecutionError, InputError, KernelUnavailable, MoecError
+from moec.manifests.errors import ExecutionError, InputError, KernelUnavailable, MoecError, TryAgain
 
 from .own_process import own_command
 
@@ -28,7 +28,8 @@ def check_bundle(folder: Path, memory: str | None = None) -> str:
     """Check that a bundle opens here and computes what its compile computed. Return what was tested, as a sentence.
 
     memory: size of the budget, as `--memory` takes it.
-    Raises the errors of opening and running a bundle. Raises ExecutionError if the process ends in another way.
+    Raises the errors of opening and running a bundle. Raises ExecutionError if the process takes too long, and TryAgain
+    if it ends in another way, for example because the system needs its memory.
     """
     command = own_command("moec.cli.bundle_check", str(folder), *([memory] if memory else []))
     try:
@@ -41,7 +42,7 @@ def check_bundle(folder: Path, memory: str | None = None) -> str:
     except (ValueError, KeyError, TypeError) as error:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:_MAX_ERROR_CHARACTERS]
         ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-        raise ExecutionError(
+        raise TryAgain(
             f"the self-test of `{folder}` ended with {ended}{': ' if last else ''}{last}",
             "check the memory of this device: moec verify --self-test",
         ) from error

@@ -7,7 +7,9 @@ Exit codes:
 * 3: a damaged bundle, or one that no accepted key signed.
 * 4: a channel without a bundle for this device.
 * 5: a store that does not answer, or answers wrongly.
+* 6: a pull of a sequence that was rolled back, so nothing was installed.
 * 70: a fault in moec.
+* 75: no space on the disk, or another process in the way: another try later may succeed.
 * 130: interrupted.
 """
 
@@ -25,6 +27,7 @@ from moec.manifests.errors import ExecutionError, MissingDependency, MoecError
 from .interrupts import is_interrupt
 from .terminal import output
 
+EXIT_ROLLED_BACK = 6
 EXIT_FAULT = 70
 EXIT_INTERRUPTED = 130
 _EXTRAS = {

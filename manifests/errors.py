@@ -10,6 +10,8 @@
       PlanError                       1   unreachable request
         TargetUnreachable                 no offered format meets the target
         DoesNotFit                        memory or disk too small, with the number
+          DiskFull                 75     no space at this moment
+
         DeviceRefused               4   a channel without a bundle for this device
 
       ExecutionError                  1   failure while running
@@ -19,6 +21,8 @@
         KernelUnavailable
         AcceleratorUnavailable
         StoreFailed                 5   a store that does not answer, or answers wrongly
+
+        TryAgain                   75   another process is in the way at this moment
 
       MissingDependency               1   an extra is not installed
 
@@ -87,6 +91,12 @@ class DoesNotFit(PlanError):
     """Memory or disk is too small. The message has the need."""
 
 
+class DiskFull(DoesNotFit):
+    """A disk has no space at this moment. Another try may succeed when there is space."""
+
+    exit_code = 75
+
+
 class DeviceRefused(PlanError):
     """A channel has no bundle that this device can run. The message lists the devices that it has."""
 
@@ -121,6 +131,12 @@ class StoreFailed(ExecutionError):
     """A store does not answer, or answers wrongly. Another try later may succeed."""
 
     exit_code = 5
+
+
+class TryAgain(ExecutionError):
+    """Another process is in the way at this moment. Another try later may succeed."""
+
+    exit_code = 75
 
 
 class MissingDependency(MoecError):

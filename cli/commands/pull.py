@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from ..exit_codes import EXIT_ROLLED_BACK
 from ..options.keys import accepted_keys_option, read_accepted_keys
 from ..options.paths import PATH, PLACE
 from ..options.stores import opened_store
@@ -54,7 +58,7 @@ def pull_command(
     keep: int,
     plan_only: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Install the bundle that a channel of SOURCE has for this device in folder DIR. DIR/current then names it.
 
     SOURCE is where `moec push` wrote to: a folder, or an address of http, https, s3, gs, hf or oci. Only what one of
@@ -66,38 +70,54 @@ def pull_command(
     their bundle.
 
     The exit code is 0 if the bundle is current now, or was before. It is 3 if something is forged, damaged or older
-    than what this device has seen, and 4 if the channel has no bundle for this device. It is 5 if the store fails:
-    try again later. It is 1 for other errors, for example a full disk.
+    than what this device has seen, and 4 if the channel has no bundle for this device. It is 6 if the sequence was
+    rolled back, so that nothing is installed. It is 5 if the store fails, and 75 if the disk is full, another pull
+    works there, or the self-test is killed: try again later. It is 1 for other errors.
 
     \b
     moec pull https://models.example/mixtral /var/lib/moec --key fleet.pub
     moec pull file:/media/stick /var/lib/moec --key fleet.pub --device raspberry-pi-5-nvme
     moec run /var/lib/moec/current --prompt "Question: ..."
     """
-    from moec.manifests.sizes import parse_bytes
-    from moec.shipping.pull.fetch import FetchOptions
     from moec.shipping.pull.pull import PullRequest
 
     from ..terminal.pull_report import PullLines, PullTalk
 
-    request = PullRequest(
-        folder,
-        channel=channel,
-        device=device,
-        memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
-        keep=keep,
-        plan_only=plan_only,
-        fetch=FetchOptions(most_bytes_per_s=None if max_rate is None else _rate(max_rate)),
-    )
+    request = PullRequest(folder, channel=channel, device=device, keep=keep, plan_only=plan_only)
     if as_json:
-        result = _pulled(source, key_files, request, memory, PullLines())
+        with _failure_as_json():
+            result = _pulled(source, key_files, _with_sizes(request, memory, max_rate), memory, PullLines())
         told = {"event": "ended", "outcome": result.outcome, "bundle": result.name, "path": str(result.path)}
         output.data_json({**told, "sequence": result.channel.sequence, "device": result.bundle.device})
-        return
-    with ProgressBar("pulling") as bar:
-        result = _pulled(source, key_files, request, memory, PullTalk(bar))
-    values = {"name": result.name, "path": result.path, "sequence": result.channel.sequence}
-    output.data(_OUTCOMES[result.outcome].format(**values))
+    else:
+        with ProgressBar("pulling") as bar:
+            result = _pulled(source, key_files, _with_sizes(request, memory, max_rate), memory, PullTalk(bar))
+        values = {"name": result.name, "path": result.path, "sequence": result.channel.sequence}
+        output.data(_OUTCOMES[result.outcome].format(**values))
+    return EXIT_ROLLED_BACK if result.outcome == "rolled back" else 0
+
+
+@contextmanager
+def _failure_as_json() -> Iterator[None]:
+    """Print an error as the last event, in addition to its sentence on stderr."""
+    from moec.manifests.errors import MoecError
+
+    try:
+        yield
+    except MoecError as error:
+        told = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
+        output.data_json({"event": "failed", "exit_code": error.exit_code, **told})
+        raise
+
+
+def _with_sizes(request: PullRequest, memory: str | None, max_rate: str | None) -> PullRequest:
+    """Return a request with memory and rate. Raises OptionError."""
+    from moec.manifests.sizes import parse_bytes
+    from moec.shipping.pull.fetch import FetchOptions
+
+    memory_bytes = None if memory is None else parse_bytes(memory, "--memory")
+    rate = None if max_rate is None else _rate(max_rate)
+    return replace(request, memory_bytes=memory_bytes, fetch=FetchOptions(most_bytes_per_s=rate))
 
 
 def _rate(text: str) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol
 
-from ..errors import DoesNotFit, InputError, MoecError
+from ..errors import DiskFull, InputError, MoecError
 
 STDOUT = Path("-")
 """Name of standard output."""
@@ -187,7 +187,7 @@ def output_file(path: Path) -> Iterator[Writer]:
 
     A link is followed. Missing folders are made.
     A device or a pipe is written to, and `-` is standard output. They get the bytes as they come.
-    Raises InputError, DoesNotFit (the disk is full). Raises BrokenPipeError if a reader has closed the pipe.
+    Raises InputError, DiskFull (the disk is full). Raises BrokenPipeError if a reader has closed the pipe.
 
     with output_file(path) as file:
         file.write(b"...")
@@ -217,7 +217,7 @@ def write_output(path: Path, data: bytes) -> None:
 def check_output(path: Path) -> None:
     """Check before any work whether `output_file` can write this file. The check leaves nothing.
 
-    Raises InputError, DoesNotFit.
+    Raises InputError, DiskFull.
     """
     if path == STDOUT:
         _standard_output()
@@ -238,7 +238,7 @@ def check_folder(path: Path, suffix: str = "") -> None:
 
     path: the new file or folder.
     suffix: the longest suffix that is added to its name during the work.
-    Raises InputError, DoesNotFit.
+    Raises InputError, DiskFull.
     """
     with write_errors(path):
         if path.name in ("", ".."):
@@ -279,7 +279,7 @@ def made_folders(path: Path, system: FileSystem | None = None) -> Iterator[None]
 
 @contextmanager
 def write_errors(place: object, kind: type[MoecError] = InputError) -> Iterator[None]:
-    """Turn a full disk into DoesNotFit, and other errors of the system into `kind`. Both name the place.
+    """Turn a full disk into DiskFull, and other errors of the system into `kind`. Both name the place.
 
     BrokenPipeError passes: a reader that has closed the pipe is no error of the writer.
     """
@@ -289,7 +289,7 @@ def write_errors(place: object, kind: type[MoecError] = InputError) -> Iterator[
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DoesNotFit(f"the disk of `{place}` is full", "free space, or name another place") from error
+            raise DiskFull(f"the disk of `{place}` is full", "free space, or name another place") from error
         raise kind(f"`{place}` cannot be written: {error.strerror or error}", _REMEDY) from error
 
 

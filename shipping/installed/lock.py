@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moec.manifests.errors import InputError
+from moec.manifests.errors import TryAgain
 
 from .places import Places
 
@@ -16,7 +16,7 @@ from .places import Places
 def locked(places: Places) -> Iterator[None]:
     """Hold the lock of an existing folder. The system gives it back when the process ends in any way.
 
-    Raises InputError if another process holds it. Raises OSError.
+    Raises TryAgain if another process holds it. Raises OSError.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(places.lock, flags, 0o666)
@@ -24,7 +24,7 @@ def locked(places: Places) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(
+            raise TryAgain(
                 f"another `moec pull` or `moec rollback` works in `{places.folder}`", "wait until it has ended"
             ) from error
         yield

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moec.manifests.bundle import MANIFEST_NAME, BundleManifest
 from moec.manifests.codec import decode_manifest
-from moec.manifests.errors import BundleError, DoesNotFit
+from moec.manifests.errors import BundleError, DiskFull
 from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import MAX_MANIFEST_BYTES
 from moec.manifests.files.output_file import WRITING_SUFFIX, AtomicFile, FileSystem, put_in_place
@@ -77,7 +77,7 @@ def install(
 ) -> None:
     """Fetch and check all bytes of a bundle, then give it its name, its signature and its receipt.
 
-    Raises StoreFailed, ChecksumMismatch, DoesNotFit, OSError. Finished ranges stay for the next pull.
+    Raises StoreFailed, ChecksumMismatch, DiskFull, OSError. Finished ranges stay for the next pull.
     """
     places, name, entries = installation.places, installation.name, installation.manifest.files
     for other in partial_names(places):
@@ -126,10 +126,10 @@ def _linked(partial: PartialBundle, delta: Delta) -> Delta:
 
 
 def _require_disk(folder: Path, plan: PullPlan) -> None:
-    """Raise DoesNotFit if the disk has less space than a plan takes."""
+    """Raise DiskFull if the disk has less space than a plan takes."""
     need, free = plan.copied_bytes + plan.fetched_bytes + _SPARE_BYTES, shutil.disk_usage(folder).free
     if free < need:
-        raise DoesNotFit(
+        raise DiskFull(
             f"the disk of `{folder}` has {free} bytes free, the bundle needs {need}",
             "free space, or keep no previous bundle: --keep 0",
         )

@@ -16,6 +16,8 @@ from moec.cli.bundle_check import check_bundle, run_check
 from moec.manifests.bundle import MANIFEST_NAME
 from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudgetExceeded
 from moec.manifests.self_test import SELF_TEST_NAME
+from moec.shipping.installed.lock import locked
+from moec.shipping.installed.places import Places
 from moec.shipping.pull import pull as pulling
 from moec.shipping.pull.pull import PullRequest
 from tests.gates.damage import seal_files
@@ -93,7 +95,7 @@ def test_pull_update_and_rollback(invoke: Invoke, device: Device) -> None:
     assert back.exit_code == 0 and "sequence 2 of the channel `stable` is not installed again" in back.stdout
     assert digests(device.folder / "current") == digests(EXAMPLE)
     again = invoke("pull", *arguments(device))
-    assert again.exit_code == 0 and "sequence 2 was rolled back" in again.stdout
+    assert again.exit_code == 6 and "sequence 2 was rolled back" in again.stdout
     assert invoke("rollback", device.folder).exit_code == 1
 
 
@@ -119,6 +121,39 @@ def test_json(invoke: Invoke, device: Device) -> None:
     assert listed["channels"] == {"stable": {"highest_sequence": 2, "rolled_back_sequence": 0}}
     back = json.loads(invoke("rollback", device.folder, "--json").stdout)
     assert (back["current"], back["channel"], back["sequence"]) == (name, "stable", 2)
+
+
+def test_failures_as_json(invoke: Invoke, device: Device) -> None:
+    source, folder, *key = arguments(device)
+    for words, kind, code in (
+        ([source, folder, *key, "--channel", "none"], "StoreFailed", 5),
+        ([source, folder, *key, "--device", "toaster"], "DeviceRefused", 4),
+        ([source, folder, *key, "--memory", "much"], "OptionError", 1),
+        ([source, folder, "--key", source], "InputError", 1),
+    ):
+        told = invoke("pull", *words, "--json")
+        failed = json.loads(told.stdout.splitlines()[-1])
+        assert (failed["event"], failed["kind"], failed["exit_code"]) == ("failed", kind, code)
+        assert told.exit_code == code and f"error: {failed['message']}" in told.stderr and failed["hint"]
+
+
+def test_what_may_succeed_later(
+    invoke: Invoke, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    invoke("pull", *arguments(device))
+    put(device, with_note(device, "second"), 2)
+    with locked(Places(device.folder)):
+        for told in (invoke("pull", *arguments(device)), invoke("rollback", device.folder)):
+            assert told.exit_code == 75 and "works in" in told.stderr
+    free = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: free._replace(free=9))
+        assert invoke("pull", *arguments(device)).exit_code == 75
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", "/bin/false")
+        assert invoke("pull", *arguments(device)).exit_code == 75
+    assert digests(device.folder / "current") == digests(EXAMPLE)
+    assert invoke("pull", *arguments(device)).exit_code == 0
 
 
 def test_channel_device_and_memory(invoke: Invoke, device: Device) -> None:

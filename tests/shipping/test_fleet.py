@@ -82,13 +82,15 @@ def test_all_options_exist_and_all_settings_are_given(name: str) -> None:
 
 
 def test_the_exit_codes_of_the_service_are_those_of_a_pull() -> None:
-    """A pull is repeated if the store fails, and only then."""
-    from moec.manifests.errors import ChecksumMismatch, DeviceRefused, InputError, OptionError, StoreFailed
+    """A pull is repeated if the store fails, or something is in the way, and only then."""
+    from moec.cli.exit_codes import EXIT_ROLLED_BACK
+    from moec.manifests.errors import ChecksumMismatch, DeviceRefused, DiskFull, InputError, StoreFailed, TryAgain
 
     text = (FLEET / "moec-pull.service").read_text()
     kept = {int(code) for code in re.findall(r"\d+", re.findall(r"RestartPreventExitStatus=(.*)", text)[0])}
-    assert {each.exit_code for each in (ChecksumMismatch, DeviceRefused, InputError, OptionError)} <= kept
-    assert StoreFailed.exit_code not in kept and "Restart=on-failure" in text
+    assert {each.exit_code for each in (ChecksumMismatch, DeviceRefused, InputError)} <= kept
+    assert not kept & {each.exit_code for each in (StoreFailed, DiskFull, TryAgain)} and "Restart=on-failure" in text
+    assert f"SuccessExitStatus={EXIT_ROLLED_BACK}\n" in text
 
 
 def test_the_dockerfile_copies_what_is_there() -> None:
@@ -155,6 +157,8 @@ def test_the_update_module_installs_commits_and_rolls_back(fleet: dict[str, str]
     for _ in range(2):  # Mender may repeat a state
         assert module(fleet, "ArtifactRollback", tmp_path / "second").returncode == 0
         assert os.readlink(current) == first
+    again = module(fleet, "ArtifactInstall", tmp_path / "third")
+    assert again.returncode == 6 and os.readlink(current) == first, "nothing was installed, so the deployment fails"
 
 
 def test_a_failed_update_leaves_what_was_installed(fleet: dict[str, str], tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_no_failure_leaves_a_wrong_file(tmp_path: Path, number: int) -> None:
             push(store, folder)
         except (StoreFailed, DoesNotFit) as error:
             failed += 1
-            assert (type(error) is DoesNotFit) == (number == errno.ENOSPC)
+            assert isinstance(error, DoesNotFit) == (number == errno.ENOSPC)
         store.close()
         seen = FileStore(folder / "store")
         for bundle in (BUNDLE, OTHER):
