@@ -33,6 +33,8 @@ _PART_S = 600
 _CREDENTIALS = "check the credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS"
 _DIGEST = "moec-sha256"
 """Metadata of a file: SHA-256 of its bytes in hex. A file that another program writes there has none."""
+_NOTHING_THERE = re.compile("kind: ConnectionRefused|Name or service not known")
+"""How obstore says that nothing listens at an address, or that its name is unknown."""
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _T = TypeVar("_T")
 
@@ -59,7 +61,9 @@ class ObjectStore:
         }
         try:
             kind = GCSStore if address.scheme == GS else S3Store
-            self._bucket = kind(address.host, **settings)
+            self._patient = kind(address.host, **settings)
+            # Until the service has answered, each failure is looked at before the request is repeated.
+            self._bucket = kind(address.host, **{**settings, "retry_config": {"max_retries": 0}})
         except (BaseError, ValueError, TypeError) as error:
             raise InputError(
                 f"`{self.address}` cannot be opened with the settings of the environment ({type(error).__name__})",
@@ -138,6 +142,7 @@ class ObjectStore:
 
     def _put(self, path: str, body: bytes | Iterator[bytes], **settings: Any) -> None:
         """Write a file. Raises StoreFailed."""
+        self._bucket = self._patient  # a body can be sent once
         done = self._ask("PUT", path, lambda: obstore.put(self._bucket, path, body, **settings))
         if done is None:
             raise StoreFailed(f"`{self.address}`: there is no such bucket", "make the bucket, or check its name")
@@ -173,13 +178,22 @@ class ObjectStore:
             yield memoryview(piece)
 
     def _ask(self, what: str, path: str, call: Callable[[], _T]) -> _T | None:
-        """Return the result of a request, or None if there is no such file or bucket. Raises StoreFailed."""
+        """Return the result of a request, or None if there is no such file or bucket. Raises StoreFailed.
+
+        call: makes a request to the present bucket. The first one may be made twice.
+        """
+        is_first = self._bucket is not self._patient
         try:
             return call()
         except (FileNotFoundError, NotFoundError):
             return None
         except (BaseError, OSError) as error:
-            raise self._failure(what, path, error) from None
+            is_final = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
+            if not is_first or is_final or _NOTHING_THERE.search(str(error)):
+                raise self._failure(what, path, error) from None
+        finally:
+            self._bucket = self._patient
+        return self._ask(what, path, call)
 
     def _failure(self, what: str, path: str, error: Exception) -> StoreFailed:
         """Return the error of a request. The message of obstore is not shown: it may have a signed address."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
+from obstore.store import S3Store
 
 from moec.manifests.errors import InputError, MissingDependency, StoreFailed
 from moec.shipping.store.access import Access
@@ -16,6 +19,7 @@ from moec.shipping.store.opening import open_store
 from tests.shipping.servers import Fault
 from tests.shipping.store.conftest import PATIENCE
 from tests.shipping.store.dav_server import DavServer
+from tests.shipping.store.services import free_port
 from tests.shipping.store.test_every_store import BUNDLE, NAME, OTHER, WEIGHTS, push, read, write
 
 
@@ -81,6 +85,26 @@ def test_a_service_that_is_not_there(bucket: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StoreFailed, match="does not answer HEAD"):
         push(opened(bucket), tmp_path)
+
+
+@pytest.mark.parametrize(("is_there", "retries"), [(False, [0]), (True, [0, 2, 2])])
+def test_only_a_service_that_is_there_is_asked_again(
+    bucket: str, dav: DavServer, monkeypatch: pytest.MonkeyPatch, is_there: bool, retries: list[int]
+) -> None:
+    """obstore repeats a request by itself. The first one says whether that can help."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", dav.url if is_there else f"http://127.0.0.1:{free_port()}")
+    dav.faults.append(Fault("status", status=503))
+    store, allowed, get = opened(bucket), list[int](), obstore.get
+
+    def counted(asked: S3Store, *rest: Any, **named: Any) -> Any:
+        allowed.append((asked.retry_config or {})["max_retries"])
+        return get(asked, *rest, **named)
+
+    monkeypatch.setattr(obstore, "get", counted)
+    for _ in range(2 if is_there else 1):
+        with pytest.raises(StoreFailed):
+            store.read_small("channel/stable.json", 10)
+    assert allowed == retries and len(dav.requests) == (1 + 3 + 3) * is_there
 
 
 def test_google_cloud_storage(dav: DavServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
