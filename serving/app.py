@@ -68,7 +68,7 @@ def make_app(service: Service, security: SecurityOptions) -> ASGIApp:
     routes.append(Route("/v1/models/{name:path}", _one_model(service), methods=["GET"]))
     routes += [Route(path, _file(data, kind), methods=["GET"]) for path, (data, kind) in page.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _fault})
-    return Guard(app, security, page)
+    return Guard(app, security, _error_body, page)
 
 
 def _page_files() -> dict[str, tuple[bytes, str]]:
@@ -87,7 +87,6 @@ def _file(data: bytes, kind: str) -> Callable[[Request], Awaitable[Any]]:
 
 def _posted(service: Service, path: str, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
     """Return the endpoint of a handler that reads a body."""
-    body_of = message_error if path.startswith("/v1/messages") else RequestError.to_plain
 
     async def endpoint(request: Request) -> Any:
         try:
@@ -97,14 +96,19 @@ def _posted(service: Service, path: str, handler: Handler) -> Callable[[Request]
             found = await handler(service, body)
         except asyncio.TimeoutError:
             late = RequestError(408, f"the body took more than {service.options.body_s:g} s", code="timeout")
-            return _error(late, body_of(late))
+            return _error(late, _error_body(path, late))
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except RequestError as error:
-            return _error(error, body_of(error))
+            return _error(error, _error_body(path, error))
         return _json(found) if isinstance(found, dict) else found
 
     return endpoint
+
+
+def _error_body(path: str, error: RequestError) -> dict[str, Any]:
+    """Return the body of an error in the form of the API that a path belongs to."""
+    return message_error(error) if path.startswith("/v1/messages") else error.to_plain()
 
 
 def _fact(service: Service, fact: Fact) -> Callable[[Request], Awaitable[Any]]:
@@ -173,9 +177,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     words = {404: "this path does not exist", 405: "this path does not take this method"}
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    return _error(RequestError(status, words.get(status, "the request is refused"), None, "not_found", headers))
+    found = RequestError(status, words.get(status, "the request is refused"), None, "not_found", headers)
+    return _error(found, _error_body(request.url.path, found))
 
 
 async def _fault(request: Request, error: Exception) -> Response:
     """Answer a fault of the server. It is logged where it is raised again."""
-    return _error(RequestError(500, "a fault in the server ended this request", None, "server_fault"))
+    found = RequestError(500, "a fault in the server ended this request", None, "server_fault")
+    return _error(found, _error_body(request.url.path, found))

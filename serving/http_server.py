@@ -15,27 +15,65 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .security import MAX_HEADER_BYTES
+
 HEADER_S = 10.0
-_HEADER_BYTES = 32 << 10
+UNREAD_S = 60.0
+"""A client that reads nothing of its response for so long is cut off."""
+_UNREAD_BYTES = 16 << 10
+"""Bytes of a response that wait in memory for the client. The sender of the response waits with the rest."""
 _KEEP_ALIVE_S = 15
 _LEAVING_S = 5.0
 """Time after the deadline of answers in which the server waits for connections to close."""
 
 
 class _TimedProtocol(H11Protocol):
-    """A connection that is closed if the headers of a request take too long."""
+    """A connection that is closed if the headers of a request take too long, or if the client reads nothing."""
 
     _header_timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
+    _has_moved = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=_UNREAD_BYTES)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
         super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        """Note that the client does not read as fast as the response is made."""
+        super().pause_writing()
+        self._watch_unread()
+
+    def resume_writing(self) -> None:
+        """Note that the client has read."""
+        self._has_moved = True
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_unread()
+
+    def _watch_unread(self) -> None:
+        if self._unread_timer is None and (unread := self.transport.get_write_buffer_size()):
+            self._has_moved = False
+            self._unread_timer = self.loop.call_later(UNREAD_S, self._end_unread, unread)
+
+    def _end_unread(self, before: int) -> None:
+        """Close the connection if the client has neither read nor sent anything."""
+        self._unread_timer = None
+        if not self._has_moved and self.transport.get_write_buffer_size() >= before:
+            self.transport.abort()
+        else:
+            self._watch_unread()
+
     def data_received(self, data: bytes) -> None:
+        self._has_moved = True
         super().data_received(data)
         if self._is_answering:
             self._stop_timer()
@@ -102,7 +140,7 @@ class HttpServer(uvicorn.Server):
             limit_concurrency=options.connections,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(options.drain_s + _LEAVING_S),
-            h11_max_incomplete_event_size=_HEADER_BYTES,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
         super().__init__(config)
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not a line for each malformed request

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,6 +19,7 @@ from .api.answer import send_error
 from .api.errors import RequestError
 
 LEAST_KEY_CHARACTERS = 8
+MAX_HEADER_BYTES = 32 << 10
 _MAX_KEY_BYTES = 4096
 _OPEN_PATHS = frozenset(("/health", "/ready"))
 _PAGE_HEADERS = [
@@ -47,7 +50,19 @@ class SecurityOptions:
     api_key: bytes | None = None
 
     def check(self) -> None:
-        """Refuse to listen for other machines without a key. Raises OptionError."""
+        """Refuse to listen for other machines without a key, and names that no request can have. Raises OptionError."""
+        for origin in self.cors_origins:
+            if not re.fullmatch(r"https?://[^/?#@\s*]+", origin):
+                raise OptionError(
+                    f"`--cors-origin` must be a scheme and a host, without a path, found `{origin}`",
+                    "write it as http://app.local:3000",
+                )
+        for name in self.allowed_hosts:
+            if not re.fullmatch(r"[A-Za-z0-9._-]+", name) and _address(name) is None:
+                raise OptionError(
+                    f"`--allowed-host` must be a name or an address, without scheme and port, found `{name}`",
+                    "write it as board.local",
+                )
         if self.api_key is None and not is_loopback(self.host):
             raise OptionError(
                 f"`--host {self.host}` lets other machines ask, and no key is set",
@@ -81,11 +96,18 @@ def read_key(path: Path) -> bytes:
 class Guard:
     """ASGI middleware that checks every request. Pages and health need no key.
 
+    body_of: returns the body of an error on a path.
     open_paths: paths that need no key in addition.
     """
 
-    def __init__(self, app: ASGIApp, options: SecurityOptions, open_paths: Collection[str] = ()) -> None:
-        self._app, self._options = app, options
+    def __init__(
+        self,
+        app: ASGIApp,
+        options: SecurityOptions,
+        body_of: Callable[[str, RequestError], dict[str, Any]],
+        open_paths: Collection[str] = (),
+    ) -> None:
+        self._app, self._options, self._body_of = app, options, body_of
         self._open_paths = _OPEN_PATHS | set(open_paths)
         self._names = {"localhost", options.host.lower(), *(name.lower() for name in options.allowed_hosts)}
         self._takes_addresses = not is_loopback(options.host)
@@ -103,8 +125,9 @@ class Guard:
             await send(message)
 
         try:
+            _check_size(scope)
             host = self._checked_host(headers)
-            origin = self._checked_origin(headers, host, str(scope.get("scheme", "http")))
+            origin = self._checked_origin(headers, host)
             if origin is not None:
                 added += _cors_headers(origin)
                 if scope["method"] == "OPTIONS":
@@ -114,7 +137,7 @@ class Guard:
             if scope["path"] not in self._open_paths:
                 self._check_key(headers)
         except RequestError as error:
-            await send_error(send_with_headers, error)
+            await send_error(send_with_headers, error, self._body_of(scope["path"], error))
             return
         await self._app(scope, receive, send_with_headers)
 
@@ -128,10 +151,13 @@ class Guard:
                 return given[0].lower()
         raise RequestError(403, "the Host header names another server; see `--allowed-host`", None, "host_not_allowed")
 
-    def _checked_origin(self, headers: list[tuple[bytes, bytes]], host: str, scheme: str) -> str | None:
-        """Return the origin of a page of another site that may ask; None for this site and for other programs."""
+    def _checked_origin(self, headers: list[tuple[bytes, bytes]], host: str) -> str | None:
+        """Return the origin of a page of another site that may ask; None for this site and for other programs.
+
+        A proxy with TLS turns https into http, so the page of this site may have either.
+        """
         given = [value.decode("latin-1") for name, value in headers if name == b"origin"]
-        if not given or given == [f"{scheme}://{host}"]:
+        if not given or given in ([f"http://{host}"], [f"https://{host}"]):
             return None
         if len(given) == 1 and given[0] in self._options.cors_origins:
             return given[0]
@@ -150,11 +176,19 @@ class Guard:
             raise RequestError(401, "the request has no valid API key", None, "invalid_api_key", told)
 
 
+def _check_size(scope: Scope) -> None:
+    """Refuse long headers. The parser bounds only those that arrive in several parts. Raises RequestError."""
+    size = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+    size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])  # with `: ` and the end of the line
+    if size > MAX_HEADER_BYTES:
+        raise RequestError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes", None, "headers_too_large")
+
+
 def _cors_headers(origin: str) -> list[tuple[bytes, bytes]]:
     return [
         (b"access-control-allow-origin", origin.encode("latin-1")),
         (b"access-control-allow-methods", b"GET, POST"),
-        (b"access-control-allow-headers", b"authorization, content-type, x-api-key"),
+        (b"access-control-allow-headers", b"authorization, *"),  # clients have headers of their own
         (b"vary", b"origin"),
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import socket
 import time
@@ -58,10 +59,58 @@ def test_the_page_itself_may_ask(server: LiveServer) -> None:
     assert server.post("/v1/completions", BODY, Origin=f"http://127.0.0.1:{server.port}").status == 200
 
 
+def test_the_page_may_ask_through_a_proxy_with_tls(locked: LiveServer) -> None:
+    headers = {"Host": "board.local", "Origin": "https://board.local", "Authorization": f"Bearer {KEY.decode()}"}
+    assert locked.ask("POST", "/v1/completions", BODY, headers).status == 200
+    assert locked.ask("POST", "/v1/completions", BODY, {**headers, "Origin": "https://other.local"}).status == 403
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cors_origins": ["*"]},
+        {"cors_origins": ["http://x/"]},
+        {"cors_origins": ["app.local"]},
+        {"allowed_hosts": ["http://x"]},
+        {"allowed_hosts": ["x:80"]},
+        {"allowed_hosts": [""]},
+    ],
+)
+def test_names_that_no_request_can_have_are_refused(options: dict[str, list[str]]) -> None:
+    with pytest.raises(OptionError, match="must be"):
+        SecurityOptions("127.0.0.1", **options).check()
+    SecurityOptions("127.0.0.1", ["board.local", "::1", "10.0.0.1"], ["https://app.local", "http://x:1"]).check()
+
+
+def test_long_headers_are_refused(server: LiveServer) -> None:
+    for headers in ({"X-Long": "y" * 33_000}, {f"X-{number}": "y" * 900 for number in range(40)}):
+        assert server.ask("GET", "/health", headers=headers).status in (400, 431)
+    assert server.ask("GET", "/health", headers={"X-Long": "y" * 30_000}).status == 200
+
+
+@pytest.mark.gate("G16")
+def test_clients_that_read_nothing_are_cut_off(
+    server: LiveServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The response is longer than what the system keeps for the connection."""
+    monkeypatch.setattr(http_server, "UNREAD_S", 0.2)
+    longest = max(range(engine.model.spec.vocab_size), key=lambda token: len(engine.tokenizer.decode([token])))
+    body = json.dumps({"tokens": [longest] * 200_000}, separators=(",", ":")).encode()
+    head = f"POST /detokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with contextlib.closing(connection):
+        connection.settimeout(PATIENCE_S)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(head + body)
+        server.wait_until_idle()
+
+
 def test_a_named_origin_may_ask(locked: LiveServer) -> None:
     asked = locked.ask("OPTIONS", "/v1/completions", headers={"Origin": "http://app.local"})
     assert asked.status == 204 and asked.headers["access-control-allow-origin"] == "http://app.local"
     assert "access-control-allow-credentials" not in asked.headers
+    assert "*" in asked.headers["access-control-allow-headers"]
     reply = locked.post("/v1/completions", BODY, Origin="http://app.local", Authorization=f"Bearer {KEY.decode()}")
     assert reply.status == 200 and reply.headers["access-control-allow-origin"] == "http://app.local"
 
@@ -73,6 +122,8 @@ def test_requests_without_the_key(locked: LiveServer, headers: dict[str, str]) -
     for path in ("/v1/models", "/metrics", "/props", "/v1/moec/events"):
         reply = locked.ask("GET", path, headers=headers)
         assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+    refused = locked.post("/v1/messages", BODY, **headers).json
+    assert refused["type"] == "error" and refused["error"]["type"] == "authentication_error"
     assert locked.ask("GET", "/health").status == 200
 
 
