@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ _SLOW_BYTES_PER_S = 4 << 20
 _LEAST_RANGE_BYTES = 64 << 10
 _HASHED_BYTES = 1 << 20
 _LOOK_EVERY_S = 0.1
+_LEAVE_S = 2.0
+"""Time for threads to end after a failure, seconds."""
 _SYNC_EVERY_S = 5.0
 
 
@@ -88,7 +91,7 @@ class Fetch:
     ) -> None:
         self._store, self._folder, self._partial, self._options = store, folder, partial, options
         self._numbers = [number for number in range(len(partial.entries)) if number not in linked]
-        self._ended = threading.Event()
+        self._ended, self._left = threading.Event(), threading.Event()
         self._failure = _Failure()
         self._wrong: list[int] = []
         self._rate = RateLimit(options.most_bytes_per_s, self._ended.wait)
@@ -131,17 +134,25 @@ class Fetch:
             helpers += [self._started(self._fetch) for _ in range(count)]
             self._wait(helpers[0], progress)
         except BaseException:
-            self._ended.set()
             self._partial.stop()
             self._store.close()
+            self._end(helpers, time.monotonic() + _LEAVE_S)
             raise
-        finally:
-            self._ended.set()
-            self._is_unsynced.set()
-            for thread in helpers:
-                thread.join()
-            self._ended.clear()
+        self._end(helpers)
+        self._ended.clear()
         self._check_failure()
+
+    def _end(self, threads: Sequence[threading.Thread], until: float | None = None) -> None:
+        """Wait for the end of threads. A store that cannot be interrupted may hold some of them.
+
+        until: time after which they are left. They write nothing any more, and do not keep the process.
+        """
+        self._ended.set()
+        self._is_unsynced.set()
+        for thread in threads:
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+        if until is not None:
+            self._left.set()
 
     def _started(self, work: Callable[..., None], *values: object) -> threading.Thread:
         def guarded() -> None:
@@ -183,6 +194,8 @@ class Fetch:
         noted = at = start
         try:
             for part in self._store.read(path, start, end):
+                if self._left.is_set():
+                    return
                 write_at(target, part, at)
                 at += len(part)
                 if at - noted >= NOTED_BYTES:

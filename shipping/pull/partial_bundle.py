@@ -60,7 +60,8 @@ class PartialBundle:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._journal.close()
+        with self._changed:
+            self._journal.close()
 
     def _remove_foreign(self) -> None:
         """Remove what is no file of this bundle. Raises OSError."""

@@ -55,18 +55,31 @@ def shown_place(url: str) -> str:
     return f"{host}{parts.path}"[:400]
 
 
+class Lateness:
+    """Time that a server has lost against LEAST_BYTES_PER_S. Time in which the reader does something else is none."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._late_s = timeout_s, 0.0
+
+    def add(self, waited_s: float, size_bytes: int) -> None:
+        """Note a wait and the bytes that it brought. Raises TimeoutError if one time-out is lost."""
+        self._late_s = max(0.0, self._late_s + waited_s - size_bytes / LEAST_BYTES_PER_S)
+        if self._late_s > self._timeout_s:
+            raise TimeoutError("the server sends too slowly")
+
+
 class _TimedReader(io.RawIOBase):
     """Bytes of one answer as they arrive.
 
     Reading ends with TimeoutError if the server sends nothing for one time-out, or sends less than LEAST_BYTES_PER_S
-    until one time-out is lost. Time in which the reader does something else does not count.
+    until one time-out is lost.
     has_body: set when the head of the answer was read. Before that, bytes are limited.
     """
 
     def __init__(self, raw: io.RawIOBase, timeout_s: float) -> None:
         super().__init__()
-        self._raw, self._timeout_s = raw, timeout_s
-        self._late_s, self._received = 0.0, 0
+        self._raw, self._lateness = raw, Lateness(timeout_s)
+        self._received = 0
         self.has_body = False
 
     def readable(self) -> bool:
@@ -76,12 +89,10 @@ class _TimedReader(io.RawIOBase):
         started = time.monotonic()
         count = self._raw.readinto(buffer)
         self._received += count or 0
-        waited_s = time.monotonic() - started - (count or 0) / LEAST_BYTES_PER_S
-        self._late_s = max(0.0, self._late_s + waited_s)
+        waited_s = time.monotonic() - started
         if not self.has_body and self._received > MAX_ANSWER_HEAD_BYTES:
             raise http.client.HTTPException("the head of the answer does not end")
-        if self._late_s > self._timeout_s:
-            raise TimeoutError("the server sends too slowly")
+        self._lateness.add(waited_s, count or 0)
         return count
 
     def close(self) -> None:

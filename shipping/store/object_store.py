@@ -6,6 +6,7 @@ obstore reads credentials, region and endpoint from its own environment variable
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from moec.manifests.errors import InputError, StoreFailed
 
 from .address import GS, Address
 from .http_client import HttpOptions
+from .http_connection import Lateness
 from .interface import PART_BYTES, Sent
 from .source_file import SourceFile
 
@@ -69,6 +71,7 @@ class ObjectStore:
                 f"`{self.address}` cannot be opened with the settings of the environment ({type(error).__name__})",
                 "check the variables that begin with AWS_ or GOOGLE_",
             ) from None
+        self._timeout_s = patience.timeout_s
         self._known: dict[tuple[int, str], str] = {}
 
     def size_bytes(self, path: str) -> int | None:
@@ -166,15 +169,22 @@ class ObjectStore:
         return self._has(path, size_bytes, sha256)
 
     def _pieces(self, path: str, result: Any) -> Iterator[memoryview]:
-        """Yield the body of an answer as it arrives. Raises StoreFailed."""
-        pieces = iter(result.stream(min_chunk_size=PART_BYTES))
+        """Yield the body of an answer as it arrives. Raises StoreFailed, also if it arrives too slowly."""
+        pieces = iter(result.stream(min_chunk_size=1))  # a slow service must not be waited for
+        lateness = Lateness(self._timeout_s)
         while True:
+            started = time.monotonic()
             try:
                 piece = next(pieces, None)
+                if piece is None:
+                    return
+                lateness.add(time.monotonic() - started, len(piece))
+            except TimeoutError as error:
+                raise StoreFailed(
+                    f"`{self.address}/{path}`: the service sends too slowly", "try again later"
+                ) from error
             except (BaseError, OSError) as error:
                 raise self._failure("GET", path, error) from None
-            if piece is None:
-                return
             yield memoryview(piece)
 
     def _ask(self, what: str, path: str, call: Callable[[], _T]) -> _T | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -20,12 +21,13 @@ from moec.manifests.errors import (
     InputError,
     SignatureInvalid,
     StoreFailed,
+    TryAgain,
 )
 from moec.shipping.installed.lock import locked
 from moec.shipping.installed.places import Places
 from moec.shipping.installed.rollback import roll_back
 from moec.shipping.store.file_store import FileStore
-from tests.shipping.devices import CountingStore, Device
+from tests.shipping.devices import CountingStore, Device, Events
 from tests.shipping.model_bundles import (
     NOW,
     channel_of,
@@ -239,6 +241,39 @@ def test_a_mix_of_two_bundles_is_refused(device: Device, bundles: list[Path]) ->
         device.pull()
 
 
+class HeldStore(CountingStore):
+    """A store whose reads of weights are held in foreign code, so that `close` does not end them."""
+
+    def __init__(self, store: FileStore) -> None:
+        super().__init__(store)
+        self.is_released, self.gave_up, self.late = threading.Event(), False, list[threading.Thread]()
+
+    def read(self, path: str, start: int, end: int) -> Iterator[memoryview]:
+        self.late.append(threading.current_thread())
+        self.gave_up |= not self.is_released.wait(30)
+        yield from super().read(path, start, end)
+
+
+def test_an_interrupt_does_not_wait_for_the_store(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HeldStore(FileStore(device.store))
+
+    def interrupt(events: Events, done_bytes: int, total_bytes: int) -> None:
+        if store.late:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Events, "progress", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        device.pull(store)
+    assert not store.gave_up and any(thread.is_alive() for thread in store.late)
+    left = digests(next(device.folder.glob("*.partial")))
+    store.is_released.set()
+    for thread in store.late:
+        thread.join()
+    assert digests(next(device.folder.glob("*.partial"))) == left, "a thread that is left writes nothing"
+    monkeypatch.undo()
+    device.pull()
+
+
 def test_what_a_store_lacks(device: Device, bundles: list[Path], tmp_path: Path) -> None:
     with pytest.raises(StoreFailed, match="has no channel `beta`"):
         device.pull(channel="beta")
@@ -311,7 +346,7 @@ def test_folders_that_are_none_of_a_device(device: Device, tmp_path: Path) -> No
 
 def test_two_pulls_at_once(device: Device) -> None:
     device.pull()
-    with locked(Places(device.folder)), pytest.raises(InputError, match="another `moec pull`"):
+    with locked(Places(device.folder)), pytest.raises(TryAgain, match="another `moec pull`"):
         device.pull()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,9 @@ def test_only_a_service_that_is_there_is_asked_again(
     assert allowed == retries and len(dav.requests) == (1 + 3 + 3) * is_there
 
 
-def test_google_cloud_storage(dav: DavServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its XML API is that of a file server, as long as files are sent in one part."""
+@pytest.fixture
+def google(dav: DavServer, monkeypatch: pytest.MonkeyPatch) -> DavServer:
+    """A server for Google Cloud Storage. The XML API is that of a file server, if files are sent in one part."""
     account = {
         "gcs_base_url": dav.url,
         "disable_oauth": True,
@@ -119,14 +121,28 @@ def test_google_cloud_storage(dav: DavServer, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
     monkeypatch.setenv("GOOGLE_ALLOW_HTTP", "true")
     dav.has_collections = False
+    return dav
+
+
+def test_google_cloud_storage(google: DavServer, tmp_path: Path) -> None:
     store = open_store(parse_address("gs://bucket/models"), Access(), for_writing=True, options=PATIENCE)
     assert push(store, tmp_path) == [True, True]
     assert push(store, tmp_path) == [False, False]
-    assert (dav.folder / "bucket" / "models" / BUNDLE / NAME).read_bytes() == WEIGHTS
+    assert (google.folder / "bucket" / "models" / BUNDLE / NAME).read_bytes() == WEIGHTS
     assert read(store, f"{BUNDLE}/{NAME}", 5, 90) == WEIGHTS[5:90]
     store.replace("channel/stable.json", b"{}")
     assert store.read_small("channel/stable.json", 2) == b"{}"
     assert store.read_small("channel/beta.json", 2) is None
+
+
+def test_a_slow_service_is_left(google: DavServer, tmp_path: Path) -> None:
+    """It sends often enough for the time-out of silence, and less than 512 bytes a second."""
+    patience = replace(PATIENCE, timeout_s=1)
+    store = open_store(parse_address("gs://bucket/models"), Access(), for_writing=True, options=patience)
+    push(store, tmp_path)
+    google.faults.append(Fault("slow", NAME, after_bytes=100))
+    with pytest.raises(StoreFailed, match="the service sends too slowly"):
+        read(store, f"{BUNDLE}/{NAME}", 0, len(WEIGHTS))
 
 
 @pytest.mark.parametrize(("address", "package"), [("s3://bucket", "obstore"), ("hf://owner/name", "huggingface_hub")])
