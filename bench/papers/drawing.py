@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 # Okabe and Ito: people with any colour vision can tell them apart. Markers and line styles differ too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-WIDTH, HEIGHT = 5.6, 3.6
+WIDTH, HEIGHT = 5.6, 4.0
 """Inches of one panel."""
 BARS_WIDTH = 0.8
+ROOM_FOR_LABELS = 0.18
+"""Space over the bars, as a share of the axis."""
 MOST_POINTS_WITH_MARKERS = 20
 
 
@@ -61,8 +63,7 @@ def _lines(axis: Axes, panel: Panel) -> None:
         )
     _scale(axis, panel)
     axis.grid(alpha=0.3)
-    if len(panel.points) > 1:
-        axis.legend(frameon=False, fontsize=8)
+    _legend(axis, len(panel.points))
 
 
 def _bars(axis: Axes, panel: Panel) -> None:
@@ -74,12 +75,11 @@ def _bars(axis: Axes, panel: Panel) -> None:
         axis.bar_label(drawn, [f"{height:.3g}" for height in heights], fontsize=6, padding=1, rotation=90)
     is_crowded = sum(map(len, panel.groups)) > 40
     axis.set_xticks(places, panel.groups, rotation=25 if is_crowded else 0, ha="right" if is_crowded else "center")
+    axis.margins(y=ROOM_FOR_LABELS)
     _scale(axis, panel)
-    axis.margins(y=0.18)
     axis.grid(alpha=0.3, axis="y")
     axis.set_axisbelow(True)
-    if len(panel.bars) > 1:
-        axis.legend(frameon=False, fontsize=8)
+    _legend(axis, len(panel.bars))
 
 
 def _map(axis: Axes, panel: Panel) -> None:
@@ -98,6 +98,12 @@ def _map(axis: Axes, panel: Panel) -> None:
     figure = axis.get_figure()
     if figure is not None:
         figure.colorbar(shown, ax=axis)
+
+
+def _legend(axis: Axes, count: int) -> None:
+    """Put the names under the axes, where they cover nothing."""
+    if count > 1:
+        axis.legend(frameon=False, fontsize=8, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
 def _scale(axis: Axes, panel: Panel) -> None:

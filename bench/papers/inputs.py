@@ -37,10 +37,6 @@ BUNDLES: dict[str, tuple[str, tuple[object, ...]]] = {
     "planted-8": ("planted", ("--uniform", 8, *_CALIBRATED)),
     "planted-4": ("planted", ("--uniform", 4, *_CALIBRATED)),
     "planted-2": ("planted", ("--uniform", 2, *_CALIBRATED)),
-    "planted-edgemoe": (
-        "planted",
-        ("--loss", "2%", "--search", "edgemoe", "--dense-bits", 8, "--limit", 1000, *_CALIBRATED),
-    ),
     "plain-16": ("plain", ("--uniform", 16, "--dense-bits", 16, *_CALIBRATED)),
 }
 """Name -> model, and options of `moec compile`."""

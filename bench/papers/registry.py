@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from .edgemoe import paths, sensitivity
-from .figure import Figure, NotMeasured
-from .hobbit import routers
+from .edgemoe import caches as edgemoe_caches
+from .edgemoe import paths, sensitivity, speed
+from .figure import Figure
+from .hobbit import caches as hobbit_caches
+from .hobbit import loading, routers
+from .missing import NOT_MEASURED
+from .mobile import little_models
 from .twiddler import popularity
 
 FIGURES: tuple[Figure, ...] = (
+    *speed.FIGURES,
     *sensitivity.FIGURES,
     *paths.FIGURES,
+    *edgemoe_caches.FIGURES,
     *routers.FIGURES,
+    *loading.FIGURES,
+    *hobbit_caches.FIGURES,
     *popularity.FIGURES,
+    *little_models.FIGURES,
 )
 
-NO_GPU = "It needs a GPU for minutes to hours, which this machine does not have."
-NOT_MEASURED: tuple[NotMeasured, ...] = ()
+__all__ = ["FIGURES", "NOT_MEASURED"]

@@ -88,7 +88,9 @@ def _dense_bytes(bundle: Bundle, profile: DeviceProfile) -> float:
     experts = 0.0
     for entry in bundle.manifest.experts:
         seen = int(popularity[entry.layer].sum())
-        share = int(popularity[entry.layer, entry.expert]) / seen
+        share = (
+            int(popularity[entry.layer, entry.expert]) / seen if seen else 1 / model.layers[entry.layer].experts.count
+        )
         experts += entry.size_bytes * share * model.reads_per_token(entry.layer)
     return float(predict(bundle, profile, 0)["compute_bytes_per_token"] - experts)
 

@@ -1,0 +1,103 @@
+"""Figures and tables of the papers that are not measured here, with the reason."""
+
+from __future__ import annotations
+
+from .figure import NotMeasured
+
+_NO_GPU = "It needs a GPU. This machine has none."
+_NO_QUIET = "It is a time on this machine, which other processes share."
+_BENCHMARKS = "[benchmarks](../benchmarks.md)"
+
+NOT_MEASURED: tuple[NotMeasured, ...] = (
+    NotMeasured(
+        "edgemoe",
+        "Figure 2 right",
+        "peak memory over the number of experts",
+        "No models in the tree differ in the number of experts alone. The memory is the bytes of an expert times their "
+        "number.",
+    ),
+    NotMeasured(
+        "edgemoe",
+        "Figure 6",
+        "accuracy with INT2, INT4, INT8 of experts only and of all weights",
+        f"Not built. {_BENCHMARKS} have the bytes of plans at a loss, and the KL of uniform formats.",
+    ),
+    NotMeasured(
+        "edgemoe",
+        "Figure 7b",
+        "time to unpack weights, next to outlier-aware quantization",
+        "The kernels multiply packed weights, so nothing is unpacked. The other quantizer is not part of moec.",
+    ),
+    NotMeasured("edgemoe", "Figure 12", "distribution of the latency of samples", f"Not built. {_NO_QUIET}"),
+    NotMeasured("edgemoe", "Table I", "time of the offline stage", f"{_NO_QUIET} `NAME.log.json` of a compile has it."),
+    NotMeasured(
+        "edgemoe",
+        "Table II",
+        "storage and accuracy, STI included",
+        f"Not built with STI's bits for all weights. {_BENCHMARKS} have the plans of moec, the best uniform format and "
+        "EdgeMoE at a loss of 2 %.",
+    ),
+    NotMeasured("edgemoe", "Figure 15", "MiniCPM on a phone", "It needs the checkpoint and a phone. Neither is here."),
+    NotMeasured(
+        "edgemoe", "Table III", "experts that fit into a budget", "It is a division. `moec inspect` prints it."
+    ),
+    NotMeasured(
+        "edgemoe",
+        "Figure 17",
+        "storage and latency over the allowed loss",
+        f"The bytes are a picture in {_BENCHMARKS}. The latency is not built: it needs a bundle for each loss.",
+    ),
+    NotMeasured(
+        "edgemoe",
+        "Figures 11 and 13",
+        "measured times with throttled storage, measured energy",
+        f"{_NO_QUIET} It has no energy counter (RAPL). {_BENCHMARKS} have the baselines, measured on the yardstick.",
+    ),
+    NotMeasured("hobbit", "Figure 3a", "time of a layer on a GPU and a Jetson", _NO_GPU),
+    NotMeasured("hobbit", "Figure 10b", "popularity of experts in single sequences", "Not built."),
+    NotMeasured(
+        "hobbit",
+        "Figures 14 and 15",
+        "end to end next to other systems",
+        f"{_NO_GPU} Of the systems compared there, {_BENCHMARKS} have llama.cpp, on CPUs.",
+    ),
+    NotMeasured(
+        "hobbit",
+        "Table 3",
+        "accuracy on GSM8K and TruthfulQA",
+        "It needs the data sets and a model that answers them. [Lossy modes](../benchmarks.md#lossy-modes) has "
+        "the loss on the problems of the example.",
+    ),
+    NotMeasured(
+        "hobbit",
+        "Figure 17a",
+        "cost of stacked routers",
+        f"{_NO_QUIET} An [experiment](../experiments/2026-11-22-stacked-routers.md) has it.",
+    ),
+    NotMeasured(
+        "hobbit",
+        "Figures 16 and 17b, prefill",
+        "gain of dynamic loading and lookahead in prompts",
+        "Not built as a figure. An [experiment](../experiments/2026-11-26-prompts-in-two-versions.md) has bytes "
+        "and loss.",
+    ),
+    NotMeasured(
+        "twiddler",
+        "Figures 4, 5 and 6",
+        "15 pairs of lengths, TTFT of long prompts, beam search",
+        f"{_NO_GPU} `python -m bench.accelerator.simulated` predicts TTFT and beams on a stated GPU. It times "
+        "the part of the CPU on this machine, which other processes share.",
+    ),
+    NotMeasured(
+        "twiddler",
+        "Figure 7",
+        "time of copies and of an expert on CPU and GPU",
+        f"{_NO_GPU} An [experiment](../experiments/2026-11-26-accelerator-on-an-h200.md) has parts of it, on an H200.",
+    ),
+    NotMeasured(
+        "twiddler", "Table 2", "values near 0 after SiLU", "Not built. It explains why a mechanism is left out."
+    ),
+    NotMeasured("mobile", "Table II", "accuracy on GSM8K and HumanEval", "It needs the models and the data sets."),
+    NotMeasured("mobile", "Figure 3 left", "latency of the little and the whole model", _NO_GPU),
+    NotMeasured("mobile", "Figure 5 right", "speed next to Pre-gated MoE and AdapMoE", "Neither is built."),
+)
