@@ -21,13 +21,14 @@ from moec.runtime import load
 
 from .servers import Load, Server, rate
 
-PROMPT_CHARACTERS = 240
 
+def load_of(bundle: Path, text: str, clients: int, tokens: int, characters: int = 240) -> Load:
+    """Return prompts that begin at different places of a text.
 
-def load_of(bundle: Path, text: str, clients: int, tokens: int) -> Load:
-    """Return prompts that begin at different places of a text."""
-    step = max((len(text) - PROMPT_CHARACTERS) // max(clients, 1), 1)
-    prompts = [text[at * step : at * step + PROMPT_CHARACTERS] for at in range(clients)]
+    characters: length of a prompt.
+    """
+    step = max((len(text) - characters) // max(clients, 1), 1)
+    prompts = [text[at * step : at * step + characters] for at in range(clients)]
     with load(bundle, expert_cache="25%", context=64) as engine:
         (end, *_) = engine.bundle.manifest.model.eos_token_ids
     return Load(prompts, tokens, end)
@@ -48,13 +49,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--shares", nargs="+", default=["100%", "50%", "25%"], help="experts in memory")
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=96, help="of an answer")
+    parser.add_argument("--characters", type=int, default=240, help="of a prompt")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="options of all servers")
     options = parser.parse_args()
     arms = dict(each.split("=", 1) for each in options.arm)
     text = options.text.read_text(encoding="utf-8")
-    asked = load_of(options.bundle, text, max(options.clients), options.tokens)
+    asked = load_of(options.bundle, text, max(options.clients), options.tokens, options.characters)
     rows: list[dict[str, Any]] = []
     for share in options.shares:
         with contextlib.ExitStack() as stack:

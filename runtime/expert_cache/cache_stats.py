@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import add, attrgetter, sub
 
 
 @dataclass(slots=True)
@@ -67,12 +68,16 @@ class CacheStats:
 
     def copy(self) -> CacheStats:
         """Return a snapshot."""
-        return CacheStats(*(getattr(self, field.name) for field in fields(self)))
+        return CacheStats(*_VALUES(self))
 
     def since(self, earlier: CacheStats) -> CacheStats:
         """Return the difference of two snapshots."""
-        return CacheStats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+        return CacheStats(*map(sub, _VALUES(self), _VALUES(earlier)))
 
     def plus(self, other: CacheStats) -> CacheStats:
         """Return the sum of two counts."""
-        return CacheStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return CacheStats(*map(add, _VALUES(self), _VALUES(other)))
+
+
+_VALUES = attrgetter(*(field.name for field in fields(CacheStats)))
+"""Returns all values at once. A server adds counts for every answer of every pass."""
