@@ -16,7 +16,7 @@ NATIVE := $(shell find runtime/kernels/native -type f -not -path '*/wheels/*' 2>
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test tests quantization-tools shipping-tools test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench wheels schema docs site example-bundle example-smollm2 figures clean links
+.PHONY: help venv demo test tests quantization-tools shipping-tools serving-clients test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench wheels schema docs site example-bundle example-smollm2 figures clean links
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,8 +71,21 @@ $(SHIPPING_TOOLS)/.ready: tests/shipping/tools.txt | $(READY)
 	    --no-compile -r tests/shipping/tools.txt && touch $@ || \
 	    echo "NOT RUN: tests of signatures and of object storage, because pip could not install their tools" >&2
 
+# Clients of `moec serve`. They see the packages of the project, so that only what it lacks is fetched.
+SERVING_CLIENTS := build/serving-clients
+
+serving-clients: $(SERVING_CLIENTS)/.ready  ## Fetch openai, litellm, LangChain and lm-evaluation-harness, for the tests of the server
+
+$(SERVING_CLIENTS)/.ready: tests/serving/clients/clients.txt | $(READY)
+	@$(BIN)/python -m venv --clear --without-pip $(SERVING_CLIENTS)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	    "$$($(SERVING_CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+	@$(BIN)/python -m pip --python $(SERVING_CLIENTS)/bin/python install --quiet --disable-pip-version-check --no-deps \
+	    --no-compile -r tests/serving/clients/clients.txt && touch $@ || \
+	    echo "NOT RUN: tests of the server's clients, because pip could not install them" >&2
+
 # Work stealing: each process gets a half in one piece, so that fixtures of a module are made once, and both end together.
-test: $(READY) lint typecheck contracts quantization-tools shipping-tools  ## Set up and run the whole fast suite
+test: $(READY) lint typecheck contracts quantization-tools shipping-tools serving-clients  ## Set up and run the whole fast suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 # Other versions than the tested ones, each in a new environment of its own; no linters, whose newest rules prove nothing.
@@ -84,7 +97,7 @@ test-newest:  ## Run the suite with the newest versions that pyproject.toml allo
 test-oldest: build/oldest.txt  ## Run the suite with the oldest versions that pyproject.toml allows (torch apart)
 	$(call OTHER_VERSIONS,oldest,$(abspath build/oldest.txt))
 
-tests: $(READY) quantization-tools shipping-tools
+tests: $(READY) quantization-tools shipping-tools serving-clients
 	@$(BIN)/python -m pip list --disable-pip-version-check
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 

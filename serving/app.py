@@ -45,6 +45,7 @@ FACTS: dict[str, Fact] = {
     "/health": facts.health,
     "/ready": facts.health,
     "/props": Service.facts,
+    "/tokenizer_info": facts.tokenizer_info,
     "/v1/moec/experts": experts,
     "/metrics": lambda service: Response(metrics(service), 200, {"content-type": CONTENT_TYPE}),
 }

@@ -37,6 +37,13 @@ def health(service: Service) -> dict[str, Any]:
     return {"status": "ok", "running": scheduler.running, "waiting": scheduler.waiting}
 
 
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """Return the special tokens and the chat template, as clients ask for them that count tokens by this server."""
+    ends = service.engine.bundle.manifest.model.eos_token_ids
+    found = {"eos_token": service.engine.tokenizer.piece(ends[0]) if ends else None}
+    return {**found, **service.tokenizer_settings()}
+
+
 async def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """Return the tokens of `content` (or `prompt`). `with_pieces` adds their texts. Raises RequestError."""
     fields = Fields(body)
