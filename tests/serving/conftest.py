@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from moec.runtime import Engine, load
+from moec.serving.api.service import ServiceOptions
 from tests.cli.test_run import add_file
 from tests.serving.live_server import LiveServer, live_server
 
 CONTEXT = 96
+EXAMPLE = Path(__file__).parents[2] / "examples" / "bundle"
 
 
 @pytest.fixture(scope="session")
@@ -54,4 +56,20 @@ def engine(chat_bundle: Path) -> Iterator[Engine]:
 def server(engine: Engine) -> Iterator[LiveServer]:
     """The engine, served."""
     with live_server(engine) as running:
+        yield running
+
+
+TOOL_TEMPLATE = (
+    b"{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+    b"<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}{% if tools %}tools{% endif %}:"
+)
+
+
+@pytest.fixture(scope="module")
+def answering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """The example bundle with a chat template that takes tools."""
+    copy = Path(shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("clients") / "bundle"))
+    add_file(copy, "chat_template.jinja", TOOL_TEMPLATE)
+    options = ServiceOptions("bundle", deadline_s=60)
+    with load(copy, slots=2) as engine, live_server(engine, service_options=options) as running:
         yield running

@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from moec.runtime import load
-from moec.serving.api.service import ServiceOptions
-from tests.cli.test_run import add_file
-from tests.serving.live_server import LiveServer, live_server
+from tests.serving.clients.client_runs import run_client
+from tests.serving.live_server import LiveServer
 
-ROOT = Path(__file__).parents[2]
-CLIENTS = ROOT / "build" / "serving-clients"
-TEMPLATE = (
-    b"{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
-    b"<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}{% if tools %}tools{% endif %}:"
-)
 QUESTION = "How many roses?"
 USER = {"role": "user", "content": QUESTION}
-
-
-@pytest.fixture(scope="module")
-def answering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """The example bundle with a chat template that takes tools."""
-    copy = Path(shutil.copytree(ROOT / "examples" / "bundle", tmp_path_factory.mktemp("clients") / "bundle"))
-    add_file(copy, "chat_template.jinja", TEMPLATE)
-    options = ServiceOptions("bundle", deadline_s=60)
-    with load(copy, slots=2) as engine, live_server(engine, service_options=options) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -49,30 +27,6 @@ def expected_text(answering: LiveServer) -> str:
     return str(answering.post("/v1/completions", body).json["choices"][0]["text"])
 
 
-def client_python() -> Path:
-    """Return the interpreter with the clients. Skips the test where they are not installed, fails in CI."""
-    if (CLIENTS / ".ready").exists():
-        return CLIENTS / "bin" / "python"
-    if os.environ.get("CI"):
-        pytest.fail("`make serving-clients` has not filled build/serving-clients")
-    pytest.skip("NOT RUN: clients of the server; they need `make serving-clients`")
-
-
-def run_client(module: str, server: LiveServer) -> dict[str, Any]:
-    script = Path(__file__).parent / "clients" / f"{module}.py"
-    done = subprocess.run(
-        [client_python(), script, f"http://127.0.0.1:{server.port}"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def test_openai(answering: LiveServer, expected: str) -> None:
     pytest.importorskip("llguidance")
     found = run_client("with_openai", answering)
@@ -85,6 +39,8 @@ def test_openai(answering: LiveServer, expected: str) -> None:
     assert found["error"] == ["unknown_field", "mirostat"]
 
 
+@pytest.mark.gate("G16")
+@pytest.mark.slow
 def test_litellm(answering: LiveServer, expected: str, expected_text: str) -> None:
     found = run_client("with_litellm", answering)
     assert (found["whole"], found["streamed"], found["messages"]) == (expected, expected, expected)
