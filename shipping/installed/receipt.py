@@ -54,7 +54,7 @@ class Receipt:
 
 def make_receipt(folder: Path, manifest_sha256: str, names: Iterable[str]) -> Receipt:
     """Return the receipt of files that were just checked. Raises OSError."""
-    return Receipt(RECEIPT_VERSION, manifest_sha256, tuple(_identity(folder, name) for name in sorted(names)))
+    return Receipt(RECEIPT_VERSION, manifest_sha256, tuple(file_identity(folder, name) for name in sorted(names)))
 
 
 def write_receipt(path: Path, receipt: Receipt, system: FileSystem) -> None:
@@ -73,12 +73,9 @@ def read_receipt(path: Path) -> Receipt | None:
         return None
 
 
-def difference(folder: Path, receipt: Receipt | None, manifest_sha256: str | None = None) -> str | None:
-    """Return what changed in a folder since its receipt, in words, or None if nothing did.
-
-    manifest_sha256: digest that `moec.json` must have had; None: any.
-    """
-    if receipt is None or manifest_sha256 not in (None, receipt.manifest_sha256):
+def difference(folder: Path, receipt: Receipt | None) -> str | None:
+    """Return what changed in a folder since its receipt, in words, or None if nothing did. No file is read."""
+    if receipt is None:
         return NO_RECEIPT
     try:
         names = set(os.listdir(folder))
@@ -90,19 +87,19 @@ def difference(folder: Path, receipt: Receipt | None, manifest_sha256: str | Non
         return f"`{other}` was {'added' if other in names else 'removed'}"
     for file in receipt.files:
         if not is_unchanged(folder, file):
-            return f"`{file.name}` was changed"
+            return f"`{file.name}` was not checked since it was written"
     return None
 
 
 def is_unchanged(folder: Path, file: CheckedFile) -> bool:
     """Return whether a file is the one that was checked."""
     try:
-        return _identity(folder, file.name) == file
+        return file_identity(folder, file.name) == file
     except OSError:
         return False
 
 
-def _identity(folder: Path, name: str) -> CheckedFile:
+def file_identity(folder: Path, name: str) -> CheckedFile:
     """Return the identity of a regular file. Raises OSError."""
     found = os.lstat(folder / name)
     if not stat.S_ISREG(found.st_mode):

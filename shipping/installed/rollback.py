@@ -12,7 +12,7 @@ from moec.manifests.files.output_file import FileSystem, write_errors
 from .lock import locked
 from .places import CURRENT, PREVIOUS, Places, check_device_folder, remove_link, set_link
 from .prune import kept_names, tidy
-from .receipt import difference, read_receipt
+from .recheck import recheck
 from .state import read_state, write_state
 
 
@@ -48,7 +48,7 @@ def roll_back(folder: Path, check: Callable[[Path], object], system: FileSystem 
         state, current, target = read_state(places), places.current, places.previous
         if state is None or current is None or target is None:
             raise _nothing_to_return_to(folder)
-        changed = difference(places.bundle(target), read_receipt(places.receipt(target)))
+        changed = recheck(places, target, system)
         if changed is not None:
             raise InputError(f"`{places.bundle(target)}` cannot be used: {changed}", "pull a bundle again")
         check(places.bundle(target))

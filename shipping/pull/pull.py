@@ -16,7 +16,8 @@ from ..channel import DEFAULT_CHANNEL, Channel, ChannelBundle, encode_moment
 from ..installed.lock import locked
 from ..installed.places import CURRENT, PREVIOUS, Places, bundle_id, check_device_folder, set_link
 from ..installed.prune import prune, tidy
-from ..installed.receipt import difference, read_receipt
+from ..installed.receipt import read_receipt
+from ..installed.recheck import recheck
 from ..installed.state import STATE_VERSION, BundleState, DeviceState, read_state, write_state
 from ..signatures.keys import PublicKey
 from ..store.interface import Store
@@ -156,6 +157,8 @@ class _Pull:
             write_state(self.places, state, self.system)
         if self._is_rolled_back(result, state):
             return "rolled back"
+        for name in self.places.ids():
+            recheck(self.places, name, self.system)
         if not self._is_installed(result):
             state = prune(self.places, state, self.request.keep, self.system, spared=result.name)
             install(self.store, self._installation(result), self.request.fetch, self.observer, self.system)
@@ -171,7 +174,9 @@ class _Pull:
     def _is_installed(self, result: Pulled) -> bool:
         """Return whether the bundle is there, and unchanged since it was checked."""
         receipt = read_receipt(self.places.receipt(result.name))
-        return result.path.is_dir() and difference(result.path, receipt, result.bundle.manifest_sha256) is None
+        if receipt is None or receipt.manifest_sha256 != result.bundle.manifest_sha256 or not result.path.is_dir():
+            return False
+        return recheck(self.places, result.name, None if self.request.plan_only else self.system) is None
 
     def _is_rolled_back(self, result: Pulled, state: DeviceState | None) -> bool:
         channel = result.channel
