@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from moec.serving.serve import ServeOptions
 
 DEFAULT_SLOTS = 4
+_MOST_NAME_CHARACTERS = 200
 MOST_SLOTS = 64
 server = section_option("Server")
 
@@ -106,7 +107,7 @@ def serve_command(
     key = None if api_key_file is None else read_key(api_key_file)
     security = SecurityOptions(host, allowed_host, cors_origin, key)
     security.check()
-    settings = _settings(name or bundle.resolve().name, security, ServingOptions(queue, prefill_tokens), deadline)
+    settings = _settings(_checked_name(bundle, name), security, ServingOptions(queue, prefill_tokens), deadline)
     if prefix_cache is not None:
         limit_bytes = parse_bytes(prefix_cache_size, "--prefix-cache-size")
         settings = replace(settings, prefixes=PrefixOptions(prefix_cache, limit_bytes))
@@ -123,7 +124,8 @@ def serve_command(
         def say_ready() -> None:
             shown = f"[{host}]" if ":" in host else host
             address = f"http://{shown}:{bound.getsockname()[1]}"
-            output.say(f"serving `{settings.service.name}` at {address}, {engine.options.slots} answers at once")
+            count = f"{engine.options.slots} answer{'s' * (engine.options.slots > 1)} at once"
+            output.say(f"serving `{settings.service.name}` at {address}, {count}")
 
         serve(engine, bound, settings, say_ready, _report, output.say)
     output.say("stopped")
@@ -148,6 +150,26 @@ def _server_memory(bundle: Path) -> Callable[[RuntimeOptions], int]:
         return own if vocabulary is None else own + grammar_bytes(vocabulary, options.slots)
 
     return bytes_of
+
+
+def _checked_name(bundle: Path, name: str | None) -> str:
+    """Return the name of the model: that of the folder, or after a link, as `current` is one, that of the manifest.
+
+    Raises OptionError, BundleError.
+    """
+    from moec.runtime.bundle.opening import open_bundle
+
+    if name is None:
+        if not bundle.is_symlink():
+            return bundle.resolve().name
+        with open_bundle(bundle_folder(bundle)) as opened:
+            return opened.manifest.name
+    if not 1 <= len(name) <= _MOST_NAME_CHARACTERS or not name.isprintable():
+        raise OptionError(
+            f"`--name` must have 1 to {_MOST_NAME_CHARACTERS} visible characters, found {name[:60]!r}",
+            "leave it out for the name of the folder",
+        )
+    return name
 
 
 def _settings(name: str, security: SecurityOptions, engine: ServingOptions, deadline: float) -> ServeOptions:
