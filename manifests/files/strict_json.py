@@ -14,6 +14,8 @@ _STRUCTURE = b"[]{},"
 _OTHER_BYTES = bytes(set(range(256)) - set(_STRUCTURE))
 _ONE_BRACKET = bytes.maketrans(b"{}", b"[]")
 _SHOWN_CHARACTERS = 40
+_MOST_DIGITS = 4000
+"""Most digits of a whole number. Python refuses 4,301 with a message about its own settings."""
 
 
 def load_strict_json(data: bytes, limits: JsonLimits) -> Any:
@@ -33,6 +35,7 @@ def load_strict_json(data: bytes, limits: JsonLimits) -> Any:
             object_pairs_hook=_reject_duplicates,
             parse_constant=_reject_constant,
             parse_float=_finite,
+            parse_int=_whole,
         )
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
@@ -102,6 +105,12 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _reject_constant(name: str) -> float:
     raise ValueError(f"`{name}` is not a number")
+
+
+def _whole(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a number has more than {_MOST_DIGITS} digits")
+    return int(text)
 
 
 def _finite(text: str) -> float:

@@ -376,7 +376,9 @@ class Engine:
         if len(tokens) + room - 1 > self.memory.context or len(tokens) > self.memory.context:
             raise ContextOverflow(
                 f"the prompt has {len(tokens)} tokens, the context holds {self.memory.context}",
-                "shorten it or raise `--context`",
+                "shorten it"
+                if self.memory.context >= self.model.spec.max_positions
+                else "shorten it or raise `--context`",
             )
 
     def check_pair(self, prompt: Sequence[int], answer: Sequence[int]) -> None:

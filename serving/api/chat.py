@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moec.manifests.files.strict_json import shown
-
 from ..engine.request import AnswerMask, Ended, Event, GenerationRequest, TokenMade
 from ..tools.calls import NO_TOOLS, ToolsOfRequest
 from .answer import Answer
 from .encoded import EncodedList
-from .errors import RequestError, bad_field
-from .fields import Fields
+from .errors import RequestError, bad_field, shown
+from .fields import Fields, check_unicode
 from .forms import OpenAIForm
 from .log_probs import chat_log_prob
 from .response_format import mask_maker, read_response_format
@@ -210,8 +208,10 @@ def read_messages(given: Any, takes_tools: bool = False) -> list[dict[str, Any]]
     """
     if given is None:
         raise RequestError(400, "`messages` is missing", "messages", "missing_field")
-    if not isinstance(given, list) or not given:
-        raise bad_field("messages", f"must be a list with a message, found {shown(given)}")
+    if not isinstance(given, list):
+        raise bad_field("messages", f"must be a list of messages, found {shown(given)}")
+    if not given:
+        raise bad_field("messages", "must have a message, found an empty list")
     roles = {**_ROLES, "tool": "tool"} if takes_tools else _ROLES
     return [_read_message(each, f"messages[{at}]", roles) for at, each in enumerate(given)]
 
@@ -221,6 +221,8 @@ def _read_message(given: Any, place: str, roles: dict[str, str]) -> dict[str, An
         raise bad_field(place, f"must be an object, found {shown(given)}")
     fields = Fields(given, f"{place}.")
     role = fields.text("role")
+    if role is None:
+        raise RequestError(400, f"`{place}.role` is missing", f"{place}.role", "missing_field")
     if role not in roles:
         raise bad_field(f"{place}.role", f"must be {', '.join(roles)}, found {shown(role)}", "unsupported_value")
     found: dict[str, Any] = {"role": roles[role]}
@@ -248,14 +250,18 @@ def _read_message(given: Any, place: str, roles: dict[str, str]) -> dict[str, An
 def message_text(content: Any, place: str, kinds: tuple[str, ...] = ("text", "input_text", "output_text")) -> str:
     """Return the text of a message: a text, or a list of text parts. Raises RequestError."""
     if isinstance(content, str):
+        check_unicode(content, place)
         return content
     if not isinstance(content, list):
         raise bad_field(place, f"must be a text or a list of text parts, found {shown(content)}")
     parts = []
     for at, part in enumerate(content):
         where = f"{place}[{at}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(part.get("text"), str):
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
             raise bad_field(where, "must be a part of type `text` with a `text`", "unsupported_value")
-        parts.append(part["text"])
+        fields = Fields(part, f"{where}.")
+        fields.take("type")
+        parts.append(fields.text("text") or "")
+        fields.without_effect("annotations", "citations", "logprobs")  # of answers that come back in a history
+        fields.end()
     return "".join(parts)

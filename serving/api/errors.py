@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from moec.manifests.errors import ContextOverflow, InputError, ManifestInvalid, MoecError, OptionError
+from moec.manifests.files.strict_json import shown as shown_value
 
 from ..engine.request import Failed
 
@@ -45,6 +46,11 @@ class RequestError(Exception):
 def bad_field(name: str, message: str, code: str = "invalid_value") -> RequestError:
     """Return the error of a field with a wrong value."""
     return RequestError(400, f"`{name}` {message}", name, code)
+
+
+def shown(value: Any) -> str:
+    """Return a JSON value as a short text for a message, in the words of JSON."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else shown_value(value)
 
 
 def error_of(problem: MoecError, param: str | None = None) -> RequestError:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from moec.manifests.files.limits import JsonLimits
-from moec.manifests.files.strict_json import load_strict_json, shown
+from moec.manifests.files.strict_json import load_strict_json
 
-from .errors import RequestError, bad_field
+from .errors import RequestError, bad_field, json_bytes, shown
 from .log_probs import log_probs_limit_bytes
 
 MAX_BODY_BYTES = 8 << 20
@@ -71,6 +71,7 @@ class Fields:
             raise bad_field(self.place + name, f"must be a text, found {shown(value)}")
         if most is not None and len(value) > most:
             raise bad_field(self.place + name, f"has {len(value)} characters, more than {most}")
+        check_unicode(value, self.place + name)
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -133,7 +134,7 @@ class Fields:
         value = self.take(name)
         if value is None or any(type(value) is type(each) and value == each for each in harmless):
             return
-        allowed = " or ".join(repr(each) for each in harmless) or "absent"
+        allowed = " or ".join(dict.fromkeys(json_bytes(each).decode() for each in harmless)) or "absent"
         raise bad_field(
             self.place + name, f"is not supported with this value; it can be {allowed}", "unsupported_value"
         )
@@ -144,6 +145,14 @@ class Fields:
             raise RequestError(
                 400, f"unknown field `{self.place}{name[:60]}`", f"{self.place}{name[:60]}", "unknown_field"
             )
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Refuse a text with half of a surrogate pair, which JSON can have. Raises RequestError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise bad_field(name, f"is not Unicode at character {error.start}") from error
 
 
 def token_ids(value: Sequence[Any], name: str) -> list[int]:

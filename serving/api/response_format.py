@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from moec.manifests.errors import InputError, MissingDependency
-from moec.manifests.files.strict_json import shown
 
 from ..engine.request import AnswerMask
 from ..grammar.masks import json_between, json_grammar
 from ..grammar.thinking import CLOSE, OPEN, AfterThinking, ThinkingMarks
 from ..tools.calls import NO_TOOLS, ToolsOfRequest
-from .errors import RequestError, bad_field
+from .errors import RequestError, bad_field, shown
 from .fields import Fields
 from .service import Service
 

@@ -9,13 +9,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from moec.manifests.files.strict_json import shown
-
 from ..engine.request import Ended, Event, TokenMade
 from ..tools.calls import NO_TOOLS
 from .answer import Answer, sent_event
 from .chat import chat_requests, chat_tokens, read_messages
-from .errors import RequestError, bad_field
+from .errors import RequestError, bad_field, shown
 from .fields import Fields
 from .forms import Collected, new_id
 from .response_format import mask_maker, read_text_format

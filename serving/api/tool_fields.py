@@ -6,10 +6,8 @@ import re
 import secrets
 from typing import Any
 
-from moec.manifests.files.strict_json import shown
-
 from ..tools.calls import NO_TOOLS, ToolCall, ToolsOfRequest, parsed
-from .errors import RequestError, bad_field
+from .errors import RequestError, bad_field, shown
 from .fields import Fields
 from .service import Service
 

@@ -69,7 +69,9 @@ def test_brackets_without_a_partner(data: bytes) -> None:
         load_strict_json(data, WIDE)
 
 
-@pytest.mark.parametrize("data", [b"", b"[}", b'"', b'"[', b"[1,]", b'{"a": 1, "a": 1}', b"[1e999]", b"NaN", b'"\xff"'])
+@pytest.mark.parametrize(
+    "data", [b"", b"[}", b'"', b'"[', b"[1,]", b'{"a": 1, "a": 1}', b"[1e999]", b"9" * 4001, b"NaN", b'"\xff"']
+)
 def test_what_is_not_strict_json(data: bytes) -> None:
     with pytest.raises(ValueError):
         load_strict_json(data, WIDE)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moec.runtime import Engine
+from moec.serving.api.sampling_fields import MAX_ANSWERS
 from moec.serving.tools.reasoning import ThinkingSplitter
 from tests.serving.live_server import LiveServer
 
@@ -90,6 +91,13 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": ["hi"]}, "messages[0]", "invalid_value"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported_value"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_value"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_field"),
+    ({"messages": [{"role": "user", "content": "a \ud800"}]}, "messages[0].content", "invalid_value"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "foo": 1}]}]},
+        "messages[0].content[0].foo",
+        "unknown_field",
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[0].content[0]",
@@ -110,6 +118,20 @@ def test_wrong_fields_are_named(server: LiveServer, change: dict[str, Any], para
     reply = server.post(PATH, {**GREEDY, **change})
     assert reply.status == 400, reply.body
     assert (reply.error["param"], reply.error["code"]) == (param, code)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": []}, "`messages` must have a message, found an empty list"),
+        ({"stream": "yes"}, "`stream` must be true or false, found 'yes'"),
+        ({"n": True}, f"`n` must be a whole number of 1 to {MAX_ANSWERS}, found true"),
+        ({"logprobs": True, "modalities": ["audio"]}, 'is not supported with this value; it can be ["text"]'),
+        ({"messages": [{"role": "user", "content": "a \ud800"}]}, "is not Unicode at character 2"),
+    ],
+)
+def test_messages_have_the_words_of_json(server: LiveServer, change: dict[str, Any], message: str) -> None:
+    assert message in server.post(PATH, {**GREEDY, **change}).error["message"]
 
 
 def test_what_asks_for_nothing_is_accepted(server: LiveServer, engine: Engine) -> None:

@@ -181,6 +181,13 @@ def test_wrong_fields_are_named(server: LiveServer, change: dict[str, Any], para
     assert set(reply.error) == {"message", "type", "param", "code"}
 
 
+def test_a_value_that_is_not_supported_is_told_with_those_that_are(server: LiveServer) -> None:
+    message = server.post(PATH, {**GREEDY, "best_of": 3}).error["message"]
+    assert message.endswith("it can be 1")
+    digits = server.post(PATH, b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}").error["message"]
+    assert "more than 4000 digits" in digits
+
+
 def test_a_long_prompt_is_refused_with_both_numbers(server: LiveServer) -> None:
     reply = server.post(PATH, {**GREEDY, "prompt": [7] * 200})
     assert "200 tokens" in reply.error["message"] and "96 tokens" in reply.error["message"]
