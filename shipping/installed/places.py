@@ -133,6 +133,9 @@ def check_device_folder(folder: Path) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"`{folder}` is no folder for bundles: {reason}", "name a folder") from error
+    for link in (CURRENT, PREVIOUS):
+        if link in names and not (folder / link).is_symlink():
+            raise InputError(f"`{folder / link}` is no link that `moec pull` has made", "give it another name")
     foreign = [name for name in names if not is_own_name(name)]
     if foreign and STATE_NAME not in names:
         raise InputError(

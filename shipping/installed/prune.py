@@ -11,6 +11,9 @@ from moec.manifests.files.output_file import WRITING_SUFFIX, FileSystem
 from .places import JOURNAL_SUFFIX, PREVIOUS, REMOVING_SUFFIX, Places, is_own_name, remove_link
 from .state import DeviceState, write_state
 
+_BLOCK_BYTES = 512
+"""Unit of `st_blocks`."""
+
 
 def kept_names(places: Places, state: DeviceState, keep: int) -> list[str]:
     """Return the current bundle, then the previous one and the others that were installed last.
@@ -43,6 +46,29 @@ def prune(places: Places, state: DeviceState, keep: int, system: FileSystem, spa
     for name in gone:
         remove_companions(places, name, system)
     return left
+
+
+def make_room(
+    places: Places, state: DeviceState, keep: int, missing_bytes: int, system: FileSystem, spared: str
+) -> bool:
+    """Remove the bundles that a switch to a new one would remove, if that frees enough. Return whether it was done.
+
+    keep: number of bundles in addition to the current one, after the switch.
+    missing_bytes: bytes of the disk that the new bundle lacks.
+    spared: name of the new bundle.
+    Raises OSError.
+    """
+    replaced = kept_names(places, state, keep)[keep:] if keep > 0 else []
+    if not replaced or sum(_own_bytes(places, name) for name in replaced) < missing_bytes:
+        return False
+    prune(places, state, keep - 1, system, spared)
+    return True
+
+
+def _own_bytes(places: Places, name: str) -> int:
+    """Return the bytes on the disk that only this bundle holds. Raises OSError."""
+    found = [path.lstat() for path in places.bundle(name).iterdir()]
+    return sum(file.st_blocks * _BLOCK_BYTES for file in found if file.st_nlink == 1)
 
 
 def finish_removals(places: Places) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,23 +73,32 @@ def plan_of(installation: Installation, delta: Delta, done: Sequence[Intervals] 
 
 
 def install(
-    store: Store, installation: Installation, options: FetchOptions, observer: PullObserver, system: FileSystem
+    store: Store,
+    installation: Installation,
+    options: FetchOptions,
+    observer: PullObserver,
+    system: FileSystem,
+    make_room: Callable[[int], bool],
 ) -> None:
     """Fetch and check all bytes of a bundle, then give it its name, its signature and its receipt.
 
+    make_room: takes the bytes that the disk lacks, and returns whether it has removed a bundle.
     Raises StoreFailed, ChecksumMismatch, DiskFull, OSError. Finished ranges stay for the next pull.
     """
     places, name, entries = installation.places, installation.name, installation.manifest.files
     for other in partial_names(places):
         if other != name:
             remove_partial(places, other, system)
-    delta = delta_of(installation)
     with PartialBundle(places, name, installation.manifest_sha256, entries, system) as partial:
         partial.keep_manifest(installation.signed.manifest_bytes)
-        delta = _linked(partial, delta)
+        delta = _linked(partial, delta_of(installation))
         plan = plan_of(installation, delta, partial.done)
+        missing = _missing_bytes(places.folder, plan)
+        if missing > 0 and make_room(missing):
+            delta = _linked(partial, delta_of(installation))
+            plan = plan_of(installation, delta, partial.done)
         observer.planned(plan)
-        _require_disk(places.folder, plan)
+        _require_disk(installation, plan)
         for number in delta.fetched:
             partial.prepare(number)
         fetch = Fetch(store, installation.manifest_sha256, partial, frozenset(delta.links), options)
@@ -125,13 +134,24 @@ def _linked(partial: PartialBundle, delta: Delta) -> Delta:
     )
 
 
-def _require_disk(folder: Path, plan: PullPlan) -> None:
+def _needed_bytes(plan: PullPlan) -> int:
+    return plan.copied_bytes + plan.fetched_bytes + _SPARE_BYTES
+
+
+def _missing_bytes(folder: Path, plan: PullPlan) -> int:
+    """Return the bytes of a plan that the disk has no space for; 0 or less if it has."""
+    return _needed_bytes(plan) - shutil.disk_usage(folder).free
+
+
+def _require_disk(installation: Installation, plan: PullPlan) -> None:
     """Raise DiskFull if the disk has less space than a plan takes."""
-    need, free = plan.copied_bytes + plan.fetched_bytes + _SPARE_BYTES, shutil.disk_usage(folder).free
+    places, need = installation.places, _needed_bytes(plan)
+    free = shutil.disk_usage(places.folder).free
     if free < need:
+        has_others = bool(set(places.ids()) - {places.current, installation.name})
         raise DiskFull(
-            f"the disk of `{folder}` has {free} bytes free, the bundle needs {need}",
-            "free space, or keep no previous bundle: --keep 0",
+            f"the disk of `{places.folder}` has {free} bytes free, the bundle needs {need}",
+            "free space, or keep no previous bundle: --keep 0" if has_others else "free space",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Iterator
@@ -67,7 +68,10 @@ class PartialBundle:
         """Remove what is no file of this bundle. Raises OSError."""
         expected = {entry.name for entry in self.entries} | {GROWING_MANIFEST}
         for found in os.listdir(self.folder):
-            if found not in expected or not stat.S_ISREG(os.lstat(self.folder / found).st_mode):
+            mode = os.lstat(self.folder / found).st_mode
+            if stat.S_ISDIR(mode):
+                shutil.rmtree(self.folder / found)
+            elif found not in expected or not stat.S_ISREG(mode):
                 self._system.remove(self.folder / found)
 
     @property

@@ -15,7 +15,7 @@ from moec.manifests.files.output_file import FileSystem, made_folders, write_err
 from ..channel import DEFAULT_CHANNEL, Channel, ChannelBundle, encode_moment
 from ..installed.lock import locked
 from ..installed.places import CURRENT, PREVIOUS, Places, bundle_id, check_device_folder, set_link
-from ..installed.prune import prune, tidy
+from ..installed.prune import make_room, prune, tidy
 from ..installed.receipt import read_receipt
 from ..installed.recheck import recheck
 from ..installed.state import STATE_VERSION, BundleState, DeviceState, read_state, write_state
@@ -161,7 +161,8 @@ class _Pull:
             recheck(self.places, name, self.system)
         if not self._is_installed(result):
             state = prune(self.places, state, self.request.keep, self.system, spared=result.name)
-            install(self.store, self._installation(result), self.request.fetch, self.observer, self.system)
+            self._install(result, state)
+            state = read_state(self.places) or state  # room may have been made
         elif self.places.current == result.name:
             state = self._note_installed(result, state)
             prune(self.places, state, self.request.keep, self.system)
@@ -170,6 +171,15 @@ class _Pull:
         self.check(result.path)
         self._switch(result, state)
         return "installed"
+
+    def _install(self, result: Pulled, state: DeviceState) -> None:
+        """Bring all bytes to their place. If the disk is short, what the switch would remove is removed before."""
+
+        def make_room_for(missing_bytes: int) -> bool:
+            return make_room(self.places, state, self.request.keep, missing_bytes, self.system, result.name)
+
+        installation = self._installation(result)
+        install(self.store, installation, self.request.fetch, self.observer, self.system, make_room_for)
 
     def _is_installed(self, result: Pulled) -> bool:
         """Return whether the bundle is there, and unchanged since it was checked."""
