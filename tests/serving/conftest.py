@@ -60,8 +60,9 @@ def server(engine: Engine) -> Iterator[LiveServer]:
 
 
 TOOL_TEMPLATE = (
-    b"{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
-    b"<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}{% if tools %}tools{% endif %}:"
+    b"{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
+    b"<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}{% if tools %}tools {% endif %}"
+    b"assistant:"
 )
 
 
