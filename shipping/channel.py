@@ -27,7 +27,7 @@ MAX_SEQUENCE = 1 << 53
 def channel_path(channel: str) -> str:
     """Return the path of a channel on the store. Raises ValueError for a name that is no channel's."""
     if not _NAME.fullmatch(channel):
-        raise ValueError(f"expected lower-case letters, digits, dots and hyphens, found `{channel[:80]}`")
+        raise ValueError(f"expected lower-case letters, digits, dots, underscores and hyphens, found `{channel[:80]}`")
     return f"channel/{channel}.json"
 
 

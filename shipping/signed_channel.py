@@ -9,17 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moec.manifests.codec import DecodeError, canonical_json, from_plain, to_plain
-from moec.manifests.errors import ChannelRefused
+from moec.manifests.errors import ChannelRefused, InputError
 from moec.manifests.files.limits import JsonLimits
 from moec.manifests.files.strict_json import load_strict_json
 
-from .channel import CHANNEL_VERSION, MAX_CHANNEL_BYTES, PAYLOAD_TYPE, Channel
+from .channel import CHANNEL_VERSION, MAX_CHANNEL_BYTES, PAYLOAD_TYPE, Channel, channel_path
 from .signatures.dsse import sign_envelope, verify_envelope
 from .signatures.keys import PrivateKey, PublicKey
 
 CHANNEL_JSON = JsonLimits(MAX_CHANNEL_BYTES, containers=1 << 13, values=1 << 17, texts=1 << 17, depth=4)
 """The payload of a channel: some thousand bundles."""
 _PUSH_AGAIN = "push the channel again"
+
+
+def named_channel_path(name: str) -> str:
+    """Return the path of a channel that a user named. Raises InputError."""
+    try:
+        return channel_path(name)
+    except ValueError as error:
+        raise InputError(f"`{name[:80]}` is no name of a channel: {error}", "name one like `stable`") from error
 
 
 def encode_channel(channel: Channel) -> bytes:

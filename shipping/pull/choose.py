@@ -37,7 +37,8 @@ def choose_bundle(
         if named and reasons[device] is None:
             return named[0]
         why = f": {reasons[device]}" if named else ""
-        raise _refused(channel, f"has no bundle for the device `{device[:80]}` here{why}", {})
+        remedy = _remedy(named, reasons, memory_bytes)
+        raise _refused(channel, f"has no bundle for the device `{device[:80]}` here{why}", {}, remedy)
     fitting, reasons = list[tuple[int, ChannelBundle]](), {}
     for bundle in channel.bundles:
         profile, why_not = _profile(channel, bundle)
@@ -48,7 +49,8 @@ def choose_bundle(
         if why_not is None:
             fitting.append((profile.memory_budget_bytes if profile else -1, bundle))
     if not fitting:
-        raise _refused(channel, "has no bundle for this machine", reasons)
+        remedy = _remedy(channel.bundles, reasons, memory_bytes)
+        raise _refused(channel, "has no bundle for this machine", reasons, remedy)
     return max(fitting, key=lambda item: item[0])[1]
 
 
@@ -88,17 +90,31 @@ def _unfit(bundle: ChannelBundle, memory_bytes: int, sets: Sequence[str]) -> str
     missing = [name for name in bundle.required_cpu_features if name not in sets]
     if missing:
         return f"it needs the instruction set {missing[0][:40]}, this processor has {', '.join(sets)}"
-    if bundle.memory_floor_bytes > memory_bytes:
-        return f"it needs {-(-bundle.memory_floor_bytes // (1 << 20))}MiB of memory, {memory_bytes >> 20}MiB are there"
-    return None
+    return _lack_of_memory(bundle, memory_bytes)
 
 
-def _refused(channel: Channel, what: str, reasons: dict[str, str | None]) -> DeviceRefused:
+def _lack_of_memory(bundle: ChannelBundle, memory_bytes: int) -> str | None:
+    """Return why the memory does not do for a bundle, in words, or None."""
+    if bundle.memory_floor_bytes <= memory_bytes:
+        return None
+    return f"it needs {-(-bundle.memory_floor_bytes // (1 << 20))}MiB of memory, {memory_bytes >> 20}MiB are there"
+
+
+def _remedy(bundles: Sequence[ChannelBundle], reasons: dict[str, str | None], memory_bytes: int | None) -> str:
+    """Return the remedy: more memory, if a user has bounded it and a bundle lacks nothing else."""
+    if memory_bytes is not None and any(
+        reasons[each.device] == _lack_of_memory(each, memory_bytes) is not None for each in bundles
+    ):
+        return "give a larger --memory"
+    return "name one of them with --device, or compile for this device"
+
+
+def _refused(channel: Channel, what: str, reasons: dict[str, str | None], remedy: str) -> DeviceRefused:
     """Return the error, with every device of the channel on a line of its own."""
     listed = [bundle.device for bundle in channel.bundles]
     lines = [f"\n- {name[:80]}" + (f": {reasons[name]}" if reasons.get(name) else "") for name in listed[:_MOST_LISTED]]
     more = f"\n- and {len(listed) - _MOST_LISTED} more" if len(listed) > _MOST_LISTED else ""
     return DeviceRefused(
         f"the channel `{channel.channel}` of `{channel.model[:80]}` {what}; it has bundles for:{''.join(lines)}{more}",
-        "name one of them with --device, or compile for this device",
+        remedy,
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
-from moec.manifests.errors import ChannelRefused, InputError, StoreFailed
+from moec.manifests.errors import ChannelRefused, StoreFailed
 
-from ..channel import MAX_CHANNEL_BYTES, Channel, channel_path, decode_moment
+from ..channel import MAX_CHANNEL_BYTES, Channel, decode_moment
 from ..installed.state import DeviceState
 from ..signatures.keys import PublicKey
-from ..signed_channel import verify_channel
+from ..signed_channel import named_channel_path, verify_channel
 from ..store.interface import Store
 
 
@@ -22,10 +22,7 @@ def read_channel(
     now: moment in UTC. A clock before the date of the channel is told, and the sequence decides.
     Raises StoreFailed if there is none. Raises SignatureInvalid, ChannelRefused, InputError.
     """
-    try:
-        path = channel_path(name)
-    except ValueError as error:
-        raise InputError(f"`{name[:80]}` is no name of a channel: {error}", "name one like `stable`") from error
+    path = named_channel_path(name)
     place = f"{store.address}/{path}"
     data = store.read_small(path, MAX_CHANNEL_BYTES)
     if data is None:

@@ -17,12 +17,11 @@ from ..channel import (
     MAX_CHANNEL_BYTES,
     Channel,
     bundle_path,
-    channel_path,
     encode_moment,
     version_numbers,
 )
 from ..signatures.keys import PublicKey
-from ..signed_channel import verify_channel
+from ..signed_channel import named_channel_path, verify_channel
 from ..store.interface import Store
 from .bundles import ReadyBundle
 
@@ -67,10 +66,7 @@ def find_channel(store: Store, name: str, keys: Sequence[PublicKey]) -> FoundCha
     Raises SignatureInvalid if none of them signed it. Raises InputError for a name that is no channel's.
     Raises StoreFailed, ChannelRefused.
     """
-    try:
-        path = channel_path(name)
-    except ValueError as error:
-        raise InputError(f"`{name[:80]}` is no name of a channel: {error}", "name one like `stable`") from error
+    path = named_channel_path(name)
     data = store.read_small(path, MAX_CHANNEL_BYTES)
     if data is None:
         return FoundChannel(None, None)

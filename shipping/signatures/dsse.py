@@ -26,7 +26,6 @@ from moec.manifests.errors import SignatureInvalid
 from moec.manifests.files.limits import JsonLimits
 from moec.manifests.files.strict_json import load_strict_json
 
-from ..channel import MAX_CHANNEL_BYTES
 from . import p256
 from .keys import PrivateKey, PublicKey
 
@@ -34,7 +33,9 @@ MAX_SIGNATURES = 4
 """Signatures of an envelope. Two are used while a key is replaced."""
 MAX_KEYS = 8
 """Keys that are accepted at a time. With MAX_SIGNATURES it bounds the time of a check."""
-ENVELOPE_JSON = JsonLimits(MAX_CHANNEL_BYTES, containers=1 << 4, values=1 << 5, texts=1 << 5, depth=4)
+MAX_ENVELOPE_BYTES = 4 << 20
+"""Size of an envelope in a file of its own, bytes."""
+ENVELOPE_JSON = JsonLimits(MAX_ENVELOPE_BYTES, containers=1 << 4, values=1 << 5, texts=1 << 5, depth=4)
 """An envelope in a file of its own."""
 COPY_AGAIN = "get it again from the one who signed it"
 _TYPE = re.compile(r"[!-~]{1,200}")
