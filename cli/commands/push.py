@@ -106,7 +106,8 @@ def push_command(
     from moec.shipping.push.next_channel import ChannelRequest
     from moec.shipping.push.push import PushKeys, PushObserver, push_bundles
 
-    keys = PushKeys(read_signing_key(key_file, passphrase_variable), read_accepted_keys(accepted_files))
+    accepted = read_accepted_keys(accepted_files, "--accept-key", others=1)
+    keys = PushKeys(read_signing_key(key_file, passphrase_variable), accepted)
     request = ChannelRequest(channel, lasting, minimum_moec, sequence, only)
     with (
         opened_store(destination, for_writing=True) as store,

@@ -35,13 +35,18 @@ passphrase_option = click.option(
 """Option `passphrase_variable`, for `read_signing_key`."""
 
 
-def read_accepted_keys(files: Sequence[Path]) -> list[PublicKey]:
-    """Return the public keys of `--key`. Raises InputError, and OptionError if there are too many."""
+def read_accepted_keys(files: Sequence[Path], option: str = "--key", others: int = 0) -> list[PublicKey]:
+    """Return the public keys of an option.
+
+    others: number of keys that are accepted in addition to them.
+    Raises InputError, and OptionError if there are too many.
+    """
     from moec.shipping.signatures.dsse import MAX_KEYS
     from moec.shipping.signatures.keys import read_public_key
 
-    if len(files) > MAX_KEYS:
-        raise OptionError(f"`--key` occurs {len(files)} times, at most {MAX_KEYS} keys are accepted", "leave some out")
+    most = MAX_KEYS - others
+    if len(files) > most:
+        raise OptionError(f"`{option}` occurs {len(files)} times, at most {most} keys are accepted", "leave some out")
     return [read_public_key(path) for path in files]
 
 
