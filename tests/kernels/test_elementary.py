@@ -16,9 +16,6 @@ from hypothesis import strategies as st
 
 from moec.runtime import kernels
 from moec.runtime.kernels.elementary import exp, natural_log, power, sigmoid, sine_cosine, softmax
-from tests.gates.bundles import emit_bundle
-from tests.tiny_families import TINY_FAMILIES, save_tiny_family
-from tests.tiny_switch import save_tiny_switch
 
 PARITY = """
 import hashlib, sys
@@ -87,6 +84,11 @@ def test_tables_have_one_result() -> None:
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Routers with a softmax, sigmoids in groups, SparseMixer; a weighed shared expert; relative positions."""
+    pytest.importorskip("torch", reason="NOT RUN: no bundle can be compiled without torch, as next to a wheel")
+    from tests.gates.bundles import emit_bundle
+    from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+    from tests.tiny_switch import save_tiny_switch
+
     root = tmp_path_factory.mktemp("elementary")
     folders = {name: save_tiny_family(root / name, TINY_FAMILIES[name]) for name in ("qwen2", "deepseek-v3", "phimoe")}
     folders["switch"] = save_tiny_switch(root / "switch")
