@@ -207,6 +207,24 @@ def test_a_damaged_expert_ends_requests_by_name(bundle: Path, tmp_path: Path) ->
             assert [text_of(server, body, False) for body in BODIES] == wanted
 
 
+USER = [{"role": "user", "content": "a"}]
+
+
+def hostile_schema(draw: random.Random) -> dict[str, Any]:
+    """Return a `response_format` whose schema is wrong, endless, or takes much."""
+    count = draw.randrange(1, 99_999)
+    schema = draw.choice([
+        {"type": "string", "pattern": f"(a{{1,{count}}}){{1,{count}}}"},
+        {"type": "string", "pattern": "(" * draw.randrange(1, 999)},
+        {"type": "array", "minItems": count * 10**6, "items": {"$ref": "#"}},
+        {"$ref": "#"},
+        {"allOf": [{"$ref": "#"}] * draw.randrange(1, 99)},
+        {"enum": ["x" * count]},
+        {"type": count},
+    ])  # fmt: skip
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
 def hostile_request(draw: random.Random, port: int) -> bytes:
     """Return the bytes of a request that no server should accept, or that it may refuse."""
     body = draw.choice([
@@ -225,6 +243,8 @@ def hostile_request(draw: random.Random, port: int) -> bytes:
         json.dumps({"prompt": "a", "stop": ["x"] * draw.randrange(17, 999)}).encode(),
         json.dumps({"messages": [{"role": "user", "content": "{{ 7 * 7 }}" * 9000}]}).encode(),
         json.dumps({"messages": [{"role": "user"}] * draw.randrange(1, 999)}).encode(),
+        json.dumps({"messages": USER, "response_format": hostile_schema(draw)}).encode(),
+        json.dumps({"messages": USER, "tools": [{draw.choice(["type", "function"]): [None]}] * 9}).encode(),
         draw.randbytes(draw.randrange(1, 2000)),
     ])  # fmt: skip
     path = draw.choice([
