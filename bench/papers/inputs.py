@@ -38,6 +38,17 @@ BUNDLES: dict[str, tuple[str, tuple[object, ...]]] = {
     "planted-4": ("planted", ("--uniform", 4, *_CALIBRATED)),
     "planted-2": ("planted", ("--uniform", 2, *_CALIBRATED)),
     "plain-16": ("plain", ("--uniform", 16, "--dense-bits", 16, *_CALIBRATED)),
+    "planted-2-samsum": ("planted", ("--uniform", 2, "--data", DATA, "--task", "samsum")),
+    **{
+        f"{model}-experts-{width}": (model, ("--uniform", width, "--dense-bits", 16))
+        for model in MODELS
+        for width in (2, 4, 8)
+    },
+    **{
+        f"{model}-all-{width}": (model, ("--uniform", width, "--dense-bits", width))
+        for model in MODELS
+        for width in (4, 8)
+    },
 }
 """Name -> model, and options of `moec compile`."""
 

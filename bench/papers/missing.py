@@ -18,12 +18,6 @@ NOT_MEASURED: tuple[NotMeasured, ...] = (
     ),
     NotMeasured(
         "edgemoe",
-        "Figure 6",
-        "accuracy with INT2, INT4, INT8 of experts only and of all weights",
-        f"Not built. {_BENCHMARKS} have the bytes of plans at a loss, and the KL of uniform formats.",
-    ),
-    NotMeasured(
-        "edgemoe",
         "Figure 7b",
         "time to unpack weights, next to outlier-aware quantization",
         "The kernels multiply packed weights, so nothing is unpacked. The other quantizer is not part of moec.",
@@ -54,7 +48,6 @@ NOT_MEASURED: tuple[NotMeasured, ...] = (
         f"{_NO_QUIET} It has no energy counter (RAPL). {_BENCHMARKS} have the baselines, measured on the yardstick.",
     ),
     NotMeasured("hobbit", "Figure 3a", "time of a layer on a GPU and a Jetson", _NO_GPU),
-    NotMeasured("hobbit", "Figure 10b", "popularity of experts in single sequences", "Not built."),
     NotMeasured(
         "hobbit",
         "Figures 14 and 15",
@@ -93,9 +86,6 @@ NOT_MEASURED: tuple[NotMeasured, ...] = (
         "Figure 7",
         "time of copies and of an expert on CPU and GPU",
         f"{_NO_GPU} An [experiment](../experiments/2026-11-26-accelerator-on-an-h200.md) has parts of it, on an H200.",
-    ),
-    NotMeasured(
-        "twiddler", "Table 2", "values near 0 after SiLU", "Not built. It explains why a mechanism is left out."
     ),
     NotMeasured("mobile", "Table II", "accuracy on GSM8K and HumanEval", "It needs the models and the data sets."),
     NotMeasured("mobile", "Figure 3 left", "latency of the little and the whole model", _NO_GPU),

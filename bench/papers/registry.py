@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .edgemoe import bits, paths, sensitivity, speed
 from .edgemoe import caches as edgemoe_caches
-from .edgemoe import paths, sensitivity, speed
 from .figure import Figure
 from .hobbit import caches as hobbit_caches
 from .hobbit import loading, routers
@@ -14,6 +14,7 @@ from .twiddler import popularity
 FIGURES: tuple[Figure, ...] = (
     *speed.FIGURES,
     *sensitivity.FIGURES,
+    *bits.FIGURES,
     *paths.FIGURES,
     *edgemoe_caches.FIGURES,
     *routers.FIGURES,

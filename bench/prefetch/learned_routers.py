@@ -79,6 +79,13 @@ class Routing:
         best = torch.softmax(self.logits(layer), 1).topk(self.top_k, 1)
         return best.indices, best.values / best.values.sum(1, keepdim=True)
 
+    def activations(self, layer: int) -> Tensor:
+        """Return SiLU of the gate of the chosen experts, [T, K, F]. Knows the experts of Mixtral."""
+        gates = self._blocks[layer].experts.gate_up_proj.chunk(2, 1)[0]
+        found = torch.nn.functional.silu(torch.einsum("td,efd->tef", self.inputs(layer), gates))
+        chosen = self.chosen(layer)[0][:, :, None].expand(-1, -1, found.shape[2])
+        return found.gather(1, chosen)
+
     def expert_outputs(self, layer: int) -> Tensor:
         """Return the output of every expert of a layer for what its router reads, [T, E, D].
 

@@ -200,7 +200,7 @@ FIGURES = (
         how="The paper measures accuracy of the compiled model. Here it is the prediction: the share of tokens whose "
         "likeliest next expert was chosen, by exact sets of two layers.",
         why="The two tasks of the example have different vocabularies and forms, so their paths differ more than "
-        "those of two summary sets. Bits chosen on one task and tested on the other are not measured.",
+        "those of two summary sets.",
         measure=other_data,
     ),
 )

@@ -13,6 +13,7 @@ from ..inputs import Inputs, mean
 
 MODELS = {"planted": "planted, 2 of 8", "plain": "plain, 4 of 16"}
 OUTPUT_TOKENS = 2048
+SEQUENCE_LAYER, SEQUENCES = 2, 8
 HIGH, LOW = 0.67, 0.30
 """Shares of experts that HOBBIT reads in high and in low precision."""
 BOTH_MODELS = f"{PLANTED} and {PLAIN}"
@@ -121,6 +122,22 @@ def reuse(inputs: Inputs) -> Measured:
     return Measured(panels, told, "same" if all(is_more) else "partly" if any(is_more) else "different")
 
 
+def sequences(inputs: Inputs) -> Measured:
+    """Measure the use of the experts of one layer in single sequences."""
+    panels, told, ratios = [], [], []
+    for model, name in MODELS.items():
+        chosen = inputs.routes(model, "test", "gsm8k").chosen[:, SEQUENCE_LAYER]
+        passes = chosen.reshape(-1, PASS_TOKENS, chosen.shape[1])[:SEQUENCES]
+        experts = int(chosen.max()) + 1
+        shares = np.stack([np.bincount(each.ravel(), minlength=experts) / PASS_TOKENS for each in passes])
+        panels.append(Panel("map", f"{name}, layer {SEQUENCE_LAYER}", "expert", "sequence", rows=shares.tolist()))
+        spread = shares.std(0).mean()
+        chance = np.sqrt(shares.mean(0) * (1 - shares.mean(0)) / PASS_TOKENS).mean()
+        ratios.append(float(spread / chance))
+        told.append(f"{name}: shares differ by {percent(spread, 1)} among sequences, by chance {percent(chance, 1)}")
+    return Measured(panels, told, "same" if min(ratios) >= 1.5 else "partly" if max(ratios) >= 1.5 else "different")
+
+
 FIGURES = (
     Figure(
         name="hobbit-importance",
@@ -174,5 +191,17 @@ FIGURES = (
         why="A digit or a name often follows tokens of another kind in these texts, so reuse is a matter of the "
         "text and the layer.",
         measure=reuse,
+    ),
+    Figure(
+        name="hobbit-sequences",
+        paper="hobbit",
+        source="Figure 10b",
+        title="Use of experts in single sequences",
+        reported="Each sequence prefers some experts, and not the same ones.",
+        model=BOTH_MODELS,
+        how=f"{SEQUENCES} sequences of {PASS_TOKENS} tokens: held-out problems one after the other. The deviation by "
+        "chance is that of independent tokens.",
+        why="The sequences are problems of one kind, and still differ by twice what chance gives.",
+        measure=sequences,
     ),
 )

@@ -13,6 +13,7 @@ MODELS = {"planted": "planted, 2 of 8", "plain": "plain, 4 of 16"}
 PLACED = {"environment 1": 56 / 256, "environment 2": 125 / 256}
 """Share of the experts that the GPU holds in the environments of the paper."""
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+LEVELS, ACTIVATION_TOKENS = (0.001, 0.01, 0.1, 1.0), 2048
 LEAST_GAIN = 0.03
 """Published gain of the best placement over a random one, as a share of all uses."""
 
@@ -71,6 +72,32 @@ def placement(inputs: Inputs) -> Measured:
     return Measured(panels, told, "same" if min(gains) >= LEAST_GAIN else "partly")
 
 
+def near_zero(inputs: Inputs) -> Measured:
+    """Measure the share of activations near 0 in the chosen experts, layer by layer."""
+    panels, told, largest = [], [], 0.0
+    for model, name in MODELS.items():
+        counts: dict[float, list[float]] = {level: [] for level in LEVELS}
+        passes = 0
+        for routing in inputs.routed(model, "test", "gsm8k", ACTIVATION_TOKENS):
+            passes += 1
+            for layer in range(routing.count):
+                values = routing.activations(layer).abs()
+                for level, found in counts.items():
+                    found.append(float((values < level).float().mean()))
+        shares = {level: np.array(found).reshape(passes, -1).mean(0) for level, found in counts.items()}
+        points = {
+            f"below {level:g}": [(float(layer), float(share)) for layer, share in enumerate(found)]
+            for level, found in shares.items()
+        }
+        panels.append(Panel("lines", name, "layer", "share of the values", points=points))
+        told.append(
+            f"{name}, mean over the layers: "
+            + ", ".join(f"{percent(found.mean(), 1)} below {level:g}" for level, found in shares.items())
+        )
+        largest = max(largest, float(shares[0.01].max()))
+    return Measured(panels, told, "same" if largest < 0.5 else "different")
+
+
 FIGURES = (
     Figure(
         name="twiddler-popularity",
@@ -96,5 +123,17 @@ FIGURES = (
         how="Experts are ranked on train problems and counted on test problems.",
         why="The gain is the spread of the popularity, which is larger here.",
         measure=placement,
+    ),
+    Figure(
+        name="twiddler-activations",
+        paper="twiddler",
+        source="Table 2",
+        title="Values near 0 after SiLU",
+        reported="In Mixtral, fewer than 2 % of the values are below 0.001 in every layer. In 28 of 32 layers "
+        "fewer than 5 % are below 0.01, in 24 fewer than 30 % below 0.1. So leaving out zeros saves little.",
+        model=f"{PLANTED} and {PLAIN}",
+        how="Values of the gate of the chosen experts on held-out problems.",
+        why="SiLU has no exact zeros, and few values are near 0 in these models too.",
+        measure=near_zero,
     ),
 )
