@@ -22,7 +22,7 @@ from ..preflight.preflight import reachable_bytes
 from ..preflight.prepared import Prepared
 from ..request.options import UNIFORM_DENSE_BITS
 from ..request.uniform import uniform_spec
-from ..search.bisect import CALIBRATING_KL, MAX_GENERATED, MAX_KL
+from ..search.bisect import MAX_KL
 from ..search.comparison_budget import (
     EDGEMOE_BITWIDTHS,
     UNIFORM,
@@ -33,6 +33,7 @@ from ..search.comparison_budget import (
     baseline_items,
     bisections,
 )
+from ..search.loss_search import MAX_GENERATED, USUAL_KL
 from ..search.swaps import SWAPS
 from ..sensitivity.exact import EXACT_ITEMS
 from ..sensitivity.fisher import asks_gradients
@@ -168,7 +169,7 @@ class SearchForecast:
         swaps = self._prepared.request.options.swaps
         if swaps is None:
             swaps = SWAPS if self._holds_model else 0
-        plans = {"loss": CALIBRATING_KL, "kl": MAX_KL * (2 if swaps else 1)}.get(self._target, 1)
+        plans = {"loss": USUAL_KL, "kl": MAX_KL * (2 if swaps else 1)}.get(self._target, 1)
         return {"measuring plans by their KL": plans, "swapping formats at equal bytes": swaps + 1 if swaps else 0}
 
     def _comparisons(self, memory: int, disk: int) -> list[StageForecast]:

@@ -7,7 +7,6 @@ begins with a plan of that KL. The corrections of swaps belong to the model as w
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +19,9 @@ from moec.manifests.files.strict_json import load_strict_json
 from ..request.targets import Target
 from ..sensitivity.trials import Trials
 from ..workspace.journal import Journal
-from .bracket import Found, budget_of_kl, choice_within, least_plan
+from .bracket import Found, choice_within, least_plan
+from .loss_by_kl import MeasuredPlan, measured_plans
 from .space import SearchSpace
-
-CLOSE_KL = 1.05
-"""Factor within which the first plan of a later search has the KL of the earlier one."""
-_FIRST_KL = 3
-"""Most steps that look for this plan. Each measures a KL, and one more is measured if none is close."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +29,14 @@ class Ended:
     """The end of a search.
 
     found: the plan that it took.
-    refused: plans that did not keep the target.
+    kl: the KL at which the target is used up, nats per token.
+    measured: plans whose answers were measured.
     factors: corrections by swaps, [num_factors].
     """
 
     found: Found
-    refused: Sequence[Found]
+    kl: float
+    measured: Sequence[MeasuredPlan]
     factors: np.ndarray
 
 
@@ -47,15 +44,15 @@ class Ended:
 class Boundary:
     """The knowledge of an earlier search.
 
-    kept_kl: KL of the plan that it took.
-    predicted: the predicted loss of that plan. Predictions are equal for all devices.
-    refused_kl: KL of the refused plan with the highest cost; infinite if none was refused, or at a lower KL.
+    kl: the KL at which the target is used up, nats per token.
+    predicted: the predicted loss of the plan that it took. Predictions are equal for all devices.
+    measured: plans whose answers were measured.
     factors: corrections by swaps, [num_factors].
     """
 
-    kept_kl: float
+    kl: float
     predicted: float
-    refused_kl: float
+    measured: Sequence[MeasuredPlan]
     factors: np.ndarray
 
 
@@ -74,26 +71,20 @@ class Boundaries:
         for plain in [] if self._is_first else self._stored(target):
             factors = np.array(plain["factors"])
             if plain["costs"] != own and factors.shape == (space.num_factors,):
-                refused = math.inf if plain["refused_kl"] is None else plain["refused_kl"]
-                return Boundary(plain["kept_kl"], plain["predicted"], refused, factors)
+                measured = measured_plans(plain["measured"])
+                return Boundary(plain["kl"], plain["predicted"], measured, factors)
         return None
 
-    def keep(self, space: SearchSpace, target: Target, trials: Trials, ended: Ended) -> None:
-        """Store the end of a search, once for the same costs. A run that is resumed measures the same plans again."""
+    def keep(self, space: SearchSpace, target: Target, ended: Ended) -> None:
+        """Store the end of a search, once for the same costs."""
         stored, own = self._stored(target), _costs_digest(space)
-        kept = trials.kl(ended.found.plan, "search").mean
-        refused = None
-        if ended.refused:
-            nearest = max(ended.refused, key=lambda found: found.cost)
-            refused = trials.kl(nearest.plan, "search").mean
         if any(plain["costs"] == own for plain in stored):
             return
-        above = refused if refused is not None and refused > kept else None
         plain = {
             "costs": own,
-            "kept_kl": kept,
+            "kl": ended.kl,
             "predicted": ended.found.predicted,
-            "refused_kl": above,
+            "measured": [plan.to_json() for plan in ended.measured],
             "factors": ended.factors.tolist(),
         }
         self._journal.json(_stage(target, len(stored)), lambda: plain)
@@ -107,7 +98,7 @@ class Boundaries:
 
 
 def _stage(target: Target, number: int) -> str:
-    return f"search-{target.kind}-{target.value}-{number}"
+    return f"search-end-{target.kind}-{target.value}-{number}"
 
 
 def _costs_digest(space: SearchSpace) -> str:
@@ -121,12 +112,3 @@ def corrected_space(space: SearchSpace, trials: Trials, boundary: Boundary) -> S
     other = corrected.plan(choice_within(corrected.table, cost))
     plain, better = trials.kl_each([plan, other], ["search", "search"])
     return corrected if better.mean < plain.mean else space
-
-
-def budget_at(space: SearchSpace, trials: Trials, boundary: Boundary) -> tuple[float, float]:
-    """Return a predicted budget whose plan measures about the KL of the earlier one, and the KL that it measures."""
-    kl = boundary.kept_kl
-    budget, measured = budget_of_kl(space, trials, kl, boundary.predicted, CLOSE_KL, _FIRST_KL)
-    if not kl / CLOSE_KL <= measured <= kl * CLOSE_KL:
-        measured = trials.kl(least_plan(space, budget)[0], "search").mean
-    return budget, measured

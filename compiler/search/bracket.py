@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from moec.evaluation.statistics import LossEstimate
-
 from ..request.plan import CompilePlan
-from ..sensitivity.acceptance import margin
-from ..sensitivity.trials import Trials
 from .knapsack import ChoiceTable, least_cost, least_loss
 from .space import SearchSpace
 
 AIM = 0.93
 """Part of the target at which the next plan aims. A step that just misses the target costs a whole measurement."""
-_SPREAD = 4.0
 _STEP = 16.0
+"""Largest factor of one step. A KL is about proportional to its prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +56,13 @@ class Bracket:
     def next_budget(self, budget: float, ratio: float) -> float:
         """Return a secant step in log space inside the bracket, or a bisection if the step would leave it."""
         # Aim slightly below the target, because a step that just misses it costs a whole measurement.
-        proposed = budget * float(np.clip(AIM * ratio, 1 / _SPREAD, _SPREAD))
+        proposed = budget * float(np.clip(AIM * ratio, 1 / _STEP, _STEP))
         floor = self.low.predicted if self.low is not None else 0.0
         if floor * 1.02 < proposed < self.high / 1.02:
             return proposed
         if math.isinf(self.high):
             return floor * 2
-        return math.sqrt(floor * self.high) if floor > 0 else self.high / _SPREAD
+        return math.sqrt(floor * self.high) if floor > 0 else self.high / _STEP
 
 
 def choice_within(table: ChoiceTable, cost: float) -> np.ndarray:
@@ -83,40 +78,10 @@ def predicted_at(space: SearchSpace, cost: float) -> float:
     return space.table.totals(choice_within(space.table, cost))[1]
 
 
-def headroom(losses: dict[str, LossEstimate], target: float, items: Mapping[str, int]) -> float:
-    """Return the factor by which the budget may grow if loss were proportional to it.
-
-    The task with the least room decides.
-    """
-    rooms = []
-    for task, loss in losses.items():
-        room = target - margin(loss, items[task])  # the part of the target that the acceptance rule leaves for the loss
-        rooms.append(room / max(loss.loss, target / _SPREAD) if room > 0 else 1 / _SPREAD)
-    return min(rooms)
-
-
 def least_plan(space: SearchSpace, budget: float) -> tuple[CompilePlan, float]:
     """Return the plan of least cost within a predicted budget, and its cost."""
     choice = least_cost(space.table, budget)
     return space.plan(choice), space.table.totals(choice)[0]
-
-
-def budget_of_kl(
-    space: SearchSpace, trials: Trials, kl: float, budget: float, within: float, measurements: int
-) -> tuple[float, float]:
-    """Return a budget whose plan measures about a KL, and the last KL that was measured.
-
-    budget: the first one that is tried.
-    within: factor that ends the steps.
-    measurements: most of them. After the last one the budget moves once more, unmeasured.
-    """
-    measured = 0.0
-    for _ in range(measurements):
-        measured = trials.kl(least_plan(space, budget)[0], "search").mean
-        if kl / within <= measured <= kl * within:
-            break
-        budget *= float(np.clip(kl / max(measured, 1e-9), 1 / _STEP, _STEP))
-    return budget, measured
 
 
 def largest_budget(space: SearchSpace) -> float:

@@ -21,6 +21,7 @@ from ..sensitivity.exact import importance_list
 from ..sensitivity.trials import Trials
 from .baselines import BaselineResult, TargetRule, best_uniform, bytes_at_kl, edgemoe, weighed_by_use
 from .comparison_budget import BY_POPULARITY, BY_USE, EDGEMOE_BITWIDTHS, OURS, PUBLISHED, UNIFORM
+from .loss_by_kl import LossByKl
 
 EVERY = frozenset(BY_USE)
 
@@ -94,11 +95,13 @@ def target_rule(trials: Trials, target: Target, budget_bytes: int, purpose: str,
 
     purpose: name of the baseline in the log of the trials.
     store: quantized units of the plans. None: those of the trials.
+    A loss is judged as in the search: with all plans of this baseline, by their KL.
     """
+    relation = LossByKl(target.value, trials.certification_items)
 
     def keeps(plan: CompilePlan) -> bool:
         if target.kind == "loss":
-            return trials.accepts(plan, target.value, purpose, store)[0]
+            return relation.judge(trials, plan, purpose, store)[0]
         if target.kind == "kl":
             return divergence_bound(trials.kl(plan, purpose, store)) <= target.value
         return plan.expert_packed_bytes <= budget_bytes

@@ -28,9 +28,18 @@ def margin(estimate: LossEstimate, certification_items: int) -> float:
     So the certificate of a plan at the limit is supported with a probability of 90 %.
     Source: docs/experiments/2026-11-25-acceptance-rules-by-simulation.md.
     """
-    own = estimate.standard_error
-    at_certification = own * math.sqrt(estimate.n / max(certification_items, 1))
-    return ONE_SIDED_95 * at_certification + ONE_SIDED_90 * math.hypot(own, at_certification)
+    return margin_of(estimate.standard_error, estimate.n, certification_items)
+
+
+def margin_of(standard_error: float, items: int, certification_items: int) -> float:
+    """Return `margin` of a loss with this standard error on this number of items."""
+    at_certification = standard_error * math.sqrt(items / max(certification_items, 1))
+    return ONE_SIDED_95 * at_certification + ONE_SIDED_90 * math.hypot(standard_error, at_certification)
+
+
+def may_be_kept(estimate: LossEstimate, target: float) -> bool:
+    """Return whether a loss is at least one standard error below its target. Every accepted loss is."""
+    return estimate.loss + estimate.standard_error <= target
 
 
 def upper_bound(estimate: LossEstimate, certification_items: int) -> float:

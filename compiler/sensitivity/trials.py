@@ -27,7 +27,7 @@ from moec.profiles.freed_memory import give_back_freed_memory
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan, plain_plan
 from ..workspace.journal import Journal
-from .acceptance import is_clear, items_for_precision, keeps, loss_so_far
+from .acceptance import is_clear, items_for_precision, keeps, loss_so_far, may_be_kept
 from .answer_walk import AnswerMeasures, AnswerMeter
 
 # A measurement on generated answers looks after these numbers of items, and stops if the result is already clear.
@@ -263,6 +263,26 @@ class Trials:
         self, plan: CompilePlan, target: float, purpose: str, store: UnitStore | None = None
     ) -> tuple[bool, dict[str, LossEstimate]]:
         """Return whether every task keeps the target on generated answers, as `keeps` judges it, and the losses."""
+
+        def each_keeps(losses: Mapping[str, LossEstimate]) -> bool:
+            return len(losses) == len(self.tasks) and all(
+                keeps(losses[data.task.name], target, data.certification_items) for data in self.tasks
+            )
+
+        return self.judged(plan, target, purpose, each_keeps, store)
+
+    def judged(
+        self,
+        plan: CompilePlan,
+        target: float,
+        purpose: str,
+        accepts: Callable[[Mapping[str, LossEstimate]], bool],
+        store: UnitStore | None = None,
+    ) -> tuple[bool, dict[str, LossEstimate]]:
+        """Return a judgement of the losses of generated answers, and the losses.
+
+        accepts: called with the loss of each task. Tasks after the first that no rule would accept are missing.
+        """
         if not self.tasks:
             raise OptionError("a loss target needs task data", "give `--data`, or take `--bits-per-weight` or `--size`")
         for data in self.tasks:
@@ -271,18 +291,16 @@ class Trials:
         plain = self.journal.json(
             stage, lambda: {task: loss.to_json() for task, loss in self._measure_losses(plan, target, store).items()}
         )
-        losses = {task: _estimate(values) for task, values in plain.items()}
+        losses = {task: LossEstimate.from_json(values) for task, values in plain.items()}
         self._items[stage] = sum(loss.n for loss in losses.values())
         for data in self.tasks:
             self._baseline_with_spare(data, target)  # counts its items, also in a resumed run
-        accepted = len(losses) == len(self.tasks) and all(
-            keeps(losses[data.task.name], target, data.certification_items) for data in self.tasks
-        )
+        accepted = accepts(losses)
         self._log(plan, purpose, losses=losses, accepted=accepted)
         return accepted, losses
 
     def _measure_losses(self, plan: CompilePlan, target: float, store: UnitStore | None) -> dict[str, LossEstimate]:
-        """Return the loss per task. Stop after the first task that does not keep the target.
+        """Return the loss per task. Stop after the first task that no rule would accept.
 
         The first plan that is near the target decides how many spare items are taken. It is then measured again.
         """
@@ -293,7 +311,7 @@ class Trials:
             with self.planned(plan, store) as engine:
                 for data in self.tasks:
                     losses[data.task.name] = self._measure(data, target, engine)
-                    if not keeps(losses[data.task.name], target, data.certification_items):
+                    if not may_be_kept(losses[data.task.name], target):
                         break
             measured = [data for data in self.tasks if data.task.name in losses]
             if not any([self._take_spare(data, losses[data.task.name], target) for data in measured]):
@@ -373,15 +391,3 @@ def _not_measured() -> Any:
 def _told(value: float | None, otherwise: float) -> float:
     """Return a number that JSON stores as null if it is not finite."""
     return otherwise if value is None else value
-
-
-def _estimate(values: Mapping[str, Any]) -> LossEstimate:
-    """Invert LossEstimate.to_json for the journal. A missing bound is infinite on its side."""
-    low, high = values["interval95"]
-    bounds = {
-        "interval95": (_told(low, -math.inf), _told(high, math.inf)),
-        "lower95": _told(values["lower95"], -math.inf),
-        "upper95": _told(values["upper95"], math.inf),
-        "standard_error": _told(values["standard_error"], math.inf),
-    }
-    return LossEstimate(**{**values, **bounds})

@@ -9,8 +9,9 @@ import pytest
 
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.targets import Target, TargetKind
-from moec.compiler.search.bisect import MAX_GENERATED, MAX_KL, search
+from moec.compiler.search.bisect import MAX_KL, search
 from moec.compiler.search.knapsack import least_cost
+from moec.compiler.search.loss_search import MAX_GENERATED
 from moec.compiler.search.space import SearchSpace
 from moec.compiler.sensitivity.acceptance import keeps
 from moec.manifests.errors import TargetUnreachable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -121,6 +121,17 @@ class ToyTrials:
         self.generated.append(plan)
         loss = estimate(self._slope * self._kl_of(plan), self._standard_error)
         return keeps(loss, target, ITEMS), {"toy": loss}
+
+    def judged(
+        self,
+        plan: CompilePlan,
+        target: float,
+        purpose: str,
+        accepts: Callable[[Mapping[str, LossEstimate]], bool],
+        store: Any = None,
+    ) -> tuple[bool, dict[str, LossEstimate]]:
+        losses = self.accepts(plan, target, purpose)[1]
+        return accepts(losses), losses
 
     def as_trials(self) -> Trials:
         """Return this object as Trials."""

@@ -1,0 +1,199 @@
+"""The search for a loss of generated answers: the KL orders plans, the losses of all measured plans decide.
+
+1. The plan of least cost at a first KL answers the validation items. Its loss gives the next KL, and so on.
+2. Swaps correct the predictions at about the cost of the result, by KL alone (swaps.py).
+3. The plan of least cost at the KL that uses the target up answers again, until that KL stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moec.evaluation.statistics import DistributionSummary, LossEstimate
+
+from ..request.plan import CompilePlan
+from ..sensitivity.acceptance import items_for_precision
+from ..sensitivity.trials import Trials
+from .boundary import Boundary, Ended, corrected_space
+from .bracket import Found, choice_within, largest_budget, least_plan, predicted_at
+from .kl_bisection import KlLimit, least_within
+from .loss_by_kl import LEAST_KL, LossByKl
+from .most_precise import most_precise
+from .space import SearchSpace
+from .swaps import Swaps
+
+BEFORE_SWAPS = 3
+AFTER_SWAPS = 3
+# Measurements of answers of a search that begins where another device's ended. If none is kept, it begins alone.
+FROM_BOUNDARY = 3
+MAX_GENERATED = BEFORE_SWAPS + AFTER_SWAPS
+# Most KL measurements for one plan that answers.
+KL_STEPS = 5
+# Factor by which the KL falls where nothing says how far the loss would fall.
+LOWER = 8.0
+# KL measurements of a usual search, swaps apart: two for each plan that answers.
+USUAL_KL = 2 * MAX_GENERATED
+# Factor between the KL of a plan and the KL that would use the target up, at which the search ends. It is about 3 % of
+# the bytes on the example.
+CLOSE_KL = 1.1
+# Factor between a wanted KL and that of a plan, at which the plan answers.
+AT_KL = 1.05
+# Swaps lower the KL by about a tenth. They begin at a plan whose KL is higher by this factor, so that the result, at
+# the cost of the swaps, has the KL that is wanted.
+SWAPPED_KL = 1.1
+Note = Callable[[str], None]
+
+
+def mean_of(summary: DistributionSummary) -> float:
+    """Return the mean of a KL."""
+    return summary.mean
+
+
+class LossSearch:
+    """Looks for the plan of least cost whose generated answers keep the target, as LossByKl judges it."""
+
+    def __init__(self, space: SearchSpace, trials: Trials, target: float, note: Note) -> None:
+        self._space, self._trials, self._target = space, trials, target
+        self._relation = LossByKl(target, trials.certification_items)
+        self._tell = _LossNotes(target, self._relation, trials.available_items, note)
+        self._kept, self._judged = list[Found](), set[str]()
+
+    def run(self, swaps: Swaps, known: Boundary | None) -> Ended:
+        """Return the plan, by the knowledge of an earlier search if there is one and it leads to a plan.
+
+        Raises TargetUnreachable if the most precise plan is refused too.
+        """
+        if known is not None and self._from(known):
+            return self._ended(np.ones(self._space.num_factors))
+        return self._ended(self._alone(swaps))
+
+    def _ended(self, factors: np.ndarray) -> Ended:
+        found = min(self._kept, key=lambda found: found.cost) if self._kept else self._most_precise()
+        return Ended(found, self._relation.used_up(), tuple(self._relation.measured), factors)
+
+    def _alone(self, swaps: Swaps) -> np.ndarray:
+        """Search without earlier knowledge, and return the corrections by swaps."""
+        space = self._space
+        kl = self._trials.first_kl_per_loss * self._target
+        found = self._approach(space, kl, kl, BEFORE_SWAPS)
+        unchanged = np.ones(space.num_factors)
+        if found is None and not self._relation.measured:
+            return unchanged  # no plan has so little KL: the most precise one answers
+        if found is None:
+            kl = self._relation.used_up() or kl / LOWER
+            self._approach(space, kl, kl, AFTER_SWAPS)
+            return unchanged
+        if found.predicted >= largest_budget(space):
+            return unchanged
+        factor = SWAPPED_KL * self._relation.used_up() / max(self._mean_kl(found.plan), LEAST_KL)
+        cost = least_plan(space, found.predicted * factor)[1]
+        better = swaps.corrected(space, self._trials, lambda tried: tried.plan(choice_within(tried.table, cost)))
+        if better.space is not space:
+            self._approach(better.space, self._relation.used_up(), predicted_at(better.space, cost), AFTER_SWAPS)
+        return better.factors
+
+    def _from(self, known: Boundary) -> bool:
+        """Begin at the KL where an earlier search ended, with its measurements and corrections.
+
+        Returns whether a plan is kept.
+        """
+        for plan in known.measured:
+            self._relation.add(plan)
+        space = corrected_space(self._space, self._trials, known)
+        return self._approach(space, known.kl, known.predicted, FROM_BOUNDARY) is not None
+
+    def _approach(self, space: SearchSpace, kl: float, budget: float, answered: int) -> Found | None:
+        """Measure answers of the plans of least cost at a KL, and move the KL to where the target is used up.
+
+        budget: predicted loss of the first plan.
+        answered: most plans that answer.
+        Returns the last accepted plan, or None.
+        """
+        last, most = None, largest_budget(space)
+        for _ in range(answered):
+            found = least_within(space, self._trials, KlLimit(kl, mean_of, KL_STEPS, AT_KL), budget)
+            if found is None or found.plan.digest in self._judged:
+                break
+            measured, is_kept = self._mean_kl(found.plan), self._judge(found)
+            kl = self._relation.used_up() or measured / LOWER
+            last = found if is_kept else last
+            if is_kept and (kl <= CLOSE_KL * measured or found.predicted >= most):
+                break
+            budget = found.predicted * kl / max(measured, LEAST_KL)
+        return last
+
+    def _mean_kl(self, plan: CompilePlan) -> float:
+        return self._trials.kl(plan, "search").mean
+
+    def _judge(self, found: Found) -> bool:
+        """Measure the answers of a plan, and return whether it is kept."""
+        accepted, losses = self._relation.judge(self._trials, found.plan, "search")
+        self._judged.add(found.plan.digest)
+        self._tell.plan(found.plan, losses, accepted)
+        if accepted:
+            self._kept.append(found)
+        return accepted
+
+    def _most_precise(self) -> Found:
+        def judged(plan: CompilePlan) -> tuple[bool, str]:
+            accepted, losses = self._relation.judge(self._trials, plan, "most precise")
+            return accepted, f"measures {self._tell.losses(losses)}"
+
+        return most_precise(self._space, judged, f"a loss of {self._target:.2%}")
+
+
+@dataclass(eq=False)
+class _LossNotes:
+    """Says what was measured of each plan, and why it was kept or refused.
+
+    relation: judges plans.
+    available: number of validation items of each task, and of all items that the search may take.
+    """
+
+    target: float
+    relation: LossByKl
+    available: Mapping[str, tuple[int, int]]
+    note: Note
+    _told: set[str] = field(default_factory=set)
+
+    def plan(self, plan: CompilePlan, losses: Mapping[str, LossEstimate], accepted: bool) -> None:
+        """Tell the verdict on a plan. Tell once where more items were taken, and how many would be needed."""
+        verdict = "kept" if accepted else "refused"
+        for task, loss in losses.items():
+            validation = self.available[task][0]
+            if loss.n > validation:
+                self._once(
+                    f"{task}: {loss.n - validation} train texts that neither calibration nor gradients use join the "
+                    f"{validation} validation texts, to make the loss more precise"
+                )
+        self.note(f"{plan.bits_per_weight:.3f} bits per weight: {self.losses(losses)}: {verdict}")
+        for task, loss in losses.items():
+            needed, every = items_for_precision(loss, self.target), self.available[task][1]
+            if loss.n == every < needed:
+                self._once(
+                    f"{task}: the loss has a standard error of {loss.standard_error:.2%} on {loss.n} items, all that "
+                    f"the data holds for the search; {needed} items would make it a quarter of the target",
+                    f"{task}: needed",
+                )
+
+    def losses(self, losses: Mapping[str, LossEstimate]) -> str:
+        """Return each loss of the plan judged last, what its KL lets expect, and the upper bound that decides."""
+        plan = self.relation.measured[-1]
+        parts = []
+        for task, loss in losses.items():
+            upper, expected = self.relation.bound_of(plan, task), self.relation.loss(task, plan.kl)
+            sign = "<=" if upper <= self.target else ">"
+            parts.append(
+                f"{task} {loss.loss:.2%} (n {loss.n}), {expected:.2%} by its KL, "
+                f"upper bound {upper:.2%} {sign} {self.target:.2%}"
+            )
+        return f"loss {', '.join(parts)}"
+
+    def _once(self, sentence: str, kind: str = "") -> None:
+        """Tell a sentence, unless one of its kind was told."""
+        if (kind or sentence) not in self._told:
+            self._told.add(kind or sentence)
+            self.note(sentence)
