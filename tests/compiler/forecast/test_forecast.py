@@ -83,10 +83,10 @@ def test_pieces_are_counted(too_large: None, tmp_path: Path) -> None:
     assert passing[MEASURING] == pytest.approx(8 * 3 * sum(map(len, texts.validation.texts.rows)))
     for_a_loss = seconds(tmp_path, "loss", 0.05, token=1.0)
     assert for_a_loss[held_out] == passing[held_out] and "measuring the tasks" not in passing
-    # Checkpoint and at most 8 plans on validation items, checkpoint and bundle on test items. Texts are only scored.
+    # Checkpoint and at most 6 plans on validation items, checkpoint and bundle on test items. Texts are only scored.
     lines = {name: (tmp_path / "texts" / f"{name}.jsonl").read_text().splitlines() for name in ("validation", "test")}
     tokens = {name: sum(len(json.loads(line)["text"]) for line in own) for name, own in lines.items()}
-    expected = 3 * (9 * tokens["validation"] + 2 * tokens["test"])
+    expected = 3 * (7 * tokens["validation"] + 2 * tokens["test"])
     assert for_a_loss["measuring the tasks"] == pytest.approx(expected, rel=0.05)
     assert seconds(tmp_path, "loss", 0.05, decoded_token=1.0)["measuring the tasks"] == 0
 
@@ -208,7 +208,7 @@ def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
     answers = texts.validation.texts.num_tokens
     assert answers == pytest.approx(validation.answered * 256 / len(split.validation.items), rel=0.1)
     found, one = named(stages), layers * answers
-    assert found[MEASURING].seconds == pytest.approx(4 * one)
+    assert found[MEASURING].seconds == pytest.approx(12 * one), "two for each plan that answers"
     assert found["swapping formats at equal bytes"].seconds == pytest.approx(25 * one)
     # Each group of dense weights and the experts of each layer make a variant, which passes the layers after it.
     variants, probe = variant_count(prepared.lowering.model), texts.probe.num_tokens
@@ -231,7 +231,7 @@ def test_bundles_that_answer_from_disk_are_read_once_a_pass(too_large: None, tmp
     prepared = replace(prepared, request=replace(prepared.request, memory_bytes=1))
     foreseen = SearchForecast(prepared, answers, disk, NOTHING)
     validation, test = count_answers(prepared)
-    passes = (validation.read + test.read) / 1024, (8 * validation.read + test.read) / 1024
+    passes = (validation.read + test.read) / 1024, (6 * validation.read + test.read) / 1024
     spec = prepared.lowering.model
     units = sum(prod(spec.unit_shape(unit.layer, unit.projection)) for unit in spec.unit_keys())
     weights, room = units + sum(map(prod, spec.dense_shapes().values())), runtime_bytes(spec, 1)
