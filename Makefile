@@ -209,8 +209,8 @@ sanitize: $(READY)  ## Tests of the kernels and the native cache under AddressSa
 	    tests/runtime/expert_cache/test_native_residency.py tests/runtime/model/test_one_call.py tests/runtime/model/test_one_call_faults.py
 	$(SANITIZERS) $(SANITIZED)/bin/python -m tests.fuzz.native $(or $(SECONDS),60) 1 build/sanitize/call
 
-gates-full: $(READY)  ## Every gate with its full counts, the slow ones, the kept inputs and all faults: hours
-	MOEC_FULL_GATES=1 MOEC_SLOW=1 $(BIN)/python -m pytest -m gate
+gates-full: $(READY)  ## Every gate with its full counts, all slow tests, the kept inputs and all faults: hours
+	MOEC_FULL_GATES=1 MOEC_SLOW=1 $(BIN)/python -m pytest -m "gate or slow"
 	MOEC_FULL_GATES=1 $(BIN)/python -m pytest tests/fuzz tests/faults
 
 gate-seconds:  ## The table of docs/ci.md, from the reports of the last .ci/run

@@ -52,8 +52,8 @@ def test_penalties_are_relative_to_the_default_weights(mixed_bundle: Path) -> No
 
 
 def test_weights_are_fitted_to_one_set_and_judged_on_another(mixed_bundle: Path) -> None:
-    alike = [text(seed, 80, 3) for seed in range(8)]
-    unlike = [text(100 + seed, 80, 8) for seed in range(8)]
+    alike = [text(seed, 40, 3) for seed in range(8)]
+    unlike = [text(100 + seed, 40, 8) for seed in range(8)]
     told: list[tuple[int, int]] = []
     found = fit_to_texts(mixed_bundle, alike, unlike, lambda done, every: told.append((done, every)))
     assert found is not None and told[-1] == (1, 1)

@@ -41,7 +41,13 @@ def pairs(count: int = 48) -> list[TokenPair]:
     ]
 
 
-@pytest.fixture(scope="module", params=["switch", "switch-capacity", "switch-all-routed-half"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "switch",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("switch-capacity", "switch-all-routed-half")),
+    ],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_switch(tmp_path_factory.mktemp(request.param) / "model", TINY_SWITCHES[request.param])
 
