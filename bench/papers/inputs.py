@@ -19,6 +19,7 @@ import numpy as np
 from moec.cli.simulation.traces import open_traces
 from moec.runtime.bundle.opening import Bundle, open_bundle
 from moec.runtime.trace.trace import Trace
+from moec.runtime.tuning.tune_file import bundle_sha256
 
 from ..expert_cache.eviction import item_text, texts
 from ..prefetch.learned_routers import Routing
@@ -97,9 +98,15 @@ class Inputs:
         found: dict[str, Any] = json.loads((self.bundle(name) / "quality.json").read_text(encoding="utf-8"))
         return found
 
+    def _version(self, name: str) -> str:
+        """Return the beginning of the digest of a bundle's manifest. A renewed bundle has another one."""
+        return bundle_sha256(self.bundle(name))[:_PIECE_LENGTH]
+
     def told(self, command: str, bundle: str, *options: object) -> dict[str, Any]:
         """Return what `moec COMMAND BUNDLE OPTIONS --json` prints."""
-        digest = hashlib.sha256(json.dumps([command, bundle, *map(str, options)]).encode()).hexdigest()
+        digest = hashlib.sha256(
+            json.dumps([command, bundle, self._version(bundle), *map(str, options)]).encode()
+        ).hexdigest()
         path = self.folder / "told" / f"{command}-{bundle}-{digest[:_PIECE_LENGTH]}.json"
         if not path.exists():
             self._say(f"moec {command} {bundle} {' '.join(map(str, options))[:60]}")
@@ -122,7 +129,9 @@ class Inputs:
 
         options: further options of `moec bench`.
         """
-        name = "-".join(["trace", bundle, str(number), *(str(option).lstrip("-") for option in options)])
+        name = "-".join(
+            ["trace", bundle, self._version(bundle), str(number), *(str(option).lstrip("-") for option in options)]
+        )
         path = self.folder / "traces" / f"{name}.trace"
         if not path.exists():
             self._say(f"recording {name}")

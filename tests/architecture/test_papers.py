@@ -66,7 +66,10 @@ def test_a_picture_holds_the_numbers_of_its_record(name: str) -> None:
 def test_a_fast_figure_measured_again_has_the_published_numbers(tmp_path: Path) -> None:
     (figure,) = [figure for figure in FIGURES if figure.name == FAST]
     record = to_record(FAST, figure.measure(Inputs(tmp_path)))
-    assert json.loads(record) == plain(FAST)
+    remedy = (
+        "after a renewal of examples/bundle: `python -m bench.papers --again` with this figure and those of speed.py"
+    )
+    assert json.loads(record) == plain(FAST), remedy
 
 
 def test_a_figure_drawn_twice_has_the_same_bytes() -> None:
