@@ -198,6 +198,16 @@ def test_a_generation_that_another_call_took_over_says_so(tiny_bundle: Path) -> 
         assert [step.token_id for step in third] == alone[1:]
 
 
+@pytest.mark.parametrize(("context", "hint"), [(64, "shorten it or raise `--context`"), (128, "shorten it")])
+def test_a_longer_context_is_proposed_only_if_the_model_has_one(tiny_bundle: Path, context: int, hint: str) -> None:
+    with (
+        load(tiny_bundle, expert_cache="100%", context=context) as engine,
+        pytest.raises(ContextOverflow) as refused,
+    ):
+        engine.logits([5] * 200)
+    assert refused.value.hint == hint
+
+
 def test_a_prompt_that_is_not_utf_8_is_refused(tiny_bundle: Path) -> None:
     with (
         load(tiny_bundle, expert_cache="100%", context=64) as engine,
