@@ -26,7 +26,7 @@ from tests.faults.scenes import Outcome, Scene, scene_of
 
 READ, WRITE, SYNC, RENAME, OPEN, TRUNCATE, MAP, ALLOCATE = (1 << bit for bit in range(8))
 ONCE, FROM_THEN_ON, SHORT = range(3)
-ALLOWED_CODES = (0, 1, 3, 5)
+ALLOWED_CODES = (0, 1, 3, 5, 75)
 HANG_S = 120
 
 
