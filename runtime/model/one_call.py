@@ -223,8 +223,6 @@ def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ah
     """
     model = manifest.model
     reason = why_not_native(options, model.encoder is not None)
-    if reason is None and not hasattr(getattr(kernels.compiled(), "ExpertLayers", None), "end_pass"):
-        reason = "an extension of earlier sources"
     if reason is None and options.modes.decides:
         reason = "a lossy mode"
     if reason is None and model.norm == "layer":
