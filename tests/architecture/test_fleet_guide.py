@@ -66,7 +66,7 @@ def test_the_commands_of_the_guide_print_what_it_shows(tmp_path: Path) -> None:
     count = 0
     for command, shown in runs(GUIDE.read_text(encoding="utf-8")):
         run = subprocess.run(
-            ["bash", "-c", f"{command} 2>&1"], cwd=tmp_path, env=own, capture_output=True, text=True, check=False
+            ["bash", "-c", f"exec 2>&1; {command}"], cwd=tmp_path, env=own, capture_output=True, text=True, check=False
         )
         assert run.returncode == 0, f"{command}\n{run.stdout}"
         missing = missing_line(shown, run.stdout.splitlines())
