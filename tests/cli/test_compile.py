@@ -64,15 +64,15 @@ def run(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comp
     return call
 
 
-def refused(run: Compile, *arguments: object) -> str:
+def refused(run: Compile, *arguments: object, exit_code: int = 1) -> str:
     """Check that a compile is refused, and return its sentence.
 
-    The exit code is 1. Stderr has one sentence and one hint. Stdout is empty, and the disk is unchanged.
+    Stderr has one sentence and one hint. Stdout is empty, and the disk is unchanged.
     """
     here = Path.cwd()
     before = contents(here), names(here)
     result = run(*arguments)
-    assert (result.exit_code, result.stdout) == (1, ""), result.stderr
+    assert (result.exit_code, result.stdout) == (exit_code, ""), result.stderr
     assert "Traceback" not in result.stderr
     lines = result.stderr.splitlines()
     (error,) = [line for line in lines if line.startswith("error: ")]
@@ -352,7 +352,7 @@ def test_a_disk_that_fills_up(run: Compile, model: Path, monkeypatch: pytest.Mon
         plain(self, stream, content)
 
     monkeypatch.setattr(Disk, "write", write)
-    said = refused(run, model, "--uniform", "4", "-o", "out")
+    said = refused(run, model, "--uniform", "4", "-o", "out", exit_code=75)
     assert "the disk of" in said and "is full" in said
 
 
@@ -370,7 +370,7 @@ def test_a_full_disk_during_the_search_keeps_what_was_measured(
     with monkeypatch.context() as patched:
         patched.setattr(Disk, "write", write)
         result = run(*arguments)
-    assert result.exit_code == 1 and "is full" in result.stderr
+    assert result.exit_code == 75 and "is full" in result.stderr
     assert names(tmp_path) == {"tiny", "texts", "out.work"}, "no part of a bundle, and the measurements"
     result = run(*arguments, "--resume")
     assert result.exit_code == 0, result.stderr

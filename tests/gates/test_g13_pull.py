@@ -76,7 +76,12 @@ class Pulling:
 
     def wait(self) -> int:
         """Return the exit code."""
-        _, err = self.process.communicate(timeout=120)
+        try:
+            _, err = self.process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+            raise
         assert "Traceback" not in err, err
         self._files.on_sent = lambda sent_bytes: None
         return self.process.returncode

@@ -16,7 +16,7 @@ import pytest
 from moec.compiler.bundle.publish import check_replaceable, publish_directory, recover_replaced
 from moec.compiler.workspace import durable
 from moec.compiler.workspace.durable import Disk, disk_errors, require_free_bytes
-from moec.manifests.errors import DoesNotFit, MoecError, OptionError
+from moec.manifests.errors import DiskFull, DoesNotFit, MoecError, OptionError
 from tests.compiler.workspace.faulty_disk import MODES, FaultyDisk, Mode, PowerCut
 
 OLD, NEW = b"old " * 50, b"new content " * 40
@@ -219,7 +219,7 @@ class RefusingDisk(Disk):
 
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [(errno.ENOSPC, DoesNotFit), (errno.EDQUOT, DoesNotFit), (errno.EACCES, MoecError), (errno.EIO, MoecError)],
+    [(errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EACCES, MoecError), (errno.EIO, MoecError)],
 )
 def test_refusals_of_the_system_name_the_place(tmp_path: Path, number: int, kind: type[MoecError]) -> None:
     place = tmp_path / "file"

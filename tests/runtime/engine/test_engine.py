@@ -131,7 +131,7 @@ def test_a_generation_that_is_given_up_leaves_nothing_behind(engine: Engine) -> 
 def test_a_kernel_that_raises_leaves_no_lease(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tokens(engine)
     with monkeypatch.context() as broken:
-        broken.setattr(kernels, "expert_ffn", lambda *rest: 1 / 0)
+        broken.setattr(kernels, "experts_layer", lambda *rest: 1 / 0)
         with pytest.raises(ZeroDivisionError) as caught:
             engine.logits(PROMPT)
     # The traceback still holds the frames of the failed pass.
