@@ -1,8 +1,8 @@
 """The n-th call of a kind fails, around the commands that read and write bundles.
 
 Exit code 0, 1, 3 or 75, no traceback; what existed is whole, no half result stands under a name, descriptors and
-threads are given back, and the next run works. Each sweep here takes a few numbers spread over all; MOEC_FULL_GATES=1 takes
-every number, of a compile every twentieth.
+threads are given back, and the next run works. Each sweep here takes a few numbers spread over all. MOEC_FULL_GATES=1
+takes every number, of a compile every twentieth.
 """
 
 from __future__ import annotations
