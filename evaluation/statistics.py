@@ -7,10 +7,8 @@ Numbers that cannot be determined are infinite or nan here and null in JSON.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -68,22 +66,6 @@ class LossEstimate:
         if self.bounds is None:
             del values["error"], values["bounds"]
         return _json_ready(values)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> LossEstimate:
-        """Invert `to_json`. A missing bound is infinite on its side, and a missing standard error infinite."""
-
-        def told(value: float | None, otherwise: float) -> float:
-            return otherwise if value is None else value
-
-        low, high = values["interval95"]
-        finite = {
-            "interval95": (told(low, -math.inf), told(high, math.inf)),
-            "lower95": told(values["lower95"], -math.inf),
-            "upper95": told(values["upper95"], math.inf),
-            "standard_error": told(values["standard_error"], math.inf),
-        }
-        return cls(**{**values, **finite})
 
 
 @dataclass(frozen=True, slots=True)

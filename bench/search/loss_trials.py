@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from statistics import NormalDist
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.targets import Target
 from moec.compiler.search.bisect import search
 from moec.compiler.search.swaps import SWAPS, Swaps
-from moec.compiler.sensitivity.acceptance import ONE_SIDED_95, keeps
+from moec.compiler.sensitivity.acceptance import ONE_SIDED_95
 from moec.evaluation.statistics import LossEstimate
 from tests.compiler.search.toy_search import ToyTrials, estimate, predicted_loss, toy_model, toy_space, uniform_number
 
@@ -81,27 +81,10 @@ class NoisyTrials(ToyTrials):
         kl = self.kl(plan, "true").mean
         return float(5 * kl * (kl / 0.003) ** (self._power - 1) * math.exp(self._spread * self._drawn("true", plan)))
 
-    def _measured(self, plan: CompilePlan) -> LossEstimate:
+    def losses_of(self, plan: CompilePlan) -> dict[str, LossEstimate]:
         noise = COMMON * self._common + math.sqrt(1 - COMMON**2) * self._drawn("measured", plan)
         self.generated.append(plan)
-        return estimate(self.true_loss(plan) + ERROR * noise, ERROR)
-
-    def accepts(
-        self, plan: CompilePlan, target: float, purpose: str, store: Any = None
-    ) -> tuple[bool, dict[str, LossEstimate]]:
-        loss = self._measured(plan)
-        return keeps(loss, target, CERTIFIED), {"toy": loss}
-
-    def judged(
-        self,
-        plan: CompilePlan,
-        target: float,
-        purpose: str,
-        accepts: Callable[[Mapping[str, LossEstimate]], bool],
-        store: Any = None,
-    ) -> tuple[bool, dict[str, LossEstimate]]:
-        losses = {"toy": self._measured(plan)}
-        return accepts(losses), losses
+        return {"toy": estimate(self.true_loss(plan) + ERROR * noise, ERROR)}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from moec.evaluation.statistics import LossEstimate
+from moec.evaluation.stored_losses import loss_from_json
 
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan
@@ -152,6 +153,6 @@ class LossByKl:
 def measured_plans(plain: Sequence[Mapping[str, Any]]) -> list[MeasuredPlan]:
     """Invert MeasuredPlan.to_json."""
     return [
-        MeasuredPlan(each["kl"], {task: LossEstimate.from_json(values) for task, values in each["losses"].items()})
+        MeasuredPlan(each["kl"], {task: loss_from_json(values) for task, values in each["losses"].items()})
         for each in plain
     ]

@@ -19,6 +19,7 @@ from moec.evaluation.engine import TextEngine, no_progress
 from moec.evaluation.results import EvaluationResult
 from moec.evaluation.run import evaluate, joined
 from moec.evaluation.statistics import DistributionSummary, LossEstimate
+from moec.evaluation.stored_losses import loss_from_json
 from moec.evaluation.tasks import Item, Task
 from moec.manifests.errors import OptionError
 from moec.manifests.progress import Progress
@@ -291,7 +292,7 @@ class Trials:
         plain = self.journal.json(
             stage, lambda: {task: loss.to_json() for task, loss in self._measure_losses(plan, target, store).items()}
         )
-        losses = {task: LossEstimate.from_json(values) for task, values in plain.items()}
+        losses = {task: loss_from_json(values) for task, values in plain.items()}
         self._items[stage] = sum(loss.n for loss in losses.values())
         for data in self.tasks:
             self._baseline_with_spare(data, target)  # counts its items, also in a resumed run

@@ -118,9 +118,13 @@ class ToyTrials:
     def accepts(
         self, plan: CompilePlan, target: float, purpose: str, store: Any = None
     ) -> tuple[bool, dict[str, LossEstimate]]:
+        losses = self.losses_of(plan)
+        return keeps(losses["toy"], target, self.certification_items["toy"]), losses
+
+    def losses_of(self, plan: CompilePlan) -> dict[str, LossEstimate]:
+        """Return the measured losses of a plan that answers."""
         self.generated.append(plan)
-        loss = estimate(self._slope * self._kl_of(plan), self._standard_error)
-        return keeps(loss, target, ITEMS), {"toy": loss}
+        return {"toy": estimate(self._slope * self._kl_of(plan), self._standard_error)}
 
     def judged(
         self,
@@ -130,7 +134,7 @@ class ToyTrials:
         accepts: Callable[[Mapping[str, LossEstimate]], bool],
         store: Any = None,
     ) -> tuple[bool, dict[str, LossEstimate]]:
-        losses = self.accepts(plan, target, purpose)[1]
+        losses = self.losses_of(plan)
         return accepts(losses), losses
 
     def as_trials(self) -> Trials:
