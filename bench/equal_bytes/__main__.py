@@ -20,16 +20,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.sensitivity.answer_walk import planned_weights
 from moec.compiler.walker.kept_layers import LARGE_TEXTS
-from moec.compiler.walker.loaded_layer import Replaced
 from moec.compiler.walker.texts import TokenTexts
 from moec.manifests.model import PROJECTIONS, UnitKey
 
@@ -38,15 +35,12 @@ from .executed import open_executed
 from .ggml_blocks import GgmlBlocks, library_path
 from .importance import importance_of
 from .llama_mixtures import MIXTURES, block_type
-from .our_plans import OurPlans
+from .our_plans import OurPlans, by_layer_and_projection
 from .peer_environment import rounded_by
+from .rows import Quantized, Rows, ratio_text
 
-RESAMPLES = 2_000
 BITS = (1, 1.6, 2, 3, 4, 5, 6, 8, 16)
 
-
-Quantized = tuple[Replaced, int]
-"""Quantized weights, and the bytes of the routed experts."""
 HEAD = ("format", "bits", "KL", "perplexity", "moec bits", "moec KL", "moec perplexity", "KL ratio")
 
 
@@ -58,11 +52,8 @@ class Comparison:
     """
 
     def __init__(self, example: Example, plans: OurPlans, results: Path, items: int) -> None:
-        self._plans, self._results, self.own_plans = plans, results, dict[str, CompilePlan]()
-        self._walk = example.walk(example.splits.test.items[:items])
-        self._counts = np.array(self._walk.answers.counts)
-        shapes = (example.model.unit_shape(unit.layer, unit.projection) for unit in example.plain.units)
-        self._weights = sum(int(np.prod(shape)) for shape in shapes)
+        self._plans, self.own_plans = plans, dict[str, CompilePlan]()
+        self._rows = Rows(example, results, items)
         print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
 
     def add_plan(self, name: str, plan: CompilePlan | None) -> None:
@@ -73,12 +64,14 @@ class Comparison:
 
     def add(self, name: str, make: Callable[[], Quantized]) -> int:
         """Print one line. make: makes the weights of the row, if it is not measured yet. Returns its bytes."""
-        row = self._row(name, make)
+        row = self._rows.row(name, make)
         size: int = row["bytes"]
         plan = self.own_plans.get(f"moec-{size}") or self._plans.within(size)
         if plan is not None:
             self.own_plans[f"moec-{size}"] = plan
-            self._print(name, row, self._row(f"moec-{size}", lambda: self._planned(plan)))
+            ours = self._rows.row(f"moec-{size}", lambda: self._planned(plan))
+            cells = [name, *self._rows.figures(row), *self._rows.figures(ours), ratio_text(ours, row)]
+            print(f"| {' | '.join(cells)} |", flush=True)
         return size
 
     def print_executed(self) -> None:
@@ -87,48 +80,19 @@ class Comparison:
         print(
             "\n| plan | bits | KL, weights alone | KL, executed | standard error |\n|---|---|---|---|---|", flush=True
         )
-        with open_executed(self._plans.bundles, plain, self._walk.answers.pairs) as executed:
+        with open_executed(self._plans.bundles, plain, self._rows.walk.answers.pairs) as executed:
             for name, plan in self.own_plans.items():
-                path = self._results / f"{name}.executed.json"
+                path = self._rows.folder / f"{name}.executed.json"
                 if not path.exists():
                     found = executed.kl(plan, self._plans.store)
                     path.write_text(json.dumps(found.to_json()) + "\n", encoding="utf-8")
                 run = json.loads(path.read_text(encoding="utf-8"))
-                alone = self._figures(json.loads((self._results / f"{name}.json").read_text(encoding="utf-8")))
+                alone = self._rows.figures(self._rows.kept(name))
                 cells = [name, *alone[:2], f"{run['mean']:.5f}", f"{run['standard_error']:.5f}"]
                 print(f"| {' | '.join(cells)} |", flush=True)
 
     def _planned(self, plan: CompilePlan) -> Quantized:
         return planned_weights(plan, self._plans.store), plan.expert_packed_bytes
-
-    def _row(self, name: str, make: Callable[[], Quantized]) -> dict[str, Any]:
-        """Return bytes, and the sums of KL and -log p in nats over each text."""
-        path = self._results / f"{name}.json"
-        if not path.exists():
-            weights, size = make()
-            found = self._walk.measure(weights)
-            starts = np.cumsum([0, *self._counts[:-1]])
-            sums = {key: np.add.reduceat(getattr(found, key), starts).tolist() for key in ("kl", "nll")}
-            new = path.with_suffix(".new")
-            new.write_text(json.dumps({"bytes": size, **sums}) + "\n", encoding="utf-8")
-            new.rename(path)
-        row: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return row
-
-    def _print(self, name: str, row: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-        theirs, own = np.array(row["kl"]), np.array(ours["kl"])
-        low, high = interval(own, theirs)
-        cells = [
-            name,
-            *self._figures(row),
-            *self._figures(ours),
-            f"{own.sum() / theirs.sum():.3f} ({low:.3f} to {high:.3f})",
-        ]
-        print(f"| {' | '.join(cells)} |", flush=True)
-
-    def _figures(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
-        kl, nll = (np.sum(row[key]) / self._counts.sum() for key in ("kl", "nll"))
-        return f"{8 * row['bytes'] / self._weights:.3f}", f"{kl:.5f}", f"{np.exp(nll):.3f}"
 
 
 def llama_weights(
@@ -169,13 +133,6 @@ def gptqmodel_weights(
     return lambda name: rounded[name].float() if name in rounded else None, size
 
 
-def interval(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of the ratio of means, by a bootstrap that draws texts in pairs."""
-    draws = np.random.default_rng(0).integers(0, len(ours), (RESAMPLES, len(ours)))
-    low, high = np.quantile(ours[draws].sum(1) / theirs[draws].sum(1), (0.025, 0.975))
-    return float(low), float(high)
-
-
 def add_peers(table: Comparison, example: Example, plans: OurPlans, options: argparse.Namespace) -> None:
     """Compare with llama.cpp, HQQ and GPTQModel. All calibrate on the texts of moec's calibration."""
     blocks = GgmlBlocks(options.ggml or library_path())
@@ -197,7 +154,7 @@ def add_peers(table: Comparison, example: Example, plans: OurPlans, options: arg
 
     for mixture in filter(None, options.mixtures.split(",")):
         size = table.add(mixture, lambda mixture=mixture: llama_weights(example, blocks, importance(), mixture))
-        table.add_plan(f"layers-{size}", plans.by_layer_and_projection(size))
+        table.add_plan(f"layers-{size}", plans.grouped(size, by_layer_and_projection))
     for setting in filter(None, options.hqq.split(",")):
         bits, group_size = map(int, setting.split(":"))
         table.add(f"HQQ-{bits}g{group_size}", lambda b=bits, g=group_size: hqq_weights(example, options.results, b, g))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
-
 from moec.cli.commands.compile import open_partial
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.quantization.unit_store import UnitStore
@@ -16,19 +14,27 @@ from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.targets import Target
 from moec.compiler.request.uniform import fits_all, uniform_like
 from moec.compiler.search.bisect import search
-from moec.compiler.search.knapsack import ChoiceTable, least_loss
+from moec.compiler.search.knapsack import least_loss
 from moec.compiler.stages.compile_context import CompileContext
 from moec.compiler.stages.measure import measure, plan_bundles
 from moec.compiler.stages.planning import open_space, swaps
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.manifests.errors import TargetUnreachable
+from moec.manifests.model import UnitKey
 from moec.profiles.loading import load_profile
+
+from ..search.grouped_space import Grouping, grouped
 
 
 def say(sentence: str) -> None:
     """Print a sentence on stderr."""
     print(sentence, file=sys.stderr, flush=True)
+
+
+def by_layer_and_projection(unit: UnitKey) -> tuple[int, str]:
+    """Name the group of all experts of a layer in one projection."""
+    return unit.layer, unit.projection
 
 
 class OurPlans:
@@ -79,20 +85,8 @@ class OurPlans:
         fitting = [spec for spec in self._specs if spec.bitwidth < 16 and fits_all(plain, spec)]
         return {str(spec): uniform_like(plain, spec) for spec in fitting}
 
-    def by_layer_and_projection(self, size_bytes: int) -> CompilePlan | None:
-        """Return the best plan whose experts of one layer share one format for each projection."""
-        space = self._space.without_pruning()
-        table, units = space.size_table(), len(space.units)
-        groups = {(unit.layer, unit.projection): 0 for unit in space.units}
-        index = {group: at for at, group in enumerate(groups)}
-        rows = np.array([index[unit.layer, unit.projection] for unit in space.units])
-        costs, losses = (np.zeros((len(groups), values.shape[1])) for values in (table.costs, table.losses))
-        np.add.at(costs, rows, table.costs[:units])
-        np.add.at(losses, rows, table.losses[:units])
-        costs, losses = (
-            np.concatenate([sums, values[units:]]) for sums, values in ((costs, table.costs), (losses, table.losses))
-        )
-        choice = least_loss(ChoiceTable(costs, losses), size_bytes)
-        if choice is None:
-            return None
-        return space.plan(np.concatenate([choice[rows], choice[len(groups) :]]))
+    def grouped(self, size_bytes: int, group_of: Grouping) -> CompilePlan | None:
+        """Return the best plan in which the units of a group share one format. None if none fits."""
+        space = grouped(self._space, group_of)
+        choice = least_loss(space.size_table(), size_bytes)
+        return None if choice is None else space.plan(choice)

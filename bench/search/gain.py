@@ -1,0 +1,249 @@
+"""What each freedom of a plan gains: a format per layer, per expert or per matrix, experts left out, swaps.
+
+    python -m bench.search.gain MODEL --data FOLDER --task NAME --results FOLDER
+
+A model is measured once, as in a compile. Every kind of plan is found by the search of moec, with the same predictions.
+The first table compares kinds at equal bytes of the routed experts, on test items that nothing else used, with weights
+alone. The last column is the share of a kind's bytes that plans with a format per matrix save at its KL. Their KL is
+interpolated in log KL over bits. The second table compares kinds at a loss of the task, on validation items. All other
+weights keep 16 bits. Every row is kept in FOLDER, and a second call continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moec.cli.commands.compile import open_partial
+from moec.compiler.preflight.preparation import prepare
+from moec.compiler.request.options import CompileOptions, Talk
+from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.request import CompileRequest
+from moec.compiler.request.targets import Target
+from moec.compiler.search.bisect import search
+from moec.compiler.search.knapsack import ChoiceTable, least_loss
+from moec.compiler.search.space import SearchSpace
+from moec.compiler.search.swaps import NO_SWAPS, Swaps
+from moec.compiler.sensitivity.answer_walk import planned_weights
+from moec.compiler.stages.compile_context import CompileContext, Measured
+from moec.compiler.stages.measure import measure
+from moec.compiler.stages.planning import open_space, swaps
+from moec.compiler.workspace.durable import Disk
+from moec.compiler.workspace.journal import Journal
+from moec.manifests.errors import TargetUnreachable
+from moec.manifests.quant import QuantSpec
+from moec.profiles.loading import load_profile
+
+from ..equal_bytes.rows import Row, Rows, ratio_text
+from ..example import Example
+from .grouped_space import Grouping, grouped, with_formats
+from .plans import markdown
+
+BITS = (1, 1.6, 2, 3, 4, 5, 6, 8, 16)
+MATRIX = "each matrix"
+GROUPINGS: dict[str, Grouping] = {
+    "all experts": lambda unit: (),
+    "each projection": lambda unit: unit.projection,
+    "each layer": lambda unit: unit.layer,
+    "each layer and projection": lambda unit: (unit.layer, unit.projection),
+    "each expert": lambda unit: (unit.layer, unit.expert),
+    MATRIX: lambda unit: unit,
+}
+"""What has one format, by the name of the kind of plan."""
+MENUS: dict[str, Callable[[QuantSpec], bool]] = {
+    "2, 4, 8 bits": lambda spec: spec.bitwidth in (2, 4, 8, 16),
+    "without 1 and 1.6 bits": lambda spec: spec.bitwidth >= 2,
+    "without 5 and 6 bits": lambda spec: spec.bitwidth not in (5, 6),
+    "groups of 64": lambda spec: spec.bitwidth == 16 or spec.group_size == 64,
+}
+"""Parts of the formats, for plans with a format per matrix."""
+LEFT_OUT, SWAPPED = "each matrix, experts left out", "each matrix, experts left out, swaps"
+HEAD = ("one format for", "bits per weight", "KL", "perplexity", f"KL of {MATRIX} over it (95 %)", "bytes saved")
+HEAD_AT_LOSS = ("target", "one format for", "bytes", "bits per weight", "experts left out", "KL", "loss of the search")
+
+
+def say(sentence: str) -> None:
+    """Print a sentence on stderr."""
+    print(sentence, file=sys.stderr, flush=True)
+
+
+def offered(table: ChoiceTable) -> ChoiceTable:
+    """Return the table without the options that have no finite loss."""
+    return ChoiceTable(np.where(np.isfinite(table.losses), table.costs, np.inf), table.losses)
+
+
+def plan_within(space: SearchSpace, size_bytes: float) -> CompilePlan | None:
+    """Return the plan of least predicted loss within some bytes of the routed experts. None if none fits."""
+    choice = least_loss(offered(space.size_table()), size_bytes)
+    return None if choice is None else space.plan(choice)
+
+
+class Gain:
+    """A model, measured once, and its kinds of plans.
+
+    options: of the compile.
+    work: folder of the measurements. A second call with the same inputs takes them from there.
+    """
+
+    def __init__(self, model: str, options: CompileOptions, work: Path) -> None:
+        work.mkdir(parents=True, exist_ok=True)
+        talk = Talk(say)
+        request = CompileRequest(model, work / "out", options, load_profile("laptop"), open_partial, talk)
+        self._prepared = prepare(request)
+        context = CompileContext(self._prepared, Journal(work, self._prepared.identity(), Disk(), say), None)
+        self.measured: Measured = measure(context)
+        self._space = open_space(self._prepared, self.measured)
+        self._swaps: Swaps = swaps(self._prepared)
+
+    @property
+    def expert_weights(self) -> int:
+        """Number of weights of the routed experts."""
+        return self._space.plain.expert_weights
+
+    def spaces(self) -> dict[str, tuple[SearchSpace, Swaps]]:
+        """Return the search space of each kind of plan, and how many swaps its search makes."""
+        found: dict[str, tuple[SearchSpace, Swaps]] = {}
+        for name, group_of in GROUPINGS.items():
+            found[name] = grouped(self._space, group_of), NO_SWAPS
+        specs = self._space.without_pruning().unit_specs
+        for name, has in MENUS.items():
+            found[f"{MATRIX}, {name}"] = with_formats(self._space, lambda column, has=has: has(specs[column])), NO_SWAPS
+        return found | {LEFT_OUT: (self._space, NO_SWAPS), SWAPPED: (self._space, self._swaps)}
+
+    def within(self, kind: str, size_bytes: float) -> CompilePlan | None:
+        """Return the plan of one kind within some bytes of the routed experts, or None."""
+        space, tried = self.spaces()[kind]
+        if tried is NO_SWAPS:
+            return plan_within(space, size_bytes)
+        return search(space, self.measured.trials, Target("size", size_bytes), say, tried)
+
+    def at_loss(self, kind: str, loss: float) -> CompilePlan | None:
+        """Return the plan of fewest bytes of one kind that keeps a relative loss, or None."""
+        space, tried = self.spaces()[kind]
+        try:
+            return search(space, self.measured.trials, Target("loss", loss), say, tried)
+        except TargetUnreachable as error:
+            say(str(error))
+            return None
+
+
+def saved(rows: Rows, row: Row, ours: Sequence[Row]) -> str:
+    """Return the share of a row's bytes that plans of a format per matrix save at its KL, as text.
+
+    ours: rows of those plans. Outside their range the nearest two are continued.
+    """
+    points = sorted((float(np.log(rows.kl(each))), rows.bits(each)) for each in ours)
+    if len(points) < 2:
+        return ""
+    kl = float(np.log(rows.kl(row)))
+    at = int(np.clip(np.searchsorted([point[0] for point in points], kl), 1, len(points) - 1))
+    (low, fewer), (high, more) = points[at - 1], points[at]
+    bits = fewer + (more - fewer) * (kl - low) / (high - low)
+    return f"{1 - bits / rows.bits(row):.1%}"
+
+
+def print_equal_bytes(gain: Gain, rows: Rows, budgets: Sequence[float]) -> None:
+    """Measure every kind of plan at each budget, in bits per weight, and print the first table."""
+    found: dict[float, dict[str, Row]] = {}
+    for bits in budgets:
+        found[bits] = {}
+        for kind in gain.spaces():
+            row = measured_row(gain, rows, kind, bits)
+            if row is not None:
+                found[bits][kind] = row
+                say(f"{bits:g} {kind}: KL {rows.kl(row):.5f}")
+    ours = [each[MATRIX] for each in found.values() if MATRIX in each]
+    lines = []
+    for kinds in found.values():
+        for kind, row in kinds.items():
+            ratio = ratio_text(kinds[MATRIX], row) if MATRIX in kinds and kind != MATRIX else ""
+            lines.append([kind, *rows.figures(row), ratio, "" if kind == MATRIX else saved(rows, row, ours)])
+    print(markdown(HEAD, lines), flush=True)
+
+
+def measured_row(gain: Gain, rows: Rows, kind: str, bits: float) -> Row | None:
+    """Return the row of one kind within some bits per weight. It is measured once. None: there is no plan."""
+    name = f"{bits:g}-{file_name(kind)}"
+    if (rows.folder / f"{name}.json").exists():
+        return rows.kept(name)
+    plan = gain.within(kind, bits * gain.expert_weights / 8)
+    if plan is None:
+        say(f"{kind}: no plan within {bits:g} bits per weight")
+        return None
+    return rows.row(name, lambda: (planned_weights(plan, gain.measured.store), plan.expert_packed_bytes))
+
+
+def file_name(kind: str) -> str:
+    """Return the name of a kind for files."""
+    return kind.replace(", ", "-").replace(" ", "-")
+
+
+def print_at_losses(gain: Gain, folder: Path, losses: Sequence[float], kinds: Sequence[str]) -> None:
+    """Search the fewest bytes of some kinds at each loss, and print the second table."""
+    lines = []
+    for loss in losses:
+        for kind in kinds:
+            path = folder / f"loss-{loss:g}-{file_name(kind)}.json"
+            if not path.exists():
+                path.write_text(json.dumps(at_loss(gain, kind, loss)) + "\n", encoding="utf-8")
+            row = json.loads(path.read_text(encoding="utf-8"))
+            lines.append([f"{loss:.1%}", kind, *(str(value) for value in row.values())])
+    print(f"\n{markdown(HEAD_AT_LOSS, lines)}", flush=True)
+
+
+def at_loss(gain: Gain, kind: str, loss: float) -> Mapping[str, object]:
+    """Return the figures of the plan of one kind at a loss."""
+    plan = gain.at_loss(kind, loss)
+    if plan is None:
+        return {"bytes": "no plan", "bits": "", "left out": "", "kl": "", "loss": ""}
+    trials = gain.measured.trials
+    measured = [trial for trial in trials.log if trial.losses and trial.expert_packed_bytes == plan.expert_packed_bytes]
+    (estimate,) = measured[-1].losses.values() if measured else (None,)
+    return {
+        "bytes": plan.expert_packed_bytes,
+        "bits": f"{plan.bits_per_weight:.3f}",
+        "left out": sum(spec.is_pruned for unit, spec in plan.units.items() if unit.projection == "down"),
+        "kl": f"{trials.kl(plan, 'row').mean:.5f}",
+        "loss": "" if estimate is None else f"{estimate.loss:.2%} +- {estimate.standard_error:.2%}",
+    }
+
+
+def floats(text: str) -> tuple[float, ...]:
+    """Read numbers with commas between them."""
+    return tuple(float(each) for each in filter(None, text.split(",")))
+
+
+def main() -> None:
+    """Read the command line, measure and print."""
+    parser = argparse.ArgumentParser(description="What each freedom of a plan gains.")
+    parser.add_argument("model")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--task", required=True)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--work", type=Path, help="folder of the measurements; default: `work` in FOLDER")
+    parser.add_argument("--bits", type=floats, default=BITS, help="bitwidths on offer, with commas")
+    parser.add_argument("--budgets", type=floats, default=(2.5, 3.5, 4.5), help="bits per weight of the first table")
+    parser.add_argument("--losses", type=floats, default=(0.02, 0.05), help="losses of the second table")
+    parser.add_argument("--items", type=int, default=100, help="test items of the first table")
+    parser.add_argument("--limit", type=int, help="items of each split in the measurements")
+    given = parser.parse_args()
+    given.results.mkdir(parents=True, exist_ok=True)
+    options = CompileOptions(
+        Target("loss", given.losses[0] if given.losses else 0.02), data=given.data, tasks=(given.task,), dense_bits=16,
+        bits=given.bits, comparisons=False, limit=given.limit,
+    )  # fmt: skip
+    gain = Gain(given.model, options, given.work or given.results / "work")
+    kinds = ("all experts", "each layer and projection", MATRIX, SWAPPED)
+    if given.budgets:
+        rows = Rows(Example(given.model, given.data, given.task), given.results, given.items)
+        print_equal_bytes(gain, rows, given.budgets)
+    print_at_losses(gain, given.results, given.losses, kinds)
+
+
+if __name__ == "__main__":
+    main()
