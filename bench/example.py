@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,15 +72,24 @@ class Example:
 
     def calibrated(self, texts: TokenTexts) -> tuple[list[LayerInputs], ActivationStatistics]:
         """Return what texts hand to the experts of each layer, and the counts of it."""
+        inputs, counts = self._passed(texts, has_moments=True)
+        return inputs, count_statistics(self.model, texts, SEED, counts)
+
+    def routes(self, texts: TokenTexts) -> np.ndarray:
+        """Return the experts that each token chooses, text after text, uint16 [T, L, K]."""
+        _, counts = self._passed(texts, has_moments=False)
+        return np.stack([counted["routes"] for counted in counts], axis=1)
+
+    def _passed(self, texts: TokenTexts, has_moments: bool) -> tuple[list[LayerInputs], list[dict[str, np.ndarray]]]:
         inputs, counts = list[LayerInputs](), []
         states = TextStates.begin(texts, self.slot.embed)
         with workers(torch.get_num_threads()) as pool:
             for layer in range(self.model.num_layers):
                 self.slot.load(layer)
-                handed, counted = calibrate_layer(self.slot, states, pool, has_moments=True)
+                handed, counted = calibrate_layer(self.slot, states, pool, has_moments)
                 inputs.append(handed)
                 counts.append(counted)
-        return inputs, count_statistics(self.model, texts, SEED, counts)
+        return inputs, counts
 
     def dense(self, bitwidth: int) -> Mapping[str, QuantSpec]:
         """Return formats that give all dense weights one bitwidth."""

@@ -1,12 +1,14 @@
-"""What each freedom of a plan gains: a format per layer, per expert or per matrix, experts left out, swaps.
+"""Gain of each freedom of a plan: a format per layer, per expert or per matrix, experts left out, swaps.
 
     python -m bench.search.gain MODEL --data FOLDER --task NAME --results FOLDER
 
 A model is measured once, as in a compile. Every kind of plan is found by the search of moec, with the same predictions.
 The first table compares kinds at equal bytes of the routed experts, on test items that nothing else used, with weights
 alone. The last column is the share of a kind's bytes that plans with a format per matrix save at its KL. Their KL is
-interpolated in log KL over bits. The second table compares kinds at a loss of the task, on validation items. All other
-weights keep 16 bits. Every row is kept in FOLDER, and a second call continues.
+interpolated in log KL over bits. The second table compares kinds at a loss of the task, on validation items. The third
+one compares bytes that a token reads, at the KL of plans with one format, with a cache of half of their expert bytes.
+Plans of fewest bytes and of fewest bytes per token are in it. All other weights keep 16 bits. Every row is kept in
+FOLDER, and a second call continues.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from moec.cli.commands.compile import open_partial
 from moec.compiler.preflight.preparation import prepare
+from moec.compiler.request.objective import Objective
 from moec.compiler.request.options import CompileOptions, Talk
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.request import CompileRequest
@@ -35,6 +39,7 @@ from moec.compiler.stages.measure import measure
 from moec.compiler.stages.planning import open_space, swaps
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
+from moec.evaluation.divergence import divergence_bound
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.quant import QuantSpec
 from moec.profiles.loading import load_profile
@@ -43,11 +48,12 @@ from ..equal_bytes.rows import Row, Rows, ratio_text
 from ..example import Example
 from .grouped_space import Grouping, grouped, with_formats
 from .plans import markdown
+from .reads import Routes
 
 BITS = (1, 1.6, 2, 3, 4, 5, 6, 8, 16)
-MATRIX = "each matrix"
+ALL, MATRIX = "all experts", "each matrix"
 GROUPINGS: dict[str, Grouping] = {
-    "all experts": lambda unit: (),
+    ALL: lambda unit: (),
     "each projection": lambda unit: unit.projection,
     "each layer": lambda unit: unit.layer,
     "each layer and projection": lambda unit: (unit.layer, unit.projection),
@@ -62,9 +68,13 @@ MENUS: dict[str, Callable[[QuantSpec], bool]] = {
     "groups of 64": lambda spec: spec.bitwidth == 16 or spec.group_size == 64,
 }
 """Parts of the formats, for plans with a format per matrix."""
+AT_LOSS = (ALL, "each layer and projection", MATRIX, "each matrix, experts left out, swaps")
 LEFT_OUT, SWAPPED = "each matrix, experts left out", "each matrix, experts left out, swaps"
 HEAD = ("one format for", "bits per weight", "KL", "perplexity", f"KL of {MATRIX} over it (95 %)", "bytes saved")
 HEAD_AT_LOSS = ("target", "one format for", "bytes", "bits per weight", "experts left out", "KL", "loss of the search")
+
+
+HEAD_OF_READS = ("plan", "bytes", "bits per weight", "KL", "hit rate", "bytes per token", "of the first")
 
 
 def say(sentence: str) -> None:
@@ -121,6 +131,26 @@ class Gain:
         if tried is NO_SWAPS:
             return plan_within(space, size_bytes)
         return search(space, self.measured.trials, Target("size", size_bytes), say, tried)
+
+    @property
+    def popularity(self) -> np.ndarray:
+        """Tokens of each expert in calibration, [L, E]."""
+        statistics = self.measured.statistics
+        if statistics is None:
+            raise RuntimeError("a measurement without data has no popularity")
+        return statistics.popularity
+
+    def at_kl_of(self, plan: CompilePlan, objective: Objective) -> CompilePlan:
+        """Return the plan with a format per matrix that costs least at the KL of another plan.
+
+        objective: the cost.
+        """
+        request = self._prepared.request
+        options = replace(request.options, objective=objective)
+        prepared = replace(self._prepared, request=replace(request, options=options))
+        space = open_space(prepared, self.measured).without_pruning()
+        kl = divergence_bound(self.measured.trials.kl(plan, ALL))
+        return search(space, self.measured.trials, Target("kl", kl), say, self._swaps)
 
     def at_loss(self, kind: str, loss: float) -> CompilePlan | None:
         """Return the plan of fewest bytes of one kind that keeps a relative loss, or None."""
@@ -213,6 +243,37 @@ def at_loss(gain: Gain, kind: str, loss: float) -> Mapping[str, object]:
     }
 
 
+def print_reads(gain: Gain, routes: Routes, folder: Path, budgets: Sequence[float]) -> None:
+    """Replay plans of equal KL through one cache, and print the third table."""
+    lines = []
+    for bits in budgets:
+        path = folder / f"reads-{bits:g}.json"
+        if not path.exists():
+            path.write_text(json.dumps(read_rows(gain, routes, bits)) + "\n", encoding="utf-8")
+        lines += json.loads(path.read_text(encoding="utf-8"))
+    print(f"\n{routes.tokens} held-out tokens.\n\n{markdown(HEAD_OF_READS, lines)}", flush=True)
+
+
+def read_rows(gain: Gain, routes: Routes, bits: float) -> list[list[str]]:
+    """Return the rows of a plan with one format within some bits per weight, and of plans with its KL."""
+    first = gain.within(ALL, bits * gain.expert_weights / 8)
+    if first is None:
+        raise SystemExit(f"no plan with one format has {bits:g} bits per weight")
+    plans = {
+        "one format": first,
+        "format per matrix, fewest bytes": gain.at_kl_of(first, "size"),
+        "format per matrix, fewest bytes per token": gain.at_kl_of(first, "bytes-per-token"),
+    }
+    cache, rows = first.expert_packed_bytes // 2, []
+    whole, _ = routes.bytes_per_token(first, cache)
+    for name, plan in plans.items():
+        read, hits = routes.bytes_per_token(plan, cache)
+        size = f"{plan.expert_packed_bytes:,}", f"{plan.bits_per_weight:.3f}"
+        kl = gain.measured.trials.kl(plan, "row").mean
+        rows.append([name, *size, f"{kl:.5f}", f"{hits:.3f}", f"{read:,.0f}", f"{read / whole:.3f}"])
+    return rows
+
+
 def floats(text: str) -> tuple[float, ...]:
     """Read numbers with commas between them."""
     return tuple(float(each) for each in filter(None, text.split(",")))
@@ -229,7 +290,9 @@ def main() -> None:
     parser.add_argument("--bits", type=floats, default=BITS, help="bitwidths on offer, with commas")
     parser.add_argument("--budgets", type=floats, default=(2.5, 3.5, 4.5), help="bits per weight of the first table")
     parser.add_argument("--losses", type=floats, default=(0.02, 0.05), help="losses of the second table")
-    parser.add_argument("--items", type=int, default=100, help="test items of the first table")
+    parser.add_argument("--kinds", default=";".join(AT_LOSS), help="kinds of the second table, with semicolons")
+    parser.add_argument("--reads", type=floats, default=(3.5,), help="bits per weight of the third table")
+    parser.add_argument("--items", type=int, default=100, help="test items of the first and the third table")
     parser.add_argument("--limit", type=int, help="items of each split in the measurements")
     given = parser.parse_args()
     given.results.mkdir(parents=True, exist_ok=True)
@@ -238,11 +301,14 @@ def main() -> None:
         bits=given.bits, comparisons=False, limit=given.limit,
     )  # fmt: skip
     gain = Gain(given.model, options, given.work or given.results / "work")
-    kinds = ("all experts", "each layer and projection", MATRIX, SWAPPED)
+    example = Example(given.model, given.data, given.task)
     if given.budgets:
-        rows = Rows(Example(given.model, given.data, given.task), given.results, given.items)
-        print_equal_bytes(gain, rows, given.budgets)
-    print_at_losses(gain, given.results, given.losses, kinds)
+        print_equal_bytes(gain, Rows(example, given.results, given.items), given.budgets)
+    if given.losses:
+        print_at_losses(gain, given.results, given.losses, given.kinds.split(";"))
+    if given.reads:
+        routes = Routes(example, example.splits.test.items[: given.items], gain.popularity)
+        print_reads(gain, routes, given.results, given.reads)
 
 
 if __name__ == "__main__":

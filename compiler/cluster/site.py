@@ -166,7 +166,7 @@ class Site:
             room_bytes = int(self._memory_bytes * bundle.share)
             engine = opened.enter_context(self._open_runtime(folder, room_bytes))
         finally:
-            # What is open stays readable, and a worker that is killed leaves nothing behind.
+            # What is open stays readable, and a worker that is killed leaves no file.
             shutil.rmtree(folder, ignore_errors=True)
         self._engines[bundle.digest] = engine, opened
         return engine
