@@ -93,26 +93,15 @@ def write_bundle(
     has_dense_reversed: the file of the dense weights has them in another order than the manifest.
     """
     shape = shape or Shape()
-    model = shape.model
     folder.mkdir(parents=True)
     files = {"quality.json": b"{}\n", "config.json": b'{"note": "%b"}\n' % note.encode(), "empty.json": b""}
     files[TABLES_NAME] = build_header({"popularity": ("U32", (shape.layers, shape.experts))}) + bytes(
         4 * shape.layers * shape.experts
     )
-    files[DENSE_NAME], dense = _dense(model, dense_version, changed_dense, has_dense_reversed)
+    files[DENSE_NAME], dense = _dense(shape.model, dense_version, changed_dense, has_dense_reversed)
     if profile is not None:
         files[DEVICE_NAME] = encode_device(profile)
-    entries, experts = [], list[ExpertEntry]()
-    for layer in range(shape.layers):
-        file = experts_file_name(layer)
-        _, size = unit_offsets(model, layer, dict.fromkeys(PROJECTIONS, UNIT))
-        data = bytearray(build_header({f"experts.{at:05d}": ("U8", (size,)) for at in range(shape.experts)}))
-        for expert in range(shape.experts):
-            blob = _bytes(f"{layer} {expert} {version(layer, expert)}", size)
-            digest = xxhash.xxh3_128_hexdigest(blob)
-            experts.append(ExpertEntry(layer, expert, file, len(data), size, digest, UNIT, UNIT, UNIT))
-            data += blob
-        entries.append(_write(folder, file, data))
+    entries, experts = _write_experts(folder, shape, version)
     entries += [_write(folder, name, data) for name, data in files.items()]
     manifest = BundleManifest(
         format_version=1,
@@ -120,7 +109,7 @@ def write_bundle(
         name=name,
         certified=True,
         layout=LAYOUT,
-        model=model,
+        model=shape.model,
         device=_device(profile),
         cost=_cost(shape, experts),
         calibration=None,
@@ -133,6 +122,24 @@ def write_bundle(
     )
     (folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
     return folder
+
+
+def _write_experts(
+    folder: Path, shape: Shape, version: Callable[[int, int], int]
+) -> tuple[list[FileEntry], list[ExpertEntry]]:
+    """Write a file for each layer. Returns the manifest's entries of the files and of the experts."""
+    files, experts = list[FileEntry](), list[ExpertEntry]()
+    for layer in range(shape.layers):
+        file = experts_file_name(layer)
+        _, size = unit_offsets(shape.model, layer, dict.fromkeys(PROJECTIONS, UNIT))
+        data = bytearray(build_header({f"experts.{at:05d}": ("U8", (size,)) for at in range(shape.experts)}))
+        for expert in range(shape.experts):
+            blob = _bytes(f"{layer} {expert} {version(layer, expert)}", size)
+            digest = xxhash.xxh3_128_hexdigest(blob)
+            experts.append(ExpertEntry(layer, expert, file, len(data), size, digest, UNIT, UNIT, UNIT))
+            data += blob
+        files.append(_write(folder, file, data))
+    return files, experts
 
 
 def _bytes(seed: str, size: int) -> bytes:

@@ -94,14 +94,24 @@ def signed_with(secret: int, nonce: int = 12345) -> tuple[int, int]:
     return r, pow(nonce, -1, p256.N) * (digest_of(MESSAGE) + r * secret) % p256.N
 
 
+SECRET = 987654321
+KEY = finite(multiply(SECRET, p256.GENERATOR))
+
+
 def made_vectors() -> Iterator[Vector]:
     """Yield signatures with numbers at the ends of their ranges, and keys at the special points of the addition."""
+    yield from _numbers_out_of_range()
+    yield from _points_at_the_ends()
+    yield from _zeros_of_der()
+    yield from _special_keys()
+
+
+def _numbers_out_of_range() -> Iterator[Vector]:
+    """A signature that is valid, and pairs of numbers next to it."""
     n = p256.N
-    secret = 987654321
-    key = finite(multiply(secret, p256.GENERATOR))
-    r, s = signed_with(secret)
-    yield Vector("textbook", key, encoded(r, s), True)
-    yield Vector("the other s", key, encoded(r, n - s), True)
+    r, s = signed_with(SECRET)
+    yield Vector("textbook", KEY, encoded(r, s), True)
+    yield Vector("the other s", KEY, encoded(r, n - s), True)
     for name, pair in {
         "r is 0": (0, s),
         "s is 0": (r, 0),
@@ -116,8 +126,12 @@ def made_vectors() -> Iterator[Vector]:
         "s is -1": (r, -1),
         "r is p": (p256.P, s),
     }.items():
-        yield Vector(name, key, encoded(*pair), False)
+        yield Vector(name, KEY, encoded(*pair), False)
 
+
+def _points_at_the_ends() -> Iterator[Vector]:
+    """Signatures whose nonce has a point with an x that is large or small, or whose s is at an end."""
+    n = p256.N
     # An x between n and p is larger than r: x mod n has to be compared.
     large = point_at(n)
     large_key = key_for(large, 77)
@@ -132,13 +146,18 @@ def made_vectors() -> Iterator[Vector]:
         nonce_point = finite(multiply(4242, p256.GENERATOR))
         yield Vector(name, key_for(nonce_point, number), encoded(nonce_point[0] % n, number), True)
 
-    # A number of 32 bytes whose first bit is set has a zero before it. Without the zero it is negative.
-    nonce = next(nonce for nonce in range(1, 99) if min(signed_with(secret, nonce)) >> 255)
-    high = encoded(*signed_with(secret, nonce))
-    yield Vector("both numbers need a zero", key, high, True)
-    yield Vector("r lacks its zero", key, bytes([0x30, 69, 2, 32]) + high[5:], False)
-    yield Vector("s lacks its zero", key, bytes([0x30, 69]) + high[2:37] + bytes([2, 32]) + high[40:], False)
 
+def _zeros_of_der() -> Iterator[Vector]:
+    """A number of 32 bytes whose first bit is set has a zero before it. Without the zero it is negative."""
+    nonce = next(nonce for nonce in range(1, 99) if min(signed_with(SECRET, nonce)) >> 255)
+    high = encoded(*signed_with(SECRET, nonce))
+    yield Vector("both numbers need a zero", KEY, high, True)
+    yield Vector("r lacks its zero", KEY, bytes([0x30, 69, 2, 32]) + high[5:], False)
+    yield Vector("s lacks its zero", KEY, bytes([0x30, 69]) + high[2:37] + bytes([2, 32]) + high[40:], False)
+
+
+def _special_keys() -> Iterator[Vector]:
+    n = p256.N
     # The sum is the point at infinity, which has no x.
     infinite = finite(multiply(-digest_of(MESSAGE) * pow(5, -1, n), p256.GENERATOR))
     yield Vector("the sum is at infinity", infinite, encoded(5, 9), False)
