@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moec.cli.commands.compile import open_partial
+from moec.cli.commands.compiling.compile import open_partial
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.request import CompileRequest

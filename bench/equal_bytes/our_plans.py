@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from moec.cli.commands.compile import open_partial
+from moec.cli.commands.compiling.compile import open_partial
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.options import CompileOptions, Talk

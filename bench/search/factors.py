@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moec.cli.commands.compile import open_partial
+from moec.cli.commands.compiling.compile import open_partial
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.request.options import CompileOptions, Talk

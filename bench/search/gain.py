@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moec.cli.commands.compile import open_partial
+from moec.cli.commands.compiling.compile import open_partial
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.request.objective import Objective
 from moec.compiler.request.options import CompileOptions, Talk

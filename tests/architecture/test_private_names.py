@@ -109,7 +109,7 @@ def test_every_exemption_is_used(found: list[tuple[str, str]]) -> None:
         ("from moec.runtime.kernels import _native", ["moec.runtime.kernels._native"]),
         ("import moec.runtime.kernels._native", ["moec.runtime.kernels._native"]),
         ("monkeypatch.setattr(Trials, '_measure_kl', fails)", ["_measure_kl"]),
-        ("patch.setattr('moec.cli.commands.tune._fit', fails)", ["moec.cli.commands.tune._fit"]),
+        ("patch.setattr('moec.cli.commands.measuring.tune._fit', fails)", ["moec.cli.commands.measuring.tune._fit"]),
         ("run('import moec.runtime as m; print(m._state)')", ["_state"]),
         ("self._seen, cls._count", []),
         ("os._exit(1)", ["_exit"]),

@@ -16,7 +16,7 @@ import pytest
 from click.testing import Result
 from safetensors.torch import load_file, save_file
 
-from moec.cli.commands.compile import compile_command
+from moec.cli.commands.compiling.compile import compile_command
 from moec.compiler.workspace import durable
 from moec.compiler.workspace.durable import Disk
 from tests.tiny_compile import check_bundle, contents, names, save_model, save_problems, save_texts

@@ -158,7 +158,7 @@ PLACES = ("before the report", "before the removal", "inside the removal")
 CUT_OFF = """
 import os, sys
 import transformers, moec.compiler.pipeline, moec.compiler.forecast, moec.runtime.engine.engine
-from moec.cli.commands import compile
+from moec.cli.commands.compiling import compile
 from moec.compiler.workspace import work_folder
 from moec.compiler.workspace.journal import Journal
 from moec.cli.main import cli

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import pytest
 
-from moec.cli.commands.compile import compile_command
+from moec.cli.commands.compiling.compile import compile_command
 from moec.compiler.quantization.quantizers import QUANTIZERS
 from moec.compiler.request.options import DEFAULT_BITS
 from moec.manifests.quant import BITWIDTHS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.cli.commands import demo
+from moec.cli.commands.compiling import demo
 from moec.compiler.request.result import CompileResult
 
 from .conftest import Invoke

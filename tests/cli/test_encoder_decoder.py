@@ -76,7 +76,7 @@ def test_eval_of_summaries(invoke: Invoke, made: Path, task: str) -> None:
 def test_commands(
     invoke_in: InvokeIn, made: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...]
 ) -> None:
-    monkeypatch.setattr("moec.cli.commands.tune.ROUNDS", 1)
+    monkeypatch.setattr("moec.cli.commands.measuring.tune.ROUNDS", 1)
     result = invoke_in(made, arguments)
     if arguments[0] in ("inspect", "compile") and "--json" not in arguments:
         assert "layer 0  no routed experts" in result.stdout.replace("layer   0", "layer 0")

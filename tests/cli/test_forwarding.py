@@ -27,8 +27,12 @@ from moec.runtime.engine.beam import BeamOptions
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.text.sampling import SamplingOptions
 
-from .command_lines import ENGINE, LINES, SHOWN_ELSEWHERE, Given, Line
+from .command_lines.compiles import COMPILES
+from .command_lines.line import Given, Line
+from .command_lines.runs import ENGINE, RUNS
+from .command_lines.shown_elsewhere import SHOWN_ELSEWHERE
 
+LINES = {**RUNS, **COMPILES}
 STOPPED = "the seam is reached"
 CASES = [(name, parameter) for name, line in LINES.items() for parameter in line.given]
 # Field -> reason why no command line sets it.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.cli.commands.generate import CODE_STOPS
+from moec.cli.commands.running.generate import CODE_STOPS
 from moec.runtime import load
 
 from .conftest import Invoke

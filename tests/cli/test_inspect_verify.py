@@ -100,14 +100,15 @@ def test_a_damaged_certificate_is_refused(invoke: Invoke, own_bundle: Path, cont
 
 
 def test_a_certificate_of_another_form_is_refused(invoke: Invoke, mixed_bundle: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("moec.cli.commands.inspect.read_quality", lambda folder: {"verdict": "met", "tasks": []})
+    quality = {"verdict": "met", "tasks": []}
+    monkeypatch.setattr("moec.cli.commands.bundles.inspect.read_quality", lambda folder: quality)
     result = invoke("inspect", mixed_bundle)
     assert result.exit_code == 3 and "does not have the form of a certificate" in result.stderr
 
 
 def test_the_verdict_stands_below_the_sizes(invoke: Invoke, mixed_bundle: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     quality = {"target": {"kind": "size", "value": 9}, "verdict": "not measured", "tasks": {}, "trials": [1] * 1000}
-    monkeypatch.setattr("moec.cli.commands.inspect.read_quality", lambda folder: quality)
+    monkeypatch.setattr("moec.cli.commands.bundles.inspect.read_quality", lambda folder: quality)
     assert "quality is not measured" in invoke("inspect", mixed_bundle).stdout.splitlines()[-1]
     told = json.loads(invoke("inspect", mixed_bundle, "--json").stdout)["quality"]
     assert told == {"target": {"kind": "size", "value": 9}, "verdict": "not measured", "tasks": {}}
@@ -117,10 +118,10 @@ def test_the_verdict_stands_below_the_sizes(invoke: Invoke, mixed_bundle: Path, 
 def test_what_was_learned_is_told(invoke: Invoke, mixed_bundle: Path, monkeypatch, rows: object) -> None:  # type: ignore[no-untyped-def]
     quality = {"target": {"kind": "size", "value": 9}, "verdict": "not measured", "tasks": {}}
     good = {"rows": [{"ahead": 1, "layers": [0], "recall": 0.9, "own_recall": 0.7}]}
-    monkeypatch.setattr("moec.cli.commands.inspect.read_quality", lambda folder: {**quality, "lookahead": good})
+    monkeypatch.setattr("moec.cli.commands.bundles.inspect.read_quality", lambda folder: {**quality, "lookahead": good})
     told = "learned routers  90.0% of the choices 1 layer ahead foreseen, 70.0% without"
     assert told in invoke("inspect", mixed_bundle).stdout.splitlines()
     damaged = {**quality, "lookahead": {"rows": rows}}
-    monkeypatch.setattr("moec.cli.commands.inspect.read_quality", lambda folder: damaged)
+    monkeypatch.setattr("moec.cli.commands.bundles.inspect.read_quality", lambda folder: damaged)
     result = invoke("inspect", mixed_bundle)
     assert result.exit_code == 0 and "learned routers" not in result.stdout

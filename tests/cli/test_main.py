@@ -25,7 +25,7 @@ def failing(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
         def command() -> None:
             raise problem
 
-        monkeypatch.setattr("moec.cli.commands.verify.verify_command", command)
+        monkeypatch.setattr("moec.cli.commands.bundles.verify.verify_command", command)
 
     return install
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from moec.cli.commands.tune import changed
+from moec.cli.commands.measuring.tune import changed
 from moec.cli.main import cli
 from moec.cli.options.tuned_options import planned_cache_bytes
 from moec.manifests.bundle import DEVICE_NAME
@@ -207,7 +207,7 @@ def test_trials_of_a_tuning_run_as_the_run_does(
         seen.extend((options, changed(options, "prefetch_rule", "until-routed")))
         return options, []
 
-    monkeypatch.setattr("moec.cli.commands.tune.search", searched)
+    monkeypatch.setattr("moec.cli.commands.measuring.tune.search", searched)
     told = json.loads(call(make(little_board()), "--json", command=("tune", "--tokens", "2")).stdout)
     assert [options.reader_cpus for options in seen] == [None, str(min(allowed_processors()))]
     assert "reader_cpus" not in told["device"]["options"]
@@ -276,9 +276,9 @@ def test_a_tuning_is_measured_with_the_profile_and_fits_the_run(
     needed = int(json.loads(call(bundle, "--json").stdout)["memory"]["floor_bytes"])
     shutil.rmtree(bundle)
     bundle = make(board(memory_budget_bytes=needed + (40 << 10)))
-    monkeypatch.setattr("moec.cli.commands.tune.alternatives", lambda options, top_k: iter([("readers", 5)]))
-    monkeypatch.setattr("moec.cli.commands.tune.LEAST_GAIN", -1.0)
-    monkeypatch.setattr("moec.cli.commands.tune.ROUNDS", 1)
+    monkeypatch.setattr("moec.cli.commands.measuring.tune.alternatives", lambda options, top_k: iter([("readers", 5)]))
+    monkeypatch.setattr("moec.cli.commands.measuring.tune.LEAST_GAIN", -1.0)
+    monkeypatch.setattr("moec.cli.commands.measuring.tune.ROUNDS", 1)
     told = json.loads(call(bundle, "--json", command=("tune", "--tokens", "2")).stdout)
     assert told["options"] == {"readers": 5} and told["device"]["options"]["readers"] == 3
     result = call(bundle, "--json")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from moec.cli.commands import tune
+from moec.cli.commands.measuring import tune
 from moec.cli.main import cli
 from moec.cli.options.opening import open_engine
 from moec.cli.options.tuned_options import planned_cache_bytes
@@ -100,7 +100,7 @@ def test_one_lucky_turn_is_not_enough() -> None:
 def test_the_file_lies_beside_the_bundle_and_is_used(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moec.cli.commands.tune.ROUNDS", 1)
+    monkeypatch.setattr("moec.cli.commands.measuring.tune.ROUNDS", 1)
     before = sorted(path.name for path in bundle.iterdir())
     done = CliRunner().invoke(
         cli, ["tune", str(bundle), "--expert-cache", "50%", "--tokens", "3", "--json"], standalone_mode=False

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moec.cli.commands.compile import open_partial
+from moec.cli.commands.compiling.compile import open_partial
 from tests.tiny_compile import (
     check_bundle,
     compile_tiny,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from moec.cli.commands.compile import open_partial
+from moec.cli.commands.compiling.compile import open_partial
 from moec.cli.main import cli
 from moec.compiler.preflight.prepared import Prepared
 from moec.compiler.stages.encode_texts import CompileTexts, encode_all_texts

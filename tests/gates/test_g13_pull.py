@@ -238,7 +238,7 @@ def test_resident_memory_and_connections(tmp_path: Path) -> None:
                 most[0] = max(most[0], len(at_once))
 
     script = (
-        "import sys; from pathlib import Path; from moec.cli.commands import pull as command;"
+        "import sys; from pathlib import Path; from moec.cli.commands.shipping import pull as command;"
         "import moec.cli.bundle_check as checking; checking.check_bundle = lambda folder, memory: 'left out';"
         "command.pull_command(sys.argv[1:], standalone_mode=False);"
         "print(*(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"

@@ -30,11 +30,11 @@ ARM_KERNELS = {"max": ("neon-i8mm", "neon-dot", "neon", "scalar"), "cortex-a72":
 """Kernels by processor of qemu. The Cortex-A72 is that of a Raspberry Pi 4."""
 RESIDENT = """
 import json
-import moec.cli.commands.run, moec.cli.options.opening, moec.runtime.engine.opening
+import moec.cli.commands.running.run, moec.cli.options.opening, moec.runtime.engine.opening
 from moec.profiles.probe import resident_set_bytes
 from moec.runtime import kernels, load
 names = kernels.available()
-print(json.dumps([names, resident_set_bytes(), moec.cli.commands.run.__file__]))
+print(json.dumps([names, resident_set_bytes(), moec.cli.commands.running.run.__file__]))
 """
 needs_extension = pytest.mark.skipif(kernels.loaded() is None, reason="NOT RUN: the extension is not built")
 full = pytest.mark.skipif(os.environ.get("MOEC_FULL_GATES") != "1", reason="an hour: MOEC_FULL_GATES=1")

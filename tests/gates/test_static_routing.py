@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moec.cli.commands.simulate import with_prefetch_rule
+from moec.cli.commands.measuring.simulate import with_prefetch_rule
 from moec.cli.measuring.decode_speed import measure_decode, new_tracer
 from moec.cli.simulation.predictions import Simulation
 from moec.cli.simulation.traces import recorded_trace, replayed_bundle

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 import click
 import pytest
 
-from moec.cli.commands.run import run_command
+from moec.cli.commands.running.run import run_command
 from moec.cli.options.runtime_options import TUNED
 from moec.manifests.errors import OptionError
 from moec.runtime.options.runtime import RuntimeOptions

@@ -1,0 +1,123 @@
+"""`moec report`: a bundle as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from moec.manifests.errors import InputError, OptionError
+from moec.manifests.files.output_file import STDOUT, write_output
+
+from ...options.opening import bundle_folder
+from ...options.paths import OUTPUT_FILE, PLACE, bundle_argument, file_option
+from ...terminal import output
+from ...terminal.compile_result import REPORT_SUFFIX
+from .inspect import read_quality
+
+if TYPE_CHECKING:
+    from moec.reporting.report import Replayed
+    from moec.runtime.bundle.opening import Bundle
+
+
+@click.command("report", short_help="Show a bundle as one HTML page.")
+@bundle_argument
+@click.option(
+    "-o",
+    "--output",
+    "target",
+    type=OUTPUT_FILE,
+    metavar="FILE",
+    help="The page; `-` is standard output.  [default: BUNDLE.report.html]",
+)
+@file_option("--trace", "trace_path", help="Trace that `moec bench --trace-out` wrote: caches and one token.")
+@click.option(
+    "--profile", type=PLACE, metavar="NAME|FILE", help="With --trace: device.  [default: the machine of the trace]"
+)
+@click.option(
+    "--expert-cache", "cache", metavar="SIZE|PERCENT", help="With --trace: cache of the shown token.  [default: 50%]"
+)
+@click.option(
+    "--curve",
+    "curve_paths",
+    type=PLACE,
+    multiple=True,
+    metavar="FILE",
+    help="JSON of `moec compile --sweep`, or curves of other engines; repeatable.",
+)
+def report_command(
+    bundle: Path,
+    target: Path | None,
+    trace_path: Path | None,
+    profile: str | None,
+    cache: str | None,
+    curve_paths: tuple[str, ...],
+) -> None:
+    """Write a page about the bundle in folder BUNDLE: one file that needs no network.
+
+    It shows what was promised and how it was shown, loss over bytes, maps of bits, popularity and sensitivity, and
+    every plan that the search measured. With --trace it also shows what caches of several sizes keep, and the reads
+    and the computing of one token.
+
+    \b
+    moec report mixtral-moec
+    moec bench mixtral-moec --text held-out.txt --expert-cache 50% --trace-out held-out.trace
+    moec report mixtral-moec --trace held-out.trace --profile raspberry-pi-5-nvme -o mixtral.html
+    """
+    if trace_path is None and (profile is not None or cache is not None):
+        given = "--profile" if profile is not None else "--expert-cache"
+        raise OptionError(f"`{given}` has no effect without a trace", "add `--trace FILE`, or leave it out")
+    folder = bundle_folder(bundle)
+    from moec.reporting.curves import read_curves
+    from moec.reporting.report import Report, report_page
+    from moec.runtime.bundle.opening import open_bundle
+
+    curves = [curve for path in curve_paths for curve in read_curves(_curve_bytes(path), path)]
+    with open_bundle(folder) as opened:
+        replayed = None if trace_path is None else _replayed(opened, trace_path, profile, cache)
+        report = Report(opened.manifest, read_quality(opened), replayed, curves)
+        write_report(report_page(report), folder, target)
+
+
+def write_report(page: str, folder: Path, target: Path | None) -> None:
+    """Write a page to `target`, or next to the bundle. Raises DoesNotFit, InputError."""
+    resolved = folder.resolve()
+    place = resolved.with_name(resolved.name + REPORT_SUFFIX) if target is None else target
+    write_output(place, page.encode())
+    if place != STDOUT:
+        output.say(f"wrote `{place}`: open it in a browser")
+
+
+def report_beside(bundle: Path) -> None:
+    """Write the report of a fresh bundle next to it. Raises BundleError, DoesNotFit, InputError."""
+    from moec.reporting.report import Report, report_page
+    from moec.runtime.bundle.opening import open_bundle
+
+    with open_bundle(bundle) as opened:
+        page = report_page(Report(opened.manifest, read_quality(opened)))
+    write_output(bundle.with_name(bundle.name + REPORT_SUFFIX), page.encode())
+
+
+def _curve_bytes(path: str) -> bytes:
+    """Return the content of a file of curves. Raises InputError."""
+    from moec.manifests.files.input_file import UnreadableFile, read_input
+    from moec.reporting.curves import CURVE_JSON
+
+    try:
+        return read_input(Path(path), CURVE_JSON.size_bytes)
+    except UnreadableFile as error:
+        raise InputError(f"`{path}` {error}", "give the JSON file that `moec compile --sweep` writes") from error
+
+
+def _replayed(bundle: Bundle, trace: Path, profile: str | None, cache: str | None) -> Replayed:
+    """Return what a trace says. Raises InputError, OptionError, ProfileError."""
+    from moec.profiles.loading import load_profile
+    from moec.runtime.options.runtime import parse_cache
+
+    from ...simulation.report_replay import replayed_for_report
+
+    device = None if profile is None else load_profile(profile, bundle.path)
+    experts_bytes = bundle.manifest.cost.expert_padded_bytes
+    share = min(1.0, parse_cache(cache or "50%", experts_bytes) / max(experts_bytes, 1))
+    return replayed_for_report(bundle, trace, device, share)

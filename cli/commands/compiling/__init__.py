@@ -1,0 +1,1 @@
+"""Commands from checkpoint to bundle."""

@@ -1,0 +1,94 @@
+"""`moec compare`: a finished bundle against the best uniform format and EdgeMoE's search."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...measuring.bundle_inputs import measurement_inputs
+from ...options.paths import PATH
+from ...terminal import output
+from ...terminal.compile_log import CompileLog
+from ...terminal.report import comparison_table
+
+
+@click.command("compare", short_help="Measure the bytes that other quantization plans need.")
+@click.argument("bundle", type=PATH)
+@click.option("--model", metavar="FOLDER", help="The checkpoint.  [default: from the log next to the bundle]")
+@click.option("--data", metavar="DATA", help="The task items.  [default: from the log next to the bundle]")
+@click.option("--memory", metavar="SIZE", help="Memory for the comparison.  [default: 7/8 of the machine's]")
+@click.option("--resume", is_flag=True, help="Continue an interrupted comparison.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def compare_command(
+    bundle: Path, model: str | None, data: str | None, memory: str | None, resume: bool, as_json: bool
+) -> None:
+    """Compare BUNDLE with the best uniform format and with EdgeMoE's search, at the target of its compile.
+
+    A compile makes these comparisons only up to a third of all its measurements. This command makes all of them. The
+    checkpoint and the data are measured again and must be those of the compile. The bundle does not change. The result
+    is written to `NAME.comparison.json` next to it.
+
+    \b
+    moec compare mixtral-moec
+    moec compare mixtral-moec --model mixtral --data gsm8k/
+    """
+    from moec.compiler.compare_bundle import COMPARISON_SUFFIX, compare_bundle
+    from moec.compiler.measured_bundle import BundleRequest
+    from moec.compiler.request.options import Talk
+    from moec.manifests.sizes import parse_bytes
+    from moec.profiles.loading import load_profile
+    from moec.runtime.bundle.opening import open_bundle
+
+    from ..bundles.inspect import read_quality
+    from .compile import open_partial
+
+    opened = open_bundle(bundle)
+    quality = read_quality(opened) or {}
+    known = quality.get("comparison")
+    if isinstance(known, dict) and not known.get("left_out"):
+        output.say(f"`{bundle}` holds all comparisons already")
+        _print(quality, as_json)
+        return
+    name = bundle.resolve().name
+    folder = bundle.resolve().parent / name
+    log = CompileLog(folder.with_name(name + COMPARISON_SUFFIX))
+    request = BundleRequest(
+        folder, opened.manifest, quality, *measurement_inputs(folder, model, data),
+        load_profile("host", folder.parent), open_partial, Talk(log.note, log.progress), resume,
+        0 if memory is None else parse_bytes(memory, "--memory"),
+    )  # fmt: skip
+    with log:
+        found = compare_bundle(request)
+        path = _write(folder, found)
+    _print({**quality, "comparison": found}, as_json)
+    output.say(f"kept in `{path}`")
+
+
+def _write(bundle: Path, found: dict[str, Any]) -> Path:
+    """Write `NAME.comparison.json` and return its path. Raises DoesNotFit, InputError."""
+    import hashlib
+
+    from moec.manifests.bundle import MANIFEST_NAME
+    from moec.manifests.files.output_file import write_output
+
+    path = _comparison_path(bundle)
+    digest = hashlib.sha256((bundle / MANIFEST_NAME).read_bytes()).hexdigest()
+    content = {"manifest_sha256": digest, "comparison": found}
+    write_output(path, (json.dumps(content, indent=1) + "\n").encode())
+    return path
+
+
+def _comparison_path(bundle: Path) -> Path:
+    from moec.compiler.compare_bundle import COMPARISON_SUFFIX
+
+    return bundle.with_name(f"{bundle.name}{COMPARISON_SUFFIX}.json")
+
+
+def _print(quality: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        output.data_json(quality["comparison"])
+    else:
+        output.data(comparison_table(quality))

@@ -1,0 +1,394 @@
+"""`moec compile`: from a checkpoint and a target to a certified bundle."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.files.output_file import check_folder, check_output, write_output
+
+from ...compile_devices import MakeRequest, compile_all, run_on
+from ...lossy_modes.mode_sweep import mode_sweep_option
+from ...options.compile_options import compile_options
+from ...options.paths import PATH, PLACE, file_option, long_items_option
+from ...options.task_options import TemplateProcesses, task_options
+from ...simulation.compile_eviction import fit_to_texts
+from ...terminal import output
+from ...terminal.compile_log import LOG_SUFFIX, CompileLog, stage_table
+from ...terminal.compile_result import CURVE_SUFFIX, REPORT_SUFFIX, print_curve, print_forecast, print_result
+
+if TYPE_CHECKING:
+    from moec.compiler.request.options import CompileOptions
+    from moec.compiler.request.ports import MeasureModes
+    from moec.compiler.request.request import CompileRequest
+    from moec.compiler.request.result import CompileResult
+
+    from ...measuring.text_engines import BundleEngine
+
+LONGEST_SUFFIX = ".moec-replaced"
+"""The longest suffix of a file or folder next to a bundle."""
+
+
+@click.command("compile", short_help="Find the fewest bytes that keep a target; write a bundle.")
+@click.argument("model", type=PLACE)
+@click.option("-o", "--output", "target_path", type=PATH, help="Bundle folder.  [default: NAME-moec]")
+@click.option("--loss", metavar="SHARE", help="Target: relative loss of the task's metric, like `2%` or `0.02`.")
+@click.option(
+    "--kl", type=float, metavar="NATS", help="Target: mean KL to the checkpoint, nats per token, like `0.05`."
+)
+@click.option(
+    "--bits-per-weight", type=float, metavar="BITS", help="Target: bits per weight of routed experts, scales included."
+)
+@click.option("--size", metavar="SIZE", help="Target: bytes of routed experts, like `2.1GiB`.")
+@click.option(
+    "--uniform",
+    type=float,
+    metavar="BITS",
+    help="One bitwidth for all experts: no search. With --data: statistics, and GPTQ.",
+)
+@click.option(
+    "--data",
+    type=PLACE,
+    metavar="DATA",
+    help="Task items: a folder with train, validation and test files, one file to divide, or a hub name.",
+)
+@click.option(
+    "--task", "tasks", multiple=True, metavar="NAME_OR_FILE", help="gsm8k, mmlu, ..., or a TOML file; repeatable."
+)
+@click.option(
+    "--device",
+    "devices",
+    type=PLACE,
+    multiple=True,
+    default=("host",),
+    show_default=True,
+    metavar="PROFILE,...",
+    help="Device profile: a name or a TOML file. Several (with commas) give one bundle each, `NAME-DEVICE`.",
+)
+@click.option(
+    "--dense-bits",
+    type=int,
+    metavar="16|8|6|5|4",
+    help="Bits of attention, embedding, lm_head.  [default: searched; 8 with --uniform]",
+)
+@click.option(
+    "--bits",
+    metavar="LIST",
+    help="Bitwidths offered to experts, 5 and 6 too.  [default: 1,1.6,2,3,4,8,16]",
+)
+@click.option(
+    "--group-size",
+    metavar="LIST",
+    help="Columns per scale; 0: one scale per row.  [default: 32,64,128; at 1.6 bits 0,128]",
+)
+@click.option(
+    "--symmetric/--asymmetric",
+    default=None,
+    help="With --uniform: formats without minima, or with.  "
+    "[default: without minima at 4 to 8 bits in groups of 32, so half a bit less]",
+)
+@click.option(
+    "--sensitivity",
+    type=click.Choice(["auto", "fisher", "proxy", "exact"]),
+    default="auto",
+    show_default=True,
+    help="Loss prediction. fisher (auto): gradients; proxy: output errors; exact: one expert at a time, as EdgeMoE.",
+)
+@click.option(
+    "--search",
+    type=click.Choice(["knapsack", "edgemoe", "edgemoe-popularity"]),
+    default="knapsack",
+    show_default=True,
+    help="knapsack: every unit its own format; edgemoe: importance list and count; edgemoe-popularity: the list weighs "
+    "how often tokens use an expert.",
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["tpot", "bytes-per-token", "size"]),
+    help="What the search minimises. size: bytes; bytes-per-token: bytes that a token reads; tpot: the longer time, "
+    "reading or computing.  [default: by the device: size if all experts fit, bytes-per-token if reading takes much "
+    "longer than computing, else tpot]",
+)
+@click.option(
+    "--quantizer",
+    type=click.Choice(["gptq", "rtn", "quanto", "auto-gptq"]),
+    default="gptq",
+    show_default=True,
+    help="gptq: with calibration data; rtn: round to nearest; quanto: optimum-quanto's optimizers; auto-gptq: the "
+    "archived package's GPTQ.",
+)
+@click.option("--shots", type=int, default=0, show_default=True, help="Solved examples before each item.")
+@long_items_option
+@task_options
+@click.option(
+    "--confidence",
+    type=float,
+    metavar="SHARE",
+    help="With --loss: certify only until a verdict has this confidence, after 500, 1,000, 2,000, ... items.",
+)
+@click.option(
+    "--fallback-bits",
+    type=int,
+    metavar="BITS",
+    help="Store a second version of every larger expert in 1 to 6 bits, for `moec run --dynamic-precision`.",
+)
+@click.option(
+    "--prune-experts/--keep-experts",
+    "prune",
+    default=None,
+    help="Let the search leave out experts, or keep all.  "
+    "[default: leave out with --loss and --kl, if losses come from gradients]",
+)
+@click.option(
+    "--swaps",
+    type=int,
+    metavar="N",
+    help="Plans of equal bytes that the search measures to find a better one.  "
+    "[default: 24; 0 if memory does not hold the model]",
+)
+@click.option(
+    "--path-keys",
+    type=click.Choice(["pairs", "best"]),
+    default="best",
+    show_default=True,
+    help="Keys of the tables of `--prefetch path`. best: exact sets of experts, as EdgeMoE, where they predict "
+    "held-out tokens better than pairs do. A bundle with sets has format 2, which older readers refuse.",
+)
+@mode_sweep_option("Measure all lossy modes, or these settings, on up to 500 held-out items, for quality.json.")
+@click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of the choice of items and the order of calibration."
+)
+@click.option(
+    "--comparisons/--no-comparisons",
+    default=None,
+    help="Compare with the best uniform format and EdgeMoE's search, or not.  [default: all comparisons if they are "
+    "cheap, else up to a third of all measurements; none if memory does not hold the model]",
+)
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help="Memory for the compile. It loads one layer at a time, and keeps as many as fit.  "
+    "[default: 7/8 of the machine's]",
+)
+@click.option(
+    "--torch-device",
+    default="cpu",
+    show_default=True,
+    metavar="cpu|cuda|cuda:N",
+    help="Where calibration, second moments, quantization, gradients and KL of plans are computed. Tested on the CPU; "
+    "no run on a GPU is recorded. Answers of plans come from the runtime on the CPU.",
+)
+@click.option(
+    "--cluster", metavar="ADDRESS", help="Use the workers of a Ray cluster: `auto`, or an address like `10.0.0.1:6379`."
+)
+@file_option(
+    "--popularity",
+    help="How often experts are used on devices, from `moec merge-traces`, instead of what the data says.",
+)
+@click.option("--plan-only", is_flag=True, help="Print the plan and the cost of each stage. Write no bundle.")
+@click.option("--estimate", is_flag=True, help="Print the predicted time, memory and disk of each stage, and stop.")
+@click.option(
+    "--sweep", metavar="RANGE", help="Print the fewest bytes at each loss, like `0.5%..20%` or `1%,2%`. No bundle."
+)
+@click.option("--resume", is_flag=True, help="Continue an interrupted compile of the same inputs.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing bundle when the new one is complete.")
+@click.option("--json", "as_json", is_flag=True, help="Print the content of quality.json.")
+def compile_command(model: str, target_path: Path | None, as_json: bool, **values: Any) -> None:
+    """Compile the checkpoint in folder MODEL for a device. MODEL may also be a hub id, or a URL that fsspec can open.
+
+    Give exactly one target. The search measures plans on the validation items. The certificate runs the bundle on the
+    test items, with the same runtime as on the device.
+
+    \b
+    moec compile mixtral --loss 2% --data gsm8k/        fewest bytes that lose at most 2 %
+    moec compile mixtral --uniform 4                    4 bits for all experts; add --data for GPTQ
+    moec compile mixtral --size 2.1GiB --data a.jsonl   best quality in 2.1 GiB
+    moec compile mixtral --sweep 0.5%..20% --data d/    fewest bytes at each loss: a table, JSON and a plot
+    moec compile mixtral --loss 2% --data gsm8k/ --device jetson-agx-orin,laptop    one bundle for each
+
+    On many machines the plan and the bytes are the same. All machines need the same version of moec[cluster]. MODEL is
+    a shared path or a URL.
+
+    \b
+    ray start --head                                    on this machine
+    ray start --address=10.0.0.1:6379                   on each other machine, with the address that was printed
+    moec compile s3://models/mixtral --loss 2% --data d/ --cluster auto
+    """
+    from moec.manifests.errors import OptionError
+
+    sweep = _sweep(values)
+    options = compile_options(values)
+    destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
+    if not destination.name:
+        raise OptionError(f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`")
+    _check_outputs(destination, values["estimate"] or values["plan_only"], bool(sweep))
+    devices = [name for given in values["devices"] for name in given.split(",")]
+    with TemplateProcesses() as processes:
+
+        def make_request(device: str, target: Path, log: CompileLog) -> CompileRequest:
+            log.sources = _sources(model, options.data)
+            request = _request(model, target, options, log, {**values, "device": device})
+            request.sweep, request.plan_only = sweep, values["plan_only"] or bool(sweep)
+            request.templates = processes.of_model
+            return request
+
+        if len(devices) > 1:
+            _refuse_many(values)
+            compile_all(devices, destination, make_request, values["plan_only"], as_json)
+        else:
+            _compile_one(make_request, devices[0], destination, values, as_json)
+
+
+def _compile_one(
+    make_request: MakeRequest, device: str, destination: Path, values: dict[str, Any], as_json: bool
+) -> None:
+    """Compile for one device, or predict the cost, and print the result."""
+    from moec.compiler.forecast import forecast
+    from moec.compiler.pipeline import compile_checkpoint
+
+    log = CompileLog(destination)
+    request = make_request(device, destination, log)
+    with log:
+        if values["estimate"]:
+            print_forecast(forecast(request), as_json)
+            return
+        result = compile_checkpoint(request)
+    if result.curve is not None:
+        print_curve(result.curve, destination, as_json)
+    elif as_json:
+        output.data_json(result.quality)
+    else:
+        print_result(result, stage_table(log.stages()) if values["plan_only"] else "", run_on(request.profile, result))
+
+
+def _refuse_many(values: dict[str, Any]) -> None:
+    """Raise OptionError for an option that takes one device."""
+    from moec.manifests.errors import OptionError
+
+    for name in ("estimate", "sweep", "cluster"):
+        if values[name]:
+            raise OptionError(f"`--{name}` takes one device, found several", "name one with `--device`")
+
+
+def _check_outputs(destination: Path, writes_nothing: bool, is_sweep: bool) -> None:
+    """Check before the work that the outputs can be written. Raises InputError, DoesNotFit."""
+    check_folder(destination, LONGEST_SUFFIX)
+    curve = destination.with_name(destination.name + CURVE_SUFFIX)
+    curves = (curve, curve.with_suffix(".png"))
+    reports = [destination.with_name(destination.name + suffix) for suffix in (LOG_SUFFIX, REPORT_SUFFIX)]
+    if not writes_nothing:
+        for path in curves if is_sweep else reports:
+            check_output(path)
+
+
+def _request(
+    model: str, destination: Path, options: CompileOptions, log: CompileLog, values: dict[str, Any]
+) -> CompileRequest:
+    """Return the request of the command line, without the sweep."""
+    from moec.compiler.request.options import Talk
+    from moec.compiler.request.request import CompileRequest
+    from moec.manifests.sizes import parse_bytes
+
+    return CompileRequest(
+        source=model,
+        output=destination,
+        options=options,
+        profile=_profile(values["device"], destination),
+        open_runtime=open_partial,
+        measure_modes=_modes_measurement(values, options),
+        fit_eviction=fit_to_texts,
+        talk=Talk(log.note, log.progress),
+        resume=values["resume"],
+        overwrite=values["overwrite"],
+        cluster=values["cluster"],
+        published=lambda result: write_beside(result, log),
+        popularity=values["popularity"],
+        memory_bytes=0 if values["memory"] is None else parse_bytes(values["memory"], "--memory"),
+    )
+
+
+def _sources(model: str, data: str | None) -> dict[str, str]:
+    """Return checkpoint and data for `moec compare`. An existing path becomes absolute, other texts stay."""
+    given = {"model": model, **({} if data is None else {"data": data})}
+    return {name: str(Path(text).absolute()) if os.path.exists(text) else text for name, text in given.items()}
+
+
+def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> MeasureModes | None:
+    """Return the measurement of `--modes`, or None. Raises OptionError without data or without a bundle."""
+    from moec.manifests.errors import OptionError
+
+    from ...lossy_modes.mode_sweep import DYNAMIC
+    from ...lossy_modes.modes_measurement import ModesMeasurement
+
+    if values["modes"] is None:
+        is_dynamic = options.fallback_bits is not None and options.data is not None and not values["plan_only"]
+        return ModesMeasurement(DYNAMIC, is_asked=False) if is_dynamic else None
+    if options.data is None or values["plan_only"]:
+        raise OptionError(
+            "`--modes` is measured on held-out items of a whole bundle",
+            "add `--data`, leave out `--plan-only`; `moec eval --modes sweep` measures any bundle",
+        )
+    return ModesMeasurement(values["modes"])
+
+
+def _sweep(values: dict[str, Any]) -> tuple[float, ...]:
+    """Return the losses of `--sweep`. The largest becomes the target. Raises OptionError."""
+    from moec.compiler.request.targets import parse_sweep
+    from moec.manifests.errors import OptionError
+
+    if values["sweep"] is None:
+        return ()
+    losses = parse_sweep(values["sweep"])
+    if values["loss"] is not None:
+        raise OptionError("`--sweep` and `--loss` both name losses", "drop one of them")
+    values["loss"] = f"{100 * losses[-1]:.6f}%"
+    return losses
+
+
+def _profile(name: str, destination: Path) -> Any:
+    from moec.compiler.workspace.output_lock import existing_parent
+    from moec.profiles.loading import load_profile
+
+    return load_profile(name, existing_parent(destination))
+
+
+@contextmanager
+def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
+    """Open the runtime on a bundle that is not published yet, for the certificate.
+
+    memory_bytes: the budget; 0: the default of the runtime.
+    """
+    from moec.manifests.runtime_limits import ANSWER_SLOTS
+    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.engine.engine import Engine
+    from moec.runtime.options.runtime import RuntimeOptions
+
+    from ...measuring.text_engines import BundleEngine
+    from ...options.opening import with_fitting_slots
+
+    bundle = open_bundle(path, allow_partial=True)
+    options = RuntimeOptions(slots=ANSWER_SLOTS, memory=str(memory_bytes) if memory_bytes else None)
+    with with_fitting_slots(lambda fitting: Engine(bundle, fitting), options) as engine:
+        if memory_bytes:  # another engine shares the memory, so all pages of this one must be resident
+            engine.cache.finish_warming()
+        yield BundleEngine(engine)
+
+
+def write_beside(result: CompileResult, log: CompileLog) -> None:
+    """Write the log with times and the report next to the bundle. Raises DoesNotFit, InputError."""
+    from ..bundles.report import report_beside
+
+    if result.path is None:
+        return
+    log.done()
+    base = result.path
+    lines = json.dumps({"events": log.events, "stages": log.stages(), **log.sources}, indent=1)
+    write_output(base.with_name(base.name + LOG_SUFFIX), lines.encode())
+    report_beside(base)

@@ -1,0 +1,55 @@
+"""`moec profile-device`: measure this machine and write a device profile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from moec.manifests.errors import OptionError, ProfileError
+from moec.manifests.files.output_file import STDOUT, write_output
+
+from ...options.paths import OUTPUT_FILE, PATH
+from ...terminal import output
+
+
+@click.command("profile-device", short_help="Measure this machine and write a device profile.")
+@click.option("-o", "--output", "target", type=OUTPUT_FILE, help="TOML file.  [default: print it]")
+@click.option("--name", default="this-device", show_default=True, help="Lower-case letters, digits and hyphens.")
+@click.option(
+    "--storage",
+    type=PATH,
+    default=Path(),
+    help="A file of 8 MiB or more, or a folder, on the disk that will hold bundles.  [default: this folder]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def profile_device_command(target: Path | None, name: str, storage: Path, overwrite: bool, as_json: bool) -> None:
+    """Measure memory, storage, threads and instruction sets of this machine, in about two seconds.
+
+    The file says how each number was measured. Copy it to the machine that compiles. Rates of a shared or warm machine
+    vary. Edit the numbers if you have better ones. Big and little cores are stated where the system
+    reports them. A GPU and a power draw are not measured; add them by hand.
+
+    \b
+    moec profile-device -o board.toml --storage /data      on the board
+    moec compile mixtral --loss 2% --device board.toml     on the machine that compiles
+    """
+    from moec.profiles.loading import to_toml
+    from moec.profiles.probe import probe_host
+
+    if target is not None and target != STDOUT and target.is_file() and not overwrite:
+        raise OptionError(f"`{target}` is there already", "add `--overwrite`, or name another file")
+    try:
+        profile = replace(probe_host(storage), name=name, is_probed=False)
+    except ValueError as error:
+        raise ProfileError(str(error), "choose another `--name`") from error
+    text = to_toml(profile)
+    if target is not None:
+        write_output(target, text.encode())
+        output.say(f"wrote `{target}`: give it to `moec compile --device`")
+    if as_json:
+        output.data_json(profile.to_plain())
+    elif target is None:
+        output.data(text, end="")

@@ -1,0 +1,1 @@
+"""Commands that measure a bundle, and simulate and tune its runs."""

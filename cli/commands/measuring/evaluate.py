@@ -1,0 +1,246 @@
+"""`moec eval`: the score of a bundle or a checkpoint on a task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.errors import InputError, OptionError
+from moec.manifests.files.output_file import check_output
+
+from ...lossy_modes.mode_costs import say_mode_cost
+from ...lossy_modes.mode_sweep import mode_sweep_option
+from ...options.opening import accelerator_facts, bundle_folder, is_bundle, mode_facts
+from ...options.paths import PATH, PLACE, long_items_option, output_option, write_json_lines
+from ...options.profile_defaults import say_device
+from ...options.runtime_options import (
+    accelerator_options,
+    build_options,
+    mode_options,
+    refuse_given,
+    runtime_options,
+)
+from ...options.task_options import TemplateProcesses, task_options, task_settings
+from ...terminal import output
+from ...terminal.help_sections import SectionCommand
+from ...terminal.progress_bar import ProgressBar
+from ...terminal.run_statistics import decisions_text
+
+if TYPE_CHECKING:
+    from moec.evaluation.data import ItemSet
+    from moec.evaluation.results import EvaluationResult
+    from moec.evaluation.tasks import Item
+
+    from ...measuring.text_engines import BundleEngine
+
+DEFAULT_SLOTS = 32
+
+
+@click.command("eval", cls=SectionCommand, short_help="Score a bundle or a checkpoint on a task.")
+@click.argument("model", metavar="BUNDLE_OR_MODEL_DIR", type=PATH)
+@click.option(
+    "--data",
+    "source",
+    type=PLACE,
+    required=True,
+    metavar="DATA",
+    help="Task items: a file, a folder with files of splits, or a hub name.",
+)
+@click.option(
+    "--task",
+    metavar="NAME_OR_FILE",
+    help="gsm8k, perplexity, mmlu, ..., or a TOML file.  [default: by the fields]",
+)
+@click.option(
+    "--split", metavar="NAME", help="train, validation or test.  [default: test; a single file is taken whole]"
+)
+@click.option("--shots", type=int, default=0, show_default=True, metavar="N", help="Solved examples before each item.")
+@click.option("--limit", type=int, metavar="N", help="Take N items, chosen by hash.  [default: all]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the choice of items and examples.")
+@click.option("--slots", type=int, metavar="N", help="Sequences decoded at once.  [default: 32, or fewer that fit]")
+@long_items_option
+@task_options
+@output_option("--per-item", help="Write JSONL, a line per item.")
+@mode_sweep_option(
+    "Measure every lossy mode, or these settings, against the lossless run, and write `NAME.modes.json`."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@runtime_options
+@mode_options
+@accelerator_options
+@click.pass_context
+def eval_command(
+    ctx: click.Context,
+    /,
+    model: Path,
+    source: str,
+    task: str | None,
+    split: str | None,
+    shots: int,
+    limit: int | None,
+    seed: int,
+    slots: int | None,
+    long_items: str,
+    per_item: Path | None,
+    modes: str | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Evaluate a bundle or a model folder with the runtime: same prompts, greedy decoding, same scores.
+
+    The loss of a bundle is relative to its checkpoint. Evaluate both to check the promise of a bundle.
+
+    A model folder is first written as a bundle with its own 16-bit weights. That bundle takes 2 bytes per weight in the
+    folder for temporary files, which `TMPDIR` names. It is removed afterwards.
+
+    \b
+    moec eval mixtral-moec --data data/gsm8k --json
+    moec eval mixtral      --data data/gsm8k --limit 500 --per-item reference.jsonl
+    moec eval mixtral-moec --data data/gsm8k --limit 500 --modes sweep --expert-cache 25%
+    """
+    from moec.evaluation.data import load_items
+    from moec.evaluation.tasks import find_task
+
+    if not model.is_dir():
+        raise InputError(f"`{model}` is not a folder, expected a bundle or a model", "name the folder")
+    settings = task_settings(values)
+    with TemplateProcesses() as processes:
+        asked = None if task is None else find_task(task, settings.trusts_metric_code)
+        change = partial(settings.apply, templates=lambda: processes.of_model(model))
+        items, examples = load_items(source, asked, split, shots, seed, change)
+        items = items.limit(limit, seed)
+        if modes is not None:
+            _refuse_with_modes({"slots": slots, "per-item": per_item})
+            _sweep(model, modes, items, examples, long_items, values, as_json)
+            return
+        with _engine(ctx, model, slots, values) as engine:
+            result, facts = _evaluate(engine, items, examples, long_items)
+    if per_item is not None:
+        _write_items(per_item, result)
+    told = {**result.to_json(), "skipped": items.skipped, **facts}
+    output.data_json(told) if as_json else output.data(_page(result))
+
+
+def _refuse_with_modes(options: Mapping[str, object]) -> None:
+    """Raise OptionError for an option that was given and has no effect on a sweep of lossy modes."""
+    for name, given in options.items():
+        if given is not None:
+            raise OptionError(f"`--{name}` has no effect with `--modes`", "leave it out")
+
+
+def _write_items(path: Path, result: EvaluationResult) -> None:
+    """Write a line per item."""
+    rows = result.to_json(per_item=True)["items"]
+    write_json_lines(path, rows if isinstance(rows, list) else [])
+
+
+def _say_items(items: ItemSet) -> None:
+    output.say(f"items: {len(items)} of `{items.source}`")
+
+
+def _evaluate(
+    engine: BundleEngine, items: ItemSet, shots: Sequence[Item], long_items: str
+) -> tuple[EvaluationResult, dict[str, Any]]:
+    """Evaluate the items. Return the result, and the facts of the run for the JSON output."""
+    from moec.evaluation.run import evaluate
+
+    _say_items(items)
+    fitted = engine.fit_items(items.task, items.items, shots, long_items)
+    for sentence in fitted.told(engine.engine.memory.context):
+        output.say(sentence)
+    with ProgressBar(f"{items.task.name}, {len(fitted.items)} items") as progress:
+        result = evaluate(items.task, fitted.items, engine, shots=shots, progress=progress)
+    facts = _runtime_facts(engine)
+    facts |= {"settings": dict(items.task.settings)} if items.task.settings else {}
+    facts["long_items"] = {"shortened": len(fitted.shortened), "left_out": len(fitted.left_out)}
+    if "decisions" in facts:
+        output.say(f"decisions: {decisions_text(facts['decisions'])}")
+    return result, facts
+
+
+def _sweep(
+    model: Path,
+    modes: str,
+    items: ItemSet,
+    shots: Sequence[Item],
+    long_items: str,
+    values: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Measure lossy modes. Print the table, and write the record next to the bundle."""
+    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.tuning.mode_records import calibrated_deciles, record_path, write_record
+
+    from ...lossy_modes.mode_sweep import QualitySweep, quality_page, settings_of, sweep_options
+
+    _say_items(items)
+    folder, path = bundle_folder(model), record_path(model)
+    check_output(path)
+    options = sweep_options(build_options(values, bundle=model))
+    opened = open_bundle(folder)
+    say_device(opened, options)
+    settings = settings_of(modes, opened.manifest, calibrated_deciles(folder), options)
+    sweep = QualitySweep(model, options, values["kernels"], items.task, items.items, shots).fitted(long_items)
+    record = sweep.run(settings, keep=partial(write_record, model))
+    if as_json:
+        output.data_json(record)
+    else:
+        output.data(quality_page(record))
+    output.say(f"kept in `{path}`")
+
+
+@contextmanager
+def _engine(ctx: click.Context, model: Path, slots: int | None, values: dict[str, Any]) -> Iterator[BundleEngine]:
+    """Open the runtime on a bundle or on a checkpoint."""
+    from ...measuring.text_engines import bundle_engine, checkpoint_engine
+
+    is_own, count, kernels = is_bundle(model), DEFAULT_SLOTS if slots is None else slots, values["kernels"]
+    if not is_own:
+        refuse_given(ctx, ["mode_loss"], f"`{model}` is a checkpoint, for which no lossy mode was measured")
+        _refuse_thresholds_of_a_compile(model, values["dynamic_precision"])
+    options = build_options(values, count, model if is_own else None)
+    opened = (bundle_engine if is_own else checkpoint_engine)(model, options, kernels, shrinks=slots is None)
+    with opened as engine:
+        output.say(engine.engine.mode)
+        if is_own:
+            say_mode_cost(model, engine.engine)
+        yield engine
+
+
+def _refuse_thresholds_of_a_compile(checkpoint: Path, asked: str | None) -> None:
+    """Raise OptionError if dynamic precision takes thresholds that only a bundle records."""
+    if asked in ("auto", "published"):
+        raise OptionError(
+            f"`--dynamic-precision {asked}` takes thresholds from the compile of a bundle, and `{checkpoint}` is a "
+            "checkpoint",
+            "name a bundle, or write equal thresholds, like `0.9,0.9`",
+        )
+
+
+def _runtime_facts(running: BundleEngine) -> dict[str, Any]:
+    from moec.runtime.trace.statistics import peak_memory_bytes
+
+    engine = running.engine
+    stats, counts = engine.cache.stats, engine.mode_counts
+    facts: dict[str, Any] = {"engine": "runtime", "slots": engine.options.slots}
+    facts |= {"peak_memory_bytes": peak_memory_bytes()} | mode_facts(engine)
+    facts |= {"hit_rate": stats.hit_rate, "bytes_read": stats.bytes_read}
+    facts |= {} if counts is None else {"decisions": counts.to_plain()}
+    return facts | accelerator_facts(engine)
+
+
+def _page(result: EvaluationResult) -> str:
+    low, high = result.interval95
+    is_told = math.isfinite(low) and math.isfinite(high)
+    interval = f"95 % interval {low:.4f} to {high:.4f}" if is_told else "too few items for an interval"
+    interval += f", {result.n} items of {result.task}"
+    pairs: list[tuple[str, object]] = [(result.metric, f"{result.value:.4f} ({interval})")]
+    pairs += [(name, f"{value:.4f}") for name, value in result.other_metrics.items()]
+    pairs.append(("time", f"{result.seconds:.1f} s, {result.tokens_per_s:.1f} tokens/s"))
+    return output.facts(pairs)

@@ -1,0 +1,384 @@
+"""`moec simulate`: the predicted speed of a bundle on a device that is not available."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.errors import DoesNotFit, InputError, OptionError
+from moec.runtime.options.runtime import (
+    COOPERATIONS,
+    POLICIES,
+    PREFETCH_RULES,
+    PREFETCHERS,
+    WEIGHTED_POLICIES,
+    parse_cache,
+    parse_weights,
+)
+
+from ...lossy_modes.mode_sweep import LOSSLESS, mode_sweep_option, settings_of
+from ...options.opening import bundle_folder
+from ...options.paths import PLACE, bundle_argument, file_option
+from ...options.runtime_options import cache_state_option
+from ...simulation.energy import joules_text, power_text, token_joules
+from ...simulation.lossy_replay import require_scores
+from ...simulation.predictions import Row, Simulation, has_static_routers
+from ...simulation.simulated_device import device_rates, parse_accelerator, shared_device
+from ...simulation.traces import open_traces, replayed_bundle
+from ...terminal import output
+from ...terminal.run_statistics import decisions_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moec.profiles.device import DeviceProfile
+    from moec.profiles.device_parts import Gpu, Power
+    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.expert_cache.policies import PolicyScore
+    from moec.runtime.options.runtime import Cooperation, Prefetch, PrefetchRule
+    from moec.runtime.simulation.accelerator_replay import ReplayedDevice
+    from moec.runtime.simulation.timeline import Advice, DeviceRates
+    from moec.runtime.trace.trace import Trace
+
+OPTIMUM = "optimum"
+DEFAULT_CACHES = ("10%", "25%", "50%", "75%")
+DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
+
+
+@click.command("simulate", short_help="Predict decoding on a device from a routing trace.")
+@bundle_argument
+@file_option(
+    "--trace",
+    "trace_path",
+    required=True,
+    help="Trace that `moec bench --trace-out` wrote.",
+)
+@click.option(
+    "--profile",
+    type=PLACE,
+    metavar="NAME|FILE",
+    help="Device profile, as for `compile --device`.  [default: the machine of the trace]",
+)
+@click.option(
+    "--expert-cache",
+    "caches",
+    multiple=True,
+    metavar="SIZE|PERCENT",
+    help="Memory for routed experts; repeatable.  [default: 10, 25, 50 and 75 %]",
+)
+@click.option(
+    "--policy",
+    "policies",
+    type=click.Choice((*POLICIES, OPTIMUM)),
+    multiple=True,
+    help="Which expert is evicted first; repeatable.  [default: most of them, and the offline optimum]",
+)
+@click.option("--policy-weights", metavar="LRU,LFU,LHU,FLD", help="Weights of `hobbit` and `hobbit-printed`.")
+@click.option(
+    "--prefetch",
+    type=click.Choice(PREFETCHERS),
+    help="Prediction of the next experts; `lookahead` must be in the trace.  [default: that of the trace]",
+)
+@click.option(
+    "--prefetch-rule",
+    type=click.Choice(PREFETCH_RULES),
+    help="With `lookahead`: `first-miss` is decided again, others must be in the trace.  [default: that of the trace]",
+)
+@cache_state_option
+@click.option("--readers", type=int, default=2, show_default=True, metavar="N", help="Expert reads at once.")
+@click.option(
+    "--read-rate", metavar="SIZE", help="Storage bandwidth per second, like `90MB`.  [default: the profile's]"
+)
+@click.option(
+    "--read-latency", metavar="TIME", help="Latency of one read, like `150us` or `8ms`.  [default: the profile's]"
+)
+@click.option(
+    "--accelerator",
+    metavar="memory=SIZE,expert=TIME,token=TIME,link=SIZE",
+    help="Accelerator: its memory, the fixed time of an expert, its time per token, and the link in bytes/s.  "
+    "[default of memory and link: the GPU of the profile]",
+)
+@click.option(
+    "--cooperation",
+    type=click.Choice(COOPERATIONS),
+    default="auto",
+    show_default=True,
+    help="Which experts are copied to the accelerator: by measured times, by Twiddler's rule, all, or none.",
+)
+@mode_sweep_option("Predict every lossy mode, or these settings, and the lossless run.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: Any) -> None:
+    """Replay a trace of the bundle in folder BUNDLE on a device, event by event. Predict the time per token.
+
+    Reads wait in one queue. Experts that a layer needs come before experts that are read ahead. A read takes its
+    latency, and its bytes over the bandwidth. Layers compute as long as in the trace, scaled by the memory bandwidths
+    of both machines. The cache starts with the most popular experts, or empty.
+
+    A trace holds the advice of lookahead if its run had a cache that does not hold all experts. The advice of tables
+    is computed again, and so is that of `--prefetch-rule first-miss`, which depends on the cache.
+
+    With --modes the trace is decided again under lossy modes, by the same code as in a run. The decisions come from
+    the router scores of each token and from the confidence of the little model. They are those of a run with equal
+    hidden states. `moec eval --modes` measures the cost in quality.
+
+    With --accelerator a device holds the most popular experts that fit into its memory. The other experts are divided
+    between device and CPU as `run --accelerator cuda` does. The `mode:` line of such a run names the times of the
+    device and the rate of its link. The CPU's time of an expert comes from the trace. Dense weights stay on the CPU.
+
+    If the profile states a power draw, each row has the energy of a token: that draw times the predicted time. The
+    profile says which parts of the device the draw covers. With --accelerator the GPU counts as always busy.
+
+    \b
+    moec bench mixtral-moec --text held-out.txt --expert-cache 50% --trace-out held-out.trace
+    moec simulate mixtral-moec --trace held-out.trace --profile raspberry-pi-4b-sd
+    moec simulate mixtral-moec --trace held-out.trace --read-rate 90MB --policy lrfu --expert-cache 25%
+    moec simulate mixtral-moec --trace held-out.trace --modes "big-little gamma=0.7; dynamic-precision 0.6,1"
+    moec simulate mixtral-moec --trace held-out.trace --accelerator memory=8GiB,expert=600us,token=2us,link=12GB
+    """
+    from moec.profiles.loading import load_profile
+    from moec.runtime.bundle.opening import open_bundle
+
+    opened = open_bundle(bundle_folder(bundle))
+    profile = load_profile(values["profile"], opened.path) if values["profile"] is not None else None
+    simulation = _simulation(opened, trace_path, profile, values)
+    total_bytes = simulation.replayed.total_bytes
+    capacities = [parse_cache(text, total_bytes) for text in values["caches"] or DEFAULT_CACHES]
+    settings = _settings(values["modes"], trace_path, simulation.trace, opened)
+    policies = _scores(_policies(values["policies"], settings), values["policy_weights"], opened)
+    rows = simulation.rows(capacities, policies, settings)
+    if as_json:
+        output.data_json(_plain(simulation, profile, rows))
+    else:
+        power = None if profile is None else profile.power
+        output.data(f"{output.facts(_heading(simulation, profile))}\n\n{_table(rows, total_bytes, power)}")
+
+
+def _simulation(bundle: Bundle, trace_path: Path, profile: DeviceProfile | None, values: dict[str, Any]) -> Simulation:
+    """Return the simulation of the trace on the device of the options."""
+    (trace,) = open_traces([trace_path], bundle)
+    if not trace.header.has_rates:
+        raise InputError(
+            f"the trace `{trace_path}` has no rates of its machine, because `moec run` measures none",
+            "record one with `moec bench BUNDLE --trace-out FILE`",
+        )
+    rates = device_rates(trace.header, profile, values["readers"], values["read_rate"], values["read_latency"])
+    prefetch = values["prefetch"] or trace.header.prefetch
+    trace = with_prefetch_rule(trace, trace_path, bundle, prefetch, values["prefetch_rule"])
+    replayed = replayed_bundle(bundle)
+    if values["cache_state"] == "cold":
+        replayed = replace(replayed, warm=[])
+    gpu = None if profile is None else profile.gpu
+    shared = _shared(values["accelerator"], gpu, values["cooperation"], bundle, trace, rates)
+    return Simulation(bundle, trace, replayed, rates, prefetch, _advice(bundle, trace, prefetch), shared)
+
+
+def _plain(simulation: Simulation, profile: DeviceProfile | None, rows: list[Row]) -> dict[str, Any]:
+    """Return the content of `--json`."""
+    total_bytes, shared = simulation.replayed.total_bytes, simulation.shared
+    power = None if profile is None else profile.power
+    device = {
+        "name": _device_name(profile),
+        **asdict(simulation.rates),
+        "cache_bytes": None if profile is None else _device_cache_bytes(simulation.bundle, profile),
+        "accelerator": _shared_plain(shared),
+        "power": None if power is None else power.to_plain(),
+    }
+    return {
+        "device": device,
+        "prefetch": simulation.prefetch,
+        "recorded": _recorded(simulation.trace),
+        "rows": [_row_plain(row, total_bytes, power) for row in rows],
+    }
+
+
+def _row_plain(row: Row, total_bytes: int, power: Power | None) -> dict[str, Any]:
+    """Return a row for `--json`."""
+    share = row.timeline.capacity_bytes / total_bytes
+    return {**row.to_plain(), "share": share, "joules_per_token": token_joules(power, row.timeline)}
+
+
+def _device_name(profile: DeviceProfile | None) -> str:
+    return profile.name if profile is not None else "the recorder"
+
+
+def _shared(
+    accelerator: str | None,
+    gpu: Gpu | None,
+    cooperation: Cooperation,
+    bundle: Bundle,
+    trace: Trace,
+    rates: DeviceRates,
+) -> ReplayedDevice | None:
+    if accelerator is not None:
+        return shared_device(bundle, trace, rates, parse_accelerator(accelerator, gpu), cooperation)
+    if cooperation != "auto":
+        raise OptionError("`--cooperation` has no effect without a device", "add `--accelerator`")
+    return None
+
+
+def _shared_plain(shared: ReplayedDevice | None) -> dict[str, Any] | None:
+    if shared is None:
+        return None
+    return {"cooperation": shared.cooperation, "resident": len(shared.resident), "latency": shared.latency.to_plain()}
+
+
+def with_prefetch_rule(
+    trace: Trace, path: Path, bundle: Bundle, prefetch: Prefetch, rule: PrefetchRule | None
+) -> Trace:
+    """Return the trace as if recorded under a rule of lookahead.
+
+    path: for messages.
+    prefetch: the prefetcher that is simulated.
+    rule: None keeps the rule of the trace.
+    Raises OptionError if the trace cannot be decided again.
+    """
+    from moec.runtime.options.lossy import LossyModes
+    from moec.runtime.simulation.lossy_replay import missing_scores
+
+    if rule is None or rule == trace.header.prefetch_rule:
+        return trace
+    if prefetch != "lookahead":
+        raise OptionError(f"`--prefetch-rule` decides lookahead again, not the prefetcher `{prefetch}`", "leave it out")
+    if has_static_routers(bundle):
+        raise OptionError(
+            f"`--prefetch-rule {rule}` is decided again from scores, and here experts follow from the token",
+            "leave it out",
+        )
+    if rule != "first-miss" or missing_scores(trace, LossyModes()) is not None:
+        raise OptionError(
+            f"`{path}` was recorded with the rule `{trace.header.prefetch_rule}` and lacks what `{rule}` would ask",
+            f"record it with `moec bench BUNDLE --prefetch-rule {rule} --trace-out FILE`",
+        )
+    return replace(trace, header=replace(trace.header, prefetch_rule=rule))
+
+
+def _settings(modes: str | None, path: Path, trace: Trace, bundle: Bundle) -> list[dict[str, str]]:
+    """Return the options of every setting in `--modes`, the lossless one first.
+
+    A setting may need scores that the trace lacks. A sweep leaves it out.
+    Raises OptionError if `--modes` names such a setting.
+    """
+    from moec.runtime.tuning.mode_records import calibrated_deciles
+
+    found: list[dict[str, str]] = [{}]
+    asked = [] if modes is None else settings_of(modes, bundle.manifest, calibrated_deciles(bundle.path))[1:]
+    for options in asked:
+        try:
+            require_scores(path, trace, options)
+        except OptionError as refusal:
+            if modes != "sweep":
+                raise
+            output.say(f"left out: {refusal.message}")
+            continue
+        found.append(options)
+    return found
+
+
+def _policies(asked: Sequence[str], settings: Sequence[dict[str, str]]) -> Sequence[str]:
+    if len(settings) == 1:
+        return asked or DEFAULT_POLICIES
+    if OPTIMUM in asked:
+        raise OptionError(
+            "`--policy optimum` knows the future, and lossy modes decide without", "leave one of them out"
+        )
+    return asked or DEFAULT_POLICIES[:1]
+
+
+def _scores(policies: Sequence[str], weights: str | None, bundle: Bundle) -> dict[str, str | PolicyScore]:
+    from moec.runtime.bundle.eviction_weights import FITTED_POLICY, fitted_weights
+    from moec.runtime.expert_cache.policies import MultidimensionalScore, policy_score
+
+    if weights is None:
+        own = fitted_weights(bundle) if FITTED_POLICY in policies else None
+        fitted_score = FITTED_POLICY if own is None else policy_score(FITTED_POLICY, own)
+        return {policy: fitted_score if policy == FITTED_POLICY else policy for policy in policies}
+    fitted = parse_weights(weights)
+    if not set(policies) & set(WEIGHTED_POLICIES):
+        raise OptionError("`--policy-weights` has no effect on these policies", "add `--policy hobbit`")
+    return {
+        policy: MultidimensionalScore(fitted, policy == "hobbit-printed") if policy in WEIGHTED_POLICIES else policy
+        for policy in policies
+    }
+
+
+def _advice(bundle: Bundle, trace: Trace, prefetch: Prefetch) -> Advice:
+    """Return the advice of a prefetcher for every pass and layer."""
+    from moec.runtime.simulation.recorded_advice import recorded_advice, table_advice
+
+    if prefetch == trace.header.prefetch:
+        return recorded_advice
+    if prefetch == "lookahead":
+        raise OptionError(
+            f"the trace, recorded with `--prefetch {trace.header.prefetch}`, lacks what routers would have guessed",
+            "record it with `moec bench --prefetch lookahead` and a cache that does not hold all experts",
+        )
+    return table_advice(prefetch, bundle.tables(), bundle.manifest.model, trace)
+
+
+def _device_cache_bytes(bundle: Bundle, profile: DeviceProfile) -> int | None:
+    """Return the bytes that the device has for experts at the default context; None if the rest does not fit."""
+    from moec.profiles.predict import recommended_cache_bytes
+    from moec.runtime.memory.budget import nominal_memory
+
+    try:
+        fixed = nominal_memory(bundle.manifest)
+        return recommended_cache_bytes(profile, fixed, bundle.manifest.cost.expert_padded_bytes)
+    except DoesNotFit:
+        return None
+
+
+def _recorded(trace: Trace) -> dict[str, Any]:
+    """Return the number of decoded tokens of the trace, and their mean time in ns."""
+    steps = [each.elapsed_ns for each in trace.passes[trace.prompt_passes :]]
+    return {"tokens": len(steps) + 1, "tpot_mean_ns": round(sum(steps) / len(steps)) if steps else None}
+
+
+def _heading(simulation: Simulation, profile: DeviceProfile | None) -> list[tuple[str, object]]:
+    """Return the facts above the table, as names and values."""
+    trace, rates, shared = simulation.trace, simulation.rates, simulation.shared
+    heading: list[tuple[str, object]] = [
+        ("trace", f"{trace.header.prompt_tokens} tokens of prompt, {_recorded(trace)['tokens']} decoded"),
+        (
+            "device",
+            f"{_device_name(profile)}: storage {output.human_bytes(rates.storage_bytes_per_s)}/s, "
+            f"{rates.storage_latency_ns / 1e3:.0f} us a read; computing takes {rates.compute_scale:.2f} x as long",
+        ),
+        ("prefetch", f"{simulation.prefetch}, {rates.readers} readers"),
+    ]
+    if shared is not None:
+        on_it = f"{len(shared.resident)} of {simulation.replayed.count} experts on it"
+        heading.append(("accelerator", f"{on_it}, cooperation {shared.cooperation}, {shared.latency.to_text()}"))
+    if profile is not None:
+        room = _device_cache_bytes(simulation.bundle, profile)
+        left = "too little for this bundle" if room is None else f"leaves {output.human_bytes(room)} for experts"
+        heading.append(("memory", left))
+    drawn = None if profile is None or profile.power is None else power_text(profile.power, shared is not None)
+    if drawn is not None:
+        heading.append(("power", drawn))
+    return heading
+
+
+def _table(rows: Sequence[Row], total_bytes: int, power: Power | None) -> str:
+    """Return the table of predictions. It has columns of energy, modes and decisions if a row has them."""
+    has_modes, lines = any(row.mode for row in rows), list[tuple[str, ...]]()
+    has_energy = any(token_joules(power, row.timeline) is not None for row in rows)
+    for row in rows:
+        found = row.timeline
+        line: tuple[str, ...] = (
+            f"{found.capacity_bytes / total_bytes:.0%}",
+            found.policy,
+            output.human_ms(found.tpot_mean_ns),
+            "-" if found.tokens_per_s is None else f"{found.tokens_per_s:.2f}",
+            output.human_share(found.stall),
+            output.human_share(found.cache.hit_rate),
+            output.human_bytes(found.decode_bytes_read_per_token),
+            *((joules_text(token_joules(power, found)),) if has_energy else ()),
+        )
+        gain = "-" if row.gain is None else f"{row.gain:.2f}"
+        lines.append((row.mode or LOSSLESS, *line, gain, decisions_text(row.decisions)) if has_modes else line)
+    header: tuple[str, ...] = ("cache", "policy", "TPOT", "tokens/s", "stalled", "hit rate", "read a token")
+    header += ("energy",) if has_energy else ()
+    return output.table(lines, ("mode", *header, "x lossless", "decisions") if has_modes else header)

@@ -1,0 +1,91 @@
+"""`moec chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.errors import OptionError
+
+from ...chat.answering import AnswerOptions
+from ...chat.conversation import Conversation, chat_template
+from ...chat.message_reader import MessageReader
+from ...chat.session import ChatSession
+from ...lossy_modes.mode_costs import say_mode_cost
+from ...lossy_modes.mode_sweep import say_decisions
+from ...options.opening import open_engine
+from ...options.paths import bundle_argument
+from ...options.prompts import prompt_limit_bytes
+from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ...options.sampling_options import sampling_options
+from ...terminal import output
+from ...terminal.help_sections import SectionCommand
+
+if TYPE_CHECKING:
+    from moec.runtime.bundle.opening import Bundle
+
+
+@click.command("chat", cls=SectionCommand, short_help="Talk to a model in the terminal.")
+@bundle_argument
+@click.option("--max-new-tokens", type=int, default=512, show_default=True, metavar="N", help="Cut an answer here.")
+@sampling_options
+@click.option("--system", metavar="TEXT", help="A system message before the conversation.")
+@click.option("--plain", is_flag=True, help="Use no chat template: the model continues the text as it is written.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per answer, with its statistics.")
+@runtime_options
+@mode_options
+@accelerator_options
+def chat_command(
+    bundle: Path,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    stop: tuple[str, ...],
+    seed: int,
+    system: str | None,
+    plain: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Talk to the bundle in folder BUNDLE. Each line is a message, and /help lists the commands.
+
+    Answers go to stdout, everything else to stderr. Ctrl-C stops an answer. The next answer computes only what is new
+    in the conversation, and its text is that of a run that computes everything. A bundle without a chat template
+    continues the text as it is written. If stdin is no terminal, each line of it is answered in turn.
+
+    \b
+    moec chat mixtral-moec --memory 2GiB --system "Answer in one sentence."
+    printf 'Name a colour.\\nAnd another one.\\n' | moec chat mixtral-moec --json
+    """
+    from moec.runtime.text.sampling import SamplingOptions
+
+    if max_new_tokens < 1:
+        raise OptionError(f"`--max-new-tokens` must be at least 1, found {max_new_tokens}", "leave it out for 512")
+    sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    options = build_options(values, bundle=bundle)
+    conversations = list[Conversation]()
+
+    def prepare(opened: Bundle) -> None:
+        template = None if plain else chat_template(opened, options.verify)
+        conversations.append(Conversation(template, system))
+
+    with open_engine(bundle, options, values["kernels"], prepare) as engine:
+        output.say(engine.mode)
+        say_mode_cost(bundle, engine)
+        (conversation,) = conversations
+        reader = MessageReader(prompt_limit_bytes(engine.memory.context))
+        if reader.is_terminal:
+            output.say(_greeting(conversation))
+        answers = AnswerOptions(max_new_tokens, sampling, stop)
+        ChatSession(engine, conversation, reader, answers, bundle.resolve().name, as_json).run()
+        say_decisions(engine)
+
+
+def _greeting(conversation: Conversation) -> str:
+    kind = "no chat template: the model continues the text as it is written\n" if conversation.template is None else ""
+    return f"{kind}/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat"

@@ -1,0 +1,120 @@
+"""`moec generate`: continue the prompts of a file, and write the continuations to a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.errors import DataError, OptionError
+
+from ...lossy_modes.mode_costs import say_mode_cost
+from ...lossy_modes.mode_sweep import say_decisions
+from ...options.paths import bundle_argument, file_option, output_option, write_json_lines
+from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ...terminal import output
+from ...terminal.help_sections import SectionCommand, SectionOption
+from ...terminal.progress_bar import ProgressBar
+
+if TYPE_CHECKING:
+    from moec.evaluation.engine import Generation
+    from moec.evaluation.text_files import Rows
+
+DEFAULT_SLOTS = 32
+# What ends the body of a function in HumanEval. Source: Evaluating Large Language Models Trained on Code, section 2.1.
+CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+
+
+class OutputOption(SectionOption):
+    """An option that also has the name `--out` of earlier versions. The help text does not show it."""
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        """Add the option under all of its names."""
+        super().add_to_parser(parser, ctx)
+        parser.add_option(self, ["--out"], dest=self.name, action="store")
+
+
+@click.command("generate", cls=SectionCommand, short_help="Continue every prompt of a file, many at once.")
+@bundle_argument
+@file_option("--prompts", required=True, help="JSONL file with a prompt in each object.")
+@output_option(
+    "-o",
+    "--output",
+    "out",
+    cls=OutputOption,
+    required=True,
+    help="JSONL file to write: `completion`, and `task_id` if the prompt has one.",
+)
+@click.option("--field", default="prompt", show_default=True, metavar="NAME", help="Field of the prompt.")
+@click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Longest continuation.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End a continuation before this text; repeatable.")
+@click.option("--code", is_flag=True, help="End a continuation at the end of a Python function, as HumanEval does.")
+@click.option("--slots", type=int, metavar="N", help="Prompts decoded at once.  [default: 32, or fewer that fit]")
+@runtime_options
+@mode_options
+@accelerator_options
+def generate_command(
+    bundle: Path,
+    prompts: Path,
+    out: Path,
+    field: str,
+    max_new_tokens: int,
+    stop: tuple[str, ...],
+    code: bool,
+    slots: int | None,
+    **values: Any,
+) -> None:
+    """Continue every prompt of a JSONL file greedily. Write a line for each, in the same order.
+
+    A continuation does not depend on the other prompts. Exceptions are lossy modes that depend on the cache, which all
+    prompts share. The problems of HumanEval can be used as published, and its checker reads the output. The checker
+    runs the code; moec does not.
+
+    \b
+    moec generate mixtral-moec --prompts questions.jsonl -o answers.jsonl --stop $'\\n\\n'
+    moec generate mixtral-moec --prompts HumanEval.jsonl -o samples.jsonl --code --max-new-tokens 512
+    """
+    from moec.evaluation.engine import GenerationRequest
+    from moec.evaluation.text_files import read_jsonl
+
+    from ...measuring.text_engines import bundle_engine
+
+    if max_new_tokens < 1:
+        raise OptionError(f"`--max-new-tokens` must be at least 1, found {max_new_tokens}", "leave it out for 256")
+    rows, ends = read_jsonl(prompts), (*stop, *(CODE_STOPS if code else ()))
+    requests = [GenerationRequest(text, None, max_new_tokens, ends) for text in _texts(rows, field)]
+    options = build_options(values, DEFAULT_SLOTS if slots is None else slots, bundle)
+    with bundle_engine(bundle, options, values["kernels"], shrinks=slots is None) as engine:
+        output.say(engine.engine.mode)
+        say_mode_cost(bundle, engine.engine)
+        with ProgressBar(f"{len(requests)} prompts") as progress:
+            found = engine.generate(requests, progress)
+        say_decisions(engine.engine)
+    write_json_lines(out, _lines(rows, found, ends))
+    output.say(f"{sum(each.tokens for each in found)} tokens in `{out}`")
+
+
+def _texts(rows: Rows, field: str) -> list[str]:
+    """Return the prompts. Raises DataError for an object without one."""
+    found = []
+    for number, row in rows.numbered:
+        text = row.get(field)
+        if not isinstance(text, str) or not text:
+            told = ", ".join(f"`{name}`" for name in sorted(row)[:10]) or "none"
+            raise DataError(
+                f"{rows.place(number)}: expected a text in the field `{field}`, found the fields {told}",
+                "name the field of the prompt with `--field`",
+            )
+        found.append(text)
+    return found
+
+
+def _lines(rows: Rows, found: Sequence[Generation], stops: Sequence[str]) -> list[dict[str, object]]:
+    lines = []
+    for (_, row), generation in zip(rows.numbered, found, strict=True):
+        ends = [at for at in (generation.text.find(stop) for stop in stops) if at >= 0]
+        named = {"task_id": row["task_id"]} if "task_id" in row else {}
+        lines.append({**named, "completion": generation.text[: min(ends, default=len(generation.text))]})
+    return lines

@@ -1,0 +1,204 @@
+"""`moec serve`: answer HTTP requests in the form of the OpenAI API."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.errors import OptionError
+from moec.manifests.runtime_limits import DEFAULT_CONTEXT
+from moec.manifests.sizes import parse_bytes
+
+from ...lossy_modes.mode_costs import say_mode_cost
+from ...options.opening import bundle_folder, open_engine, with_fitting_slots
+from ...options.paths import bundle_argument
+from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ...terminal import output
+from ...terminal.help_sections import SectionCommand, section_option
+
+if TYPE_CHECKING:
+    from moec.runtime.engine.engine import Engine
+    from moec.runtime.options.runtime import RuntimeOptions
+    from moec.serving.engine.scheduler import ServingOptions
+    from moec.serving.security import SecurityOptions
+    from moec.serving.serve import ServeOptions
+
+DEFAULT_SLOTS = 4
+_MOST_NAME_CHARACTERS = 200
+MOST_SLOTS = 64
+server = section_option("Server")
+
+
+@click.command("serve", cls=SectionCommand, short_help="Answer requests over HTTP, as the OpenAI API does.")
+@bundle_argument
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free port.")
+@click.option("--slots", type=int, metavar="N", help="Answers at once.  [default: 4, or fewer that fit]")
+@server("--name", metavar="NAME", help="Name of the model in the API.  [default: that of the folder]")
+@server("--queue", type=int, default=32, show_default=True, metavar="N", help="Most requests that wait for a slot.")
+@server(
+    "--prefill-tokens",
+    type=int,
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Most tokens of prompts in a pass while answers run. Fewer keep the pace of the answers.",
+)
+@server(
+    "--deadline", type=float, default=600.0, show_default=True, metavar="SECONDS", help="Most time for one request."
+)
+@server(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Refuse requests without the key in the first line of this file.",
+)
+@server(
+    "--prefix-cache",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Keep keys and values of conversations in this folder, for the next start. It tells what was said.",
+)
+@server("--prefix-cache-size", default="1GiB", show_default=True, metavar="SIZE", help="Most bytes of that folder.")
+@server("--allowed-host", multiple=True, metavar="NAME", help="A name of this server in Host headers; repeatable.")
+@server("--cors-origin", multiple=True, metavar="ORIGIN", help="Let pages of this origin ask; repeatable.")
+@runtime_options
+@mode_options
+@accelerator_options
+def serve_command(
+    bundle: Path,
+    host: str,
+    port: int,
+    slots: int | None,
+    name: str | None,
+    queue: int,
+    prefill_tokens: int,
+    deadline: float,
+    api_key_file: Path | None,
+    prefix_cache: Path | None,
+    prefix_cache_size: str,
+    allowed_host: tuple[str, ...],
+    cors_origin: tuple[str, ...],
+    **values: Any,
+) -> None:
+    """Serve the bundle in folder BUNDLE over HTTP, within its memory budget.
+
+    Clients of the OpenAI API work with the address that is printed and `/v1` after it. Requests share passes. An answer
+    does not depend on other requests, except under modes marked LOSSY. SIGTERM lets running answers end, an interrupt
+    ends them. Other machines can ask only with `--host` and `--api-key-file`.
+
+    \b
+    moec serve mixtral-moec --memory 2GiB
+    curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 50}'
+    """
+    from moec.serving.engine.scheduler import ServingOptions
+    from moec.serving.serve import bind, serve
+
+    if slots is not None and not 1 <= slots <= MOST_SLOTS:
+        raise OptionError(f"`--slots` must be 1 to {MOST_SLOTS}, found {slots}", "leave it out for 4")
+    options = build_options(values, DEFAULT_SLOTS if slots is None else slots, bundle)
+    server_memory = _server_memory(bundle)
+    security = _security(host, allowed_host, cors_origin, api_key_file)
+    settings = _settings(_checked_name(bundle, name), security, ServingOptions(queue, prefill_tokens), deadline)
+    settings = _with_prefixes(settings, prefix_cache, prefix_cache_size)
+    bound = bind(host, port)  # before the weights are read
+
+    def open_with(each: RuntimeOptions) -> Engine:
+        return open_engine(bundle, replace(each, other_bytes=server_memory(each)), values["kernels"])
+
+    with bound, with_fitting_slots(open_with, options, slots is None) as engine:
+        output.say(engine.mode)
+        say_mode_cost(bundle, engine)
+
+        def say_ready() -> None:
+            _say_address(settings.service.name, host, bound.getsockname()[1], engine.options.slots)
+
+        serve(engine, bound, settings, say_ready, _report, output.say)
+    output.say("stopped")
+
+
+def _say_address(name: str, host: str, port: int, slots: int) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    output.say(f"serving `{name}` at http://{shown}:{port}, {slots} answer{'s' * (slots > 1)} at once")
+
+
+def _security(
+    host: str, allowed_hosts: tuple[str, ...], origins: tuple[str, ...], key_file: Path | None
+) -> SecurityOptions:
+    """Return who may ask. Raises OptionError, InputError."""
+    from moec.serving.security import SecurityOptions, read_key
+
+    security = SecurityOptions(host, allowed_hosts, origins, None if key_file is None else read_key(key_file))
+    security.check()
+    return security
+
+
+def _server_memory(bundle: Path) -> Callable[[RuntimeOptions], int]:
+    """Return what tells the bytes that the server takes in addition to the engine. Grammars count if they can be used.
+
+    Raises InputError, BundleError.
+    """
+    from moec.runtime.bundle.opening import open_bundle
+    from moec.serving.api.fields import server_bytes
+    from moec.serving.grammar.masks import grammar_bytes, is_installed
+
+    vocabulary = None
+    if is_installed():
+        with open_bundle(bundle_folder(bundle)) as opened:
+            vocabulary = opened.manifest.model.vocab_size
+
+    def bytes_of(options: RuntimeOptions) -> int:
+        own = server_bytes(options.context or DEFAULT_CONTEXT)
+        return own if vocabulary is None else own + grammar_bytes(vocabulary, options.slots)
+
+    return bytes_of
+
+
+def _checked_name(bundle: Path, name: str | None) -> str:
+    """Return the name of the model: that of the folder, or after a link, as `current` is one, that of the manifest.
+
+    Raises OptionError, BundleError.
+    """
+    from moec.runtime.bundle.opening import open_bundle
+
+    if name is None:
+        if not bundle.is_symlink():
+            return bundle.resolve().name
+        with open_bundle(bundle_folder(bundle)) as opened:
+            return opened.manifest.name
+    if not 1 <= len(name) <= _MOST_NAME_CHARACTERS or not name.isprintable():
+        raise OptionError(
+            f"`--name` must have 1 to {_MOST_NAME_CHARACTERS} visible characters, found {name[:60]!r}",
+            "leave it out for the name of the folder",
+        )
+    return name
+
+
+def _settings(name: str, security: SecurityOptions, engine: ServingOptions, deadline: float) -> ServeOptions:
+    """Return the options of the server. Raises OptionError."""
+    from moec.serving.api.service import ServiceOptions
+    from moec.serving.http_server import HttpOptions
+    from moec.serving.serve import ServeOptions
+
+    if not 0 < deadline <= 1e6:
+        raise OptionError(f"`--deadline` must be more than 0 and at most 1000000, found {deadline:g}", "try 600")
+    return ServeOptions(ServiceOptions(name, deadline_s=deadline), security, engine, HttpOptions(drain_s=deadline))
+
+
+def _with_prefixes(settings: ServeOptions, folder: Path | None, size: str) -> ServeOptions:
+    """Return the options with a folder of prefixes, if there is one. Raises OptionError."""
+    from moec.serving.serve import PrefixOptions
+
+    if folder is None:
+        return settings
+    return replace(settings, prefixes=PrefixOptions(folder, parse_bytes(size, "--prefix-cache-size")))
+
+
+def _report(problem: BaseException) -> None:
+    """Print a fault, for the log."""
+    output.say("".join(traceback.format_exception(problem)), end="")

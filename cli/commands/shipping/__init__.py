@@ -1,0 +1,1 @@
+"""Commands between stores and devices."""

@@ -1,0 +1,41 @@
+"""`moec rollback`: return to the bundle that was current before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ...options.paths import PATH
+from ...terminal import output
+
+
+@click.command("rollback", short_help="Return to the previous bundle.")
+@click.argument("folder", metavar="DIR", type=PATH)
+@click.option("--memory", metavar="SIZE", help="Memory of the self-test.  [default: 7/8 of what is free]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+def rollback_command(folder: Path, memory: str | None, as_json: bool) -> None:
+    """Let DIR/current name the bundle that was current before. DIR is the folder that `moec pull` installs into.
+
+    Its files must be unchanged, and its self-test must pass. The sequence that is left is not pulled again: `moec pull`
+    waits for a higher one.
+
+    \b
+    moec rollback /var/lib/moec
+    """
+    from moec.shipping.installed.rollback import roll_back
+
+    from ...bundle_check import check_bundle
+
+    def check(bundle: Path) -> None:
+        output.say(check_bundle(bundle, memory))
+
+    result = roll_back(folder, check)
+    if as_json:
+        told = {"left": result.left, "current": result.current, "channel": result.channel}
+        output.data_json({**told, "sequence": result.sequence})
+        return
+    output.data(
+        f"returned from `{result.left}` to `{result.current}`; sequence {result.sequence} of the channel "
+        f"`{result.channel}` is not installed again"
+    )

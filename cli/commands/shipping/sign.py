@@ -1,0 +1,57 @@
+"""`moec sign`: write the signature of a bundle next to its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from moec.manifests.files.output_file import check_output, write_output
+
+from ...options.keys import passphrase_option, read_signing_key, signing_key_option
+from ...options.opening import bundle_folder
+from ...options.paths import bundle_argument
+from ...terminal import output
+from ...terminal.progress_bar import ProgressBar
+
+
+@click.command("sign", short_help="Sign a bundle.")
+@bundle_argument
+@signing_key_option
+@passphrase_option
+@click.option("--check", is_flag=True, help="First compare every byte with its digest, as `moec verify` does.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+def sign_command(bundle: Path, key_file: Path, passphrase_variable: str | None, check: bool, as_json: bool) -> None:
+    """Write the signature of the bundle in folder BUNDLE to BUNDLE.sig next to the folder.
+
+    An existing signature is replaced. `model_signing verify key` and `moec verify --key` accept it.
+
+    The signature covers the digests that the compile wrote into `moec.json`, and that of `moec.json`. Manifest, list
+    of files, sizes and headers are checked before. Bytes that were damaged since the compile differ from the signed
+    digest, so every check of the bundle refuses them. --check finds them now.
+
+    \b
+    moec keygen fleet.pem
+    moec sign mixtral-moec --key fleet.pem
+    moec verify mixtral-moec --key fleet.pub
+    """
+    folder = bundle_folder(bundle)
+    from moec.manifests.bundle import MANIFEST_NAME
+    from moec.manifests.files.limits import MAX_MANIFEST_BYTES
+    from moec.runtime.bundle.opening import open_bundle, verify_bundle
+    from moec.shipping.signatures.model_signature import sign_bundle, signature_file
+
+    key = read_signing_key(key_file, passphrase_variable)
+    path = signature_file(folder)
+    check_output(path)
+    with open_bundle(folder) as opened:
+        if check:
+            with ProgressBar("verifying") as progress:
+                verify_bundle(opened, progress)
+        data = sign_bundle(opened.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES), opened.manifest, key)
+        files = len(opened.manifest.files) + 1
+    write_output(path, data)
+    if as_json:
+        output.data_json({"signature": str(path), "key_id": key.public.key_id, "files": files, "checked": check})
+        return
+    output.data(f"signed {files} files of `{bundle}` with the key {key.public.key_id[:12]}: `{path}`")

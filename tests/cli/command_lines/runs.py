@@ -1,0 +1,244 @@
+"""Command lines that give every option of the commands that run and measure bundles."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moec.cli.commands.running.generate import CODE_STOPS
+from moec.runtime.expert_cache.policies import MultidimensionalScore
+from moec.runtime.options.runtime import parse_weights
+
+from .line import MODES, Given, Line
+
+ENGINE = "moec.runtime.engine.engine.Engine"
+WEIGHTS = "0.1,0.5,0,0.4"
+PROCESSOR = str(min(os.sched_getaffinity(0)))
+
+RUNTIME = {
+    "memory": Given("--memory 64GiB", "options.memory", "64GiB"),
+    "expert_cache": Given("--expert-cache 40%", "options.expert_cache", "40%"),
+    "context": Given("--context 77", "options.context", 77),
+    "policy": Given("--policy hobbit", "options.policy", "hobbit"),
+    "policy_weights": Given(f"--policy-weights {WEIGHTS}", "options.policy_weights", WEIGHTS),
+    "prefetch": Given("--prefetch path", "options.prefetch", "path"),
+    "prefetch_layers": Given("--prefetch-layers 3", "options.prefetch_layers", 3),
+    "prefetch_experts": Given("--prefetch-experts 5", "options.prefetch_experts", 5),
+    "prefetch_rule": Given("--prefetch-rule until-routed", "options.prefetch_rule", "until-routed"),
+    "reader_cpus": Given(f"--reader-cpus {PROCESSOR}", "options.reader_cpus", PROCESSOR),
+    "io": Given("--io buffered", "options.io", "buffered"),
+    "kv": Given("--kv float16", "options.kv", "float16"),
+    "readers": Given("--readers 6", "options.readers", 6),
+    "threads": Given("--threads 7", "options.threads", 7),
+    "kernels": Given("--kernels scalar", "kernels", "scalar"),
+    "no_verify": Given("--no-verify", "options.verify", False),
+    "no_learned_routers": Given("--no-learned-routers", "options.learned_routers", False),
+}
+LOSSY = {
+    "dynamic_precision": Given("--dynamic-precision 0.5,0.9", "options.dynamic_precision", "0.5,0.9"),
+    "big_little": Given("--big-little gamma=0.6,k=2", "options.big_little", "gamma=0.6,k=2"),
+    "cache_routing": Given("--cache-routing margin=0.2", "options.cache_routing", "margin=0.2"),
+    "expert_activations": Given("--expert-activations bfloat16", "options.expert_activations", "bfloat16"),
+    "cache_state": Given("--cache-state cold", "options.cache_state", "cold"),
+}
+ACCELERATOR = {
+    "accelerator": Given("--accelerator torch-cpu", "options.accelerator", "torch-cpu"),
+    "accelerator_memory": Given("--accelerator-memory 9MiB", "options.accelerator_memory", "9MiB"),
+    "cooperation": Given("--cooperation gpu", "options.cooperation", "gpu"),
+    "accelerator_dense": Given("--accelerator-dense host", "options.accelerator_dense", "host"),
+}
+ALL = {**RUNTIME, **LOSSY, **ACCELERATOR}
+SLOTS = {"slots": Given("--slots 5", "options.slots", 5)}
+
+
+def of_auto(command: str, more: str) -> Line:
+    """Return the line that shows the effect of `--mode-loss`."""
+    return Line(
+        command,
+        "moec.runtime.tuning.mode_records.choose_thresholds",
+        {"mode_loss": Given("--mode-loss 2%", "loss", 0.02)},
+        f"--dynamic-precision auto {more}",
+    )
+
+
+RUNS = {
+    "run": Line("run", ENGINE, {**ALL, "beams": Given("--beams 3", "options.slots", 3)}, "--prompt x"),
+    "run, sampling": Line(
+        "run",
+        "moec.runtime.engine.engine.Engine.generate",
+        {
+            "max_new_tokens": Given("--max-new-tokens 9", "max_new_tokens", 9),
+            "temperature": Given("--temperature 0.7", "sampling.temperature", 0.7),
+            "top_k": Given("--top-k 11", "sampling.top_k", 11),
+            "top_p": Given("--top-p 0.6", "sampling.top_p", 0.6),
+            "min_p": Given("--min-p 0.2", "sampling.min_p", 0.2),
+            "repetition_penalty": Given("--repetition-penalty 1.3", "sampling.repetition_penalty", 1.3),
+            "seed": Given("--seed 4", "sampling.seed", 4),
+            "stop": Given("--stop yes --stop no", "stop", ("yes", "no")),
+        },
+        "--prompt x",
+    ),
+    "run, beams": Line(
+        "run",
+        "moec.runtime.engine.beam.beam_search",
+        {
+            "beams": Given("--beams 3", "options.beams", 3),
+            "length_penalty": Given("--length-penalty 0.5", "options.length_penalty", 0.5),
+            "max_new_tokens": Given("--max-new-tokens 9", "max_new_tokens", 9),
+        },
+        "--prompt x",
+    ),
+    "chat": Line("chat", ENGINE, ALL),
+    "chat, answers": Line(
+        "chat",
+        "moec.cli.chat.session.ChatSession.__init__",
+        {
+            "max_new_tokens": Given("--max-new-tokens 9", "options.max_new_tokens", 9),
+            "temperature": Given("--temperature 0.7", "options.sampling.temperature", 0.7),
+            "top_k": Given("--top-k 11", "options.sampling.top_k", 11),
+            "top_p": Given("--top-p 0.6", "options.sampling.top_p", 0.6),
+            "min_p": Given("--min-p 0.2", "options.sampling.min_p", 0.2),
+            "repetition_penalty": Given("--repetition-penalty 1.3", "options.sampling.repetition_penalty", 1.3),
+            "seed": Given("--seed 4", "options.sampling.seed", 4),
+            "stop": Given("--stop yes --stop no", "options.stop", ("yes", "no")),
+        },
+    ),
+    "generate": Line("generate", ENGINE, {**ALL, **SLOTS}, "--prompts {folder}/prompts.jsonl --field asked -o out"),
+    "generate, requests": Line(
+        "generate",
+        "moec.cli.measuring.text_engines.BundleEngine.generate",
+        {
+            "prompts": Given("--prompts {folder}/prompts.jsonl", "requests.0.prompt", "once"),
+            "field": Given("--field asked", "requests.0.prompt", "once"),
+            "max_new_tokens": Given("--max-new-tokens 9", "requests.0.max_new_tokens", 9),
+            "stop": Given("--stop yes", "requests.0.stop.0", "yes"),
+            "code": Given("--code", "requests.0.stop.1", CODE_STOPS[0]),
+        },
+        "-o out",
+    ),
+    "eval": Line("eval", ENGINE, {**ALL, **SLOTS}, "--data {folder}/texts.jsonl"),
+    "eval, items": Line(
+        "eval",
+        "moec.evaluation.data.load_items",
+        {
+            "source": Given("--data {folder}/texts.jsonl", "source", "{folder}/texts.jsonl"),
+            "task": Given("--task perplexity", "task.name", "perplexity"),
+            "split": Given("--split validation", "split", "validation"),
+            "shots": Given("--shots 3", "shots", 3),
+            "seed": Given("--seed 4", "seed", 4),
+        },
+    ),
+    "eval, limit": Line(
+        "eval",
+        "moec.evaluation.data.ItemSet.limit",
+        {"limit": Given("--limit 2", "count", 2), "seed": Given("--seed 4", "seed", 4)},
+        "--data {folder}/texts.jsonl",
+    ),
+    "eval, task": Line(
+        "eval",
+        "moec.evaluation.tasks.task_settings.TaskSettings.apply",
+        {
+            "chat": Given("--chat", "self.chat", True),
+            "system": Given("--system kind", "self.system", "kind"),
+            "prompt_template": Given("--prompt-template a.jinja", "self.prompt_template", "a.jinja"),
+            "metric": Given("--metric wer", "self.metric", "wer"),
+            "lower_is_better": Given("--lower-is-better", "self.lower_is_better", True),
+            "trust_metric_code": Given("--trust-metric-code", "self.trusts_metric_code", True),
+        },
+        "--data {folder}/texts.jsonl",
+    ),
+    "eval, long items": Line(
+        "eval",
+        "moec.cli.measuring.text_engines.fit_items",
+        {"long_items": Given("--long-items skip", "policy", "skip")},
+        "--data {folder}/texts.jsonl",
+    ),
+    "eval, modes": Line(
+        "eval",
+        "moec.cli.lossy_modes.mode_sweep.settings_of",
+        {"modes": Given(f"--modes '{MODES}'", "text", MODES)},
+        "--data {folder}/texts.jsonl",
+    ),
+    "bench": Line("bench", ENGINE, ALL, "--text {folder}/text.txt --tokens 4 --prompt-tokens 3"),
+    "bench, prompt": Line(
+        "bench",
+        "moec.cli.commands.measuring.bench.continuation",
+        {"prompt": Given("--prompt once", "prompt", "once"), "tokens": Given("--tokens 9", "tokens", 9)},
+    ),
+    "bench, text": Line(
+        "bench",
+        "moec.cli.commands.measuring.bench.sequence_of",
+        {
+            "text_path": Given("--text {folder}/text.txt", "path", Path("{folder}/text.txt")),
+            "prompt_tokens": Given("--prompt-tokens 3", "prompt_tokens", 3),
+            "tokens": Given("--tokens 9", "tokens", 9),
+        },
+    ),
+    "bench, modes": Line(
+        "bench",
+        "moec.cli.commands.measuring.bench.speed_sweep",
+        {"modes": Given(f"--modes '{MODES}'", "modes", MODES)},
+        "--text {folder}/text.txt --tokens 4 --prompt-tokens 3",
+    ),
+    "run, auto": of_auto("run", "--prompt x"),
+    "chat, auto": of_auto("chat", ""),
+    "generate, auto": of_auto("generate", "--prompts {folder}/prompts.jsonl --field asked -o out"),
+    "eval, auto": of_auto("eval", "--data {folder}/texts.jsonl"),
+    "bench, auto": of_auto("bench", ""),
+    "tune": Line("tune", ENGINE, RUNTIME, "--text {folder}/text.txt --tokens 4"),
+    "tune, text": Line(
+        "tune",
+        "moec.cli.commands.measuring.tune.sequence_of",
+        {
+            "text_path": Given("--text {folder}/text.txt", "path", Path("{folder}/text.txt")),
+            "tokens": Given("--tokens 9", "tokens", 9),
+        },
+    ),
+    "tune, traces": Line(
+        "tune",
+        "moec.cli.commands.measuring.tune.fit_policy",
+        {
+            "training": Given("--trace {folder}/run.trace", "training", (Path("{folder}/run.trace"),)),
+            "held_out": Given("--held-out {folder}/text.txt", "held_out", (Path("{folder}/text.txt"),)),
+            "modes": Given(f"--modes '{MODES}'", "modes", MODES),
+        },
+    ),
+    "simulate": Line(
+        "simulate",
+        "moec.cli.commands.measuring.simulate.Simulation",
+        {
+            "profile": Given("--profile laptop", "rates.compute_scale", 8 / 40),
+            "prefetch": Given("--prefetch popularity", "prefetch", "popularity"),
+            "readers": Given("--readers 6", "rates.readers", 6),
+            "read_rate": Given("--read-rate 90MB", "rates.storage_bytes_per_s", 90_000_000),
+            "read_latency": Given("--read-latency 8ms", "rates.storage_latency_ns", 8_000_000),
+            "accelerator": Given(
+                "--accelerator memory=1GiB,expert=600us,token=2us,link=12GB", "shared.latency.device_fixed_ns", 600_000
+            ),
+            "cooperation": Given("--cooperation gpu", "shared.cooperation", "gpu"),
+            "cache_state": Given("--cache-state cold", "replayed.warm", []),
+        },
+        "--trace {folder}/run.trace",
+    ),
+    "simulate, rule": Line(
+        "simulate",
+        "moec.cli.commands.measuring.simulate.Simulation",
+        {"prefetch_rule": Given("--prefetch-rule first-miss", "trace.header.prefetch_rule", "first-miss")},
+        "--trace {folder}/run.trace",
+    ),
+    "simulate, rows": Line(
+        "simulate",
+        "moec.cli.simulation.predictions.Simulation.rows",
+        {
+            "caches": Given("--expert-cache 400000", "capacities", [400_000]),
+            "policies": Given("--policy hobbit-printed", "policies.hobbit-printed.as_printed", True),
+            "policy_weights": Given(
+                f"--policy-weights {WEIGHTS}",
+                "policies.hobbit-printed",
+                MultidimensionalScore(parse_weights(WEIGHTS), as_printed=True),
+            ),
+            "modes": Given(f"--modes '{MODES}'", "settings.1.big_little", "gamma=0.5"),
+        },
+        "--trace {folder}/run.trace",
+    ),
+}
