@@ -15,14 +15,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from .api import facts
-from .api.chat import chat
-from .api.completions import completions
+from .api.endpoints.chat import chat
+from .api.endpoints.completions import completions
+from .api.endpoints.messages import count_tokens, message_error, messages
+from .api.endpoints.responses import responses
 from .api.errors import CLIENT_GONE, RequestError, json_bytes
 from .api.fields import body_limit_bytes, parse_body
 from .api.live_feed import LiveFeed, experts
-from .api.messages import count_tokens, message_error, messages
 from .api.metrics import CONTENT_TYPE, metrics
-from .api.responses import responses
 from .api.service import Service
 from .security import Guard, SecurityOptions
 

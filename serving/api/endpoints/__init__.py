@@ -1,0 +1,1 @@
+"""Requests that are answered with text: completions, chat, messages, responses."""

@@ -1,0 +1,268 @@
+"""`POST /v1/messages`: conversations in the form of Anthropic's API, translated to those of chat completions.
+
+Source of the form and of the events: the public documentation of the Messages API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...engine.request import Ended, Event, TokenMade
+from ...tools.calls import NO_TOOLS, ToolsOfRequest, json_text, parsed
+from ..answer import Answer, sent_event
+from ..errors import RequestError, bad_field
+from ..fields import Fields
+from ..sampling_fields import MAX_STOP_CHARACTERS, MAX_STOPS, Asked, read_sampling
+from ..service import Service
+from .chat import chat_requests, chat_tokens, message_text, read_messages
+from .forms import Collected, new_id
+from .response_format import mask_maker
+from .tool_fields import new_call_id, read_function, read_tools
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def message_error(error: RequestError) -> dict[str, Any]:
+    """Return the body of an error in Anthropic's form."""
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class MessageForm:
+    """The form of a message. Thinking is a block of its own."""
+
+    def __init__(
+        self, service: Service, prompt_tokens: int, starts_thinking: bool, tools: ToolsOfRequest = NO_TOOLS
+    ) -> None:
+        self._answer, self._splitter = Collected(), service.chat_form.parts(starts_thinking, tools)
+        self._service = service
+        self._model, self._id, self._prompt_tokens = service.options.name, new_id("msg"), prompt_tokens
+        self._blocks: list[dict[str, Any]] = []
+        self._calls = 0
+
+    def begin(self) -> Iterable[bytes]:
+        """Return the event that begins a message."""
+        message = {**self._message([], None), "usage": {"input_tokens": self._prompt_tokens, "output_tokens": 0}}
+        yield sent_event({"type": "message_start", "message": message}, "message_start")
+
+    def add(self, index: int, event: Event) -> Iterable[bytes]:
+        """Take an event and return those that it makes."""
+        self._answer.add(event)
+        if isinstance(event, TokenMade):
+            yield from self._deltas(self._splitter.push(event.text))
+            yield from self._tool_blocks()
+        elif isinstance(event, Ended):
+            yield from self._deltas(self._splitter.flush())
+            yield from self._tool_blocks()
+            if not self._blocks:
+                yield from self._deltas([(False, "")])
+            yield self._event("content_block_stop", index=len(self._blocks) - 1)
+
+    def finish(self) -> Iterable[bytes]:
+        """Return the events that end a message."""
+        reason, stop = self._stop_reason()
+        delta = {"stop_reason": reason, "stop_sequence": stop}
+        yield self._event("message_delta", delta=delta, usage=self._usage())
+        yield self._event("message_stop")
+
+    def failed(self, error: RequestError) -> Iterable[bytes]:
+        """Return the error as an event."""
+        return (sent_event(message_error(error), "error"),)
+
+    def error_body(self, error: RequestError) -> dict[str, Any]:
+        """Return the body of a response without an answer."""
+        return message_error(error)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole message."""
+        timings = {} if self._answer.ended is None else self._answer.ended.timings.to_plain()
+        return {**self._message(self._blocks, self._stop_reason()), "timings": timings}
+
+    def _message(self, content: list[dict[str, Any]], stop: tuple[str, str | None] | None) -> dict[str, Any]:
+        reason, text = stop or (None, None)
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": text,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, int]:
+        """Return the counts. Tokens from memory are not counted as input."""
+        ended = self._answer.ended
+        cached = 0 if ended is None else ended.timings.cached_tokens
+        return {
+            "input_tokens": self._prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._answer.count,
+        }
+
+    def _stop_reason(self) -> tuple[str, str | None]:
+        ended = self._answer.ended
+        if ended is None or ended.reason == "length":
+            return "max_tokens", None
+        if self._calls:
+            return "tool_use", None
+        return ("end_turn", None) if ended.stop_text is None else ("stop_sequence", ended.stop_text)
+
+    def _deltas(self, parts: list[tuple[bool, str]]) -> Iterable[bytes]:
+        for is_thought, text in parts:
+            kind, field = ("thinking", "thinking") if is_thought else ("text", "text")
+            if not self._blocks or self._blocks[-1]["type"] != kind:
+                more = {"signature": ""} if is_thought else {}
+                yield from self._begin_block({"type": kind, field: "", **more})
+            self._blocks[-1][field] += text
+            delta = {"type": f"{kind}_delta", field: text}
+            yield self._event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+
+    def _tool_blocks(self) -> Iterable[bytes]:
+        """Return the events of calls that have become complete."""
+        for call in self._splitter.calls[self._calls :]:
+            self._calls += 1
+            block = {"type": "tool_use", "id": new_call_id(self._service), "name": call.name}
+            yield from self._begin_block({**block, "input": {}})
+            self._blocks[-1]["input"] = parsed(call.arguments) or {}
+            delta = {"type": "input_json_delta", "partial_json": call.arguments}
+            yield self._event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+
+    def _begin_block(self, block: dict[str, Any]) -> Iterable[bytes]:
+        if self._blocks:
+            yield self._event("content_block_stop", index=len(self._blocks) - 1)
+        yield self._event("content_block_start", index=len(self._blocks), content_block=dict(block))
+        self._blocks.append(block)
+
+    def _event(self, name: str, **values: Any) -> bytes:
+        return sent_event({"type": name, **values}, name)
+
+
+async def messages(service: Service, body: dict[str, Any]) -> Answer:
+    """Return the answer to a body of `/v1/messages`. Raises RequestError."""
+    fields = Fields(body)
+    conversation = _conversation(fields, service)
+    tools = _tools(fields, service)
+    most = fields.whole("max_tokens", 1, 1 << 30)
+    if most is None:
+        raise RequestError(400, "`max_tokens` is missing", "max_tokens", "missing_field")
+    streams = fields.flag("stream")
+    stop = fields.texts("stop_sequences", MAX_STOPS, MAX_STOP_CHARACTERS)
+    asked = Asked(None, most, 1, read_sampling(fields, service.vocabulary), stop, streams, False)
+    _refuse_unsupported(fields)
+    fields.without_effect("metadata", "service_tier")
+    fields.end()
+    tokens, starts_thinking = await chat_tokens(service, conversation, tools)
+    make_mask = await mask_maker(service, None, "tools", starts_thinking, tools)
+    form = MessageForm(service, len(tokens), starts_thinking, tools)
+    return Answer(service, 1, chat_requests(service, asked, tokens, make_mask=make_mask), form, streams)
+
+
+async def count_tokens(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of tokens of a conversation. Raises RequestError."""
+    fields = Fields(body)
+    conversation = _conversation(fields, service)
+    tools = _tools(fields, service)
+    _refuse_unsupported(fields)
+    fields.end()
+    text = await service.render(conversation, tools.described)
+    return {"input_tokens": len(await service.encode(text, "messages", adds_special_tokens=False))}
+
+
+def _conversation(fields: Fields, service: Service) -> list[dict[str, Any]]:
+    """Return the system text and the messages of a body. Raises RequestError."""
+    fields.text("model", most=1024)
+    system, given = fields.take("system"), fields.take("messages")
+    if isinstance(given, list):
+        given = [each for message in given for each in _plain_messages(_without_cache_marks(message))]
+    found = read_messages(given, service.chat_form.takes_tools)
+    if any(message["role"] == "system" for message in found):
+        raise bad_field("messages", "must have the roles user and assistant; `system` is a field of its own")
+    if system is None:
+        return found
+    text = message_text(_without_cache_marks({"content": system})["content"], "system", ("text",))
+    return [{"role": "system", "content": text}, *found]
+
+
+def _plain_messages(message: Any) -> list[Any]:
+    """Return a message in the form of OpenAI. Results of tools become messages of their own, before the rest."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return [message]
+    rest, calls, results, thoughts = list[Any](), list[Any](), list[Any](), list[str]()
+    for part in message["content"]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "tool_use":
+            function = {"name": part.get("name"), "arguments": json_text(part.get("input", {}))}
+            calls.append({"id": part.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result":
+            results.append(
+                {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": part.get("content", "")}
+            )
+        elif kind == "thinking" and isinstance(part.get("thinking"), str):
+            thoughts.append(part["thinking"])
+        elif kind != "redacted_thinking":
+            rest.append(part)
+    plain = {**message, "content": rest}
+    if calls:
+        plain["tool_calls"] = calls
+    if thoughts:
+        plain["reasoning_content"] = "".join(thoughts)
+    return [*results, plain] if rest or calls or not results else results
+
+
+def _tools(fields: Fields, service: Service) -> ToolsOfRequest:
+    """Return the tools of a body in Anthropic's form. Raises RequestError."""
+    given, choice = fields.take("tools"), fields.object("tool_choice")
+    described = given
+    if isinstance(given, list):
+        described = [_plain_tool(each, f"tools[{at}]") for at, each in enumerate(given)]
+    body: dict[str, Any] = {"tools": described}
+    if choice is not None:
+        kind, name = choice.text("type"), choice.text("name")
+        body["parallel_tool_calls"] = not choice.flag("disable_parallel_tool_use")
+        choice.end()
+        named = {"type": "function", "function": {"name": name}}
+        plain = {"auto": "auto", "none": "none", "any": "required", "tool": named}.get(kind or "")
+        if plain is None:
+            raise bad_field("tool_choice.type", "must be auto, any, tool or none", "unsupported_value")
+        body["tool_choice"] = plain
+    return read_tools(Fields(body), service)
+
+
+def _plain_tool(given: Any, place: str) -> Any:
+    """Return a tool in the form of OpenAI. Raises RequestError."""
+    if not isinstance(given, dict):
+        raise bad_field(place, "must be an object")
+    fields = Fields(given, f"{place}.")
+    fields.unsupported("type", "custom")
+    fields.without_effect("cache_control")
+    return {"type": "function", "function": read_function(fields, "input_schema")}
+
+
+def _without_cache_marks(message: Any) -> Any:
+    """Return a message whose text parts have no `cache_control`, which has no effect here."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    parts = [
+        {name: value for name, value in part.items() if name != "cache_control"} if isinstance(part, dict) else part
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    fields.unsupported("thinking", {"type": "disabled"})
+    fields.unsupported("mcp_servers", [])
+    fields.unsupported("container")

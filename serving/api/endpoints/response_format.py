@@ -1,0 +1,128 @@
+"""`response_format`: answers that are JSON, or follow a JSON schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from moec.manifests.errors import InputError, MissingDependency
+
+from ...engine.request import AnswerMask
+from ...grammar.masks import json_between, json_grammar
+from ...grammar.thinking import CLOSE, OPEN, AfterThinking, ThinkingMarks
+from ...tools.calls import NO_TOOLS, ToolsOfRequest
+from ..errors import RequestError, bad_field, shown
+from ..fields import Fields
+from ..service import Service
+
+MakeMask: TypeAlias = Callable[[], AnswerMask]
+_ANY_OBJECT = {"type": "object"}
+
+
+def read_response_format(fields: Fields) -> dict[str, Any] | None:
+    """Return the schema that `response_format` asks for; None for plain text. Raises RequestError."""
+    form = fields.object("response_format")
+    if form is None:
+        return None
+    kind = form.text("type")
+    schema: dict[str, Any] | None
+    if kind == "json_schema":
+        described = form.object("json_schema")
+        if described is None:
+            raise RequestError(400, "`response_format.json_schema` is missing", "response_format", "missing_field")
+        schema = read_schema(described)
+    else:
+        schema = _simple_kind(kind, "response_format.type")
+    form.end()
+    return schema
+
+
+def read_text_format(text: Fields) -> dict[str, Any] | None:
+    """Return the schema that `text.format` of the Responses API asks for; None for plain text. Raises RequestError."""
+    form = text.object("format")
+    if form is None:
+        return None
+    kind = form.text("type")
+    schema = read_schema(form) if kind == "json_schema" else _simple_kind(kind, f"{form.place}type")
+    form.end()
+    return schema
+
+
+def read_schema(described: Fields) -> dict[str, Any]:
+    """Return the schema of an object that describes one. Raises RequestError."""
+    described.text("name", most=256)
+    described.text("description", most=1 << 16)
+    described.flag("strict")  # a schema is always followed
+    schema = described.take("schema")
+    if not isinstance(schema, dict):
+        raise bad_field(f"{described.place}schema", f"must be a JSON schema, found {shown(schema)}")
+    described.end()
+    return schema
+
+
+def _simple_kind(kind: str | None, place: str) -> dict[str, Any] | None:
+    if kind not in ("text", "json_object"):
+        raise bad_field(place, f"must be text, json_object or json_schema, found {shown(kind)}", "unsupported_value")
+    return None if kind == "text" else _ANY_OBJECT
+
+
+async def mask_maker(
+    service: Service, schema: dict[str, Any] | None, param: str, starts_thinking: bool, tools: ToolsOfRequest = NO_TOOLS
+) -> MakeMask | None:
+    """Return what makes the mask of each answer; None if it may say anything.
+
+    schema: JSON schema of the answer, or None.
+    starts_thinking: the prompt ends inside `<think>`.
+    tools: if some are forced, the answer is a call of one of them.
+    Raises RequestError for a schema that cannot be followed, and without the package.
+    """
+    if schema is not None and (tools.described or service.chat_form.is_harmony):
+        what = "next to `tools`" if tools.described else "with this bundle's chat template"
+        raise bad_field(param, f"is not supported {what}", "unsupported_value")
+    syntax = service.chat_form.syntax
+    if tools.forced and syntax is not None and syntax.forced is not None:
+        param, around = "tool_choice", syntax.forced
+        return await _maker(service, lambda: forced_call(tools, around, service), param, starts_thinking)
+    if schema is None:
+        return None
+    return await _maker(service, lambda: json_grammar(schema), param, starts_thinking)
+
+
+def forced_call(tools: ToolsOfRequest, around: tuple[str, str, bool], service: Service) -> str:
+    """Return the grammar of a call of one of the forced tools."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": tools.parameters[name]},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name in tools.forced
+    ]
+    begin, end, is_list = around
+    call: dict[str, Any] = {"anyOf": calls}
+    if is_list:
+        most = {} if tools.is_parallel else {"maxItems": 1}
+        call = {"type": "array", "items": call, "minItems": 1, **most}
+    special = {mark: token for token, mark in service.chat_form.marks.items()}
+    return json_between(begin, call, end, special)
+
+
+async def _maker(service: Service, make_grammar: Callable[[], str], param: str, starts_thinking: bool) -> MakeMask:
+    def checked() -> str:
+        grammar = make_grammar()
+        service.grammars.check(grammar)
+        return grammar
+
+    try:
+        grammar = await service.in_thread(checked)
+    except MissingDependency as error:
+        message = f"`{param}` needs the package `llguidance`, which this server does not have"
+        raise RequestError(400, message, param, "grammar_not_installed") from error
+    except InputError as error:
+        raise RequestError(400, f"`{param}`: {error.message}", param, "invalid_schema") from error
+    if not service.chat_form.thinks:
+        return lambda: service.grammars.mask(grammar)
+    tokenizer, ends = service.engine.tokenizer, service.engine.bundle.manifest.model.eos_token_ids
+    marks = ThinkingMarks(service.vocabulary, ends, tokenizer.id_of(OPEN), tokenizer.id_of(CLOSE))
+    return lambda: AfterThinking(service.grammars.mask(grammar), tokenizer, starts_thinking, marks)
