@@ -33,7 +33,7 @@ DEFAULT_GROUP_SIZES = (32, 64, 128)
 DEFAULT_BITS: tuple[float, ...] = (1, TERNARY, 2, 3, 4, 8, 16)
 """Bitwidths on offer to routed experts without a request.
 
-5 and 6 bits are left out: they need version 2 of the bundle format, which is not released, and gain little.
+5 and 6 bits are left out: a bundle with them has version 2 of the format, and they gain little at few bits.
 Source: docs/experiments/2026-11-25-five-and-six-bits.md.
 """
 DEFAULT_QUANTIZER = "gptq"
