@@ -1,8 +1,9 @@
 """Kernels of instruction sets that this processor lacks, checked with a cross compiler and emulation (G8).
 
-The kernels are compiled without Python, together with `instruction_sets.cpp`. That program compares the named
-instruction sets with the scalar kernels, bit for bit. NEON runs under qemu-user. qemu cannot run the other sets, so
-`emulated_*.h` replace their instructions. The kernels then run on any processor with AVX2:
+The kernels are compiled without Python, together with `instruction_sets.cpp`. That program runs the named instruction
+sets on given operands, and prints a digest of each result. The digests must be those of the scalar kernels of this
+processor. NEON runs under qemu-user. qemu cannot run the other sets, so `emulated_*.h` replace their instructions. The
+kernels then run on any processor with AVX2:
 
 * `emulated_avx512_lanes.h`: pairs of AVX2 registers for AVX-512.
 * `emulated_vnni.h`: AVX2 instructions that make the same sums as the dot products of VNNI.
@@ -13,7 +14,7 @@ instruction sets with the scalar kernels, bit for bit. NEON runs under qemu-user
 The other tests of this folder compare the sets that the processor has with the scalar kernels. AMX is emulated on every
 processor, because few have it.
 
-MOEC_REQUIRE_QEMU=1 turns the skips into failures.
+MOEC_REQUIRE_QEMU=1 turns the skips into failures. MOEC_FULL_GATES=1 also runs the scalar kernels under qemu.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,10 +35,12 @@ from moec.runtime import kernels
 from moec.runtime.kernels import reference
 from tests.kernels.packer import bits, pack_16_bit
 
-SOURCES = Path(__file__).parents[2] / "runtime" / "kernels" / "native"
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "runtime" / "kernels" / "native"
 CHECK = Path(__file__).with_name("instruction_sets.cpp")
 BFLOATS = Path(__file__).with_name("bfloat_products.cpp")
-STAND_IN = CHECK.with_name("no_avx512vnni.cpp")
+STAND_INS = {name: CHECK.with_name(f"no_{name}.cpp") for name in ("avx512vnni", "scalar")}
+IS_FULL = os.environ.get("MOEC_FULL_GATES") == "1"
 COMMON = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-DMOEC_COMPACT", "-Wall", "-Wextra", "-Werror")
 AARCH64, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -45,34 +48,64 @@ AVX2 = ("-mavx2", "-mfma", "-mf16c")
 gate = pytest.mark.gate("G8")
 
 
-def build(
-    compiler: str, folder: Path, files: dict[str, Sequence[str]], link: Sequence[str] = (), check: Path = CHECK
-) -> Path:
-    """Compile each file with its own options, two at a time, and link them with the check. Returns the program."""
-    common = ("detect.cpp", "choose_kernels.cpp", "kernels_scalar.cpp") if check == CHECK else ("detect.cpp",)
-    listed = {check.name: (), **dict.fromkeys(common, ()), **files}
+def sources(*names: str) -> list[str]:
+    """Return the files of instruction sets."""
+    return [f"kernels_{name}.cpp" for name in names]
 
-    def compile_one(item: tuple[str, Sequence[str]]) -> str:
-        name, options = item
-        source = check if name == check.name else SOURCES / "targets" / name
-        if name == STAND_IN.name:
-            source = STAND_IN
+
+def scalar_object() -> Path | None:
+    """Return the scalar kernels as the extension was built with them, or None if a source has changed since."""
+    newest = max(path.stat().st_mtime for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h", ".txt"))
+    built = ROOT.glob("build/*/CMakeFiles/operations.dir/targets/kernels_scalar.cpp.o")
+    return next((path for path in built if path.stat().st_mtime > newest), None)
+
+
+def build(
+    compiler: str,
+    folder: Path,
+    files: Mapping[str, Sequence[str]],
+    link: Sequence[str | Path] = (),
+    check: Path = CHECK,
+    without: Collection[str] = (),
+) -> Path:
+    """Compile each file with its own options, two at a time, and link them with the check. Returns the program.
+
+    link: options and objects of the linker.
+    without: instruction sets whose place a stand-in takes.
+    """
+    common = ("detect.cpp", "choose_kernels.cpp") if check == CHECK else ("detect.cpp",)
+    paths = {SOURCES / "targets" / name: options for name, options in (dict.fromkeys(common, ()) | dict(files)).items()}
+    paths |= {check: (), **{STAND_INS[name]: () for name in without}}
+
+    def compile_one(item: tuple[Path, Sequence[str]]) -> str:
+        source, options = item
         target = folder / f"{source.stem}.o"
         subprocess.run([compiler, *COMMON, *options, f"-I{SOURCES}", "-c", source, "-o", target], check=True)
         return str(target)
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, listed.items()))
+        objects = list(pool.map(compile_one, paths.items()))
     program = folder / "check"
     subprocess.run([compiler, *link, *objects, "-o", program], check=True)
     return program
 
 
-def equal_sets(command: Sequence[str | Path]) -> set[str]:
-    """Run the check. Returns the instruction sets that it found equal to scalar."""
+def results(command: Sequence[str | Path]) -> dict[str, list[str]]:
+    """Run the check. Returns what it computed with each instruction set: lines of a name and a digest."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    return {line.partition(":")[0] for line in done.stdout.splitlines() if line.endswith("equal to scalar")}
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        name, _, result = line.partition("\t")
+        found.setdefault(name, []).append(result)
+    return found
+
+
+def assert_equal(found: dict[str, list[str]], expected: list[str]) -> None:
+    """Fail with the first result of a set that is not the expected one."""
+    for name, lines in found.items():
+        different = [f"{line}, expected {other}" for line, other in zip(lines, expected, strict=True) if line != other]
+        assert not different, f"{name} differs in {len(different)} of {len(expected)} results: {different[0]}"
 
 
 def need_tool(*names: str) -> None:
@@ -84,38 +117,65 @@ def need_tool(*names: str) -> None:
         pytest.skip(f"no {missing[0]} here: apt-get install g++-aarch64-linux-gnu qemu-user")
 
 
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A program for this processor with the scalar kernels, and with those it lacks, emulated; and their names."""
+    need_tool("g++")
+    names = ("amx", "avx512vnni", "avxvnni") if "avx2" in kernels.available() else ()
+    sets = [name for name in names if name == "amx" or name not in kernels.available()]
+    files: dict[str, Sequence[str]] = {}
+    built = scalar_object()
+    if built is None:
+        files["kernels_scalar.cpp"] = ("-Og",)  # slow kernels take less time than optimizing them would
+    others = ("avx2", "avxvnni", "avx512vnni", "amx", "neon", "neon_dot", "neon_i8mm", "avx512bf16", "amx_bf16")
+    files |= dict.fromkeys(sources(*others), ())
+    files |= dict.fromkeys(sources(*sets), (*AVX2, "-DMOEC_EMULATE_VNNI", f"-I{CHECK.parent}"))
+    is_stand_in = "amx" in sets and "avx512vnni" not in sets
+    if is_stand_in:
+        del files["kernels_avx512vnni.cpp"]
+    folder = tmp_path_factory.mktemp("here")
+    program = build("g++", folder, files, [built] if built else [], without=["avx512vnni"] if is_stand_in else [])
+    return program, sets
+
+
+@pytest.fixture(scope="module")
+def expected(here: tuple[Path, list[str]]) -> list[str]:
+    """Results of the scalar kernels."""
+    return results([here[0], "scalar"])["scalar"]
+
+
 @gate
-def test_neon_equals_scalar(tmp_path: Path) -> None:
+def test_neon_equals_scalar(tmp_path: Path, expected: list[str]) -> None:
     need_tool(AARCH64, EMULATOR)
-    files = {"kernels_neon.cpp": (), "kernels_neon_dot.cpp": ("-march=armv8.2-a+dotprod",)}
+    nothing = sources("avx2", "avxvnni", "avx512vnni", "amx", "avx512bf16", "amx_bf16")
+    files: dict[str, Sequence[str]] = dict.fromkeys((*sources("neon"), *nothing), ())
+    files["kernels_neon_dot.cpp"] = ("-march=armv8.2-a+dotprod",)
     files["kernels_neon_i8mm.cpp"] = ("-march=armv8.2-a+dotprod+i8mm",)
-    nothing = {"kernels_avx2.cpp": (), "kernels_avxvnni.cpp": (), "kernels_avx512vnni.cpp": ()}
-    nothing |= {"kernels_amx.cpp": (), "kernels_avx512bf16.cpp": (), "kernels_amx_bf16.cpp": ()}
-    program = build(AARCH64, tmp_path, {**files, **nothing}, ["-static"])
-    assert equal_sets([EMULATOR, "-cpu", "max", program, "neon-dot", "neon-i8mm"]) == {"neon-dot", "neon-i8mm"}
+    if IS_FULL:
+        files["kernels_scalar.cpp"] = ()
+    program = build(AARCH64, tmp_path, files, ["-static"], without=[] if IS_FULL else ["scalar"])
+    sets = ["neon-dot", "neon-i8mm", *(["scalar"] if IS_FULL else [])]
+    found = results([EMULATOR, "-cpu", "max", program, *sets])
+    assert list(found) == sets
+    assert_equal(found, expected)
     # A Neoverse N1 has no matrix products. A Cortex-A72 (Raspberry Pi 4) has no dot product either. Detection must say
     # so.
-    assert equal_sets([EMULATOR, "-cpu", "cortex-a72", program, "neon"]) == {"neon"}
+    found = results([EMULATOR, "-cpu", "cortex-a72", program, "neon"])
+    assert list(found) == ["neon"]
+    assert_equal(found, expected)
     for processor, lacks in (("cortex-a72", "neon-dot"), ("neoverse-n1", "neon-i8mm")):
         without = subprocess.run([EMULATOR, "-cpu", processor, program, lacks], capture_output=True, check=False)
         assert (without.returncode, without.stdout) == (2, f"{lacks} does not run here\n".encode())
 
 
 @gate
-def test_vnni_equals_scalar(tmp_path: Path) -> None:
-    need_tool("g++")
-    if "avx2" not in kernels.available():
+def test_vnni_equals_scalar(here: tuple[Path, list[str]], expected: list[str]) -> None:
+    program, sets = here
+    if not sets:
         pytest.skip("no AVX2 here")
-    # Without qemu, slow scalar kernels take less time than optimizing them would.
-    files: dict[str, Sequence[str]] = {"kernels_scalar.cpp": ("-Og",)}
-    files |= {f"kernels_{name}.cpp": () for name in ("avx2", "avxvnni", "neon", "neon_dot", "neon_i8mm")}
-    files |= dict.fromkeys(("kernels_avx512bf16.cpp", "kernels_amx_bf16.cpp"), ())
-    sets = ["amx", *(name for name in ("avx512vnni", "avxvnni") if name not in kernels.available())]
-    files |= {f"kernels_{name}.cpp": (*AVX2, "-DMOEC_EMULATE_VNNI", f"-I{CHECK.parent}") for name in sets}
-    if "avx512vnni" not in sets:
-        files[STAND_IN.name] = ()
-    program = build("g++", tmp_path, files)
-    assert equal_sets([program, *sets]) == set(sets)
+    found = results([program, *sets])
+    assert list(found) == sets
+    assert_equal(found, expected)
 
 
 def drawn(draw: np.random.Generator, rows: int, columns: int, is_wild: bool) -> np.ndarray:
