@@ -89,9 +89,7 @@ def test_long_headers_are_refused(server: LiveServer) -> None:
 
 
 @pytest.mark.gate("G16")
-def test_clients_that_read_nothing_are_cut_off(
-    server: LiveServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_that_read_nothing_are_cut_off(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The response is longer than what the system keeps for the connection."""
     monkeypatch.setattr(http_server, "UNREAD_S", 0.2)
     longest = max(range(engine.model.spec.vocab_size), key=lambda token: len(engine.tokenizer.decode([token])))
@@ -99,7 +97,7 @@ def test_clients_that_read_nothing_are_cut_off(
     head = f"POST /detokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    with contextlib.closing(connection):
+    with live_server(engine) as server, contextlib.closing(connection):
         connection.settimeout(PATIENCE_S)
         connection.connect(("127.0.0.1", server.port))
         connection.sendall(head + body)
