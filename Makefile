@@ -56,7 +56,7 @@ TOOL_PACKAGES = auto-gptq==0.7.1 autoawq==0.2.9 compressed-tensors==0.19.0 logur
 
 quantization-tools: $(TOOLS)/.ready  ## Fetch AutoGPTQ, AutoAWQ and compressed-tensors, for the tests of their layouts
 
-$(TOOLS)/.ready: | $(READY)
+$(TOOLS)/.ready: | $(BIN)/python
 	@BUILD_CUDA_EXT=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TOOLS) \
 	    $(TOOL_PACKAGES) && touch $@ || echo "NOT RUN: tests of quantized checkpoints, because pip could not install their tools" >&2
 
@@ -65,7 +65,7 @@ SHIPPING_TOOLS := build/shipping-tools
 
 shipping-tools: $(SHIPPING_TOOLS)/.ready  ## Fetch model_signing and moto, for the tests of signatures and of object storage
 
-$(SHIPPING_TOOLS)/.ready: tests/shipping/tools.txt | $(READY)
+$(SHIPPING_TOOLS)/.ready: tests/shipping/tools.txt | $(BIN)/python
 	@$(BIN)/python -m venv --clear --without-pip $(SHIPPING_TOOLS)
 	@$(BIN)/python -m pip --python $(SHIPPING_TOOLS)/bin/python install --quiet --disable-pip-version-check --no-deps \
 	    --no-compile -r tests/shipping/tools.txt && touch $@ || \
@@ -76,7 +76,7 @@ SERVING_CLIENTS := build/serving-clients
 
 serving-clients: $(SERVING_CLIENTS)/.ready  ## Fetch openai, litellm, LangChain and lm-evaluation-harness, for the tests of the server
 
-$(SERVING_CLIENTS)/.ready: tests/serving/clients/clients.txt | $(READY)
+$(SERVING_CLIENTS)/.ready: tests/serving/clients/clients.txt | $(BIN)/python
 	@$(BIN)/python -m venv --clear --without-pip $(SERVING_CLIENTS)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	    "$$($(SERVING_CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
@@ -85,8 +85,10 @@ $(SERVING_CLIENTS)/.ready: tests/serving/clients/clients.txt | $(READY)
 	    echo "NOT RUN: tests of the server's clients, because pip could not install them" >&2
 
 # Work stealing: each process gets a half in one piece, so that fixtures of a module are made once, and both end together.
-test: $(READY) lint typecheck contracts quantization-tools shipping-tools serving-clients  ## Set up and run the whole fast suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+MARKED ?= not slow
+
+test: $(READY) typecheck lint contracts quantization-tools shipping-tools serving-clients  ## Set up and run the whole fast suite
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(MARKED)"
 
 # Other versions than the tested ones, each in a new environment of its own; no linters, whose newest rules prove nothing.
 OTHER_VERSIONS = rm -rf .venv-$(1) && $(MAKE) tests VENV=.venv-$(1) BUILD_DIR='build/$(1)/{wheel_tag}' CONSTRAINTS=$(2)
@@ -213,5 +215,5 @@ gates-full: $(READY)  ## Every gate with its full counts, all slow tests, the ke
 	MOEC_FULL_GATES=1 MOEC_SLOW=1 $(BIN)/python -m pytest -m "gate or slow"
 	MOEC_FULL_GATES=1 $(BIN)/python -m pytest tests/fuzz tests/faults
 
-gate-seconds:  ## The table of docs/ci.md, from the reports of the last .ci/run
-	$(BIN)/python -m tests.gate_seconds $(wildcard build/gates-fast.json) build/gates.json
+gate-seconds:  ## The table of docs/ci.md, from the report of the last .ci/run
+	$(BIN)/python -m tests.gate_seconds

@@ -40,6 +40,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.user_properties += [("gate", marker.args[0]) for marker in item.iter_markers("gate")]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slow tests, so that no process ends with one while the other has nothing left to do."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_collection_finish() -> None:
     """Take what is loaded by now out of garbage collection. With torch and all tests a collection takes half a second.
 

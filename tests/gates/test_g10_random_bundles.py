@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.in_ci
 @pytest.mark.parametrize("first", range(FIRST, FIRST + BUNDLES, BUNDLES_PER_CHILD))
 def test_what_is_accepted_runs(first: int) -> None:
     """A run gives tokens, an error that names NaN, or an error about options or memory.
