@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 
 from .engine import Engine
+from .text_passes import TextPart, text_passes
 
 STOP_WINDOW_TOKENS = 16
 """Number of last tokens whose text is searched for stop texts."""
@@ -153,41 +155,13 @@ def _prefill(engine: Engine, items: list[RunningSequence], ends: _Ends) -> None:
     texts = engine.begin_texts([item.slot for item in items], [item.prompt for item in items])
     for item, text in zip(items, texts, strict=True):
         item.prompt = text
-    for part, hidden in _passes(engine, [(item.slot, item.prompt + item.draft) for item in items]):
-        for which, first, rows in part:
-            item = items[which]
-            predicting = [row for row in range(rows.shape[0]) if first + row >= len(item.prompt) - 1]
+    for parts, hidden in text_passes(engine, [TextPart(item.slot, item.prompt + item.draft) for item in items]):
+        for part in parts:
+            item = items[part.which]
+            predicting = [row for row in range(len(part.rows)) if part.first + row >= len(item.prompt) - 1]
             if predicting:
-                greedy = _greedy(engine, hidden[rows[predicting]])
-                _accept(item, first + predicting[0], greedy, ends)
-
-
-def _passes(
-    engine: Engine, sequences: list[tuple[int, list[int]]]
-) -> Iterator[tuple[list[tuple[int, int, np.ndarray]], np.ndarray]]:
-    """Run sequences in passes of at most MAX_PASS_TOKENS.
-
-    sequences: slot and token ids of each.
-    Yields for each pass its parts, as (sequence, first position, rows), and the residual stream [T, D].
-    """
-    tokens: list[int] = []
-    slots: list[int] = []
-    positions: list[int] = []
-    part: list[tuple[int, int, np.ndarray]] = []
-    for which, (slot, ids) in enumerate(sequences):
-        start = 0
-        while start < len(ids):
-            count = min(len(ids) - start, MAX_PASS_TOKENS - len(tokens))
-            part.append((which, start, np.arange(len(tokens), len(tokens) + count)))
-            tokens += ids[start : start + count]
-            slots += [slot] * count
-            positions += range(start, start + count)
-            start += count
-            if len(tokens) == MAX_PASS_TOKENS:
-                yield part, engine.step(tokens, slots, positions)
-                tokens, slots, positions, part = [], [], [], []
-    if tokens:
-        yield part, engine.step(tokens, slots, positions)
+                greedy = _greedy(engine, hidden[part.rows[predicting]])
+                _accept(item, part.first + predicting[0], greedy, ends)
 
 
 def _greedy(engine: Engine, hidden: np.ndarray) -> list[int]:
@@ -221,16 +195,37 @@ def _decode_once(engine: Engine, running: list[RunningSequence], ends: _Ends) ->
         ends.add(item, token)
 
 
+Take: TypeAlias = Callable[[int, np.ndarray], None]
+"""Takes the index of a pair, and logits of the next tokens of its answer, float32 [n, V]."""
+
+
 def forced_logits(
     engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], decodes: bool = False
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield for each pair its index and the logits that predict the tokens of its answer, float32 [A, V].
 
+    The parameters are those of `force_answers`.
+    """
+    collected: dict[int, list[np.ndarray]] = {}
+    for group in force_answers(
+        engine, pairs, lambda index, rows: collected.setdefault(index, []).append(rows), decodes
+    ):
+        for index in group:
+            nothing = np.empty((0, engine.model.spec.vocab_size), np.float32)
+            yield index, np.concatenate([nothing, *collected.pop(index, [])])
+
+
+def force_answers(
+    engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], take: Take, decodes: bool = False
+) -> Iterator[list[int]]:
+    """Compute the logits that predict the tokens of each answer. Yields the indices of pairs that are finished.
+
     Several sequences share a pass. Under lossy modes only the prompts do, and the answers run token by token.
     pairs: (prompt ids, answer ids).
+    take: called with the logits as they are computed, in the order of the answer.
     decodes: run the answers token by token in any case.
     """
-    run_group = _decoded_group if decodes or not engine.is_lossless else _forced_group
+    run_group = _force_decoded if decodes or not engine.is_lossless else _force_together
     group: list[int] = []
     tokens = 0
     for index, (prompt, answer) in enumerate(pairs):
@@ -238,72 +233,48 @@ def forced_logits(
         # Plain text is scored after an empty prompt.
         engine.check_pair(prompt, answer)
         if group and (tokens + need > MAX_PASS_TOKENS or len(group) == engine.options.slots):
-            yield from run_group(engine, pairs, group)
+            with engine.exclusive:
+                run_group(engine, pairs, group, take)
+            yield group
             group, tokens = [], 0
         group.append(index)
         tokens += need
     if group:
-        yield from run_group(engine, pairs, group)
+        with engine.exclusive:
+            run_group(engine, pairs, group, take)
+        yield group
 
 
-def _forced_group(
-    engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], group: list[int]
-) -> Iterator[tuple[int, np.ndarray]]:
-    collected: dict[int, list[np.ndarray]] = {index: [] for index in group}
-    with engine.exclusive:
-        _collect_forced(engine, pairs, group, collected)
-    for index in group:
-        nothing = np.empty((0, engine.model.spec.vocab_size), np.float32)
-        yield index, np.concatenate([nothing, *collected[index]])
-
-
-def _collect_forced(
-    engine: Engine,
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    group: list[int],
-    collected: dict[int, list[np.ndarray]],
+def _force_together(
+    engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], group: list[int], take: Take
 ) -> None:
-    """Add the logits of each answer to its list, pass by pass."""
+    """Compute the logits of each answer, pass by pass."""
     engine.begin_sequence()
     texts = engine.begin_texts(range(len(group)), [pairs[index][0] for index in group])
-    sequences = [(slot, [*texts[slot], *pairs[index][1]][:-1]) for slot, index in enumerate(group)]
-    for part, hidden in _passes(engine, sequences):
-        for which, first, rows in part:
-            predicting = [row for row in range(rows.shape[0]) if first + row >= len(texts[which]) - 1]
+    sequences = [TextPart(slot, [*texts[slot], *pairs[index][1]][:-1]) for slot, index in enumerate(group)]
+    for parts, hidden in text_passes(engine, sequences):
+        for part in parts:
+            predicting = [row for row in range(len(part.rows)) if part.first + row >= len(texts[part.which]) - 1]
             step = LOGITS_ROWS_PER_SLOT * engine.options.slots
             for start in range(0, len(predicting), step):
-                chunk = rows[predicting[start : start + step]]
-                collected[group[which]].append(engine.model.logits(hidden[chunk]))
+                chunk = part.rows[predicting[start : start + step]]
+                take(group[part.which], engine.model.logits(hidden[chunk]))
 
 
-def _decoded_group(
-    engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], group: list[int]
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the values of `_forced_group`. Answers are decoded token by token, as in a generation."""
-    collected: list[list[np.ndarray]] = [[] for _ in group]
-    with engine.exclusive:
-        _collect_decoded(engine, pairs, group, collected)
-    nothing = np.empty((0, engine.model.spec.vocab_size), np.float32)
-    for at, index in enumerate(group):
-        yield index, np.concatenate([nothing, *collected[at]])
-
-
-def _collect_decoded(
-    engine: Engine,
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    group: list[int],
-    collected: list[list[np.ndarray]],
+def _force_decoded(
+    engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], group: list[int], take: Take
 ) -> None:
-    """Add the logits of each answer to its list, token by token."""
+    """Compute the logits of each answer token by token, as in a generation."""
     engine.begin_sequence()
     texts = engine.begin_texts(range(len(group)), [pairs[index][0] for index in group])
     answers = [list(pairs[index][1]) for index in group]
     starts = [max(len(text), 1) for text in texts]  # after an empty prompt the first token is not scored
     sequences = [[*text, *answer] for text, answer in zip(texts, answers, strict=True)]
-    for part, hidden in _passes(engine, [(at, each[: starts[at]]) for at, each in enumerate(sequences)]):
-        for which, first, rows in part:
-            if first + len(rows) == starts[which] < len(sequences[which]):
-                collected[which].append(engine.model.logits(hidden[rows[-1:]]))
+    prompts = [TextPart(at, each[: starts[at]]) for at, each in enumerate(sequences)]
+    for parts, hidden in text_passes(engine, prompts):
+        for part in parts:
+            if part.first + len(part.rows) == starts[part.which] < len(sequences[part.which]):
+                take(group[part.which], engine.model.logits(hidden[part.rows[-1:]]))
     longest = max((len(each) - start for each, start in zip(sequences, starts, strict=True)), default=0)
     for step in range(longest - 1):
         running = [at for at, each in enumerate(sequences) if starts[at] + step < len(each) - 1]
@@ -311,4 +282,4 @@ def _collect_decoded(
         tokens = [sequences[at][place] for at, place in zip(running, positions, strict=True)]
         logits = engine.decode(tokens, running, positions)
         for row, at in enumerate(running):
-            collected[at].append(logits[row : row + 1])
+            take(group[at], logits[row : row + 1])

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moec.manifests.errors import InputError, MoecError, OptionError
-from moec.manifests.files.limits import MAX_TEMPLATE_FILE_BYTES, JsonLimits
-from moec.manifests.files.strict_json import load_strict_json
 from moec.runtime.engine.engine import Engine
 from moec.runtime.text.template_process import ChatRenderer, TemplateFiles, template_files
+from moec.runtime.text.tokenizer_settings import named_texts
 
 from ..engine.scheduler import Scheduler
 from ..grammar.masks import Grammars
@@ -25,10 +24,6 @@ from .sampling_fields import too_long
 from .token_texts import TokenTexts
 
 R = TypeVar("R")
-
-_SETTINGS_JSON = JsonLimits(MAX_TEMPLATE_FILE_BYTES, containers=1 << 16, values=1 << 20, texts=1 << 20)
-"""Bounds of `tokenizer_config.json`, which may list thousands of tokens."""
-
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
@@ -131,17 +126,7 @@ class Service:
 
     def tokenizer_settings(self) -> dict[str, str]:
         """Return the chat template, and the names of the first and the padding token, where the bundle has them."""
-        config = self._template.config
-        try:
-            plain = {} if config is None else load_strict_json(config, _SETTINGS_JSON)
-        except ValueError:  # the same file is refused where a template needs it
-            plain = {}
-        found = dict[str, str]()
-        for name in ("bos_token", "pad_token", "chat_template"):
-            value = plain.get(name) if isinstance(plain, dict) else None
-            value = value.get("content") if isinstance(value, dict) else value
-            if isinstance(value, str):
-                found[name] = value
+        found = named_texts(self._template.config, ("bos_token", "pad_token", "chat_template"))
         if self._template.template is not None:
             found["chat_template"] = self._template.template.decode("utf-8", errors="replace")
         return found

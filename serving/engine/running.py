@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from moec.runtime.engine.engine import Engine
+from moec.runtime.engine.slots import Placement
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.text.log_probabilities import TokenLogProb, token_log_prob
 from moec.runtime.text.sampling import Sampler
@@ -14,7 +15,6 @@ from moec.runtime.text.streaming_text import StopTexts, TextStream
 
 from .activity import Activity
 from .request import Ended, FinishReason, GenerationRequest, PromptScored, Timings, TokenMade
-from .slots import Placement
 
 
 class RunningSequence:

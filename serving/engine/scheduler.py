@@ -11,12 +11,12 @@ from typing import Protocol
 
 from moec.manifests.errors import MoecError, OptionError
 from moec.runtime.engine.engine import Engine
+from moec.runtime.engine.slots import Placement, SlotPool, common_length
 
 from .activity import Activity
 from .passes import PassRunner
 from .request import Failed, GenerationRequest
 from .running import RunningSequence
-from .slots import Placement, SlotPool, common_length
 
 _SHARED_TOKENS = 16
 """A request waits for a prompt in progress if it can then copy so many tokens more."""
