@@ -42,6 +42,7 @@ _EXTRAS = {
     "cryptography": "ship",
     "starlette": "serve",
     "uvicorn": "serve",
+    "lm_eval": "lm-eval",
 }
 
 

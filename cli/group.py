@@ -21,6 +21,7 @@ _COMMANDS = {
     "generate": "running.generate:generate_command",
     "serve": "running.serve:serve_command",
     "eval": "measuring.evaluate:eval_command",
+    "lm-eval": "measuring.lm_eval:lm_eval_command",
     "inspect": "bundles.inspect:inspect_command",
     "report": "bundles.report:report_command",
     "verify": "bundles.verify:verify_command",

@@ -25,6 +25,7 @@ from .token_texts import TokenTexts
 
 R = TypeVar("R")
 
+
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
     """Options of the HTTP side.

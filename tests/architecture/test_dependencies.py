@@ -56,6 +56,18 @@ TOOLS = ("auto-gptq",)
 """Packages that `make` installs alone, in a folder of their own, in the exact versions of the Makefile."""
 
 
+CLIENTS = ("lm_eval",)
+"""Packages that `make serving-clients` installs in an environment of its own, in the versions of clients.txt."""
+
+
+def test_clients_have_exact_versions_inside_their_ranges() -> None:
+    lines = (ROOT / "tests" / "serving" / "clients" / "clients.txt").read_text(encoding="utf-8").splitlines()
+    versions = dict(line.split("==") for line in lines if not line.startswith("#"))
+    ranges = {need.name: need.specifier for need in _ranges() if need.name in CLIENTS}
+    assert set(ranges) == set(CLIENTS)
+    assert all(ranges[name].contains(versions[name]) for name in CLIENTS)
+
+
 def test_tools_have_exact_versions_inside_their_ranges() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (listed,) = (line for line in makefile.splitlines() if line.startswith("TOOL_PACKAGES = "))
@@ -72,7 +84,7 @@ def test_every_dependency_is_pinned_inside_its_range(python: str) -> None:
     assert len(asked) > 20
     wrong = []
     for need in asked:
-        if need.name in TOOLS:
+        if need.name in (*TOOLS, *CLIENTS):
             continue
         version = _pinned_version(need.name, python)
         if version is None or not need.specifier.contains(version, prereleases=True):

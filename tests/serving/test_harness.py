@@ -1,4 +1,7 @@
-"""lm-evaluation-harness through the server, offline: its log-likelihoods and answers are those of the engine."""
+"""lm-evaluation-harness through the server, offline: its log-likelihoods and answers are those of the engine.
+
+`moec lm-eval` gives the same without a server.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 
 from moec.runtime import Engine
-from tests.serving.clients.client_runs import ROOT, run_client
+from tests.serving.clients.client_runs import ROOT, run_client, run_with_lm_eval
 from tests.serving.live_server import LiveServer
 
 pytestmark = [pytest.mark.gate("G16"), pytest.mark.slow]
@@ -83,3 +86,26 @@ def test_the_harness_measures_the_engine(answering: LiveServer, tmp_path: Path) 
         steps = engine.generate(f"Question: {item['question']}\nAnswer:", 48, stop=["Question:", "</s>"])
         assert sample["answers"][0][0] == "".join(step.text for step in steps)
     assert len(found["samples"]["rose_answers"]) == len(found["samples"]["rose_choices"]) == ITEMS
+    compare_with_the_command(engine.bundle.path, tmp_path, found)
+
+
+def compare_with_the_command(bundle: Path, folder: Path, through_server: dict[str, Any]) -> None:
+    """Compare scores, log-likelihoods and answers of `moec lm-eval` with those of `local-completions`."""
+    rows, tasks = folder / "rows.jsonl", "rose_choices,rose_answers"
+    line = ["lm-eval", bundle, "--tasks", tasks, "--include-path", folder, "--per-item", rows, "--json"]
+    (done,) = run_with_lm_eval([line], HF_HOME=str(folder / "hub"))["runs"]
+    assert done["code"] == 0, done["err"]
+    results = json.loads(done["out"])["results"]
+    for task, metric in (("rose_choices", "acc,none"), ("rose_answers", "exact_match,none")):
+        assert results[task][metric] == through_server["results"][task][metric]
+    own = [json.loads(text) for text in rows.read_text().splitlines()]
+    for task, samples in through_server["samples"].items():
+        answers = {row["doc_id"]: row["resps"] for row in own if row["task"] == task}
+        assert len(answers) == len(samples) == ITEMS
+        for sample in samples:
+            if task == "rose_answers":
+                assert answers[sample["doc"]] == sample["answers"]
+                continue
+            for (ours,), (theirs,) in zip(answers[sample["doc"]], sample["answers"], strict=True):
+                assert ours[0] == pytest.approx(float(theirs[0]), abs=1e-3)
+                assert str(ours[1]) == str(theirs[1])

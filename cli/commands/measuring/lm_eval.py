@@ -1,0 +1,229 @@
+"""`moec lm-eval`: tasks of lm-evaluation-harness on a bundle, inside this process."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moec.manifests.errors import OptionError
+from moec.manifests.files.output_file import write_output
+
+from ...lossy_modes.mode_costs import say_mode_cost
+from ...lossy_modes.mode_sweep import say_decisions
+from ...options.opening import accelerator_facts, bundle_folder, mode_facts
+from ...options.paths import PATH, bundle_argument, output_option, write_json_lines
+from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ...options.task_options import TemplateProcesses
+from ...terminal import output
+from ...terminal.help_sections import SectionCommand
+from ...terminal.progress_bar import ProgressBar
+
+if TYPE_CHECKING:
+    from moec.evaluation.harness.run import HarnessSettings
+    from moec.evaluation.tasks.task_settings import ChatTemplate
+    from moec.runtime.options.runtime import RuntimeOptions
+
+    from ...measuring.harness_engine import HarnessBundle
+    from ...measuring.text_engines import BundleEngine
+
+DEFAULT_SLOTS = 32
+_ENVIRONMENT = {"HF_UPDATE_DOWNLOAD_COUNTS": "0", "TQDM_DISABLE": "1", "DISABLE_MULTIPROC": "1"}
+"""No request that counts loads of local files, no progress bars of other packages, no copies of this process."""
+
+
+@click.command("lm-eval", cls=SectionCommand, short_help="Run tasks of lm-evaluation-harness on a bundle.")
+@bundle_argument
+@click.option("--tasks", required=True, metavar="NAME,NAME", help="Tasks, groups, or task files, by commas.")
+@click.option("--include-path", type=PATH, metavar="FOLDER", help="A folder of task files. They come first.")
+@click.option("--limit", type=int, metavar="N", help="Take the first N items of each task.  [default: all]")
+@click.option(
+    "--num-fewshot", type=int, metavar="N", help="Solved examples before each item.  [default: as each task says]"
+)
+@click.option("--seed", type=int, default=1234, show_default=True, help="Seed of examples and of sampled answers.")
+@click.option("--slots", type=int, metavar="N", help="Sequences computed at once.  [default: 32, or fewer that fit]")
+@click.option(
+    "--apply-chat-template", is_flag=True, help="Ask by the model's chat template. Solved examples are earlier turns."
+)
+@click.option("--system", metavar="TEXT", help="With --apply-chat-template: the system message.")
+@click.option("--gen-kwargs", metavar="NAME=VALUE,...", help="Settings of generation tasks, like `max_gen_toks=64`.")
+@output_option("-o", "--output", "out", help="JSON file to write: all results, as `--json` prints them.")
+@output_option("--per-item", help="Write JSONL, a line per item: prompt, answers, scores.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@runtime_options
+@mode_options
+@accelerator_options
+def lm_eval_command(
+    bundle: Path,
+    tasks: str,
+    include_path: Path | None,
+    limit: int | None,
+    num_fewshot: int | None,
+    seed: int,
+    slots: int | None,
+    apply_chat_template: bool,
+    system: str | None,
+    gen_kwargs: str | None,
+    out: Path | None,
+    per_item: Path | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Run tasks of lm-evaluation-harness (extra `[lm-eval]`) on the bundle, without a server.
+
+    Prompts, windows and metrics are those of the harness, so the scores compare with published ones. Each context is
+    computed once for all of its answers. The budget counts the harness, too: it takes about 150 MiB, and its tasks
+    more. Nothing is downloaded for task files with local data. A task file can name Python code, which runs: read
+    task files of others first.
+
+    \b
+    moec lm-eval mixtral-moec --tasks arc_easy,hellaswag --num-fewshot 5 --memory 4GiB -o scores.json
+    moec lm-eval mixtral-moec --tasks my_choices --include-path tasks --limit 100 --json
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from moec.evaluation.harness.run import HarnessSettings, parse_gen_kwargs, run_tasks, score_rows
+    from moec.evaluation.harness.tasks import load_tasks
+
+    names = _names(tasks)
+    settings = HarnessSettings(
+        limit, num_fewshot, seed, apply_chat_template, system, parse_gen_kwargs(gen_kwargs), per_item is not None
+    )
+    run = _opened_later(bundle, slots, values)
+    with contextlib.redirect_stdout(sys.stderr):
+        loaded = load_tasks(names, include_path, output.say)
+    from moec.evaluation.harness.language_model import BundleLM
+
+    with run, TemplateProcesses() as processes:
+        chat = _chat(processes, bundle) if apply_chat_template else None
+        model = BundleLM(run.open, chat, ProgressBar, seed)
+        with contextlib.redirect_stdout(sys.stderr):
+            found = run_tasks(loaded, model, settings)
+        _say_shortened(model.shortened)
+        found["config"] = run.facts(settings) | {"shortened_requests": model.shortened}
+    _write(found, out, per_item)
+    output.data_json(found) if as_json else output.data(_table(score_rows(found)))
+
+
+def _names(text: str) -> list[str]:
+    """Return the names of tasks. Raises OptionError if there is none."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise OptionError("`--tasks` names no task", "name one, like `--tasks arc_easy`")
+    return names
+
+
+def _opened_later(bundle: Path, slots: int | None, values: dict[str, Any]) -> _Run:
+    """Check bundle, options and budget, so far as that is possible before tasks are loaded.
+
+    Raises the errors of `open_engine`.
+    """
+    options = build_options(values, DEFAULT_SLOTS if slots is None else slots, bundle)
+    _check_memory(bundle, options, is_fixed=slots is not None)
+    return _Run(bundle, options, values["kernels"], shrinks=slots is None)
+
+
+def _say_shortened(count: int) -> None:
+    if count:
+        output.say(f"{count} requests lost the beginning of their context, which did not fit")
+
+
+def _write(found: dict[str, Any], out: Path | None, per_item: Path | None) -> None:
+    """Write the files that were asked for. Items leave the results."""
+    items = found.pop("samples", {})
+    if per_item is not None:
+        write_json_lines(per_item, _item_rows(items))
+    if out is not None:
+        write_output(out, (json.dumps(found, indent=1) + "\n").encode())
+
+
+def _chat(processes: TemplateProcesses, bundle: Path) -> ChatTemplate:
+    """Return the chat template of a bundle. Raises OptionError without one."""
+    try:
+        return processes.chat(bundle_folder(bundle))
+    except OptionError as error:
+        raise OptionError(error.message, "leave out `--apply-chat-template`") from error
+
+
+def _check_memory(bundle: Path, options: RuntimeOptions, is_fixed: bool) -> None:
+    """Refuse a budget that cannot do before tasks are loaded. Raises the errors of `open_engine`."""
+    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.memory.budget import plan_memory, require_memory_for_manifest
+
+    folder = bundle_folder(bundle)
+    require_memory_for_manifest(folder, options)
+    with open_bundle(folder) as opened:
+        plan_memory(opened.manifest, options if is_fixed else replace(options, slots=1))
+
+
+class _Run:
+    """The bundle of one run, opened when the first request is computed. Leaving the `with` block closes it."""
+
+    def __init__(self, bundle: Path, options: RuntimeOptions, kernels: str | None, shrinks: bool) -> None:
+        """shrinks: as in `bundle_engine`."""
+        self._bundle, self._options, self._kernels, self._shrinks = bundle, options, kernels, shrinks
+        self._stack = ExitStack()
+        self._used: tuple[BundleEngine, HarnessBundle] | None = None
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    def open(self) -> HarnessBundle:
+        """Open the bundle. Raises the errors of `open_engine`."""
+        from ...measuring.harness_engine import HarnessBundle
+        from ...measuring.text_engines import bundle_engine
+
+        running = self._stack.enter_context(
+            bundle_engine(self._bundle, self._options, self._kernels, shrinks=self._shrinks)
+        )
+        output.say(running.engine.mode)
+        say_mode_cost(self._bundle, running.engine)
+        found = HarnessBundle(running.engine)
+        self._used = running, found
+        return found
+
+    def facts(self, settings: HarnessSettings) -> dict[str, Any]:
+        """Return what the results tell about bundle, budget and run."""
+        from importlib.metadata import version
+
+        from moec.manifests.bundle import MANIFEST_NAME
+        from moec.runtime.trace.statistics import peak_memory_bytes
+
+        digest = hashlib.sha256((self._bundle / MANIFEST_NAME).read_bytes()).hexdigest()
+        facts: dict[str, Any] = {"model": "moec", "bundle": bundle_folder(self._bundle).resolve().name}
+        facts |= {"manifest_sha256": digest, "lm_eval": version("lm_eval"), **settings.to_plain()}
+        if self._used is None:
+            return facts
+        engine, harness = self._used[0].engine, self._used[1]
+        say_decisions(engine)
+        facts |= {"slots": engine.options.slots, "memory": engine.memory.to_plain(), **mode_facts(engine)}
+        facts |= {"peak_memory_bytes": peak_memory_bytes(), "bytes_read": engine.cache.stats.bytes_read}
+        facts["hit_rate"] = engine.cache.stats.hit_rate
+        facts |= {"requests": harness.hit_rates}
+        counts = engine.mode_counts
+        return facts | ({} if counts is None else {"decisions": counts.to_plain()}) | accelerator_facts(engine)
+
+
+def _item_rows(items: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each item of each task."""
+    for name, rows in items.items():
+        for row in rows:
+            yield {"task": name, **row}
+
+
+def _table(rows: Iterator[tuple[Any, ...]]) -> str:
+    header = ("task", "filter", "n-shot", "metric", "value", "standard error")
+    shown = [[f"{cell:.4f}" if isinstance(cell, float) else cell for cell in row] for row in rows]
+    return output.table(shown, header)
