@@ -3,7 +3,8 @@
     python -m bench.papers [NAME...] [--list] [--again]
 
 Without names all figures are measured that are not yet. Bundles, traces and results lie in --work, so a run that was
-stopped goes on. Pictures, numbers and pages go to --output.
+stopped goes on. Pictures, numbers and pages go to --output. A figure of the natural example needs its folder
+(`make example-smollm2`). Without the folder its published result stays.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 from .figure import PAPERS
-from .inputs import ROOT, Inputs
+from .inputs import Inputs
 from .making import make
+from .models import ROOT
 from .registry import FIGURES, NOT_MEASURED
 
 

@@ -20,6 +20,8 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH, HEIGHT = 5.6, 4.0
 """Inches of one panel."""
+MOST_COLUMNS = 3
+MOST_TICKS = 16
 BARS_WIDTH = 0.8
 ROOM_FOR_LABELS = 0.18
 """Space over the bars, as a share of the axis."""
@@ -33,10 +35,12 @@ def draw(title: str, measured: Measured) -> bytes:
     from matplotlib.figure import Figure
 
     with rc_context(SETTINGS | {"font.size": 9}):
-        count = len(measured.panels)
-        figure = Figure(figsize=(WIDTH * count, HEIGHT), facecolor="white", layout="constrained")
+        columns = min(len(measured.panels), MOST_COLUMNS)
+        rows = -(-len(measured.panels) // columns)
+        figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows), facecolor="white", layout="constrained")
         FigureCanvasSVG(figure)
-        for axis, panel in zip(np.atleast_1d(figure.subplots(1, count)), measured.panels, strict=True):
+        for number, panel in enumerate(measured.panels):
+            axis = figure.add_subplot(rows, columns, number + 1)
             _DRAWN[panel.kind](axis, panel)
             axis.set_title(panel.title, fontsize=10)
             axis.set_xlabel(panel.x_label)
@@ -86,8 +90,9 @@ def _map(axis: Axes, panel: Panel) -> None:
     """Draw one cell per expert, darker for larger values, with the value in it if the map is small."""
     values = np.array(panel.rows, float)
     shown = axis.pcolormesh(values, cmap="cividis_r", edgecolors="white", linewidth=0.5)
-    axis.set_xticks(np.arange(values.shape[1]) + 0.5, [str(expert) for expert in range(values.shape[1])])
-    axis.set_yticks(np.arange(values.shape[0]) + 0.5, [str(layer) for layer in range(values.shape[0])])
+    for count, set_ticks in ((values.shape[1], axis.set_xticks), (values.shape[0], axis.set_yticks)):
+        shown_at = range(0, count, -(-count // MOST_TICKS))
+        set_ticks([at + 0.5 for at in shown_at], [str(at) for at in shown_at])
     middle = (np.nanmin(values) + np.nanmax(values)) / 2
     if values.shape[1] <= 8:
         for row, column in np.ndindex(*values.shape):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
+
+from .models import Model
 
 if TYPE_CHECKING:
     from .inputs import Inputs
@@ -16,15 +18,13 @@ PAPERS: dict[Paper, str] = {"edgemoe": "EdgeMoE", "hobbit": "HOBBIT", "twiddler"
 DIGITS = 6
 """Significant digits of a stored value."""
 
-PLANTED = "the planted example (`examples/model`: 6 layers, 2 of 8 experts, rounding sensitivity planted)"
-PLAIN = "the plain example (`examples/plain_model`: 6 layers, 4 of 16 experts, nothing planted)"
-
 
 @dataclass(frozen=True)
 class Panel:
     """One pair of axes.
 
     kind: `lines` draws `points`, `bars` draws `bars`, `map` draws `rows`.
+    title: text above the axes.
     x_label, y_label: titles of the axes, with units. A map has layers upwards and experts to the right.
     points: points (x, y) of each line, by name.
     groups: names of the groups of bars.
@@ -46,16 +46,18 @@ class Panel:
 
 @dataclass(frozen=True)
 class Measured:
-    """A result.
+    """Result of a measurement.
 
-    panels: what is drawn.
+    panels: pairs of axes, from left to right.
     found: sentences with the numbers, Markdown. Each is an item of a list.
-    verdict: whether the paper's finding holds here.
+    verdict: whether the paper's finding holds on all models.
+    natural: whether it holds on the natural example; None if that is not measured.
     """
 
     panels: Sequence[Panel]
     found: Sequence[str]
     verdict: Verdict
+    natural: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,15 @@ class Figure:
     """A figure or table of a paper that is measured here.
 
     name: file name without suffix; it begins with the paper's.
-    source: its place in the paper.
-    title: what it shows.
-    reported: sentences on what the paper reports, Markdown.
-    model: the model that is measured here, for the caption.
-    how: sentences on what is measured or computed, Markdown.
+    paper: key of PAPERS.
+    source: place in the paper.
+    title: heading on the page.
+    reported: sentences on the paper's result, Markdown.
+    models: models that are measured here. Without one of them the published result is kept.
+    how: sentences on the measurement here, Markdown.
     why: sentences on why the result is equal or not, Markdown.
     measure: returns the result.
+    on_natural: sentences on the natural example, Markdown; empty if it is not measured.
     """
 
     name: str
@@ -77,17 +81,19 @@ class Figure:
     source: str
     title: str
     reported: str
-    model: str
+    models: tuple[Model, ...]
     how: str
     why: str
     measure: Callable[[Inputs], Measured]
+    on_natural: str = ""
 
 
 @dataclass(frozen=True)
 class NotMeasured:
     """A figure or table of a paper that is not measured here.
 
-    source: its place in the paper.
+    paper: key of PAPERS.
+    source: place in the paper.
     title: what it shows.
     reason: why it is not measured, Markdown.
     """
@@ -107,7 +113,26 @@ def from_record(text: str) -> Measured:
     """Return the result of a JSON text of `to_record`. Raises TypeError for other fields."""
     values = json.loads(text)
     panels = [Panel(**{each.name: panel[each.name] for each in fields(Panel)}) for panel in values["panels"]]
-    return Measured(panels, values["found"], values["verdict"])
+    return Measured(panels, values["found"], values["verdict"], values.get("natural"))
+
+
+def judged(values: Sequence[float], same: float, partly: float) -> Verdict:
+    """Return the verdict on values that are larger the better the finding holds. The least one decides.
+
+    same, partly: least value of each verdict.
+    """
+    least = min(values)
+    return "same" if least >= same else "partly" if least >= partly else "different"
+
+
+def of_all(verdicts: Collection[Verdict]) -> Verdict:
+    """Return the verdict of all models: theirs if they have the same, else `partly`."""
+    return next(iter(verdicts)) if len(set(verdicts)) == 1 else "partly"
+
+
+def over_layers(values: Sequence[float]) -> list[tuple[float, float]]:
+    """Return one value of each layer as the points of a line."""
+    return [(float(layer), float(value)) for layer, value in enumerate(values)]
 
 
 def percent(share: float, digits: int = 0) -> str:

@@ -24,38 +24,34 @@ from moec.runtime.tuning.tune_file import bundle_sha256
 from ..expert_cache.eviction import item_text, texts
 from ..prefetch.learned_routers import Routing
 from ..yardstick.commands import moec
+from .models import DATA, PLAIN, PLANTED, ROOT, TRAINED, Model
 
-ROOT = Path(__file__).parents[2]
-DATA = ROOT / "examples" / "data"
-MODELS = {"planted": ROOT / "examples" / "model", "plain": ROOT / "examples" / "plain_model"}
 SHIPPED = "planted-moec"
 """Name of `examples/bundle`, which is not compiled here."""
 
 _CALIBRATED = ("--data", DATA, "--task", "gsm8k")
-BUNDLES: dict[str, tuple[str, tuple[object, ...]]] = {
-    "planted-16": ("planted", ("--uniform", 16, "--dense-bits", 16, *_CALIBRATED)),
-    "planted-16-4": ("planted", ("--uniform", 16, "--dense-bits", 16, "--fallback-bits", 4, *_CALIBRATED)),
-    "planted-8": ("planted", ("--uniform", 8, *_CALIBRATED)),
-    "planted-4": ("planted", ("--uniform", 4, *_CALIBRATED)),
-    "planted-2": ("planted", ("--uniform", 2, *_CALIBRATED)),
-    "plain-16": ("plain", ("--uniform", 16, "--dense-bits", 16, *_CALIBRATED)),
-    "planted-2-samsum": ("planted", ("--uniform", 2, "--data", DATA, "--task", "samsum")),
+BUNDLES: dict[str, tuple[Model, tuple[object, ...]]] = {
+    "planted-16": (PLANTED, ("--uniform", 16, "--dense-bits", 16, *_CALIBRATED)),
+    "planted-16-4": (PLANTED, ("--uniform", 16, "--dense-bits", 16, "--fallback-bits", 4, *_CALIBRATED)),
+    "planted-8": (PLANTED, ("--uniform", 8, *_CALIBRATED)),
+    "planted-4": (PLANTED, ("--uniform", 4, *_CALIBRATED)),
+    "planted-2": (PLANTED, ("--uniform", 2, *_CALIBRATED)),
+    "plain-16": (PLAIN, ("--uniform", 16, "--dense-bits", 16, *_CALIBRATED)),
+    "planted-2-samsum": (PLANTED, ("--uniform", 2, "--data", DATA, "--task", "samsum")),
     **{
-        f"{model}-experts-{width}": (model, ("--uniform", width, "--dense-bits", 16))
-        for model in MODELS
+        f"{model.name}-experts-{width}": (model, ("--uniform", width, "--dense-bits", 16))
+        for model in TRAINED
         for width in (2, 4, 8)
     },
     **{
-        f"{model}-all-{width}": (model, ("--uniform", width, "--dense-bits", width))
-        for model in MODELS
+        f"{model.name}-all-{width}": (model, ("--uniform", width, "--dense-bits", width))
+        for model in TRAINED
         for width in (4, 8)
     },
 }
 """Name -> model, and options of `moec compile`."""
 
 PROMPT_TOKENS, TOKENS, ITEMS = 16, 200, 12
-TASKS = ("gsm8k", "samsum")
-ROUTED_TOKENS = {"train": 20_000, "test": 8_000}
 _PIECE_LENGTH = 12
 
 
@@ -86,7 +82,7 @@ class Inputs:
             model, options = BUNDLES[name]
             self._say(f"compiling {name}")
             path.parent.mkdir(parents=True, exist_ok=True)
-            moec("compile", MODELS[model], *options, "-o", path, "--overwrite")
+            moec("compile", model.folder, *options, "-o", path, "--overwrite")
         return path
 
     def opened(self, name: str) -> Bundle:
@@ -145,13 +141,17 @@ class Inputs:
         """Return the traces of a bundle on the first held-out texts."""
         return [self.trace(bundle, number, *options) for number in range(count)]
 
-    def routes(self, model: str, split: str, task: str) -> Routes:
-        """Return the routing of a checkpoint on texts of a split."""
-        path = self.folder / "routes" / f"{model}-{task}-{split}.npz"
+    def routes(self, model: Model, split: str, task: str | None = None) -> Routes:
+        """Return the routing of a checkpoint on texts of a split.
+
+        task: None for the task of the model.
+        """
+        task = task or model.task
+        path = self.folder / "routes" / f"{model.name}-{model.digest()}-{task}-{split}.npz"
         if not path.exists():
-            self._say(f"routing of {model} on {task}, {split}")
+            self._say(f"routing of {model.name} on {task}, {split}")
             chosen, weights = list[np.ndarray](), list[np.ndarray]()
-            for routing in self.routed(model, split, task):
+            for routing in self.routed(model, split, task=task):
                 of_pass = [routing.chosen(layer) for layer in range(routing.count)]
                 chosen.append(np.stack([each[0].numpy().astype(np.uint8) for each in of_pass], 1))
                 weights.append(np.stack([each[1].numpy() for each in of_pass], 1))
@@ -160,22 +160,24 @@ class Inputs:
         with np.load(path) as kept:
             return Routes(kept["chosen"], kept["weights"])
 
-    def routed(self, model: str, split: str, task: str, tokens: int | None = None) -> Iterator[Routing]:
+    def routed(self, model: Model, split: str, tokens: int | None = None, task: str | None = None) -> Iterator[Routing]:
         """Run a checkpoint over texts of a split. Yield it after each pass, with what its routers read.
 
-        tokens: None for ROUTED_TOKENS of the split.
+        tokens: None for those of the model.
+        task: None for the task of the model.
         """
         import torch
 
+        task = task or model.task
         rows = self.folder / "texts" / f"{task}-{split}.jsonl"
         if not rows.exists():
-            source = (DATA / task / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+            source = (model.data / task / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
             with complete_file(rows) as partial:
                 lines = (json.dumps({"text": item_text(json.loads(line))}) + "\n" for line in source)
                 partial.write_text("".join(lines), encoding="utf-8")
         with torch.no_grad():
-            routing = Routing(MODELS[model])
-            for _ in routing.passes(rows, tokens or ROUTED_TOKENS[split]):
+            routing = Routing(model.folder)
+            for _ in routing.passes(rows, tokens or model.tokens(split)):
                 yield routing
 
 

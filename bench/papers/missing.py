@@ -45,7 +45,8 @@ NOT_MEASURED: tuple[NotMeasured, ...] = (
         "edgemoe",
         "Figures 11 and 13",
         "measured times with throttled storage, measured energy",
-        f"{_NO_QUIET} It has no energy counter (RAPL). {_BENCHMARKS} have the baselines, measured on the yardstick.",
+        f"{_NO_QUIET} Control groups can limit its storage, and it has no energy counter (RAPL). {_BENCHMARKS} have "
+        "the baselines, measured on the yardstick without a limit.",
     ),
     NotMeasured("hobbit", "Figure 3a", "time of a layer on a GPU and a Jetson", _NO_GPU),
     NotMeasured(

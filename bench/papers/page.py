@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import indent, wrap
 
 from .figure import PAPERS, Figure, Measured, NotMeasured, Paper
+from .models import MODELS, NATURAL, Model, named
 
 WIDTH = 110
 VERDICTS = {"same": "same", "partly": "partly the same", "different": "different"}
@@ -23,10 +24,14 @@ INTRODUCTIONS: dict[Paper, str] = {
 }
 NOTE = (
     "`make papers` measures and draws these figures, `python -m bench.papers NAME` one of them. The numbers of a "
-    "picture are in `figures/NAME.json`. The models here are small and were trained for minutes. A figure "
+    "picture are in `figures/NAME.json`. The models here are small. A figure "
     "therefore shows whether a mechanism behaves as published. It does not show how large the effect is on the "
     "paper's models. No figure holds a time that was measured on this machine. Times are simulated from routing "
     "traces with the rates of a device profile."
+)
+ON_NATURAL = (
+    f"The last column says what holds on natural weights. `{NATURAL.made_by}` makes the natural example, which is not "
+    "in the tree. Without it, `make papers` keeps the published result of a figure that needs it."
 )
 
 
@@ -41,19 +46,34 @@ def page(
     """
     name = PAPERS[paper]
     parts = [f"# The figures of {name}, measured here", _paragraph(INTRODUCTIONS[paper])]
-    parts += [_paragraph(NOTE), _summary(figures, measured)]
+    has_natural = any(found.natural is not None for found in measured.values())
+    parts += [_paragraph(NOTE), _models(figures, has_natural)]
+    parts += [_paragraph(ON_NATURAL)] if has_natural else []
+    parts += [_summary(figures, measured, has_natural)]
     parts += [part for figure in figures if figure.name in measured for part in _section(figure, measured[figure.name])]
     parts += ["## Not measured", _missing(missing)] if missing else []
     return "\n\n".join(parts) + "\n"
 
 
-def _summary(figures: Sequence[Figure], measured: Mapping[str, Measured]) -> str:
-    lines = ["| in the paper | figure | finding here |", "|---|---|---|"]
+def _models(figures: Sequence[Figure], has_routes: bool) -> str:
+    """Return a list of the models of the figures. has_routes: whether it says how many tokens were routed."""
+    used = [model for model in MODELS if any(model in figure.models for figure in figures)]
+    return "\n".join(_item(f"{named([m]).capitalize()}: {m.described}.{_routed(m) * has_routes}") for m in used)
+
+
+def _routed(model: Model) -> str:
+    return f" Routes: {model.train_tokens:,} train and {model.test_tokens:,} held-out tokens of {model.texts}."
+
+
+def _summary(figures: Sequence[Figure], measured: Mapping[str, Measured], has_natural: bool) -> str:
+    header = ["in the paper", "figure", "finding here", *(["on natural weights"] if has_natural else [])]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for figure in figures:
         found = measured.get(figure.name)
         verdict = "not measured yet" if found is None else VERDICTS[found.verdict]
         title = figure.title if found is None else f"[{figure.title}](#{anchor(figure.title)})"
-        lines.append(f"| {figure.source} | {title} | {verdict} |")
+        natural = "" if found is None or found.natural is None else VERDICTS[found.natural]
+        lines.append(f"| {figure.source} | {title} | {verdict} |{f' {natural} |' if has_natural else ''}")
     return "\n".join(lines)
 
 
@@ -65,13 +85,15 @@ def anchor(title: str) -> str:
 
 def _section(figure: Figure, measured: Measured) -> list[str]:
     picture = f"![{figure.title}](figures/{figure.name}.svg)"
-    caption = _paragraph(f"*{figure.title}. Model: {figure.model}. Figure `{figure.name}`.*")
+    caption = _paragraph(f"*{figure.title}. Measured on {named(figure.models)}. Figure `{figure.name}`.*")
     told = [
         _item(f"**In the paper ({figure.source}).** {figure.reported}"),
         _item(f"**Measured here.** {figure.how}"),
         *(indent(_item(f"{sentence}."), "  ") for sentence in measured.found),
         _item(f"**Finding: {VERDICTS[measured.verdict]}.** {figure.why}"),
     ]
+    if measured.natural is not None:
+        told.append(_item(f"**On natural weights: {VERDICTS[measured.natural]}.** {figure.on_natural}"))
     return [f"## {figure.title}", picture, caption, "\n".join(told)]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moec.cli.simulation.traces import ReplayedBundle
+from moec.cli.simulation.traces import ReplayedBundle, replayed_bundle
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.expert_cache.instant_cache import InstantCache
@@ -14,6 +14,8 @@ from moec.runtime.expert_cache.policies import PolicyScore
 from moec.runtime.expert_cache.records import ExpertRecords
 from moec.runtime.simulation.replay import OPTIMUM, named_score, with_next_use
 from moec.runtime.trace.trace import Access
+
+from .inputs import Inputs
 
 FIFO, RANDOM = "fifo", "random"
 SEED = 0
@@ -57,6 +59,12 @@ def random_score(count: int) -> PolicyScore:
     """Return a policy that evicts a random expert, the same ones in each run."""
     source = np.random.default_rng(SEED)
     return lambda records, running_layer: source.random(count)
+
+
+def recorded_texts(inputs: Inputs, bundle: str, count: int) -> tuple[ReplayedBundle, list[list[Access]]]:
+    """Return a bundle for replays, and its requests on the first held-out texts."""
+    replayed = replayed_bundle(inputs.opened(bundle))
+    return replayed, [trace.accesses() for trace in inputs.traces(bundle, count)]
 
 
 def replay_texts(

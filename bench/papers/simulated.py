@@ -21,6 +21,8 @@ from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice, 
 from moec.runtime.simulation.timeline import Advice, DeviceRates
 from moec.runtime.trace.trace import Trace, TracedPass
 
+from .inputs import mean
+
 NS_PER_S = 10**9
 READERS = 2
 
@@ -106,6 +108,11 @@ def simulate(bundle: Bundle, trace: Trace, device: Device, arm: Arm) -> Row:
     simulation = Simulation(bundle, timed, replayed, device.rates, arm.prefetch, advice)
     settings: Sequence[dict[str, str]] = [{}, dict(arm.modes)] if arm.modes else [{}]
     return simulation.rows([capacity], {"policy": arm.policy}, settings)[-1]
+
+
+def mean_gain(bundle: Bundle, traces: Sequence[Trace], device: Device, arm: Arm) -> float:
+    """Return how many times as fast a lossy setting is as the lossless one, the mean of all traces."""
+    return mean([float(simulate(bundle, trace, device, arm).gain or 0) for trace in traces])
 
 
 def advice_of(bundle: Bundle, trace: Trace, prefetch: Prefetch) -> Advice:

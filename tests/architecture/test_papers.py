@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,9 +12,10 @@ import pytest
 
 from bench.papers import __main__ as command
 from bench.papers.drawing import draw
-from bench.papers.figure import PAPERS, Figure, Measured, Panel, from_record, to_record
+from bench.papers.figure import PAPERS, Figure, Measured, Panel, from_record, judged, of_all, to_record
 from bench.papers.inputs import Inputs
-from bench.papers.making import make, published
+from bench.papers.making import make, publish, published
+from bench.papers.models import NATURAL, PLANTED, Model
 from bench.papers.page import page
 from bench.papers.registry import FIGURES, NOT_MEASURED
 
@@ -84,7 +86,7 @@ def test_a_record_keeps_six_digits_and_all_fields() -> None:
     assert (kept.found, kept.verdict) == (["a sentence"], "same")
 
 
-def stub(calls: list[str], name: str, fails: bool = False) -> Figure:
+def stub(calls: list[str], name: str, fails: bool = False, models: tuple[Model, ...] = (PLANTED,)) -> Figure:
     """Return a figure that notes each measurement."""
 
     def measure(inputs: Inputs) -> Measured:
@@ -93,7 +95,7 @@ def stub(calls: list[str], name: str, fails: bool = False) -> Figure:
             raise RuntimeError("stopped")
         return SMALL
 
-    return Figure(name, "edgemoe", "Figure 0", "a title", "reported", "a model", "how", "why", measure)
+    return Figure(name, "edgemoe", "Figure 0", "a title", "reported", models, "how", "why", measure)
 
 
 def test_a_stopped_run_goes_on_after_the_last_complete_figure(tmp_path: Path) -> None:
@@ -109,6 +111,57 @@ def test_a_stopped_run_goes_on_after_the_last_complete_figure(tmp_path: Path) ->
     assert {path.name for path in (output / "figures").iterdir()} >= {"edgemoe-first.svg", "edgemoe-second.json"}
     make(figures[:1], inputs, output, again=True, say=lambda sentence: None)
     assert calls == ["edgemoe-second", "edgemoe-first"]
+
+
+ABSENT = replace(PLANTED, folder=Path("no/such/model"), made_by="make the-model")
+
+
+def test_a_figure_without_its_model_keeps_the_published_result(tmp_path: Path) -> None:
+    calls, told, output = list[str](), list[str](), tmp_path / "pages"
+    publish(stub(calls, "edgemoe-first"), to_record("edgemoe-first", SMALL), output)
+    before = {path: path.read_bytes() for path in (output / "figures").iterdir()}
+    figures = [stub(calls, "edgemoe-first", models=(PLANTED, ABSENT)), stub(calls, "edgemoe-second")]
+    make(figures, Inputs(tmp_path / "work"), output, again=True, say=told.append)
+    assert calls == ["edgemoe-second"]
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert [line for line in told if line.startswith("edgemoe-first")] == [
+        "edgemoe-first: the published result is kept; `make the-model` makes the model that it needs"
+    ]
+
+
+def test_a_page_says_what_holds_on_natural_weights() -> None:
+    figure = replace(stub([], "edgemoe-first"), on_natural="A sentence on natural weights.")
+    plain_page = page("edgemoe", [figure], {figure.name: SMALL}, [])
+    assert "atural weights" not in plain_page and "`make example-smollm2`" not in plain_page
+    told = page("edgemoe", [figure], {figure.name: replace(SMALL, natural="different")}, [])
+    assert "| Figure 0 | [a title](#a-title) | same | different |" in told
+    assert "**On natural weights: different.** A sentence on natural weights." in told
+    assert "`make example-smollm2`" in told
+
+
+def test_every_figure_of_the_natural_example_speaks_of_it() -> None:
+    own = [figure for figure in FIGURES if NATURAL in figure.models]
+    assert len(own) >= 8
+    for figure in FIGURES:
+        assert bool(figure.on_natural) == (figure in own)
+        assert (plain(figure.name)["natural"] is not None) == (figure in own)
+
+
+def test_more_than_three_panels_stand_in_rows() -> None:
+    heights = []
+    for count in (3, 4):
+        drawn = draw("a title", Measured(list(SMALL.panels[:1]) * count, [], "same"))
+        heights.append(float(ElementTree.fromstring(drawn).attrib["height"].removesuffix("pt")))
+    assert heights[1] == 2 * heights[0]
+
+
+@pytest.mark.parametrize(("least", "verdict"), [(0.9, "same"), (0.89, "partly"), (0.5, "partly"), (0.49, "different")])
+def test_the_least_value_decides_a_verdict(least: float, verdict: str) -> None:
+    assert judged([1.0, least], 0.9, 0.5) == verdict
+
+
+def test_models_that_differ_give_partly() -> None:
+    assert (of_all(["same", "same"]), of_all(["same", "different"])) == ("same", "partly")
 
 
 def test_the_command_lists_all_figures_and_refuses_other_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from bench.papers.edgemoe.arms import streamed
 from bench.papers.edgemoe.paths import skew_curve
+from bench.papers.edgemoe.predictions import conditioned, found_in_top, predictors
 from bench.papers.replays import FIFO, RANDOM, replay_texts
 from bench.papers.simulated import Arm, Device, simulate
 from bench.papers.twiddler.popularity import hit_rate
@@ -114,3 +115,33 @@ def test_the_curve_of_paths_counts_frequent_paths_first() -> None:
 
 def test_the_hit_rate_is_the_share_of_the_uses_of_placed_experts() -> None:
     assert hit_rate(np.array([[True, False]]), np.array([[3, 1]])) == pytest.approx(0.75)
+
+
+def routes_of_pairs(tokens: int, layers: int, seed: int) -> np.ndarray:
+    """Return the experts of tokens [T, L, 2]: those of a layer follow from both layers before, the first two do not."""
+    source, rows = np.random.default_rng(seed), np.empty((tokens, layers, 2), np.uint8)
+    rows[:, :, 1] = 7
+    rows[:, :2, 0] = source.integers(0, 3, (tokens, 2))
+    for layer in range(2, layers):
+        rows[:, layer, 0] = (rows[:, layer - 2, 0] + rows[:, layer - 1, 0]) % 3
+    return rows
+
+
+def test_two_earlier_layers_foretell_what_one_does_not(bundle: Bundle) -> None:
+    model = bundle.manifest.model
+    counted, held_out = (routes_of_pairs(600, model.num_layers, seed) for seed in (1, 2))
+    shares = {name: found_in_top(held_out, each, model) for name, each in predictors(counted, model).items()}
+    assert shares["2 earlier layers"][1] == 1
+    for name in ("no earlier layer", "1 earlier layer"):
+        assert 0.5 < shares[name][1] < 0.8 and shares[name][3] == 1 == shares[name][-1]
+        assert shares[name] == sorted(shares[name])
+
+
+def test_the_condition_is_the_pair_that_says_most() -> None:
+    train, test = routes_of_pairs(3000, 3, 1), routes_of_pairs(300, 3, 2)
+    is_twice = (train[:, 0, 0] == 0) & (train[:, 1, 0] == 1)
+    train[~is_twice, 2, 1] = np.random.default_rng(3).integers(3, 7, (~is_twice).sum())
+    train[~is_twice, 2, 0] = np.random.default_rng(4).integers(0, 3, (~is_twice).sum())
+    use = conditioned(train, test)
+    assert use.condition == "expert 0 (layer 0) and 1 (layer 1)"
+    assert use.after[1] == 1 and use.of_all[1] < 0.5 and sum(use.of_all) == pytest.approx(2)

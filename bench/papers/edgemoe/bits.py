@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..figure import PLAIN, PLANTED, Figure, Measured, Panel, percent
-from ..inputs import DATA, TASKS, Inputs
+from ..figure import Figure, Measured, Panel, percent
+from ..inputs import Inputs
+from ..models import DATA, PLANTED, TASKS, TRAINED
 
 BITS = (8, 4, 2)
 ALL_BITS = (8, 4)
 ITEMS = 500
-MODELS = {"planted": "planted, 2 of 8", "plain": "plain, 4 of 16"}
 EVALUATED = ("--limit", ITEMS)
 
 
@@ -21,10 +21,11 @@ def exact_match(inputs: Inputs, bundle: str, task: str = "gsm8k") -> float:
 def bits(inputs: Inputs) -> Measured:
     """Measure quality with 8, 4 and 2 bits."""
     panels, told, holds = [], [], []
-    for model, name in MODELS.items():
-        whole = exact_match(inputs, f"{model}-16")
-        experts = [exact_match(inputs, f"{model}-experts-{width}") for width in BITS]
-        everything = [exact_match(inputs, f"{model}-all-{width}") for width in ALL_BITS]
+    for model in TRAINED:
+        name = model.label
+        whole = exact_match(inputs, f"{model.name}-16")
+        experts = [exact_match(inputs, f"{model.name}-experts-{width}") for width in BITS]
+        everything = [exact_match(inputs, f"{model.name}-all-{width}") for width in ALL_BITS]
         points = {
             "experts only": [(float(width), value) for width, value in zip(BITS, experts, strict=True)],
             "all weights": [(float(width), value) for width, value in zip(ALL_BITS, everything, strict=True)],
@@ -66,7 +67,7 @@ FIGURES = (
         title="Accuracy with few bits of the experts or of all weights",
         reported="Experts in INT4 lose 1.30 to 1.44 %, experts in INT2 5.82 % on SAMSum. Quantizing all weights "
         "loses more. The measure is Rouge-2.",
-        model=f"{PLANTED} and {PLAIN}",
+        models=TRAINED,
         how=f"{ITEMS} held-out problems, rounding to nearest without data, groups of 64. Dense weights have at least 4 "
         "bits, so all weights in 2 bits are not measured.",
         why="Experts in 4 bits cost little, and all weights cost a little more, as published. The plain example loses "
@@ -80,7 +81,7 @@ FIGURES = (
         source="Table IV",
         title="Calibration on one data set, tested on another",
         reported="The offline stage on another data set costs about 2 % of accuracy on average.",
-        model=PLANTED,
+        models=(PLANTED,),
         how=f"All experts in 2 bits by GPTQ, calibrated on one task and tested on {ITEMS} held-out items of both.",
         why="GPTQ fits the codes to the inputs of the calibration data. Problems and dialogues have little in common.",
         measure=other_data,

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from moec.cli.simulation.traces import replayed_bundle
 from moec.runtime.simulation.replay import OPTIMUM
 
-from ..figure import PLAIN, PLANTED, Figure, Measured, Panel, percent
+from ..figure import Figure, Measured, Panel, percent
 from ..inputs import Inputs
-from ..replays import FIFO, RANDOM, replay_texts
+from ..models import TRAINED
+from ..replays import FIFO, RANDOM, recorded_texts, replay_texts
 
 POLICIES = {"EdgeMoE": "edgemoe", "LRFU": "lrfu", "LFU": "lfu", "LRU": "lru", "FIFO": FIFO, "random": RANDOM}
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 TEXTS = 3
-BUNDLES = {"planted, 2 of 8": "planted-16", "plain, 4 of 16": "plain-16"}
 
 
 def hit_ratio(inputs: Inputs) -> Measured:
     """Replay traces under each policy and cache size."""
     panels, told, wins = [], [], 0
-    for name, bundle in BUNDLES.items():
-        replayed = replayed_bundle(inputs.opened(bundle))
-        texts = [trace.accesses() for trace in inputs.traces(bundle, TEXTS)]
+    for model in TRAINED:
+        name, bundle = model.label, f"{model.name}-16"
+        replayed, texts = recorded_texts(inputs, bundle, TEXTS)
         points = {}
         for label, policy in {**POLICIES, "optimum": OPTIMUM}.items():
             sizes = [(share, int(share * replayed.total_bytes)) for share in SHARES]
@@ -49,7 +48,7 @@ FIGURES = (
         title="Hit ratio of eviction policies",
         reported="EdgeMoE's policy has the highest hit ratio of five policies at every size of the buffer. Preloading "
         "is off.",
-        model=f"{PLANTED} and {PLAIN}",
+        models=TRAINED,
         how=f"Traces of {TEXTS} held-out texts, replayed one after the other in one cache, without reading ahead. The "
         "optimum evicts the expert that is needed again last.",
         why="EdgeMoE's score is a fixed frequency of calibration over the distance of the layer. It knows nothing of "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..figure import PLANTED, Figure, Measured, Panel, percent
+from ..figure import Figure, Measured, Panel, percent
 from ..inputs import SHIPPED, Inputs
+from ..models import PLANTED
 
 LEAST_SPREAD = 2.0
 """Ratio of the largest loss to the median that counts as experts of different importance."""
@@ -34,11 +35,11 @@ FIGURES = (
         paper="edgemoe",
         source="Figure 7a",
         title="Sensitivity of each expert to 2 bits",
-        reported="With one expert in INT2 and all others in INT4, the loss of accuracy differs from expert to expert, "
-        "for example 0.44 % and 0.59 % for the first two. The unit is Rouge-2 on SAMSum.",
-        model=PLANTED,
+        reported="One expert has INT2, all others INT4. The loss of accuracy differs from expert to expert. It is "
+        "0.44 % for the first and 0.59 % for the second. The unit is Rouge-2 on SAMSum.",
+        models=(PLANTED,),
         how="Predicted KL to the checkpoint from gradients (the default of `moec compile`), in thousandths of a nat "
-        "per token, as `quality.json` of `examples/bundle` has it. The other experts keep 16 bits.",
+        "per token. `quality.json` of `examples/bundle` has it. The other experts keep 16 bits.",
         why="Experts differ here too. The largest values are planted: the gains of two experts per layer were made "
         "unequal at the start of the training. So the size of the spread says nothing of other models.",
         measure=sensitivity,

@@ -8,9 +8,10 @@ from moec.runtime.expert_cache.policies import SCORES, MultidimensionalScore, Po
 from moec.runtime.options.runtime import EvictionWeights
 from moec.runtime.simulation.recorded_advice import no_advice
 
-from ..figure import PLAIN, PLANTED, Figure, Measured, Panel, percent
+from ..figure import Figure, Measured, Panel, percent
 from ..inputs import Inputs
-from ..replays import random_score, replay_texts
+from ..models import PLANTED, TRAINED
+from ..replays import random_score, recorded_texts, replay_texts
 from .loading import BUNDLE, MOST_DEPTH
 from .loading import PUBLISHED as THRESHOLDS
 from .loading import TEXTS as TRACED
@@ -68,9 +69,9 @@ def miss_penalty(inputs: Inputs) -> Measured:
 def levels(inputs: Inputs) -> Measured:
     """Compare counts of uses since the start of the process with counts of the running text."""
     panels, told, gains = [], [], []
-    for name, bundle in (("planted, 2 of 8", "planted-16"), ("plain, 4 of 16", "plain-16")):
-        replayed = replayed_bundle(inputs.opened(bundle))
-        texts = [trace.accesses() for trace in inputs.traces(bundle, TEXTS)]
+    for trained in TRAINED:
+        name, bundle = trained.label, f"{trained.name}-16"
+        replayed, texts = recorded_texts(inputs, bundle, TEXTS)
         bars = {
             label: [
                 replay_texts(replayed, texts, int(share * replayed.total_bytes), score).hit_rate for share in SHARES
@@ -91,14 +92,14 @@ FIGURES = (
         paper="hobbit",
         source="Figures 11 and 18a",
         title="Penalty of misses by eviction policy",
-        reported="HOBBIT's policy has the lowest penalty of misses: 4.69 to 8.68 % less than LRU, 2.13 to 4.19 % less "
-        "than LFU. For the experts of one layer, LHU has 15 % less than LFU.",
-        model=PLANTED,
+        reported="HOBBIT's policy has the lowest penalty of misses. It is 4.69 to 8.68 % below LRU, and 2.13 to 4.19 % "
+        "below LFU. For the experts of one layer, LHU has 15 % less than LFU.",
+        models=(PLANTED,),
         how=f"Traces of {TRACED} held-out texts, decided again under `--dynamic-precision {THRESHOLDS}` with 16 and 4 "
         "bits, each with its own cache. A miss costs the bytes of the version that is read. LFU counts each version, "
         "or both together.",
-        why="HOBBIT is below LRU at every size, as published, and LHU is below LFU that counts both versions "
-        "together, as HOBBIT counts. LFU that counts each version is lower still: it keeps the versions apart, as "
+        why="HOBBIT is below LRU at every size, as published. LHU is below LFU that counts both versions together, "
+        "as HOBBIT counts. LFU that counts each version is lower still: it keeps the versions apart, as "
         "HOBBIT does by two caches. HOBBIT's weights are the default ones, not fitted to this mode.",
         measure=miss_penalty,
     ),
@@ -109,7 +110,7 @@ FIGURES = (
         title="Records of the model and of the sequence",
         reported="LFU with the records of a sequence has a hit ratio 4.5 % higher than with those of the model. Other "
         "policies differ little.",
-        model=f"{PLANTED} and {PLAIN}",
+        models=TRAINED,
         how=f"{TEXTS} held-out texts one after the other in one cache, problems and dialogues in turn.",
         why="A text of another task needs other experts, and old counts protect the wrong ones.",
         measure=levels,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from ..figure import PLANTED, Figure, Measured, Panel, percent
-from ..inputs import DATA, ROOT, Inputs, mean
-from ..simulated import Arm, Device, simulate
+from ..figure import Figure, Measured, Panel, percent
+from ..inputs import Inputs, mean
+from ..models import DATA, PLANTED, ROOT
+from ..simulated import Arm, Device, mean_gain, simulate
 
 BUNDLE = "planted-16-4"
 PUBLISHED = "0.55,0.82"
@@ -49,18 +50,9 @@ def dynamic_loading(inputs: Inputs) -> Measured:
     bundle = inputs.opened(BUNDLE)
     size = int(SHARE * bundle.manifest.cost.expert_padded_bytes)
     texts = (*LOW, PUBLISHED)
-    bars = {}
-    for name in DEVICES:
-        device = Device(name)
-        bars[name] = [
-            mean(
-                [
-                    float(simulate(bundle, trace, device, Arm(size, modes=(("dynamic_precision", text),))).gain or 0)
-                    for trace in inputs.traces(BUNDLE, TEXTS, *MOST_DEPTH)
-                ]
-            )
-            for text in texts
-        ]
+    arms = [Arm(size, modes=(("dynamic_precision", text),)) for text in texts]
+    traces = inputs.traces(BUNDLE, TEXTS, *MOST_DEPTH)
+    bars = {name: [mean_gain(bundle, traces, Device(name), arm) for arm in arms] for name in DEVICES}
     panel = Panel("bars", "Decoding with low versions", "T1,T2", "speed over lossless", groups=texts, bars=bars)
     told = [
         f"{name}: " + ", ".join(f"{gain:.2f} times at {text}" for text, gain in zip(texts, gains, strict=True))
@@ -129,9 +121,9 @@ FIGURES = (
         title="Skip an expert or read its low version",
         reported="Skipping 10 % of the experts raises perplexity by more than 1 %. Low versions of fewer than 20 % of "
         "the experts cost less than 1 %, and the gap grows with the share.",
-        model=PLANTED,
-        how=f"KL to the lossless run on {ITEMS} held-out problems, by `moec eval --modes` with 16 and 4 bits and a "
-        "quarter of the experts in memory.",
+        models=(PLANTED,),
+        how=f"KL to the lossless run on {ITEMS} held-out problems, by `moec eval --modes`. Experts have 16 and 4 "
+        "bits, and a quarter of them is in memory.",
         why="A low version keeps nearly all of an expert's output. The measure is KL, because the perplexity of 60 "
         "problems is not precise enough.",
         measure=skip_or_low,
@@ -142,7 +134,7 @@ FIGURES = (
         source="Figure 16",
         title="Speed-up of dynamic loading",
         reported="1.19 to 1.57 times, largest on the Jetson Orin, whose storage is slowest.",
-        model=PLANTED,
+        models=(PLANTED,),
         how=_SIMULATED + f"At {PUBLISHED} this model has the published shares of 67, 30 and 3 %.",
         why="Only missed experts are read in low precision, and the first expert of a token never is. The gain is "
         "equal on both devices, because both wait for storage nearly all the time.",
@@ -154,7 +146,7 @@ FIGURES = (
         source="Table 3",
         title="Accuracy with two precisions",
         reported="Accuracy on GSM8K and TruthfulQA falls by at most 1 %.",
-        model=PLANTED,
+        models=(PLANTED,),
         how="1,000 held-out problems, 8 bits with low versions of 2 bits, a quarter of the experts in memory. From "
         f"`{ACCURACY_SOURCE}`. Intervals hold 95 %.",
         why="Low versions of unimportant experts change few answers. The problems are those of the example, not GSM8K.",
@@ -167,11 +159,11 @@ FIGURES = (
         title="Lookahead over one to four layers",
         reported="In decoding, lookahead brings 1.01 times or nothing in one precision, and about 1.05 times with two. "
         "The depth matters little.",
-        model=PLANTED,
+        models=(PLANTED,),
         how=_SIMULATED + "The rule is HOBBIT's: a later layer is asked only if no expert of the nearer one is missing.",
         why="A wrong guess takes time of storage that a needed expert waits for, and nearly all time here is "
         "reading. The paper names this cost. It has more computing to overlap with. The default rule of moec, "
-        "`likely`, reads only predictions that were right often enough, and gains 1.11 times on the plain example "
+        "`likely`, reads only predictions that were right often enough. On the plain example it gains 1.11 times "
         "(MoBiLE, a little model and reading ahead).",
         measure=depth,
     ),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..figure import PLAIN, Figure, Measured, Panel, percent
-from ..inputs import DATA, ROOT, Inputs, mean
-from ..simulated import Arm, Device, simulate
+from ..figure import Figure, Measured, Panel, percent
+from ..inputs import Inputs, mean
+from ..models import DATA, PLAIN, ROOT
+from ..simulated import Arm, Device, mean_gain, simulate
 
 BUNDLE, DEVICE = "plain-16", "jetson-tx2-ssd"
 EXPERTS_SOURCE = "bench/results/2026-11-26-plain-example/modes.json"
@@ -29,7 +30,9 @@ def gamma_sweep(inputs: Inputs) -> Measured:
     modes = "; ".join(f"big-little gamma={gamma},k=2" for gamma in GAMMAS)
     asked = ("--data", DATA, "--task", "gsm8k", "--limit", ITEMS, "--expert-cache", f"{SHARE:.0%}", "--modes", modes)
     whole, *rows = inputs.told("eval", BUNDLE, *asked)["rows"]
-    gains = [mean(speedups(inputs, gamma)) for gamma in GAMMAS]
+    bundle, device, traces = inputs.opened(BUNDLE), Device(DEVICE), inputs.traces(BUNDLE, TEXTS)
+    size = int(SHARE * bundle.manifest.cost.expert_padded_bytes)
+    gains = [mean_gain(bundle, traces, device, Arm(size, modes=gamma_modes(gamma))) for gamma in GAMMAS]
     fallbacks = [0.0 if row["decisions"] is None else row["decisions"]["fallback_share"] or 0.0 for row in rows]
     pairs = list(zip(GAMMAS, rows, strict=True))
     panels = [
@@ -56,14 +59,6 @@ def gamma_sweep(inputs: Inputs) -> Measured:
     ]
     is_trade = fallbacks == sorted(fallbacks) and gains[0] > gains[-1] > 1
     return Measured(panels, told, "same" if is_trade else "partly")
-
-
-def speedups(inputs: Inputs, gamma: float) -> list[float]:
-    """Return the predicted gain over the lossless run on each text."""
-    bundle, device = inputs.opened(BUNDLE), Device(DEVICE)
-    arm = Arm(int(SHARE * bundle.manifest.cost.expert_padded_bytes), modes=gamma_modes(gamma))
-    gains = [simulate(bundle, trace, device, arm).gain for trace in inputs.traces(BUNDLE, TEXTS)]
-    return [gain for gain in gains if gain is not None]
 
 
 def fewer_experts(inputs: Inputs) -> Measured:
@@ -143,7 +138,7 @@ FIGURES = (
         title="Quality, fallbacks and speed over gamma",
         reported="OLMoE on GSM8K, K/2: gamma 0 gives 0.371 at 1.85 times the speed. Gamma 0.7 gives 0.448 at 1.57 "
         "times, with 21 % of the tokens computed again. With all experts it is 0.515.",
-        model=PLAIN,
+        models=(PLAIN,),
         how=f"Exact match and fallbacks: {ITEMS} held-out problems by `moec eval --modes`. One is {100 / ITEMS:g} %. "
         f"Speed: forced held-out texts, on which about 30 % of the tokens fall back. {_SIMULATED}",
         why="Speed falls with gamma, as published. In its answers the example is confident in almost every token. "
@@ -157,9 +152,9 @@ FIGURES = (
         paper="mobile",
         source="Table IV",
         title="K/4, K/2 and 3K/4 experts",
-        reported="OLMoE on GSM8K, vanilla and with fallback: 2 of 64 experts 0.040 and 0.180, 4 of 64 0.371 and 0.448, "
-        "6 of 64 0.491 and 0.506. All experts (8 of 64): 0.515.",
-        model=PLAIN,
+        reported="OLMoE on GSM8K, vanilla and with fallback. With 2 of 64 experts: 0.040 and 0.180. With 4: 0.371 and "
+        "0.448. With 6: 0.491 and 0.506. With all (8 of 64): 0.515.",
+        models=(PLAIN,),
         how=f"1,000 held-out problems, as recorded in `{EXPERTS_SOURCE}`, whose README has the command.",
         why="The fallback recovers a part of the loss for K/4, and most of it for K/2. With 3K/4 nothing is lost "
         "without it, so it brings nothing. The published fallback ratios are more than ten times as high: the "
@@ -171,8 +166,8 @@ FIGURES = (
         paper="mobile",
         source="Tables III and IV",
         title="Fallback ratio of little models",
-        reported="OLMoE on GSM8K, gamma 0.7: 29 % of the tokens fall back with 2 of 64 experts, 21 % with 4 or 6.",
-        model=PLAIN,
+        reported="OLMoE on GSM8K, gamma 0.7. With 2 of 64 experts 29 % of the tokens fall back, with 4 or 6 21 %.",
+        models=(PLAIN,),
         how="Confidence of each token of held-out texts (problems and dialogues), teacher-forced, from routing traces.",
         why="Forced text has tokens that nothing foretells, such as the first words of a problem. They are under "
         "the threshold for every little model, and hide the differences. In generated answers the ratio falls "
@@ -185,7 +180,7 @@ FIGURES = (
         source="Section IV-B",
         title="A little model and reading ahead",
         reported="MoBiLE alone is 1.60 to 1.72 times as fast as offloading, and 1.92 times together with pre-gating.",
-        model=PLAIN,
+        models=(PLAIN,),
         how=f"Gamma {PUBLISHED_GAMMA}, K/2. {_SIMULATED}",
         why="A little model reads half as many experts. Reading ahead overlaps reads with computing and with each "
         "other, also in the first pass of a little model. The gains are smaller because the cache serves half of "
