@@ -43,6 +43,7 @@ def publish(figure: Figure, record: str, output: Path) -> None:
 
 def write_pages(output: Path) -> None:
     """Write the page of each paper from the numbers that lie in the folder."""
+    output.mkdir(parents=True, exist_ok=True)
     for paper in PAPERS:
         own = [figure for figure in FIGURES if figure.paper == paper]
         missing = [each for each in NOT_MEASURED if each.paper == paper]

@@ -127,6 +127,8 @@ def test_a_figure_without_its_model_keeps_the_published_result(tmp_path: Path) -
     assert [line for line in told if line.startswith("edgemoe-first")] == [
         "edgemoe-first: the published result is kept; `make the-model` makes the model that it needs"
     ]
+    make(figures[:1], Inputs(tmp_path / "work"), tmp_path / "empty", again=True, say=told.append)
+    assert "not measured yet" in (tmp_path / "empty" / "edgemoe.md").read_text(encoding="utf-8")
 
 
 def test_a_page_says_what_holds_on_natural_weights() -> None:
