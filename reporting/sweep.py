@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .curves import Curve
-from .page_files import page_file
 from .svg.chart import Chart, Point, Series
 from .svg.scale import scale_of
+from .svg.svg_file import svg_file
 from .text import share_text, size_text, tick_share
 
 
@@ -28,10 +28,4 @@ def sweep_svg(name: str, curves: list[Curve]) -> str:
     x = scale_of([point.x for point in found], "relative loss allowed", tick_share, is_log=True)
     y = scale_of([point.y for point in found] or [1.0], "bytes of the routed experts", size_text, from_zero=True)
     chart = Chart(f"{name}: bytes of the routed experts at each loss", x, y, series)
-    return (
-        chart.to_svg()
-        .replace('<svg class="chart"', '<svg xmlns="http://www.w3.org/2000/svg" class="chart"', 1)
-        .replace(
-            ">", f"><style>{page_file('report.css')}</style><rect width='100%' height='100%' fill='var(--paper)'/>", 1
-        )
-    )
+    return svg_file(chart.to_svg())

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moec.cli.commands.bundles.report import draw_card
 from moec.cli.commands.compiling.compile import open_partial
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.request.options import CompileOptions
@@ -89,7 +90,7 @@ def make_request(
     fields = {name: values.pop(name) for name in CompileRequest.__dataclass_fields__ if name in values}
     chosen = QUICK if quick and kind != "uniform" else {}
     options = CompileOptions(Target(kind, value), **{**chosen, **values})
-    fixed: dict[str, Any] = {"profile": pi(), "open_runtime": open_partial, "disk": Disk()}
+    fixed: dict[str, Any] = {"profile": pi(), "open_runtime": open_partial, "disk": Disk(), "draw_card": draw_card}
     return CompileRequest(str(source), output, options, **{**fixed, **fields})
 
 

@@ -162,11 +162,11 @@ def finish(
     quality_bytes: bytes,
     card_bytes: bytes,
     disk: Disk | None = None,
-    learned: Mapping[str, bytes] | None = None,
+    further: Mapping[str, bytes] | None = None,
 ) -> BundleManifest:
     """Add quality.json and README.md to an emitted folder, and certify its manifest. The caller publishes the folder.
 
-    learned: content of further files by name.
+    further: content of further files by name.
 
     A crash in between leaves a folder that is not certified.
     Raises DoesNotFit or MoecError if the disk refuses.
@@ -174,7 +174,7 @@ def finish(
     disk = disk or Disk()
     entries = {entry.name: entry for entry in manifest.files}
     with disk_errors(partial):
-        for file_name, data in {QUALITY_NAME: quality_bytes, CARD_NAME: card_bytes, **(learned or {})}.items():
+        for file_name, data in {QUALITY_NAME: quality_bytes, CARD_NAME: card_bytes, **(further or {})}.items():
             disk.write_file(partial / file_name, data)
             entries[file_name] = FileEntry(file_name, len(data), hashlib.sha256(data).hexdigest())
         files = tuple(entries[file_name] for file_name in sorted(entries))

@@ -178,8 +178,11 @@ def unimportance_quantiles(counts: NDArray[np.int64], shares: Sequence[float]) -
     return [float(place + 0.5) / counts.shape[1] for place in places.tolist()]
 
 
-def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
-    """Return the README.md of the bundle: its content, its size, how to run it."""
+def model_card(manifest: BundleManifest, quality: Mapping[str, Any], pictures: Mapping[str, str] | None = None) -> str:
+    """Return the README.md of the bundle: its content, its size, how to run it.
+
+    pictures: file names of pictures, and what they show.
+    """
     sizes, routed = quality["sizes"], manifest.model.layers[manifest.model.expert_layers[-1]].experts
     lines = [
         f"# {manifest.name}, compiled by moec",
@@ -214,6 +217,8 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> str:
             f"{held['held']} of {held['of']} expert projections keep the checkpoint's own codes.",
             "",
         ]
+    for name, title in (pictures or {}).items():
+        lines += [f"![{title}]({name})", ""]
     lines += [
         "`quality.json` holds formats, statistics and every trial of the search. `moec.json` holds the layout.",
         "",

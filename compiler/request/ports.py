@@ -13,6 +13,7 @@ import numpy as np
 from moec.evaluation.engine import TextEngine
 from moec.evaluation.tasks import Item, Task
 from moec.evaluation.tasks.task_settings import Templates
+from moec.manifests.bundle import BundleManifest
 from moec.manifests.model import ModelSpec
 from moec.manifests.self_test import SelfTest
 
@@ -152,6 +153,26 @@ class FitEviction(Protocol):
         progress: called with (replays done, replays in all).
         """
         ...
+
+
+class CardPicture(Protocol):
+    """A picture of the model card, a file of the bundle."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the file."""
+
+    @property
+    def title(self) -> str:
+        """Return what it shows."""
+
+    @property
+    def data(self) -> bytes:
+        """Return the content of the file."""
+
+
+DrawCard = Callable[[BundleManifest, Mapping[str, Any]], Sequence[CardPicture]]
+"""Draws the pictures of the model card from the manifest and the content of quality.json."""
 
 
 class MeasureModes(Protocol):

@@ -11,7 +11,7 @@ from moec.profiles.probe import memory_limit_bytes
 
 from ..workspace.durable import Disk
 from .options import CompileOptions, Talk
-from .ports import FitEviction, MeasureModes, OpenRuntime, OpenTemplates
+from .ports import DrawCard, FitEviction, MeasureModes, OpenRuntime, OpenTemplates
 from .result import CompileResult
 
 
@@ -47,6 +47,7 @@ class CompileRequest:
     cluster: str | None = None  # address of a Ray cluster, or `auto` for that of this machine
     measure_modes: MeasureModes | None = None  # measures the lossy modes for quality.json
     fit_eviction: FitEviction | None = None  # fits the weights of HOBBIT's eviction score
+    draw_card: DrawCard = lambda manifest, quality: ()  # draws the pictures of the model card
     published: Callable[[CompileResult], None] = lambda result: None  # called once the bundle is published
     shared: SharedWork | None = None  # measurements of several compiles; None: its own
     templates: OpenTemplates | None = None  # opens the templates of prompts; None: they cannot be used

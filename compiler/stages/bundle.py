@@ -105,9 +105,14 @@ def report(
 def complete_bundle(
     prepared: Prepared, manifest: BundleManifest, certified: Certified, quality: dict[str, Any], partial: Path
 ) -> None:
-    """Add quality.json, the card, what was learned, the self-test. Write the manifest again with `certified: true`."""
-    card = model_card(manifest, quality).encode()
-    finish(partial, manifest, canonical_json(quality), card, prepared.request.disk, certified.learned.files)
+    """Add quality.json, the card with its pictures, what was learned, the self-test.
+
+    Write the manifest again with `certified: true`.
+    """
+    pictures = prepared.request.draw_card(manifest, quality)
+    card = model_card(manifest, quality, {picture.name: picture.title for picture in pictures}).encode()
+    further = {**certified.learned.files, **{picture.name: picture.data for picture in pictures}}
+    finish(partial, manifest, canonical_json(quality), card, prepared.request.disk, further)
 
 
 def _unpublished(prepared: Prepared, planned: Planned, partial: Path) -> UnpublishedBundle:

@@ -60,7 +60,7 @@ def rounded(value: float) -> float:
 
 def maps_of(manifest: BundleManifest, quality: Mapping[str, Any] | None) -> Maps:
     """Return the maps that the bundle has values for. Bits come from the manifest, the others from quality.json."""
-    maps = {"bits": ExpertMap("Bits per weight", "bits", False, _bits(manifest))}
+    maps = {"bits": ExpertMap("Bits per weight", "bits", False, bits_of(manifest))}
     if quality is not None and quality.get("statistics"):
         popularity = _grid(quality["statistics"]["popularity"])
         maps["popularity"] = ExpertMap("Popularity: share of the layer's routed tokens", "share", True, popularity)
@@ -71,7 +71,7 @@ def maps_of(manifest: BundleManifest, quality: Mapping[str, Any] | None) -> Maps
     return Maps(maps, manifest.pruned_experts)
 
 
-def _bits(manifest: BundleManifest) -> list[list[float]]:
+def bits_of(manifest: BundleManifest) -> list[list[float]]:
     """Return stored bits for each weight of every expert, scales included, padding not."""
     model = manifest.model
     rows = [[0.0] * layer.experts.count for layer in model.layers]

@@ -208,6 +208,6 @@ def test_a_silent_command_line_leaves_the_defaults(folder: Path) -> None:
     request = follow(silent, folder).request
     assert request.options == CompileOptions(Target("size", 3 << 20))
     told = {"source", "output", "options", "profile", "open_runtime", "talk", "disk", "published", "templates"}
-    told |= {"fit_eviction"}
+    told |= {"fit_eviction", "draw_card"}
     for field in fields(CompileRequest):
         assert field.name in told or getattr(request, field.name) == default_of(field), field.name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 
 from moec.cli.commands.compiling.compile import open_partial
+from moec.manifests.codec import decode_manifest
+from moec.reporting.card import card_pictures
 from tests.tiny_compile import (
     check_bundle,
     compile_tiny,
@@ -59,7 +63,7 @@ def test_the_report_names_the_baselines(bundle: Path) -> None:
 
 def test_the_report_holds_no_time_place_or_host(bundle: Path, model: Path, texts: Path) -> None:
     secrets = [str(bundle.parent), str(model.parent), str(texts.parent), socket.gethostname()]
-    for name in ("quality.json", "moec.json", "README.md"):
+    for name in ("quality.json", "moec.json", "README.md", "losses.svg", "bits.svg"):
         text = (bundle / name).read_text()
         assert not [secret for secret in secrets if len(secret) > 5 and secret in text], name
 
@@ -75,6 +79,18 @@ def test_the_report_holds_no_time_place_or_host(bundle: Path, model: Path, texts
     for name in ("quality.json", "moec.json"):
         found = set(keys(json.loads((bundle / name).read_bytes())))
         assert not [key for key in found if "second" in key or "time" in key or "date" in key or "host" in key]
+
+
+def test_the_card_shows_pictures_that_are_files_of_the_bundle(bundle: Path) -> None:
+    card, quality = (bundle / "README.md").read_text(), json.loads((bundle / "quality.json").read_bytes())
+    manifest = decode_manifest((bundle / "moec.json").read_bytes(), "moec.json")
+    drawn = card_pictures(manifest, quality)
+    assert re.findall(r"!\[(.+)\]\((.+)\)", card) == [(picture.title, picture.name) for picture in drawn]
+    assert [picture.name for picture in drawn] == ["losses.svg", "bits.svg"]
+    listed = {entry.name: entry.sha256 for entry in manifest.files}
+    for picture in drawn:
+        assert (bundle / picture.name).read_bytes() == picture.data
+        assert listed[picture.name] == hashlib.sha256(picture.data).hexdigest()
 
 
 def test_the_manifest_says_how_it_was_made(bundle: Path) -> None:

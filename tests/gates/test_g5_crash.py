@@ -46,6 +46,9 @@ class Scene:
     stages: dict[str, list[int]]
 
 
+CERTIFICATE_FILES = ("quality.json", "README.md", "losses.svg", "bits.svg")
+
+
 def stage_of(name: str, path: Path, is_renamed: bool) -> str:
     """Return the stage of an operation."""
     if ".work-" in str(path):
@@ -58,7 +61,7 @@ def stage_of(name: str, path: Path, is_renamed: bool) -> str:
         return "publish"
     if "moec.json" in path.name:
         return "manifest"
-    return "certify" if path.name.startswith(("quality.json", "README.md")) else "emit"
+    return "certify" if path.name.startswith(CERTIFICATE_FILES) else "emit"
 
 
 @pytest.fixture(scope="module", params=WAYS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +18,8 @@ from ...terminal.compile_result import REPORT_SUFFIX
 from .inspect import read_quality
 
 if TYPE_CHECKING:
+    from moec.manifests.bundle import BundleManifest
+    from moec.reporting.card import CardPicture
     from moec.reporting.report import Replayed
     from moec.runtime.bundle.opening import Bundle
 
@@ -97,6 +100,13 @@ def report_beside(bundle: Path) -> None:
     with open_bundle(bundle) as opened:
         page = report_page(Report(opened.manifest, read_quality(opened)))
     write_output(bundle.with_name(bundle.name + REPORT_SUFFIX), page.encode())
+
+
+def draw_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> Sequence[CardPicture]:
+    """Return the pictures of the model card of a bundle that is being written."""
+    from moec.reporting.card import card_pictures
+
+    return card_pictures(manifest, quality)
 
 
 def _curve_bytes(path: str) -> bytes:

@@ -22,6 +22,7 @@ from ...simulation.compile_eviction import fit_to_texts
 from ...terminal import output
 from ...terminal.compile_log import LOG_SUFFIX, CompileLog, stage_table
 from ...terminal.compile_result import CURVE_SUFFIX, REPORT_SUFFIX, print_curve, print_forecast, print_result
+from ..bundles.report import draw_card, report_beside
 
 if TYPE_CHECKING:
     from moec.compiler.request.options import CompileOptions
@@ -304,6 +305,7 @@ def _request(
         open_runtime=open_partial,
         measure_modes=_modes_measurement(values, options),
         fit_eviction=fit_to_texts,
+        draw_card=draw_card,
         talk=Talk(log.note, log.progress),
         resume=values["resume"],
         overwrite=values["overwrite"],
@@ -383,8 +385,6 @@ def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
 
 def write_beside(result: CompileResult, log: CompileLog) -> None:
     """Write the log with times and the report next to the bundle. Raises DoesNotFit, InputError."""
-    from ..bundles.report import report_beside
-
     if result.path is None:
         return
     log.done()

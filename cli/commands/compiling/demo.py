@@ -20,6 +20,7 @@ from ...terminal import output
 from ...terminal.compile_log import CompileLog
 from ...terminal.progress_bar import ProgressBar
 from ...terminal.report import comparison_table, loss_table, plan_heat_map, verdict_line
+from ..bundles.report import draw_card
 from .compile import LONGEST_SUFFIX, open_partial, write_beside
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def _compile(model: Path, options: CompileOptions, target_path: Path) -> tuple[C
         talk=Talk(log.note, log.progress),
         overwrite=True,
         fit_eviction=fit_to_texts,
+        draw_card=draw_card,
     )
     with log:
         result = compile_checkpoint(request)

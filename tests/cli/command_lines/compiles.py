@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moec.cli.commands.bundles.report import draw_card
 from moec.cli.commands.compiling.compile import open_partial
 from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
 from moec.cli.simulation.compile_eviction import fit_to_texts
@@ -64,6 +65,7 @@ COMPILES = {
     ),
     "compile, templates": Line("compile", COMPILE, {"": Given("", "request.templates.__name__", "of_model")}, UNIFORM),
     "compile, eviction": Line("compile", COMPILE, {"": Given("", "request.fit_eviction", fit_to_texts)}, UNIFORM),
+    "compile, card": Line("compile", COMPILE, {"": Given("", "request.draw_card", draw_card)}, UNIFORM),
     "compile, pruned": Line(
         "compile",
         COMPILE,
