@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moec.manifests.bundle import MANIFEST_NAME, QUALITY_NAME
+from moec.manifests.bundle import LOSSES_PICTURE_NAME, MANIFEST_NAME, QUALITY_NAME
 from moec.profiles.processor import instruction_sets
 from tests.tiny_compile import contents
 
@@ -34,6 +34,8 @@ FIXED_FIELDS = (
     "required_cpu_features",
 )  # fmt: skip
 COPIED_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+COMPARED_FILES = (QUALITY_NAME, LOSSES_PICTURE_NAME)
+"""Files that hold or show the comparison with other formats."""
 COMPARISON_TRIALS = ("uniform", "best uniform", "EdgeMoE", "plan")
 """First words of the purposes of trials that only a comparison with other formats makes."""
 
@@ -57,7 +59,8 @@ def differences(fresh: Path, shipped: Path = SHIPPED) -> list[str]:
     """Return what differs between a fresh compile without comparisons and the shipped bundle, as sentences.
 
     On the machine of `examples/bundle.machine.json` every byte must be equal. Exceptions are `comparison` and its
-    trials in `quality.json`, which the fresh compile leaves out, and the manifest's entry of that file.
+    trials in `quality.json`, which the fresh compile leaves out, the picture that shows them, and the manifest's
+    entries of both files.
     On any other machine the plan may differ. Equal must be: names of files, copied files, the manifest's fields in
     FIXED_FIELDS, and the verdict. The baseline may differ by BASELINE_TOLERANCE, the bytes of the experts by
     SIZE_TOLERANCE.
@@ -71,10 +74,10 @@ def differences(fresh: Path, shipped: Path = SHIPPED) -> list[str]:
 
 
 def _byte_differences(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
-    found = [f"`{name}`" for name in one if name not in (MANIFEST_NAME, QUALITY_NAME) and one[name] != other[name]]
+    found = [f"`{name}`" for name in one if name not in (MANIFEST_NAME, *COMPARED_FILES) and one[name] != other[name]]
     if _without_comparison(one[QUALITY_NAME]) != _without_comparison(other[QUALITY_NAME]):
         found.append(f"`{QUALITY_NAME}`")
-    if _without_quality(one[MANIFEST_NAME]) != _without_quality(other[MANIFEST_NAME]):
+    if _without_compared(one[MANIFEST_NAME]) != _without_compared(other[MANIFEST_NAME]):
         found.append(f"`{MANIFEST_NAME}`")
     return found
 
@@ -102,10 +105,10 @@ def _without_comparison(data: bytes) -> dict[str, Any]:
     return {**quality, "comparison": None, "trials": trials}
 
 
-def _without_quality(data: bytes) -> dict[str, Any]:
-    """Return the manifest without the entry of `quality.json` and its own digest."""
+def _without_compared(data: bytes) -> dict[str, Any]:
+    """Return the manifest without its own digest and the entries of COMPARED_FILES."""
     manifest = json.loads(data)
-    files = [entry for entry in manifest["files"] if entry["name"] != QUALITY_NAME]
+    files = [entry for entry in manifest["files"] if entry["name"] not in COMPARED_FILES]
     return {**manifest, "files": files, "manifest_sha256": ""}
 
 
