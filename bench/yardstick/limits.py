@@ -5,14 +5,18 @@ Version 1 (`memory`, `blkio`) and version 2 (`memory.max`, `io.max`) of control 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 ROOT = Path("/sys/fs/cgroup")
+_NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -62,26 +66,54 @@ def run_limited(
     before: a command that runs first, in the same groups.
     Raises subprocess.CalledProcessError if `before` fails.
     """
-    number = _device_folder(place).joinpath("dev").read_text().strip()
-    groups = _make_groups(memory_bytes, read_bytes_per_s, number)
-
-    def enter() -> None:
-        for group in groups:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    try:
+    with control_group(memory_bytes, read_bytes_per_s, place) as group:
         first = ""
         if before:
-            first = subprocess.run(before, stdout=subprocess.PIPE, preexec_fn=enter, text=True, check=True).stdout
-        done = subprocess.run(command, stdout=subprocess.PIPE, preexec_fn=enter, text=True, check=False)
-        return Finished(done.returncode, done.stdout, first, *_counts(groups))
+            first = subprocess.run(before, stdout=subprocess.PIPE, preexec_fn=group.enter, text=True, check=True).stdout
+        done = subprocess.run(command, stdout=subprocess.PIPE, preexec_fn=group.enter, text=True, check=False)
+        return Finished(done.returncode, done.stdout, first, *group.counts())
+
+
+@dataclass(frozen=True)
+class ControlGroup:
+    """A control group with limits, in one folder per controller; without limits there may be none."""
+
+    folders: tuple[Path, ...]
+
+    def enter(self) -> None:
+        """Put this process into the group. Processes that it starts are in it, too."""
+        for folder in self.folders:
+            (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def start(self, command: Sequence[str], output: IO[str]) -> subprocess.Popen[bytes]:
+        """Start a command in the group. Both of its outputs go to a file."""
+        options: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "preexec_fn": self.enter}
+        return subprocess.Popen(command, **options)
+
+    def counts(self) -> tuple[int | None, int | None]:
+        """Return the largest memory of the group, and how often it reached its limit."""
+        return _counts(self.folders)
+
+
+@contextlib.contextmanager
+def control_group(
+    memory_bytes: int | None = None, read_bytes_per_s: int | None = None, place: Path = Path()
+) -> Iterator[ControlGroup]:
+    """Make a control group, and remove it at the end. Its processes must have ended by then.
+
+    place: as in `run_limited`.
+    """
+    number = _device_folder(place).joinpath("dev").read_text().strip() if read_bytes_per_s is not None else ""
+    folders = _make_groups(memory_bytes, read_bytes_per_s, number)
+    try:
+        yield ControlGroup(tuple(folders))
     finally:
-        for group in groups:
-            _remove(group)
+        for folder in folders:
+            _remove(folder)
 
 
 def _make_groups(memory_bytes: int | None, read_bytes_per_s: int | None, device: str) -> list[Path]:
-    name, groups = f"moec-bench-{os.getpid()}", []
+    name, groups = f"moec-bench-{os.getpid()}-{next(_NUMBERS)}", []
     if (ROOT / "cgroup.controllers").exists():
         group = ROOT / name
         group.mkdir()
@@ -111,7 +143,7 @@ def _own_group(controller: str) -> Path:
     raise SystemExit(f"no controller `{controller}` here")
 
 
-def _counts(groups: list[Path]) -> tuple[int | None, int | None]:
+def _counts(groups: Sequence[Path]) -> tuple[int | None, int | None]:
     for group in groups:
         if (group / "memory.max_usage_in_bytes").exists():
             counts = [int((group / f"memory.{name}").read_text()) for name in ("max_usage_in_bytes", "failcnt")]

@@ -49,9 +49,14 @@ def lfu_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
 def lrfu_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
     """Least recently and frequently used: the heat. The ranking by heat does not change with time.
 
+    If the experts of a pass do not fit in the cache, the weighted uses are divided by the distance of the layer, as in
+    `edgemoe_score`. Otherwise each pass would evict what the next one needs first.
     Source: Lee et al., LRFU: A Spectrum of Policies that Subsumes the LRU and LFU Policies, section 3.
     """
-    return records.heat
+    if records.fits_pass:
+        return records.heat
+    score: np.ndarray = records.heat - records.log2_distance(running_layer)[records.layer]
+    return score
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Index i is the i-th expert of the manifest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -44,6 +45,7 @@ class ExpertRecords:
     encoder_layers: number of layers of an encoder. They are the first ones.
     expert: index of the high version of each expert, int [N]; None if experts have one version.
     clock: requests so far. Per-sequence counts start at the last `begin_sequence`.
+    fits_pass: whether the cache would hold the experts of a pass, if every layer requested as much as the last one.
     """
 
     layer: np.ndarray
@@ -55,14 +57,19 @@ class ExpertRecords:
     encoder_layers: int = 0
     expert: np.ndarray | None = None
     clock: int = 0
+    fits_pass: bool = True
     _sequence_start: int = 0
     _uses_before: np.ndarray = field(init=False)
     _nearness: np.ndarray = field(init=False)
+    _log2_distance: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self._uses_before = self.uses.copy()
         layers = np.arange(self.num_layers)
-        self._nearness = 1 - (self._distance(layers, layers[:, None]) - 1) / self.decoder_layers
+        distance = self._distance(layers, layers[:, None])
+        self._nearness = 1 - (distance - 1) / self.decoder_layers
+        logarithms = np.array([-math.inf, *map(math.log2, range(1, self.decoder_layers + 1))])
+        self._log2_distance = logarithms[distance]
 
     def use(self, indices: Sequence[int], clock: int) -> None:
         """Count one use of each expert. clock: number of this request."""
@@ -136,6 +143,11 @@ class ExpertRecords:
         """Return 1 - (d - 1)/L of each layer, d its `layer_distance`: 1 for the next layer, 1/L for the running one."""
         nearness: np.ndarray = self._nearness[running_layer]
         return nearness
+
+    def log2_distance(self, running_layer: int) -> np.ndarray:
+        """Return the logarithm to base 2 of each layer's `layer_distance`, float64 [L]."""
+        logarithms: np.ndarray = self._log2_distance[running_layer]
+        return logarithms
 
     def layer_distance(self, running_layer: int) -> np.ndarray:
         """Return the distance of each expert's layer, in layers that run: 1 for the next layer, L for the running one.

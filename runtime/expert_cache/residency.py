@@ -32,6 +32,9 @@ class Residency(EvictingLedger):
     prefetches: reads ahead of each expert, and those requested in time, int64 [2, N].
 
     A predicted expert is pinned until its layer requests experts. Then it is leased, or the prediction was wrong.
+
+    A queued read takes memory. If the experts of a pass do not fit in the cache (`ExpertRecords.fits_pass`), only so
+    many reads are queued as keep the readers busy. Otherwise the reads of one layer would evict what the others need.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Residency(EvictingLedger):
         self._runs = ReadRuns(self.sizes, [NONE] * count) if runs is None else runs
         self._layer_of: list[int] = spec.records.layer.tolist()
         self._clock, self._most_queued = 0, most_queued
+        self._has_unqueued = False  # whether the running layer waits for experts whose reads are not queued yet
         self._backlog = deque[int]()  # advised experts that are not queued yet, most urgent first
 
     def request(self, layer: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -65,6 +69,7 @@ class Residency(EvictingLedger):
         self._backlog = deque(index for index in self._backlog if self._layer_of[index] != layer)
         self._clock += 1
         self._records.use(experts, self._clock)
+        self._records.fits_pass, self._has_unqueued = self._fits_pass(experts), False
         for index in experts:
             if self.state[index] == RESIDENT:
                 if self.is_ahead[index]:
@@ -79,18 +84,37 @@ class Residency(EvictingLedger):
         self.stats.misses += len(misses)
         return hits, misses
 
+    def _fits_pass(self, experts: Sequence[int]) -> bool:
+        """Return whether the cache holds a pass whose layers all need as much. With an encoder it counts as true."""
+        needed_bytes = sum(self.sizes[index] for index in experts) * self._records.num_layers
+        return self._records.encoder_layers > 0 or needed_bytes <= self.capacity_bytes
+
     def queue_and_lease(self, waiting: Sequence[int]) -> None:
-        """Queue the reads of the waiting experts that fit now, and lease these experts."""
-        victims = self.victims(spares_pins=False)
+        """Queue the reads of the waiting experts that fit now, and lease these experts.
+
+        If a pass does not fit, advice is queued after the last of them.
+        """
+        self._has_unqueued = not self._queue_demand(waiting)
+        if not (self._records.fits_pass or self._has_unqueued):
+            self._queue_advice()
+
+    def _queue_demand(self, waiting: Sequence[int]) -> bool:
+        """Queue reads of the waiting experts. Returns False if some are left."""
+        victims, has_all = self.victims(spares_pins=False), True
+        on_the_way = [index for index in waiting if self.is_leased[index] and self.state[index] in (QUEUED, LOADING)]
         for index in waiting:
             if self.is_leased[index]:
                 continue
             state = self.state[index]
             if state == ABSENT:
+                if not self._records.fits_pass and self._runs.keep_busy(on_the_way):
+                    has_all = False
+                    continue
                 if not self._make_room(self.sizes[index], victims, is_demand=True):
-                    return
+                    return False
                 self._reserve(index)
                 self.demand.append(index)
+                on_the_way.append(index)
             elif state == QUEUED:
                 # Advised and not begun: now a read on demand. An abandoned stream may have put it into demand already.
                 if index in self.advice:
@@ -100,6 +124,7 @@ class Residency(EvictingLedger):
             elif state == LOADING and self.is_ahead[index]:
                 self.stats.late_hits += 1
             self.is_leased[index] = True
+        return has_all
 
     def advise(self, indices: Sequence[int]) -> None:
         """Queue reads ahead, likeliest first, as far as free memory and the pin limit allow. Replaces older advice.
@@ -116,7 +141,10 @@ class Residency(EvictingLedger):
     def _queue_advice(self) -> None:
         """Queue experts of the backlog, as many as may be queued at once."""
         victims = self.victims(spares_pins=True)
-        while self._backlog and not 0 < self._most_queued <= len(self.advice):
+        while self._backlog and not 0 < self._most_queued <= len(self.advice) and not self._waits_for_demand():
+            if not self._records.fits_pass and self._runs.keep_busy(self.advice):
+                self._backlog.clear()  # more would evict what this pass needs
+                return
             index = self._backlog.popleft()
             if self.state[index] != ABSENT:
                 continue
@@ -126,6 +154,11 @@ class Residency(EvictingLedger):
             self._reserve(index)
             self.is_ahead[index] = True
             self.advice.append(index)
+
+    def _waits_for_demand(self) -> bool:
+        """Return whether advice is queued later, because a pass does not fit and demand is not queued yet."""
+        is_in_layer = self._has_unqueued and bool(self.is_leased.any())  # a layer that gave up holds no lease
+        return is_in_layer and not self._records.fits_pass
 
     def _within_pin_limit(self, indices: Sequence[int]) -> list[int]:
         """Return the first experts, up to the pin limit."""

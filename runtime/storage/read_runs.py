@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from moec.manifests.bundle import ExpertEntry
 
 NONE = -1
 MAX_RUN_BYTES = 1 << 20
+RUNS_ON_THE_WAY = 2
+"""Runs for each reader that keep it busy: one is read, and one waits."""
 
 
 def next_in_file(entries: Sequence[ExpertEntry]) -> list[int]:
@@ -44,17 +46,20 @@ class ReadRuns:
     sizes: bytes of each expert.
     following: result of the function `next_in_file`.
     readers: number of readers that share the queue.
+    max_run_bytes: most bytes of several experts in a run.
     """
 
-    def __init__(self, sizes: Sequence[int], following: Sequence[int], readers: int = 1) -> None:
-        self._sizes, self._after, self._readers = sizes, following, readers
+    def __init__(
+        self, sizes: Sequence[int], following: Sequence[int], readers: int = 1, max_run_bytes: int = MAX_RUN_BYTES
+    ) -> None:
+        self._sizes, self._after, self._readers, self._max_run_bytes = sizes, following, readers, max_run_bytes
         self._before = previous_in_file(self._after)
 
     def take(self, queue: deque[int]) -> list[int]:
         """Take the first expert of a queue and the queued experts adjacent to it, in file order."""
         most = math.ceil(len(queue) / self._readers)
         first = queue.popleft()
-        run, room_bytes = deque([first]), MAX_RUN_BYTES - self._sizes[first]
+        run, room_bytes = deque([first]), self._max_run_bytes - self._sizes[first]
         for neighbours, add in ((self._after, run.append), (self._before, run.appendleft)):
             index = neighbours[first]
             while len(run) < most and index != NONE and self._sizes[index] <= room_bytes and index in queue:
@@ -63,3 +68,8 @@ class ReadRuns:
                 room_bytes -= self._sizes[index]
                 index = neighbours[index]
         return list(run)
+
+    def keep_busy(self, on_the_way: Iterable[int]) -> bool:
+        """Return whether these experts, queued or being read, are RUNS_ON_THE_WAY runs or more for each reader."""
+        most = self._max_run_bytes
+        return sum(min(self._sizes[index], most) for index in on_the_way) >= RUNS_ON_THE_WAY * self._readers * most

@@ -3,7 +3,8 @@
     python -m bench.yardstick.checkpoint.gguf_model CHECKPOINT FILE
 
 The weights come from the checkpoint that `moec compile` reads. The `gguf` package rounds matrices to Q4_0. Routers and
-norms stay float32, as in llama.cpp's converter. There is no vocabulary, because runs get ids.
+norms stay float32, as in llama.cpp's converter. There is no vocabulary, because runs get ids. llama-server needs one:
+`--vocabulary` takes that of the checkpoint.
 
 `--architecture qwen3moe` is for ik_llama.cpp, which does not support OLMoE. The matrices are the same. Queries and keys
 have a norm per head, and the weights of the chosen experts sum to one. A token reads and multiplies the same bytes, but
@@ -86,7 +87,39 @@ class ByHeads(Checkpoint):
         return whole[:head_size] if name.endswith(("q_norm.weight", "k_norm.weight")) else whole
 
 
-def write(folder: Path, target: Path, architecture: str) -> None:
+def vocabulary(folder: Path, size: int) -> tuple[list[str], list[gguf.TokenType], list[str]]:
+    """Return the tokens of a checkpoint's byte-level BPE, their kinds, and its merges.
+
+    size: rows of the embedding. Rows without a token get a name.
+    """
+    told = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    by_id = {number: token for token, number in told["model"]["vocab"].items()}
+    special = {each["id"]: each["content"] for each in told["added_tokens"]}
+    tokens = [(by_id | special).get(number, f"<unused{number}>") for number in range(size)]
+    kinds = [
+        gguf.TokenType.CONTROL
+        if number in special
+        else gguf.TokenType.NORMAL
+        if number in by_id
+        else gguf.TokenType.UNUSED
+        for number in range(size)
+    ]
+    return tokens, kinds, [each if isinstance(each, str) else " ".join(each) for each in told["model"]["merges"]]
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
+    """Add the vocabulary of a checkpoint."""
+    tokens, kinds, merges = vocabulary(folder, config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
+
+
+def write(folder: Path, target: Path, architecture: str, has_vocabulary: bool = False) -> None:
     """Write the file. One tensor is in memory at a time."""
     checkpoint = (ByHeads if architecture == QWEN3MOE else Checkpoint)(folder)
     config = checkpoint.config
@@ -104,7 +137,10 @@ def write(folder: Path, target: Path, architecture: str) -> None:
     writer.add_expert_count(config["num_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    if has_vocabulary:
+        add_vocabulary(writer, folder, config)
+    else:
+        writer.add_tokenizer_model("no_vocab")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
     listed = list(tensors(checkpoint))
     for name, sources in listed:
@@ -134,8 +170,9 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("file", type=Path)
     parser.add_argument("--architecture", choices=(OLMOE, QWEN3MOE), default=OLMOE)
+    parser.add_argument("--vocabulary", action="store_true", help="add the vocabulary, which llama-server needs")
     options = parser.parse_args()
-    write(options.checkpoint, options.file, options.architecture)
+    write(options.checkpoint, options.file, options.architecture, options.vocabulary)
 
 
 if __name__ == "__main__":

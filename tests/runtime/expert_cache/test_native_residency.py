@@ -56,6 +56,7 @@ def native(
     readers: int,
     has_low: bool = False,
     most_queued: int = 0,
+    max_run_bytes: int = MAX_RUN_BYTES,
     **changed: Any,
 ) -> tuple[Any, dict[str, np.ndarray], ExpertRecords]:
     """The extension's cache without storage, the arrays that it writes, and the records."""
@@ -73,7 +74,7 @@ def native(
         "high": high.tolist(),
         "num_layers": LAYERS,
     }
-    limits = (readers, MAX_RUN_BYTES, records.half_life, extension.Eviction(**goes_by | changed), capacity, pins)
+    limits = (readers, max_run_bytes, records.half_life, extension.Eviction(**goes_by | changed), capacity, pins)
     sources = [(-1, 0, size, None, -1, 0, 0) for size in sizes]
     reads = extension.ExpertCache(
         arrays | shared, sizes, LAYER.tolist(), next_in_file, *limits, sources, False, most_queued=most_queued
@@ -93,6 +94,7 @@ class BothMachine(RuleBasedStateMachine):
         breaks=st.sets(st.integers(0, COUNT - 1)),
         readers=st.integers(1, 3),
         most_queued=st.integers(0, 2),
+        max_run_bytes=st.sampled_from((MAX_RUN_BYTES, 20)),
     )
     def begin(
         self,
@@ -104,14 +106,15 @@ class BothMachine(RuleBasedStateMachine):
         readers: int,
         has_low: bool,
         most_queued: int,
+        max_run_bytes: int,
     ) -> None:
         following = [NONE if at in breaks or at + 1 == COUNT else at + 1 for at in range(COUNT)]
         own, array = fresh_records(has_low), np.array(sizes, np.int64)
-        order, runs = partial(eviction_order, own, score_of(policy)), ReadRuns(sizes, following, readers)
+        order, runs = partial(eviction_order, own, score_of(policy)), ReadRuns(sizes, following, readers, max_run_bytes)
         spec = CacheSpec(array, capacity, own, pins)
         self.spec, self.spec_records = Residency(spec, order, runs=runs, most_queued=most_queued), own
         self.reads, self.arrays, self.records = native(
-            sizes, capacity, pins, policy, following, readers, has_low, most_queued
+            sizes, capacity, pins, policy, following, readers, has_low, most_queued, max_run_bytes
         )
         self.waiting: list[int] = []
         self.loading: list[int] = []

@@ -47,7 +47,9 @@ double Residency::hobbit_score(int64_t index) const {
 double Residency::score(int64_t index) const {
     switch (facts_.score) {
         case Score::kHeat:
-            return columns_.heat[index];
+            return fits_pass_ ? columns_.heat[index]
+                              : columns_.heat[index] -
+                                    log2_distance_[static_cast<size_t>(distance(layer_of(index), layer_))];
         case Score::kUses:
             return static_cast<double>(columns_.uses[index]);
         case Score::kEdgeMoe:

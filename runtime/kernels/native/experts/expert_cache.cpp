@@ -89,6 +89,12 @@ bool ExpertCache::request_and_queue(int64_t layer, const Indices& experts, Indic
     return true;
 }
 
+void ExpertCache::queue_more(const Indices& remaining) {
+    const Lock lock(mutex_);
+    queue_and_lease(remaining);
+    wake_readers();
+}
+
 ExpertCache::Wait ExpertCache::wait(const Indices& remaining, bool together, Indices& found) {
     const int64_t start_ns = now_ns();
     const auto end = std::chrono::steady_clock::now() + kLook;

@@ -57,6 +57,8 @@ class ExpertCache : public Residency {
 
     // Request the experts of a layer. hits: resident, now leased. misses: as many as fit now are queued and leased.
     bool request_and_queue(int64_t layer, const Indices& experts, Indices& hits, Indices& misses);
+    // Queue more reads of the remaining experts, if there were too many before.
+    void queue_more(const Indices& remaining);
     // Wait for some of the remaining experts.
     // found: all that are resident, or one if not `together`; for kFailed, one that cannot be read.
     // Returns kAgain after a short time, so that the caller can look at signals.

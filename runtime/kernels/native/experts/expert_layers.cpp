@@ -12,6 +12,8 @@
 namespace moec {
 namespace {
 
+constexpr size_t kHitsAtOnce = 4;
+
 // Leases on the experts of this layer. The destructor ends them on every path.
 class Leases {
   public:
@@ -216,19 +218,33 @@ bool ExpertLayers::compute_shared(const ExpertLayerView& layer, Outcome& outcome
     return has_memory;
 }
 
+// Computes the hits. Those of several tokens take a while, so the readers get more work meanwhile.
+bool ExpertLayers::compute_hits(const ExpertLayerView& layer, Indices& hits, const Indices& misses, Outcome& outcome) {
+    const size_t at_once = has_one() || misses.empty() ? hits.size() : kHitsAtOnce;
+    while (!hits.empty()) {
+        const auto end = hits.begin() + static_cast<int64_t>(std::min(at_once, hits.size()));
+        const Indices some(hits.begin(), end);
+        if (!compute(layer, some, outcome)) {
+            return false;
+        }
+        hits.erase(hits.begin(), end);
+        reads_.unlease(some);
+        if (!hits.empty()) {
+            reads_.queue_more(misses);
+        }
+    }
+    return true;
+}
+
 // Compute everything that needs no read, while reads run. If the layer misses, its hits come before looking ahead, because
 // prefetch reads would wait for the missing experts anyway. The shared expert comes last, before the first wait.
-bool ExpertLayers::compute_present(const ExpertLayerView& layer, Indices& hits, bool has_misses, Outcome& outcome) {
-    const bool looks_behind_hits = !hits.empty() && has_misses;
+bool ExpertLayers::compute_present(const ExpertLayerView& layer, Indices& hits, const Indices& misses, Outcome& outcome) {
+    const bool looks_behind_hits = !hits.empty() && !misses.empty();
     if (!looks_behind_hits && !look_ahead(layer)) {
         return false;
     }
-    if (!hits.empty()) {
-        if (!compute(layer, hits, outcome)) {
-            return false;
-        }
-        reads_.unlease(hits);
-        hits.clear();
+    if (!compute_hits(layer, hits, misses, outcome)) {
+        return false;
     }
     if (looks_behind_hits && !look_ahead(layer)) {
         return false;
@@ -311,7 +327,7 @@ ExpertLayers::Outcome ExpertLayers::run(size_t at, const PassRows& rows, const s
     if (!reads_.request_and_queue(layer.layer, requested, leases.hits, leases.misses)) {  // reads start before the hits compute
         return ended(End::kClosed);
     }
-    if (!compute_present(layer, leases.hits, !leases.misses.empty(), outcome)) {
+    if (!compute_present(layer, leases.hits, leases.misses, outcome)) {
         return ended(End::kNoMemory);
     }
     const End end = compute_missing(layer, leases.misses, is_interrupted, outcome);

@@ -111,7 +111,8 @@ class ExpertLayers {
     bool compute_one(const ExpertLayerView& layer, const Indices& found);
     bool compute_many(const ExpertLayerView& layer, const Indices& found);
     bool compute_shared(const ExpertLayerView& layer, Outcome& outcome);
-    bool compute_present(const ExpertLayerView& layer, Indices& hits, bool has_misses, Outcome& outcome);
+    bool compute_hits(const ExpertLayerView& layer, Indices& hits, const Indices& misses, Outcome& outcome);
+    bool compute_present(const ExpertLayerView& layer, Indices& hits, const Indices& misses, Outcome& outcome);
     End compute_missing(const ExpertLayerView& layer, Indices& remaining, const std::function<bool()>& is_interrupted,
                         Outcome& outcome);
     void add_outputs(const ExpertLayerView& layer);

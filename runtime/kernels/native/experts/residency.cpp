@@ -10,6 +10,8 @@
 namespace moec {
 namespace {
 
+constexpr int64_t kRunsOnTheWay = 2;  // for each reader
+
 // Removes a value that occurs at most once.
 void remove(std::deque<int64_t>& queue, int64_t value) {
     const auto place = std::find(queue.begin(), queue.end(), value);
@@ -34,6 +36,10 @@ Residency::Residency(ResidencyFacts facts, Columns columns, CacheCounts* counts,
     : capacity_bytes(capacity), pin_limit_bytes(pin_limit), facts_(std::move(facts)), columns_(columns), counts_(counts) {
     previous_in_file_.assign(facts_.sizes.size(), -1);
     scores_.resize(facts_.sizes.size());
+    log2_distance_.assign(1, 0.0);
+    for (int64_t distance = 1; distance <= facts_.num_layers; ++distance) {
+        log2_distance_.push_back(std::log2(static_cast<double>(distance)));
+    }
     begin_sequence();
     for (int64_t index = 0; index < count(); ++index) {
         const int64_t next = facts_.next_in_file[static_cast<size_t>(index)];
@@ -64,6 +70,8 @@ void Residency::request(int64_t layer, const Indices& experts, Indices& hits, In
     ++clock_;
     layer_ = layer;
     use(experts);
+    fits_pass_ = fits_pass(experts);
+    has_unqueued_ = false;
     for (const int64_t index : experts) {
         if (columns_.state[index] != kResident) {
             misses.push_back(index);
@@ -90,19 +98,52 @@ void Residency::use(const Indices& experts) {
     }
 }
 
+bool Residency::fits_pass(const Indices& experts) const {
+    int64_t needed_bytes = 0;
+    for (const int64_t index : experts) {
+        needed_bytes += size(index);
+    }
+    return needed_bytes * facts_.num_layers <= capacity_bytes;
+}
+
+// ReadRuns.keep_busy in read_runs.py. A queued read takes memory, so no more are queued if a pass does not fit.
+bool Residency::keeps_busy(int64_t on_the_way_bytes) const {
+    return on_the_way_bytes >= kRunsOnTheWay * facts_.readers * facts_.max_run_bytes;
+}
+
 void Residency::queue_and_lease(const Indices& waiting) {
+    has_unqueued_ = !queue_demand(waiting);
+    if (!fits_pass_ && !has_unqueued_) {
+        queue_advice();
+    }
+}
+
+// Queues reads of the waiting experts. Returns false if some are left.
+bool Residency::queue_demand(const Indices& waiting) {
+    bool has_all = true;
     Victims victims(false);
+    int64_t on_the_way_bytes = 0;
+    for (const int64_t index : waiting) {
+        if (columns_.is_leased[index] && (columns_.state[index] == kQueued || columns_.state[index] == kLoading)) {
+            on_the_way_bytes += run_bytes(index);
+        }
+    }
     for (const int64_t index : waiting) {
         if (columns_.is_leased[index]) {
             continue;
         }
         const uint8_t state = columns_.state[index];
         if (state == kAbsent) {
+            if (!fits_pass_ && keeps_busy(on_the_way_bytes)) {
+                has_all = false;
+                continue;
+            }
             if (!make_room(size(index), victims, true)) {
-                return;
+                return false;
             }
             reserve(index);
             demand.push_back(index);
+            on_the_way_bytes += run_bytes(index);
         } else if (state == kQueued) {
             // Advised, but not begun: it becomes a read on demand. An abandoned stream may already have left it in `demand`.
             if (contains(advice, index)) {
@@ -115,6 +156,7 @@ void Residency::queue_and_lease(const Indices& waiting) {
         }
         columns_.is_leased[index] = 1;
     }
+    return has_all;
 }
 
 void Residency::advise(const Indices& indices) {
@@ -133,10 +175,26 @@ void Residency::advise(const Indices& indices) {
     queue_advice();
 }
 
+// Whether advice is queued later, because a pass does not fit and demand is not queued yet.
+bool Residency::waits_for_demand() const {
+    const auto is_leased = [](uint8_t leased) { return leased != 0; };
+    return has_unqueued_ && !fits_pass_ &&  // a layer that gave up holds no lease
+           std::any_of(columns_.is_leased, columns_.is_leased + count(), is_leased);
+}
+
 // Queue experts of the backlog, as many as may be queued at once.
 void Residency::queue_advice() {
     Victims victims(true);
-    while (!backlog_.empty() && (facts_.most_queued == 0 || static_cast<int64_t>(advice.size()) < facts_.most_queued)) {
+    int64_t queued_bytes = 0;
+    for (const int64_t index : advice) {
+        queued_bytes += run_bytes(index);
+    }
+    while (!backlog_.empty() && (facts_.most_queued == 0 || static_cast<int64_t>(advice.size()) < facts_.most_queued) &&
+           !waits_for_demand()) {
+        if (!fits_pass_ && keeps_busy(queued_bytes)) {
+            backlog_.clear();  // more would evict what this pass needs
+            return;
+        }
         const int64_t index = backlog_.front();
         backlog_.pop_front();
         if (columns_.state[index] != kAbsent) {
@@ -149,6 +207,7 @@ void Residency::queue_advice() {
         reserve(index);
         columns_.is_ahead[index] = 1;
         advice.push_back(index);
+        queued_bytes += run_bytes(index);
     }
 }
 

@@ -118,6 +118,11 @@ class Residency {
     double score(int64_t index) const;
     double hobbit_score(int64_t index) const;
     int64_t distance(int64_t layer, int64_t running) const;
+    bool fits_pass(const Indices& experts) const;
+    int64_t run_bytes(int64_t index) const { return std::min(size(index), facts_.max_run_bytes); }
+    bool keeps_busy(int64_t on_the_way_bytes) const;
+    bool waits_for_demand() const;
+    bool queue_demand(const Indices& waiting);
     bool goes_before(int64_t one, int64_t other) const;
     void use(const Indices& experts);
     void become_resident(int64_t index);
@@ -136,6 +141,9 @@ class Residency {
     Indices pins_;
     std::deque<int64_t> backlog_;    // advised experts that are not queued yet, most urgent first
     int64_t clock_ = 0, layer_ = 0;  // requests so far, and the layer of the last one
+    bool fits_pass_ = true;          // whether the cache holds a pass whose layers all need as much as the last request
+    bool has_unqueued_ = false;      // whether the running layer waits for experts whose reads are not queued yet
+    std::vector<double> log2_distance_;  // by distance, from 0, which does not occur
     int64_t sequence_start_ = 0;     // clock when the sequence began
     Indices uses_before_, uses_of_any_version_;  // before the sequence, and within it by high version
     std::vector<double> scores_;     // of the experts that may be evicted now
