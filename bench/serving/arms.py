@@ -22,7 +22,7 @@ _NEEDED = re.compile(r"or --memory (\d+)MiB")
 
 @dataclass(frozen=True)
 class Room:
-    """What the servers of a comparison get.
+    """Memory and sizes of the servers of a comparison.
 
     share: share of the experts in memory, in percent, for example `25%`.
     memory_mib: `--memory` of moec; None: no limit.

@@ -3,10 +3,11 @@
     python -m bench.serving.read_bound BUNDLE TEXT --streams 16 --tokens 48 --shares 50% 25%
 
 Streams of real text are decoded with all experts in memory, and their choices are recorded. A cache that knows all
-later passes then serves them: it drops the expert that is needed again last, and one that is needed last itself is not
-kept at all. No cache of this size reads less. Then the same streams are decoded with this share of the experts. Prints
-one JSON object per number of streams and share, with means of the passes after the first ones: experts that a pass
-requests, those that it reads at least, and what it read.
+later passes then serves them. It drops the expert that is needed again last, which may be the one that was just used.
+No cache of this size reads less. Then the same streams are decoded with this share of the experts.
+
+Prints one JSON object per number of streams and share. It has means of the passes after the first ones: experts that a
+pass requests, those that it reads at least, and those that it read.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Server:
 class Load:
     """Requests of clients: each asks for a streamed answer to a prompt of its own.
 
-    prompts: one prompt for each client, as token ids, so that all servers compute the same tokens.
+    prompts: one prompt for each client, as token ids. So all servers compute the same tokens.
     tokens: tokens of an answer.
     end_token: a token that must not end an answer; None for servers with `ignore_eos`.
     """

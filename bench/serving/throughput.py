@@ -8,8 +8,9 @@ Each arm is a Python that has moec. A peer is llama-server of llama.cpp with the
 at the same time, and clients ask them in turns, so that all meet the same state of the machine. A client asks for one
 answer, streamed and greedy, to a prompt of its own. The rounds repeat this for every number of clients. Each share of
 the experts in memory has servers of its own. With `--limited`, servers with less than all experts run in control groups
-(root rights). Each has the memory that moec needs for this share, and 64 MiB. Prints medians in tokens/s, all clients
-together, and writes every measurement as JSON.
+(root rights). Each has the memory that moec needs for this share, and 64 MiB.
+
+Prints medians in tokens/s, all clients together, and writes every measurement as JSON.
 """
 
 from __future__ import annotations
