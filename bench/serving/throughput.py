@@ -1,8 +1,11 @@
 """Aggregate rate of `moec serve` with several clients, next to other versions of it and to llama-server.
 
     python -m bench.serving.throughput BUNDLE TEXT --arm before=PYTHON --arm after=PYTHON --results FILE
+
+Next to llama-server, under a memory limit:
+
     python -m bench.serving.throughput BUNDLE TEXT --arm moec=PYTHON --peer llama-server=PROGRAM --gguf FILE --limited
-        --results FILE --context 128 --tokens 24 --characters 60 --extra --kv float16
+        --results FILE --tokens 24 --characters 60
 
 Each arm is a Python that has moec. A peer is llama-server of llama.cpp with the weights of the bundle. All servers run
 at the same time, and clients ask them in turns, so that all meet the same state of the machine. A client asks for one
