@@ -178,6 +178,17 @@ def unimportance_quantiles(counts: NDArray[np.int64], shares: Sequence[float]) -
     return [float(place + 0.5) / counts.shape[1] for place in places.tolist()]
 
 
+_HOW_TO_RUN = (
+    "`quality.json` holds formats, statistics and every trial of the search. `moec.json` holds the layout.",
+    "",
+    "```",
+    "moec verify FOLDER",
+    'moec run FOLDER --prompt "..." --expert-cache 50%',
+    "```",
+    "",
+)
+
+
 def model_card(manifest: BundleManifest, quality: Mapping[str, Any], pictures: Mapping[str, str] | None = None) -> str:
     """Return the README.md of the bundle: its content, its size, how to run it.
 
@@ -219,16 +230,7 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any], pictures: M
         ]
     for name, title in (pictures or {}).items():
         lines += [f"![{title}]({name})", ""]
-    lines += [
-        "`quality.json` holds formats, statistics and every trial of the search. `moec.json` holds the layout.",
-        "",
-        "```",
-        "moec verify FOLDER",
-        'moec run FOLDER --prompt "..." --expert-cache 50%',
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_HOW_TO_RUN])
 
 
 def _left_out_row(manifest: BundleManifest) -> list[str]:
