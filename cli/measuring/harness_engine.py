@@ -10,7 +10,8 @@ from typing import Any
 from moec.evaluation.harness.engine import AnswerRequest, ContextGroup
 from moec.manifests.errors import ExecutionError
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
-from moec.runtime.engine.continuations import ContinuationScore, score_continuations
+from moec.runtime.engine.answer_scores import AnswerTotal
+from moec.runtime.engine.continuations import score_continuations
 from moec.runtime.engine.engine import Engine
 from moec.runtime.text.sampling import SamplingOptions
 from moec.runtime.text.template_process import template_files
@@ -61,7 +62,7 @@ class HarnessBundle:
         """Return the tokens of a text. Raises ContextOverflow."""
         return self._engine.encode(text, adds_special_tokens)
 
-    def scores(self, groups: Iterable[ContextGroup]) -> Iterator[list[ContinuationScore]]:
+    def scores(self, groups: Iterable[ContextGroup]) -> Iterator[list[AnswerTotal]]:
         """Yield the scores of each group."""
         before = self._engine.cache.stats.copy()
         yield from score_continuations(self._engine, ((each.context, each.continuations) for each in groups))

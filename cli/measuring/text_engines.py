@@ -17,6 +17,7 @@ from moec.manifests.errors import ContextOverflow
 from moec.manifests.progress import Progress
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.manifests.self_test import SelfTest
+from moec.runtime.engine.answer_scores import score_answers
 from moec.runtime.engine.batch import forced_logits, generate_many
 from moec.runtime.engine.self_test import make_self_test
 from moec.runtime.options.runtime import RuntimeOptions
@@ -72,9 +73,8 @@ class BundleEngine:
         scores = [AnswerScore(0.0, 0)] * len(pairs)
         scored = [at for at, (prompt, answer) in enumerate(encoded) if answer and len(prompt) + len(answer) > 1]
         done = len(pairs) - len(scored)
-        for index, logits in forced_logits(self.engine, [encoded[at] for at in scored], self._decodes):
-            answer = encoded[scored[index]][1]
-            scores[scored[index]] = AnswerScore(_nll(logits, answer[-len(logits) :]), len(logits))
+        for index, total in score_answers(self.engine, [encoded[at] for at in scored], self._decodes):
+            scores[scored[index]] = AnswerScore(-total.log_prob, total.tokens)
             done += 1
             progress(done, len(pairs))
         return scores
@@ -129,18 +129,6 @@ class BundleEngine:
         """Return the tokens of prompts and answers, which are already known to be short enough to encode."""
         has_encoder = self.engine.bundle.manifest.model.encoder is not None
         return encode_pairs(self.engine.tokenizer, pairs, is_joint=not has_encoder)
-
-
-def _nll(logits: np.ndarray, targets: Sequence[int]) -> float:
-    """Return the sum of -log p in nats.
-
-    logits: [A, V] float32.
-    targets: A token ids.
-    """
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=1, keepdims=True)
-    total = np.log(np.exp(wide).sum(axis=1))
-    return float((total - wide[np.arange(len(wide)), list(targets)]).sum())
 
 
 @contextmanager

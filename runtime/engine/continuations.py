@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from moec.manifests.errors import ContextOverflow, ExecutionError, InputError
+from moec.manifests.errors import ContextOverflow, InputError
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 
-from .batch import force_answers
+from .answer_scores import AnswerTotal, next_token_scores, score_answers
 from .engine import Engine
 from .slots import Slot, SlotPool, common_length
 from .text_passes import TextPart, text_passes
@@ -25,49 +25,7 @@ _SHARED_TOKENS = 16
 """A context waits for the next pass if it can then copy so many tokens more."""
 
 
-@dataclass(slots=True)
-class ContinuationScore:
-    """The score of one continuation.
-
-    log_prob: sum of log p over its tokens, in nats.
-    is_greedy: whether each token is the likeliest one at its place. Of equal ones, that is the lowest id.
-    """
-
-    log_prob: float = 0.0
-    is_greedy: bool = True
-
-    def add(self, logits: np.ndarray, targets: Sequence[int]) -> None:
-        """Add the next tokens.
-
-        logits: float32 [n, V].
-        targets: n token ids.
-        Raises ExecutionError for logits that are no numbers.
-        """
-        for row, target in zip(logits, targets, strict=True):
-            self.add_token(*_log_probs(row), target)
-
-    def add_token(self, log_probs: np.ndarray, likeliest: int, target: int) -> None:
-        """Add the next token.
-
-        log_probs: float64 [V].
-        likeliest: the likeliest token.
-        """
-        self.log_prob += float(log_probs[target])
-        self.is_greedy = self.is_greedy and target == likeliest
-
-
-def _log_probs(logits: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the log probabilities float64 [V] of one row of logits, and the likeliest token. Raises ExecutionError."""
-    wide = logits.astype(np.float64)
-    likeliest = int(wide.argmax())
-    if not np.isfinite(wide[likeliest]):
-        raise ExecutionError("the logits hold NaN or infinity", "check the bundle with `moec verify`")
-    wide -= wide[likeliest]
-    wide -= np.log(np.exp(wide).sum())
-    return wide, likeliest
-
-
-def score_continuations(engine: Engine, groups: Iterable[Group]) -> Iterator[list[ContinuationScore]]:
+def score_continuations(engine: Engine, groups: Iterable[Group]) -> Iterator[list[AnswerTotal]]:
     """Yield the scores of each group, in their order. Groups are read as they are needed.
 
     A context is computed once. Its beginning is not computed again if a slot holds it. Under lossy modes, and with an
@@ -86,26 +44,12 @@ def _shares(engine: Engine) -> bool:
     return engine.is_lossless and engine.model.spec.encoder is None and has_own_rows
 
 
-def _separately(engine: Engine, groups: Iterable[Group]) -> Iterator[list[ContinuationScore]]:
+def _separately(engine: Engine, groups: Iterable[Group]) -> Iterator[list[AnswerTotal]]:
     for context, continuations in groups:
         if not context:
             raise InputError("a context to score after is empty", "give it at least one token")
-        scores = [ContinuationScore() for _ in continuations]
-        taken = [0] * len(continuations)
-
-        def take(
-            at: int,
-            logits: np.ndarray,
-            scores: list[ContinuationScore] = scores,
-            taken: list[int] = taken,
-            continuations: Sequence[Sequence[int]] = continuations,
-        ) -> None:
-            scores[at].add(logits, continuations[at][taken[at] : taken[at] + len(logits)])
-            taken[at] += len(logits)
-
-        for _ in force_answers(engine, [(context, each) for each in continuations], take):
-            pass
-        yield scores
+        found = dict(score_answers(engine, [(context, each) for each in continuations]))
+        yield [found[at] for at in range(len(continuations))]
 
 
 @dataclass(slots=True)
@@ -121,16 +65,15 @@ class _Running:
     continuations: Sequence[Sequence[int]]
     slot: Slot
     kept: int
-    scores: list[ContinuationScore] = field(default_factory=list)
+    scores: list[AnswerTotal] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
 
     def take_context(self, logits: np.ndarray) -> None:
         """Score the first token of every continuation. logits: float32 [V], after the context."""
-        log_probs, likeliest = _log_probs(logits)
+        firsts = [tokens[0] for tokens in self.continuations if tokens]
+        first_scores = iter(next_token_scores(logits, firsts))
         for at, tokens in enumerate(self.continuations):
-            self.scores.append(ContinuationScore())
-            if tokens:
-                self.scores[-1].add_token(log_probs, likeliest, tokens[0])
+            self.scores.append(next(first_scores) if tokens else AnswerTotal())
             if len(tokens) > 1:
                 self.left.append(at)
 
@@ -143,7 +86,7 @@ class _SharedContexts:
         self._pool = SlotPool(engine.options.slots, can_reuse=True)
         self._rows = LOGITS_ROWS_PER_SLOT * engine.options.slots
 
-    def run(self, groups: Iterator[Group]) -> Iterator[list[ContinuationScore]]:
+    def run(self, groups: Iterator[Group]) -> Iterator[list[AnswerTotal]]:
         """Yield the scores of each group."""
         waiting = next(groups, None)
         while waiting is not None:

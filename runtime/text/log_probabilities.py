@@ -29,14 +29,23 @@ class TokenLogProb:
         return list(zip(self.ids, self.values, strict=True))
 
 
+def shifted_and_total(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return logits less their largest, float64 [..., V], and the logarithm of the sum of their exponentials, [...].
+
+    Their difference is the log probability, in nats.
+    logits: float32 [..., V].
+    """
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    with np.errstate(over="ignore"):
+        return shifted, natural_log(exp(shifted.astype(np.float32)).astype(np.float64).sum(axis=-1))
+
+
 def token_log_prob(logits: np.ndarray, token: int, count: int) -> TokenLogProb:
     """Return the log probability of a token, and the `count` likeliest tokens. Of equal ones, the lowest id is first.
 
     logits: float32 [V].
     """
-    shifted = logits.astype(np.float64) - float(logits.max())
-    with np.errstate(over="ignore"):
-        total = natural_log(exp(shifted.astype(np.float32)).astype(np.float64).sum())
+    shifted, total = shifted_and_total(logits)
     chosen = _largest(shifted, count)
     ids, values = array("i", chosen.astype(np.int32).tobytes()), array("d", (shifted[chosen] - total).tobytes())
     return TokenLogProb(token, float(shifted[token] - total), ids, values)

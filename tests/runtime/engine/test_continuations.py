@@ -68,7 +68,7 @@ def test_scores_of_shared_contexts_are_those_of_whole_passes(
     for (context, rest), scores in zip(GROUPS, found, strict=True):
         for continuation, score in zip(rest, scores, strict=True):
             expected, is_greedy = whole_pass(engine, context, continuation)
-            assert score.log_prob == pytest.approx(expected, rel=1e-12)
+            assert score.log_prob == pytest.approx(expected, rel=1e-6)
             assert score.is_greedy == is_greedy
     engine.cache.check_invariants()
 
@@ -131,7 +131,7 @@ def test_lossy_modes_decide_as_in_an_evaluation(options: dict[str, str]) -> None
         (scores,) = score_continuations(engine, [(context, rest)])
     with load(EXAMPLE, expert_cache="40%", cache_state="cold", context=CONTEXT, slots=2, **options) as engine:
         logits = dict(forced_logits(engine, [(context, each) for each in rest]))
-    assert [score.log_prob for score in scores] == pytest.approx(log_probs(logits, rest), rel=1e-12)
+    assert [score.log_prob for score in scores] == pytest.approx(log_probs(logits, rest), rel=1e-6)
 
 
 def test_an_encoder_reads_the_context(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_an_encoder_reads_the_context(tmp_path: Path) -> None:
     with load(bundle, context=CONTEXT, slots=2) as engine:
         (scores,) = score_continuations(engine, [(shots, rest)])
         logits = dict(forced_logits(engine, [(shots, each) for each in rest]))
-    assert [score.log_prob for score in scores] == pytest.approx(log_probs(logits, rest), rel=1e-12)
+    assert [score.log_prob for score in scores] == pytest.approx(log_probs(logits, rest), rel=1e-6)
 
 
 def log_probs(logits: dict[int, np.ndarray], rest: Sequence[Sequence[int]]) -> list[float]:
