@@ -31,11 +31,12 @@ from moec.compiler.walker.texts import TokenTexts
 from moec.manifests.model import PROJECTIONS, UnitKey
 
 from ..example import Example, moments_of
+from ..search.grouped_space import by_layer_and_projection
 from .executed import open_executed
 from .ggml_blocks import GgmlBlocks, library_path
 from .importance import importance_of
 from .llama_mixtures import MIXTURES, block_type
-from .our_plans import OurPlans, by_layer_and_projection
+from .our_plans import OurPlans
 from .peer_environment import rounded_by
 from .rows import Quantized, Rows, ratio_text
 

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from moec.cli.commands.compiling.compile import open_partial
-from moec.compiler.preflight.preparation import prepare
 from moec.compiler.quantization.unit_store import UnitStore
-from moec.compiler.request.options import CompileOptions, Talk
+from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.plan import CompilePlan
-from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.targets import Target
 from moec.compiler.request.uniform import fits_all, uniform_like
 from moec.compiler.search.bisect import search
-from moec.compiler.search.knapsack import least_loss
-from moec.compiler.stages.compile_context import CompileContext
-from moec.compiler.stages.measure import measure, plan_bundles
-from moec.compiler.stages.planning import open_space, swaps
-from moec.compiler.workspace.durable import Disk
-from moec.compiler.workspace.journal import Journal
+from moec.compiler.stages.measure import plan_bundles
+from moec.compiler.stages.planning import swaps
 from moec.manifests.errors import TargetUnreachable
-from moec.manifests.model import UnitKey
-from moec.profiles.loading import load_profile
 
 from ..search.grouped_space import Grouping, grouped
-
-
-def say(sentence: str) -> None:
-    """Print a sentence on stderr."""
-    print(sentence, file=sys.stderr, flush=True)
-
-
-def by_layer_and_projection(unit: UnitKey) -> tuple[int, str]:
-    """Name the group of all experts of a layer in one projection."""
-    return unit.layer, unit.projection
+from ..search.measured_model import measure_model, plan_of_size, say
 
 
 class OurPlans:
@@ -58,14 +39,11 @@ class OurPlans:
             comparisons=False,
             swaps=swap_count,
         )
-        profile, talk = load_profile("laptop"), Talk(say)
-        prepared = prepare(CompileRequest(model, work / "out", options, profile, open_partial, talk, plan_only=True))
-        context = CompileContext(prepared, Journal(work, prepared.identity(), Disk(), say), None)
-        measured = measure(context)
-        self.store: UnitStore = measured.store
-        self.bundles = plan_bundles(context)
-        self._space, self._specs = open_space(prepared, measured), prepared.specs
-        self._trials, self._swaps = measured.trials, swaps(prepared)
+        found = measure_model(model, options, work)
+        self.store: UnitStore = found.measured.store
+        self.bundles = plan_bundles(found.context)
+        self._space, self._specs = found.space, found.prepared.specs
+        self._trials, self._swaps = found.measured.trials, swaps(found.prepared)
 
     @property
     def plain(self) -> CompilePlan:
@@ -87,6 +65,4 @@ class OurPlans:
 
     def grouped(self, size_bytes: int, group_of: Grouping) -> CompilePlan | None:
         """Return the best plan in which the units of a group share one format. None if none fits."""
-        space = grouped(self._space, group_of)
-        choice = least_loss(space.size_table(), size_bytes)
-        return None if choice is None else space.plan(choice)
+        return plan_of_size(grouped(self._space, group_of), size_bytes)

@@ -13,17 +13,13 @@ than lowering them to the next bitwidth. Importance is then the loss when one ex
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moec.cli.commands.compiling.compile import open_partial
-from moec.compiler.preflight.preparation import prepare
 from moec.compiler.quantization.quantized import LEFT_OUT
-from moec.compiler.request.options import CompileOptions, Talk
+from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.plan import CompilePlan
-from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.targets import Target
 from moec.compiler.request.uniform import uniform_like
 from moec.compiler.search.baselines import TargetRule, best_uniform, edgemoe, last_kept
@@ -32,26 +28,17 @@ from moec.compiler.search.comparison import edgemoe_group_size, offered_to_edgem
 from moec.compiler.search.comparison_budget import EDGEMOE_BITWIDTHS
 from moec.compiler.search.pruning import prunable
 from moec.compiler.sensitivity.exact import importance_list, with_lowered_experts
-from moec.compiler.stages.compile_context import CompileContext, Measured
-from moec.compiler.stages.measure import measure
-from moec.compiler.stages.planning import open_space, swaps
-from moec.compiler.workspace.durable import Disk
-from moec.compiler.workspace.journal import Journal
+from moec.compiler.stages.planning import swaps
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
-from moec.profiles.loading import load_profile
 
+from .measured_model import measure_model, say
 from .plans import kl_text, markdown
 
 DENSE_BITS = 8
 PUBLISHED = tuple(QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS)
 HEAD = ("search", "formats", "may leave out experts", "bytes", "bits per weight", "left out", "KL")
-
-
-def say(sentence: str) -> None:
-    """Print a sentence on stderr."""
-    print(sentence, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +73,9 @@ class Factors:
     def __init__(
         self, model: str, options: CompileOptions, formats: str, offered: Sequence[QuantSpec], work: Path
     ) -> None:
-        work.mkdir(parents=True, exist_ok=True)
-        talk = Talk(say)
-        request = CompileRequest(model, work / "out", options, load_profile("laptop"), open_partial, talk)
-        found = prepare(replace(request, plan_only=True))
-        menu = (*offered, found.lowering.spec_16bit) if offered else ()
-        self._prepared = replace(found, offered=menu)
-        context = CompileContext(self._prepared, Journal(work, self._prepared.identity(), Disk(), say), None)
-        self._measured: Measured = measure(context)
+        found = measure_model(model, options, work, offered)
+        self._prepared, self._measured, self._space = found.prepared, found.measured, found.space
         self._formats, self._target = formats, options.target
-        self._space = open_space(self._prepared, self._measured)
         (dense,) = self._prepared.dense_formats()
         self._base = replace(self._prepared.plain_plan(), dense=dense)
 

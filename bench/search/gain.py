@@ -15,38 +15,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from moec.cli.commands.compiling.compile import open_partial
-from moec.compiler.preflight.preparation import prepare
 from moec.compiler.request.objective import Objective
-from moec.compiler.request.options import CompileOptions, Talk
+from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.plan import CompilePlan
-from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.targets import Target
 from moec.compiler.search.bisect import search
-from moec.compiler.search.knapsack import ChoiceTable, least_loss
 from moec.compiler.search.space import SearchSpace
 from moec.compiler.search.swaps import NO_SWAPS, Swaps
 from moec.compiler.sensitivity.answer_walk import planned_weights
-from moec.compiler.stages.compile_context import CompileContext, Measured
-from moec.compiler.stages.measure import measure
 from moec.compiler.stages.planning import open_space, swaps
-from moec.compiler.workspace.durable import Disk
-from moec.compiler.workspace.journal import Journal
 from moec.evaluation.divergence import divergence_bound
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.quant import QuantSpec
-from moec.profiles.loading import load_profile
 
 from ..equal_bytes.rows import Row, Rows, ratio_text
 from ..example import Example
-from .grouped_space import Grouping, grouped, with_formats
+from .grouped_space import Grouping, by_layer_and_projection, grouped, with_formats
+from .measured_model import measure_model, plan_of_size, say
 from .plans import markdown
 from .reads import Routes
 
@@ -56,7 +47,7 @@ GROUPINGS: dict[str, Grouping] = {
     ALL: lambda unit: (),
     "each projection": lambda unit: unit.projection,
     "each layer": lambda unit: unit.layer,
-    "each layer and projection": lambda unit: (unit.layer, unit.projection),
+    "each layer and projection": by_layer_and_projection,
     "each expert": lambda unit: (unit.layer, unit.expert),
     MATRIX: lambda unit: unit,
 }
@@ -77,22 +68,6 @@ HEAD_AT_LOSS = ("target", "one format for", "bytes", "bits per weight", "experts
 HEAD_OF_READS = ("plan", "bytes", "bits per weight", "KL", "hit rate", "bytes per token", "of the first")
 
 
-def say(sentence: str) -> None:
-    """Print a sentence on stderr."""
-    print(sentence, file=sys.stderr, flush=True)
-
-
-def offered(table: ChoiceTable) -> ChoiceTable:
-    """Return the table without the options that have no finite loss."""
-    return ChoiceTable(np.where(np.isfinite(table.losses), table.costs, np.inf), table.losses)
-
-
-def plan_within(space: SearchSpace, size_bytes: float) -> CompilePlan | None:
-    """Return the plan of least predicted loss within some bytes of the routed experts. None if none fits."""
-    choice = least_loss(offered(space.size_table()), size_bytes)
-    return None if choice is None else space.plan(choice)
-
-
 class Gain:
     """A model, measured once, and its kinds of plans.
 
@@ -101,14 +76,9 @@ class Gain:
     """
 
     def __init__(self, model: str, options: CompileOptions, work: Path) -> None:
-        work.mkdir(parents=True, exist_ok=True)
-        talk = Talk(say)
-        request = CompileRequest(model, work / "out", options, load_profile("laptop"), open_partial, talk)
-        self._prepared = prepare(request)
-        context = CompileContext(self._prepared, Journal(work, self._prepared.identity(), Disk(), say), None)
-        self.measured: Measured = measure(context)
-        self._space = open_space(self._prepared, self.measured)
-        self._swaps: Swaps = swaps(self._prepared)
+        found = measure_model(model, options, work)
+        self._prepared, self.measured, self._space = found.prepared, found.measured, found.space
+        self._swaps: Swaps = swaps(found.prepared)
 
     @property
     def expert_weights(self) -> int:
@@ -129,7 +99,7 @@ class Gain:
         """Return the plan of one kind within some bytes of the routed experts, or None."""
         space, tried = self.spaces()[kind]
         if tried is NO_SWAPS:
-            return plan_within(space, size_bytes)
+            return plan_of_size(space, size_bytes)
         return search(space, self.measured.trials, Target("size", size_bytes), say, tried)
 
     @property

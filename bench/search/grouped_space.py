@@ -16,6 +16,11 @@ Grouping = Callable[[UnitKey], Hashable]
 """Names the group of a matrix."""
 
 
+def by_layer_and_projection(unit: UnitKey) -> tuple[int, str]:
+    """Name the group of all experts of a layer in one projection."""
+    return unit.layer, unit.projection
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedSpace(SearchSpace):
     """A search space whose rows are groups of units, followed by dense groups.

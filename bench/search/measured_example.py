@@ -11,7 +11,6 @@ import torch
 
 from moec.compiler.quantization.swept_store import SweptStore
 from moec.compiler.request.plan import CompilePlan
-from moec.compiler.search.knapsack import least_loss
 from moec.compiler.search.space import SearchSpace
 from moec.compiler.sensitivity.answer_walk import AnswerWalk, planned_weights
 from moec.compiler.sensitivity.fisher import TEXTS, predictions
@@ -25,6 +24,7 @@ from moec.compiler.workspace.journal import Journal
 from moec.manifests.quant import QuantSpec
 
 from ..example import SEED, Example, silent
+from .measured_model import plan_of_size
 
 CALIBRATION_ITEMS = 500
 
@@ -54,8 +54,7 @@ class MeasuredExample:
 
 def plan_within(space: SearchSpace, bits_per_weight: float) -> CompilePlan | None:
     """Return the plan of least predicted loss within the bytes of an average bitwidth, or None if no plan fits."""
-    choice = least_loss(space.size_table(), bits_per_weight * space.plain.expert_weights / 8)
-    return None if choice is None else space.plan(choice)
+    return plan_of_size(space, bits_per_weight * space.plain.expert_weights / 8)
 
 
 def measured_example(

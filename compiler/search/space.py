@@ -73,7 +73,7 @@ class SearchSpace:
         for row, unit in enumerate(self.units):
             rows, columns = self.plain.model.unit_shape(unit.layer, unit.projection)
             for column, spec in enumerate(self.unit_specs):
-                if spec.fits(columns):
+                if np.isfinite(self.table.costs[row, column]):
                     costs[row, column] = rows * spec.row_bytes(columns)
         costs[len(self.units) :] = np.where(np.isfinite(self.table.costs[len(self.units) :]), 0.0, np.inf)
         return ChoiceTable(costs, self.table.losses)
