@@ -84,9 +84,10 @@ $(SERVING_CLIENTS)/.ready: tests/serving/clients/clients.txt | $(BIN)/python
 	    --no-compile -r tests/serving/clients/clients.txt && touch $@ || \
 	    echo "NOT RUN: tests of the server's clients, because pip could not install them" >&2
 
-# Work stealing: each process gets a half in one piece, so that fixtures of a module are made once, and both end together.
+# Expression of pytest that chooses the tests.
 MARKED ?= not slow
 
+# Work stealing: each process gets a half in one piece, so that fixtures of a module are made once, and both end together.
 test: $(READY) typecheck lint contracts quantization-tools shipping-tools serving-clients  ## Set up and run the whole fast suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(MARKED)"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -198,12 +197,12 @@ class _Run:
         """Return what the results tell about bundle, budget and run."""
         from importlib.metadata import version
 
-        from moec.manifests.bundle import MANIFEST_NAME
         from moec.runtime.trace.statistics import peak_memory_bytes
+        from moec.runtime.tuning.tune_file import bundle_sha256
 
-        digest = hashlib.sha256((self._bundle / MANIFEST_NAME).read_bytes()).hexdigest()
-        facts: dict[str, Any] = {"model": "moec", "bundle": bundle_folder(self._bundle).resolve().name}
-        facts |= {"manifest_sha256": digest, "lm_eval": version("lm_eval"), **settings.to_plain()}
+        folder = bundle_folder(self._bundle)
+        facts: dict[str, Any] = {"model": "moec", "bundle": folder.resolve().name}
+        facts |= {"manifest_sha256": bundle_sha256(folder), "lm_eval": version("lm_eval"), **settings.to_plain()}
         if self._used is None:
             return facts
         engine, harness = self._used[0].engine, self._used[1]
