@@ -39,6 +39,29 @@ def test_openai(answering: LiveServer, expected: str) -> None:
     assert found["error"] == ["unknown_field", "mirostat"]
 
 
+def test_openai_responses_with_tools(answering: LiveServer) -> None:
+    pytest.importorskip("llguidance")
+    found = run_client("with_openai_responses", answering)
+    kind, name, arguments, status = found["call"]
+    assert (kind, name, status, found["status"]) == ("function_call", "weather", "completed", "completed")
+    assert arguments["city"] in ("Rome", "Oslo") and len(set(found["ids"])) == 2
+    assert found["parsed"] == json.loads(found["streamed"]) == arguments
+    assert found["kinds"] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    tool, choice, is_parallel = found["echo"]
+    assert (tool["name"], tool["strict"], choice, is_parallel) == ("weather", True, "required", True)
+    assert found["named"] == {"type": "function", "name": "weather"} and found["after"]
+    assert found["built_in"] == ["unsupported_value", "tools[0].type"]
+    assert found["no_result"] == ["invalid_value", "input[1].call_id"]
+
+
 @pytest.mark.gate("G16")
 @pytest.mark.slow
 def test_litellm(answering: LiveServer, expected: str, expected_text: str) -> None:
@@ -52,6 +75,7 @@ def test_langchain(answering: LiveServer, expected: str, expected_text: str) -> 
     found = run_client("with_langchain", answering)
     assert (found["whole"], found["streamed"], found["text"]) == (expected, expected, expected_text)
     assert found["call"]["city"] in ("Rome", "Oslo") and found["structured"] in ("Rome", "Oslo")
+    assert found["item"] == found["call"] and found["after"]
 
 
 def test_curl(answering: LiveServer, expected: str) -> None:

@@ -212,11 +212,12 @@ def read_messages(given: Any, takes_tools: bool = False) -> list[dict[str, Any]]
         raise bad_field("messages", f"must be a list of messages, found {shown(given)}")
     if not given:
         raise bad_field("messages", "must have a message, found an empty list")
+    return [read_message(each, f"messages[{at}]", takes_tools) for at, each in enumerate(given)]
+
+
+def read_message(given: Any, place: str, takes_tools: bool = False) -> dict[str, Any]:
+    """Return one message as a template gets it. place: its name in errors. Raises RequestError."""
     roles = {**_ROLES, "tool": "tool"} if takes_tools else _ROLES
-    return [_read_message(each, f"messages[{at}]", roles) for at, each in enumerate(given)]
-
-
-def _read_message(given: Any, place: str, roles: dict[str, str]) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise bad_field(place, f"must be an object, found {shown(given)}")
     fields = Fields(given, f"{place}.")

@@ -18,7 +18,7 @@ from ..service import Service
 from .chat import chat_requests, chat_tokens, message_text, read_messages
 from .forms import Collected, new_id
 from .response_format import mask_maker
-from .tool_fields import new_call_id, read_function, read_tools
+from .tool_fields import named_choice, new_call_id, read_function, read_tools
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -233,8 +233,7 @@ def _tools(fields: Fields, service: Service) -> ToolsOfRequest:
         kind, name = choice.text("type"), choice.text("name")
         body["parallel_tool_calls"] = not choice.flag("disable_parallel_tool_use")
         choice.end()
-        named = {"type": "function", "function": {"name": name}}
-        plain = {"auto": "auto", "none": "none", "any": "required", "tool": named}.get(kind or "")
+        plain = {"auto": "auto", "none": "none", "any": "required", "tool": named_choice(name)}.get(kind or "")
         if plain is None:
             raise bad_field("tool_choice.type", "must be auto, any, tool or none", "unsupported_value")
         body["tool_choice"] = plain
@@ -248,7 +247,7 @@ def _plain_tool(given: Any, place: str) -> Any:
     fields = Fields(given, f"{place}.")
     fields.unsupported("type", "custom")
     fields.without_effect("cache_control")
-    return {"type": "function", "function": read_function(fields, "input_schema")}
+    return read_function(fields, "input_schema")
 
 
 def _without_cache_marks(message: Any) -> Any:

@@ -10,15 +10,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...engine.request import Ended, Event, TokenMade
-from ...tools.calls import NO_TOOLS
+from ...tools.calls import NO_TOOLS, ToolsOfRequest
 from ..answer import Answer, sent_event
 from ..errors import RequestError, bad_field, shown
 from ..fields import Fields
 from ..sampling_fields import DEFAULT_NEW_TOKENS, Asked, read_sampling
 from ..service import Service
-from .chat import chat_requests, chat_tokens, read_messages
+from .chat import chat_requests, chat_tokens
 from .forms import Collected, new_id
 from .response_format import mask_maker, read_text_format
+from .response_input import read_input
+from .response_output import CallItem, ItemEvent, TextItem
+from .tool_fields import named_choice, new_call_id, read_function, read_tools
 
 _NO_EFFECT = (
     "metadata",
@@ -27,23 +30,30 @@ _NO_EFFECT = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
-    "parallel_tool_calls",
     "include",
 )
 
 
 class ResponseForm:
-    """The form of a response. Thinking is an item of its own before the message.
+    """The form of a response: items of thinking, text and calls of tools.
 
     echoed: fields of the request that the response repeats.
     """
 
-    def __init__(self, service: Service, prompt_tokens: int, starts_thinking: bool, echoed: dict[str, Any]) -> None:
-        self._answer, self._splitter = Collected(), service.chat_form.parts(starts_thinking, NO_TOOLS)
+    def __init__(
+        self,
+        service: Service,
+        prompt_tokens: int,
+        starts_thinking: bool,
+        echoed: dict[str, Any],
+        tools: ToolsOfRequest = NO_TOOLS,
+    ) -> None:
+        self._answer, self._splitter = Collected(), service.chat_form.parts(starts_thinking, tools)
         self._head = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
-        self._model, self._prompt_tokens, self._echoed = service.options.name, prompt_tokens, echoed
-        self._items: list[tuple[bool, str, list[str]]] = []
-        self._number = -1
+        self._service, self._prompt_tokens, self._echoed = service, prompt_tokens, echoed
+        self._items: list[TextItem | CallItem] = []
+        self._open: TextItem | None = None
+        self._calls, self._number = 0, -1
 
     def begin(self) -> Iterable[bytes]:
         """Return the events before the first token."""
@@ -55,12 +65,12 @@ class ResponseForm:
         """Take an event and return those that it makes."""
         self._answer.add(event)
         if isinstance(event, TokenMade):
-            yield from self._deltas(self._splitter.push(event.text))
+            yield from self._told(self._splitter.push(event.text))
         elif isinstance(event, Ended):
-            yield from self._deltas(self._splitter.flush())
-            if not self._items or self._items[-1][0]:
-                yield from self._deltas([(False, "")])
-            yield from self._close_item()
+            yield from self._told(self._splitter.flush())
+            if all(isinstance(item, TextItem) and item.is_thought for item in self._items):
+                yield from self._told([(False, "")])
+            yield from self._close_text()
 
     def finish(self) -> Iterable[bytes]:
         """Return the last event: the whole response."""
@@ -83,11 +93,11 @@ class ResponseForm:
         found = self._response(status)
         if status == "incomplete":
             found["incomplete_details"] = {"reason": "max_output_tokens"}
-        found["output"] = [self._item(*item, "completed") for item in self._items]
+        found["output"] = [item.to_plain() for item in self._items]
         cached = 0 if ended is None else ended.timings.cached_tokens
         found["usage"] = {
             "input_tokens": self._prompt_tokens,
-            "input_tokens_details": {"cached_tokens": cached},
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": self._answer.count,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self._prompt_tokens + self._answer.count,
@@ -100,63 +110,45 @@ class ResponseForm:
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self._model,
+            "model": self._service.options.name,
             "output": [],
             "previous_response_id": None,
-            "parallel_tool_calls": False,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "tool_choice": "none",
-            "tools": [],
             "truncation": "disabled",
             "metadata": {},
             "usage": None,
             **self._echoed,
         }
 
-    def _item(self, is_thought: bool, item_id: str, pieces: list[str], status: str) -> dict[str, Any]:
-        content = [self._part(is_thought, "".join(pieces))] if status == "completed" else []
-        if is_thought:
-            return {"type": "reasoning", "id": item_id, "summary": [], "content": content, "status": status}
-        return {"type": "message", "id": item_id, "role": "assistant", "content": content, "status": status}
-
-    def _part(self, is_thought: bool, text: str) -> dict[str, Any]:
-        if is_thought:
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-    def _deltas(self, parts: list[tuple[bool, str]]) -> Iterable[bytes]:
+    def _told(self, parts: list[tuple[bool, str]]) -> Iterable[bytes]:
+        """Return the events of more text, and of calls that have become complete."""
         for is_thought, text in parts:
-            if not self._items or self._items[-1][0] != is_thought:
-                yield from self._close_item()
-                self._items.append((is_thought, new_id("rs" if is_thought else "msg"), []))
-                item = self._item(*self._items[-1], "in_progress")
-                yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
-                yield self._event("response.content_part.added", **self._place(), part=self._part(is_thought, ""))
-            self._items[-1][2].append(text)
-            if text:
-                more: dict[str, Any] = {} if is_thought else {"logprobs": []}
-                yield self._event(f"response.{self._kind()}.delta", **self._place(), delta=text, **more)
+            if self._open is None or self._open.is_thought != is_thought:
+                yield from self._close_text()
+                self._open = TextItem(is_thought)
+                self._items.append(self._open)
+                yield from self._events(self._open.begin())
+            yield from self._events(self._open.push(text))
+        for call in self._splitter.calls[self._calls :]:
+            yield from self._close_text()
+            item = CallItem(call, new_call_id(self._service))
+            self._items.append(item)
+            self._calls += 1
+            yield from self._events(item.events())
 
-    def _close_item(self) -> Iterable[bytes]:
-        """End the last item, if there is one."""
-        if not self._items:
-            return
-        is_thought, _, pieces = self._items[-1]
-        text = "".join(pieces)
-        more: dict[str, Any] = {} if is_thought else {"logprobs": []}
-        yield self._event(f"response.{self._kind()}.done", **self._place(), text=text, **more)
-        yield self._event("response.content_part.done", **self._place(), part=self._part(is_thought, text))
-        item = self._item(*self._items[-1], "completed")
-        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+    def _close_text(self) -> Iterable[bytes]:
+        """End the item of text that is open, if there is one."""
+        if self._open is not None:
+            yield from self._events(self._open.end())
+        self._open = None
 
-    def _kind(self) -> str:
-        return "reasoning_text" if self._items[-1][0] else "output_text"
+    def _events(self, events: Iterable[ItemEvent]) -> Iterable[bytes]:
+        """Return events of the last item."""
+        for name, values in events:
+            yield self._event(f"response.{name}", output_index=len(self._items) - 1, **values)
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._items[-1][1], "output_index": len(self._items) - 1, "content_index": 0}
-
-    def _event(self, name: str, **values: Any) -> bytes:
+    def _event(self, name: str, /, **values: Any) -> bytes:
         self._number += 1
         return sent_event({"type": name, "sequence_number": self._number, **values}, name)
 
@@ -165,28 +157,65 @@ async def responses(service: Service, body: dict[str, Any]) -> Answer:
     """Return the answer to a body of `/v1/responses`. Raises RequestError."""
     fields = Fields(body)
     instructions = fields.text("instructions")
-    conversation = _conversation(fields.take("input"), instructions)
+    conversation = read_input(fields.take("input"), service.chat_form.takes_tools)
+    if instructions:
+        conversation = [{"role": "system", "content": instructions}, *conversation]
     fields.text("model", most=1024)
     most = fields.whole("max_output_tokens", 1, 1 << 30, DEFAULT_NEW_TOKENS) or DEFAULT_NEW_TOKENS
     streams = fields.flag("stream")
     sampling = read_sampling(fields, service.vocabulary)
     asked = Asked(None, most, 1, sampling, (), streams, False)
     schema, text_format = _text_format(fields)
+    tools, echoed_tools = _tools(fields, service)
     _refuse_unsupported(fields)
     fields.without_effect(*_NO_EFFECT)
     fields.end()
-    tokens, starts_thinking = await chat_tokens(service, conversation)
-    make_mask = await mask_maker(service, schema, "text.format", starts_thinking)
+    tokens, starts_thinking = await chat_tokens(service, conversation, tools)
+    make_mask = await mask_maker(service, schema, "text.format", starts_thinking, tools)
     echoed = {
         "text": {"format": text_format},
         "instructions": instructions,
         "max_output_tokens": None if most == DEFAULT_NEW_TOKENS else most,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        **echoed_tools,
     }
-    form = ResponseForm(service, len(tokens), starts_thinking, echoed)
+    form = ResponseForm(service, len(tokens), starts_thinking, echoed, tools)
     make = chat_requests(service, asked, tokens, make_mask=make_mask)
     return Answer(service, 1, make, form, streams)
+
+
+def _tools(fields: Fields, service: Service) -> tuple[ToolsOfRequest, dict[str, Any]]:
+    """Return the tools of a body, and the fields about them that the response repeats. Raises RequestError.
+
+    Only tools that the model gets are repeated, because the context bounds their memory.
+    """
+    given, choice = fields.take("tools"), fields.take("tool_choice")
+    is_parallel = fields.flag("parallel_tool_calls", True)
+    body: dict[str, Any] = {"tools": given, "tool_choice": choice, "parallel_tool_calls": is_parallel}
+    if isinstance(given, list):
+        body["tools"] = [_plain_tool(each, f"tools[{at}]") for at, each in enumerate(given)]
+    if isinstance(choice, dict):
+        named = Fields(choice, "tool_choice.")
+        kind, name = named.text("type"), named.text("name")
+        if kind != "function":
+            raise bad_field("tool_choice.type", f"must be function, found {shown(kind)}", "unsupported_value")
+        named.end()
+        choice, body["tool_choice"] = {"type": kind, "name": name}, named_choice(name)
+    tools = read_tools(Fields(body), service)
+    repeated = [{"type": "function", "strict": False, **tool["function"]} for tool in tools.described]
+    return tools, {"tools": repeated, "tool_choice": choice or "auto", "parallel_tool_calls": is_parallel}
+
+
+def _plain_tool(given: Any, place: str) -> dict[str, Any]:
+    """Return a tool in the form of chat completions. Raises RequestError."""
+    if not isinstance(given, dict):
+        raise bad_field(place, f"must be an object, found {shown(given)}")
+    fields = Fields(given, f"{place}.")
+    kind = fields.text("type")
+    if kind != "function":
+        raise bad_field(f"{place}.type", f"must be function, found {shown(kind)}", "unsupported_value")
+    return read_function(fields, "parameters")
 
 
 def _text_format(fields: Fields) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -201,32 +230,7 @@ def _text_format(fields: Fields) -> tuple[dict[str, Any] | None, dict[str, Any]]
     return schema, given or {"type": "text"}
 
 
-def _conversation(given: Any, instructions: str | None) -> list[dict[str, Any]]:
-    """Return the messages of `input`: a text, or items of type message. Raises RequestError."""
-    if given is None:
-        raise RequestError(400, "`input` is missing", "input", "missing_field")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if not isinstance(items, list) or not items:
-        raise bad_field("input", f"must be a text or a list of messages, found {shown(given)}")
-    found = []
-    for at, item in enumerate(items):
-        kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind == "reasoning":  # thinking of earlier turns, which templates leave out
-            continue
-        if kind != "message":
-            raise bad_field(f"input[{at}]", "must be an item of type `message`", "unsupported_value")
-        found.append({name: value for name, value in item.items() if name not in ("type", "id", "status")})
-    try:
-        messages = read_messages(found)
-    except RequestError as error:
-        param = (error.param or "").replace("messages", "input", 1)
-        raise RequestError(error.status, error.message.replace("messages", "input", 1), param, error.code) from error
-    return [{"role": "system", "content": instructions}, *messages] if instructions else messages
-
-
 def _refuse_unsupported(fields: Fields) -> None:
-    fields.unsupported("tools", [])
-    fields.unsupported("tool_choice", "none", "auto")
     fields.unsupported("previous_response_id")
     fields.unsupported("conversation")
     fields.unsupported("background", False)

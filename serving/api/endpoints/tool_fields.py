@@ -11,13 +11,14 @@ from ..errors import RequestError, bad_field, shown
 from ..fields import Fields
 from ..service import Service
 
-MAX_TOOLS = 128
+MAX_TOOLS, MAX_CALL_CHARACTERS = 128, 256
+"""Most tools of a request, and most characters of the name or the identifier of an earlier call."""
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _DEFAULT_ID_CHARACTERS = 24
 
 
 def read_tools(fields: Fields, service: Service) -> ToolsOfRequest:
-    """Return the tools of a body in the form of OpenAI. Raises RequestError."""
+    """Return the tools of a body in the form of chat completions. Raises RequestError."""
     fields.unsupported("functions", [])
     fields.unsupported("function_call", "none", "auto")
     given, choice = fields.take("tools"), fields.take("tool_choice")
@@ -48,11 +49,19 @@ def _read_tool(given: Any, place: str) -> dict[str, Any]:
     if function is None:
         raise RequestError(400, f"`{place}.function` is missing", place, "missing_field")
     fields.end()
-    return {"type": "function", "function": read_function(function, "parameters")}
+    return read_function(function, "parameters")
+
+
+def named_choice(name: str | None) -> dict[str, Any]:
+    """Return the `tool_choice` that asks for one tool, in the form of chat completions."""
+    return {"type": "function", "function": {"name": name}}
 
 
 def read_function(function: Fields, schema_name: str) -> dict[str, Any]:
-    """Return a tool's name, description and parameters. schema_name: field of the schema. Raises RequestError."""
+    """Return a tool with its name, description and parameters, in the form of chat completions. Raises RequestError.
+
+    schema_name: field of the schema.
+    """
     name, schema = function.text("name"), function.take(schema_name)
     if name is None or not _NAME.fullmatch(name):
         raise bad_field(f"{function.place}name", f"must be 1 to 64 letters, digits, `_`, `.`, `-`, found {shown(name)}")
@@ -63,7 +72,7 @@ def read_function(function: Fields, schema_name: str) -> dict[str, Any]:
     if function.flag("strict"):
         found["strict"] = True
     function.end()
-    return found
+    return {"type": "function", "function": found}
 
 
 def _forced(choice: Any, parameters: dict[str, Any]) -> tuple[str, ...]:
@@ -86,13 +95,18 @@ def require_tools(service: Service, is_forced: bool) -> None:
     """Refuse tools that the bundle's template does not take, or whose calls cannot be read. Raises RequestError."""
     chat_form = service.chat_form
     if not chat_form.takes_tools:
-        raise RequestError(400, "the chat template of this bundle takes no tools", "tools", "tools_not_supported")
+        raise no_tools("tools")
     if chat_form.syntax is None and not chat_form.is_harmony:
         message = "the chat template of this bundle writes calls of tools in a form that this server cannot read"
         raise RequestError(400, message, "tools", "tools_not_supported")
     if is_forced and (chat_form.syntax is None or chat_form.syntax.forced is None):
         message = "cannot ask for a call with this bundle, because its calls are not written as JSON"
         raise bad_field("tool_choice", message, "unsupported_value")
+
+
+def no_tools(param: str) -> RequestError:
+    """Return the error of a bundle without tools."""
+    return RequestError(400, "the chat template of this bundle takes no tools", param, "tools_not_supported")
 
 
 def new_call_id(service: Service) -> str:
@@ -119,18 +133,23 @@ def read_calls(given: Any, place: str) -> list[dict[str, Any]]:
         if not isinstance(each, dict):
             raise bad_field(where, f"must be an object, found {shown(each)}")
         fields = Fields(each, f"{where}.")
-        call_id, function = fields.text("id", most=256), fields.object("function")
+        call_id, function = fields.text("id", most=MAX_CALL_CHARACTERS), fields.object("function")
         fields.unsupported("type", "function")
         fields.without_effect("index")
-        name = None if function is None else function.text("name", most=256)
-        arguments = None if function is None else function.text("arguments", "{}")
-        if function is None or name is None or arguments is None:
-            raise bad_field(where, "must have a `function` with a `name` and `arguments`")
-        function.end()
         fields.end()
-        value = parsed(arguments) if arguments.strip() else {}
-        if not isinstance(value, dict):
-            raise bad_field(f"{where}.function.arguments", "must be an object as a JSON text")
-        call = {"id": call_id or "", "type": "function", "function": {"name": name, "arguments": value}}
-        found.append(call)
+        if function is None:
+            raise bad_field(where, "must have a `function` with a `name` and `arguments`")
+        found.append(read_call(function, call_id or ""))
     return found
+
+
+def read_call(function: Fields, call_id: str) -> dict[str, Any]:
+    """Return an earlier call as a template gets it. function: its `name` and `arguments`. Raises RequestError."""
+    name, arguments = function.text("name", most=MAX_CALL_CHARACTERS), function.text("arguments", "{}") or ""
+    if name is None:
+        raise RequestError(400, f"`{function.place}name` is missing", f"{function.place}name", "missing_field")
+    function.end()
+    value = parsed(arguments) if arguments.strip() else {}
+    if not isinstance(value, dict):
+        raise bad_field(f"{function.place}arguments", "must be an object as a JSON text")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}
