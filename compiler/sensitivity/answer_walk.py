@@ -5,7 +5,7 @@ Shapes: A scored tokens of all texts, a of some of them, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,9 +21,9 @@ from moec.manifests.progress import Progress
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan
 from ..walker.loaded_layer import LoadedLayer, Replaced, WeightName, embedded
-from ..walker.output_head import OutputHead, divergence
+from ..walker.output_head import OutputHead, divergence, head_workers, tokens_at_once
 from ..walker.texts import AnswerTexts, TextStates, text_batches
-from ..workspace.parallel import one_torch_thread, workers
+from ..workspace.parallel import Workers, workers
 
 KEPT_LOG_PROBS = 1 << 25
 """Log-probabilities of the unquantized model that are kept between plans. If there are more, they are made again."""
@@ -140,30 +140,41 @@ class AnswerWalk:
     def measure(self, weights: Replaced) -> AnswerMeasures:
         """Return the measures under these weights."""
         slot = self._opened()
+        layers, chunks = slot.model.num_layers, scored_chunks(self.answers, slot.model.vocab_size)
+        steps = layers + len(chunks)
         if self._own_states is None:
-            self._own_states = self._states(slot, lambda name: None)
-        states, own_head = self._states(slot, weights), slot.head()
+            self._own_states = self._states(slot, lambda name: None, steps)
+        states, own_head = self._states(slot, weights, steps), slot.head()
         matrix = weights(slot.model.head_name)
         head = own_head if matrix is None else own_head.with_matrix(matrix)
         targets = torch.tensor([token for row in self.answers.targets for token in row])
         kl, agrees, nll = np.empty(len(states)), np.empty(len(states), np.bool_), np.empty(len(states))
-        with one_torch_thread():  # the same bits for any number of processors
-            for tokens, log_p in self._own(own_head, self._own_states):
-                log_q = head.logits(states[tokens]).log_softmax(-1)
-                token_kl, token_agrees = divergence(log_p, log_q)
-                token_nll = -log_q.gather(1, targets[tokens].to(log_q.device).unsqueeze(1)).squeeze(1)
-                kl[tokens], agrees[tokens] = token_kl.double().cpu().numpy(), token_agrees.cpu().numpy()
-                nll[tokens] = token_nll.double().cpu().numpy()
+
+        def compare(chunk: int) -> None:
+            tokens, log_p = chunks[chunk], own(chunk)
+            log_q = head.logits(states[tokens]).log_softmax(-1)
+            token_kl, token_agrees = divergence(log_p, log_q)
+            token_nll = -log_q.gather(1, targets[tokens].to(log_q.device).unsqueeze(1)).squeeze(1)
+            kl[tokens], agrees[tokens] = token_kl.double().cpu().numpy(), token_agrees.cpu().numpy()
+            nll[tokens] = token_nll.double().cpu().numpy()
+
+        with head_workers(self._threads) as pool:
+            own = self._own(own_head, self._own_states, chunks, pool)
+            for done, _ in enumerate(pool.in_order(compare, range(len(chunks))), layers + 1):
+                self._progress(done, steps)
         return AnswerMeasures(kl, agrees, nll)
 
-    def _states(self, slot: LoadedLayer, weights: Replaced) -> Tensor:
-        """Return the normed states at the scored tokens under these weights, [A, D]."""
+    def _states(self, slot: LoadedLayer, weights: Replaced, steps: int) -> Tensor:
+        """Return the normed states at the scored tokens under these weights, [A, D].
+
+        steps: steps of the whole measurement, for the progress.
+        """
         texts, layers = self._begin(slot, weights("embedding")), slot.model.num_layers
         with workers(self._threads) as pool:
             for layer in range(layers):
                 slot.load(layer, weights)
                 slot.run([texts], pool)
-                self._progress(layer + 1, layers)
+                self._progress(layer + 1, steps)
         return slot.normed(texts.scored_states(self.answers.counts))
 
     def _begin(self, slot: LoadedLayer, table: Tensor | None) -> TextStates:
@@ -176,18 +187,22 @@ class AnswerWalk:
             self.answers.texts, lambda ids: embedded(ids, slot.own("embedding") if table is None else table, scale)
         )
 
-    def _own(self, head: OutputHead, states: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the unquantized model's log-probabilities of some tokens, and which tokens they are of."""
-        chunks = scored_chunks(self.answers, head)
+    def _own(
+        self, head: OutputHead, states: Tensor, chunks: Sequence[Tensor], pool: Workers
+    ) -> Callable[[int], Tensor]:
+        """Return a function that gives the unquantized model's log-probabilities of the tokens of a chunk."""
+
+        def computed(chunk: int) -> Tensor:
+            return head.logits(states[chunks[chunk]]).log_softmax(-1)
+
         if len(states) * len(head) > KEPT_LOG_PROBS:
-            yield from ((tokens, head.logits(states[tokens]).log_softmax(-1)) for tokens in chunks)
-            return
+            return computed
         if not self._own_log_probs:
-            self._own_log_probs = [head.logits(states[tokens]).log_softmax(-1) for tokens in chunks]
-        yield from zip(chunks, self._own_log_probs, strict=True)
+            self._own_log_probs = list(pool.in_order(computed, range(len(chunks))))
+        return self._own_log_probs.__getitem__
 
 
-def scored_chunks(answers: AnswerTexts, head: OutputHead) -> list[Tensor]:
+def scored_chunks(answers: AnswerTexts, vocabulary: int) -> list[Tensor]:
     """Return the scored tokens whose logits are computed at once, as indices, int64 [a].
 
     They belong to one batch of texts. Another machine that has some of the batches computes the same products.
@@ -195,4 +210,4 @@ def scored_chunks(answers: AnswerTexts, head: OutputHead) -> list[Tensor]:
     ends = np.cumsum(answers.counts).tolist()
     spans = [torch.arange(end - count, end) for end, count in zip(ends, answers.counts, strict=True)]
     batches = (torch.cat([spans[text] for text in batch]) for batch in text_batches(answers.texts))
-    return [chunk for tokens in batches if len(tokens) for chunk in torch.split(tokens, head.tokens_at_once)]
+    return [chunk for tokens in batches if len(tokens) for chunk in torch.split(tokens, tokens_at_once(vocabulary))]

@@ -33,7 +33,7 @@ from ..quantization.quantizers import WITH_MOMENTS
 from ..quantization.swept_store import SweptStore, packed_unit, stage_name
 from ..sensitivity.sensitivity import SensitivityTable, dense_groups, probe_format
 from ..walker.loaded_layer import LoadedLayer, embedded
-from ..walker.output_head import divergence
+from ..walker.output_head import divergence, head_workers
 from ..walker.texts import TextStates
 from ..workspace.journal import Journal
 from ..workspace.parallel import Workers, workers
@@ -142,7 +142,7 @@ class Sweep:
                 progress(layer + 1, total)
             if texts is None or travellers is None:
                 return Swept(None, self._table_of_ones(), torch.empty(0), {})
-            sensitivity = self._sensitivity(travellers) if self._dense_probe else self._table_of_ones()
+            sensitivity = self._sensitivity(travellers, threads) if self._dense_probe else self._table_of_ones()
         answers = self._slot.normed(travellers.validation.scored_states(texts.validation.counts))
         held_out = {
             task: self._slot.normed(travellers.held_out[task].scored_states(own.counts))
@@ -309,11 +309,11 @@ class Sweep:
         gains = np.ones((self._model.num_layers, len(PROJECTIONS)))
         return SensitivityTable(gains, dict.fromkeys(self._groups, 1.0), np.ones((self._model.num_layers, width)))
 
-    def _sensitivity(self, travellers: _Travellers) -> SensitivityTable:
+    def _sensitivity(self, travellers: _Travellers, threads: int) -> SensitivityTable:
         """Return gains from the KL of every variant on the probe texts."""
         table = self._table_of_ones()
         gains, dense_gains = np.zeros_like(table.gains), dict.fromkeys(self._groups, 0.0)
-        for variant, kl in self._variant_divergences(travellers).items():
+        for variant, kl in self._variant_divergences(travellers, threads).items():
             layer = variant.layer
             if variant.part == _EXPERTS and layer is not None:
                 probes = ((unit, self._probe_spec(unit)) for unit in self._model.units_of_layer(layer))
@@ -327,7 +327,7 @@ class Sweep:
                 dense_gains[variant.group] = kl / cost if cost > 0 else 0.0
         return replace(table, gains=gains, dense_gains=dense_gains)
 
-    def _variant_divergences(self, travellers: _Travellers) -> dict[_Variant, float]:
+    def _variant_divergences(self, travellers: _Travellers, threads: int) -> dict[_Variant, float]:
         """Return the mean KL of every variant to the unchanged model, nats per token. The head is a variant, too."""
         head, own = self._slot.head(), travellers.probe.tokens()
         variants = {variant: (texts.tokens(), head) for variant, texts in travellers.variants.items()}
@@ -335,12 +335,19 @@ class Sweep:
         if self._is_probed(output):
             matrix = self._store.dense_weight("lm_head", self._dense_probe["lm_head"])
             variants[output] = own, head.with_matrix(matrix)
-        totals = dict.fromkeys(variants, 0.0)
-        for tokens, log_p in head.log_probs(self._slot.normed(own)):
-            for variant, (states, other) in variants.items():
+
+        def sums(tokens: slice) -> list[float]:
+            log_p, found = head.logits(self._slot.normed(own[tokens])).log_softmax(-1), []
+            for states, other in variants.values():
                 log_q = other.logits(self._slot.normed(states[tokens])).log_softmax(-1)
-                totals[variant] += float(divergence(log_p, log_q)[0].double().sum())
-        return {variant: total / len(own) for variant, total in totals.items()}
+                found.append(float(divergence(log_p, log_q)[0].double().sum()))
+            return found
+
+        totals = np.zeros(len(variants))
+        with head_workers(threads) as pool:
+            for found in pool.in_order(sums, head.token_slices(len(own))):
+                totals += found
+        return dict(zip(variants, (totals / len(own)).tolist(), strict=True))
 
 
 def sweep_dense_probe(options: Sequence[Mapping[str, QuantSpec]]) -> Mapping[str, QuantSpec]:

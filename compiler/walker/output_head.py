@@ -6,17 +6,26 @@ Shapes: D hidden, V vocabulary, A tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..families import Lowering
+from ..workspace.parallel import Workers, workers
 from .torch_device import CPU
 
 LOGITS_PER_CHUNK = 1 << 24
 """Number of logits held at once (64 MiB), where only the maximum or one entry of each row is needed."""
+_HEADS_AT_ONCE = 4
+"""Most threads that compute logits at the same time. Each holds about 5 times LOGITS_PER_CHUNK."""
 _ROWS_PER_CHUNK = 4096  # of the vocabulary matrix, converted to float32 at a time
+
+
+def tokens_at_once(vocabulary: int) -> int:
+    """Return the number of tokens whose logits are held at once."""
+    return max(1, LOGITS_PER_CHUNK // vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +41,6 @@ class OutputHead:
 
     def __len__(self) -> int:
         return len(self.matrix)
-
-    @property
-    def tokens_at_once(self) -> int:
-        """Number of tokens whose logits are held at once."""
-        return max(1, LOGITS_PER_CHUNK // len(self))
 
     def with_matrix(self, matrix: Tensor) -> OutputHead:
         """Return the same head with another matrix, on the same device."""
@@ -58,11 +62,15 @@ class OutputHead:
             out += gradients[:, start : start + _ROWS_PER_CHUNK] @ self.matrix[start : start + _ROWS_PER_CHUNK].float()
         return out
 
-    def log_probs(self, states: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield log-probabilities [a, V] of tokens [A, D], a bounded number at a time, and which tokens they are."""
-        for start in range(0, len(states), self.tokens_at_once):
-            tokens = slice(start, start + self.tokens_at_once)
-            yield tokens, self.logits(states[tokens]).log_softmax(-1)
+    def token_slices(self, tokens: int) -> Iterator[slice]:
+        """Yield the tokens whose logits are held at once, part after part."""
+        count = tokens_at_once(len(self))
+        return (slice(start, start + count) for start in range(0, tokens, count))
+
+
+def head_workers(threads: int) -> AbstractContextManager[Workers]:
+    """Start threads that compute logits of parts of the tokens: the same bits for any number of them."""
+    return workers(min(threads, _HEADS_AT_ONCE))
 
 
 def output_head(lowering: Lowering, device: torch.device = CPU) -> OutputHead:
