@@ -51,11 +51,16 @@ class Shares:
     @classmethod
     def of_counts(cls, counts: dict[str, Any]) -> Shares:
         """Return the shares from the `decisions` of a row of a sweep."""
-        missed = max(counts["missed"], 1)
-        parts = (min(counts[name] / missed, 1) for name in ("low", "skipped", "replaced", "dropped"))
-        missed = max(counts.get("prompt_missed", 0), 1)
-        prompt = (min(counts.get(name, 0) / missed, 1) for name in ("prompt_low", "prompt_skipped"))
-        return cls(*parts, counts["fallback_tokens"] / max(counts["tokens"], 1), *prompt)
+        missed, prompt_missed = max(counts["missed"], 1), max(counts.get("prompt_missed", 0), 1)
+        return cls(
+            low=min(counts["low"] / missed, 1),
+            skipped=min(counts["skipped"] / missed, 1),
+            replaced=min(counts["replaced"] / missed, 1),
+            dropped=min(counts["dropped"] / missed, 1),
+            fallback=counts["fallback_tokens"] / max(counts["tokens"], 1),
+            prompt_low=min(counts.get("prompt_low", 0) / prompt_missed, 1),
+            prompt_skipped=min(counts.get("prompt_skipped", 0) / prompt_missed, 1),
+        )
 
 
 class ReplayedChoice(PassChoice):
