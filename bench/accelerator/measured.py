@@ -94,12 +94,11 @@ def measure(engine: Engine, tokens: list[int], options: argparse.Namespace) -> d
 
 def run(engine: Engine, tokens: list[int], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run all rounds of all strategies. A first round fills the host's cache and is not reported."""
-    accelerator, rows = engine.model.accelerator, list[dict[str, Any]]()
+    accelerator, rows = engine.accelerator, list[dict[str, Any]]()
     if accelerator is None:
         sys.exit("error: no accelerator")
     for number in range(-1, options.rounds):
         for strategy, cooperation in ARMS.items():
-            engine.model.accelerator = accelerator
             engine.place_dense(on_device=cooperation is not None and strategy != DENSE_HERE)
             engine.model.accelerator = accelerator if cooperation is not None else None
             accelerator.cooperation, accelerator.counts = cooperation or "cpu", CooperationCounts()
@@ -157,7 +156,8 @@ def main() -> None:
     with engine:
         print(engine.mode, file=sys.stderr)
         rows = run(engine, tokens_of(engine, options.text, longest), options)
-        told = {"mode": engine.mode, "accelerator": engine.model.accelerator.to_plain(), "rows": rows}  # type: ignore[union-attr]
+        state = None if engine.accelerator is None else engine.accelerator.to_plain()
+        told = {"mode": engine.mode, "accelerator": state, "rows": rows}
     print(table(rows))
     if options.results is not None:
         options.results.mkdir(parents=True, exist_ok=True)
