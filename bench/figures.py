@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.typing import RcKeyType
 
 ROOT = Path(__file__).parents[1]
 PICTURES = Path("docs/pictures")
@@ -39,7 +40,12 @@ SHARES = {25: "cache-25", 50: "cache-50", 75: "cache-75", 100: "memory32"}
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#666666")
 MARKERS = ("o", "s", "^", "D")
-SETTINGS = {"svg.hashsalt": "moec", "svg.fonttype": "none", "font.size": 10, "path.simplify": False}
+SETTINGS: dict[RcKeyType, object] = {
+    "svg.hashsalt": "moec",
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "path.simplify": False,
+}
 
 
 @dataclass(frozen=True)

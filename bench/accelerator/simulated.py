@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -31,7 +32,6 @@ from moec.runtime.accelerator.image import expert_bytes, write_image
 from moec.runtime.accelerator.latency import SAMPLE_TOKENS, LatencyModel, fit_line
 from moec.runtime.simulation.accelerator_workload import STRATEGIES, Workload, decode_ns, prefill_ns
 
-_DENSE_TIMES = ("dense_fixed_ns", "dense_token_ns", "head_ns")
 PROMPTS, BEAMS = (512, 1024, 2048, 4096), (4, 8, 12)
 DECODED = 16
 LAUNCHES = 55
@@ -85,7 +85,7 @@ def median_ns(call: Callable[[], object], repeats: int = 5) -> float:
 
 
 def line_of_tokens(call: Callable[[int], object]) -> tuple[float, float]:
-    return fit_line(SAMPLE_TOKENS, [median_ns(lambda tokens=tokens: call(tokens)) for tokens in SAMPLE_TOKENS])  # type: ignore[misc]
+    return fit_line(SAMPLE_TOKENS, [median_ns(partial(call, tokens)) for tokens in SAMPLE_TOKENS])
 
 
 def measured_expert(shape: Shape) -> tuple[tuple[float, float], float, int]:
@@ -186,11 +186,11 @@ def main() -> None:
     options = read_options()
     kernels.set_threads(options.threads)
     shape = MODELS[options.model]
-    cpu, staging, size = measured_expert(shape)
+    (fixed, per_token), staging, size = measured_expert(shape)
     dense, head = measured_dense(shape)
     speed = options.cpu_speed
     latency = LatencyModel(
-        *(ns / speed for ns in cpu), *device_times(shape, options), staging / speed, 1 / options.link_gb_per_s
+        fixed / speed, per_token / speed, *device_times(shape, options), staging / speed, 1 / options.link_gb_per_s
     )
     ranks = np.arange(1, shape.experts + 1, dtype=np.float64) ** -options.skew
     shuffled = np.stack([np.random.default_rng(layer).permutation(ranks) for layer in range(shape.layers)])
@@ -203,7 +203,8 @@ def main() -> None:
         *(f"beams {width} [steps/s]" for width in BEAMS),
     ]
     print(f"| | {' | '.join(names)} |\n{'|---' * (len(names) + 1)}|")
-    there = replace(work, **dict(zip(_DENSE_TIMES, dense_device_times(shape, options), strict=True)))
+    dense_fixed, dense_token, device_head = dense_device_times(shape, options)
+    there = replace(work, dense_fixed_ns=dense_fixed, dense_token_ns=dense_token, head_ns=device_head)
     for name, strategy, chosen in [
         *((strategy, strategy, work) for strategy in STRATEGIES),
         ("planner, dense on device", "planner", there),

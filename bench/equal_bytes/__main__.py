@@ -18,7 +18,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -153,18 +153,22 @@ def add_peers(table: Comparison, example: Example, plans: OurPlans, options: arg
     def importance() -> dict[tuple[int, str], Tensor]:
         return importance_of(example, calibration_texts())
 
+    # Calibration waits until a row needs it.
+    def by_llama(mixture: str) -> Quantized:
+        return llama_weights(example, blocks, importance(), mixture)
+
+    def by_gptqmodel(bits: int, group_size: int) -> Quantized:
+        return gptqmodel_weights(example, options.results, moments(), bits, group_size)
+
     for mixture in filter(None, options.mixtures.split(",")):
-        size = table.add(mixture, lambda mixture=mixture: llama_weights(example, blocks, importance(), mixture))
+        size = table.add(mixture, partial(by_llama, mixture))
         table.add_plan(f"layers-{size}", plans.grouped(size, by_layer_and_projection))
     for setting in filter(None, options.hqq.split(",")):
         bits, group_size = map(int, setting.split(":"))
-        table.add(f"HQQ-{bits}g{group_size}", lambda b=bits, g=group_size: hqq_weights(example, options.results, b, g))
+        table.add(f"HQQ-{bits}g{group_size}", partial(hqq_weights, example, options.results, bits, group_size))
     for setting in filter(None, options.gptqmodel.split(",")):
         bits, group_size = map(int, setting.split(":"))
-        table.add(
-            f"GPTQModel-{bits}g{group_size}",
-            lambda b=bits, g=group_size: gptqmodel_weights(example, options.results, moments(), b, g),
-        )
+        table.add(f"GPTQModel-{bits}g{group_size}", partial(by_gptqmodel, bits, group_size))
 
 
 def main() -> None:

@@ -36,7 +36,8 @@ def quantized(weight: Tensor, moment: Tensor, bits: int, group_size: int) -> Ten
     task.quantizer.configure(perchannel=True)
     task.H = moment * (2 / moment.diagonal().mean().clamp_min(1e-30))
     task.nsamples = ENOUGH_TOKENS
-    return task.quantize(blocksize=128)[0]
+    rounded: Tensor = task.quantize(blocksize=128)[0]
+    return rounded
 
 
 def main() -> None:

@@ -58,11 +58,12 @@ def rounded_by(
     names = {unit: f"{unit.layer}.{unit.expert}.{unit.projection}" for unit in units}
     tensors = {names[unit]: matrix.float().contiguous() for unit, matrix in units.items()}
     shared = dict[str, str]()
-    for unit in units if moments else ():
-        key = f"{unit.layer}.{unit.expert}.{'middle' if unit.projection == 'down' else 'input'}.moment"
-        shared[names[unit]] = key
-        if key not in tensors:
-            tensors[key] = moments[unit.layer, unit.projection][unit.expert].contiguous()
+    if moments is not None:
+        for unit in units:
+            key = f"{unit.layer}.{unit.expert}.{'middle' if unit.projection == 'down' else 'input'}.moment"
+            shared[names[unit]] = key
+            if key not in tensors:
+                tensors[key] = moments[unit.layer, unit.projection][unit.expert].contiguous()
     save_file(tensors, source, metadata={"moments": json.dumps(shared)})
     script = Path(__file__).with_name(f"{name}_script.py")
     threads = str(torch.get_num_threads())

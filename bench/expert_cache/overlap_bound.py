@@ -71,7 +71,7 @@ def main() -> None:
         capacity, own_ns = int(replayed.total_bytes * float(share)), compute_ns(trace)
         at_work_ns = own_ns if options.compute_ms is None else options.compute_ms * 1e6
         first, rate = trace.header.first_expert, trace.header.storage_bytes_per_s
-        kinds = {"none": no_advice, "as recorded": recorded_advice}
+        kinds: dict[str, Advice] = {"none": no_advice, "as recorded": recorded_advice}
         kinds |= {f"perfect, {depth} ahead": perfect_advice(first, depth) for depth in DEPTHS}
         missed_ns = 0.0
         for name, advice in kinds.items():

@@ -86,9 +86,9 @@ def replayed_row(bundle: Bundle, trace: Trace, replayed: ReplayedBundle, thresho
     model = TracedModel(spec, header.first_expert, replayed.sizes, advisor)
     versions = Versions(model.first_expert, low_version_indices(bundle.manifest))
     _, counts = replay_modes(trace, parse_modes(thresholds, None, None), model, versions, cache, no_advice)
-    plain, tokens = counts.to_plain(), len(trace.passes) - trace.prompt_passes
+    tokens = len(trace.passes) - trace.prompt_passes
     chosen = tokens * sum(header.top_k)
-    return f"{cache.bytes_read / tokens / 2**20:.3f} | {plain['low'] / chosen:.3f} | {plain['skipped'] / chosen:.3f}"
+    return f"{cache.bytes_read / tokens / 2**20:.3f} | {counts.low / chosen:.3f} | {counts.skipped / chosen:.3f}"
 
 
 def main() -> None:

@@ -80,10 +80,11 @@ def measure(formats: list[str], tokens: int, rounds: int, from_memory: bool) -> 
     for index, spec in enumerate(specs):
         quartiles = np.percentile(times[:, index] / times[:, 0], (25, 50, 75))
         seconds = float(np.median(times[:, index]))
-        rate = (2e-9 * SHAPE[0] * SHAPE[1] * tokens / seconds, 1e-9 * spec.packed_bytes(*SHAPE) / seconds)
+        gflop_per_s = round(2e-9 * SHAPE[0] * SHAPE[1] * tokens / seconds, 2)
+        gb_per_s = round(1e-9 * spec.packed_bytes(*SHAPE) / seconds, 2)
         low, middle, high = (round(float(value), 3) for value in quartiles)
         place = "memory" if from_memory else "cache"
-        yield Rate(place, formats[index], tokens, *(round(part, 2) for part in rate), (low, middle, high))
+        yield Rate(place, formats[index], tokens, gflop_per_s, gb_per_s, (low, middle, high))
 
 
 def main() -> None:

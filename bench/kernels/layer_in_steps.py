@@ -13,7 +13,8 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from moec.runtime import Engine, kernels, load
 
@@ -25,8 +26,14 @@ def attention_in_steps(engine: Engine) -> Iterator[None]:
     """Call every step of attention by itself, with checks of its arguments."""
     attend = kernels.attend
 
-    def by_steps(layer: Any, *arguments: Any) -> None:
-        layer.attend_in_steps(kernels, *arguments)
+    def by_steps(
+        layer: kernels.AttentionLayer | kernels.LatentLayer,
+        hidden: np.ndarray,
+        k_cache: np.ndarray,
+        v_cache: np.ndarray,
+        places: kernels.TokenPlaces,
+    ) -> None:
+        layer.attend_in_steps(kernels, hidden, k_cache, v_cache, places)
 
     kernels.attend = by_steps
     try:

@@ -65,6 +65,17 @@ def random_matrix(rows: int, columns: int, spec: QuantSpec) -> kernels.PackedMat
     return kernels.PackedMatrix(data, rows, columns, spec)
 
 
+def random_expert(width: int, hidden: int, spec: QuantSpec) -> kernels.Expert:
+    """Return an expert of random bytes, with a gate."""
+    gate, up = random_matrix(width, hidden, spec), random_matrix(width, hidden, spec)
+    return kernels.Expert(gate, up, random_matrix(hidden, width, spec))
+
+
+def expert_bytes(width: int, hidden: int, spec: QuantSpec) -> int:
+    """Return the packed bytes of an expert with a gate."""
+    return 2 * spec.packed_bytes(width, hidden) + spec.packed_bytes(hidden, width)
+
+
 def result(
     operation: str, text: str, shape: tuple[int, int, int], threads: int, work: tuple[float, float, float]
 ) -> Result:
@@ -84,19 +95,18 @@ def measure_linear(text: str, rows: int, columns: int, tokens: int, threads: int
 
 def measure_expert(text: str, width: int, hidden: int, tokens: int, threads: int) -> Result:
     spec = QuantSpec.parse(text)
-    parts = [random_matrix(*shape, spec) for shape in ((width, hidden), (width, hidden), (hidden, width))]
-    expert = kernels.Expert(*parts)
+    expert = random_expert(width, hidden, spec)
     x, out = np.ones((tokens, hidden), np.float32), np.empty((tokens, 1, hidden), np.float32)
     index, ranks = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
     seconds = best_seconds(lambda: kernels.expert_ffn(expert, x, index, ranks, out))
-    size = sum(part.data.size for part in parts)
-    return result("expert_ffn", text, (width, hidden, tokens), threads, (seconds, 6 * width * hidden * tokens, size))
+    work = (seconds, 6 * width * hidden * tokens, expert_bytes(width, hidden, spec))
+    return result("expert_ffn", text, (width, hidden, tokens), threads, work)
 
 
 def measure_experts_from_memory(text: str, width: int, hidden: int, tokens: int, threads: int) -> Result:
     """Measure one of MANY_EXPERTS experts that run one after the other, so that weights come from memory."""
-    spec, shapes = QuantSpec.parse(text), ((width, hidden), (width, hidden), (hidden, width))
-    experts = [kernels.Expert(*(random_matrix(*shape, spec) for shape in shapes)) for _ in range(MANY_EXPERTS)]
+    spec = QuantSpec.parse(text)
+    experts = [random_expert(width, hidden, spec) for _ in range(MANY_EXPERTS)]
     x, out = np.ones((tokens, hidden), np.float32), np.empty((tokens, 1, hidden), np.float32)
     index, ranks = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
 
@@ -105,8 +115,7 @@ def measure_experts_from_memory(text: str, width: int, hidden: int, tokens: int,
             kernels.expert_ffn(expert, x, index, ranks, out)
 
     seconds = best_seconds(one_after_the_other) / MANY_EXPERTS
-    size = sum(spec.packed_bytes(*shape) for shape in shapes)
-    work = (seconds, 6 * width * hidden * tokens, size)
+    work = (seconds, 6 * width * hidden * tokens, expert_bytes(width, hidden, spec))
     return result("from memory", text, (width, hidden, tokens), threads, work)
 
 

@@ -65,7 +65,7 @@ class Format:
             "steps": 32 / max(self.group, 1),
             "steps8": 16 / max(self.group, 1) + 32 / COLUMNS,
             "matrix": 16 / max(self.group, 1),
-            "row": 16 * 2**self.bits / COLUMNS,
+            "row": 16 * (1 << self.bits) / COLUMNS,
         }
         return self.bits + header[self.kind]
 
@@ -100,18 +100,17 @@ class Fit:
 
     def _clipped(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Return scales and minima of the shrunken range with the least error, weighted by the inputs."""
-        best, found = torch.full_like(low, np.inf), (low, low)
+        best, scales, minima = torch.full_like(low, np.inf), low, low
         importance = self.moment.diagonal().reshape(1, self.groups, -1)
         for share in np.linspace(0.3, 1.0, 15).tolist():
-            scale = ((high - low) * share / (self.entries - 1)).clamp_min(1e-12)
-            codes = ((self.grouped - (low * share)[..., None]) / scale[..., None]).round().clamp(0, self.entries - 1)
-            left = self.grouped - (low * share)[..., None] - codes * scale[..., None]
+            scale, minimum = ((high - low) * share / (self.entries - 1)).clamp_min(1e-12), low * share
+            codes = ((self.grouped - minimum[..., None]) / scale[..., None]).round().clamp(0, self.entries - 1)
+            left = self.grouped - minimum[..., None] - codes * scale[..., None]
             error = (left.square() * importance).sum(-1)
-            found = tuple(
-                torch.where(error < best, new, old) for new, old in zip((scale, low * share), found, strict=True)
-            )  # type: ignore[assignment]
+            is_less = error < best
+            scales, minima = torch.where(is_less, scale, scales), torch.where(is_less, minimum, minima)
             best = torch.minimum(best, error)
-        return found
+        return scales, minima
 
     def round(self, column: int, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes and values of one column, [N] each."""
@@ -174,7 +173,8 @@ def _least_squares(weight: Tensor, basis: Tensor, moment: Tensor, together: bool
         system, wanted = system.sum(0, keepdim=True), wanted.sum(0, keepdim=True)
     diagonal = system.diagonal(dim1=1, dim2=2)
     diagonal += (_RIDGE * diagonal.mean(1, keepdim=True)).clamp_min(1e-30)
-    return torch.linalg.solve(system, wanted).squeeze(2).float().expand(len(weight), -1).clone()
+    found: Tensor = torch.linalg.solve(system, wanted)
+    return found.squeeze(2).float().expand(len(weight), -1).clone()
 
 
 def _rounded(values: Tensor, most: int) -> Tensor:

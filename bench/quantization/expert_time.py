@@ -51,7 +51,7 @@ class Expert:
 
 
 def _moment(columns: int, generator: torch.Generator) -> Tensor:
-    mixing = torch.randn(columns, columns, generator=generator) / columns**0.5 + torch.eye(columns)
+    mixing = torch.randn(columns, columns, generator=generator) / float(columns**0.5) + torch.eye(columns)
     inputs = torch.randn(TOKENS, columns, generator=generator) @ mixing
     return inputs.T @ inputs
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
@@ -94,13 +95,23 @@ def main() -> None:
     def low_of(unit: UnitKey) -> Tensor:
         return units[(unit, LOW)].dequantize()
 
+    def high_of(spec: QuantSpec, unit: UnitKey) -> Tensor:
+        return units[(unit, spec)].dequantize()
+
+    def plane_of(spec: QuantSpec, unit: UnitKey) -> Tensor:
+        return upper_plane(units[(unit, spec)])
+
     rests = quantized(example, inputs, lambda unit: original(unit) - low_of(unit), list(halves.values()))
+
+    def sum_of(spec: QuantSpec, unit: UnitKey) -> Tensor:
+        return low_of(unit) + rests[(unit, spec)].dequantize()
+
     low_kl = mean_kl(walk, low_of)
     for high, half in halves.items():
         bits = int(high.bitwidth)
-        high_kl = mean_kl(walk, lambda unit, high=high: units[(unit, high)].dequantize())
-        plane_kl = mean_kl(walk, lambda unit, high=high: upper_plane(units[(unit, high)]))
-        both_kl = mean_kl(walk, lambda unit, half=half: low_of(unit) + rests[(unit, half)].dequantize())
+        high_kl = mean_kl(walk, partial(high_of, high))
+        plane_kl = mean_kl(walk, partial(plane_of, high))
+        both_kl = mean_kl(walk, partial(sum_of, half))
         low_bits, high_bits, rest_bits = LOW_BITS + HEADER_BITS, bits + HEADER_BITS, bits // 2 + HEADER_BITS
         for way, stored, upgrade, low, top in (
             ("apart", low_bits + high_bits, high_bits, low_kl, high_kl),

@@ -38,7 +38,7 @@ def write_model(folder: Path) -> None:
         max_position_embeddings=1024, bos_token_id=0, eos_token_id=1, pad_token_id=1, initializer_range=0.05,
     )  # fmt: skip
     torch.manual_seed(SEED)
-    MixtralForCausalLM(settings).to(torch.bfloat16).save_pretrained(folder)
+    MixtralForCausalLM(settings).bfloat16().save_pretrained(folder)
     words = {word: number for number, word in enumerate((*SPECIAL, *map(word_of, range(VOCABULARY - len(SPECIAL)))))}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -17,6 +17,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -91,8 +92,12 @@ class Gain:
         for name, group_of in GROUPINGS.items():
             found[name] = grouped(self._space, group_of), NO_SWAPS
         specs = self._space.without_pruning().unit_specs
+
+        def is_offered(has: Callable[[QuantSpec], bool], column: int) -> bool:
+            return has(specs[column])
+
         for name, has in MENUS.items():
-            found[f"{MATRIX}, {name}"] = with_formats(self._space, lambda column, has=has: has(specs[column])), NO_SWAPS
+            found[f"{MATRIX}, {name}"] = with_formats(self._space, partial(is_offered, has)), NO_SWAPS
         return found | {LEFT_OUT: (self._space, NO_SWAPS), SWAPPED: (self._space, self._swaps)}
 
     def within(self, kind: str, size_bytes: float) -> CompilePlan | None:

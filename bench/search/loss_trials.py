@@ -23,8 +23,7 @@ from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.targets import Target
 from moec.compiler.search.bisect import search
 from moec.compiler.search.swaps import SWAPS, Swaps
-from moec.compiler.sensitivity.acceptance import ONE_SIDED_95
-from moec.evaluation.statistics import LossEstimate
+from moec.evaluation.statistics import ONE_SIDED_95, LossEstimate
 from tests.compiler.search.toy_search import ToyTrials, estimate, predicted_loss, toy_model, toy_space, uniform_number
 
 NORMAL = NormalDist()

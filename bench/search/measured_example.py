@@ -74,6 +74,8 @@ def measured_example(
     journal, threads = Journal(work, "bench", Disk()), torch.get_num_threads()
     store = SweptStore(example.lowering, "gptq", [spec for spec in specs if not spec.is_pruned], journal)
     swept = Sweep(example.slot, store, journal, example.plain.dense, SEED).run(texts, threads, silent)
+    if swept.statistics is None:
+        raise RuntimeError("a sweep without texts has no popularity")
     gradients = LayerGradients(example.slot, store, texts.gradients, specs, journal).run(SEED, threads, silent)
     predicted = predictions(gradients, example.model, specs)
     prices = with_gradients(swept.sensitivity, store, store.specs, predicted)

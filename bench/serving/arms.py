@@ -47,11 +47,15 @@ class Arm(Protocol):
     ignores_end: whether its requests have `ignore_eos`; else the end token gets a bias.
     """
 
-    name: str
-    ignores_end: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ignores_end(self) -> bool: ...
 
     def command(self, room: Room) -> list[str]:
         """Return the command line."""
+        ...
 
 
 @dataclass(frozen=True)

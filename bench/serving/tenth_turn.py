@@ -49,7 +49,7 @@ def first_token_s(server: LiveServer, messages: list[dict[str, str]]) -> tuple[f
     started = time.perf_counter()
     connection.request("POST", PATH, json.dumps(body))
     reply = connection.getresponse()
-    first, text, timings = 0.0, "", {}
+    first, text, timings = 0.0, "", dict[str, Any]()
     for line in reply:
         if line.startswith(b"data: {"):
             first = first or time.perf_counter() - started

@@ -61,8 +61,8 @@ def measure(
             for count in clients:
                 for arm in turns(arms, number):
                     whole, decoding = rate(servers[arm.name], loads[arm.name], count)
-                    row = {"share": room.share, "clients": count, "arm": arm.name, "round": number}
-                    rows += [row | {"tokens_per_s": whole, "decoding_tokens_per_s": decoding}] if number else []
+                    asked = {"share": room.share, "clients": count, "arm": arm.name, "round": number}
+                    rows += [asked | {"tokens_per_s": whole, "decoding_tokens_per_s": decoding}] if number else []
         for row in rows:
             peak, hits = servers[row["arm"]].memory()
             row.update({} if peak is None else {"peak_bytes": peak, "limit_hits": hits})
@@ -97,7 +97,8 @@ def main() -> None:
     options = parser.parse_args()
     named = [each.split("=", 1) for each in options.arm]
     own = [OwnArm(name, python, options.bundle, tuple(options.extra)) for name, python in named]
-    peers = [PeerArm(*each.split("=", 1), options.gguf) for each in options.peer]
+    programs = [each.split("=", 1) for each in options.peer]
+    peers = [PeerArm(name, program, options.gguf) for name, program in programs]
     arms: list[Arm] = [*own, *peers]
     slots = max(options.clients)
     prompts, end = prompts_of(options.bundle, options.text.read_text(encoding="utf-8"), slots, options.characters)

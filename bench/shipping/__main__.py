@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -92,12 +93,13 @@ def make_bundles(folder: Path, hidden: int) -> list[Path]:
     shape = Shape(layers=16, experts=64, hidden=hidden, width=1024, vocabulary=50304)
     for number, bundle in enumerate(bundles):
         if not bundle.exists():
-            write_bundle(bundle, shape, lambda layer, expert, number=number: number * _is_changed(layer, expert))
+            write_bundle(bundle, shape, partial(_version, number))
     return bundles
 
 
-def _is_changed(layer: int, expert: int) -> int:
-    return int((layer * 64 + expert) % 10 == 3)
+def _version(number: int, layer: int, expert: int) -> int:
+    """Return the version of an expert in a bundle: its number for every tenth expert, else 0."""
+    return number if (layer * 64 + expert) % 10 == 3 else 0
 
 
 def fill_store(folder: Path, bundles: list[Path]) -> None:
@@ -121,7 +123,8 @@ def nginx(folder: Path) -> Iterator[Callable[[], int]]:
     log = place / "sent.log"
     log.unlink(missing_ok=True)
     (place / "nginx.conf").write_text(NGINX.format(folder=place, port=PORT, root=folder / "store"))
-    command = [shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin") or "nginx", "-c", place / "nginx.conf"]
+    program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin") or "nginx"
+    command = [program, "-c", str(place / "nginx.conf")]
     subprocess.run(command, check=True)
 
     def sent_bytes() -> int:
@@ -190,7 +193,7 @@ def _peak_kib(pid: int) -> int:
 def measure_first(folder: Path, bundles: list[Path], number: int) -> list[Row]:
     """Pull the first bundle, and fetch it with curl and two programs for digests, in an order that alternates."""
     subprocess.run(["cat", *bundles[0].iterdir()], stdout=subprocess.DEVNULL, check=True)
-    ways = [
+    ways: list[Callable[[], Row]] = [
         lambda: _pull_first(folder, number),
         lambda: _curl(folder, bundles[0], number, "sha256sum"),
         lambda: _curl(folder, bundles[0], number, "openssl dgst -sha256"),
@@ -251,7 +254,8 @@ def measure_delta(folder: Path, bundles: list[Path], sent_bytes: Callable[[], in
     """Bring the second bundle to a device that has the first."""
     old, new = (open_bundle(bundle).manifest for bundle in bundles)
     experts = experts_of(new)
-    changed = set(experts) - equal_keys(experts, experts_of(old))
+    equal = equal_keys(experts, experts_of(old))
+    changed = set(experts) - equal
     changed_bytes = sum(experts[key][1] for key in changed)
     dense_bytes = (bundles[1] / DENSE_NAME).stat().st_size
     bound_bytes = round(1.05 * (changed_bytes + dense_bytes + 1_000_000))
@@ -268,15 +272,15 @@ def measure_delta(folder: Path, bundles: list[Path], sent_bytes: Callable[[], in
     _zsync(folder, bundles, sent_bytes)
     chunks, started = Chunks(), time.monotonic()
     known = {chunk for path in sorted(bundles[0].iterdir()) for chunk in chunks.of(path)}
-    new = {chunk for path in sorted(bundles[1].iterdir()) for chunk in chunks.of(path)}
-    lacking = new - known
+    wanted = {chunk for path in sorted(bundles[1].iterdir()) for chunk in chunks.of(path)}
+    lacking = wanted - known
     tell(
         way="content-defined chunks",
-        chunks=len(new),
-        mean_bytes=round(sum(size for _, size in new) / len(new)),
+        chunks=len(wanted),
+        mean_bytes=round(sum(size for _, size in wanted) / len(wanted)),
         lacking_chunks=len(lacking),
         bytes=sum(size for _, size in lacking),
-        list_bytes=36 * len(new),
+        list_bytes=36 * len(wanted),
         seconds=round(time.monotonic() - started, 1),
     )
 
@@ -299,7 +303,7 @@ def _zsync(folder: Path, bundles: list[Path], sent_bytes: Callable[[], int]) -> 
         made_s += time.monotonic() - started
         index_bytes += index.stat().st_size
         started = time.monotonic()
-        command = ["zsync", "-q", "-i", bundles[0] / path.name, "-o", path.name, f"{base}/zsync/{index.name}"]
+        command = ["zsync", "-q", "-i", str(bundles[0] / path.name), "-o", path.name, f"{base}/zsync/{index.name}"]
         subprocess.run(command, cwd=target, check=True, capture_output=True)
         seconds += time.monotonic() - started
         if (target / path.name).read_bytes() != path.read_bytes():

@@ -25,15 +25,6 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerF
 
 SPECIAL = ("<unk>", "<s>", "</s>")
 TEXT_WORDS = 256
-SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
 
 
 def save_model(folder: Path, words: int) -> None:
@@ -42,7 +33,13 @@ def save_model(folder: Path, words: int) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     config = MixtralConfig(
-        **SHAPE,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
         vocab_size=len(vocabulary),
         max_position_embeddings=512,
         bos_token_id=1,

@@ -36,7 +36,7 @@ from moec.profiles.loading import load_profile
 from moec.runtime.trace.statistics import peak_memory_bytes
 
 SHAPES = [(layers, 8) for layers in (2, 4, 8, 16)] + [(4, experts) for experts in (4, 16, 32)]
-SIZE = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
+SIZE, HEADS = 512, 8
 TOKENIZER = Path(__file__).parents[2] / "examples" / "model"
 DATA = Path(__file__).parents[2] / "examples" / "data" / "gsm8k"
 ITEMS = 60
@@ -47,7 +47,8 @@ def save(folder: Path, layers: int, experts: int) -> Path:
     """Write a random checkpoint with the tokenizer of the example."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
     config = MixtralConfig(
-        **SIZE, vocab_size=len(tokenizer), num_hidden_layers=layers, num_local_experts=experts, num_experts_per_tok=2,
+        hidden_size=SIZE, intermediate_size=SIZE, num_attention_heads=HEADS, num_key_value_heads=HEADS,
+        vocab_size=len(tokenizer), num_hidden_layers=layers, num_local_experts=experts, num_experts_per_tok=2,
         max_position_embeddings=512, eos_token_id=1, pad_token_id=2, bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moec.runtime.simulation.replay import OPTIMUM
 
-from ..figure import Figure, Measured, Panel, percent
+from ..figure import Figure, Measured, Panel, Verdict, percent
 from ..inputs import Inputs
 from ..models import TRAINED
 from ..replays import FIFO, RANDOM, recorded_texts, replay_texts
@@ -30,13 +30,14 @@ def hit_ratio(inputs: Inputs) -> Measured:
             ]
         panels.append(Panel("lines", name, "share of the experts in memory", "hit ratio", points=points))
         for at, (share, _) in enumerate(points["EdgeMoE"]):
-            best = max(POLICIES, key=lambda label, at=at, points=points: points[label][at][1])
+            ratios = {label: points[label][at][1] for label in POLICIES}
+            best = max(ratios, key=ratios.__getitem__)
             wins += best == "EdgeMoE"
             told.append(
                 f"{name}, {percent(share)} in memory: best {best} {percent(points[best][at][1], 1)}, EdgeMoE "
                 f"{percent(points['EdgeMoE'][at][1], 1)}, optimum {percent(points['optimum'][at][1], 1)}"
             )
-    verdict = "same" if wins == len(told) else "partly" if wins else "different"
+    verdict: Verdict = "same" if wins == len(told) else "partly" if wins else "different"
     return Measured(panels, told, verdict)
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from moec.cli.simulation.energy import token_joules
 
-from ..figure import Figure, Measured, Panel, percent
+from ..figure import Figure, Measured, Panel, Verdict, percent
 from ..inputs import Inputs, mean
 from ..models import PLANTED
 from ..simulated import Device
@@ -52,7 +52,7 @@ def ablation(inputs: Inputs) -> Measured:
     ]
     told = [f"{name}: {time:.3g} ms, {size:.3g} MB" for name, time, size in zip(groups, times, memory, strict=True)]
     gains = [before / after for before, after in pairwise(times[: groups.index("+Q+P+C") + 1])]
-    verdict = "same" if min(gains) >= 1.05 else "partly" if gains[0] >= 1.05 else "different"
+    verdict: Verdict = "same" if min(gains) >= 1.05 else "partly" if gains[0] >= 1.05 else "different"
     return Measured(panels, told, verdict)
 
 
@@ -127,7 +127,7 @@ def budgets(inputs: Inputs) -> Measured:
     )
     told = [f"{name}: {line[0][1]:.3g} ms at {line[0][0]:.2g} MB, {line[-1][1]:.3g} ms at {line[-1][0]:.2g} MB"
             for name, line in points.items()]  # fmt: skip
-    verdict = "same" if is_falling and is_faster else "partly" if is_falling else "different"
+    verdict: Verdict = "same" if is_falling and is_faster else "partly" if is_falling else "different"
     return Measured([panel], told, verdict)
 
 

@@ -8,7 +8,7 @@ from moec.runtime.expert_cache.policies import SCORES, MultidimensionalScore, Po
 from moec.runtime.options.runtime import EvictionWeights
 from moec.runtime.simulation.recorded_advice import no_advice
 
-from ..figure import Figure, Measured, Panel, percent
+from ..figure import Figure, Measured, Panel, Verdict, percent
 from ..inputs import Inputs
 from ..models import PLANTED, TRAINED
 from ..replays import random_score, recorded_texts, replay_texts
@@ -62,7 +62,7 @@ def miss_penalty(inputs: Inputs) -> Measured:
         rival: all(own < other for own, other in zip(bars["HOBBIT"], bars[rival], strict=True))
         for rival in ("LRU", "LFU")
     }
-    verdict = "same" if all(is_best.values()) else "partly" if any(is_best.values()) else "different"
+    verdict: Verdict = "same" if all(is_best.values()) else "partly" if any(is_best.values()) else "different"
     return Measured([panel], told, verdict)
 
 

@@ -56,7 +56,8 @@ class Checkpoint:
         file = self._files[name]
         if self._open[0] != file:
             self._open = (file, safe_open(self._folder / file, "pt"))
-        return self._open[1].get_tensor(name).to(torch.float32).numpy()
+        found: torch.Tensor = self._open[1].get_tensor(name)
+        return found.to(torch.float32).numpy()
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, list[str]]]:

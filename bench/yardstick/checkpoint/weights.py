@@ -37,6 +37,11 @@ class Shape:
     theta: float = 10_000.0
     seed: int = 20_261
 
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the weights that keep the length of an input of size D."""
+        return float(self.hidden**-0.5)
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -102,16 +107,16 @@ class Weights:
             scale = routing.sharpness**0.5 if part in ("q_norm", "k_norm") else 1.0
             return torch.full((shape.hidden,), scale)
         if part == "embed_tokens":
-            own = self._normal(name, (shape.vocabulary, shape.hidden))
-            return own * (1 - routing.shared) ** 0.5 + self._direction * routing.shared**0.5
+            own, seen = float((1 - routing.shared) ** 0.5), float(routing.shared**0.5)
+            return self._normal(name, (shape.vocabulary, shape.hidden)) * own + self._direction * seen
         if part == "lm_head":
-            return self._normal(name, (shape.vocabulary, shape.hidden)) * shape.hidden**-0.5
+            return self._normal(name, (shape.vocabulary, shape.hidden)) * shape.deviation
         if ".experts." in name:
             return self._expert(name, part)
         if part == "gate":
-            router = self._normal(name, (shape.experts, shape.hidden)) * shape.hidden**-0.5
+            router = self._normal(name, (shape.experts, shape.hidden)) * shape.deviation
             return router - (1 - routing.seen) * self._along(router)
-        square = self._normal(name, (shape.hidden, shape.hidden)) * shape.hidden**-0.5
+        square = self._normal(name, (shape.hidden, shape.hidden)) * shape.deviation
         if part in ("q_proj", "k_proj"):
             gain = routing.attended / shape.hidden
             target = self._normal(name.replace(part, "shared"), (shape.hidden,))
@@ -129,6 +134,6 @@ class Weights:
         if part == "down_proj":
             # silu(a) b of two standard normal numbers has a mean square of about 0.36. Eight outputs, weighted by a
             # softmax over 64 such logits that is not renormalised, sum to about 0.13 of the length of one output.
-            scale = self.routing.experts / 0.13 / (0.36 * shape.width) ** 0.5
+            scale = self.routing.experts / 0.13 / float((0.36 * shape.width) ** 0.5)
             return self._normal(name, (shape.hidden, shape.width)) * scale
-        return self._normal(name, (shape.width, shape.hidden)) * shape.hidden**-0.5
+        return self._normal(name, (shape.width, shape.hidden)) * shape.deviation

@@ -60,7 +60,9 @@ def storage_rate(run: dict[str, Any]) -> float:
     """Return the larger of the run's own rate while it read and the rate of the probe before it, bytes per second."""
     measured = run["measured"]
     read_per_s = measured["decode_bytes_read_per_token"] * measured["tokens_per_s"]
-    return max(read_per_s / measured["decode_shares"]["storage_busy"], run["probe"]["storage_bytes_per_s"])
+    own: float = read_per_s / measured["decode_shares"]["storage_busy"]
+    probed: float = run["probe"]["storage_bytes_per_s"]
+    return max(own, probed)
 
 
 def overlap_of(run: dict[str, Any], without: dict[str, Any], memory: dict[str, Any]) -> dict[str, float]:

@@ -71,8 +71,8 @@ def mixed_arm(path: Path) -> dict[str, Any]:
 
 def table(arms: list[dict[str, Any]], runs: dict[str, list[dict[str, Any]]]) -> str:
     """Return a Markdown table: medians of rates and TTFT with their ranges, and medians of the gains in each round."""
-    head = ("mode", "loss on the example (95 %)", "tokens/s", "x lossless", "MB read per token", "busy", "TTFT, s")
-    head = (*head, "decisions")
+    head = ["mode", "loss on the example (95 %)", "tokens/s", "x lossless", "MB read per token", "busy", "TTFT, s"]
+    head.append("decisions")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     base = [run["measured"]["tokens_per_s"] for run in runs[LOSSLESS]]
     for row in arms:
@@ -107,8 +107,8 @@ def _loss(row: dict[str, Any]) -> str:
 def _decided(decisions: dict[str, Any] | None) -> str:
     if decisions is None:
         return "-"
-    names = ("missed", "low", "skipped", "replaced", "dropped", "fallback", "foretold_right")
-    names = (*names, "prompt_missed", "prompt_low", "prompt_skipped")
+    names = ["missed", "low", "skipped", "replaced", "dropped", "fallback", "foretold_right"]
+    names += ["prompt_missed", "prompt_low", "prompt_skipped"]
     told = ((name, decisions.get(f"{name}_share")) for name in names)
     return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in told if share) or "-"
 

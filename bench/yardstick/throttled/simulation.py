@@ -104,21 +104,21 @@ def shares(decisions: dict[str, Any] | None) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table."""
-    heads = ("storage", "experts in memory", "policy, prefetch", "measured ms per token", "predicted", "error")
-    heads += ("MiB read per token: measured", "predicted")
+    heads = ["storage", "experts in memory", "policy, prefetch", "measured ms per token", "predicted", "error"]
+    heads += ["MiB read per token: measured", "predicted"]
     has_modes = any(row["modes"] for row in rows)
-    heads += ("decided: measured", "predicted") if has_modes else ()
+    heads += ["decided: measured", "predicted"] if has_modes else []
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in rows:
         measured, predicted = row["measured"], row["predicted"]
-        cells = (
+        cells: list[str] = [
             f"{row['rate'] / 1e6:.0f} MB/s" if row["rate"] else "no throttle",
             row["share"],
             row["modes"] or f"{row['policy']}, {row['prefetch']}",
-        )
-        cells += (f"{measured['tpot_ms']:.0f}", f"{predicted['tpot_ms']:.0f}", f"{row['error']:+.1%}")
-        cells += (f"{measured['read_mib']:.1f}", f"{predicted['read_mib']:.1f}")
-        cells += (shares(measured["decisions"]), shares(predicted["decisions"])) if has_modes else ()
+        ]
+        cells += [f"{measured['tpot_ms']:.0f}", f"{predicted['tpot_ms']:.0f}", f"{row['error']:+.1%}"]
+        cells += [f"{measured['read_mib']:.1f}", f"{predicted['read_mib']:.1f}"]
+        cells += [shares(measured["decisions"]), shares(predicted["decisions"])] if has_modes else []
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
