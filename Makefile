@@ -45,6 +45,7 @@ $(READY): pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(BIN)/python
 links:
 	@mkdir -p $(LINKS)/moec
 	@for package in $(PACKAGES); do ln -sfn ../../../$$package $(LINKS)/moec/$$package; done
+	@for package in bench tests; do ln -sfn ../../$$package $(LINKS)/$$package; done
 
 demo: $(READY)  ## Compile the example to a 2 % loss, run it, evaluate it, show the tables
 	$(BIN)/moec demo
@@ -130,8 +131,8 @@ lint: $(READY)  ## ruff
 format: $(READY)  ## Let ruff format the tree
 	$(BIN)/ruff format .
 
-typecheck: $(READY) links  ## mypy, strict
-	cd $(LINKS) && ../../$(BIN)/mypy --config-file ../../pyproject.toml $(PACKAGES:%=-p moec.%)
+typecheck: $(READY) links  ## mypy, strict, on the packages and bench
+	cd $(LINKS) && ../../$(BIN)/mypy --config-file ../../pyproject.toml $(PACKAGES:%=-p moec.%) -p bench
 
 contracts: $(READY) links  ## Who may import whom
 	PYTHONPATH=$(LINKS) $(BIN)/lint-imports
