@@ -97,37 +97,56 @@ class Load:
         return asked | {"stream_options": {"include_usage": True}} | kept
 
 
-async def _answer(port: int, body: dict[str, Any]) -> tuple[int, float, float]:
-    """Ask for one answer. Returns its tokens, and the times of its first and its last piece, in seconds."""
+@dataclass(frozen=True)
+class Answer:
+    """One streamed answer.
+
+    tokens, pieces: in all. Text of incomplete characters is held back, so there may be fewer pieces than tokens.
+    first_s, last_s: times of the first and the last piece, in seconds.
+    """
+
+    tokens: int
+    pieces: int
+    first_s: float
+    last_s: float
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second from the first piece to the last. None if too few pieces tell the time of a token."""
+        return (self.tokens - 1) / (self.last_s - self.first_s) if 2 * self.pieces > self.tokens else None
+
+
+async def _answer(port: int, body: dict[str, Any]) -> Answer:
+    """Ask for one answer."""
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\nConnection: close\r\n"
     writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
-    tokens, first_s = 0, 0.0
+    tokens, pieces, first_s = 0, 0, 0.0
     async for line in reader:
         if line.startswith(b"data: {"):
-            first_s = first_s or time.perf_counter()
+            pieces, first_s = pieces + 1, first_s or time.perf_counter()
             if b'"usage":{' in line:
                 tokens = json.loads(line[6:])["usage"]["completion_tokens"]
     last_s = time.perf_counter()
     writer.close()
     if not tokens:
         raise RuntimeError("a server ended an answer without its usage")
-    return tokens, first_s, last_s
+    return Answer(tokens, pieces, first_s, last_s)
 
 
-async def _together(port: int, load: Load, clients: int) -> list[tuple[int, float, float]]:
+async def _together(port: int, load: Load, clients: int) -> list[Answer]:
     return list(await asyncio.gather(*(_answer(port, load.body(client)) for client in range(clients))))
 
 
-def rate(server: Server, load: Load, clients: int) -> tuple[float, float]:
+def rate(server: Server, load: Load, clients: int) -> tuple[float, float | None]:
     """Let clients ask at the same time.
 
-    Returns two rates of all clients together, in tokens/s: with the prompts, and the sum of the clients' own rates from
-    their first piece to their last.
+    Returns two rates of all clients together, in tokens/s. The first has the prompts. The second is from the first
+    piece of each client to its last; None if no answer has pieces for most of its tokens.
     """
     started_s = time.perf_counter()
     found = asyncio.run(_together(server.port, load, clients))
-    whole = sum(tokens for tokens, _, _ in found) / (max(last for _, _, last in found) - started_s)
-    decoding = sum((tokens - 1) / (last - first) for tokens, first, last in found)
-    return whole, decoding
+    whole = sum(answer.tokens for answer in found) / (max(answer.last_s for answer in found) - started_s)
+    steady = [answer.rate for answer in found if answer.rate is not None]
+    return whole, clients * sum(steady) / len(steady) if steady else None

@@ -72,8 +72,9 @@ def measure(
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """Return one line for the rows of one arm: median, least and most."""
     values = [row["tokens_per_s"] for row in rows]
-    decoding = statistics.median(row["decoding_tokens_per_s"] for row in rows)
-    spread = f"{min(values):.1f} to {max(values):.1f}; {decoding:.1f} decoding"
+    told = [row["decoding_tokens_per_s"] for row in rows if row["decoding_tokens_per_s"] is not None]
+    decoding = f"; {statistics.median(told):.1f} decoding" if told else ""
+    spread = f"{min(values):.1f} to {max(values):.1f}{decoding}"
     return f"{rows[0]['arm']} {statistics.median(values):.1f} ({spread})"
 
 
