@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--items", type=int, default=200, help="test items")
     parser.add_argument("--mixtures", default=",".join(MIXTURES))
-    parser.add_argument("--uniform", action=argparse.BooleanOptionalAction, default=True, help="one format for all")
+    parser.add_argument("--uniform", default="all", help="formats of uniform plans, such as q4g64b; `all`, or none")
     parser.add_argument("--swaps", type=int, help="swaps of each search; default: those of a compile")
     parser.add_argument("--executed", action="store_true", help="also run own plans in the runtime")
     parser.add_argument("--hqq", default="2:64,3:64,4:64,5:64,6:64,8:64", help="bits:group size of HQQ, repeated")
@@ -191,8 +191,10 @@ def main() -> None:
     plans = OurPlans(options.model, options.data, options.task, options.results / "work", BITS, options.swaps)
     example = Example(options.model, options.data, options.task)
     table = Comparison(example, plans, options.results, options.items)
-    for name, plan in plans.uniform().items() if options.uniform else ():
-        table.add_plan(f"uniform-{name}", plan)
+    wanted = options.uniform.split(",")
+    for name, plan in plans.uniform().items():
+        if name in wanted or options.uniform == "all":
+            table.add_plan(f"uniform-{name}", plan)
     add_peers(table, example, plans, options)
     if options.executed:
         table.print_executed()
