@@ -189,8 +189,10 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
         cache = parse_cache(options.expert_cache, cost.expert_padded_bytes)
         if cache < cost.minimum_expert_bytes:
             least = memory_option(cost.minimum_expert_bytes)
+            share = f"; a share is written `{options.expert_cache}%`" if options.expert_cache.isdigit() else ""
             raise MemoryBudgetExceeded(
-                f"`--expert-cache {options.expert_cache}` is under the floor of {least}", f"--expert-cache {least}"
+                f"`--expert-cache {options.expert_cache}` is under the floor of {least}",
+                f"--expert-cache {least}{share}",
             )
         if budget is not None and bare.fixed_bytes + cache > budget:
             least = memory_option(bare.fixed_bytes + cache)
@@ -219,7 +221,7 @@ def _under_floor(bare: MemoryPlan, options: RuntimeOptions, budget: int) -> Memo
     if options.memory is not None:
         return MemoryBudgetExceeded(
             f"`--memory {options.memory}` is under the floor of {least} for a context of {bare.context}",
-            f"--memory {least}, or a shorter `--context`",
+            f"--memory {least}, or {'fewer `--slots`' if options.slots > 1 else 'a shorter `--context`'}",
         )
     return MemoryBudgetExceeded(
         f"this machine's free memory, {budget >> 20}MiB of it usable, is under the floor of {least} for a context of "

@@ -265,5 +265,5 @@ def test_a_template_without_tools_is_named(server: LiveServer) -> None:
     ):
         reply = server.post(RESPONSES, {**BODY, **change})
         assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "tools_not_supported", param)
-    with pytest.raises(RequestError, match="takes no tools"):
+    with pytest.raises(RequestError, match="no chat template that takes tools"):
         read_input([result("a")], takes_tools=False)

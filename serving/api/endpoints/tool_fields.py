@@ -106,7 +106,7 @@ def require_tools(service: Service, is_forced: bool) -> None:
 
 def no_tools(param: str) -> RequestError:
     """Return the error of a bundle without tools."""
-    return RequestError(400, "the chat template of this bundle takes no tools", param, "tools_not_supported")
+    return RequestError(400, "this bundle has no chat template that takes tools", param, "tools_not_supported")
 
 
 def new_call_id(service: Service) -> str:
