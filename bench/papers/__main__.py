@@ -1,6 +1,6 @@
 """Measure and draw the figures of the four papers.
 
-    python -m bench.papers [NAME...] [--list] [--again]
+    python -m bench.papers [NAME...] [--list] [--again] [--with-throttle]
 
 Without names all figures are measured that are not yet. Bundles, traces and results lie in --work, so a run that was
 stopped goes on. Pictures, numbers and pages go to --output. A figure of the natural example needs its folder
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="figures; by default all")
     parser.add_argument("--list", action="store_true", help="print the figures and stop")
     parser.add_argument("--again", action="store_true", help="measure also what has a result")
+    parser.add_argument("--with-throttle", action="store_true", help="measure also with limited storage: Linux, root")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "papers", help="what is kept between runs")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "papers", help="where pages and pictures go")
     options = parser.parse_args(arguments)
@@ -49,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for each in NOT_MEASURED:
             print(f"{'not measured':28} {PAPERS[each.paper]}, {each.source}: {each.title}")
         return
-    inputs = Inputs(options.work, say)
+    if options.with_throttle and os.geteuid() != 0:
+        parser.error("`--with-throttle` limits reads by control groups, which needs root")
+    inputs = Inputs(options.work, say, options.with_throttle)
     chosen = [figure for figure in FIGURES if not options.names or figure.name in options.names]
     make(chosen, inputs, options.output, options.again, say)
 

@@ -74,6 +74,7 @@ class Figure:
     why: sentences on why the result is equal or not, Markdown.
     measure: returns the result.
     on_natural: sentences on the natural example, Markdown; empty if it is not measured.
+    throttles: whether it limits reads of storage. Without `--with-throttle` its published result is kept.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Figure:
     why: str
     measure: Callable[[Inputs], Measured]
     on_natural: str = ""
+    throttles: bool = False
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,11 @@ class Routes:
 class Inputs:
     """Files in a folder. Each is complete or absent, so a run that was stopped goes on."""
 
-    def __init__(self, folder: Path, say: Callable[[str], object] = lambda sentence: None) -> None:
-        self.folder, self._say = folder, say
+    def __init__(
+        self, folder: Path, say: Callable[[str], object] = lambda sentence: None, throttles: bool = False
+    ) -> None:
+        """Take a folder. throttles: whether this run may limit reads of storage, which needs root."""
+        self.folder, self._say, self.throttles = folder, say, throttles
 
     def bundle(self, name: str) -> Path:
         """Return the folder of a bundle. Compiles it if it is not there."""
@@ -100,13 +103,18 @@ class Inputs:
 
     def told(self, command: str, bundle: str, *options: object) -> dict[str, Any]:
         """Return what `moec COMMAND BUNDLE OPTIONS --json` prints."""
-        digest = hashlib.sha256(
-            json.dumps([command, bundle, self._version(bundle), *map(str, options)]).encode()
-        ).hexdigest()
-        path = self.folder / "told" / f"{command}-{bundle}-{digest[:_PIECE_LENGTH]}.json"
+        return self.kept(command, bundle, options, lambda: moec(command, self.bundle(bundle), *options))
+
+    def kept(
+        self, name: str, bundle: str, options: Sequence[object], run: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the JSON of a run. It runs once for each bundle and options."""
+        told = json.dumps([name, bundle, self._version(bundle), *map(str, options)])
+        digest = hashlib.sha256(told.encode()).hexdigest()[:_PIECE_LENGTH]
+        path = self.folder / "told" / f"{name}-{bundle}-{digest}.json"
         if not path.exists():
-            self._say(f"moec {command} {bundle} {' '.join(map(str, options))[:60]}")
-            found = moec(command, self.bundle(bundle), *options)
+            self._say(f"{name} {bundle} {' '.join(map(str, options))[:60]}")
+            found = run()
             with complete_file(path) as partial:
                 partial.write_text(json.dumps(found), encoding="utf-8")
         kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -20,9 +20,9 @@ def make(figures: Sequence[Figure], inputs: Inputs, output: Path, again: bool, s
     """
     for figure in figures:
         kept = inputs.folder / "figures" / f"{figure.name}.json"
-        absent = [model for model in figure.models if not model.is_there()]
-        if absent:
-            say(f"{figure.name}: the published result is kept; `{absent[0].made_by}` makes the model that it needs")
+        lacking = _lacking(figure, inputs)
+        if lacking:
+            say(f"{figure.name}: the published result is kept; {lacking}")
             continue
         if again or not kept.exists():
             say(f"measuring {figure.name}")
@@ -31,6 +31,14 @@ def make(figures: Sequence[Figure], inputs: Inputs, output: Path, again: bool, s
         publish(figure, kept.read_text(encoding="utf-8"), output)
         say(f"{figure.name}: {output / 'figures' / figure.name}.svg")
     write_pages(output)
+
+
+def _lacking(figure: Figure, inputs: Inputs) -> str:
+    """Return what a measurement needs that is not here; empty if nothing is missing."""
+    absent = [model for model in figure.models if not model.is_there()]
+    if absent:
+        return f"`{absent[0].made_by}` makes the model that it needs"
+    return "`--with-throttle` measures it" if figure.throttles and not inputs.throttles else ""
 
 
 def publish(figure: Figure, record: str, output: Path) -> None:

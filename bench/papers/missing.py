@@ -43,10 +43,10 @@ NOT_MEASURED: tuple[NotMeasured, ...] = (
     ),
     NotMeasured(
         "edgemoe",
-        "Figures 11 and 13",
-        "measured times with throttled storage, measured energy",
-        f"{_NO_QUIET} Control groups can limit its storage, and it has no energy counter (RAPL). {_BENCHMARKS} have "
-        "the baselines, measured on the yardstick without a limit.",
+        "Figure 13",
+        "measured energy",
+        f"This machine has no energy counter (RAPL). {_BENCHMARKS} have the baselines, measured on the yardstick "
+        "without a limit of storage.",
     ),
     NotMeasured("hobbit", "Figure 3a", "time of a layer on a GPU and a Jetson", _NO_GPU),
     NotMeasured(

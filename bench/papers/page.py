@@ -26,8 +26,8 @@ NOTE = (
     "`make papers` measures and draws these figures, `python -m bench.papers NAME` one of them. The numbers of a "
     "picture are in `figures/NAME.json`. The models here are small. A figure "
     "therefore shows whether a mechanism behaves as published. It does not show how large the effect is on the "
-    "paper's models. No figure holds a time that was measured on this machine. Times are simulated from routing "
-    "traces with the rates of a device profile."
+    "paper's models. Times are simulated from routing traces with the rates of a device profile. Figures that say so "
+    "hold times measured on this machine with limited storage; `--with-throttle` measures them, as root."
 )
 ON_NATURAL = (
     f"The last column says what holds on natural weights. `{NATURAL.made_by}` makes the natural example, which is not "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .edgemoe import bits, paths, sensitivity, speed
+from .edgemoe import bits, paths, sensitivity, speed, throttled
 from .edgemoe import caches as edgemoe_caches
 from .figure import Figure
 from .hobbit import caches as hobbit_caches
@@ -13,6 +13,7 @@ from .twiddler import popularity
 
 FIGURES: tuple[Figure, ...] = (
     *speed.FIGURES,
+    *throttled.FIGURES,
     *sensitivity.FIGURES,
     *bits.FIGURES,
     *paths.FIGURES,

@@ -13,7 +13,7 @@ import pytest
 from bench.papers import __main__ as command
 from bench.papers.drawing import draw
 from bench.papers.figure import PAPERS, Figure, Measured, Panel, from_record, judged, of_all, to_record
-from bench.papers.inputs import Inputs
+from bench.papers.inputs import SHIPPED, Inputs
 from bench.papers.making import make, publish, published
 from bench.papers.models import NATURAL, PLANTED, Model
 from bench.papers.page import page
@@ -129,6 +129,21 @@ def test_a_figure_without_its_model_keeps_the_published_result(tmp_path: Path) -
     ]
     make(figures[:1], Inputs(tmp_path / "work"), tmp_path / "empty", again=True, say=told.append)
     assert "not measured yet" in (tmp_path / "empty" / "edgemoe.md").read_text(encoding="utf-8")
+
+
+def test_a_figure_with_limited_storage_is_measured_only_if_asked(tmp_path: Path) -> None:
+    calls, told = list[str](), list[str]()
+    figure = replace(stub(calls, "edgemoe-first"), throttles=True)
+    make([figure], Inputs(tmp_path / "work"), tmp_path / "pages", again=True, say=told.append)
+    assert not calls and "`--with-throttle` measures it" in told[0]
+    make([figure], Inputs(tmp_path / "work", throttles=True), tmp_path / "pages", again=True, say=told.append)
+    assert calls == ["edgemoe-first"]
+
+
+def test_a_run_is_kept_for_its_bundle_and_options(tmp_path: Path) -> None:
+    inputs, counts = Inputs(tmp_path), iter(range(9))
+    found = [inputs.kept("a run", SHIPPED, options, lambda: {"run": next(counts)}) for options in ((1,), (1,), (2,))]
+    assert [each["run"] for each in found] == [0, 0, 1]
 
 
 def test_a_page_says_what_holds_on_natural_weights() -> None:
