@@ -202,6 +202,8 @@ def test_a_call_that_does_not_fit_is_refused_and_changes_nothing(native: str, wr
 def test_it_follows_matrices_that_move(native: str) -> None:
     """Matrices may move as experts do. Their old memory then has another use."""
     own, cache, found, expected = layer(), Cache(7), inputs(7, HIDDEN), inputs(7, HIDDEN)
+    for matrix in own.matrices:
+        matrix.move_to(matrix.data.copy())  # random_matrix gives the same memory to other tests
     kernels.attend(own, expected, *cache.copy(), cache.places)
     for matrix in own.matrices:
         before, now = matrix.data, matrix.data.copy()
