@@ -16,8 +16,8 @@ from ..families import Lowering
 from ..workspace.parallel import Workers, workers
 from .torch_device import CPU
 
-LOGITS_PER_CHUNK = 1 << 24
-"""Number of logits held at once (64 MiB), where only the maximum or one entry of each row is needed."""
+LOGITS_PER_CHUNK = 1 << 22
+"""Number of logits that a thread holds at once (16 MiB), where only sums over each row are needed."""
 _HEADS_AT_ONCE = 4
 """Most threads that compute logits at the same time. Each holds about 5 times LOGITS_PER_CHUNK."""
 _ROWS_PER_CHUNK = 4096  # of the vocabulary matrix, converted to float32 at a time

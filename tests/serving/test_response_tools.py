@@ -13,16 +13,10 @@ from moec.serving.api.errors import RequestError
 from moec.serving.engine.request import Ended, Timings, TokenMade
 from moec.serving.tools.calls import ToolsOfRequest
 from tests.serving.live_server import LiveServer
+from tests.serving.test_tools import SCHEMA, USER, WEATHER
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
-USER = {"role": "user", "content": "hi"}
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-FUNCTION = {"name": "weather", "description": "of a city", "parameters": SCHEMA}
+FUNCTION = WEATHER["function"]
 TOOL = {"type": "function", **FUNCTION}
 BODY = {"input": "hi", "temperature": 0, "max_output_tokens": 150}
 FORCED = {**BODY, "tools": [TOOL], "tool_choice": "required"}

@@ -25,7 +25,10 @@ SCHEMA = {
     "required": ["city"],
     "additionalProperties": False,
 }
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA},
+}
 BODY = {"messages": [USER], "temperature": 0, "max_tokens": 150}
 HERMES = (
     b"{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}] {{ m.content }}"

@@ -21,7 +21,7 @@ from .forms import Collected, new_id
 from .response_format import mask_maker, read_text_format
 from .response_input import read_input
 from .response_output import CallItem, ItemEvent, TextItem
-from .tool_fields import named_choice, new_call_id, read_function, read_tools
+from .tool_fields import named_choice, new_call_id, read_function, read_tools, tool_fields
 
 _NO_EFFECT = (
     "metadata",
@@ -194,7 +194,9 @@ def _tools(fields: Fields, service: Service) -> tuple[ToolsOfRequest, dict[str, 
     is_parallel = fields.flag("parallel_tool_calls", True)
     body: dict[str, Any] = {"tools": given, "tool_choice": choice, "parallel_tool_calls": is_parallel}
     if isinstance(given, list):
-        body["tools"] = [_plain_tool(each, f"tools[{at}]") for at, each in enumerate(given)]
+        body["tools"] = [
+            read_function(tool_fields(each, f"tools[{at}]"), "parameters") for at, each in enumerate(given)
+        ]
     if isinstance(choice, dict):
         named = Fields(choice, "tool_choice.")
         kind, name = named.text("type"), named.text("name")
@@ -205,17 +207,6 @@ def _tools(fields: Fields, service: Service) -> tuple[ToolsOfRequest, dict[str, 
     tools = read_tools(Fields(body), service)
     repeated = [{"type": "function", "strict": False, **tool["function"]} for tool in tools.described]
     return tools, {"tools": repeated, "tool_choice": choice or "auto", "parallel_tool_calls": is_parallel}
-
-
-def _plain_tool(given: Any, place: str) -> dict[str, Any]:
-    """Return a tool in the form of chat completions. Raises RequestError."""
-    if not isinstance(given, dict):
-        raise bad_field(place, f"must be an object, found {shown(given)}")
-    fields = Fields(given, f"{place}.")
-    kind = fields.text("type")
-    if kind != "function":
-        raise bad_field(f"{place}.type", f"must be function, found {shown(kind)}", "unsupported_value")
-    return read_function(fields, "parameters")
 
 
 def _text_format(fields: Fields) -> tuple[dict[str, Any] | None, dict[str, Any]]:

@@ -38,13 +38,19 @@ def read_tools(fields: Fields, service: Service) -> ToolsOfRequest:
     return ToolsOfRequest(tuple(described), parameters, forced, is_parallel)
 
 
-def _read_tool(given: Any, place: str) -> dict[str, Any]:
+def tool_fields(given: Any, place: str) -> Fields:
+    """Return the fields of a tool of the type `function`, without its type. Raises RequestError."""
     if not isinstance(given, dict):
         raise bad_field(place, f"must be an object, found {shown(given)}")
     fields = Fields(given, f"{place}.")
     kind = fields.text("type")
     if kind != "function":
         raise bad_field(f"{place}.type", f"must be function, found {shown(kind)}", "unsupported_value")
+    return fields
+
+
+def _read_tool(given: Any, place: str) -> dict[str, Any]:
+    fields = tool_fields(given, place)
     function = fields.object("function")
     if function is None:
         raise RequestError(400, f"`{place}.function` is missing", place, "missing_field")

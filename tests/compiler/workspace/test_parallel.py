@@ -12,8 +12,8 @@ from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.sensitivity.answer_walk import AnswerWalk
 from moec.compiler.walker.loaded_layer import LoadedLayer
+from moec.compiler.walker.output_head import OutputHead
 from moec.compiler.workspace.parallel import one_torch_thread, workers
-from moec.evaluation.engine import no_progress
 from moec.manifests.quant import QuantSpec
 from tests.compiler.swept import scored, swept
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
@@ -104,14 +104,28 @@ def test_a_new_thread_begins_with_one_torch_thread_as_well() -> None:
         torch.set_num_threads(before)
 
 
-def test_the_number_of_threads_changes_no_bit(folder: Path) -> None:
+def test_the_number_of_threads_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are computed in many parts, by as many threads as there are."""
+    monkeypatch.setattr("moec.compiler.walker.output_head.LOGITS_PER_CHUNK", 40_000)
+    computing, logits = set[int](), OutputHead.logits
+
+    def noted(head: OutputHead, states: torch.Tensor) -> torch.Tensor:
+        computing.add(threading.get_ident())
+        time.sleep(0.001)  # lets the other threads take a part
+        return logits(head, states)
+
+    monkeypatch.setattr(OutputHead, "logits", noted)
     lowering, random, found = lower(open_checkpoint(str(folder))), np.random.default_rng(1), []
     pairs = [(random.integers(4, 250, 5 + 9 * (n % 7)).tolist(), [n, 7, 9]) for n in range(150)]
     answers = scored(lowering.model, pairs)
     matrix = {"lm_head": lowering.dense_weight("lm_head").float().mul(1.1)}
+    told = list[tuple[int, int]]()
     for threads in (1, 2, 5):
-        walk = AnswerWalk(lambda: LoadedLayer(lowering), answers, threads, no_progress)
+        walk = AnswerWalk(lambda: LoadedLayer(lowering), answers, threads, lambda *step: told.append(step))
+        computing.clear()
         found.append(walk.measure(matrix.get))
+        assert (len(computing) > 1) == (threads > 1)
+        assert told[-1][0] == told[-1][1] > lowering.model.num_layers + 3, "the parts of the logits are told"
     for measures in found[1:]:
         assert np.array_equal(measures.kl, found[0].kl) and np.array_equal(measures.nll, found[0].nll)
     assert found[0].kl.mean() > 0

@@ -68,6 +68,13 @@ def test_a_budget_at_the_floor_works_and_one_byte_less_is_refused_with_the_numbe
         plan(memory="0")
 
 
+@pytest.mark.parametrize(("slots", "remedy"), [(1, "a shorter `--context`"), (4, "fewer `--slots`")])
+def test_a_budget_under_the_floor_is_told_what_would_make_the_floor_lower(slots: int, remedy: str) -> None:
+    with pytest.raises(MemoryBudgetExceeded) as caught:
+        plan(memory="1KiB", slots=slots)
+    assert caught.value.hint is not None and caught.value.hint.endswith(f", or {remedy}")
+
+
 def test_the_rest_is_for_experts_and_never_more_than_all_of_them() -> None:
     floor, total = plan(memory="1GB").floor_bytes, MANIFEST.cost.expert_padded_bytes
     assert plan(memory=str(floor + 100)).cache_bytes == MANIFEST.cost.minimum_expert_bytes + 100
@@ -88,6 +95,9 @@ def test_a_named_cache() -> None:
     told = f"`--expert-cache {minimum - 1}` is under the floor of {memory_option(minimum)}"
     with pytest.raises(MemoryBudgetExceeded, match=told):
         plan(expert_cache=str(minimum - 1))
+    with pytest.raises(MemoryBudgetExceeded) as caught:
+        plan(expert_cache="50")
+    assert caught.value.hint is not None and caught.value.hint.endswith("a share is written `50%`")
 
 
 def test_both_given() -> None:
