@@ -12,11 +12,11 @@ from moec.serving.api.endpoints.responses import ResponseForm
 from moec.serving.api.errors import RequestError
 from moec.serving.engine.request import Ended, Timings, TokenMade
 from moec.serving.tools.calls import ToolsOfRequest
+from tests.serving.clients.weather import FUNCTION, SCHEMA
 from tests.serving.live_server import LiveServer
-from tests.serving.test_tools import SCHEMA, USER, WEATHER
+from tests.serving.test_tools import USER
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
-FUNCTION = WEATHER["function"]
 TOOL = {"type": "function", **FUNCTION}
 BODY = {"input": "hi", "temperature": 0, "max_output_tokens": 150}
 FORCED = {**BODY, "tools": [TOOL], "tool_choice": "required"}

@@ -14,21 +14,12 @@ from moec.runtime import load
 from moec.serving.tools.calls import NO_TOOLS, ToolsOfRequest
 from moec.serving.tools.chat_form import ChatForm, chat_form_of
 from tests.cli.test_run import add_file
+from tests.serving.clients.weather import FUNCTION, SCHEMA, WEATHER
 from tests.serving.live_server import LiveServer, live_server
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bundle"
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 USER = {"role": "user", "content": "hi"}
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA},
-}
 BODY = {"messages": [USER], "temperature": 0, "max_tokens": 150}
 HERMES = (
     b"{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}] {{ m.content }}"
@@ -201,7 +192,7 @@ def test_a_streamed_call(calling: LiveServer) -> None:
 
 def test_a_call_in_the_form_of_anthropic(calling: LiveServer) -> None:
     pytest.importorskip("llguidance")
-    tool = {"name": "weather", "description": "of a city", "input_schema": SCHEMA}
+    tool = {"name": "weather", "description": FUNCTION["description"], "input_schema": SCHEMA}
     body = {**BODY, "tools": [tool], "tool_choice": {"type": "any"}}
     found = calling.post(MESSAGES, body).json
     (block,) = found["content"]
@@ -237,7 +228,7 @@ def test_calls_and_results_go_through_the_template(calling: LiveServer) -> None:
         },
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "sunny"}]},
     ]
-    tool = {"name": "weather", "description": "of a city", "input_schema": SCHEMA}
+    tool = {"name": "weather", "description": FUNCTION["description"], "input_schema": SCHEMA}
     counted = calling.post(f"{MESSAGES}/count_tokens", {"messages": blocks, "tools": [tool]}).json
     assert counted["input_tokens"] == count
 

@@ -55,18 +55,18 @@ def run_with_lm_eval(lines: Sequence[Sequence[object]], **variables: str) -> dic
 
 
 def run_client(module: str, server: LiveServer, *words: str, **variables: str) -> dict[str, Any]:
-    """Return the JSON that a client's script prints about a server.
+    """Return the JSON that a client's module prints about a server.
 
     words: arguments after the address of the server.
     variables: of the environment, in addition.
     """
-    script = Path(__file__).parent / f"{module}.py"
     done = subprocess.run(
-        [client_python(), script, f"http://127.0.0.1:{server.port}", *words],
+        [client_python(), "-m", f"tests.serving.clients.{module}", f"http://127.0.0.1:{server.port}", *words],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
+        cwd=ROOT,
         env={**os.environ, **_OFFLINE, **variables},
     )
     assert done.returncode == 0, done.stderr[-4000:]

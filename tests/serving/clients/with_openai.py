@@ -9,20 +9,9 @@ from typing import Any
 import openai
 from pydantic import BaseModel
 
+from tests.serving.clients.weather import WEATHER
+
 USER = {"role": "user", "content": "How many roses?"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 class Roses(BaseModel):
@@ -44,15 +33,15 @@ def main(address: str) -> dict[str, Any]:
     scored = client.completions.create(model=model, prompt="1 + 1", max_tokens=1, temperature=0, echo=True, logprobs=1)
     longer = {**greedy, "max_tokens": 150}
     parsed = chat.parse(messages=[USER], response_format=Roses, **longer)
-    called = chat.create(messages=[USER], tools=[TOOL], tool_choice="required", **longer).choices[0]
+    called = chat.create(messages=[USER], tools=[WEATHER], tool_choice="required", **longer).choices[0]
     call = called.message.tool_calls[0]
     history = [
         USER,
         called.message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
     ]
-    after = chat.create(messages=history, tools=[TOOL], **greedy)
-    with chat.stream(messages=[USER], tools=[TOOL], tool_choice="required", **longer) as stream:
+    after = chat.create(messages=history, tools=[WEATHER], **greedy)
+    with chat.stream(messages=[USER], tools=[WEATHER], tool_choice="required", **longer) as stream:
         final = stream.get_final_completion().choices[0]
     response = client.responses.create(model=model, input="How many roses?", temperature=0, max_output_tokens=24)
     try:

@@ -10,19 +10,10 @@ import openai
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from tests.serving.clients.weather import FUNCTION
+
 QUESTION = {"role": "user", "content": "How many roses?"}
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "name": "weather",
-    "description": "Weather of a city.",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-    "strict": True,
-}
+TOOL: dict[str, Any] = {"type": "function", **FUNCTION, "strict": True}
 
 
 def problem_of(call: Any) -> list[str | None]:
