@@ -176,9 +176,13 @@ def _error(error: RequestError, body: dict[str, Any] | None = None) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answer a path or a method that does not exist."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    words = {404: "this path does not exist", 405: "this path does not take this method"}
+    words = {
+        404: ("not_found", "this path does not exist"),
+        405: ("method_not_allowed", "this path does not take this method"),
+    }
+    code, message = words.get(status, ("refused", "the request is refused"))
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    found = RequestError(status, words.get(status, "the request is refused"), None, "not_found", headers)
+    found = RequestError(status, message, None, code, headers)
     return _error(found, _error_body(request.url.path, found))
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from starlette.types import Receive, Scope, Send
 
-from ..engine.request import Ended, Event, Failed, GenerationRequest
+from ..engine.request import Ended, Event, Failed, GenerationRequest, TokenMade
 from ..engine.scheduler import QueueFull, ShuttingDown
 from .encoded import json_parts, pieces
 from .errors import RequestError, error_of_failure, json_bytes
@@ -118,24 +118,31 @@ class Answer:
             raise error
 
     async def _tell(self, inbox: Inbox, requests: Sequence[GenerationRequest], send: Send) -> None:
-        open_answers, has_begun = len(requests), False
-        ends_s = asyncio.get_running_loop().time() + max(each.deadline_s or 0.0 for each in requests) + _GRACE_S
+        open_answers, has_begun, has_token, clock = len(requests), False, False, asyncio.get_running_loop().time
+        ping_s = self._service.options.ping_s
+        sent_s = clock()
+        ends_s = sent_s + max(each.deadline_s or 0.0 for each in requests) + _GRACE_S
         while open_answers:
-            events = await inbox.take(self._service.options.ping_s)
-            if not events and asyncio.get_running_loop().time() > ends_s:  # the engine is stuck inside a pass
+            events = await inbox.take(ping_s)
+            if not events and clock() > ends_s:  # the engine is stuck inside a pass
                 events = [(0, Failed("deadline_exceeded", "the request took longer than its deadline"))]
             failed = next((event for _, event in events if isinstance(event, Failed)), None)
             if failed is not None:
                 await self._tell_failure(error_of_failure(failed), has_begun, send)
                 return
+            has_token = has_token or any(isinstance(event, TokenMade) for _, event in events)
             open_answers -= sum(isinstance(event, Ended) for _, event in events)
             pieces = list(self._pieces(events, has_begun, is_last=not open_answers))
             if self._streams:
                 if not has_begun:
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                data = b"".join(pieces)
+                if not data and (not events or not has_begun or clock() - sent_s >= ping_s):
+                    data = self._comment(requests, has_token)
                 has_begun = True
-                data = b"".join(pieces) or self._comment(requests)
-                await send({"type": "http.response.body", "body": data, "more_body": bool(open_answers)})
+                if data or not open_answers:
+                    await send({"type": "http.response.body", "body": data, "more_body": bool(open_answers)})
+                    sent_s = clock()
         if not self._streams:
             await send_json(send, self._form.whole())
 
@@ -147,10 +154,11 @@ class Answer:
         if is_last:
             yield from self._form.finish()
 
-    def _comment(self, requests: Sequence[GenerationRequest]) -> bytes:
-        """Return a comment that keeps a connection open: the place in the queue, or that the prompt is computed."""
+    def _comment(self, requests: Sequence[GenerationRequest], has_token: bool) -> bytes:
+        """Return a comment that keeps a connection open: the place in the queue, or what is computed."""
         place = self._service.scheduler.place_in_queue(requests[0])
-        return b": prefill\n\n" if place is None else f": queue {place}\n\n".encode()
+        state = f"queue {place}" if place is not None else "answer" if has_token else "prefill"
+        return f": {state}\n\n".encode()
 
     async def _tell_failure(self, error: RequestError, has_begun: bool, send: Send) -> None:
         if not has_begun:

@@ -122,6 +122,8 @@ class Fields:
             raise bad_field(self.place + name, f"must be a text or a list of texts, found {shown(value)}")
         if len(found) > most or any(len(each) > longest for each in found):
             raise bad_field(self.place + name, f"must have at most {most} texts of at most {longest} characters")
+        for each in found:
+            check_unicode(each, self.place + name)
         return tuple(found)
 
     def without_effect(self, *names: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from moec.runtime.text.log_probabilities import TokenLogProb
 from moec.runtime.text.streaming_text import TextStream
 
+from ..engine.request import Ended, TokenMade
 from .encoded import EncodedList
 from .errors import RequestError, bad_field
 
@@ -78,6 +80,32 @@ def chat_log_prob(token: TokenLogProb, text_of: TextOf) -> dict[str, Any]:
 
     likeliest = [entry(index, value) for index, value in token.likeliest]
     return {**entry(token.token_id, token.log_prob), "top_logprobs": likeliest}
+
+
+class ShownTokens:
+    """Tokens of a streamed answer whose text is shown. End tokens and tokens of a stop text are not among them.
+
+    A token waits while its text does, because it may begin a stop text or a character.
+    """
+
+    def __init__(self) -> None:
+        self._waiting = deque[tuple[int, TokenLogProb]]()
+        self._shown = 0
+
+    def add(self, event: TokenMade) -> list[TokenLogProb]:
+        """Take a token, and return those that are shown with it."""
+        if event.log_prob is None:
+            return []
+        self._waiting.append((event.start, event.log_prob))
+        self._shown += len(event.text)
+        found = list[TokenLogProb]()
+        while self._waiting and self._waiting[0][0] < self._shown:
+            found.append(self._waiting.popleft()[1])
+        return found
+
+    def end(self, event: Ended) -> list[TokenLogProb]:
+        """Return the rest at the end of an answer. An answer that was cut has no end token."""
+        return [each for _, each in self._waiting] if event.reason == "length" else []
 
 
 class CompletionLogProbs:

@@ -78,11 +78,13 @@ class TokenMade:
 
     text: text that can be shown now; may be empty.
     log_prob: None if the request asks for none.
+    start: characters of the answer before the token's own text. An end token has no text.
     """
 
     token_id: int
     text: str
     log_prob: TokenLogProb | None
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)

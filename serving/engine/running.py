@@ -42,6 +42,7 @@ class RunningSequence:
         self._ends = frozenset(engine.bundle.manifest.model.eos_token_ids)
         self._limit = engine.new_tokens_limit(request.tokens, request.max_new_tokens)
         self._scores: list[TokenLogProb] = []
+        self._characters = 0
         self._kept, self._started_ns = placement.kept, time.perf_counter_ns()
         self._first_ns: int | None = None
         self._last_ns = self._passes_ns = 0
@@ -105,12 +106,14 @@ class RunningSequence:
         is_complete = self._mask is not None and self._mask.take(token)
         reason: FinishReason | None = "stop" if is_end or is_complete else ("length" if count >= self._limit else None)
         text = "" if is_end else self._stream.push(token) + self.request.marks.get(token, "")
-        shown, stop_text = self._stop.push_found(text if reason is None else text + self._stream.flush())
+        text += "" if reason is None else self._stream.flush()
+        start, self._characters = self._characters, self._characters + len(text)
+        shown, stop_text = self._stop.push_found(text)
         if stop_text is not None:
             reason = "stop"
         elif reason is not None:
             shown += self._stop.flush()
-        self.request.deliver(TokenMade(token, shown, log_prob))
+        self.request.deliver(TokenMade(token, shown, log_prob, start))
         if reason is not None:
             self._end(reason, stop_text)
 

@@ -11,9 +11,14 @@ from .splitter import CallSplitter
 
 
 class AnswerParts(Protocol):
-    """Splits a streamed answer. calls: the calls that are complete, in their order."""
+    """Splits a streamed answer.
+
+    calls: the calls that are complete, in their order.
+    thoughts: number of pieces that are thinking or a tag around it.
+    """
 
     calls: list[ToolCall]
+    thoughts: int
 
     def push(self, piece: str) -> list[tuple[bool, str]]:
         """Add a piece. Returns texts that can be shown now, as (is thinking, text)."""
@@ -31,12 +36,15 @@ class TaggedParts:
     def __init__(
         self, thinking: ThinkingSplitter | PlainText, calls: CallSplitter | None, most_calls: int | None = None
     ) -> None:
-        self.calls = list[ToolCall]()
+        self.calls, self.thoughts = list[ToolCall](), 0
         self._thinking, self._splitter, self._most = thinking, calls, most_calls
 
     def push(self, piece: str) -> list[tuple[bool, str]]:
         """Add a piece. Returns texts that can be shown now."""
-        return self._without_calls(self._thinking.push(piece))
+        was_thinking = self._thinking.is_thinking
+        parts = self._thinking.push(piece)
+        self.thoughts += was_thinking or self._thinking.is_thinking
+        return self._without_calls(parts)
 
     def flush(self) -> list[tuple[bool, str]]:
         """Return the texts that were held back."""
@@ -68,12 +76,14 @@ class HarmonyParts:
     """The channels of gpt-oss. most_calls: as in `TaggedParts`."""
 
     def __init__(self, most_calls: int | None = None) -> None:
-        self.calls = list[ToolCall]()
+        self.calls, self.thoughts = list[ToolCall](), 0
         self._splitter, self._most = HarmonySplitter(), most_calls
 
     def push(self, piece: str) -> list[tuple[bool, str]]:
         """Add a piece. Returns texts that can be shown now."""
+        was_thinking = self._splitter.is_thinking
         texts, calls = self._splitter.push(piece)
+        self.thoughts += was_thinking or self._splitter.is_thinking
         self.calls = (self.calls + calls)[: self._most]
         return texts
 

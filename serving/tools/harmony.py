@@ -26,6 +26,11 @@ class HarmonySplitter:
         self._tool: str | None = None
         self._arguments = list[str]()
 
+    @property
+    def is_thinking(self) -> bool:
+        """True inside the thinking."""
+        return self._is_in_body and self._is_thought
+
     def push(self, piece: str) -> tuple[list[tuple[bool, str]], list[ToolCall]]:
         """Add a piece. Returns texts that can be shown now, as (is thinking, text), and calls that are complete."""
         texts, calls = list[tuple[bool, str]](), list[ToolCall]()

@@ -8,6 +8,8 @@ _OPEN, _CLOSE = "<think>", "</think>"
 class PlainText:
     """A text without thinking, in the form of `ThinkingSplitter`."""
 
+    is_thinking = False
+
     def push(self, piece: str) -> list[tuple[bool, str]]:
         """Return the piece."""
         return [(False, piece)] if piece else []
@@ -27,6 +29,11 @@ class ThinkingSplitter:
         """is_open: the prompt has opened the tag, so the text begins inside."""
         self._tag: str | None = _CLOSE if is_open else _OPEN
         self._strips, self._held = is_open, ""
+
+    @property
+    def is_thinking(self) -> bool:
+        """True between the tags."""
+        return self._tag == _CLOSE
 
     def push(self, piece: str) -> list[tuple[bool, str]]:
         """Add a piece. Returns texts that can be shown now, as (is thinking, text)."""

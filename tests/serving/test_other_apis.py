@@ -93,6 +93,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}),
     (RESPONSES, {"input": [{"type": "function_call_output"}]}),
     (RESPONSES, {"input": [{"role": "user"}]}),
+    (RESPONSES, {"input": "a", "include": ["message.output_text.logprobs"]}),
+    (RESPONSES, {"input": "a", "include": ["unknown"]}),
     (RESPONSES, {"input": "a", "text": {"format": {"type": "xml"}}}),
     (MESSAGES, {"messages": [USER]}),
     (MESSAGES, {"messages": [USER], "max_tokens": 0}),
@@ -123,12 +125,17 @@ def thinking(tiny_bundle: Path, chat_bundle: Path) -> Iterator[LiveServer]:
 
 def test_thinking_is_kept_apart_in_every_form(thinking: LiveServer) -> None:
     limit = {"temperature": 0, "max_tokens": 8}
-    message = thinking.post(CHAT, {"messages": [USER], **limit}).json["choices"][0]["message"]
+    chat = thinking.post(CHAT, {"messages": [USER], **limit}).json
+    message = chat["choices"][0]["message"]
     thought = message["reasoning_content"]
+    assert chat["usage"]["completion_tokens_details"] == {"reasoning_tokens": 8}
     assert message["content"] == "" and thought
     found = thinking.post(MESSAGES, {"messages": [USER], **limit}).json["content"]
     assert found == [{"type": "thinking", "thinking": thought, "signature": ""}]
-    output = thinking.post(RESPONSES, {"input": "hi", "temperature": 0, "max_output_tokens": 8}).json["output"]
+    response = thinking.post(RESPONSES, {"input": "hi", "temperature": 0, "max_output_tokens": 8}).json
+    output = response["output"]
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 8}
     assert output[0]["type"] == "reasoning" and output[0]["content"][0]["text"] == thought
+    assert output[0]["status"] == "completed" and output[1]["status"] == "incomplete"
     streamed = thinking.post(MESSAGES, {"messages": [USER], "stream": True, **limit}).events
     assert "".join(event["delta"].get("thinking", "") for event in streamed if "delta" in event) == thought

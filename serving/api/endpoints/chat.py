@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from moec.runtime.text.log_probabilities import TokenLogProb
+
 from ...engine.request import AnswerMask, Ended, Event, GenerationRequest, TokenMade
 from ...tools.calls import NO_TOOLS, ToolsOfRequest
 from ..answer import Answer
 from ..encoded import EncodedList
 from ..errors import RequestError, bad_field, shown
 from ..fields import Fields, check_unicode
-from ..log_probs import chat_log_prob
+from ..log_probs import ShownTokens, chat_log_prob
 from ..sampling_fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, read_asked
 from ..service import Service
 from .forms import OpenAIForm
@@ -51,6 +53,7 @@ class ChatForm(OpenAIForm):
         super().__init__(service.options.name, asked.count, prompt_tokens, asked.includes_usage)
         self._service, self._text_of, self._streams = service, service.token_text, asked.streams
         self._log_probs = [EncodedList() for _ in range(asked.count)]
+        self._shown = [ShownTokens() for _ in range(asked.count)]
         self._splitters = [service.chat_form.parts(starts_thinking, tools) for _ in range(asked.count)]
         self._calls: list[list[dict[str, Any]]] = [[] for _ in range(asked.count)]
         self._parts: list[list[tuple[bool, str]]] = [[] for _ in range(asked.count)]
@@ -65,23 +68,21 @@ class ChatForm(OpenAIForm):
         answer = self.answers[index]
         answer.add(event)
         if isinstance(event, TokenMade):
-            log_probs = None
-            if event.log_prob is not None:
-                entry = chat_log_prob(event.log_prob, self._text_of)
-                log_probs = {"content": [entry], "refusal": None}
-                if not self._streams:
-                    self._log_probs[index].extend([entry])
-            deltas = self._deltas(index, event.text)
-            if log_probs is not None and not deltas:
-                deltas = [{"content": ""}]
-            for delta in deltas:
-                yield self.chunk([self._choice(index, delta, log_probs)])
-                log_probs = None
+            yield from self._told(index, self._deltas(index, event.text), self._shown[index].add(event))
         elif isinstance(event, Ended):
-            for delta in self._deltas(index, None):
-                yield self.chunk([self._choice(index, delta)])
+            yield from self._told(index, self._deltas(index, None), self._shown[index].end(event))
             choice = {**self._choice(index, {}), "finish_reason": self.reason(index)}
             yield self.chunk([choice], timings=self.timings(index))
+
+    def _told(self, index: int, deltas: list[dict[str, Any]], tokens: Sequence[TokenLogProb]) -> Iterable[bytes]:
+        """Return the pieces of deltas. The first one has the log probabilities of tokens."""
+        entries = [chat_log_prob(token, self._text_of) for token in tokens]
+        if not self._streams:
+            self._log_probs[index].extend(entries)
+        log_probs = {"content": entries, "refusal": None} if entries else None
+        for delta in deltas or ([{"content": ""}] if entries else []):
+            yield self.chunk([self._choice(index, delta, log_probs)])
+            log_probs = None
 
     def _deltas(self, index: int, text: str | None) -> list[dict[str, Any]]:
         """Return what a piece of text adds; None is the end of the text."""
@@ -95,6 +96,11 @@ class ChatForm(OpenAIForm):
             calls.append(plain_call(call, new_call_id(self._service)))
             deltas.append({"tool_calls": [{"index": len(calls) - 1, **calls[-1]}]})
         return deltas
+
+    def usage(self) -> dict[str, Any]:
+        """Return the counts of tokens, those of thinking apart."""
+        thoughts = sum(splitter.thoughts for splitter in self._splitters)
+        return {**super().usage(), "completion_tokens_details": {"reasoning_tokens": thoughts}}
 
     def reason(self, index: int) -> str | None:
         """Return why an answer ended; None if it goes on."""

@@ -9,14 +9,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...engine.request import Ended, Event, TokenMade
-from ...tools.calls import NO_TOOLS, ToolsOfRequest, json_text, parsed
+from ...tools.calls import NO_TOOLS, ToolsOfRequest, parsed
 from ..answer import Answer, sent_event
 from ..errors import RequestError, bad_field
 from ..fields import Fields
 from ..sampling_fields import MAX_STOP_CHARACTERS, MAX_STOPS, Asked, read_sampling
 from ..service import Service
-from .chat import chat_requests, chat_tokens, message_text, read_messages
+from .chat import chat_requests, chat_tokens
 from .forms import Collected, new_id
+from .message_input import read_conversation
 from .response_format import mask_maker
 from .tool_fields import named_choice, new_call_id, read_function, read_tools
 
@@ -185,41 +186,7 @@ def _conversation(fields: Fields, service: Service) -> list[dict[str, Any]]:
     """Return the system text and the messages of a body. Raises RequestError."""
     fields.text("model", most=1024)
     system, given = fields.take("system"), fields.take("messages")
-    if isinstance(given, list):
-        given = [each for message in given for each in _plain_messages(_without_cache_marks(message))]
-    found = read_messages(given, service.chat_form.takes_tools)
-    if any(message["role"] == "system" for message in found):
-        raise bad_field("messages", "must have the roles user and assistant; `system` is a field of its own")
-    if system is None:
-        return found
-    text = message_text(_without_cache_marks({"content": system})["content"], "system", ("text",))
-    return [{"role": "system", "content": text}, *found]
-
-
-def _plain_messages(message: Any) -> list[Any]:
-    """Return a message in the form of OpenAI. Results of tools become messages of their own, before the rest."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-        return [message]
-    rest, calls, results, thoughts = list[Any](), list[Any](), list[Any](), list[str]()
-    for part in message["content"]:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "tool_use":
-            function = {"name": part.get("name"), "arguments": json_text(part.get("input", {}))}
-            calls.append({"id": part.get("id"), "type": "function", "function": function})
-        elif kind == "tool_result":
-            results.append(
-                {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": part.get("content", "")}
-            )
-        elif kind == "thinking" and isinstance(part.get("thinking"), str):
-            thoughts.append(part["thinking"])
-        elif kind != "redacted_thinking":
-            rest.append(part)
-    plain = {**message, "content": rest}
-    if calls:
-        plain["tool_calls"] = calls
-    if thoughts:
-        plain["reasoning_content"] = "".join(thoughts)
-    return [*results, plain] if rest or calls or not results else results
+    return read_conversation(system, given, service.chat_form.takes_tools)
 
 
 def _tools(fields: Fields, service: Service) -> ToolsOfRequest:
@@ -248,17 +215,6 @@ def _plain_tool(given: Any, place: str) -> Any:
     fields.unsupported("type", "custom")
     fields.without_effect("cache_control")
     return read_function(fields, "input_schema")
-
-
-def _without_cache_marks(message: Any) -> Any:
-    """Return a message whose text parts have no `cache_control`, which has no effect here."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-        return message
-    parts = [
-        {name: value for name, value in part.items() if name != "cache_control"} if isinstance(part, dict) else part
-        for part in message["content"]
-    ]
-    return {**message, "content": parts}
 
 
 def _refuse_unsupported(fields: Fields) -> None:

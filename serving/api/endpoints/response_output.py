@@ -21,13 +21,13 @@ class TextItem:
     def __init__(self, is_thought: bool) -> None:
         self.is_thought = is_thought
         self._kind, prefix = ("reasoning_text", "rs") if is_thought else ("output_text", "msg")
-        self._id, self._pieces = new_id(prefix), list[str]()
+        self._id, self._pieces, self._status = new_id(prefix), list[str](), "in_progress"
         self._place = {"item_id": self._id, "content_index": 0}
         self._log_probs: dict[str, Any] = {} if is_thought else {"logprobs": []}
 
     def begin(self) -> Iterable[ItemEvent]:
         """Return the events before the first piece."""
-        yield "output_item.added", {"item": self.to_plain("in_progress")}
+        yield "output_item.added", {"item": self.to_plain()}
         yield "content_part.added", {**self._place, "part": self._part("")}
 
     def push(self, piece: str) -> Iterable[ItemEvent]:
@@ -36,16 +36,18 @@ class TextItem:
         if piece:
             yield f"{self._kind}.delta", {**self._place, "delta": piece, **self._log_probs}
 
-    def end(self) -> Iterable[ItemEvent]:
-        """Return the events after the last piece."""
+    def end(self, status: str) -> Iterable[ItemEvent]:
+        """Return the events after the last piece. status: `completed`, or `incomplete` for a text that was cut."""
+        self._status = status
         text = "".join(self._pieces)
         yield f"{self._kind}.done", {**self._place, "text": text, **self._log_probs}
         yield "content_part.done", {**self._place, "part": self._part(text)}
         yield "output_item.done", {"item": self.to_plain()}
 
-    def to_plain(self, status: str = "completed") -> dict[str, Any]:
-        """Return the item, without its text before it is complete."""
-        content = [self._part("".join(self._pieces))] if status == "completed" else []
+    def to_plain(self) -> dict[str, Any]:
+        """Return the item, without its text before it has ended."""
+        status = self._status
+        content = [] if status == "in_progress" else [self._part("".join(self._pieces))]
         if self.is_thought:
             return {"type": "reasoning", "id": self._id, "summary": [], "content": content, "status": status}
         return {"type": "message", "id": self._id, "role": "assistant", "content": content, "status": status}

@@ -30,8 +30,17 @@ _NO_EFFECT = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
-    "include",
 )
+_HARMLESS_INCLUDES = (
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+)
+"""What a response never has here: built-in tools, images, and thinking that is hidden from the client."""
 
 
 class ResponseForm:
@@ -70,7 +79,7 @@ class ResponseForm:
             yield from self._told(self._splitter.flush())
             if all(isinstance(item, TextItem) and item.is_thought for item in self._items):
                 yield from self._told([(False, "")])
-            yield from self._close_text()
+            yield from self._close_text("completed" if event.reason == "stop" else "incomplete")
 
     def finish(self) -> Iterable[bytes]:
         """Return the last event: the whole response."""
@@ -99,7 +108,7 @@ class ResponseForm:
             "input_tokens": self._prompt_tokens,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": self._answer.count,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._splitter.thoughts},
             "total_tokens": self._prompt_tokens + self._answer.count,
         }
         return {**found, "timings": {} if ended is None else ended.timings.to_plain()}
@@ -137,10 +146,10 @@ class ResponseForm:
             self._calls += 1
             yield from self._events(item.events())
 
-    def _close_text(self) -> Iterable[bytes]:
+    def _close_text(self, status: str = "completed") -> Iterable[bytes]:
         """End the item of text that is open, if there is one."""
         if self._open is not None:
-            yield from self._events(self._open.end())
+            yield from self._events(self._open.end(status))
         self._open = None
 
     def _events(self, events: Iterable[ItemEvent]) -> Iterable[bytes]:
@@ -222,6 +231,9 @@ def _text_format(fields: Fields) -> tuple[dict[str, Any] | None, dict[str, Any]]
 
 
 def _refuse_unsupported(fields: Fields) -> None:
+    for each in fields.texts("include", 16, 64):
+        if each not in _HARMLESS_INCLUDES:
+            raise bad_field("include", f"is not supported with {shown(each)}", "unsupported_value")
     fields.unsupported("previous_response_id")
     fields.unsupported("conversation")
     fields.unsupported("background", False)
