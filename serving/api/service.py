@@ -16,6 +16,7 @@ from moec.runtime.text.tokenizer_settings import named_texts
 
 from ..engine.scheduler import Scheduler
 from ..grammar.masks import Grammars
+from ..memory_shares import memory_shares
 from ..tools.chat_form import chat_form_of
 from .errors import RequestError, error_of
 from .event_post import EventPost
@@ -162,6 +163,7 @@ class Service:
             "prefill_tokens": self.scheduler.options.prefill_tokens,
             "deadline_s": self.options.deadline_s,
             "memory": engine.memory.to_plain(),
+            "memory_shares": memory_shares(engine).to_plain(),
             "layers": spec.num_layers,
             "experts": [layer.experts.count for layer in spec.layers],
             "vocabulary": spec.vocab_size,

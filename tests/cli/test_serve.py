@@ -1,4 +1,4 @@
-"""`moec serve`: the name of the model."""
+"""`moec serve`: the name of the model, and what it says at its start."""
 
 from __future__ import annotations
 
@@ -19,13 +19,36 @@ def test_a_name_that_no_line_can_have_is_refused(invoke: Invoke, name: str) -> N
     assert result.exit_code == 1 and "`--name` must have 1 to 200 visible characters" in result.stderr
 
 
+def said_at_start(*options: str) -> list[str]:
+    """Return the lines of a server up to that with its address."""
+    command = [sys.executable, "-m", "moec.cli.main", "serve", *options, "--port", "0"]
+    said = list[str]()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            said.append(line)
+            if line.startswith("serving "):
+                break
+        process.kill()
+    return said
+
+
 def test_an_installed_bundle_has_its_own_name(tmp_path: Path) -> None:
     """`current` is a link to a folder whose name changes with each update."""
     link = tmp_path / "current"
     link.symlink_to(EXAMPLE)
-    command = [sys.executable, "-m", "moec.cli.main", "serve", str(link), "--port", "0", "--slots", "1"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        said = [process.stderr.readline() for _ in range(2)]
-        process.kill()
-    assert said[1].startswith("serving `model` at ") and said[1].endswith("1 answer at once\n"), said
+    last = said_at_start(str(link), "--slots", "1")[-1]
+    assert last.startswith("serving `model` at ") and last.endswith("1 answer at once\n")
+
+
+def test_the_start_says_how_the_memory_is_divided() -> None:
+    """A slot of the example: 6 layers x 4 heads x 32 numbers of keys and as many of values, 512 tokens, 4 bytes."""
+    said = said_at_start(str(EXAMPLE), "--slots", "2", "--memory", "190MiB")
+    at = said.index("memory budget 190.0 MiB\n")
+    parts = [line.split(maxsplit=2) for line in said[at + 1 : -1]]
+    sizes = [float(number) * {"KiB": 1 / 1024, "MiB": 1.0}[unit] for number, unit, _ in parts]
+    assert sum(sizes) == pytest.approx(190, abs=0.5)
+    assert any(text.startswith("2 slots of 3.0 MiB: keys and values of 512 tokens") for *_, text in parts)
+    fixed = said_at_start(str(EXAMPLE), "--slots", "1", "--expert-cache", "50%")
+    assert any(line.startswith("memory at most") for line in fixed)
+    assert any(line.endswith("1.0 MiB  expert cache\n") for line in fixed)

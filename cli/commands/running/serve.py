@@ -20,6 +20,7 @@ from ...options.paths import bundle_argument
 from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
 from ...terminal import output
 from ...terminal.help_sections import SectionCommand, section_option
+from ...terminal.memory_table import memory_table
 
 if TYPE_CHECKING:
     from moec.runtime.engine.engine import Engine
@@ -97,6 +98,7 @@ def serve_command(
     curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 50}'
     """
     from moec.serving.engine.scheduler import ServingOptions
+    from moec.serving.memory_shares import memory_shares
     from moec.serving.serve import bind, serve
 
     if slots is not None and not 1 <= slots <= MOST_SLOTS:
@@ -113,6 +115,7 @@ def serve_command(
 
     with bound, with_fitting_slots(open_with, options, slots is None) as engine:
         output.say(engine.mode)
+        output.say(memory_table(memory_shares(engine), engine.memory.context))
         say_mode_cost(bundle, engine)
 
         def say_ready() -> None:
