@@ -7,6 +7,14 @@ from typing import Any, TypeVar
 
 import click
 
+INTRODUCTIONS = {
+    "Memory and cache": "Experts that were read stay in memory, in the expert cache, as long as they fit.",
+    "Reading ahead": "While a layer computes, experts of later layers are read from storage. This changes no result.",
+    "Lossy modes": "Lossy modes change the answers, and most of them read fewer bytes of experts. Each is off unless "
+    "it is set. A missed expert is one that a token needs and that is not in memory. What the modes cost is told in "
+    "docs/guides/choose-lossy-modes.md.",
+}
+"""Section -> a text before its options."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -30,6 +38,9 @@ class SectionCommand(click.Command):
                 sections.setdefault(getattr(option, "section", ""), []).append(record)
         for name, records in sections.items():
             with formatter.section(name or "Options"):
+                if name in INTRODUCTIONS:
+                    formatter.write_text(INTRODUCTIONS[name])
+                    formatter.write_paragraph()
                 formatter.write_dl(records)
 
 

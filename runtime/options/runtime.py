@@ -123,24 +123,37 @@ class RuntimeOptions:
         default_text="the model's context, of longrope the original one, at most 4096",
     )
     policy: Policy = setting(
-        "lrfu", "Eviction policy: which expert leaves the cache first.", group="memory and cache", choices=POLICIES
+        "lrfu",
+        "Which expert leaves a full cache first: one that was used long ago (`lru`), rarely (`lfu`), or both (`lrfu`). "
+        "`edgemoe`, `hobbit` and `hobbit-printed` are the rules of the papers EdgeMoE and HOBBIT, for comparison.",
+        group="memory and cache",
+        choices=POLICIES,
     )
     policy_weights: str | None = setting(
         None,
-        "Weights of recency, uses, uses at high precision and nearness of the layer in the policies `hobbit` and "
-        "`hobbit-printed`. They add up to 1.",
+        "What `hobbit` and `hobbit-printed` go by: shares of recent use, of the number of uses, of uses at full "
+        "precision, and of how soon the layer comes again. They add up to 1.",
         group="memory and cache",
         metavar="LRU,LFU,LHU,FLD",
         default_text="those of the bundle, else measured ones",
     )
     prefetch: Prefetch = setting(
         "lookahead",
-        "How the next experts are predicted. It never changes a result.",
+        "How the experts of later layers are predicted, so that they are read early. `lookahead` asks the routers of "
+        "these layers before their turn. `path` goes by which experts followed each other in calibration, "
+        "`popularity` by which were used most. It never changes a result.",
         group="reading ahead",
         choices=PREFETCHERS,
         is_tuned=True,
     )
-    io: IoMode = setting("auto", "How experts are read.", group="memory and cache", noun="io mode", choices=IO_MODES)
+    io: IoMode = setting(
+        "auto",
+        "How experts are read: without the system's file cache (`direct`), through it (`buffered`, `mmap`), or "
+        "`direct` where it works (`auto`).",
+        group="memory and cache",
+        noun="io mode",
+        choices=IO_MODES,
+    )
     kv: KvType = setting(
         "float32",
         "Type of keys and values. `float16` takes half the memory and is LOSSY, because it rounds them.",
@@ -180,7 +193,7 @@ class RuntimeOptions:
     )
     prefetch_layers: int = setting(
         2,
-        "Layers to predict ahead.",
+        "Number of later layers whose experts are predicted.",
         group="reading ahead",
         noun="layers to prefetch",
         metavar="N",
@@ -189,7 +202,7 @@ class RuntimeOptions:
     )
     prefetch_experts: int = setting(
         0,
-        "Experts of the next layer to read ahead for each token. The rule `until-routed` reads all of them.",
+        "Most experts of the next layer to read ahead for each token. `--prefetch-rule until-routed` reads all.",
         group="reading ahead",
         noun="experts to prefetch",
         metavar="N",
@@ -207,9 +220,10 @@ class RuntimeOptions:
     )
     prefetch_rule: PrefetchRule = setting(
         "likely",
-        "`likely` reads predictions that proved right often enough. `spread` reads 3/8 of the next layer's top-k, "
-        "fewer of later layers. `first-miss` is `spread` up to the first layer that lacks an expert. `until-routed` "
-        "reads all experts of the next layer, likeliest first, until that layer has chosen, with a reader of its own.",
+        "Which of the predicted experts are read ahead. `likely` reads those whose predictions proved right often "
+        "enough. `spread` reads 3/8 of the next layer's top-k, fewer of later layers. `first-miss` is `spread` up to "
+        "the first layer that lacks an expert. `until-routed` reads all experts of the next layer, likeliest first, "
+        "until that layer has chosen, with a reader of its own.",
         group="reading ahead",
         choices=PREFETCH_RULES,
         is_tuned=True,
@@ -229,9 +243,10 @@ class RuntimeOptions:
     )
     dynamic_precision: str | None = setting(
         None,
-        "LOSSY: read a missed expert in its low version if its unimportance is above T1, and skip it above T2. "
-        "Unimportance is the weight share of the token's experts that rank before this one, from 0 to 1. In a prompt, "
-        "the token decides for which the expert is most important. "
+        "LOSSY: read a less important missed expert with fewer bits, and skip an unimportant one. T1 and T2 are from 0 "
+        "to 1: an expert's unimportance is the weight share of the token's experts that rank before it. Above T1 the "
+        "expert's low version is read (the bundle needs `--fallback-bits`), above T2 none. In a prompt, the token "
+        "decides for which the expert is most important. "
         "`auto` takes the thresholds that were measured to read least within `--mode-loss`, `published` those at which "
         "calibration has HOBBIT's shares: 67 % high, 30 % low, 3 % skipped.",
         group="lossy modes",
@@ -240,16 +255,18 @@ class RuntimeOptions:
     )
     big_little: str | None = setting(
         None,
-        "LOSSY: decode with N experts per token, and again with all if the likeliest next token has a probability "
-        "below G. N is a number, or `K/2` for half of the experts. Without them, G is 0.7 and N is `K/2`.",
+        "LOSSY: use only N experts per token, and compute a token again with all of them if the model is unsure: if "
+        "the likeliest next token has a probability below G. N is a number, or `K/2` for half of the experts. Without "
+        "them, G is 0.7 and N is `K/2`.",
         group="lossy modes",
         metavar="gamma=G,k=N",
         default_text="off",
     )
     cache_routing: str | None = setting(
         None,
-        "LOSSY: replace a missed expert by a cached one whose score is lower by at most the share M. Otherwise, "
-        "drop it if it has less than the share D of the token's weight. M and D are from 0 to 1, and 0 if left out.",
+        "LOSSY: use an expert that is in memory in place of a missed one, if its router score is lower by at most the "
+        "share M. Otherwise, drop the missed one if it has less than the share D of the token's weight. M and D are "
+        "from 0 to 1, and 0 if left out.",
         group="lossy modes",
         metavar="margin=M,drop=D",
         default_text="off",

@@ -228,6 +228,14 @@ def test_help_tells_what_a_context_changes_in_longrope_models(invoke: Invoke, co
     assert "--context N Longest sequence. A longrope model takes its long form throughout" in text
 
 
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_help_explains_what_a_newcomer_does_not_know(invoke: Invoke, command: str) -> None:
+    text = " ".join(invoke(command, "--help").stdout.split())
+    assert "Lossy modes: Lossy modes change the answers" in text and "A missed expert is one that a token needs" in text
+    for name in ("lru", "lfu", "lrfu", "edgemoe", "hobbit", "lookahead", "path", "popularity", "direct", "buffered"):
+        assert f"`{name}`" in text
+
+
 def test_help_shows_first_what_people_use_first(invoke: Invoke) -> None:
     text = invoke("run", "--help").stdout
     first, _, rest = text.partition("Generation:")
