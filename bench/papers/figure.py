@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Paper = Literal["edgemoe", "hobbit", "twiddler", "mobile"]
 Verdict = Literal["same", "partly", "different"]
+Origin = Literal["Measured", "Simulated", "Measured and simulated"]
 PAPERS: dict[Paper, str] = {"edgemoe": "EdgeMoE", "hobbit": "HOBBIT", "twiddler": "Twiddler", "mobile": "MoBiLE"}
 DIGITS = 6
 """Significant digits of a stored value."""
@@ -74,6 +75,7 @@ class Figure:
     why: sentences on why the result is equal or not, Markdown.
     measure: returns the result.
     on_natural: sentences on the natural example, Markdown; empty if it is not measured.
+    origin: first word of its caption, by what its numbers come from.
     throttles: whether it limits reads of storage. Without `--with-throttle` its published result is kept.
     """
 
@@ -87,6 +89,7 @@ class Figure:
     why: str
     measure: Callable[[Inputs], Measured]
     on_natural: str = ""
+    origin: Origin = "Measured"
     throttles: bool = False
 
 
@@ -140,6 +143,11 @@ def over_layers(values: Sequence[float]) -> list[tuple[float, float]]:
 def percent(share: float, digits: int = 0) -> str:
     """Return a share as text."""
     return f"{100 * share:.{digits}f} %"
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """Return a value with some significant digits as text, without an exponent if it is under a million."""
+    return f"{float(f'{value:.{digits}g}'):,g}"
 
 
 def _rounded(value: Any) -> Any:

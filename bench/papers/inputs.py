@@ -133,16 +133,23 @@ class Inputs:
 
         options: further options of `moec bench`.
         """
-        name = "-".join(
-            ["trace", bundle, self._version(bundle), str(number), *(str(option).lstrip("-") for option in options)]
-        )
+        lengths = ("--prompt-tokens", PROMPT_TOKENS, "--tokens", TOKENS)
+        told = [str(number), *(str(option).lstrip("-") for option in options)]
+        return self.recorded(bundle, told, self.text("test", number), *lengths, *options)
+
+    def recorded(self, bundle: str, told: Sequence[str], text: Path, *options: object) -> Trace:
+        """Return the trace of a bundle on a text. It is recorded once.
+
+        told: parts of the name of the kept file. They must name text and options.
+        options: options of `moec bench`.
+        """
+        name = "-".join(["trace", bundle, self._version(bundle), *told])
         path = self.folder / "traces" / f"{name}.trace"
         if not path.exists():
             self._say(f"recording {name}")
-            common = ("--prompt-tokens", PROMPT_TOKENS, "--tokens", TOKENS, "--expert-cache", "50%")
             with complete_file(path) as partial:
-                text = self.text("test", number)
-                moec("bench", self.bundle(bundle), "--text", text, *common, *options, "--trace-out", partial)
+                common = ("--text", text, "--expert-cache", "50%", *options)
+                moec("bench", self.bundle(bundle), *common, "--trace-out", partial)
         return open_traces([path], self.opened(bundle))[0]
 
     def traces(self, bundle: str, count: int, *options: object) -> list[Trace]:

@@ -11,36 +11,12 @@ _BENCHMARKS = "[benchmarks](../benchmarks.md)"
 NOT_MEASURED: tuple[NotMeasured, ...] = (
     NotMeasured(
         "edgemoe",
-        "Figure 2 right",
-        "peak memory over the number of experts",
-        "No models in the tree differ in the number of experts alone. The memory is the bytes of an expert times their "
-        "number.",
-    ),
-    NotMeasured(
-        "edgemoe",
         "Figure 7b",
         "time to unpack weights, next to outlier-aware quantization",
         "The kernels multiply packed weights, so nothing is unpacked. The other quantizer is not part of moec.",
     ),
-    NotMeasured("edgemoe", "Figure 12", "distribution of the latency of samples", f"Not built. {_NO_QUIET}"),
     NotMeasured("edgemoe", "Table I", "time of the offline stage", f"{_NO_QUIET} `NAME.log.json` of a compile has it."),
-    NotMeasured(
-        "edgemoe",
-        "Table II",
-        "storage and accuracy, STI included",
-        f"Not built with STI's bits for all weights. {_BENCHMARKS} have the plans of moec, the best uniform format and "
-        "EdgeMoE at a loss of 2 %.",
-    ),
     NotMeasured("edgemoe", "Figure 15", "MiniCPM on a phone", "It needs the checkpoint and a phone. Neither is here."),
-    NotMeasured(
-        "edgemoe", "Table III", "experts that fit into a budget", "It is a division. `moec inspect` prints it."
-    ),
-    NotMeasured(
-        "edgemoe",
-        "Figure 17",
-        "storage and latency over the allowed loss",
-        f"The bytes are a picture in {_BENCHMARKS}. The latency is not built: it needs a bundle for each loss.",
-    ),
     NotMeasured(
         "edgemoe",
         "Figure 13",

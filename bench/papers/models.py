@@ -83,10 +83,18 @@ NATURAL = Model(
     4_096,
     "make example-smollm2",
 )
+RANDOM = Model(
+    "random",
+    "random, 2 of 4 to 64",
+    "random weights in the shape of `examples/model`, with 4 to 64 experts per layer; they say nothing of quality",
+    PLANTED.folder,
+)
 TRAINED = (PLANTED, PLAIN)
 """Models in the tree."""
 MODELS = (*TRAINED, NATURAL)
 """Models whose routing is measured."""
+DESCRIBED = (*MODELS, RANDOM)
+"""Models that a page describes."""
 
 
 def named(models: Sequence[Model]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import indent, wrap
 
 from .figure import PAPERS, Figure, Measured, NotMeasured, Paper
-from .models import MODELS, NATURAL, Model, named
+from .models import DESCRIBED, NATURAL, RANDOM, Model, named
 
 WIDTH = 110
 VERDICTS = {"same": "same", "partly": "partly the same", "different": "different"}
@@ -57,8 +57,10 @@ def page(
 
 def _models(figures: Sequence[Figure], has_routes: bool) -> str:
     """Return a list of the models of the figures. has_routes: whether it says how many tokens were routed."""
-    used = [model for model in MODELS if any(model in figure.models for figure in figures)]
-    return "\n".join(_item(f"{named([m]).capitalize()}: {m.described}.{_routed(m) * has_routes}") for m in used)
+    used = [model for model in DESCRIBED if any(model in figure.models for figure in figures)]
+    return "\n".join(
+        _item(f"{named([m]).capitalize()}: {m.described}.{_routed(m) * (has_routes and m is not RANDOM)}") for m in used
+    )
 
 
 def _routed(model: Model) -> str:
@@ -85,7 +87,7 @@ def anchor(title: str) -> str:
 
 def _section(figure: Figure, measured: Measured) -> list[str]:
     picture = f"![{figure.title}](figures/{figure.name}.svg)"
-    caption = _paragraph(f"*{figure.title}. Measured on {named(figure.models)}. Figure `{figure.name}`.*")
+    caption = _paragraph(f"*{figure.title}. {figure.origin} on {named(figure.models)}. Figure `{figure.name}`.*")
     told = [
         _item(f"**In the paper ({figure.source}).** {figure.reported}"),
         _item(f"**Measured here.** {figure.how}"),

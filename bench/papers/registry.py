@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .edgemoe import bits, paths, sensitivity, speed, throttled
+from .edgemoe import bits, experts, latency, paths, sensitivity, speed, storage, throttled
 from .edgemoe import caches as edgemoe_caches
 from .figure import Figure
 from .hobbit import caches as hobbit_caches
@@ -14,6 +14,9 @@ from .twiddler import popularity
 FIGURES: tuple[Figure, ...] = (
     *speed.FIGURES,
     *throttled.FIGURES,
+    *latency.FIGURES,
+    *storage.FIGURES,
+    *experts.FIGURES,
     *sensitivity.FIGURES,
     *bits.FIGURES,
     *paths.FIGURES,

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from moec.cli.measuring.ceiling import predict
 from moec.cli.simulation.predictions import Row, Simulation
 from moec.cli.simulation.traces import ReplayedBundle, replayed_bundle
+from moec.manifests.bundle import ExpertEntry, unit_offsets
+from moec.manifests.quant import QuantSpec
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
 from moec.runtime.bundle.opening import Bundle
@@ -95,6 +97,35 @@ def _dense_bytes(bundle: Bundle, profile: DeviceProfile) -> float:
         )
         experts += entry.size_bytes * share * model.reads_per_token(entry.layer)
     return float(predict(bundle, profile, 0)["compute_bytes_per_token"] - experts)
+
+
+def reformatted(bundle: Bundle, specs: Sequence[QuantSpec]) -> Bundle:
+    """Return a bundle for simulations whose experts have these formats, one after the other. Nothing can be read.
+
+    Raises ValueError if the experts of a layer take more bytes than its file has.
+    """
+    model, cost, ends, entries = bundle.manifest.model, bundle.manifest.cost, dict[str, int](), list[ExpertEntry]()
+    padded: list[list[int]] = [[] for _ in model.layers]
+    packed = 0
+    for entry, spec in zip(bundle.manifest.experts, specs, strict=True):
+        formats = dict.fromkeys(model.layers[entry.layer].experts.projections, spec)
+        start, size = ends.get(entry.file, entry.offset_bytes), unit_offsets(model, entry.layer, formats)[1]
+        gate = spec if "gate" in formats else None
+        entries.append(replace(entry, offset_bytes=start, size_bytes=size, gate=gate, up=spec, down=spec))
+        ends[entry.file] = start + size
+        padded[entry.layer].append(size)
+        packed += sum(spec.packed_bytes(*model.unit_shape(entry.layer, projection)) for projection in formats)
+    ratio, counts = packed / cost.expert_packed_bytes, [layer.experts.top_k for layer in model.layers]
+    most = sum(k * max(each) for each, k in zip(padded, counts, strict=True))
+    renewed = replace(
+        cost,
+        expert_packed_bytes=packed,
+        expert_padded_bytes=sum(map(sum, padded)),
+        expert_bits_per_weight=cost.expert_bits_per_weight * ratio,
+        expected_read_bytes_per_token=min(most, int(cost.expected_read_bytes_per_token * ratio)),
+        minimum_expert_bytes=max(sum(sorted(each)[-k:]) for each, k in zip(padded, counts, strict=True)),
+    )
+    return replace(bundle, manifest=replace(bundle.manifest, experts=tuple(entries), cost=renewed))
 
 
 def simulate(bundle: Bundle, trace: Trace, device: Device, arm: Arm) -> Row:

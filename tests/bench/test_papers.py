@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 
 from bench.papers.edgemoe.arms import streamed
+from bench.papers.edgemoe.latency import distribution, sample_ms
 from bench.papers.edgemoe.paths import skew_curve
 from bench.papers.edgemoe.predictions import conditioned, found_in_top, predictors
+from bench.papers.edgemoe.storage import lowered, lowered_count
 from bench.papers.replays import FIFO, RANDOM, replay_texts
-from bench.papers.simulated import Arm, Device, simulate
+from bench.papers.samples import prompt_of
+from bench.papers.simulated import Arm, Device, reformatted, simulate
 from bench.papers.twiddler.popularity import hit_rate
 from moec.cli.simulation.traces import ReplayedBundle
+from moec.manifests.quant import QuantSpec
 from moec.runtime.bundle.opening import Bundle, open_bundle
 from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.trace.trace import Access, Trace, TracedPass, TraceHeader
@@ -145,3 +149,37 @@ def test_the_condition_is_the_pair_that_says_most() -> None:
     use = conditioned(train, test)
     assert use.condition == "expert 0 (layer 0) and 1 (layer 1)"
     assert use.after[1] == 1 and use.of_all[1] < 0.5 and sum(use.of_all) == pytest.approx(2)
+
+
+def test_a_sample_takes_the_time_of_its_prompt_and_of_each_further_token(bundle: Bundle) -> None:
+    held = Arm(bundle.manifest.cost.expert_padded_bytes, prefetch="off")
+    found = simulate(bundle, traced(bundle, 0), Device(DEVICE), held).timeline
+    assert found.tpot_mean_ns and sample_ms(found) == pytest.approx(TOKENS * found.tpot_mean_ns / 1e6, rel=0.01)
+
+
+def test_a_distribution_rises_to_one() -> None:
+    assert distribution([3.0, 1.0, 2.0, 4.0]) == [(1.0, 0.25), (2.0, 0.5), (3.0, 0.75), (4.0, 1.0)]
+
+
+def test_the_prompt_of_an_item_ends_before_its_answer() -> None:
+    assert prompt_of("Question: 1 + 1?\nAnswer: 2") == "Question: 1 + 1?\nAnswer:"
+    with pytest.raises(ValueError, match="expected one of"):
+        prompt_of("no item")
+
+
+def test_the_bytes_of_a_plan_tell_how_many_experts_were_lowered() -> None:
+    assert lowered_count(3 * 8 + 2 * 5, 5, 8, 5) == 2
+    for wrong in (3 * 8 + 2 * 5 + 1, 5 * 8 + 3, 5 * 5 - 3):
+        with pytest.raises(ValueError, match="expected a plan"):
+            lowered_count(wrong, 5, 8, 5)
+    assert lowered(np.array([[0.3, 0.1], [0.2, 0.4]]), 2).tolist() == [False, True, True, False]
+
+
+def test_other_formats_change_the_bytes_that_a_simulation_reads(bundle: Bundle) -> None:
+    count, spec = len(bundle.manifest.experts), QuantSpec.parse("q1g128b")
+    told = reformatted(bundle, [spec] * count)
+    assert told.manifest.cost.expert_packed_bytes == 3 * spec.packed_bytes(256, 256) * count
+    least = Arm(None, policy="lru", prefetch="off", is_warm=False)
+    found = simulate(told, traced(bundle, 0), Device(DEVICE), least).timeline
+    pages = -(-3 * spec.packed_bytes(256, 256) // PAGE) * PAGE
+    assert found.decode_bytes_read_per_token == 2 * bundle.manifest.model.num_layers * pages

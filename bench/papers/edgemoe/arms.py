@@ -91,17 +91,17 @@ def least_bytes(inputs: Inputs, bundle: str) -> int:
 
 def timelines(inputs: Inputs, runtime: Runtime, device: Device) -> list[Timeline]:
     """Return the prediction of an arm on each text."""
-    bundle = inputs.opened(runtime.bundle)
-    held = runtime.held_bytes(inputs)
-    found = []
-    for trace in inputs.traces(runtime.bundle, TEXTS):
-        if runtime.streams_layers:
-            found.append(streamed(bundle, device.with_own_times(trace, bundle), device, held or 0))
-            continue
-        told = as_edgemoe(trace) if runtime.prefetch == "path" else trace
-        arm = Arm(held, runtime.policy, runtime.prefetch, is_warm=runtime.is_warm)
-        found.append(simulate(bundle, told, device, arm).timeline)
-    return found
+    return [predicted(inputs, runtime, device, trace) for trace in inputs.traces(runtime.bundle, TEXTS)]
+
+
+def predicted(inputs: Inputs, runtime: Runtime, device: Device, trace: Trace) -> Timeline:
+    """Return the prediction of an arm on a trace of its bundle."""
+    bundle, held = inputs.opened(runtime.bundle), runtime.held_bytes(inputs)
+    if runtime.streams_layers:
+        return streamed(bundle, device.with_own_times(trace, bundle), device, held or 0)
+    told = as_edgemoe(trace) if runtime.prefetch == "path" else trace
+    arm = Arm(held, runtime.policy, runtime.prefetch, is_warm=runtime.is_warm)
+    return simulate(bundle, told, device, arm).timeline
 
 
 def as_edgemoe(trace: Trace) -> Trace:

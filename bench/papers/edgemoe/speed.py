@@ -157,6 +157,7 @@ FIGURES = (
         "time of its reads. There preloading (P) costs time. Until the next router has run it reads experts that "
         "are mostly not chosen, and needed reads wait. Without P, EdgeMoE is faster. STI reads all 8 experts of a "
         "layer, and a token uses 2.",
+        origin="Simulated",
         measure=tpot,
     ),
     Figure(
@@ -173,6 +174,7 @@ FIGURES = (
         "computing takes, and computing is short here. With the buffer there is more room to read ahead into, so "
         "wrong reads cost more. The buffer without preloading (+Q+C) is the best step. Memory falls with "
         "quantization and rises with the buffer.",
+        origin="Simulated",
         measure=ablation,
     ),
     Figure(
@@ -186,6 +188,7 @@ FIGURES = (
         how=_HOW + "All experts of a token are read, in 16 bits, and none is kept.",
         why="Reading takes most of the time, as published, and a far larger share. Here computing is bound by the "
         "memory rate, which is 36 times the rate of the SSD. The paper's runtime computes more slowly.",
+        origin="Simulated",
         measure=io_share,
     ),
     Figure(
@@ -211,6 +214,7 @@ FIGURES = (
         how=_HOW + "IO-QEXP keeps no expert, so the budget has no effect on it.",
         why="The buffer holds experts that are used again, so time falls with its size. With preloading, small "
         "buffers are slower than IO-QEXP in 2 bits, for the reason that the ablation shows.",
+        origin="Simulated",
         measure=budgets,
     ),
     Figure(
@@ -224,6 +228,7 @@ FIGURES = (
         "and 2.7 W waiting. Nothing was measured with a power meter, and this machine has no counter (RAPL).",
         why="Energy follows the time. The paper's tokens are mostly computing. Here they are mostly waiting, "
         "which also takes power.",
+        origin="Simulated",
         measure=energy,
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 from ..figure import Figure, Measured, Panel, percent
 from ..inputs import Inputs, mean
@@ -23,12 +24,16 @@ DEPTHS = (0, 1, 2, 3, 4)
 MOST_DEPTH = ("--prefetch-rule", "first-miss", "--prefetch-layers", 4)
 
 
-def skip_or_low(inputs: Inputs) -> Measured:
-    """Measure the KL of skipping and of low versions over the share of the experts that are replaced."""
+def mode_rows(inputs: Inputs) -> dict[str | None, dict[str, Any]]:
+    """Return the measured divergence and decisions by thresholds; None is the key of the lossless run."""
     modes = "; ".join(f"dynamic-precision {text}" for text in (*LOW, *SKIP))
     asked = ("--data", DATA, "--task", "gsm8k", "--limit", ITEMS, "--expert-cache", f"{SHARE:.0%}", "--modes", modes)
-    rows = {row["options"].get("dynamic_precision"): row for row in inputs.told("eval", BUNDLE, *asked)["rows"]}
-    points = {}
+    return {row["options"].get("dynamic_precision"): row for row in inputs.told("eval", BUNDLE, *asked)["rows"]}
+
+
+def skip_or_low(inputs: Inputs) -> Measured:
+    """Measure the KL of skipping and of low versions over the share of the experts that are replaced."""
+    rows, points = mode_rows(inputs), {}
     for name, texts, share in (("low version", LOW, "low_share"), ("skipped", SKIP, "skipped_share")):
         found = [rows[text] for text in texts]
         points[name] = sorted((row["decisions"][share], row["kl"]["mean"]) for row in found)
@@ -138,6 +143,7 @@ FIGURES = (
         how=_SIMULATED + f"At {PUBLISHED} this model has the published shares of 67, 30 and 3 %.",
         why="Only missed experts are read in low precision, and the first expert of a token never is. The gain is "
         "equal on both devices, because both wait for storage nearly all the time.",
+        origin="Simulated",
         measure=dynamic_loading,
     ),
     Figure(
@@ -165,6 +171,7 @@ FIGURES = (
         "reading. The paper names this cost. It has more computing to overlap with. The default rule of moec, "
         "`likely`, reads only predictions that were right often enough. On the plain example it gains 1.11 times "
         "(MoBiLE, a little model and reading ahead).",
+        origin="Simulated",
         measure=depth,
     ),
 )

@@ -145,6 +145,7 @@ FIGURES = (
         "It falls back far less often than OLMoE, and a larger gamma brings no more than a problem or two. At "
         "equal fallback ratios (forced texts) the speed is lower than the published one, because a cache serves "
         "half of the requests.",
+        origin="Measured and simulated",
         measure=gamma_sweep,
     ),
     Figure(
@@ -185,6 +186,7 @@ FIGURES = (
         why="A little model reads half as many experts. Reading ahead overlaps reads with computing and with each "
         "other, also in the first pass of a little model. The gains are smaller because the cache serves half of "
         "the requests.",
+        origin="Simulated",
         measure=with_prefetch,
     ),
 )

@@ -1,0 +1,87 @@
+"""Distribution of the latency of samples: prompt and answer of a held-out item."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moec.runtime.simulation.timeline import Timeline
+
+from ..figure import Figure, Measured, Panel, Verdict, significant
+from ..inputs import Inputs
+from ..models import PLANTED
+from ..samples import sample
+from ..simulated import Device
+from .arms import ARMS, Runtime, predicted
+from .speed import PI, TX2
+
+SAMPLES = 24
+COMPARED = ("moec", "EdgeMoE", "EdgeMoE without P", "IO-FREE", "IO-QEXP", "STI", "IO-EXP")
+BASELINES = ("IO-EXP", "IO-QEXP", "STI")
+"""Arms that the paper finds slower than EdgeMoE."""
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+def sample_ms(timeline: Timeline) -> float:
+    """Return the time of a whole sample: of its prompt and of each further token."""
+    return (timeline.ttft_ns + (timeline.tpot_mean_ns or 0) * (timeline.tokens - 1)) / 1e6
+
+
+def distribution(values: Sequence[float]) -> list[tuple[float, float]]:
+    """Return (value, share of the values up to it), in rising order."""
+    return [(value, (at + 1) / len(values)) for at, value in enumerate(sorted(values))]
+
+
+def latencies(inputs: Inputs, runtime: Runtime, device: Device) -> list[float]:
+    """Return the predicted time of each sample, ms."""
+    traces = (sample(inputs, runtime.bundle, number) for number in range(SAMPLES))
+    return [sample_ms(predicted(inputs, runtime, device, trace)) for trace in traces]
+
+
+def latency(inputs: Inputs) -> Measured:
+    """Predict the time of samples on both devices."""
+    panels, told, is_less = [], [], dict[str, list[bool]]()
+    for name in (TX2, PI):
+        device = Device(name)
+        times = {arm: latencies(inputs, ARMS[arm], device) for arm in COMPARED}
+        points = {arm: distribution(values) for arm, values in times.items()}
+        panels.append(
+            Panel("lines", f"Predicted on {name}", "time of a sample, ms", "share of the samples", points=points)
+        )
+        medians = {arm: float(np.median(values)) for arm, values in times.items()}
+        told.append(f"{name}, median: " + ", ".join(f"{arm} {significant(value)} ms" for arm, value in medians.items()))
+        for rival in BASELINES:
+            quotients = np.quantile(times[rival], QUANTILES) / np.quantile(times["EdgeMoE"], QUANTILES)
+            is_less.setdefault(rival, []).append(bool(quotients.min() > 1))
+            told.append(
+                f"{name}, {rival} over EdgeMoE: "
+                + ", ".join(
+                    f"{quotient:.2f} at {share:.0%}" for quotient, share in zip(quotients, QUANTILES, strict=True)
+                )
+            )
+    wins = [all(each) for each in is_less.values()]
+    verdict: Verdict = "same" if all(wins) else "partly" if any(wins) else "different"
+    return Measured(panels, told, verdict)
+
+
+FIGURES = (
+    Figure(
+        name="edgemoe-latency",
+        paper="edgemoe",
+        source="Figure 12",
+        title="Distribution of the latency of samples",
+        reported="EdgeMoE is faster than the baselines for all samples. On a Raspberry Pi 4B half of the samples take "
+        "less than 46 s, with IO-EXP less than 106 s (Switch base with 8 experts).",
+        models=(PLANTED,),
+        how=f"Simulated from routing traces of {SAMPLES} held-out items, problems and dialogues in turn. A sample is "
+        "its prompt and all tokens of its answer, which are forced. Each sample begins with the warm start of its "
+        "arm. Computing takes the bytes of the weights over the memory rate of the profile. Arms are those of the "
+        "chart of time per token.",
+        why="EdgeMoE is faster than all three baselines at the 10th, the 50th and the 90th percentile, as published. "
+        "The gap to IO-FREE remains, as published. The samples have similar lengths, so the curves are steep. "
+        "Preloading costs time here too, for the reason that the ablation shows.",
+        origin="Simulated",
+        measure=latency,
+    ),
+)
