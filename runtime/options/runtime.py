@@ -255,9 +255,9 @@ class RuntimeOptions:
     )
     big_little: str | None = setting(
         None,
-        "LOSSY: use only N experts per token, and compute a token again with all of them if the model is unsure: if "
-        "the likeliest next token has a probability below G. N is a number, or `K/2` for half of the experts. Without "
-        "them, G is 0.7 and N is `K/2`.",
+        "LOSSY: use only N experts per token, and compute a token again with all of them if the model is unsure. It "
+        "is unsure if the likeliest next token has a probability below G. N is a number, or `K/2` for half of the "
+        "experts. Without them, G is 0.7 and N is `K/2`.",
         group="lossy modes",
         metavar="gamma=G,k=N",
         default_text="off",
