@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,7 @@ class ChatSession:
         self._options, self._name, self._as_json = options, name, as_json
         self._held, self._saved = HeldText(), set[Path]()
         self._last: Answer | None = None
+        self._answers = 0
 
     def run(self) -> None:
         """Read messages and answer them until the input ends.
@@ -110,13 +112,18 @@ class ChatSession:
             raise InputError(f"`{word[:40]}` is no command of the chat", "see /help; `//` sends a slash")
 
     def _answer(self, message: str) -> None:
-        """Answer a message and add both to the conversation. A refused message is not added."""
+        """Answer a message and add both to the conversation. A refused message is not added.
+
+        Answer i has the seed and i, so that the same question can have another answer.
+        """
         text = self._conversation.text_with(message)
         tokens = self._engine.encode(text, self._conversation.adds_special_tokens)
+        sampling = replace(self._options.sampling, seed=self._options.sampling.seed + self._answers)
+        self._answers += 1
         found = answer(
             self._engine,
             tokens,
-            self._options,
+            replace(self._options, sampling=sampling),
             self._held,
             is_shown=not self._as_json,
             can_stop=self._reader.is_terminal,

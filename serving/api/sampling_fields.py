@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from moec.manifests.errors import OptionError
+from moec.runtime.text.generation_defaults import with_given, without_limits
 from moec.runtime.text.sampling import LEAST_PENALTY, MOST_PENALTY, SamplingOptions
 
 from .errors import RequestError, bad_field, error_of
@@ -16,6 +18,13 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 16, 512
 MAX_LOG_PROBS = 20
 _MAX_SEED = 2**63 - 1
 _MAX_BIASES = 1024
+_NUMBERS = (
+    ("temperature", 0, 2),
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("repetition_penalty", LEAST_PENALTY, MOST_PENALTY),
+)
+"""Names of numbers with their least and most values."""
 DEFAULT_NEW_TOKENS = 1 << 30
 """Without a limit an answer may fill the context."""
 
@@ -42,10 +51,17 @@ class Asked:
     includes_usage: bool
 
 
-def read_asked(fields: Fields, vocabulary: int, limits: tuple[str, ...], default_tokens: int, least: int = 1) -> Asked:
+def read_asked(
+    fields: Fields,
+    vocabulary: int,
+    defaults: SamplingOptions,
+    limits: tuple[str, ...],
+    default_tokens: int,
+    least: int = 1,
+) -> Asked:
     """Read the fields that the APIs of OpenAI share. Raises RequestError.
 
-    vocabulary: number of token ids.
+    vocabulary, defaults: as in `read_sampling`.
     limits: names of the field with the most tokens of an answer.
     default_tokens: the limit without any of them.
     least: least value of the limit.
@@ -67,36 +83,36 @@ def read_asked(fields: Fields, vocabulary: int, limits: tuple[str, ...], default
         model=model,
         max_new_tokens=most[0] if most else default_tokens,
         count=fields.whole("n", 1, MAX_ANSWERS, 1) or 1,
-        sampling=read_sampling(fields, vocabulary),
+        sampling=read_sampling(fields, vocabulary, defaults),
         stop=fields.texts("stop", MAX_STOPS, MAX_STOP_CHARACTERS),
         streams=streams,
         includes_usage=includes_usage,
     )
 
 
-def read_sampling(fields: Fields, vocabulary: int) -> SamplingOptions:
-    """Read the options of sampling. The temperature is 1 by default, as in the API of OpenAI. Raises RequestError."""
-    temperature = fields.number("temperature", 0, 2, 1.0)
-    top_k = fields.whole("top_k", -1, 1 << 30, 0) or 0
-    top_p = fields.number("top_p", 0, 1, 1.0)
-    min_p = fields.number("min_p", 0, 1, 0.0)
-    repetition = fields.number("repetition_penalty", LEAST_PENALTY, MOST_PENALTY, 1.0)
-    presence = fields.number("presence_penalty", -2, 2, 0.0)
-    frequency = fields.number("frequency_penalty", -2, 2, 0.0)
+def read_sampling(fields: Fields, vocabulary: int, defaults: SamplingOptions) -> SamplingOptions:
+    """Read the options of sampling. Raises RequestError.
+
+    vocabulary: number of token ids.
+    defaults: values of absent fields. A request with temperature 0 takes none of them.
+    """
+    given: dict[str, Any] = {
+        name: fields.number(name, least, most, 0.0) for name, least, most in _NUMBERS if fields.peek(name) is not None
+    }
+    top_k = fields.whole("top_k", -1, 1 << 30)
+    if top_k is not None:
+        given["top_k"] = max(top_k, 0)
+    if given.get("top_p") == 0 or top_k == 1:  # the likeliest token alone
+        given["temperature"] = 0.0
+    if given.get("temperature") == 0:
+        given = without_limits(given)
     seed = fields.whole("seed", -_MAX_SEED, _MAX_SEED)
-    if top_p == 0 or top_k == 1:  # the likeliest token alone
-        temperature = 0.0
-    is_greedy = temperature == 0
     try:
-        return SamplingOptions(
-            temperature=temperature,
-            top_k=0 if is_greedy else max(top_k, 0),
-            top_p=1.0 if is_greedy else top_p,
-            min_p=0.0 if is_greedy else min_p,
-            repetition_penalty=repetition,
+        return replace(
+            with_given(defaults, given),
             seed=secrets.randbits(62) if seed is None else seed % (1 << 62),
-            presence_penalty=presence,
-            frequency_penalty=frequency,
+            presence_penalty=fields.number("presence_penalty", -2, 2, 0.0),
+            frequency_penalty=fields.number("frequency_penalty", -2, 2, 0.0),
             logit_bias=_biases(fields, vocabulary),
         )
     except OptionError as error:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from moec.manifests.errors import InputError, MoecError, OptionError
 from moec.runtime.engine.engine import Engine
+from moec.runtime.text.generation_defaults import PLAIN, sampling_fields
+from moec.runtime.text.sampling import SamplingOptions
 from moec.runtime.text.template_process import ChatRenderer, TemplateFiles, template_files
 from moec.runtime.text.tokenizer_settings import named_texts
 
@@ -32,12 +34,14 @@ class ServiceOptions:
     """Options of the HTTP side.
 
     name: name of the model.
+    sampling: sampling of requests that do not say it.
     deadline_s: most seconds for a request, its time in the queue included.
     ping_s: seconds without an event after which a stream gets a comment.
     body_s: most seconds in which a body must arrive.
     """
 
     name: str
+    sampling: SamplingOptions = PLAIN
     deadline_s: float = 600.0
     ping_s: float = 15.0
     body_s: float = 30.0
@@ -160,6 +164,7 @@ class Service:
             "context": engine.memory.context,
             "slots": engine.options.slots,
             "queue": self.scheduler.options.queue,
+            "sampling": sampling_fields(self.options.sampling),
             "prefill_tokens": self.scheduler.options.prefill_tokens,
             "deadline_s": self.options.deadline_s,
             "memory": engine.memory.to_plain(),

@@ -733,6 +733,9 @@
     byId("model").textContent = String(props.model || "");
     document.title = (props.model ? props.model + " · " : "") + "moec";
     showMode(props.mode);
+    for (const [name, value] of Object.entries(props.sampling || {})) {
+      byId(name).placeholder = name === "top_k" && !value ? "all" : String(value);
+    }
     byId("system").disabled = props.has_chat_template === false;
     if (props.has_chat_template === false) byId("system").placeholder = "needs a chat template, which this bundle lacks";
     drawTurns();

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import subprocess
@@ -38,7 +39,7 @@ def chat_bundle(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def turns(invoke: Invoke, bundle: Path, stdin: str, *options: object) -> list[dict[str, Any]]:
-    result = invoke("chat", bundle, "--max-new-tokens", 6, "--json", *options, stdin=stdin)
+    result = invoke("chat", bundle, "--max-new-tokens", 6, "--temperature", 0, "--json", *options, stdin=stdin)
     assert result.exit_code == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -50,7 +51,8 @@ def alone(bundle: Path, text: str, adds_special_tokens: bool = False) -> list[in
 
 
 def test_answers_go_to_stdout_and_talk_to_stderr(invoke: Invoke, bundle: Path) -> None:
-    result = invoke("chat", bundle, "--max-new-tokens", 6, stdin="Once upon\n\n/stats\n/help\n")
+    told = "Once upon\n\n/stats\n/help\n"
+    result = invoke("chat", bundle, "--max-new-tokens", 6, "--temperature", 0, stdin=told)
     assert result.exit_code == 0
     with load(bundle) as engine:
         text = "".join(step.text for step in engine.generate("Once upon", 6))
@@ -220,3 +222,18 @@ def test_a_person_stops_an_answer_and_goes_on() -> None:
     terminal.wait_for("/reset forgets the conversation")
     terminal.wait_for("> ")
     assert terminal.close("\x04") == 0
+
+
+def test_a_chat_draws_as_the_bundle_recommends(invoke: Invoke, bundle: Path) -> None:
+    """The example recommends the likeliest token, the tiny bundle nothing. A seed repeats a chat, not an answer."""
+    greedy = invoke("chat", SHIPPED, "--max-new-tokens", 4, stdin="Question:\n")
+    assert "sampling by generation_config.json of the bundle: the likeliest token (temperature 0)\n" in greedy.stderr
+    said = invoke("chat", bundle, "--max-new-tokens", 8, stdin="hi\n/reset\nhi\n")
+    seed = re.search(r"^sampling by default: temperature 1; seed (\d+)$", said.stderr, re.M)
+    assert seed is not None
+    again = invoke("chat", bundle, "--max-new-tokens", 8, "--seed", seed[1], stdin="hi\n/reset\nhi\n")
+    assert again.stdout == said.stdout
+    first, second = turns(invoke, bundle, "hi\n/reset\nhi\n", "--temperature", 1, "--seed", 4)
+    assert first["token_ids"] != second["token_ids"]
+    refused = invoke("chat", bundle, "--temperature", 0, "--top-k", 5, stdin="hi\n")
+    assert refused.exit_code == 1 and "no effect at temperature 0" in refused.stderr

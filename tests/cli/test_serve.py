@@ -41,6 +41,13 @@ def test_an_installed_bundle_has_its_own_name(tmp_path: Path) -> None:
     assert last.startswith("serving `model` at ") and last.endswith("1 answer at once\n")
 
 
+def test_the_start_says_how_tokens_are_drawn(bundle: Path) -> None:
+    """The example recommends the likeliest token. The tiny bundle recommends nothing."""
+    said = said_at_start(str(EXAMPLE))[1]
+    assert said.startswith("sampling by generation_config.json of the bundle: the likeliest token (temperature 0)")
+    assert said_at_start(str(bundle))[1] == "sampling by default: temperature 1; requests may say otherwise\n"
+
+
 def test_the_start_says_how_the_memory_is_divided() -> None:
     """A slot of the example: 6 layers x 4 heads x 32 numbers of keys and as many of values, 512 tokens, 4 bytes."""
     said = said_at_start(str(EXAMPLE), "--slots", "2", "--memory", "190MiB")

@@ -161,7 +161,9 @@ def page_server(script: Script) -> Iterator[str]:
 
 def props(script: Script) -> dict[str, Any]:
     """Return the answer of `/props`: two layers of three experts."""
-    return {"model": "tiny", "mode": script.mode, "has_chat_template": script.has_template, "experts": [3, 3]}
+    sampling = {"temperature": 0.6, "top_k": 0, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.1}
+    facts = {"model": "tiny", "mode": script.mode, "has_chat_template": script.has_template, "experts": [3, 3]}
+    return {**facts, "sampling": sampling}
 
 
 EXPERTS = {"layers": [3, 3], "experts": 6, "bits": [2, 3, 4, 2, 8, 0], "popularity": [0.5, 0.25, 0.25, 0.8, 0.1, 0]}

@@ -253,6 +253,8 @@ def test_the_place_in_the_queue_is_told(browser: Any, script: Script, address: s
 def test_settings_and_the_system_prompt_are_sent(browser: Any, script: Script, address: str) -> None:
     with Watched(browser, address) as watched:
         watched.page.locator("#settings summary").press("Enter")
+        shown = [watched.page.get_attribute(f"#{name}", "placeholder") for name in ("temperature", "top_p", "top_k")]
+        assert shown == ["0.6", "0.95", "all"]
         for name, value in (("system", "be brief"), ("temperature", "0.5"), ("top_k", "3"), ("max_tokens", "9")):
             watched.page.locator(f"#{name}").fill(value)
         watched.ask("x")

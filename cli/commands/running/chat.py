@@ -19,18 +19,19 @@ from ...options.opening import open_engine
 from ...options.paths import bundle_argument
 from ...options.prompts import prompt_limit_bytes
 from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
-from ...options.sampling_options import sampling_options
+from ...options.sampling_options import chosen_sampling, recommended_sampling_options
 from ...terminal import output
 from ...terminal.help_sections import SectionCommand
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.text.sampling import SamplingOptions
 
 
 @click.command("chat", cls=SectionCommand, short_help="Talk to a model in the terminal.")
 @bundle_argument
 @click.option("--max-new-tokens", type=int, default=512, show_default=True, metavar="N", help="Cut an answer here.")
-@sampling_options
+@recommended_sampling_options
 @click.option("--system", metavar="TEXT", help="A system message before the conversation.")
 @click.option("--plain", is_flag=True, help="Use no chat template: the model continues the text as it is written.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per answer, with its statistics.")
@@ -40,13 +41,7 @@ if TYPE_CHECKING:
 def chat_command(
     bundle: Path,
     max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    repetition_penalty: float,
     stop: tuple[str, ...],
-    seed: int,
     system: str | None,
     plain: bool,
     as_json: bool,
@@ -55,27 +50,29 @@ def chat_command(
     """Talk to the bundle in folder BUNDLE. Each line is a message, and /help lists the commands.
 
     Answers go to stdout, everything else to stderr. Ctrl-C stops an answer. The next answer computes only what is new
-    in the conversation, and its text is that of a run that computes everything. A bundle without a chat template
+    in the conversation, and its text is that of a run that computes everything. Tokens are drawn as the bundle's
+    generation_config.json recommends; `--temperature 0` takes the likeliest ones. A bundle without a chat template
     continues the text as it is written. If stdin is no terminal, each line of it is answered in turn.
 
     \b
     moec chat mixtral-moec --memory 2GiB --system "Answer in one sentence."
     printf 'Name a colour.\\nAnd another one.\\n' | moec chat mixtral-moec --json
     """
-    from moec.runtime.text.sampling import SamplingOptions
-
     if max_new_tokens < 1:
         raise OptionError(f"`--max-new-tokens` must be at least 1, found {max_new_tokens}", "leave it out for 512")
-    sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     options = build_options(values, bundle=bundle)
     conversations = list[Conversation]()
+    samplings: list[tuple[SamplingOptions, str]] = []
 
     def prepare(opened: Bundle) -> None:
         template = None if plain else chat_template(opened, options.verify)
         conversations.append(Conversation(template, system))
+        samplings.append(chosen_sampling(opened, options.verify, values))
 
     with open_engine(bundle, options, values["kernels"], prepare) as engine:
         output.say(engine.mode)
+        ((sampling, said),) = samplings
+        output.say(said)
         say_mode_cost(bundle, engine)
         (conversation,) = conversations
         reader = MessageReader(prompt_limit_bytes(engine.memory.context))

@@ -18,13 +18,16 @@ from ...lossy_modes.mode_costs import say_mode_cost
 from ...options.opening import bundle_folder, open_engine, with_fitting_slots
 from ...options.paths import bundle_argument
 from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ...options.sampling_options import chosen_sampling
 from ...terminal import output
 from ...terminal.help_sections import SectionCommand, section_option
 from ...terminal.memory_table import memory_table
 
 if TYPE_CHECKING:
+    from moec.runtime.bundle.opening import Bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.options.runtime import RuntimeOptions
+    from moec.runtime.text.sampling import SamplingOptions
     from moec.serving.engine.scheduler import ServingOptions
     from moec.serving.security import SecurityOptions
     from moec.serving.serve import ServeOptions
@@ -91,7 +94,8 @@ def serve_command(
 
     Clients of the OpenAI API work with the address that is printed and `/v1` after it. Requests share passes. An answer
     does not depend on other requests, except under modes marked LOSSY. SIGTERM lets running answers end, an interrupt
-    ends them. Other machines can ask only with `--host` and `--api-key-file`.
+    ends them. Requests that do not say how to draw tokens get what the bundle's generation_config.json recommends, else
+    temperature 1. Other machines can ask only with `--host` and `--api-key-file`.
 
     \b
     moec serve mixtral-moec --memory 2GiB
@@ -109,12 +113,19 @@ def serve_command(
     settings = _settings(_checked_name(bundle, name), security, ServingOptions(queue, prefill_tokens), deadline)
     settings = _with_prefixes(settings, prefix_cache, prefix_cache_size)
     bound = bind(host, port)  # before the weights are read
+    samplings: list[tuple[SamplingOptions, str]] = []
 
     def open_with(each: RuntimeOptions) -> Engine:
-        return open_engine(bundle, replace(each, other_bytes=server_memory(each)), values["kernels"])
+        return open_engine(bundle, replace(each, other_bytes=server_memory(each)), values["kernels"], prepare)
+
+    def prepare(opened: Bundle) -> None:
+        samplings.append(chosen_sampling(opened, options.verify, {}))
 
     with bound, with_fitting_slots(open_with, options, slots is None) as engine:
+        sampling, said = samplings[-1]
+        settings = replace(settings, service=replace(settings.service, sampling=sampling))
         output.say(engine.mode)
+        output.say(f"{said}; requests may say otherwise")
         output.say(memory_table(memory_shares(engine), engine.memory.context))
         say_mode_cost(bundle, engine)
 

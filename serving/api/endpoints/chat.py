@@ -142,7 +142,8 @@ async def chat(service: Service, body: dict[str, Any]) -> Answer:
     """Return the answer to a body of `/v1/chat/completions`. Raises RequestError."""
     fields = Fields(body)
     messages = read_messages(fields.take("messages"), service.chat_form.takes_tools)
-    asked = read_asked(fields, service.vocabulary, ("max_completion_tokens", "max_tokens"), DEFAULT_NEW_TOKENS)
+    limits = ("max_completion_tokens", "max_tokens")
+    asked = read_asked(fields, service.vocabulary, service.options.sampling, limits, DEFAULT_NEW_TOKENS)
     log_probs, schema = _log_probs(fields), read_response_format(fields)
     tools = read_tools(fields, service)
     fields.unsupported("modalities", ["text"])

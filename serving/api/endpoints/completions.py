@@ -87,7 +87,7 @@ async def completions(service: Service, body: dict[str, Any]) -> Answer:
     """Return the answer to a body of `/v1/completions`. Raises RequestError."""
     fields = Fields(body)
     given = fields.take("prompt")
-    asked = read_asked(fields, service.vocabulary, ("max_tokens",), _DEFAULT_TOKENS, least=0)
+    asked = read_asked(fields, service.vocabulary, service.options.sampling, ("max_tokens",), _DEFAULT_TOKENS, least=0)
     echo, log_probs = fields.flag("echo"), fields.whole("logprobs", 0, MAX_LOG_PROBS)
     fields.unsupported("best_of", 1, asked.count)
     fields.unsupported("suffix", "")

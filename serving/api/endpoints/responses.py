@@ -172,7 +172,7 @@ async def responses(service: Service, body: dict[str, Any]) -> Answer:
     fields.text("model", most=1024)
     most = fields.whole("max_output_tokens", 1, 1 << 30, DEFAULT_NEW_TOKENS) or DEFAULT_NEW_TOKENS
     streams = fields.flag("stream")
-    sampling = read_sampling(fields, service.vocabulary)
+    sampling = read_sampling(fields, service.vocabulary, service.options.sampling)
     asked = Asked(None, most, 1, sampling, (), streams, False)
     schema, text_format = _text_format(fields)
     tools, echoed_tools = _tools(fields, service)
