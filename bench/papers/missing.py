@@ -28,8 +28,8 @@ NOT_MEASURED: tuple[NotMeasured, ...] = (
     NotMeasured(
         "hobbit",
         "Figures 14 and 15",
-        "end to end next to other systems",
-        f"{_NO_GPU} Of the systems compared there, {_BENCHMARKS} have llama.cpp, on CPUs.",
+        "the other programs themselves, with a GPU",
+        f"{_NO_GPU} The figure above simulates their kinds. Of the programs, {_BENCHMARKS} have llama.cpp, on CPUs.",
     ),
     NotMeasured(
         "hobbit",
@@ -39,32 +39,20 @@ NOT_MEASURED: tuple[NotMeasured, ...] = (
         "the loss on the problems of the example.",
     ),
     NotMeasured(
-        "hobbit",
-        "Figure 17a",
-        "cost of stacked routers",
-        f"{_NO_QUIET} An [experiment](../experiments/2026-11-22-stacked-routers.md) has it.",
-    ),
-    NotMeasured(
-        "hobbit",
-        "Figures 16 and 17b, prefill",
-        "gain of dynamic loading and lookahead in prompts",
-        "Not built as a figure. An [experiment](../experiments/2026-11-26-prompts-in-two-versions.md) has bytes "
-        "and loss.",
-    ),
-    NotMeasured(
         "twiddler",
         "Figures 4, 5 and 6",
-        "15 pairs of lengths, TTFT of long prompts, beam search",
-        f"{_NO_GPU} `python -m bench.accelerator.simulated` predicts TTFT and beams on a stated GPU. It times "
-        "the part of the CPU on this machine, which other processes share.",
+        "measured times, and environment 2",
+        f"{_NO_GPU} The figures above are simulated. `python -m bench.accelerator.measured` measures them where a GPU "
+        "is. No profile describes environment 2.",
     ),
     NotMeasured(
         "twiddler",
         "Figure 7",
-        "time of copies and of an expert on CPU and GPU",
-        f"{_NO_GPU} An [experiment](../experiments/2026-11-26-accelerator-on-an-h200.md) has parts of it, on an H200.",
+        "time of copies and of an expert on CPU and GPU, with deviations",
+        f"{_NO_GPU} Simulated times have no deviation; those of an expert are next to figure 4. "
+        "An [experiment](../experiments/2026-11-26-accelerator-on-an-h200.md) has parts of it, on an H200.",
     ),
-    NotMeasured("mobile", "Table II", "accuracy on GSM8K and HumanEval", "It needs the models and the data sets."),
     NotMeasured("mobile", "Figure 3 left", "latency of the little and the whole model", _NO_GPU),
     NotMeasured("mobile", "Figure 5 right", "speed next to Pre-gated MoE and AdapMoE", "Neither is built."),
+    NotMeasured("mobile", "Table II", "accuracy on GSM8K and HumanEval", "It needs the models and the data sets."),
 )

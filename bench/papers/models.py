@@ -85,8 +85,8 @@ NATURAL = Model(
 )
 RANDOM = Model(
     "random",
-    "random, 2 of 4 to 64",
-    "random weights in the shape of `examples/model`, with 4 to 64 experts per layer; they say nothing of quality",
+    "random",
+    "random weights of the shapes that the figure names; they say nothing of quality",
     PLANTED.folder,
 )
 TRAINED = (PLANTED, PLAIN)

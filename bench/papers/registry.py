@@ -6,10 +6,10 @@ from .edgemoe import bits, experts, latency, paths, sensitivity, speed, storage,
 from .edgemoe import caches as edgemoe_caches
 from .figure import Figure
 from .hobbit import caches as hobbit_caches
-from .hobbit import loading, routers
+from .hobbit import loading, prompts, routers, stacked, systems
 from .missing import NOT_MEASURED
 from .mobile import little_models
-from .twiddler import popularity
+from .twiddler import popularity, strategies
 
 FIGURES: tuple[Figure, ...] = (
     *speed.FIGURES,
@@ -23,8 +23,12 @@ FIGURES: tuple[Figure, ...] = (
     *edgemoe_caches.FIGURES,
     *routers.FIGURES,
     *loading.FIGURES,
+    *prompts.FIGURES,
+    *systems.FIGURES,
+    *stacked.FIGURES,
     *hobbit_caches.FIGURES,
     *popularity.FIGURES,
+    *strategies.FIGURES,
     *little_models.FIGURES,
 )
 

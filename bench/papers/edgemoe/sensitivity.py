@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import numpy as np
 
-from ..figure import Figure, Measured, Panel, percent
+from ..figure import Figure, Measured, Panel, Verdict, of_all, percent
 from ..inputs import SHIPPED, Inputs
-from ..models import PLANTED
+from ..models import NATURAL, PLANTED, ROOT, Model
 
 LEAST_SPREAD = 2.0
 """Ratio of the largest loss to the median that counts as experts of different importance."""
+NATURAL_SOURCE = "bench/results/2026-11-26-natural-certificate/quality-2-percent.json"
+TOP_SHARE = 0.1
 
 
 def sensitivity(inputs: Inputs) -> Measured:
-    """Return the predicted loss of each expert in the format of fewest bits, from the certificate of the bundle."""
-    found = inputs.quality(SHIPPED)["sensitivity"]["experts"]
-    losses = np.array(found["losses"])
-    panel = Panel("map", f"One expert in {found['format']}", "expert", "layer", rows=(1000 * losses).tolist())
+    """Return the predicted loss of each expert in the format of fewest bits, from certificates of bundles."""
+    natural = json.loads((ROOT / NATURAL_SOURCE).read_text(encoding="utf-8"))
+    panels, told, verdicts = [], [], dict[Model, Verdict]()
+    for model, quality in ((PLANTED, inputs.quality(SHIPPED)), (NATURAL, natural)):
+        found: dict[str, Any] = quality["sensitivity"]["experts"]
+        losses = np.array(found["losses"])
+        title = f"{model.label}, one expert in {found['format']}"
+        panels.append(Panel("map", title, "expert", "layer", rows=(1000 * losses).tolist()))
+        spread = float(losses.max() / np.median(losses))
+        used = np.array(quality["statistics"]["popularity"])
+        told += [f"{model.label}: {sentence}" for sentence in (*described(losses), by_use(losses, used))]
+        verdicts[model] = "same" if spread >= LEAST_SPREAD else "different"
+    return Measured(panels, told, of_all(verdicts.values()), verdicts[NATURAL])
+
+
+def described(losses: np.ndarray) -> list[str]:
+    """Return sentences on the losses of experts, [L, E], nats per token."""
     layer, expert = np.unravel_index(int(losses.argmax()), losses.shape)
-    spread = float(losses.max() / np.median(losses))
-    top = np.sort(losses.ravel())[::-1]
-    told = [
-        f"most sensitive: expert {expert} of layer {layer}, {1000 * losses.max():.0f} thousandths of a nat per token",
-        f"{spread:.0f} times the median, {1000 * np.median(losses):.1f} thousandths",
-        f"share of the 5 most sensitive of {losses.size} experts in the sum of all losses: "
-        f"{percent(top[:5].sum() / top.sum())}",
+    median, ordered = float(np.median(losses)), np.sort(losses.ravel())[::-1]
+    top = max(1, round(TOP_SHARE * losses.size))
+    by_layer = losses.sum(1)
+    return [
+        f"most sensitive is expert {expert} of layer {layer}, {1000 * losses.max():.1f} thousandths of a nat per "
+        f"token, {losses.max() / median:.0f} times the median ({1000 * median:.2g})",
+        f"the {top} most sensitive of {losses.size} experts have {percent(ordered[:top].sum() / losses.sum())} of the "
+        f"sum of all losses; the most sensitive layer, {by_layer.argmax()}, has "
+        f"{percent(by_layer.max() / losses.sum())}",
     ]
-    return Measured([panel], told, "same" if spread >= LEAST_SPREAD else "different")
+
+
+def by_use(losses: np.ndarray, used: np.ndarray) -> str:
+    """Return a sentence on losses and use of the experts of a layer. used: share of the tokens, [L, E]."""
+    found = [float(np.corrcoef(of_layer, use)[0, 1]) for of_layer, use in zip(losses, used, strict=True)]
+    return f"loss and use of an expert correlate at {np.mean(found):.2f} inside a layer, on average"
 
 
 FIGURES = (
@@ -37,11 +62,16 @@ FIGURES = (
         title="Sensitivity of each expert to 2 bits",
         reported="One expert has INT2, all others INT4. The loss of accuracy differs from expert to expert. It is "
         "0.44 % for the first and 0.59 % for the second. The unit is Rouge-2 on SAMSum.",
-        models=(PLANTED,),
+        models=(PLANTED, NATURAL),
         how="Predicted KL to the checkpoint from gradients (the default of `moec compile`), in thousandths of a nat "
-        "per token. `quality.json` of `examples/bundle` has it. The other experts keep 16 bits.",
-        why="Experts differ here too. The largest values are planted: the gains of two experts per layer were made "
-        "unequal at the start of the training. So the size of the spread says nothing of other models.",
+        "per token. The other experts keep 16 bits. The values are those of `quality.json` of `examples/bundle`, and "
+        f"of `{NATURAL_SOURCE}` for the natural example.",
+        why="Experts differ here too. The largest values of the planted example are planted: the gains of two experts "
+        "per layer were made unequal at the start of the training. So the size of their spread says nothing of other "
+        "models.",
         measure=sensitivity,
+        on_natural="Experts of natural weights differ too, and far less than those of the planted example. Inside a "
+        "layer the loss follows the use: experts that many tokens use cost more in 2 bits. The first layer is the most "
+        "sensitive one.",
     ),
 )

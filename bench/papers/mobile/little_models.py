@@ -25,11 +25,17 @@ def gamma_modes(gamma: float) -> tuple[tuple[str, str], ...]:
     return (("big_little", f"gamma={gamma},k=2"),)
 
 
-def gamma_sweep(inputs: Inputs) -> Measured:
-    """Measure quality, fallbacks and predicted speed-up over gamma."""
+def gamma_rows(inputs: Inputs) -> list[dict[str, Any]]:
+    """Return the answers and decisions with all experts, then with each gamma."""
     modes = "; ".join(f"big-little gamma={gamma},k=2" for gamma in GAMMAS)
     asked = ("--data", DATA, "--task", "gsm8k", "--limit", ITEMS, "--expert-cache", f"{SHARE:.0%}", "--modes", modes)
-    whole, *rows = inputs.told("eval", BUNDLE, *asked)["rows"]
+    rows: list[dict[str, Any]] = inputs.told("eval", BUNDLE, *asked)["rows"]
+    return rows
+
+
+def gamma_sweep(inputs: Inputs) -> Measured:
+    """Measure quality, fallbacks and predicted speed-up over gamma."""
+    whole, *rows = gamma_rows(inputs)
     bundle, device, traces = inputs.opened(BUNDLE), Device(DEVICE), inputs.traces(BUNDLE, TEXTS)
     size = int(SHARE * bundle.manifest.cost.expert_padded_bytes)
     gains = [mean_gain(bundle, traces, device, Arm(size, modes=gamma_modes(gamma))) for gamma in GAMMAS]
