@@ -15,8 +15,6 @@ from .errors import RequestError, error_of_failure, json_bytes
 from .event_post import Inbox
 from .service import Service
 
-_GRACE_S = 5.0
-"""Time after the deadline in which a client can still read the end of its answer."""
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -105,7 +103,8 @@ class Answer:
             return
         leaving = asyncio.create_task(until_gone(receive))
         work = asyncio.create_task(self._tell(inbox, requests, send))
-        longest = max(each.deadline_s or self._service.options.deadline_s for each in requests) + 2 * _GRACE_S
+        options = self._service.options
+        longest = max(each.deadline_s or options.deadline_s for each in requests) + 2 * options.grace_s
         try:
             await asyncio.wait({leaving, work}, timeout=longest, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -121,10 +120,10 @@ class Answer:
         open_answers, has_begun, has_token, clock = len(requests), False, False, asyncio.get_running_loop().time
         ping_s = self._service.options.ping_s
         sent_s = clock()
-        ends_s = sent_s + max(each.deadline_s or 0.0 for each in requests) + _GRACE_S
+        ends_s = sent_s + max(each.deadline_s or 0.0 for each in requests) + self._service.options.grace_s
         while open_answers:
-            events = await inbox.take(ping_s)
-            if not events and clock() > ends_s:  # the engine is stuck inside a pass
+            events = await inbox.take(min(ping_s, max(ends_s - clock(), 0.0)))
+            if not events and clock() >= ends_s:  # the engine is stuck inside a pass
                 events = [(0, Failed("deadline_exceeded", "the request took longer than its deadline"))]
             failed = next((event for _, event in events if isinstance(event, Failed)), None)
             if failed is not None:

@@ -38,6 +38,7 @@ class ServiceOptions:
     deadline_s: most seconds for a request, its time in the queue included.
     ping_s: seconds without an event after which a stream gets a comment.
     body_s: most seconds in which a body must arrive.
+    grace_s: seconds after the deadline in which a client can still read the end of its answer.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ServiceOptions:
     deadline_s: float = 600.0
     ping_s: float = 15.0
     body_s: float = 30.0
+    grace_s: float = 5.0
 
 
 class Service:

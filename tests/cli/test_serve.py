@@ -19,6 +19,17 @@ def test_a_name_that_no_line_can_have_is_refused(invoke: Invoke, name: str) -> N
     assert result.exit_code == 1 and "`--name` must have 1 to 200 visible characters" in result.stderr
 
 
+def test_other_machines_need_a_key_file(invoke: Invoke, tmp_path: Path) -> None:
+    open_host = invoke("serve", EXAMPLE, "--host", "0.0.0.0")
+    assert open_host.exit_code == 1 and "no key is set" in open_host.stderr
+    short = tmp_path / "key"
+    short.write_text("short\n")
+    refused = invoke("serve", EXAMPLE, "--host", "0.0.0.0", "--api-key-file", short)
+    assert refused.exit_code == 1 and "must be a key of 8 or more" in refused.stderr
+    origin = invoke("serve", EXAMPLE, "--cors-origin", "*")
+    assert origin.exit_code == 1 and "`--cors-origin` must be" in origin.stderr
+
+
 def said_at_start(*options: str) -> list[str]:
     """Return the lines of a server up to that with its address."""
     command = [sys.executable, "-m", "moec.cli.main", "serve", *options, "--port", "0"]

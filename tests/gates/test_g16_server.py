@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from moec.runtime import Engine, load
+from moec.serving.api.service import ServiceOptions
 from moec.serving.engine.scheduler import ServingOptions
 from tests.cli.test_run import add_file
 from tests.gates.bundles import emit_bundle
@@ -205,6 +206,28 @@ def test_a_damaged_expert_ends_requests_by_name(bundle: Path, tmp_path: Path) ->
             assert streamed.status in (200, 500)
             path.write_bytes(good)
             assert [text_of(server, body, False) for body in BODIES] == wanted
+
+
+def test_storage_that_stalls_ends_requests_by_their_deadline(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass waits for its bytes and cannot be interrupted. The client gets its error meanwhile."""
+    (wanted, *_) = expected(engine)
+    step, arrived = engine.step, threading.Event()
+
+    def stalled(*values: Any) -> Any:
+        assert arrived.wait(PATIENCE_S)
+        return step(*values)
+
+    options = ServiceOptions("tiny", deadline_s=0.3, grace_s=0.3)
+    with live_server(engine, service_options=options) as server:
+        monkeypatch.setattr(engine, "step", stalled)
+        for streams in (False, True):
+            reply = server.post(PATH, {**BODIES[0], "stream": streams})
+            assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
+        assert server.scheduler.running == 1
+        arrived.set()
+        server.wait_until_idle()
+        monkeypatch.setattr(engine, "step", step)
+        assert text_of(server, BODIES[0], False) == wanted
 
 
 USER = [{"role": "user", "content": "a"}]

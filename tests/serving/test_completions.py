@@ -135,6 +135,27 @@ def test_log_probabilities_have_a_limit(server: LiveServer) -> None:
     assert memory.held_bytes == 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.3},
+        {"temperature": 0.8, "top_k": 3},
+        {"temperature": 0.8, "top_p": 0.3},
+        {"temperature": 0.8, "min_p": 0.4},
+        {"temperature": 0, "repetition_penalty": 1.9},
+        {"temperature": 0, "presence_penalty": 1.9},
+        {"temperature": 0, "frequency_penalty": 1.9},
+        {"temperature": 0, "logit_bias": {"7": 100, "9": -100}},
+    ],
+    ids=str,
+)
+def test_each_field_of_sampling_reaches_the_engine(server: LiveServer, engine: Engine, options: dict[str, Any]) -> None:
+    biases = tuple((int(token), float(bias)) for token, bias in options.get("logit_bias", {}).items())
+    given = {name: value for name, value in options.items() if name != "logit_bias"}
+    choice = server.post(PATH, {"prompt": PROMPT, "max_tokens": 12, "seed": 3, **options}).json["choices"][0]
+    assert choice["text"] == expected(engine, seed=3, logit_bias=biases, **given)
+
+
 def test_stop_texts_are_left_out(server: LiveServer, engine: Engine) -> None:
     whole = expected(engine)
     stop = whole[4:6]
@@ -215,3 +236,7 @@ def test_paths_and_methods(server: LiveServer) -> None:
     assert server.ask("GET", "/health").json["status"] == "ok"
     props = server.ask("GET", "/props").json
     assert props["mode"].startswith("streaming, lossless") and props["slots"] == 3
+    assert props["is_lossless"] is True and props["answers_depend_on_other_requests"] is False
+    assert server.ask("GET", "/ready").json == server.ask("GET", "/health").json
+    info = server.ask("GET", "/tokenizer_info").json
+    assert "[{{ m.role }}]" in info["chat_template"] and info["eos_token"]

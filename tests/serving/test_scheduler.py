@@ -272,6 +272,45 @@ def test_lossy_runs_answer_and_go_token_by_token(tiny_bundle: Path) -> None:
         assert counts is not None and counts.tokens == 2 * sum(len(each) - 1 for each in expected)
 
 
+@pytest.mark.gate("G16")
+def test_a_long_prompt_comes_in_a_few_tokens_at_a_time_while_an_answer_runs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, sizes = engine.step, list[int]()
+
+    def counted(tokens: list[int], *places: Any) -> np.ndarray:
+        sizes.append(len(tokens))
+        return step(tokens, *places)
+
+    monkeypatch.setattr(engine, "step", counted)
+    with Scheduler(engine, ServingOptions(prefill_tokens=5)) as scheduler:
+        running = Asked(prompts()[0], 80, sampling=SamplingOptions(logit_bias=((2, -100.0),)))
+        scheduler.submit([running.request])
+        running.wait_for_token()
+        before = len(sizes)
+        long = Asked(prompts()[11], 1)
+        ask(scheduler, long)
+        while_both = sizes[before:]
+        assert running.ended.reason == "length" and long.ended.timings.prompt_tokens == LENGTHS[11]
+    assert max(while_both) == 1 + 5 and while_both.count(6) >= LENGTHS[11] // 5
+
+
+def test_the_least_recently_used_prefix_goes_first(engine: Engine, scheduler: Scheduler) -> None:
+    """Three slots and four conversations: the fourth takes the slot of the second, because the first went on."""
+
+    def kept(prompt: list[int]) -> int:
+        asked = Asked(prompt, 2)
+        ask(scheduler, asked)
+        return asked.ended.timings.cached_tokens
+
+    first, second, third, fourth = ([start, *prompts()[7]] for start in (20, 21, 22, 23))
+    assert [kept(each) for each in (first, second, third)] == [0, 0, 0]
+    assert kept(first) == len(first) - 1
+    assert kept(fourth) == 0
+    assert [kept(each) for each in (first, third, fourth)] == [len(first) - 1] * 3
+    assert kept(second) == 0
+
+
 @pytest.mark.parametrize("options", [{"queue": -1}, {"prefill_tokens": 0}])
 def test_options_are_checked(options: dict[str, int]) -> None:
     with pytest.raises(OptionError):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,6 +183,24 @@ def test_slow_clients_are_cut_off(engine: Engine, monkeypatch: pytest.MonkeyPatc
         assert b"408" in raw(server, head, b"{").partition(b"\r\n")[0]
         first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         assert b"200 OK" in raw(server, first, b"GET /health", pause_s=0.1)
+
+
+def test_nothing_leaves_the_machine(server: LiveServer) -> None:
+    """All addresses that this process connects to or looks up while it answers."""
+    asked, is_watching = list[object](), True
+
+    def watch(event: str, values: tuple[object, ...]) -> None:
+        if is_watching and event in ("socket.connect", "socket.getaddrinfo", "socket.sendto", "socket.gethostbyname"):
+            asked.append(values[1] if event in ("socket.connect", "socket.sendto") else values[0])
+
+    sys.addaudithook(watch)
+    message = {"messages": [{"role": "user", "content": "see http://192.0.2.1/a"}], "max_tokens": 3}
+    for path, body in (("/v1/chat/completions", message), ("/v1/messages", message), ("/v1/completions", BODY)):
+        assert server.post(path, body).status == 200
+    assert server.ask("GET", "/").status == server.ask("GET", "/props").status == 200
+    is_watching = False
+    hosts = {each[0] if isinstance(each, tuple) else each for each in asked}
+    assert len(asked) >= 5 and hosts == {"127.0.0.1"}
 
 
 def test_metrics_have_the_form_of_prometheus(server: LiveServer) -> None:

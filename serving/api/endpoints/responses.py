@@ -30,6 +30,7 @@ _NO_EFFECT = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_retention",
 )
 _HARMLESS_INCLUDES = (
     "reasoning.encrypted_content",
