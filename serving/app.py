@@ -69,6 +69,7 @@ def make_app(service: Service, security: SecurityOptions) -> ASGIApp:
     routes.append(Route("/v1/models/{name:path}", _one_model(service), methods=["GET"]))
     routes += [Route(path, _file(data, kind), methods=["GET"]) for path, (data, kind) in page.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _fault})
+    app.router.redirect_slashes = False  # a proxy with TLS would be left for http
     return Guard(app, security, _error_body, page)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moec.runtime import Engine
+from moec.runtime import Engine, load
 from moec.runtime.text.sampling import SamplingOptions
-from tests.serving.live_server import LiveServer, Reply
+from tests.serving.live_server import LiveServer, Reply, live_server
 
 PROMPT, PATH = "Question: what is", "/v1/completions"
 GREEDY = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
@@ -230,6 +231,7 @@ def test_bodies_that_are_no_objects(server: LiveServer, data: bytes) -> None:
 def test_paths_and_methods(server: LiveServer) -> None:
     assert server.ask("GET", "/v1/nothing").status == 404
     assert server.ask("GET", PATH).status == 405
+    assert server.ask("POST", f"{PATH}/", b"{}").status == 404, "no redirect to another address"
     assert server.ask("GET", "/v1/models").json["data"][0]["id"] == "tiny"
     assert server.ask("GET", "/v1/models/tiny").json["id"] == "tiny"
     assert server.ask("GET", "/v1/models/other").status == 404
@@ -240,3 +242,11 @@ def test_paths_and_methods(server: LiveServer) -> None:
     assert server.ask("GET", "/ready").json == server.ask("GET", "/health").json
     info = server.ask("GET", "/tokenizer_info").json
     assert "[{{ m.role }}]" in info["chat_template"] and info["eos_token"]
+
+
+def test_a_lossy_run_says_so(tiny_bundle: Path) -> None:
+    options = {"expert_cache": "60%", "context": 96, "big_little": "gamma=0.9,k=1"}
+    with load(tiny_bundle, **options) as lossy, live_server(lossy) as server:
+        props = server.ask("GET", "/props").json
+    assert (props["is_lossless"], props["answers_depend_on_other_requests"]) == (False, True)
+    assert "LOSSY" in props["mode"]

@@ -78,9 +78,11 @@ class ResponseForm:
             yield from self._told(self._splitter.push(event.text))
         elif isinstance(event, Ended):
             yield from self._told(self._splitter.flush())
+            status = "completed" if event.reason == "stop" else "incomplete"
             if all(isinstance(item, TextItem) and item.is_thought for item in self._items):
+                yield from self._close_text(status)
                 yield from self._told([(False, "")])
-            yield from self._close_text("completed" if event.reason == "stop" else "incomplete")
+            yield from self._close_text(status)
 
     def finish(self) -> Iterable[bytes]:
         """Return the last event: the whole response."""
