@@ -101,7 +101,7 @@ def test_reset_begins_anew(invoke: Invoke, chat_bundle: Path) -> None:
 def test_messages_of_several_lines_and_of_a_slash(invoke: Invoke, chat_bundle: Path, tmp_path: Path) -> None:
     told = 'one\\\ntwo\n"""\nthree\n\n/exit\n"""\n//four\n/exit\nfive\n'
     saving = told.replace("/exit\nfive", f"/save {tmp_path}/saved.json")
-    result = invoke("chat", chat_bundle, "--max-new-tokens", 1, stdin=saving)
+    result = invoke("chat", chat_bundle, "--max-new-tokens", 1, "--temperature", 0, stdin=saving)
     assert result.exit_code == 0
     saved = json.loads((tmp_path / "saved.json").read_bytes())
     assert [each["content"] for each in saved["messages"][::2]] == ["one\ntwo", "three\n\n/exit", "/four"]
@@ -114,7 +114,7 @@ def test_save_replaces_only_its_own_file(invoke: Invoke, bundle: Path, tmp_path:
     mine, other = tmp_path / "mine.json", tmp_path / "other.json"
     other.write_text("kept")
     told = f"hi\n/save {mine}\nho\n/save {mine}\n/save {other}\n"
-    result = invoke("chat", bundle, "--max-new-tokens", 2, stdin=told)
+    result = invoke("chat", bundle, "--max-new-tokens", 2, "--temperature", 0, stdin=told)
     assert result.exit_code == 1 and "exists" in result.stderr and other.read_text() == "kept"
     saved = json.loads(mine.read_bytes())
     assert len(saved["messages"]) == 4 and saved["text"].startswith("hi") and "\nho" in saved["text"]

@@ -34,6 +34,8 @@ def test_a_response_is_that_of_the_chat(server: LiveServer, answer: str) -> None
     assert (found["object"], found["output"][0]["role"]) == ("response", "assistant")
     assert found["status"] == "incomplete" and found["incomplete_details"] == {"reason": "max_output_tokens"}
     assert found["usage"]["output_tokens"] == 10
+    nothing = {"reasoning": found["reasoning"], "include": ["reasoning.encrypted_content"], "truncation": "disabled"}
+    assert server.post(RESPONSES, {**body, **nothing}).json["output"][0]["content"][0]["text"] == answer
     items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}]
     assert server.post(RESPONSES, {**body, "input": items}).json["output"][0]["content"][0]["text"] == answer
 
@@ -95,6 +97,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": [{"role": "user"}]}),
     (RESPONSES, {"input": "a", "include": ["message.output_text.logprobs"]}),
     (RESPONSES, {"input": "a", "include": ["unknown"]}),
+    (RESPONSES, {"input": "a", "reasoning": {"effort": "low"}}),
+    (RESPONSES, {"input": "a", "reasoning": {"unknown": 1}}),
     (RESPONSES, {"input": "a", "text": {"format": {"type": "xml"}}}),
     (MESSAGES, {"messages": [USER]}),
     (MESSAGES, {"messages": [USER], "max_tokens": 0}),

@@ -242,10 +242,13 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.unsupported("background", False)
     fields.unsupported("prompt")
     fields.unsupported("truncation", "disabled")
-    fields.unsupported("reasoning", {})
     fields.unsupported("top_logprobs", 0)
     fields.unsupported("max_tool_calls")
-    options = fields.object("stream_options")
+    reasoning, options = fields.object("reasoning"), fields.object("stream_options")
+    if reasoning is not None:
+        for name in ("effort", "summary", "generate_summary"):
+            reasoning.unsupported(name)
+        reasoning.end()
     if options is not None:
         options.without_effect("include_obfuscation")
         options.end()
