@@ -21,6 +21,9 @@ from hypothesis import HealthCheck, settings
 # each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# Without a GPU Triton's kernels run in its interpreter. It must be chosen before any package imports Triton.
+if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/kfd")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # An example on a busy machine takes as long as it takes: no time limit of hypothesis fails a test.
 settings.register_profile(

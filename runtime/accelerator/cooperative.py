@@ -80,6 +80,8 @@ class CooperativeExperts:
     cooperation: may be changed between passes.
     dense: dense weights on the device; None if it has none.
     uses_dense: whether the device computes them now.
+    dense_note: why the CPU computes them, or "".
+    kernels_note: why the device has no Triton kernels, or "".
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class CooperativeExperts:
         self._residents, self._shared = dict(on_device.residents), dict(on_device.shared)
         self.dense: DenseOnDevice | None = None
         self.dense_latency: DenseLatency | None = None
-        self.uses_dense, self.dense_note = False, ""
+        self.uses_dense, self.dense_note, self.kernels_note = False, "", ""
 
     def absent(self, experts: Sequence[int]) -> list[int]:
         """Return the experts that are not on the device. The host may have to read them."""
@@ -148,7 +150,7 @@ class CooperativeExperts:
         )
 
     def _dense_text(self) -> str:
-        return "".join(f", {text}" for text in (self._latency_text(), self.dense_note) if text)
+        return "".join(f", {text}" for text in (self._latency_text(), self.dense_note, self.kernels_note) if text)
 
     def _latency_text(self) -> str:
         return "" if self.dense_latency is None else self.dense_latency.to_text()
@@ -166,6 +168,7 @@ class CooperativeExperts:
             "dense": None if self.dense_latency is None else self.dense_latency.to_plain(),
             "dense_is_on_device": self.uses_dense,
             "dense_note": self.dense_note or None,
+            "kernels_note": self.kernels_note or None,
             "experts": asdict(self.counts),
         }
 
@@ -207,6 +210,8 @@ class LayerSplit:
         if shared is not None:
             tokens = np.arange(len(hidden_states), dtype=np.int32)
             self._device.run(shared[0], tokens, np.full_like(tokens, shared[1]))
+        if self.uses_device:
+            self._device.launch()
 
     @property
     def comes_together(self) -> bool:
@@ -221,9 +226,11 @@ class LayerSplit:
 
         experts: experts whose bytes are in host memory now.
         """
-        for index in experts:
-            if index in self._copied:
-                self._device.run(self._owner.copy(index), *self._places[index])
+        copied = [index for index in experts if index in self._copied]
+        for index in copied:
+            self._device.run(self._owner.copy(index), *self._places[index])
+        if copied:
+            self._device.launch()
         return [index for index in experts if index not in self._copied]
 
     def finish(self, parts: np.ndarray) -> None:

@@ -23,7 +23,9 @@ DeviceExpert: TypeAlias = Any
 
 
 class ExpertDevice(Protocol):
-    """A device that computes one layer at a time: `begin`, any number of `run`, `collect`. Not thread-safe.
+    """A device that computes one layer at a time. Not thread-safe.
+
+    The order is `begin`, any number of `run` and `launch`, `collect`.
 
     name: name that the user gave.
     host_bytes: host memory that the device needs, without the memory that the process has when the device is opened.
@@ -55,13 +57,16 @@ class ExpertDevice(Protocol):
         """Set the rows of a layer, float32 [T, D]. Drops results that were not collected."""
 
     def run(self, expert: DeviceExpert, tokens: np.ndarray, ranks: np.ndarray) -> None:
-        """Begin to compute an expert.
+        """Add an expert to those that the next `launch` begins. A device may also begin it at once.
 
         tokens, ranks: where its results go, int32 [n] each; no pair occurs twice.
         """
 
+    def launch(self) -> None:
+        """Begin to compute the experts that were added."""
+
     def collect(self, parts: np.ndarray) -> None:
-        """Wait for the results of this layer and write them into parts, float32 [T, K, D]."""
+        """Begin what was added, wait for the results of this layer and write them into parts, float32 [T, K, D]."""
 
     def synchronize(self) -> None:
         """Wait for all work that was begun."""

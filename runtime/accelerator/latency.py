@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from .. import kernels
-from .device import DeviceExpert, ExpertDevice
+from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
 from .image import expert_bytes
 
 SAMPLE_TOKENS = (1, 8, 32)
@@ -27,7 +27,9 @@ REPEATS = 3
 class LatencyModel:
     """Times of one expert in ns: a fixed part, and a part for each token or byte. None is negative.
 
-    device_*: times of an expert that is on the device, including moving its rows there and back.
+    device_fixed_ns, device_token_ns: times of an expert that is on the device.
+    launch_ns: time that the CPU needs to begin the device's work of a layer. It computes nothing then.
+    device_layer_ns: further time of such a layer: to move its rows there and the results back.
     """
 
     cpu_fixed_ns: float
@@ -36,6 +38,8 @@ class LatencyModel:
     device_token_ns: float
     staging_ns_per_byte: float
     link_ns_per_byte: float
+    launch_ns: float = 0.0
+    device_layer_ns: float = 0.0
 
     def cpu_ns(self, tokens: int) -> float:
         """Time of an expert on the CPU."""
@@ -44,6 +48,11 @@ class LatencyModel:
     def device_ns(self, tokens: int) -> float:
         """Time of an expert on the device, once its weights are there."""
         return self.device_fixed_ns + self.device_token_ns * tokens
+
+    @property
+    def layer_ns(self) -> float:
+        """Time before the device computes the first expert of a layer."""
+        return self.launch_ns + self.device_layer_ns
 
     def staging_ns(self, size_bytes: int) -> float:
         """Time that a copy keeps the CPU busy."""
@@ -66,8 +75,9 @@ class LatencyModel:
         rate = self.staging_ns_per_byte + self.link_ns_per_byte
         link = f" (link {1 / self.link_ns_per_byte:.2f})" if self.link_ns_per_byte else ""
         copied = f"{1 / rate:.2f} GB/s{link}" if rate else "no time"
+        begun = f"{self.launch_ns / 1e3:.0f} us to begin a layer, then {self.device_layer_ns / 1e3:.0f}"
         return (
-            f"CPU {self.cpu_fixed_ns / 1e3:.0f} + {self.cpu_token_ns / 1e3:.1f} us a token, device "
+            f"CPU {self.cpu_fixed_ns / 1e3:.0f} + {self.cpu_token_ns / 1e3:.1f} us a token, device {begun} + "
             f"{self.device_fixed_ns / 1e3:.0f} + {self.device_token_ns / 1e3:.1f} us a token, copies {copied}"
         )
 
@@ -105,7 +115,7 @@ def measure_latency(
     run_on_cpu: takes the arguments of `kernels.expert_ffn`.
     """
     source, size = np.random.default_rng(0), expert_bytes(expert)
-    cpu, on_device = list[float](), list[float]()
+    cpu, on_device, launch, layer = list[float](), list[float](), list[float](), list[float]()
     staged_ns, arrived_ns = _time_copy(device, expert, clock_ns, repeats)
     for count in SAMPLE_TOKENS:
         rows = source.standard_normal((count, expert.up.columns), np.float32)
@@ -113,12 +123,19 @@ def measure_latency(
         at = (np.arange(count, dtype=np.int32), np.zeros(count, np.int32))
         compute = partial(run_on_cpu, expert, rows, *at, parts)
         cpu.append(median_ns(compute, clock_ns, repeats))
-        on_device.append(_time_device(device, expert, rows, at, parts, clock_ns, repeats))
+        (_, one_ns), (launched_ns, all_ns) = (
+            _time_device(device, expert, rows, number, clock_ns, repeats) for number in (1, COPY_SLOTS)
+        )
+        on_device.append(max((all_ns - one_ns) / (COPY_SLOTS - 1), 1.0))
+        launch.append(launched_ns)
+        layer.append(max(one_ns - launched_ns - on_device[-1], 0.0))
     return LatencyModel(
         *fit_line(SAMPLE_TOKENS, cpu),
         *fit_line(SAMPLE_TOKENS, on_device),
         staging_ns_per_byte=staged_ns / size,
         link_ns_per_byte=arrived_ns / size,
+        launch_ns=statistics.median(launch),
+        device_layer_ns=statistics.median(layer),
     )
 
 
@@ -160,19 +177,27 @@ def _time_device(
     device: ExpertDevice,
     expert: kernels.Expert,
     rows: np.ndarray,
-    at: tuple[np.ndarray, np.ndarray],
-    parts: np.ndarray,
+    number: int,
     clock_ns: Callable[[], int],
     repeats: int,
-) -> float:
-    """Return the median time of an expert that has arrived, including moving its rows there and back."""
-    times = []
+) -> tuple[float, float]:
+    """Return two medians for a layer with some experts that have arrived: until all is begun, and until it is done.
+
+    rows: float32 [n, D]; each expert has all of them.
+    number: experts, at most COPY_SLOTS.
+    """
+    begun, done, count = list[int](), list[int](), len(rows)
+    parts = np.empty((count, number, expert.down.rows), np.float32)
+    tokens = np.arange(count, dtype=np.int32)
     for _ in range(repeats + 1):
-        copied: DeviceExpert = device.copy(expert)
+        copied: list[DeviceExpert] = [device.copy(expert) for _ in range(number)]
         device.synchronize()
         started_ns = clock_ns()
         device.begin(rows)
-        device.run(copied, *at)
+        for rank, each in enumerate(copied):
+            device.run(each, tokens, np.full_like(tokens, rank))
+        device.launch()
+        begun.append(clock_ns() - started_ns)
         device.collect(parts)
-        times.append(clock_ns() - started_ns)
-    return max(statistics.median(times[1:]), 1.0)
+        done.append(clock_ns() - started_ns)
+    return statistics.median(begun[1:]), max(statistics.median(done[1:]), 1.0)

@@ -162,8 +162,11 @@ def cooperate(
         kept, shared = (0, 0) if dense is None else (opened.dense_bytes, shared_bytes(manifest))
         placement = place_experts(opened.sizes, order, opened.memory_bytes, COPY_SLOTS, opened.working_bytes, kept)
         from .torch_device import TorchDevice
+        from .triton_check import why_no_triton
 
-        device = TorchDevice(opened.name, opened.device, placement.resident_bytes + shared, max(opened.sizes))
+        kernels_note = why_no_triton(opened.device)
+        resident_bytes = placement.resident_bytes + shared
+        device = TorchDevice(opened.name, opened.device, resident_bytes, max(opened.sizes), not kernels_note)
     except RuntimeError as error:  # torch's own error if the device or pinned memory is full
         raise _full(opened, error) from error
     latency = measure_bundle(device, experts, opened.sizes, storage)
@@ -175,6 +178,7 @@ def cooperate(
     on_device = DeviceExperts(placement, residents, shared_experts)
     cooperative = CooperativeExperts(device, in_host, on_device, latency, options.cooperation)
     cooperative.dense, cooperative.dense_latency, cooperative.dense_note = dense, dense_latency, opened.dense_note
+    cooperative.kernels_note = kernels_note
     return cooperative
 
 

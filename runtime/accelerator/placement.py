@@ -12,6 +12,8 @@ from typing import Any
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded
 
+from .grouped_bounds import scratch_bytes
+
 _FLOAT_BYTES = 4
 LIBRARY_BYTES = 64 << 20
 """Bytes on cuda for the workspaces of its libraries. torch allocates them and counts them with the rest."""
@@ -68,8 +70,9 @@ def place_experts(
 def working_bytes(manifest: BundleManifest, tokens: int) -> int:
     """Return an upper bound of the device bytes for a layer of this many tokens, in addition to weights.
 
-    They hold rows and their rounded form, the activations of one expert, the results of all ranks twice, and one
-    unpacked matrix. Shared experts count like the others.
+    They hold rows and their rounded form, activations, the results of all ranks twice, and one unpacked matrix. With
+    Triton activations of all experts are there at once, but no matrix is unpacked. Shared experts count like the
+    others.
     """
     model, widest = manifest.model, 0
     for layer, spec in enumerate(model.layers):
@@ -78,5 +81,7 @@ def working_bytes(manifest: BundleManifest, tokens: int) -> int:
         matrix = max([rows * columns for rows, columns in shapes] + [shared_width * model.hidden_size])
         ranks = experts.top_k + (spec.shared is not None)
         per_token = (4 + 2 * ranks) * model.hidden_size + 6 * max(experts.width, shared_width)
-        widest = max(widest, tokens * per_token * _FLOAT_BYTES + matrix * UNPACKING_BYTES)
+        width = max(experts.width, shared_width)
+        grouped = scratch_bytes(tokens * ranks, tokens, model.hidden_size, width)
+        widest = max(widest, tokens * per_token * _FLOAT_BYTES + matrix * UNPACKING_BYTES + grouped)
     return widest

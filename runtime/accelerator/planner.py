@@ -128,7 +128,8 @@ def pays_alone(load: ExpertLoad, latency: LatencyModel) -> bool:
 
     Source: Twiddler, algorithm 1, line 12.
     """
-    return latency.cpu_ns(load.tokens) > latency.device_ns(load.tokens) + latency.transfer_ns(load.size_bytes)
+    device_ns = latency.layer_ns + latency.device_ns(load.tokens)
+    return latency.cpu_ns(load.tokens) > device_ns + latency.transfer_ns(load.size_bytes)
 
 
 def schedule(
@@ -166,11 +167,11 @@ def _job(load: ExpertLoad, latency: LatencyModel) -> _Job:
 
 
 def _run(
-    copies: Sequence[_Job], computed: Sequence[_Job], device_ns: float, slots: int
+    copies: Sequence[_Job], computed: Sequence[_Job], device_ns: float, slots: int, begun_ns: float = 0.0
 ) -> tuple[tuple[int, ...], float]:
-    """Compute `schedule` for jobs."""
+    """Compute `schedule` for jobs. begun_ns: time at which the CPU has begun the device's work."""
     order, ends = list[int](), list[float]()
-    cpu_ns = link_ns = 0.0
+    cpu_ns, link_ns = begun_ns, 0.0
     copied = done = 0
     while copied < len(copies) or done < len(computed):
         free_ns = ends[copied - slots] if copied >= slots else 0.0
@@ -219,6 +220,7 @@ class _Layer:
         self.missing = [job for load, job in self._ranked if not load.is_resident]
         self.movable = [job for load, job in self._ranked if load.is_resident and load.is_in_host]
         self._resident_ns = sum(job.device_ns for load, job in self._ranked if load.is_resident)
+        self._residents = sum(load.is_resident for load in loads)
 
     def published(self) -> _Split:
         """Return the split that copies each expert for which a copy alone is faster."""
@@ -258,6 +260,9 @@ class _Layer:
             sum(job.staging_ns for job in copied) + sum(job.cpu_ns for job in own) + sum(job.cpu_ns for job in last)
         )
         device_ns = self._resident_ns - sum(job.device_ns for job in last) + sum(job.device_ns for job in copied)
+        has_work = self._residents - moved + copies > 0
+        cpu_ns += self._latency.launch_ns * has_work
+        device_ns += self._latency.layer_ns * has_work
         link_ns = sum(job.link_ns for job in copied)
         # The sums are in another order than in the schedule. A bound that is too high by rounding would hide the better
         # split.
@@ -265,13 +270,16 @@ class _Layer:
 
     def _split(self, copied: Set[int], moved: Set[int]) -> _Split:
         device_ns = sum(job.device_ns for load, job in self._ranked if load.is_resident and job.expert not in moved)
+        has_work = self._residents - len(moved) + len(copied) > 0
+        device_ns += self._latency.layer_ns * has_work
+        begun_ns = self._latency.launch_ns * has_work
         waiting = [job for job in self.missing if job.expert in copied]
         own = [
             job
             for load, job in reversed(self._ranked)
             if (job.expert in moved if load.is_resident else job.expert not in copied)
         ]
-        return _Split(frozenset(copied), frozenset(moved), *_run(waiting, own, device_ns, self._slots))
+        return _Split(frozenset(copied), frozenset(moved), *_run(waiting, own, device_ns, self._slots, begun_ns))
 
     def plan(self, split: _Split) -> LayerPlan:
         """Return the plan of a split."""

@@ -105,11 +105,20 @@ class SimulatedDevice:
     def begin(self, hidden_states: np.ndarray) -> None:
         """Begin a layer. hidden_states: float32 [T, D]."""
         self._rows, self._results = hidden_states, []
+        self.begin_layer()
+
+    def begin_layer(self) -> None:
+        """Begin a layer of which only the times are known. It has work for the device."""
+        self.now_ns += self._latency.launch_ns
+        self._device_ns = max(self._device_ns, self.now_ns) + self._latency.device_layer_ns
 
     def run(self, expert: SimulatedExpert, tokens: np.ndarray, ranks: np.ndarray) -> None:
         """Begin to compute an expert."""
         self.run_tokens(expert, len(tokens))
         self._results.append((expert, tokens, ranks))
+
+    def launch(self) -> None:
+        """Do nothing: `run` has begun all experts."""
 
     def run_tokens(self, expert: SimulatedExpert, tokens: int) -> None:
         """Begin to compute an expert for a number of tokens."""

@@ -62,6 +62,8 @@ class ReplayedSplit:
         self._copied = {index for index, action in plan.actions.items() if action is Action.COPY}
         self._device = SimulatedDevice(shared.latency, memory_bytes=1 << 62)
         self._device.now_ns = now_ns
+        if any(action is not Action.CPU for action in plan.actions.values()):
+            self._device.begin_layer()
         kept = self._device.keep_bytes(0)
         for index, action in plan.actions.items():
             if action is Action.RESIDENT:

@@ -67,6 +67,8 @@ def layer_ns(loads: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Co
     plan, by_index = plan_layer(loads, latency, cooperation), {load.index: load for load in loads}
     device = SimulatedDevice(latency, memory_bytes=1 << 62)
     kept = device.keep_bytes(0)
+    if any(action is not Action.CPU for action in plan.actions.values()):
+        device.begin_layer()
     for load in loads:
         if plan.actions[load.index] is Action.RESIDENT:
             device.run_tokens(kept, load.tokens)

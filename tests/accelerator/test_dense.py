@@ -27,6 +27,7 @@ from moec.runtime.engine.beam import BeamOptions, beam_search
 from moec.runtime.engine.engine import Engine
 from moec.runtime.kernels import TokenPlaces, reference
 from moec.runtime.model.dense_weights import load_dense
+from tests.accelerator.conftest import memory_for
 from tests.gates.bundles import emit_bundle
 from tests.kernels.packer import random_matrix
 from tests.kernels.products import inputs, matrix_of
@@ -209,7 +210,8 @@ def test_dense_weights_that_do_not_fit_stay_here_or_are_refused(bundle: Path) ->
     manifest = open_bundle(bundle).manifest
     needed = dense_bytes(manifest, longest_pass(manifest.model, 1, CONTEXT), 1, CONTEXT)
     assert needed > 0
-    options = on(torch.device("cpu"), accelerator_memory="1MiB", accelerator_dense="auto")
+    least = memory_for(bundle, 0.1, longest_pass(manifest.model, 1, CONTEXT))
+    options = on(torch.device("cpu"), accelerator_memory=str(least), accelerator_dense="auto")
     with load(bundle, **options) as engine:
         assert not dense_on_device(engine)
         assert f"would take {needed / 2**20:.1f} MiB and do not fit" in engine.mode

@@ -15,7 +15,7 @@ from moec.runtime.accelerator.torch_device import TorchDevice
 from moec.runtime.simulation.accelerator_device import SimulatedDevice
 from tests.kernels.products import expert_of
 
-TRUE = LatencyModel(4000.0, 900.0, 7000.0, 30.0, 2.0, 5.0)
+TRUE = LatencyModel(4000.0, 900.0, 7000.0, 30.0, 2.0, 5.0, 3000.0, 11000.0)
 
 
 @given(st.floats(1, 1e9), st.floats(0, 1e7))
@@ -65,5 +65,5 @@ def test_a_real_device_is_measured(device: torch.device) -> None:
 
 
 def test_several_experts_make_a_mean() -> None:
-    other = LatencyModel(0, 100, 1000, 10, 0, 1)
-    assert mean_latency([TRUE, other]) == LatencyModel(2000, 500, 4000, 20, 1, 3)
+    other = LatencyModel(0, 100, 1000, 10, 0, 1, 500, 1000)
+    assert mean_latency([TRUE, other]) == LatencyModel(2000, 500, 4000, 20, 1, 3, 1750, 6000)

@@ -53,7 +53,8 @@ def test_json_has_counts_and_measured_constants(invoke: Invoke, bundle: Path, co
     assert found["device"] == "torch-cpu" and found["cooperation"] == cooperation
     assert found["experts"]["resident"] > 0 and found["placement"]["budget_bytes"] == 20 << 20
     assert set(found["latency"]) == {
-        "cpu_fixed_ns", "cpu_token_ns", "device_fixed_ns", "device_token_ns", "staging_ns_per_byte", "link_ns_per_byte"
+        "cpu_fixed_ns", "cpu_token_ns", "device_fixed_ns", "device_token_ns", "staging_ns_per_byte", "link_ns_per_byte",
+            "launch_ns", "device_layer_ns",
     }  # fmt: skip
     assert told["memory"]["accelerator_bytes"] == 20 << 20
 

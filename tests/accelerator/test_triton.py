@@ -1,0 +1,191 @@
+"""Triton's kernels compute what torch and numpy compute: on a GPU, or in Triton's interpreter where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moec.manifests.quant import QuantSpec
+from moec.runtime import kernels
+from moec.runtime.accelerator.device import COPY_SLOTS
+from moec.runtime.accelerator.image import expert_bytes
+from moec.runtime.accelerator.torch_device import TorchDevice
+from moec.runtime.accelerator.torch_weights import unpack
+from moec.runtime.accelerator.triton_check import why_no_triton
+from tests.accelerator.experts import RANKS, TOKENS, computed_by, computed_by_numpy
+from tests.kernels.packer import FORMATS, bits, random_matrix
+from tests.kernels.products import EXPERTS, biases_of, expert_of, inputs
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of numpy, in the interpreter
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    """A GPU, or the CPU with Triton's interpreter; see conftest.py."""
+    pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def opened(device: torch.device, experts: list[kernels.Expert], kept: int) -> TorchDevice:
+    sizes = [expert_bytes(expert) for expert in experts]
+    return TorchDevice("test", device, sum(sizes[:kept]), max(sizes), has_triton=True)
+
+
+@pytest.mark.parametrize("spec", FORMATS, ids=str)
+def test_every_format_unpacks_to_the_bits_of_torch(device: torch.device, spec: QuantSpec) -> None:
+    """Rows that do not fill a block, and tiles that do not fill a step, for formats whose groups allow it."""
+    from moec.runtime.accelerator import triton_products
+
+    rows, columns = 17, 192 if spec.fits(192) else 384
+    data = torch.from_numpy(random_matrix(rows, columns, spec).data.copy()).to(device)
+    found = triton_products.unpack(data, rows, columns, spec)
+    assert np.array_equal(bits(found.cpu().numpy()), bits(unpack(data, rows, columns, spec).cpu().numpy()))
+
+
+FORMS = [(32, 64, (text,) * 3) for text in ("q1g32", "q3g32", "q4g32s", "q5g32b", "q6s", "mxfp4", "bf16")]
+
+
+@pytest.mark.parametrize(("width", "hidden", "texts"), [*FORMS, *EXPERTS], ids=str)
+def test_an_expert_computes_what_numpy_computes(
+    device: torch.device, width: int, hidden: int, texts: tuple[str, str, str]
+) -> None:
+    expert, _ = expert_of(width, hidden, texts)
+    x = inputs(9, hidden)
+    expected, tolerance = computed_by_numpy(expert, x)
+    found = computed_by(opened(device, [expert], 1), expert, x, is_kept=True)
+    assert np.abs(expected).max() > 0
+    assert np.abs(found - expected).max() <= tolerance
+
+
+@pytest.mark.parametrize("activation", ["relu", "clamped_swiglu"])
+@pytest.mark.parametrize("text", ["q4g32", "fp16"])
+def test_activations_and_biases(device: torch.device, activation: str, text: str) -> None:
+    options: dict[str, Any] = {"activation": activation}
+    if activation == "clamped_swiglu":
+        options |= {"limit": 1.5, "biases": biases_of(96, 64)}
+    expert, _ = expert_of(96, 64, (text,) * 3, **options)
+    x = inputs(9, 64)
+    expected, tolerance = computed_by_numpy(expert, x)
+    assert np.abs(computed_by(opened(device, [expert], 1), expert, x, is_kept=False) - expected).max() <= tolerance
+
+
+def test_a_number_that_is_none_spoils_its_group_alone(device: torch.device) -> None:
+    """Infinite rows give NaN as in the kernels; other tokens keep their results."""
+    expert, _ = expert_of(96, 64, ("q4g32",) * 3)
+    x = inputs(9, 64)
+    plain = computed_by(opened(device, [expert], 1), expert, x, is_kept=True)
+    x[TOKENS[0], 5] = np.inf
+    found = computed_by(opened(device, [expert], 1), expert, x, is_kept=True)
+    assert np.isnan(found[TOKENS[0], RANKS[0]]).all()
+    assert np.array_equal(found[TOKENS[1:], RANKS[1:]], plain[TOKENS[1:], RANKS[1:]])
+
+
+def test_experts_of_several_formats_are_launched_together(device: torch.device) -> None:
+    """Each result is that of the expert alone, bit for bit; there are more copies than slots."""
+    texts = ("q2g32", "q4g32", "q8", "bf16", "q3g32", "q4g32")
+    assert len(texts) > COPY_SLOTS
+    experts = [expert_of(32, 32, (text,) * 3)[0] for text in texts]
+    x, chosen = inputs(9, 32), opened(device, experts, 0)
+    alone = [computed_by(chosen, expert, x, is_kept=False) for expert in experts]
+    chosen.begin(x)
+    together = np.zeros((9, len(experts), 32), np.float32)
+    for rank, expert in enumerate(experts):
+        chosen.run(chosen.copy(expert), TOKENS, np.full(4, rank, np.int32))
+    chosen.launch()
+    chosen.collect(together)
+    for rank, single in enumerate(alone):
+        assert np.array_equal(together[TOKENS, rank], single[TOKENS, RANKS])
+
+
+def layer(device: TorchDevice, experts: list[Any], x: np.ndarray, tokens: list[np.ndarray], hidden: int) -> np.ndarray:
+    """Return the results of a layer, float32 [T, experts, D]. Expert n has the tokens tokens[n]."""
+    parts = np.zeros((len(x), len(experts), hidden), np.float32)
+    device.begin(x)
+    for rank, (expert, own) in enumerate(zip(experts, tokens, strict=True)):
+        device.run(expert, own, np.full_like(own, rank))
+    device.launch()
+    device.collect(parts)
+    return parts
+
+
+def places(counts: tuple[int, ...], rows: int) -> list[np.ndarray]:
+    """Return some tokens for each expert, int32 [n] each."""
+    source = np.random.default_rng(3)
+    return [np.sort(source.choice(rows, count, replace=False)).astype(np.int32) for count in counts]
+
+
+@pytest.mark.parametrize("counts", [(3, 1), (5, 70)], ids=str)
+def test_any_number_of_tokens_gives_what_torch_gives(device: torch.device, counts: tuple[int, ...]) -> None:
+    """Kernels for one, 16 and 64 pairs; jobs that are not full; two formats."""
+    experts = [expert_of(96, 64, (text,) * 3)[0] for text in ("q4g32", "bf16")]
+    x, found = inputs(80, 64), []
+    for has_triton in (True, False):
+        sizes = [expert_bytes(expert) for expert in experts]
+        chosen = TorchDevice("test", device, sum(sizes), max(sizes), has_triton)
+        kept = [chosen.keep(expert) for expert in experts]
+        found.append(layer(chosen, kept, x, places(counts, 80), 64))
+    # An input of down that falls to the next 8-bit code moves a result by a step times a weight
+    assert np.abs(found[0] - found[1]).max() <= 1e-2 * np.abs(found[1]).max()
+    assert np.median(np.abs(found[0] - found[1])) <= 1e-6 * np.abs(found[1]).max()
+
+
+def test_a_recorded_layer_gives_the_same_bits(device: torch.device) -> None:
+    """The second layer of a plan is recorded, later ones are replayed: other experts, rows, and numbers of tokens."""
+    experts = [expert_of(32, 32, (text,) * 3)[0] for text in ("q4g32", "q2g32", "q4g32")]
+    swapped = kernels.Expert(experts[0].up, experts[0].gate, experts[0].down)
+    every = [*experts, swapped]
+    recording = opened(device, every, 4)
+    kept = [recording.keep(expert) for expert in every]
+    for turn in range(4):
+        chosen = [kept[turn % 4], kept[1], kept[(turn + 2) % 4]]
+        x = inputs(9, 32) * np.float32(turn + 1)
+        tokens = places((1, 2, turn % 3 + 1), 9)
+        found = layer(recording, chosen, x, tokens, 32)
+        plain = opened(device, every, 4)
+        again = [plain.keep(expert) for expert in every]
+        expected = layer(plain, [again[turn % 4], again[1], again[(turn + 2) % 4]], x, tokens, 32)
+        assert np.array_equal(found, expected) and found.any()
+
+
+def test_two_launches_of_a_layer_do_not_share_memory(device: torch.device) -> None:
+    """Residents are launched first. Copies follow while the first results have not been read."""
+    expert, _ = expert_of(32, 32, ("q4g32",) * 3)
+    x, tokens = inputs(9, 32), places((2,), 9)[0]
+    chosen = opened(device, [expert], 1)
+    kept, expected = chosen.keep(expert), None
+    for _ in range(3):
+        parts = np.zeros((9, 3, 32), np.float32)
+        chosen.begin(x)
+        for rank in range(3):
+            chosen.run(kept if rank == 0 else chosen.copy(expert), tokens, np.full_like(tokens, rank))
+            chosen.launch()
+        chosen.collect(parts)
+        assert np.array_equal(parts[:, 0], parts[:, 1]) and np.array_equal(parts[:, 0], parts[:, 2])
+        expected = parts if expected is None else expected
+        assert np.array_equal(parts, expected) and parts.any()
+
+
+def test_more_pairs_than_fit_are_computed_in_turns(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moec.runtime.accelerator import grouped_experts
+
+    expert, _ = expert_of(32, 32, ("q4g32",) * 3)
+    x, tokens = inputs(40, 32), places((30, 20, 40), 40)
+    whole = opened(device, [expert], 1)
+    expected = layer(whole, [whole.keep(expert)] * 3, x, tokens, 32)
+    monkeypatch.setattr(grouped_experts, "MOST_PAIRS", 32)
+    divided = opened(device, [expert], 1)
+    found = layer(divided, [divided.keep(expert)] * 3, x, tokens, 32)
+    assert np.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(np.abs(expected).max()))
+
+
+def test_the_check_names_the_reason() -> None:
+    assert "needs a GPU" in why_no_triton(torch.device("cpu"))
+
+
+def test_the_check_passes_on_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("NOT RUN: no CUDA device here")
+    assert why_no_triton(torch.device("cuda", 0)) == ""
