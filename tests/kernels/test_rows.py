@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moec.runtime import kernels
 from moec.runtime.kernels import reference
+from moec.runtime.kernels.reference.matmul import matmul
 from tests.kernels.conftest import need
 from tests.kernels.packer import LENGTHS, bits
 
@@ -381,3 +382,10 @@ def test_exp_agrees(pair: tuple[str, str]) -> None:
 def test_need_names_what_is_missing() -> None:
     with pytest.raises(pytest.skip.Exception, match=r"not built|no avx512"):
         need("avx512")
+
+
+def test_a_product_of_numpy_warns_of_nothing_invalid(recwarn: pytest.WarningsRecorder) -> None:
+    """A BLAS may report invalid values for finite operands; what is not finite shows in the result."""
+    infinite = np.array([[np.inf, -np.inf]], np.float32)
+    assert np.isnan(matmul(infinite, np.ones((2, 1), np.float32))).all()
+    assert not recwarn.list

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..attention_call import AttentionRule, TokenPlaces
 from ..packed_matrix import Floats, Int32s, check_array, check_indices, check_shape, require
+from .matmul import matmul
 
 
 def rope(x: Floats, cos: Floats, sin: Floats, positions: Int32s, interleaved: bool = False) -> None:
@@ -107,7 +108,7 @@ def attention(
         end = position + 1 if places.ends is None else int(places.ends[token])
         keys = k_cache[slot, :, first:end].astype(np.float32).transpose(0, 2, 1)  # [Hkv, Dh, positions]
         values = v_cache[slot, :, first:end].astype(np.float32)  # [Hkv, positions, Dh]
-        scores = q[token].reshape(kv_heads, -1, head_size) @ keys * np.float32(rule.scale)
+        scores = matmul(q[token].reshape(kv_heads, -1, head_size), keys) * np.float32(rule.scale)
         if rule.bias is not None:
             offset = k_cache.shape[2] - 1 - position
             scores = scores + rule.bias[:, offset + first : offset + end].reshape(kv_heads, -1, end - first)
@@ -145,4 +146,4 @@ def _weighted_mean(scores: Floats, values: Floats, sinks: Floats | None) -> Floa
         peak = np.maximum(peak, own)
         shares = np.exp(scores - peak)
         total = shares.sum(axis=-1, keepdims=True) + np.exp(own - peak)
-    return np.asarray((shares @ values) / total)
+    return np.asarray(matmul(shares, values) / total)

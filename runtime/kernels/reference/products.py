@@ -13,6 +13,7 @@ from moec.manifests.quant import COLUMNS_PER_TILE
 
 from ..packed_matrix import Floats, Int64s, PackedMatrix, check_array, check_indices, check_shape, require, unpack
 from .bfloat_products import Order, bfloat_product
+from .matmul import matmul
 
 _SMALLEST_ROUNDED = np.float32(2.0**-110)  # largest value of a tile; 127 divided by less could overflow
 
@@ -45,7 +46,7 @@ def read_by(matrix: PackedMatrix, x: Floats) -> Floats:
 
 def _product(weights: Floats, x: Floats, out: Floats) -> None:
     for row, target in zip(x, out, strict=True):
-        target[:] = weights @ row  # token by token, so that the sums do not depend on the batch
+        target[:] = matmul(weights, row)  # token by token, so that the sums do not depend on the batch
 
 
 def products_of(matrix: PackedMatrix, x: Floats, reads_bfloats: bool = False) -> Floats:
