@@ -77,6 +77,7 @@ class Figure:
     on_natural: sentences on the natural example, Markdown; empty if it is not measured.
     origin: first word of its caption, by what its numbers come from.
     throttles: whether it limits reads of storage. Without `--with-throttle` its published result is kept.
+    needs: returns what this machine lacks for it; empty if nothing. It may have no published result then.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Figure:
     on_natural: str = ""
     origin: Origin = "Measured"
     throttles: bool = False
+    needs: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ def _lacking(figure: Figure, inputs: Inputs) -> str:
     absent = [model for model in figure.models if not model.is_there()]
     if absent:
         return f"`{absent[0].made_by}` makes the model that it needs"
-    return "`--with-throttle` measures it" if figure.throttles and not inputs.throttles else ""
+    if figure.throttles and not inputs.throttles:
+        return "`--with-throttle` measures it"
+    return "" if figure.needs is None else figure.needs()
 
 
 def publish(figure: Figure, record: str, output: Path) -> None:

@@ -21,8 +21,8 @@ NOT_MEASURED: tuple[NotMeasured, ...] = (
         "edgemoe",
         "Figure 13",
         "measured energy",
-        f"This machine has no energy counter (RAPL). {_BENCHMARKS} have the baselines, measured on the yardstick "
-        "without a limit of storage.",
+        "This machine has no energy counter (RAPL, `/sys/class/powercap`). `python -m bench.papers "
+        "edgemoe-energy-counted` measures it where one is.",
     ),
     NotMeasured("hobbit", "Figure 3a", "time of a layer on a GPU and a Jetson", _NO_GPU),
     NotMeasured(
@@ -52,7 +52,11 @@ NOT_MEASURED: tuple[NotMeasured, ...] = (
         f"{_NO_GPU} Simulated times have no deviation; those of an expert are next to figure 4. "
         "An [experiment](../experiments/2026-11-26-accelerator-on-an-h200.md) has parts of it, on an H200.",
     ),
-    NotMeasured("mobile", "Figure 3 left", "latency of the little and the whole model", _NO_GPU),
-    NotMeasured("mobile", "Figure 5 right", "speed next to Pre-gated MoE and AdapMoE", "Neither is built."),
+    NotMeasured(
+        "mobile",
+        "Figures 3 and 5",
+        "measured times, and Pre-gated MoE and AdapMoE themselves",
+        f"{_NO_GPU} The figures above simulate flash and kinds of these programs.",
+    ),
     NotMeasured("mobile", "Table II", "accuracy on GSM8K and HumanEval", "It needs the models and the data sets."),
 )

@@ -26,8 +26,9 @@ NOTE = (
     "`make papers` measures and draws these figures, `python -m bench.papers NAME` one of them. The numbers of a "
     "picture are in `figures/NAME.json`. The models here are small. A figure "
     "therefore shows whether a mechanism behaves as published. It does not show how large the effect is on the "
-    "paper's models. Times are simulated from routing traces with the rates of a device profile. Figures that say so "
-    "hold times measured on this machine with limited storage; `--with-throttle` measures them, as root."
+    "paper's models. A caption says whether numbers are measured or simulated. Simulated times follow from routing "
+    "traces and the rates of a device profile. Few figures hold times of this machine: quotients of two ways that "
+    "took turns, and times with limited storage. `--with-throttle` measures the latter, as root."
 )
 ON_NATURAL = (
     f"The last column says what holds on natural weights. `{NATURAL.made_by}` makes the natural example, which is not "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bench.papers.edgemoe.counted import joules, packages
 from bench.papers.hobbit.systems import quotients, shortened, span
 from bench.papers.mobile.rivals import less_than, skipping
 from bench.papers.twiddler.strategies import (
@@ -77,3 +79,28 @@ def test_quotients_and_their_span() -> None:
 def test_skipping_never_takes_a_low_version() -> None:
     ((name, text),) = skipping(0.7)
     assert name == "dynamic_precision" and not parse_dynamic_precision(text).needs_low_versions
+
+
+def write_zone(folder: Path, name: str, energy_uj: int | None) -> Path:
+    """Write a folder as the kernel has one for an energy counter."""
+    folder.mkdir(parents=True)
+    (folder / "name").write_text(f"{name}\n")
+    (folder / "max_energy_range_uj").write_text("999\n")
+    if energy_uj is not None:
+        (folder / "energy_uj").write_text(f"{energy_uj}\n")
+    return folder
+
+
+def test_energy_is_that_of_all_packages_also_if_a_count_starts_again(tmp_path: Path) -> None:
+    first, second = (write_zone(tmp_path / f"intel-rapl:{at}", f"package-{at}", 900) for at in range(2))
+    write_zone(tmp_path / "intel-rapl:0:0", "core", 5)
+    write_zone(tmp_path / "intel-rapl:2", "package-2", None)
+    found = packages(tmp_path)
+    assert [zone.folder for zone in found] == [first, second]
+
+    def run() -> None:
+        (first / "energy_uj").write_text("950\n")
+        (second / "energy_uj").write_text("100\n")
+
+    assert joules(run, found) == pytest.approx((50 + 200) / 1e6)
+    assert packages(tmp_path / "nothing") == []

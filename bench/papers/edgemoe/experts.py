@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ...yardstick.commands import moec
-from ..figure import Figure, Measured, Panel
+from ..figure import Figure, Measured, Panel, percent
 from ..inputs import Inputs
 from ..models import PLANTED, RANDOM
 from . import arms
@@ -84,7 +84,7 @@ def memory(inputs: Inputs) -> Measured:
         f"each further expert per layer takes {min(per_expert):.2f} to {max(per_expert):.2f} MB",
         f"with a buffer: {part[0][1]:.0f} MB and {part[-1][1]:.0f} MB",
         "experts in a budget: " + ", ".join(f"{count:.0f} in {budget:.0f} MiB" for budget, count in held),
-        f"largest peak: {max(peaks):.0%} of its budget",
+        f"largest peak: {percent(max(peaks))} of its budget",
     ]
     is_linear = max(per_expert) < 1.25 * min(per_expert)
     return Measured(panels, told, "same" if is_linear else "partly")

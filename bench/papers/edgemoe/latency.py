@@ -8,7 +8,7 @@ import numpy as np
 
 from moec.runtime.simulation.timeline import Timeline
 
-from ..figure import Figure, Measured, Panel, Verdict, significant
+from ..figure import Figure, Measured, Panel, Verdict, percent, significant
 from ..inputs import Inputs
 from ..models import PLANTED
 from ..samples import sample
@@ -57,7 +57,7 @@ def latency(inputs: Inputs) -> Measured:
             told.append(
                 f"{name}, {rival} over EdgeMoE: "
                 + ", ".join(
-                    f"{quotient:.2f} at {share:.0%}" for quotient, share in zip(quotients, QUANTILES, strict=True)
+                    f"{quotient:.2f} at {percent(share)}" for quotient, share in zip(quotients, QUANTILES, strict=True)
                 )
             )
     wins = [all(each) for each in is_less.values()]
@@ -79,8 +79,8 @@ FIGURES = (
         "arm. Computing takes the bytes of the weights over the memory rate of the profile. Arms are those of the "
         "chart of time per token.",
         why="EdgeMoE is faster than all three baselines at the 10th, the 50th and the 90th percentile, as published. "
-        "The gap to IO-FREE remains, as published. The samples have similar lengths, so the curves are steep. "
-        "Preloading costs time here too, for the reason that the ablation shows.",
+        "The gap to IO-FREE remains, as published. The curves follow the lengths of "
+        "the answers. Preloading costs time here too, for the reason that the ablation shows.",
         origin="Simulated",
         measure=latency,
     ),

@@ -23,18 +23,27 @@ CONTEXT = 256
 AS_EDGEMOE = ("--prefetch-rule", "until-routed", "--prefetch-layers", 1)
 
 
-def command(inputs: Inputs, runtime: Runtime) -> list[str]:
-    """Return the command line that decodes a held-out text with an arm."""
+def command(inputs: Inputs, runtime: Runtime, tokens: int = TOKENS) -> list[str]:
+    """Return the command line that decodes tokens of a held-out text with an arm."""
     bundle, text = inputs.bundle(runtime.bundle), inputs.text("test", 0)
     if runtime.streams_layers:
         module = "bench.yardstick.baselines.layer_streaming"
-        return [sys.executable, "-m", module, str(bundle), str(text), "--tokens", str(TOKENS)]
+        return [sys.executable, "-m", module, str(bundle), str(text), "--tokens", str(tokens)]
     held = runtime.held_bytes(inputs)
     size = least_bytes(inputs, runtime.bundle) if held is None else held
     options = ["--expert-cache", size, "--policy", runtime.policy, "--prefetch", runtime.prefetch]
     options += [*AS_EDGEMOE] if runtime.prefetch == "path" else []
     options += [] if runtime.is_warm else ["--cache-state", "cold"]
-    common = ("--text", text, "--prompt-tokens", PROMPT_TOKENS, "--tokens", TOKENS, "--context", CONTEXT)
+    common = (
+        "--text",
+        text,
+        "--prompt-tokens",
+        PROMPT_TOKENS,
+        "--tokens",
+        tokens,
+        "--context",
+        max(CONTEXT, PROMPT_TOKENS + tokens),
+    )
     return command_line("bench", bundle, *common, *options)
 
 

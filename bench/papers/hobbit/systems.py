@@ -9,7 +9,7 @@ from moec.runtime.options.runtime import Prefetch
 from moec.runtime.simulation.timeline import Timeline
 from moec.runtime.trace.trace import Trace
 
-from ..edgemoe.arms import as_edgemoe, streamed
+from ..edgemoe.arms import streamed
 from ..figure import Figure, Measured, Panel, Verdict
 from ..inputs import Inputs, mean
 from ..models import PLANTED
@@ -22,7 +22,8 @@ GROUPS = ((16, 32), (16, 128), (32, 128), (128, 32), (128, 128))
 MOST_OUTPUT = 128
 AS_PUBLISHED, OWN = MOST_DEPTH, ()
 """Options of the recording: HOBBIT's rule of lookahead, and moec's."""
-BASELINES = ("MoE-Infinity type", "MoE-Offloading type", "mapped file type", "layer streaming")
+BASELINES = {"MoE-Infinity type": 2.30, "MoE-Offloading type": 3.21, "mapped file type": 13.0, "layer streaming": 1.0}
+"""Kinds of runtimes, and the least published gain of decoding over them with a GPU; 1: only a picture has it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class System:
 SYSTEMS = {
     "HOBBIT": System("hobbit", "lookahead", layers_ahead=2, modes=(("dynamic_precision", PUBLISHED),)),
     "moec": System("lrfu", "lookahead", OWN),
-    "MoE-Infinity type": System("lfu", "path"),
+    "MoE-Infinity type": System("lfu", "path", OWN),
     "MoE-Offloading type": System("lru", "lookahead", layers_ahead=1),
     "mapped file type": System("lru", "off"),
     "layer streaming": System("lru", "off", streams_layers=True),
@@ -69,14 +70,13 @@ def predicted(inputs: Inputs, system: System, device: Device, prompt: int, outpu
             continue
         if system.layers_ahead is not None:
             told = replace(told, header=replace(told.header, prefetch_layers=system.layers_ahead))
-        told = as_edgemoe(told) if system.prefetch == "path" else told
         found.append(simulate(bundle, told, device, Arm(size, system.policy, system.prefetch, system.modes)).timeline)
     return found
 
 
 def end_to_end(inputs: Inputs) -> Measured:
     """Predict decode speed and time to the first token of all systems."""
-    groups = [f"[{prompt}, {output}]" for prompt, output in GROUPS]
+    groups = [f"{prompt}|{output}" for prompt, output in GROUPS]
     panels, told, gains = [], [], dict[str, list[float]]()
     for name in DEVICES:
         device = Device(name)
@@ -86,17 +86,17 @@ def end_to_end(inputs: Inputs) -> Measured:
             rates[label] = [mean([float(each.tokens_per_s or 0) for each in of_group]) for of_group in found]
             times[label] = [mean([each.ttft_ns / 1e6 for each in of_group]) for of_group in found]
         panels += [
-            Panel("bars", f"Decoding, {name}", "[prompt, output]", "tokens/s", groups=groups, bars=rates, is_log=True),
-            Panel("bars", f"Prompt, {name}", "[prompt, output]", "ms to the first token", groups=groups, bars=times,
-                  is_log=True),
+            Panel("bars", f"Decoding, {name}", "prompt|output", "tokens/s", groups=groups, bars=rates, is_log=True),
+            Panel("bars", f"Prompt, {name}", "prompt|output", "ms to the first token", groups=groups, bars=times),
         ]  # fmt: skip
         for rival in ("moec", *BASELINES):
             faster = quotients(rates["HOBBIT"], rates[rival])
             gains.setdefault(rival, []).extend(faster)
             told.append(f"{name}, HOBBIT over {rival}: decoding {span(faster)} times as fast, "
                         f"prompt {span(quotients(times[rival], times['HOBBIT']))} times")  # fmt: skip
-    wins = [min(gains[rival]) > 1 for rival in BASELINES]
-    verdict: Verdict = "same" if all(wins) else "partly" if any(wins) else "different"
+    is_faster = [min(gains[rival]) > 1 for rival in BASELINES]
+    is_published = [min(gains[rival]) >= least for rival, least in BASELINES.items()]
+    verdict: Verdict = "same" if all(is_published) else "partly" if all(is_faster) else "different"
     return Measured(panels, told, verdict)
 
 
@@ -128,10 +128,9 @@ FIGURES = (
         "by age. Layer streaming reads all experts. These four and moec have 16 bits and no loss. The other programs "
         "themselves were not run.",
         why="HOBBIT decodes faster than every other kind, as published, because a missed expert of low weight takes a "
-        "quarter of the bytes. The gains over the MoE-Infinity type and layer streaming are near the published ones. "
-        "The gain over the mapped file is far smaller. Its type reads whole experts here, without the page faults to "
-        "which the paper attributes llama.cpp's low speed. A prompt needs most experts in high precision, so it "
-        "gains little. moec comes nearest, and loses nothing.",
+        "quarter of the bytes. The gains are smaller than published: all kinds have the same reads and kernels here. "
+        "The published ones include how fast the other programs are, such as the page faults of llama.cpp. A prompt "
+        "needs most experts in high precision, so it gains little. moec comes nearest, and loses nothing.",
         measure=end_to_end,
     ),
 )
