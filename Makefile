@@ -189,6 +189,17 @@ clean:  ## Remove what was built, .venv included
 papers: $(READY)  ## Measure and draw the figures of the papers that have no result in build/papers; 60 min
 	$(BIN)/python -m bench.papers
 
+# Tests of the chat page drive Debian's chromium with it. The package has 165 MB, so CI goes without.
+PAGE_DRIVER := build/page-driver
+PAGE_DRIVER_PACKAGES := playwright==1.65.2 greenlet==3.5.6
+
+.PHONY: page-driver
+page-driver: $(PAGE_DRIVER)/.ready  ## Fetch playwright, for the tests of the chat page; they need Debian's chromium, too
+
+$(PAGE_DRIVER)/.ready: | $(BIN)/python
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(PAGE_DRIVER) \
+	    $(PAGE_DRIVER_PACKAGES) && touch $@ || echo "NOT RUN: tests of the chat page, because pip could not install playwright" >&2
+
 .PHONY: fuzz sanitize gates-full gate-seconds
 
 fuzz: $(READY)  ## Fuzz the parsers and the extension's calls, SECONDS each (60); Linux on x86-64
@@ -213,7 +224,7 @@ sanitize: $(READY)  ## Tests of the kernels and the native cache under AddressSa
 	    tests/runtime/expert_cache/test_native_residency.py tests/runtime/model/test_one_call.py tests/runtime/model/test_one_call_faults.py
 	$(SANITIZERS) $(SANITIZED)/bin/python -m tests.fuzz.native $(or $(SECONDS),60) 1 build/sanitize/call
 
-gates-full: $(READY)  ## Every gate with its full counts, all slow tests, the kept inputs and all faults: hours
+gates-full: $(READY) page-driver  ## Every gate with its full counts, all slow tests, the kept inputs and all faults: hours
 	MOEC_FULL_GATES=1 MOEC_SLOW=1 $(BIN)/python -m pytest -m "gate or slow"
 	MOEC_FULL_GATES=1 $(BIN)/python -m pytest tests/fuzz tests/faults
 

@@ -1,9 +1,10 @@
 """The picture of the chat page in the README.
 
-    python -m bench.serving.page_picture [BUNDLE] [-o docs/pictures/chat-page.png]
+    make page-driver
+    PYTHONPATH=build/page-driver python -m bench.serving.page_picture [BUNDLE] [-o docs/pictures/chat-page.png]
 
 A server with half of the experts in memory answers one question in Debian's chromium, after the same question in an
-earlier chat. The map has the experts of the last tenth of a second. Needs the package playwright.
+earlier chat. The map has the experts of the last tenth of a second.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import struct
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from bench.serving.read_bound import Request, least_reads, recorded
 from bench.serving.servers import Answer, Load, Server
 from bench.serving.throughput import measure, summary, turns
 from moec.runtime import load
+from tests.serving.page_driver import page_driver
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "bundle"
@@ -123,9 +123,7 @@ def test_the_vocabulary_has_a_name_for_each_row(tmp_path: Path) -> None:
 
 def test_the_picture_of_the_page_is_drawn(tmp_path: Path) -> None:
     """It is that of the command which the README names, and as wide as the picture there."""
-    pytest.importorskip("playwright.sync_api")
-    if shutil.which("chromium") is None:
-        pytest.skip("NOT RUN: chromium is not installed")
+    page_driver()
     page_picture.main([str(SHIPPED), "-o", str(tmp_path / "page.png")])
     sizes = [path.read_bytes()[16:24] for path in (tmp_path / "page.png", ROOT / "docs" / "pictures" / "chat-page.png")]
     assert sizes[0] == sizes[1] == struct.pack(">II", page_picture.WIDTH, page_picture.HEIGHT)

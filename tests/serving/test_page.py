@@ -1,12 +1,11 @@
 """The chat page in a browser: what a model writes stays text, nothing leaves the machine, the keyboard is enough.
 
-Tests with a browser need the package playwright and Debian's chromium. Without them only the first test runs.
+Tests with a browser need `make page-driver` and Debian's chromium. Without them only the first test runs.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,10 +15,11 @@ import pytest
 from moec.runtime import Engine
 
 from .live_server import LiveServer
+from .page_driver import page_driver
 from .page_server import PAGE, Script, page_server
 
-CHROMIUM = shutil.which("chromium")
 PATIENCE_MS = 60_000
+pytestmark = pytest.mark.gate("G16")
 ELEMENTS = {
     *("A", "BLOCKQUOTE", "BUTTON", "CODE", "DEL", "DIV", "EM", "H2", "H3", "H4", "HR", "LI", "OL", "P", "PRE", "SPAN"),
     *("STRONG", "TABLE", "TBODY", "TD", "TH", "THEAD", "TR", "UL"),
@@ -77,11 +77,9 @@ def test_the_files_are_small_and_name_nothing_outside() -> None:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Debian's chromium, without a window."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("chromium is not installed")
+    playwright, chromium = page_driver()
     with playwright.sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        running = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield running
         running.close()
 
