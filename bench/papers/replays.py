@@ -7,17 +7,24 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moec.cli.simulation.traces import ReplayedBundle, replayed_bundle
+from moec.compiler.calibration.paths import count_popularity
+from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.expert_cache.instant_cache import InstantCache
 from moec.runtime.expert_cache.policies import PolicyScore
-from moec.runtime.expert_cache.records import ExpertRecords
+from moec.runtime.expert_cache.records import ExpertRecords, expert_records, warm_order
 from moec.runtime.simulation.replay import OPTIMUM, named_score, with_next_use
+from moec.runtime.storage.read_runs import NONE
 from moec.runtime.trace.trace import Access
 
+from ..prefetch.learned_routers import PASS_TOKENS
 from .inputs import Inputs
+from .models import Model
 
 FIFO, RANDOM = "fifo", "random"
+TEXT_TOKENS = 96
+"""Tokens of a text whose requests come from the routes of a checkpoint."""
 SEED = 0
 
 
@@ -65,6 +72,36 @@ def recorded_texts(inputs: Inputs, bundle: str, count: int) -> tuple[ReplayedBun
     """Return a bundle for replays, and its requests on the first held-out texts."""
     replayed = replayed_bundle(inputs.opened(bundle))
     return replayed, [trace.accesses() for trace in inputs.traces(bundle, count)]
+
+
+def held_out_texts(inputs: Inputs, model: Model, count: int) -> tuple[ReplayedBundle, list[list[Access]]]:
+    """Return what replays need of a model, and its requests on held-out texts.
+
+    A model in the tree has traces of its bundle in 16 bits. Another one has the routes of its checkpoint.
+    """
+    if not model.made_by:
+        return recorded_texts(inputs, f"{model.name}-16", count)
+    counted, tested = (inputs.routes(model, split).chosen for split in ("train", "test"))
+    return equal_experts(counted), requests_of(tested[: count * PASS_TOKENS])
+
+
+def equal_experts(counted: np.ndarray) -> ReplayedBundle:
+    """Return experts of one page each, with the use by tokens. counted: experts of these tokens, [T, L, K]."""
+    experts, (_, layers, top_k) = int(counted.max()) + 1, counted.shape
+    used = count_popularity(counted, experts).ravel()
+    records = expert_records(np.repeat(np.arange(layers, dtype=np.int32), experts), used, layers)
+    sizes = np.full(used.size, EXPERT_ALIGNMENT_BYTES, np.int64)
+    following = [*range(1, used.size), NONE]
+    minimum = top_k * EXPERT_ALIGNMENT_BYTES
+    return ReplayedBundle(sizes, records, warm_order(records).tolist(), minimum, used.size, following)
+
+
+def requests_of(chosen: np.ndarray) -> list[list[Access]]:
+    """Return the requests of the first TEXT_TOKENS tokens of each pass. chosen: experts of the tokens, [T, L, K]."""
+    experts = int(chosen.max()) + 1
+    first = experts * np.arange(chosen.shape[1])[:, None]
+    passes = np.sort(chosen + first, axis=2).reshape(-1, PASS_TOKENS, *chosen.shape[1:])[:, :TEXT_TOKENS]
+    return [[(layer, tuple(row)) for token in text for layer, row in enumerate(token)] for text in passes.tolist()]
 
 
 def replay_texts(

@@ -13,10 +13,11 @@ from bench.papers.edgemoe.latency import distribution, sample_ms
 from bench.papers.edgemoe.paths import skew_curve
 from bench.papers.edgemoe.predictions import conditioned, found_in_top, predictors
 from bench.papers.edgemoe.storage import lowered, lowered_count
-from bench.papers.replays import FIFO, RANDOM, replay_texts
+from bench.papers.replays import FIFO, RANDOM, TEXT_TOKENS, equal_experts, replay_texts, requests_of
 from bench.papers.samples import prompt_of
 from bench.papers.simulated import Arm, Device, reformatted, simulate
 from bench.papers.twiddler.popularity import hit_rate
+from bench.prefetch.learned_routers import PASS_TOKENS
 from moec.cli.simulation.traces import ReplayedBundle
 from moec.manifests.quant import QuantSpec
 from moec.runtime.bundle.opening import Bundle, open_bundle
@@ -56,6 +57,17 @@ def test_random_eviction_is_the_same_in_each_run() -> None:
 def test_texts_share_one_cache() -> None:
     text = requests(0, 1)
     assert replay_texts(four_experts(), [text, text], 2 * PAGE, "lru").misses == 2
+
+
+def test_routes_are_replayed_as_texts_of_one_pass_each() -> None:
+    chosen = np.zeros((2 * PASS_TOKENS, 2, 2), np.uint8)
+    chosen[:, 0], chosen[:, 1] = (1, 0), (3, 2)
+    replayed, texts = equal_experts(chosen), requests_of(chosen)
+    assert [len(text) for text in texts] == [2 * TEXT_TOKENS] * 2
+    assert texts[0][:2] == [(0, (0, 1)), (1, (6, 7))]
+    assert (replayed.count, replayed.minimum_bytes, sorted(replayed.warm[:4])) == (8, 2 * PAGE, [0, 1, 6, 7])
+    assert replay_texts(replayed, texts, 4 * PAGE, "edgemoe").hit_rate == 1
+    assert replay_texts(replayed, texts, 2 * PAGE, "lru").hit_rate < 0.01
 
 
 def traced(bundle: Bundle, elapsed_ns: int) -> Trace:
