@@ -54,7 +54,10 @@ class ExpertDevice(Protocol):
         """Give up a copy that will not be run."""
 
     def begin(self, hidden_states: np.ndarray) -> None:
-        """Set the rows of a layer, float32 [T, D]. Drops results that were not collected."""
+        """Set the rows of a layer, float32 [T, D], contiguous. They must not change until `collect`.
+
+        Drops results that were not collected, also those of a layer that an error ended.
+        """
 
     def run(self, expert: DeviceExpert, tokens: np.ndarray, ranks: np.ndarray) -> None:
         """Add an expert to those that the next `launch` begins. A device may also begin it at once.

@@ -21,6 +21,8 @@ from .image import expert_bytes
 
 SAMPLE_TOKENS = (1, 8, 32)
 REPEATS = 3
+_WARM_UPS = 3
+"""Runs of a layer on a device that are not timed. They compile, then record, then replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ def measure_latency(
 ) -> LatencyModel:
     """Time an expert on both sides. Lines are fitted through medians of a few repeats.
 
-    The bytes of the expert are in host memory. Every step runs once before it is timed.
+    The bytes of the expert are in host memory. Every step runs before it is timed.
     run_on_cpu: takes the arguments of `kernels.expert_ffn`.
     """
     source, size = np.random.default_rng(0), expert_bytes(expert)
@@ -189,7 +191,7 @@ def _time_device(
     begun, done, count = list[int](), list[int](), len(rows)
     parts = np.empty((count, number, expert.down.rows), np.float32)
     tokens = np.arange(count, dtype=np.int32)
-    for _ in range(repeats + 1):
+    for _ in range(repeats + _WARM_UPS):
         copied: list[DeviceExpert] = [device.copy(expert) for _ in range(number)]
         device.synchronize()
         started_ns = clock_ns()
@@ -200,4 +202,4 @@ def _time_device(
         begun.append(clock_ns() - started_ns)
         device.collect(parts)
         done.append(clock_ns() - started_ns)
-    return statistics.median(begun[1:]), max(statistics.median(done[1:]), 1.0)
+    return statistics.median(begun[_WARM_UPS:]), max(statistics.median(done[_WARM_UPS:]), 1.0)

@@ -23,6 +23,7 @@ from .. import kernels
 from ..memory.budget import chosen_context
 from ..options.runtime import TORCH_CPU, RuntimeOptions
 from ..storage.interface import ExpertStorage
+from . import grouped_bounds
 from .cooperative import CooperativeExperts, DeviceExperts, HostExperts
 from .dense import AttentionSide, DenseLatency, DenseOnDevice, dense_bytes, measure_dense, shared_bytes
 from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
@@ -98,7 +99,8 @@ def open_device(manifest: BundleManifest, options: RuntimeOptions, name: str) ->
     context = chosen_context(manifest.model, options)
     tokens = longest_pass(manifest.model, options.slots, context)
     working = working_bytes(manifest, tokens)
-    host_bytes = memory_bytes if is_cpu else COPY_SLOTS * max(sizes)
+    pinned = COPY_SLOTS * max(sizes) + grouped_bounds.host_bytes(manifest.model.hidden_size)
+    host_bytes = memory_bytes if is_cpu else pinned
     total = working + (0 if is_cpu else LIBRARY_BYTES)
     place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, 0)  # raises before anything is opened or read
     dense, note = 0, ""
@@ -170,6 +172,7 @@ def cooperate(
     except RuntimeError as error:  # torch's own error if the device or pinned memory is full
         raise _full(opened, error) from error
     latency = measure_bundle(device, experts, opened.sizes, storage)
+    kernels_note = kernels_note or device.note
     residents = bring(device, placement, experts, storage)
     shared_experts = (
         {} if dense is None else {layer: device.keep(each.expert) for layer, each in model.shared_experts.items()}

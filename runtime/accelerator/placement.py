@@ -12,11 +12,15 @@ from typing import Any
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded
 
+from .device import COPY_SLOTS
 from .grouped_bounds import scratch_bytes
+from .latency import SAMPLE_TOKENS
 
 _FLOAT_BYTES = 4
 LIBRARY_BYTES = 64 << 20
 """Bytes on cuda for the workspaces of its libraries. torch allocates them and counts them with the rest."""
+_TIMED_ROWS, _TIMED_PAIRS = SAMPLE_TOKENS[-1], COPY_SLOTS * SAMPLE_TOKENS[-1]
+"""Rows and pairs of the largest layer that `latency.py` times."""
 UNPACKING_BYTES = 18
 """Bytes for each weight of a matrix while it is unpacked.
 
@@ -82,6 +86,6 @@ def working_bytes(manifest: BundleManifest, tokens: int) -> int:
         ranks = experts.top_k + (spec.shared is not None)
         per_token = (4 + 2 * ranks) * model.hidden_size + 6 * max(experts.width, shared_width)
         width = max(experts.width, shared_width)
-        grouped = scratch_bytes(tokens * ranks, tokens, model.hidden_size, width)
+        grouped = scratch_bytes(max(tokens * ranks, _TIMED_PAIRS), max(tokens, _TIMED_ROWS), model.hidden_size, width)
         widest = max(widest, tokens * per_token * _FLOAT_BYTES + matrix * UNPACKING_BYTES + grouped)
     return widest

@@ -110,7 +110,7 @@ def plan_layer(
 
 # A plan depends on tokens, sizes and residence of the experts, not on their indices, and the layers of decoding are
 # alike. Making a plan of eight experts takes 130 us, finding it in the cache 7 us.
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _plan_kinds(
     kinds: tuple[tuple[int, int, bool, bool], ...], latency: LatencyModel, cooperation: Cooperation, slots: int
 ) -> LayerPlan:

@@ -9,7 +9,9 @@ each matrix in many small steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -87,6 +89,11 @@ class TorchDevice:
             return int(torch.cuda.max_memory_allocated(self._device))
         return self._arena.nbytes + sum(slot.nbytes for slot in self._slots)
 
+    @property
+    def note(self) -> str:
+        """Why layers are not recorded, as text for people, or ""."""
+        return "" if self._grouped is None else self._grouped.note
+
     def keep(self, expert: kernels.Expert) -> TorchExpert:
         """Upload an expert that stays on the device. Raises ValueError if the memory for residents is full."""
         size = expert_bytes(expert)
@@ -142,26 +149,42 @@ class TorchDevice:
     def launch(self) -> None:
         """Begin to compute the experts that were added."""
         pending, self._pending = self._pending, []
-        for expert, _, _ in pending:
+        if not pending:
+            return
+        try:
+            with self._current():
+                self._begin(pending)
+        finally:
+            self._mark_done([expert.slot for expert, _, _ in pending if expert.slot is not None])
+
+    def _begin(self, added: Sequence[_Added]) -> None:
+        if self._grouped is None:
+            self._wait_for(added)
+            self._begin_each(added)
+            return
+        parts = [Part(expert.image, expert.form, tokens) for expert, tokens, _ in added]
+        results = self._grouped.compute(parts, self._hidden_states, lambda: self._wait_for(added))
+        tokens, ranks = (np.concatenate([each[at] for each in added]) for at in (1, 2))
+        self._results.append((tokens, ranks, results))
+
+    def _current(self) -> AbstractContextManager[None]:
+        """Make this the device on which Triton begins kernels."""
+        return torch.cuda.device(self._device) if self._is_cuda else nullcontext()
+
+    def _wait_for(self, added: Sequence[_Added]) -> None:
+        """Let the device wait until the bytes of experts are there."""
+        for expert, _, _ in added:
             if expert.arrived is not None:
                 torch.cuda.current_stream(self._device).wait_event(expert.arrived)
-        if self._grouped is not None and pending:
-            parts = [Part(expert.image, expert.form, tokens) for expert, tokens, _ in pending]
-            results = [read for _, read in self._grouped.compute(parts, self._hidden_states)]
-            tokens, ranks = (np.concatenate([added[at] for added in pending]) for at in (1, 2))
-            self._results.append((tokens, ranks, results))
-        else:
-            self._compute_each(pending)
-        self._mark_done([expert.slot for expert, _, _ in pending if expert.slot is not None])
 
-    def _compute_each(self, pending: Sequence[_Added]) -> None:
+    def _begin_each(self, added: Sequence[_Added]) -> None:
         """Begin to compute experts one after another, without Triton."""
-        for expert, tokens, ranks in pending:
+        for expert, tokens, ranks in added:
             if self._rows is None:
                 self._rows = LayerRows(torch.from_numpy(self._hidden_states).to(self._device))
             at = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
             out = compute_expert(expert.image, expert.form, self._rows, at)
-            self._results.append((tokens, ranks, [out.cpu().numpy]))
+            self._results.append((tokens, ranks, [partial(_read, out)]))
 
     def _mark_done(self, slots: list[int]) -> None:
         """Free copy slots at the end of what was begun."""
@@ -195,3 +218,7 @@ class TorchDevice:
         self._slots, self._staging, self._results, self._pending = [], [], [], []
         if self._is_cuda:
             torch.cuda.empty_cache()
+
+
+def _read(out: torch.Tensor) -> np.ndarray:
+    return np.asarray(out.cpu().numpy())

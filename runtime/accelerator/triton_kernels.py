@@ -1,8 +1,8 @@
 """Triton kernels over packed matrices: products of some rows, and whole matrices unpacked.
 
 The layout is that of docs/format.md, Packing. A program handles one row block of one matrix. It reads some tiles at a
-time as a tensor [16 rows, tiles, columns of a tile]. Weights and rounded activations have the bits of `torch_weights`;
-only sums have another order.
+time as a tensor [16 rows, tiles, columns of a tile]. Weights and rounded activations have the bits of `torch_weights`.
+Sums have another order. Exponentials and quotients of activations are those of the device, so their last bits differ.
 """
 
 # Triton compiles a subset of Python: no conditional expressions of tensors, no `in`, and no types in signatures.
@@ -13,13 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .grouped_bounds import JOB_FIELDS
+
 INTEGERS, TERNARY, MXFP4, FLOAT16, BFLOAT16 = range(5)
 """Kinds of codes, for the constant `kind` of the kernels."""
 PLAIN, SILU, RELU, CLAMPED_SWIGLU = range(4)
 """Activations, for the constant `activation` of `prepare`."""
-JOB_FIELDS = 5
-"""Fields of a job, int64 each: address of the matrix or 0, address of its bias or 0, first pair, number of pairs, and
-what is added to a pair for the row of its result."""
 
 _ROWS = tl.constexpr(16)
 _PLANE = tl.constexpr(64)
@@ -150,17 +149,21 @@ def _weights(
 def _rounded(x):
     """Round values, float32 [n, 32], to 8 bits per row of 32, as `torch_weights.round_activations` does."""
     largest = tl.max(tl.abs(x), axis=1)[:, None]
+    has_nan = tl.max((x != x).to(tl.int32), axis=1)[:, None] != 0  # which the maximum leaves out
     most = tl.full(largest.shape, 127.0, tl.float32)
     is_rounded = largest >= _SMALLEST_ROUNDED
     inverse = tl.where(is_rounded, tl.div_rn(most, tl.where(is_rounded, largest, 1.0)), 0.0)
     scaled = x * inverse
     scaled = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
     codes = (scaled + _ROUNDER) - _ROUNDER
-    step = tl.div_rn(tl.where(largest < float("inf"), largest, float("nan")), most)
+    step = tl.div_rn(tl.where((largest < float("inf")) & (has_nan == 0), largest, float("nan")), most)
     return codes * step
 
 
-@triton.jit(do_not_specialize=["columns", "in_stride", "out_stride", "pairs", "limit"])
+@triton.jit(
+    do_not_specialize=["columns", "in_stride", "out_stride", "pairs", "limit"],
+    do_not_specialize_on_alignment=["is_rounded"],
+)
 def prepare(
     inputs,
     outputs,
@@ -189,13 +192,14 @@ def prepare(
     else:
         up = tl.load(row + pairs.to(tl.int64) * in_stride + column, mask=is_inside, other=0.0)
         if activation == _RELU:
-            values = tl.maximum(up, 0.0)
+            values = tl.where(up < 0.0, 0.0, up)
         else:
             gate = tl.load(row + column, mask=is_inside, other=0.0)
             if activation == _SILU:
                 values = gate / (1 + tl.exp(-gate)) * up
             else:
-                gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+                gate = tl.where(gate > limit, limit, gate)  # keeps NaN, as tl.minimum does not
+                up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
                 values = (up + 1) * (gate / (1 + tl.exp(-_SWIGLU_SLOPE * gate)))
     if tl.load(is_rounded + number) != 0:
         groups = tl.reshape(values, (step // _ROUNDED_COLUMNS, _ROUNDED_COLUMNS))
@@ -203,7 +207,10 @@ def prepare(
     tl.store(outputs + number.to(tl.int64) * out_stride + column, values, mask=is_inside)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "block_bytes", "in_stride", "out_stride"])
+@triton.jit(
+    do_not_specialize=["first", "rows", "block_bytes", "in_stride", "out_stride"],
+    do_not_specialize_on_alignment=["jobs", "sources"],
+)
 def products(
     jobs,
     sources,

@@ -14,7 +14,8 @@ from moec.runtime.accelerator.device import COPY_SLOTS
 from moec.runtime.accelerator.image import expert_bytes
 from moec.runtime.accelerator.torch_device import TorchDevice
 from moec.runtime.accelerator.torch_weights import unpack
-from moec.runtime.accelerator.triton_check import why_no_triton
+from moec.runtime.accelerator.triton_check import differs_from_torch, why_no_triton
+from moec.runtime.kernels import reference
 from tests.accelerator.experts import RANKS, TOKENS, computed_by, computed_by_numpy
 from tests.kernels.packer import FORMATS, bits, random_matrix
 from tests.kernels.products import EXPERTS, biases_of, expert_of, inputs
@@ -72,15 +73,64 @@ def test_activations_and_biases(device: torch.device, activation: str, text: str
     assert np.abs(computed_by(opened(device, [expert], 1), expert, x, is_kept=False) - expected).max() <= tolerance
 
 
-def test_a_number_that_is_none_spoils_its_group_alone(device: torch.device) -> None:
-    """Infinite rows give NaN as in the kernels; other tokens keep their results."""
-    expert, _ = expert_of(96, 64, ("q4g32",) * 3)
-    x = inputs(9, 64)
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize(
+    ("activation", "texts"),
+    [("silu", ("q4g32",) * 3), ("relu", ("fp16", "fp16", "q4g32")), ("clamped_swiglu", ("bf16",) * 3)],
+)
+def test_what_is_no_number_spoils_its_token_alone(
+    device: torch.device, value: float, activation: str, texts: tuple[str, str, str]
+) -> None:
+    """As in the kernels: nothing finite comes of it, and other tokens keep their results."""
+    options: dict[str, Any] = {"activation": activation}
+    if activation == "clamped_swiglu":
+        options |= {"limit": 1.5, "biases": biases_of(32, 32)}
+    expert, _ = expert_of(32, 32, texts, **options)
+    x = inputs(9, 32)
     plain = computed_by(opened(device, [expert], 1), expert, x, is_kept=True)
-    x[TOKENS[0], 5] = np.inf
+    x[TOKENS[0], 5] = value
+    expected = np.zeros((9, 2, 32), np.float32)
+    with np.errstate(all="ignore"):
+        reference.expert_ffn(expert, x, TOKENS, RANKS, expected)
     found = computed_by(opened(device, [expert], 1), expert, x, is_kept=True)
-    assert np.isnan(found[TOKENS[0], RANKS[0]]).all()
+    spoiled = expected[TOKENS[0], RANKS[0]]
+    assert np.array_equal(np.isnan(found[TOKENS[0], RANKS[0]]), np.isnan(spoiled))
+    assert np.isnan(spoiled).any() or value == np.inf
     assert np.array_equal(found[TOKENS[1:], RANKS[1:]], plain[TOKENS[1:], RANKS[1:]])
+
+
+def test_a_device_that_cannot_record_computes_all_the_same(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moec.runtime.accelerator import grouped_experts
+
+    expert, _ = expert_of(32, 32, ("q4g32",) * 3)
+    x, chosen = inputs(9, 32), opened(device, [expert], 1)
+    kept, tokens = chosen.keep(expert), places((2,), 9)
+    expected = layer(chosen, [kept], x, tokens, 32)
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no graphs here")
+
+    monkeypatch.setattr(grouped_experts, "Recorder", refuse)
+    assert np.array_equal(layer(chosen, [kept], x, tokens, 32), expected)
+    assert "no graphs here" in chosen.note
+    assert np.array_equal(layer(chosen, [kept], x, tokens, 32), expected)
+
+
+def test_an_error_in_a_layer_does_not_spoil_the_next(device: torch.device) -> None:
+    expert, _ = expert_of(32, 32, ("q4g32",) * 3)
+    x, chosen = inputs(9, 32), opened(device, [expert], 1)
+    kept, tokens = chosen.keep(expert), places((2,), 9)
+    expected = [layer(chosen, [kept], x, tokens, 32) for _ in range(2)][1]
+    chosen.begin(x)
+    chosen.run(kept, tokens[0], np.zeros_like(tokens[0]))
+    chosen.launch()
+    with pytest.raises(IndexError):
+        chosen.run(kept, tokens[0], np.zeros_like(tokens[0]))
+        chosen.launch()
+        chosen.collect(np.empty((1, 1, 32), np.float32))
+    assert np.array_equal(layer(chosen, [kept], x, tokens, 32), expected)
 
 
 def test_experts_of_several_formats_are_launched_together(device: torch.device) -> None:
@@ -169,13 +219,13 @@ def test_two_launches_of_a_layer_do_not_share_memory(device: torch.device) -> No
 
 
 def test_more_pairs_than_fit_are_computed_in_turns(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moec.runtime.accelerator import grouped_experts
+    from moec.runtime.accelerator import grouped_bounds
 
     expert, _ = expert_of(32, 32, ("q4g32",) * 3)
     x, tokens = inputs(40, 32), places((30, 20, 40), 40)
     whole = opened(device, [expert], 1)
     expected = layer(whole, [whole.keep(expert)] * 3, x, tokens, 32)
-    monkeypatch.setattr(grouped_experts, "MOST_PAIRS", 32)
+    monkeypatch.setattr(grouped_bounds, "MOST_PAIRS", 32)
     divided = opened(device, [expert], 1)
     found = layer(divided, [divided.keep(expert)] * 3, x, tokens, 32)
     assert np.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(np.abs(expected).max()))
@@ -183,6 +233,14 @@ def test_more_pairs_than_fit_are_computed_in_turns(device: torch.device, monkeyp
 
 def test_the_check_names_the_reason() -> None:
     assert "needs a GPU" in why_no_triton(torch.device("cpu"))
+
+
+def test_the_check_computes_with_all_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moec.runtime.accelerator import grouped_experts
+
+    assert not differs_from_torch(device)
+    monkeypatch.setitem(grouped_experts.ACTIVATIONS, "silu", grouped_experts.ACTIVATIONS["relu"])
+    assert differs_from_torch(device)
 
 
 def test_the_check_passes_on_a_gpu() -> None:
