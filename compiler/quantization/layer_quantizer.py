@@ -31,7 +31,7 @@ from .own_codes import ExactMatrices, no_codes
 from .quantized import LEFT_OUT, QuantizedMatrix
 from .quantizers import PACKAGES
 from .quantizers import quantizer as find_quantizer
-from .quantizers.gptq import prepare_inputs, quantize_gptq
+from .quantizers.gptq import prepare_inputs, quantize_formats
 
 Costs = dict[tuple[UnitKey, QuantSpec], float]
 Matrices = dict[tuple[UnitKey, QuantSpec], QuantizedMatrix]
@@ -78,14 +78,13 @@ class ExpertQuantizer:
             moment, prepared = None if moments is None else moments[at], None
             if self.quantizer == "gptq" and moment is not None and tokens and rounded:
                 prepared = prepare_inputs(moment, tokens)  # shared by every format
+            by_gptq = [spec for spec in rounded if self.quantizer == "gptq" and not spec.is_mxfp4]
+            made = dict(zip(by_gptq, quantize_formats(weight, by_gptq, moment, tokens, prepared), strict=True))
+            made |= {spec: self._by_name(weight, spec, moment, tokens) for spec in rounded if spec not in made}
             for spec in rounded:
-                if self.quantizer == "gptq" and not spec.is_mxfp4:
-                    made = quantize_gptq(weight, spec, moment, tokens, prepared)
-                else:
-                    made = self._by_name(weight, spec, moment, tokens)
                 start = 0
                 for unit, own in units.items():
-                    matrices[unit, spec] = made.rows(start, start + len(own))
+                    matrices[unit, spec] = made[spec].rows(start, start + len(own))
                     start += len(own)
             matrices.update(held)
         return matrices

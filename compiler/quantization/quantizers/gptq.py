@@ -12,6 +12,8 @@ Shapes: N rows, K columns, G groups.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from moec.manifests.quant import QuantSpec
 
-from ...workspace.parallel import one_torch_thread
+from ...workspace.parallel import in_parts, one_torch_thread
 from ..quantized import QuantizedMatrix
 from .refit import identity_like, refit
 from .rtn import quantize_rtn
@@ -43,6 +45,8 @@ times. Measured (docs/experiments/2026-11-22-scales-fitted-at-3-and-4-bits.md an
 # Columns in a block are updated one by one, later columns of the outer block by one product per block, and all others
 # by one product per outer block. So the whole matrix passes through the cache once per outer block.
 _BLOCK_COLUMNS, _OUTER_COLUMNS = 32, 256
+STACKED_ROWS = 4096
+"""Rows of all formats that are rounded at once. A block of their columns should fit in the level-2 cache."""
 _ROOT_ROWS = 256  # rows of a triangular factor in one product; the zeros left of them are not multiplied
 _DAMPING_GROWTH = 10.0
 _DAMPING_TRIALS = 6
@@ -114,7 +118,18 @@ def quantize_gptq(
     tokens: int,
     prepared: PreparedInputs | None = None,
 ) -> QuantizedMatrix:
-    """Quantize a matrix against the second moment of its inputs.
+    """Quantize a matrix against the second moment of its inputs; see `quantize_formats`."""
+    return quantize_formats(weight, [spec], second_moment, tokens, prepared)[0]
+
+
+def quantize_formats(
+    weight: Tensor,
+    specs: Sequence[QuantSpec],
+    second_moment: Tensor | None,
+    tokens: int,
+    prepared: PreparedInputs | None = None,
+) -> list[QuantizedMatrix]:
+    """Quantize a matrix in several formats against the second moment of its inputs.
 
     Without tokens or a second moment, it is rounded to nearest with clip search.
     In each row, trace(d H d^T) is at most that of rounding to nearest with clip search.
@@ -123,32 +138,51 @@ def quantize_gptq(
     second_moment: [K, K], sum of x x^T over the inputs x, in any scale, or None.
     tokens: number of inputs.
     prepared: result of prepare_inputs for this moment.
-    Raises ValueError if the format does not fit, or its scales exceed float16.
+    Raises ValueError if a format does not fit, or its scales exceed float16.
     """
     with one_torch_thread() if weight.numel() < ONE_THREAD_WEIGHTS else nullcontext():
         if second_moment is None or not tokens:
-            return quantize_rtn(weight, spec, True)
-        return _quantize(
-            weight.detach().float(), spec, second_moment, prepared or prepare_inputs(second_moment, tokens)
-        )
+            return [quantize_rtn(weight, spec, True) for spec in specs]
+        prepared = prepared or prepare_inputs(second_moment, tokens)
+        made = dict[QuantSpec, QuantizedMatrix]()
+        for part in in_parts(sorted(set(specs), key=_turns), max(1, STACKED_ROWS // len(weight))):
+            made.update(zip(part, _quantize(weight.detach().float(), part, second_moment, prepared), strict=True))
+        return [made[spec] for spec in specs]
 
 
-def _quantize(weight: Tensor, spec: QuantSpec, second_moment: Tensor, prepared: PreparedInputs) -> QuantizedMatrix:
-    """Round to nearest, then run GPTQ in turns, and take the best result of each row."""
+def _quantize(
+    weight: Tensor, specs: Sequence[QuantSpec], second_moment: Tensor, prepared: PreparedInputs
+) -> list[QuantizedMatrix]:
+    """Round to nearest, then run GPTQ in turns, and take the best result of each row, for each format."""
     damped = over_mean(second_moment)
     damped.diagonal().add_(prepared.damping)
-    tried = quantize_rtn(weight, spec, True, second_moment.diagonal())
-    difference = tried.dequantize().sub_(weight)
-    best = _Rows.of(tried, prepared.row_errors(difference) * (1 - _ROUNDING), difference, prepared.damping)
-    fits = spec.largest_code < REFITTED_CODES
-    for _ in range(REFITS if spec.largest_code < FEW_CODES else 1):
-        codes, errors = compensate(weight, prepared, tried)
-        tried = QuantizedMatrix(spec, codes, tried.scales, tried.minima)
-        whole = errors.square().sum(0, dtype=torch.float64)
-        if fits:
-            tried, whole = refit(tried, prepared.residual(errors), whole, damped)
-        best = best.better(_Rows.of(tried, whole, tried.dequantize().sub_(weight), prepared.damping))
-    return best.matrix
+    tried = [quantize_rtn(weight, spec, True, second_moment.diagonal()) for spec in specs]
+    best = [_Rows.nearest(weight, matrix, prepared) for matrix in tried]
+    for turn in range(REFITS):
+        running = [at for at, spec in enumerate(specs) if turn < _turns(spec)]
+        compensated = compensate(weight, prepared, [tried[at] for at in running]) if running else []
+        for at, (codes, errors) in zip(running, compensated, strict=True):
+            matrix, whole = _fitted(tried[at], codes, errors, prepared, damped)
+            difference = matrix.dequantize().sub_(weight)
+            best[at] = best[at].better(_Rows.of(matrix, whole, difference, prepared.damping))
+            tried[at] = matrix
+    return [rows.matrix for rows in best]
+
+
+def _fitted(
+    before: QuantizedMatrix, codes: Tensor, errors: Tensor, prepared: PreparedInputs, damped: Tensor
+) -> tuple[QuantizedMatrix, Tensor]:
+    """Return the codes of `compensate` on fitted scales if there are few, else on those before, and D H D^T of rows."""
+    matrix = QuantizedMatrix(before.spec, codes, before.scales, before.minima)
+    whole = errors.square().sum(0, dtype=torch.float64)
+    if before.spec.largest_code >= REFITTED_CODES:
+        return matrix, whole
+    return refit(matrix, prepared.residual(errors), whole, damped)
+
+
+def _turns(spec: QuantSpec) -> int:
+    """Return how often columns of a format are rounded."""
+    return REFITS if spec.largest_code < FEW_CODES else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +197,12 @@ class _Rows:
         """Take errors under H, float64 [N], without what the damping adds to them. difference: D, [N, K]; changed."""
         return cls(matrix, damped - damping * difference.square_().sum(1, dtype=torch.float64))
 
+    @classmethod
+    def nearest(cls, weight: Tensor, matrix: QuantizedMatrix, prepared: PreparedInputs) -> _Rows:
+        """Take weights that are rounded to nearest. No row with a larger error is taken instead."""
+        difference = matrix.dequantize().sub_(weight)
+        return cls.of(matrix, prepared.row_errors(difference) * (1 - _ROUNDING), difference, prepared.damping)
+
     def better(self, other: _Rows) -> _Rows:
         """Return the rows with the least output error from two matrices in one format. On a tie, this matrix wins."""
         takes = other.errors < self.errors
@@ -175,48 +215,82 @@ class _Rows:
         return _Rows(QuantizedMatrix(one.spec, codes, scales, minima), errors)
 
 
-def compensate(weight: Tensor, prepared: PreparedInputs, matrix: QuantizedMatrix) -> tuple[Tensor, Tensor]:
-    """Return the codes of GPTQ on the scales of `matrix`, uint8 [N, K], and its errors E^T, [K, N].
+def compensate(
+    weight: Tensor, prepared: PreparedInputs, matrices: Sequence[QuantizedMatrix]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return for each matrix the codes of GPTQ on its scales, uint8 [N, K], and its errors E^T, [K, N].
 
+    All formats are rounded at the same time, as rows of one matrix: rows are independent, and calls are fewer.
     weight: [N, K].
     The rows of the errors are in the order of `prepared`.
     """
-    spec, order = matrix.spec, prepared.order
-    scales = matrix.scales.float()
-    minima = -scales * float(spec.centre) if matrix.minima is None else matrix.minima.float()
-    work = weight.T.contiguous()[order]
-    of_column = (order // (len(order) // scales.shape[1])).cpu().tolist()
-    codes = _round_columns(work, prepared.factor, scales.T.contiguous(), minima.T.contiguous(), of_column, spec)
-    return torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous(), work
+    order, rows = prepared.order, len(weight)
+    work = weight.T.contiguous()[order].repeat(1, len(matrices))
+    codes = _round_columns(work, rows, prepared, _Grid.of(matrices))
+    parts = zip(torch.split(codes, rows, 1), torch.split(work, rows, 1), strict=True)
+    return [(torch.empty_like(own).index_copy_(0, order, own).T.contiguous(), errors) for own, errors in parts]
 
 
-def _round_columns(
-    work: Tensor, factor: Tensor, scales: Tensor, minima: Tensor, of_column: list[int], spec: QuantSpec
-) -> Tensor:
-    """Round column by column and return codes, uint8 [K, N].
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """Values that codes of F matrices [N, K] stand for. M = F N is the number of stacked rows.
 
-    work: weights, [K, N]. Afterwards it holds the error of each column over its entry on the diagonal of U.
-    factor: U, [K, K].
-    scales, minima: [G, N].
-    of_column: group of each column.
+    Groups of all matrices are divided into as many equal ones as all of them need.
+    scales, minima: [G, M].
+    largest: the largest code of each row, float32 [M].
     """
-    columns, most = len(work), float(spec.largest_code)
+
+    scales: Tensor
+    minima: Tensor
+    largest: Tensor
+
+    @classmethod
+    def of(cls, matrices: Sequence[QuantizedMatrix]) -> _Grid:
+        """Stack the grids of matrices with the same shape."""
+        groups = math.lcm(*(matrix.scales.shape[1] for matrix in matrices))
+        scales, minima, largest = list[Tensor](), list[Tensor](), list[Tensor]()
+        for matrix in matrices:
+            own, spec = matrix.scales.float(), matrix.spec
+            low = -own * float(spec.centre) if matrix.minima is None else matrix.minima.float()
+            times = groups // own.shape[1]
+            scales.append(own.T.repeat_interleave(times, 0))
+            minima.append(low.T.repeat_interleave(times, 0))
+            largest.append(own.new_full((len(own),), float(spec.largest_code)))
+        return cls(torch.cat(scales, 1), torch.cat(minima, 1), torch.cat(largest))
+
+
+def _round_columns(work: Tensor, rows: int, prepared: PreparedInputs, grid: _Grid) -> Tensor:
+    """Round column by column and return codes, uint8 [K, M].
+
+    work: weights, [K, M]. Afterwards it holds the error of each column over its entry on the diagonal of U.
+    rows: number of rows of one matrix, N.
+    """
+    columns, factor = len(work), prepared.factor
+    of_column = (prepared.order // (columns // len(grid.scales))).cpu().tolist()
     codes = torch.empty_like(work, dtype=torch.uint8)
-    steps = torch.where(scales > 0, scales, torch.ones_like(scales)).reciprocal_()
+    scales, minima = grid.scales.unbind(), grid.minima.unbind()
+    steps = torch.where(grid.scales > 0, grid.scales, torch.ones_like(grid.scales)).reciprocal_().unbind()
+    block, value = work.new_empty(_BLOCK_COLUMNS, work.shape[1]), work.new_empty(work.shape[1])
+    each = torch.split(work, rows, 1)  # a product of more rows may round differently
     diagonal = factor.diagonal().cpu().tolist()
     for outer in range(0, columns, _OUTER_COLUMNS):
         outer_end = min(outer + _OUTER_COLUMNS, columns)
         for start in range(outer, outer_end, _BLOCK_COLUMNS):
             end = min(start + _BLOCK_COLUMNS, outer_end)
-            for column in range(start, end):
-                weight, group = work[column], of_column[column]
-                code = (weight - minima[group]).mul_(steps[group]).round_().clamp_(0.0, most)
-                codes[column] = code
-                weight.sub_(torch.addcmul(minima[group], code, scales[group])).div_(diagonal[column])
+            rounded = block[: end - start]
+            for column, weight, code in zip(range(start, end), work[start:end].unbind(), rounded.unbind(), strict=True):
+                group = of_column[column]
+                torch.sub(weight, minima[group], out=code).mul_(steps[group]).round_().clamp_min_(0.0)
+                torch.minimum(code, grid.largest, out=code)
+                torch.addcmul(minima[group], code, scales[group], out=value)
+                weight.sub_(value).div_(diagonal[column])
                 if column + 1 < end:
                     work[column + 1 : end].addr_(factor[column, column + 1 : end], weight, alpha=-1.0)
-            _pass_on(work, factor, start, end, outer_end)
-        _pass_on(work, factor, outer, outer_end, columns)
+            codes[start:end] = rounded
+            for own in each:
+                _pass_on(own, factor, start, end, outer_end)
+        for own in each:
+            _pass_on(own, factor, outer, outer_end, columns)
     return codes
 
 

@@ -101,6 +101,21 @@ def test_rows_do_not_depend_on_each_other():
         assert (part.codes != whole.codes[start : start + 16]).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("rows", [32, 20])
+def test_formats_that_are_rounded_together_have_the_bits_of_each_alone(rows: int, monkeypatch: pytest.MonkeyPatch):
+    """Group sizes, numbers of codes and turns differ, and the stacked rows are more than are rounded at once."""
+    monkeypatch.setattr(gptq, "STACKED_ROWS", 3 * rows)
+    specs = [QuantSpec.parse(text) for text in ("q1.6s", "q4g32s", "q1g64b", "q2g32b", "q3g96", "q8g64", "q2g96s")]
+    weight, seen, _ = draw(0, 500, rows, 192)
+    together = gptq.quantize_formats(weight, specs, seen.T @ seen, 500)
+    for spec, found in zip(specs, together, strict=True):
+        alone = quantize_gptq(weight, spec, seen.T @ seen, 500)
+        assert found.spec == spec and torch.equal(found.codes, alone.codes)
+        assert torch.equal(found.scales, alone.scales)
+        assert (found.minima is None) == (alone.minima is None)
+        assert found.minima is None or torch.equal(found.minima, alone.minima)
+
+
 def test_errors_of_rounding_give_the_error_and_the_gradient_of_the_outputs():
     """E E^T = D H D^T and E M^T = D H, compared with products in float64."""
     spec = QuantSpec.parse("q3g32")
@@ -108,7 +123,7 @@ def test_errors_of_rounding_give_the_error_and_the_gradient_of_the_outputs():
     moment = seen.T @ seen
     prepared = gptq.prepare_inputs(moment, 500)
     nearest = quantize_rtn(weight, spec, True)
-    codes, errors = gptq.compensate(weight, prepared, nearest)
+    ((codes, errors),) = gptq.compensate(weight, prepared, [nearest])
     difference = weight - gptq.QuantizedMatrix(spec, codes, nearest.scales, nearest.minima).dequantize()
     damped = gptq.over_mean(moment).double() + prepared.damping * torch.eye(576).double()
     product = difference.double() @ damped
