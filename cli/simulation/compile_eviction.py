@@ -41,10 +41,10 @@ class EvictionReplays:
     def _read(self, capacity: int, weights: EvictionWeights) -> list[int]:
         """Return the bytes read for each text: HOBBIT's penalty of misses."""
         from moec.runtime.expert_cache.policies import MultidimensionalScore
-        from moec.runtime.simulation.replay import replay
+        from moec.runtime.simulation.bytes_read import replayed_bytes
 
         score, spec, warm = MultidimensionalScore(weights), self._replayed.cache_spec(capacity), self._replayed.warm
-        return [replay(text, spec, score, warm).bytes_read for text in self._texts]
+        return [replayed_bytes(text, spec, score, warm) for text in self._texts]
 
     def penalty(self, weights: EvictionWeights) -> float:
         """Return the bytes read, divided by those of the default weights: the mean over the caches."""

@@ -21,6 +21,7 @@ from ..trace.trace import Access
 OPTIMUM = "optimum"
 POPULARITY = "popularity"
 NEVER = np.iinfo(np.int64).max
+REMEDY = "simulate a larger cache"
 
 
 def popularity_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
@@ -60,7 +61,7 @@ def named_score(policy: str | PolicyScore) -> PolicyScore | None:
 
 
 class _ReplayedCache(InstantCache):
-    remedy = "simulate a larger cache"
+    remedy = REMEDY
 
 
 def with_next_use(

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.expert_cache.cache_spec import CacheSpec
-from moec.runtime.expert_cache.policies import SCORES
+from moec.runtime.expert_cache.policies import SCORES, MultidimensionalScore
 from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.expert_cache.records import expert_records, warm_order
-from moec.runtime.options.runtime import MAX_THREADS
+from moec.runtime.options.runtime import MAX_THREADS, EvictionWeights
+from moec.runtime.simulation.bytes_read import replayed_bytes
 from moec.runtime.simulation.replay import OPTIMUM, POPULARITY, replay
 from moec.runtime.storage.read_runs import NONE
 from moec.runtime.trace.trace import Access
@@ -136,3 +137,34 @@ def test_options_and_kernels_agree_on_the_most_threads() -> None:
     from moec.runtime import kernels
 
     assert kernels.MAX_THREADS == MAX_THREADS
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    trace=traces(widest=EXPERTS),
+    popularity=popularities,
+    sizes=st.lists(st.sampled_from([0, 10, 10, 20, 30]), min_size=COUNT, max_size=COUNT),
+    room=st.integers(30, 300),
+    encoder=st.integers(0, 1),
+    weights=st.sampled_from([(1, 0, 0, 0), (0, 1, 0, 0), (0.0625, 0.75, 0, 0.1875), (0.25, 0.25, 0.25, 0.25)]),
+)
+def test_bytes_are_counted_as_in_a_replay(
+    trace: list[Access], popularity: np.ndarray, sizes: list[int], room: int, encoder: int, weights: tuple[float, ...]
+) -> None:
+    """Also if experts have unequal sizes or are left out, and if a layer needs more than the cache holds."""
+    records = expert_records(LAYER, popularity, LAYERS, encoder)
+    spec, score = CacheSpec(np.array(sizes, np.int64), room, records), MultidimensionalScore(EvictionWeights(*weights))
+    warm = warm_order(records).tolist()
+    assert replayed_bytes(trace, spec, score, warm) == replay(trace, spec, score, warm).bytes_read
+
+
+def test_experts_of_many_bytes_and_one_that_does_not_fit_are_counted_as_in_a_replay() -> None:
+    """Reads of large experts wait for others. The cache then decides more often."""
+    records = expert_records(LAYER, np.ones(COUNT), LAYERS)
+    score, size = MultidimensionalScore(EvictionWeights(0.25, 0.5, 0, 0.25)), 1 << 30
+    trace: list[Access] = [(layer, tuple(range(FIRST[layer], FIRST[layer] + 5))) for layer in [0, 1, 2] * 3]
+    spec = CacheSpec(np.full(COUNT, size, np.int64), 6 * size, records)
+    assert replayed_bytes(trace, spec, score, []) == replay(trace, spec, score).bytes_read > 0
+    small = CacheSpec(np.full(COUNT, 10, np.int64), 5, records)
+    with pytest.raises(MemoryBudgetExceeded, match="an expert of 10 bytes does not fit"):
+        replayed_bytes(trace, small, score, [])
