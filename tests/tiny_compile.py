@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moec.cli.commands.bundles.report import draw_card
-from moec.cli.commands.compiling.compile import open_partial
+from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.request import CompileRequest

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moec.cli.commands.compiling.compile import open_partial
+from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.cli.simulation.compile_eviction import SHARES, EvictionReplays, fit_to_texts, requests_of
 from moec.cli.simulation.traces import replayed_bundle
 from moec.compiler.stages.eviction import routed_texts

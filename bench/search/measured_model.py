@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moec.cli.commands.compiling.compile import open_partial
+from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.preflight.prepared import Prepared
 from moec.compiler.request.options import CompileOptions, Talk

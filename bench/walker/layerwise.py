@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from moec.cli.commands.compiling.compile import open_partial
+from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.preflight.kept_layers import MemoryNeed
 from moec.compiler.preflight.preparation import prepare

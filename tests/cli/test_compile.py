@@ -259,6 +259,8 @@ def test_data_of_another_task(run: Compile, model: Path, data: Path, place: Path
         (("--uniform", "7"), "is not a bitwidth"),
         (("--uniform", "1.6", "--group-size", "32"), "1.6 bits come in groups of a multiple of 64 columns"),
         (("--kl", "0.1", "--data", "texts", "--bits", "1.5"), "is not a list of numbers"),
+        (("--uniform", "4", "--threads", "0"), "`--threads` is 0, expected 1 to 256"),
+        (("--uniform", "4", "--threads", "2", "--cluster", "auto"), "`--threads` is of this machine"),
         (("--uniform", "4", "--data", "texts", "--swaps", "2"), "`--swaps` has no effect with `--uniform`"),
         (("--uniform", "4", "--limit", "2"), "`--limit` has no effect without `--data`"),
         (("--uniform", "4", "--group-size", "48"), "--group-size 48"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moec.cli.commands.compiling.compile import open_partial
+from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.cli.measuring.text_engines import checkpoint_engine
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.evaluation.data import load_items

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from moec.cli.commands.compiling.compile import open_partial
+from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.manifests.codec import decode_manifest
 from moec.reporting.card import card_pictures
 from tests.tiny_compile import (

@@ -43,7 +43,7 @@ def compare_command(
     from moec.runtime.bundle.opening import open_bundle
 
     from ..bundles.inspect import read_quality
-    from .compile import open_partial
+    from .partial_bundle import open_partial
 
     opened = open_bundle(bundle)
     quality = read_quality(opened) or {}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +22,13 @@ from ...terminal import output
 from ...terminal.compile_log import LOG_SUFFIX, CompileLog, stage_table
 from ...terminal.compile_result import CURVE_SUFFIX, REPORT_SUFFIX, print_curve, print_forecast, print_result
 from ..bundles.report import draw_card, report_beside
+from .partial_bundle import open_partial, torch_threads
 
 if TYPE_CHECKING:
     from moec.compiler.request.options import CompileOptions
     from moec.compiler.request.ports import MeasureModes
     from moec.compiler.request.request import CompileRequest
     from moec.compiler.request.result import CompileResult
-
-    from ...measuring.text_engines import BundleEngine
 
 LONGEST_SUFFIX = ".moec-replaced"
 """The longest suffix of a file or folder next to a bundle."""
@@ -179,6 +177,9 @@ LONGEST_SUFFIX = ".moec-replaced"
     "[default: 7/8 of the machine's]",
 )
 @click.option(
+    "--threads", type=int, metavar="N", help="Threads that compute.  [default: all processors of the process]"
+)
+@click.option(
     "--torch-device",
     default="cpu",
     show_default=True,
@@ -229,9 +230,11 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
     if not destination.name:
         raise OptionError(f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`")
+    if values["threads"] is not None and values["cluster"]:
+        raise OptionError("`--threads` is of this machine, and `--cluster` computes on others", "leave out `--threads`")
     _check_outputs(destination, values["estimate"] or values["plan_only"], bool(sweep))
     devices = [name for given in values["devices"] for name in given.split(",")]
-    with TemplateProcesses() as processes:
+    with TemplateProcesses() as processes, torch_threads(values["threads"]):
 
         def make_request(device: str, target: Path, log: CompileLog) -> CompileRequest:
             log.sources = _sources(model, options.data)
@@ -302,7 +305,7 @@ def _request(
         output=destination,
         options=options,
         profile=_profile(values["device"], destination),
-        open_runtime=open_partial,
+        open_runtime=partial(open_partial, threads=values["threads"]) if values["threads"] else open_partial,
         measure_modes=_modes_measurement(values, options),
         fit_eviction=fit_to_texts,
         draw_card=draw_card,
@@ -359,28 +362,6 @@ def _profile(name: str, destination: Path) -> Any:
     from moec.profiles.loading import load_profile
 
     return load_profile(name, existing_parent(destination))
-
-
-@contextmanager
-def open_partial(path: Path, memory_bytes: int = 0) -> Iterator[BundleEngine]:
-    """Open the runtime on a bundle that is not published yet, for the certificate.
-
-    memory_bytes: the budget; 0: the default of the runtime.
-    """
-    from moec.manifests.runtime_limits import ANSWER_SLOTS
-    from moec.runtime.bundle.opening import open_bundle
-    from moec.runtime.engine.engine import Engine
-    from moec.runtime.options.runtime import RuntimeOptions
-
-    from ...measuring.text_engines import BundleEngine
-    from ...options.opening import with_fitting_slots
-
-    bundle = open_bundle(path, allow_partial=True)
-    options = RuntimeOptions(slots=ANSWER_SLOTS, memory=str(memory_bytes) if memory_bytes else None)
-    with with_fitting_slots(lambda fitting: Engine(bundle, fitting), options) as engine:
-        if memory_bytes:  # another engine shares the memory, so all pages of this one must be resident
-            engine.cache.finish_warming()
-        yield BundleEngine(engine)
 
 
 def write_beside(result: CompileResult, log: CompileLog) -> None:

@@ -120,7 +120,7 @@ def _measured(
     from moec.profiles.loading import load_profile
 
     from ..bundles.inspect import read_quality
-    from .compile import open_partial
+    from .partial_bundle import open_partial
 
     folder = bundle.resolve()
     log = CompileLog(folder.with_name(folder.name + COST_SUFFIX))

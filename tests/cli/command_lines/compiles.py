@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moec.cli.commands.bundles.report import draw_card
-from moec.cli.commands.compiling.compile import open_partial
+from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
 from moec.cli.simulation.compile_eviction import fit_to_texts
 from moec.compiler.request.targets import Target
@@ -94,6 +94,7 @@ COMPILES = {
         {
             "uniform": Given("--uniform 4", f"{OPTIONS}.target", Target("uniform", 4)),
             "symmetric": Given("--symmetric", f"{OPTIONS}.symmetric", True),
+            "threads": Given("--threads 3", "request.open_runtime.keywords", {"threads": 3}),
         },
         LAPTOP,
     ),

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from moec.cli.commands.compiling.compile import open_partial
+from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.compiler.bundle.plan_bundles import TRIAL, UNQUANTIZED, PlanBundles, clear_trials, trial_folder
 from moec.compiler.preflight.kept_layers import runtime_bytes
 from moec.compiler.quantization.unit_store import UnitStore

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moec.cli.commands.compiling.compile import open_partial
+from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.cluster.ray_pool import Job, Pool
 from moec.compiler.cluster.site import Site, checkpoint_identity

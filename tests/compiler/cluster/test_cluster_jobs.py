@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from moec.cli.commands.compiling.compile import open_partial
+from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.compiler.calibration.layer_inputs import ExpertInputs, LayerInputs
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.cluster.jobs import CloseBundle
