@@ -126,7 +126,7 @@ def shared_device(
     frequency = bundle_records(bundle, bundle.tables(), manifest.experts).frequency
     order = [index for index in np.argsort(-frequency, kind="stable").tolist() if sizes[index]]
     passed = longest_pass(manifest.model, 1, manifest.model.default_context)
-    working = working_bytes(manifest, passed) + LIBRARY_BYTES
+    working = working_bytes(manifest, passed, may_group=True) + LIBRARY_BYTES
     try:
         placement = place_experts(sizes, order, rates.memory_bytes, COPY_SLOTS, working, 0)
     except MemoryBudgetExceeded as error:

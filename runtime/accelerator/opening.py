@@ -98,7 +98,7 @@ def open_device(manifest: BundleManifest, options: RuntimeOptions, name: str) ->
     sizes = tuple(entry_bytes(manifest.model, entry) for entry in manifest.stored_experts)
     context = chosen_context(manifest.model, options)
     tokens = longest_pass(manifest.model, options.slots, context)
-    working = working_bytes(manifest, tokens)
+    working = working_bytes(manifest, tokens, may_group=not is_cpu)
     pinned = COPY_SLOTS * max(sizes) + grouped_bounds.host_bytes(manifest.model.hidden_size)
     host_bytes = memory_bytes if is_cpu else pinned
     total = working + (0 if is_cpu else LIBRARY_BYTES)

@@ -71,12 +71,12 @@ def place_experts(
     return Placement(tuple(resident), budget_bytes - fixed - free_bytes, fixed, budget_bytes)
 
 
-def working_bytes(manifest: BundleManifest, tokens: int) -> int:
+def working_bytes(manifest: BundleManifest, tokens: int, may_group: bool) -> int:
     """Return an upper bound of the device bytes for a layer of this many tokens, in addition to weights.
 
-    They hold rows and their rounded form, activations, the results of all ranks twice, and one unpacked matrix. With
-    Triton activations of all experts are there at once, but no matrix is unpacked. Shared experts count like the
-    others.
+    They hold rows and their rounded form, the activations of one expert, the results of all ranks twice, and one
+    unpacked matrix. Shared experts count like the others.
+    may_group: whether the device may compute all experts of a layer at once, by Triton. Their activations count, too.
     """
     model, widest = manifest.model, 0
     for layer, spec in enumerate(model.layers):
@@ -85,7 +85,9 @@ def working_bytes(manifest: BundleManifest, tokens: int) -> int:
         matrix = max([rows * columns for rows, columns in shapes] + [shared_width * model.hidden_size])
         ranks = experts.top_k + (spec.shared is not None)
         per_token = (4 + 2 * ranks) * model.hidden_size + 6 * max(experts.width, shared_width)
-        width = max(experts.width, shared_width)
-        grouped = scratch_bytes(max(tokens * ranks, _TIMED_PAIRS), max(tokens, _TIMED_ROWS), model.hidden_size, width)
-        widest = max(widest, tokens * per_token * _FLOAT_BYTES + matrix * UNPACKING_BYTES + grouped)
+        needed, width = tokens * per_token * _FLOAT_BYTES + matrix * UNPACKING_BYTES, max(experts.width, shared_width)
+        if may_group:
+            pairs, rows = max(tokens * ranks, _TIMED_PAIRS), max(tokens, _TIMED_ROWS)
+            needed += scratch_bytes(pairs, rows, model.hidden_size, width)
+        widest = max(widest, needed)
     return widest

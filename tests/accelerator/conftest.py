@@ -43,9 +43,13 @@ def two_version_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return emit_bundle(folder, root / "bundle", bitwidth=8, low="q2g32")
 
 
-def memory_for(bundle: Path, share: float, tokens: int) -> int:
-    """Return the memory of a device for a share of the experts and passes of this many tokens, bytes."""
+def memory_for(bundle: Path, share: float, tokens: int, may_group: bool | None = None) -> int:
+    """Return the memory of a device for a share of the experts and passes of this many tokens, bytes.
+
+    may_group: as in `working_bytes`; None: if there is a GPU.
+    """
     manifest = open_bundle(bundle).manifest
     sizes = [entry_bytes(manifest.model, entry) for entry in manifest.stored_experts]
     high = sum(sizes[: len(manifest.experts)])
-    return working_bytes(manifest, tokens) + COPY_SLOTS * max(sizes) + int(high * share)
+    groups = torch.cuda.is_available() if may_group is None else may_group
+    return working_bytes(manifest, tokens, groups) + COPY_SLOTS * max(sizes) + int(high * share)

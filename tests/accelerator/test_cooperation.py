@@ -62,7 +62,7 @@ def third(bundle: Path, slots: int = 1, extra_bytes: int = 0) -> str:
     """Return a budget for a third of the experts, in addition to the fixed memory."""
     manifest = open_bundle(bundle).manifest
     sizes = [entry_bytes(manifest.model, entry) for entry in manifest.stored_experts]
-    fixed = working_bytes(manifest, min(1024, slots * 128)) + COPY_SLOTS * max(sizes)
+    fixed = working_bytes(manifest, min(1024, slots * 128), may_group=False) + COPY_SLOTS * max(sizes)
     return str(fixed + sum(sizes) // 3 + extra_bytes)
 
 

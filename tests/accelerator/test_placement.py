@@ -51,4 +51,5 @@ def test_sizes_are_known_before_anything_is_read(tiny_bundle: Path) -> None:
 
 def test_working_memory_grows_with_the_pass(tiny_bundle: Path) -> None:
     manifest = open_bundle(tiny_bundle).manifest
-    assert 0 < working_bytes(manifest, 1) < working_bytes(manifest, 64)
+    assert 0 < working_bytes(manifest, 1, may_group=False) < working_bytes(manifest, 64, may_group=False)
+    assert working_bytes(manifest, 64, may_group=False) < working_bytes(manifest, 64, may_group=True)

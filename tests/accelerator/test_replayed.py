@@ -114,7 +114,7 @@ def test_decisions_and_places_are_those_of_a_run(two_version_bundle: Path, modes
     replayed = replayed_bundle(opened)
     capacity = replayed.capacity_bytes(0.5)
     assert capacity is not None
-    memory = str(memory_for(two_version_bundle, 0.4, 64))
+    memory = str(memory_for(two_version_bundle, 0.4, 64, may_group=False))
     device = RuntimeOptions(
         expert_cache="50%", context=64, readers=1, prefetch="off", accelerator="torch-cpu",
         accelerator_memory=memory, accelerator_dense="host", cooperation="cpu", **modes,
@@ -133,7 +133,9 @@ def test_decisions_and_places_are_those_of_a_run(two_version_bundle: Path, modes
     rates = DeviceRates(10**6, 1000, 1, 1.0)
     # The replay is of a run with the whole context on cuda, which takes more memory in addition to the experts.
     longest = min(1024, opened.manifest.model.default_context)
-    stated = AcceleratorRates(memory_for(two_version_bundle, 0.4, longest) + LIBRARY_BYTES, 1000, 0, 10**9)
+    stated = AcceleratorRates(
+        memory_for(two_version_bundle, 0.4, longest, may_group=True) + LIBRARY_BYTES, 1000, 0, 10**9
+    )
     shared = shared_device(opened, trace, rates, stated, "cpu")
     assert shared.resident == resident
     simulation = Simulation(opened, trace, replayed, rates, "off", recorded_advice, shared)
