@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from moec.runtime import kernels
+from moec.runtime.accelerator.grouped.triton_check import why_no_triton
 from moec.runtime.accelerator.image import expert_bytes
 from moec.runtime.accelerator.torch_device import TorchDevice
-from moec.runtime.accelerator.triton_check import why_no_triton
 from tests.kernels.products import expert_of
 
 REPEATS = 20

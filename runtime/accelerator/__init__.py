@@ -1,8 +1,8 @@
 """CPU and accelerator at the same time: where each expert of a layer runs, and the devices.
 
 It is off by default: without an accelerator only this file is loaded.
-`opening.py` imports torch when it opens a device. Of the other files `expert_form.py`, `grouped_experts.py`, and those
-named `torch_*.py` and `triton_*.py` do.
+`opening.py` imports torch when it opens a device. Of the other files `expert_form.py`, those named
+`torch_*.py`, and `grouped/` do.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ from .. import kernels
 from ..memory.budget import chosen_context
 from ..options.runtime import TORCH_CPU, RuntimeOptions
 from ..storage.interface import ExpertStorage
-from . import grouped_bounds
 from .cooperative import CooperativeExperts, DeviceExperts, HostExperts
 from .dense import AttentionSide, DenseLatency, DenseOnDevice, dense_bytes, measure_dense, shared_bytes
 from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
+from .grouped.bounds import pinned_bytes
 from .image import entry_bytes
 from .latency import LatencyModel, mean_latency, measure_latency
 from .placement import LIBRARY_BYTES, Placement, place_experts, working_bytes
@@ -99,7 +99,7 @@ def open_device(manifest: BundleManifest, options: RuntimeOptions, name: str) ->
     context = chosen_context(manifest.model, options)
     tokens = longest_pass(manifest.model, options.slots, context)
     working = working_bytes(manifest, tokens, may_group=not is_cpu)
-    pinned = COPY_SLOTS * max(sizes) + grouped_bounds.host_bytes(manifest.model.hidden_size)
+    pinned = COPY_SLOTS * max(sizes) + pinned_bytes(manifest.model.hidden_size)
     host_bytes = memory_bytes if is_cpu else pinned
     total = working + (0 if is_cpu else LIBRARY_BYTES)
     place_experts(sizes, (), memory_bytes, COPY_SLOTS, total, 0)  # raises before anything is opened or read
@@ -163,8 +163,8 @@ def cooperate(
     try:
         kept, shared = (0, 0) if dense is None else (opened.dense_bytes, shared_bytes(manifest))
         placement = place_experts(opened.sizes, order, opened.memory_bytes, COPY_SLOTS, opened.working_bytes, kept)
+        from .grouped.triton_check import why_no_triton
         from .torch_device import TorchDevice
-        from .triton_check import why_no_triton
 
         kernels_note = why_no_triton(opened.device)
         resident_bytes = placement.resident_bytes + shared

@@ -13,7 +13,7 @@ from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded
 
 from .device import COPY_SLOTS
-from .grouped_bounds import scratch_bytes
+from .grouped.bounds import scratch_bytes
 from .latency import SAMPLE_TOKENS
 
 _FLOAT_BYTES = 4

@@ -24,7 +24,7 @@ from .image import expert_bytes, write_image
 from .torch_products import LayerRows, compute_expert
 
 if TYPE_CHECKING:
-    from .grouped_experts import GroupedExperts
+    from .grouped.grouped_experts import GroupedExperts
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class TorchDevice:
 
     resident_bytes: size of the memory for residents.
     copy_bytes: size of the largest copy; there are COPY_SLOTS buffers of this size.
-    has_triton: whether Triton's kernels are used; see `triton_check.py`.
+    has_triton: whether Triton's kernels are used; see `grouped/triton_check.py`.
     Raises torch's own errors if the device has less memory.
     """
 
@@ -78,7 +78,7 @@ class TorchDevice:
         self._pending: list[_Added] = []
         self._grouped: GroupedExperts | None = None
         if has_triton:
-            from .grouped_experts import GroupedExperts
+            from .grouped.grouped_experts import GroupedExperts
 
             self._grouped = GroupedExperts(device)
 

@@ -11,10 +11,10 @@ import torch
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
 from moec.runtime.accelerator.device import COPY_SLOTS
+from moec.runtime.accelerator.grouped.triton_check import differs_from_torch, why_no_triton
 from moec.runtime.accelerator.image import expert_bytes
 from moec.runtime.accelerator.torch_device import TorchDevice
 from moec.runtime.accelerator.torch_weights import unpack
-from moec.runtime.accelerator.triton_check import differs_from_torch, why_no_triton
 from moec.runtime.kernels import reference
 from tests.accelerator.experts import RANKS, TOKENS, computed_by, computed_by_numpy
 from tests.kernels.packer import FORMATS, bits, random_matrix
@@ -37,13 +37,22 @@ def opened(device: torch.device, experts: list[kernels.Expert], kept: int) -> To
 
 @pytest.mark.parametrize("spec", FORMATS, ids=str)
 def test_every_format_unpacks_to_the_bits_of_torch(device: torch.device, spec: QuantSpec) -> None:
-    """Rows that do not fill a block, and tiles that do not fill a step, for formats whose groups allow it."""
-    from moec.runtime.accelerator import triton_products
+    """Rows that do not fill a block, and tiles that do not fill a step, for formats whose groups allow it.
+
+    A row with a single 1 gives a column of the weights. Its products with other weights are 0.
+    """
+    from moec.runtime.accelerator.grouped import kernel_calls
 
     rows, columns = 17, 192 if spec.fits(192) else 384
     data = torch.from_numpy(random_matrix(rows, columns, spec).data.copy()).to(device)
-    found = triton_products.unpack(data, rows, columns, spec)
-    assert np.array_equal(bits(found.cpu().numpy()), bits(unpack(data, rows, columns, spec).cpu().numpy()))
+    pairs = torch.arange(columns, device=device)
+    found = torch.empty((columns, rows), dtype=torch.float32, device=device)
+    table = torch.tensor([[data.data_ptr(), 0, first, 64, 0] for first in range(0, columns, 64)], device=device)
+    jobs = kernel_calls.Jobs(table, 0, len(table), pairs, 64)
+    kernel_calls.multiply(kernel_calls.shape_of(rows, columns, spec), jobs, torch.eye(columns, device=device), found)
+    expected = unpack(data, rows, columns, spec)
+    # A weight of -0 comes out as 0
+    assert np.array_equal(bits(found.T.cpu().numpy() + 0.0), bits(expected.cpu().numpy() + 0.0))
 
 
 FORMS = [(32, 64, (text,) * 3) for text in ("q1g32", "q3g32", "q4g32s", "q5g32b", "q6s", "mxfp4", "bf16")]
@@ -102,7 +111,7 @@ def test_what_is_no_number_spoils_its_token_alone(
 def test_a_device_that_cannot_record_computes_all_the_same(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moec.runtime.accelerator import grouped_experts
+    from moec.runtime.accelerator.grouped import grouped_experts
 
     expert, _ = expert_of(32, 32, ("q4g32",) * 3)
     x, chosen = inputs(9, 32), opened(device, [expert], 1)
@@ -219,13 +228,13 @@ def test_two_launches_of_a_layer_do_not_share_memory(device: torch.device) -> No
 
 
 def test_more_pairs_than_fit_are_computed_in_turns(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moec.runtime.accelerator import grouped_bounds
+    from moec.runtime.accelerator.grouped import bounds
 
     expert, _ = expert_of(32, 32, ("q4g32",) * 3)
     x, tokens = inputs(40, 32), places((30, 20, 40), 40)
     whole = opened(device, [expert], 1)
     expected = layer(whole, [whole.keep(expert)] * 3, x, tokens, 32)
-    monkeypatch.setattr(grouped_bounds, "MOST_PAIRS", 32)
+    monkeypatch.setattr(bounds, "MOST_PAIRS", 32)
     divided = opened(device, [expert], 1)
     found = layer(divided, [divided.keep(expert)] * 3, x, tokens, 32)
     assert np.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(np.abs(expected).max()))
@@ -236,7 +245,7 @@ def test_the_check_names_the_reason() -> None:
 
 
 def test_the_check_computes_with_all_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moec.runtime.accelerator import grouped_experts
+    from moec.runtime.accelerator.grouped import grouped_experts
 
     assert not differs_from_torch(device)
     monkeypatch.setitem(grouped_experts.ACTIVATIONS, "silu", grouped_experts.ACTIVATIONS["relu"])

@@ -10,7 +10,7 @@ import torch
 
 from moec.manifests.quant import COLUMNS_PER_TILE, ROWS_PER_BLOCK, QuantSpec, round_up
 
-from . import triton_kernels as own
+from . import triton_kernels
 
 _STEP_COLUMNS = 128
 _PREPARED_COLUMNS = 256
@@ -18,7 +18,12 @@ _PREPARED_COLUMNS = 256
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Data of a matrix for the kernels: numbers that may change from call to call, and constants."""
+    """Data of a matrix for the kernels.
+
+    blocks: row blocks.
+    numbers: rows, and bytes of a row block. They may change from call to call.
+    constants: what kernels are compiled for, by the name of the parameter.
+    """
 
     blocks: int
     numbers: tuple[int, ...]
@@ -52,19 +57,10 @@ def shape_of(rows: int, columns: int, spec: QuantSpec) -> Shape:
 
 def _kind(spec: QuantSpec) -> int:
     if spec.bitwidth == 16:
-        return own.BFLOAT16 if spec.float_type == "bfloat16" else own.FLOAT16
+        return triton_kernels.BFLOAT16 if spec.float_type == "bfloat16" else triton_kernels.FLOAT16
     if spec.is_ternary:
-        return own.TERNARY
-    return own.MXFP4 if spec.is_mxfp4 else own.INTEGERS
-
-
-def unpack(data: torch.Tensor, rows: int, columns: int, spec: QuantSpec) -> torch.Tensor:
-    """Return the weights of a packed matrix like `torch_weights.unpack`, with one kernel."""
-    shape = shape_of(rows, columns, spec)
-    out = torch.empty((rows, columns), dtype=torch.float32, device=data.device)
-    grid = (shape.blocks, -(-shape.constants["tiles"] // shape.constants["step"]))
-    own.unpack[grid](data, out, *shape.numbers, **shape.constants)
-    return out
+        return triton_kernels.TERNARY
+    return triton_kernels.MXFP4 if spec.is_mxfp4 else triton_kernels.INTEGERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +70,14 @@ class Jobs:
     table: int64 [n, JOB_FIELDS].
     first, count: the jobs of a call.
     sources: input row of each pair, int64 [n].
-    tokens: most pairs of a job; see `triton_kernels.products`.
+    pairs_per_job: most pairs of a job; see `triton_kernels.products`.
     """
 
     table: torch.Tensor
     first: int
     count: int
     sources: torch.Tensor
-    tokens: int
+    pairs_per_job: int
 
 
 def multiply(shape: Shape, jobs: Jobs, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -90,16 +86,20 @@ def multiply(shape: Shape, jobs: Jobs, source: torch.Tensor, target: torch.Tenso
     source, target: rows, float32 [n, columns] and [n, rows].
     """
     constants = shape.constants
-    if jobs.tokens > 1:
+    if jobs.pairs_per_job > 1:
         constants = {**constants, "step": max(1, constants["step"] // 2)}
-    own.products[(shape.blocks, jobs.count)](
+    triton_kernels.products[(shape.blocks, jobs.count)](
         jobs.table, jobs.sources, source, target, jobs.first, *shape.numbers, source.stride(0), target.stride(0),
-        **constants, tokens=jobs.tokens,
+        **constants, pairs_per_job=jobs.pairs_per_job,
     )  # fmt: skip
 
 
 def prepare(
-    source: torch.Tensor, target: torch.Tensor, is_rounded: torch.Tensor, activation: int = own.PLAIN, limit: float = 0
+    source: torch.Tensor,
+    target: torch.Tensor,
+    is_rounded: torch.Tensor,
+    activation: int = triton_kernels.PLAIN,
+    limit: float = 0,
 ) -> None:
     """Begin to write rows as matrices read them.
 
@@ -108,7 +108,7 @@ def prepare(
     is_rounded: int64 [n].
     """
     count, columns = target.shape
-    own.prepare[(count, -(-columns // _PREPARED_COLUMNS))](
+    triton_kernels.prepare[(count, -(-columns // _PREPARED_COLUMNS))](
         source, target, is_rounded, columns, source.stride(0), target.stride(0), count, float(limit), activation,
         _PREPARED_COLUMNS,
     )  # fmt: skip

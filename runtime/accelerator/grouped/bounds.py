@@ -1,4 +1,4 @@
-"""Bounds of what `grouped_experts.py` computes at once, and of the memory for it. Nothing here imports torch."""
+"""Bounds of what this package computes at once, and of the memory for it. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def recorded_bytes(hidden: int) -> int:
     return FLOAT_BYTES * RECORDED_ROWS * hidden + RECORDED_TABLE_BYTES
 
 
-def host_bytes(hidden: int) -> int:
+def pinned_bytes(hidden: int) -> int:
     """Return the bytes of pinned host memory for recorded layers."""
     return recorded_bytes(hidden) + FLOAT_BYTES * RECORDED_PAIRS * hidden

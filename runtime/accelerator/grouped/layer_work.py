@@ -13,9 +13,9 @@ import numpy as np
 
 from moec.manifests.quant import QuantSpec
 
-from . import grouped_bounds
-from .expert_form import ExpertForm, Part
-from .grouped_bounds import JOB_FIELDS
+from ..expert_form import ExpertForm, Part
+from . import bounds
+from .bounds import JOB_FIELDS
 
 _ONE, _SOME, _MANY = 1, 16, 64
 """Pairs of a job. The kernel for one reads the packed weights once for each pair, the others once for all of them."""
@@ -152,10 +152,10 @@ def groups_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Yield parts of one activation with at most MOST_PAIRS pairs at a time. An expert of more pairs is divided."""
     group, pairs = list[Part](), 0
     for part in parts:
-        for start in range(0, len(part.tokens), grouped_bounds.MOST_PAIRS):
-            piece = Part(part.image, part.form, part.tokens[start : start + grouped_bounds.MOST_PAIRS])
+        for start in range(0, len(part.tokens), bounds.MOST_PAIRS):
+            piece = Part(part.image, part.form, part.tokens[start : start + bounds.MOST_PAIRS])
             is_same = not group or _activation(group[0]) == _activation(piece)
-            if group and (not is_same or pairs + len(piece.tokens) > grouped_bounds.MOST_PAIRS):
+            if group and (not is_same or pairs + len(piece.tokens) > bounds.MOST_PAIRS):
                 yield group
                 group, pairs = [], 0
             group.append(piece)

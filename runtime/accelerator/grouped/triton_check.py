@@ -10,8 +10,8 @@ import torch
 
 from moec.manifests.quant import QuantSpec
 
-from .expert_form import ExpertForm, MatrixForm, Part
-from .torch_products import LayerRows, compute_expert
+from ..expert_form import ExpertForm, MatrixForm, Part
+from ..torch_products import LayerRows, compute_expert
 
 _SIZE = 64
 _COUNTS = (1, 8, 40)

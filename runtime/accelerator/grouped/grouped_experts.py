@@ -16,17 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..expert_form import Part
 from . import triton_kernels
-from .expert_form import Part
-from .grouped_bounds import (
+from .bounds import (
     FLOAT_BYTES,
     RECORDED_PAIRS,
     RECORDED_ROWS,
     RECORDED_TABLE_BYTES,
     recorded_bytes,
 )
+from .kernel_calls import Jobs, multiply, prepare, shape_of
 from .layer_work import LayerWork, Plan, groups_of
-from .triton_products import Jobs, multiply, prepare, shape_of
 
 ACTIVATIONS = {
     "silu": triton_kernels.SILU,

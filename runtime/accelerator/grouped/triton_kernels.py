@@ -1,4 +1,4 @@
-"""Triton kernels over packed matrices: products of some rows, and whole matrices unpacked.
+"""Triton kernels over packed matrices: rows as matrices read them, and products.
 
 The layout is that of docs/format.md, Packing. A program handles one row block of one matrix. It reads some tiles at a
 time as a tensor [16 rows, tiles, columns of a tile]. Weights and rounded activations have the bits of `torch_weights`.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .grouped_bounds import JOB_FIELDS
+from .bounds import JOB_FIELDS
 
 INTEGERS, TERNARY, MXFP4, FLOAT16, BFLOAT16 = range(5)
 """Kinds of codes, for the constant `kind` of the kernels."""
@@ -94,22 +94,14 @@ def _twice_float4(code):
 
 @triton.jit
 def _weights(
-    block,
-    tile,
-    columns: tl.constexpr,
-    group_tiles: tl.constexpr,
-    kind: tl.constexpr,
-    low: tl.constexpr,
-    high: tl.constexpr,
-    header: tl.constexpr,
-    tile_columns: tl.constexpr,
-    tile_bytes: tl.constexpr,
+    block, tile, columns: tl.constexpr, group_tiles: tl.constexpr, kind: tl.constexpr, low: tl.constexpr,
+    high: tl.constexpr, header: tl.constexpr, tile_columns: tl.constexpr, tile_bytes: tl.constexpr,
     byte_scales: tl.constexpr,
-):
+):  # fmt: skip
     """Return the weights of some tiles of a row block, float32 [16, tiles, tile_columns].
 
     block: address of the row block.
-    tile: numbers of the tiles, int32 [1, tiles, 1]. A number beyond the last tile must not occur.
+    tile: numbers of the tiles, int32 [1, tiles, 1], each below the number of tiles.
     group_tiles: tiles of a group.
     low, high: bits of the two fields of a code.
     header: bytes of one row's scale and minimum of a group.
@@ -179,6 +171,7 @@ def prepare(
     """Write rows as matrices read them: after an activation, and rounded to 8 bits where is_rounded has 1.
 
     The grid is [rows, steps of columns].
+
     inputs: float32 rows; with an activation rows of gate, and `pairs` rows later those of up.
     is_rounded: int64 [rows].
     step: columns of a program, a multiple of 32.
@@ -207,40 +200,52 @@ def prepare(
     tl.store(outputs + number.to(tl.int64) * out_stride + column, values, mask=is_inside)
 
 
+@triton.jit
+def _no_sums(width: tl.constexpr, pairs_per_job: tl.constexpr):
+    """Return sums of 0: one for each row and column with one pair, [16, width], else for each pair and row, [n, 16]."""
+    if pairs_per_job == 1:
+        sums = tl.zeros((_ROWS, width), tl.float32)
+    else:
+        sums = tl.zeros((pairs_per_job, _ROWS), tl.float32)
+    return sums
+
+
+@triton.jit
+def _with_product(sums, weights, x, pairs_per_job: tl.constexpr):
+    """Return sums with the products of weights [16, width] and inputs [n, width] added."""
+    if pairs_per_job == 1:
+        sums += weights * x
+    else:
+        sums = tl.dot(x, tl.trans(weights), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _sums(sums, pairs_per_job: tl.constexpr):
+    """Return the sum of each pair and row, [n, 16]."""
+    if pairs_per_job == 1:
+        sums = tl.sum(sums, axis=1)[None, :]
+    return sums
+
+
 @triton.jit(
     do_not_specialize=["first", "rows", "block_bytes", "in_stride", "out_stride"],
     do_not_specialize_on_alignment=["jobs", "sources"],
 )
 def products(
-    jobs,
-    sources,
-    inputs,
-    outputs,
-    first,
-    rows,
-    block_bytes,
-    in_stride,
-    out_stride,
-    columns: tl.constexpr,
-    group_tiles: tl.constexpr,
-    tiles: tl.constexpr,
-    kind: tl.constexpr,
-    low: tl.constexpr,
-    high: tl.constexpr,
-    header: tl.constexpr,
-    tile_columns: tl.constexpr,
-    tile_bytes: tl.constexpr,
-    byte_scales: tl.constexpr,
-    tokens: tl.constexpr,
-    step: tl.constexpr,
-):
+    jobs, sources, inputs, outputs, first, rows, block_bytes, in_stride, out_stride,
+    columns: tl.constexpr, group_tiles: tl.constexpr, tiles: tl.constexpr, kind: tl.constexpr, low: tl.constexpr,
+    high: tl.constexpr, header: tl.constexpr, tile_columns: tl.constexpr, tile_bytes: tl.constexpr,
+    byte_scales: tl.constexpr, pairs_per_job: tl.constexpr, step: tl.constexpr,
+):  # fmt: skip
     """Multiply rows by one matrix for each job: outputs[result] = matrix x inputs[sources[pair]] + bias.
 
     The grid is [row blocks, jobs].
-    jobs: int64 [n, JOB_FIELDS]. first: number of the first job. A job without an address does nothing.
+    jobs: int64 [n, JOB_FIELDS]; a job without an address does nothing.
+    first: number of the first job.
     sources: input row of each pair, int64.
     inputs, outputs: float32, with in_stride and out_stride values from row to row.
-    tokens: most pairs of a job: 1, or a power of 2 from 16 on.
+    pairs_per_job: most pairs of a job: 1, or a power of 2 from 16 on.
     step: tiles that are read at a time.
     """
     block, job = tl.program_id(0), jobs + _JOB_FIELDS * (first + tl.program_id(1))
@@ -248,85 +253,24 @@ def products(
     if address == 0:
         return
     base = (address + block.to(tl.int64) * block_bytes).to(tl.pointer_type(tl.uint8))
-    bias, pair = tl.load(job + 1), tl.load(job + 2) + tl.arange(0, tokens)
-    is_pair = tl.arange(0, tokens) < tl.load(job + 3)
+    bias, pair = tl.load(job + 1), tl.load(job + 2) + tl.arange(0, pairs_per_job)
+    is_pair = tl.arange(0, pairs_per_job) < tl.load(job + 3)
     source = inputs + tl.load(sources + pair, mask=is_pair, other=0) * in_stride
     width: tl.constexpr = step * tile_columns
-    if tokens == 1:
-        total = tl.zeros((_ROWS, width), tl.float32)
-    else:
-        total = tl.zeros((tokens, _ROWS), tl.float32)
+    total = _no_sums(width, pairs_per_job)
     for start in range(0, tiles, step):
         tile = start + tl.arange(0, step)[None, :, None]
         column = start * tile_columns + tl.arange(0, width)
         weights = _weights(
-            base,
-            tl.minimum(tile, tiles - 1),
-            columns,
-            group_tiles,
-            kind,
-            low,
-            high,
-            header,
-            tile_columns,
-            tile_bytes,
+            base, tl.minimum(tile, tiles - 1), columns, group_tiles, kind, low, high, header, tile_columns, tile_bytes,
             byte_scales,
-        )
+        )  # fmt: skip
         weights = tl.reshape(tl.where(tile < tiles, weights, 0.0), (_ROWS, width))
         x = tl.load(source[:, None] + column[None, :], mask=is_pair[:, None] & (column[None, :] < columns), other=0.0)
-        if tokens == 1:
-            total += weights * x
-        else:
-            total = tl.dot(x, tl.trans(weights), total, input_precision="ieee")
-    if tokens == 1:
-        sums = tl.sum(total, axis=1)[None, :]
-    else:
-        sums = total
+        total = _with_product(total, weights, x, pairs_per_job)
+    sums = _sums(total, pairs_per_job)
     row = block * _ROWS + tl.arange(0, _ROWS)
     if bias != 0:
         sums += tl.load(bias.to(tl.pointer_type(tl.float32)) + row, mask=row < rows, other=0.0)[None, :]
     target = outputs + (pair + tl.load(job + 4)) * out_stride
     tl.store(target[:, None] + row[None, :], sums, mask=is_pair[:, None] & (row[None, :] < rows))
-
-
-@triton.jit(do_not_specialize=["rows", "block_bytes"])
-def unpack(
-    data,
-    outputs,
-    rows,
-    block_bytes,
-    columns: tl.constexpr,
-    group_tiles: tl.constexpr,
-    tiles: tl.constexpr,
-    kind: tl.constexpr,
-    low: tl.constexpr,
-    high: tl.constexpr,
-    header: tl.constexpr,
-    tile_columns: tl.constexpr,
-    tile_bytes: tl.constexpr,
-    byte_scales: tl.constexpr,
-    step: tl.constexpr,
-):
-    """Write the weights of a packed matrix, float32 [rows, columns]. The grid is [row blocks, steps of tiles].
-
-    data: uint8 [packed bytes].
-    """
-    block, start = tl.program_id(0), tl.program_id(1) * step
-    base = data + block.to(tl.int64) * block_bytes
-    tile = start + tl.arange(0, step)[None, :, None]
-    weights = _weights(
-        base,
-        tl.minimum(tile, tiles - 1),
-        columns,
-        group_tiles,
-        kind,
-        low,
-        high,
-        header,
-        tile_columns,
-        tile_bytes,
-        byte_scales,
-    )
-    row = (block * _ROWS + tl.arange(0, _ROWS)[:, None, None]).to(tl.int64)
-    column = tile * tile_columns + tl.arange(0, tile_columns)[None, None, :]
-    tl.store(outputs + row * columns + column, weights, mask=(row < rows) & (column < columns) & (tile < tiles))
