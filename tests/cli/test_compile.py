@@ -385,9 +385,7 @@ def test_a_picture_that_cannot_be_written_is_known_before_the_work(run: Compile,
     assert "`out.report.html` cannot be written" in refused(run, model, "--uniform", "4", "-o", "out")
 
 
-def test_a_sweep_prints_a_table_and_leaves_a_curve_beside(
-    run: Compile, model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_sweep_prints_a_table_and_keeps_a_curve(run: Compile, model: Path, data: Path, tmp_path: Path) -> None:
     arguments = ("--data", data, "--task", "perplexity", "-o", "out", *SMALL)
     result = run(model, "--sweep", "20%,80%", *arguments)
     assert result.exit_code == 0, result.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,12 +103,9 @@ def serve_command(
     curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 50}'
     """
     from moec.serving.engine.scheduler import ServingOptions
-    from moec.serving.memory_shares import memory_shares
     from moec.serving.serve import bind, serve
 
-    if slots is not None and not 1 <= slots <= MOST_SLOTS:
-        raise OptionError(f"`--slots` must be 1 to {MOST_SLOTS}, found {slots}", "leave it out for 4")
-    options = build_options(values, DEFAULT_SLOTS if slots is None else slots, bundle)
+    options = build_options(values, _checked_slots(slots), bundle)
     server_memory = _server_memory(bundle)
     security = _security(host, allowed_host, cors_origin, api_key_file)
     settings = _settings(_checked_name(bundle, name), security, ServingOptions(queue, prefill_tokens), deadline)
@@ -124,16 +122,26 @@ def serve_command(
     with bound, with_fitting_slots(open_with, options, slots is None) as engine:
         sampling, said = samplings[-1]
         settings = replace(settings, service=replace(settings.service, sampling=sampling))
-        output.say(engine.mode)
-        output.say(f"{said}; requests may say otherwise")
-        output.say(memory_table(memory_shares(engine), engine.memory.context))
-        say_mode_cost(bundle, engine)
-
-        def say_ready() -> None:
-            _say_address(settings.service.name, host, bound.getsockname()[1], engine.options.slots)
-
+        _say_what_is_open(engine, bundle, said)
+        say_ready = partial(_say_address, settings.service.name, host, bound.getsockname()[1], engine.options.slots)
         serve(engine, bound, settings, say_ready, _report, output.say)
     output.say("stopped")
+
+
+def _checked_slots(slots: int | None) -> int:
+    """Return the number of slots. Raises OptionError."""
+    if slots is not None and not 1 <= slots <= MOST_SLOTS:
+        raise OptionError(f"`--slots` must be 1 to {MOST_SLOTS}, found {slots}", "leave it out for 4")
+    return DEFAULT_SLOTS if slots is None else slots
+
+
+def _say_what_is_open(engine: Engine, bundle: Path, sampling: str) -> None:
+    from moec.serving.memory_shares import memory_shares
+
+    output.say(engine.mode)
+    output.say(f"{sampling}; requests may say otherwise")
+    output.say(memory_table(memory_shares(engine), engine.memory.context))
+    say_mode_cost(bundle, engine)
 
 
 def _say_address(name: str, host: str, port: int, slots: int) -> None:
