@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# PyTorch for CUDA brings a version of its own. The tests run its kernels in Triton's interpreter where there is no GPU.
+TRITON ?= triton==3.9.0; sys_platform == 'linux' and platform_machine == 'x86_64'
 # The exact versions that are tested. Without them, pip takes the newest that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
 VENV := .venv
@@ -38,6 +40,7 @@ $(BIN)/python:
 # the native sources change; an install that is complete takes seconds.
 $(READY): pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(BIN)/python
 	$(PIP_INSTALL) "$(TORCH)"
+	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP_INSTALL) "$(TRITON)"
 	$(PIP_INSTALL) "scikit-build-core>=0.11" "nanobind>=2.4" ninja cmake
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation $(BUILD_DIR:%=-C build-dir=%) -e ".[dev]"
 	@touch $@

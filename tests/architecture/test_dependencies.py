@@ -57,7 +57,17 @@ TOOLS = ("auto-gptq",)
 
 
 OF_TORCH = ("triton",)
-"""Packages whose exact version some builds of PyTorch name, so that constraints.txt must not."""
+"""Packages whose exact version some builds of PyTorch name, so that constraints.txt must not. The Makefile does."""
+
+
+def test_what_torch_may_bring_has_an_exact_version_inside_its_range() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (listed,) = (line for line in makefile.splitlines() if line.startswith("TRITON ?= "))
+    pin = Requirement(listed.removeprefix("TRITON ?= "))
+    (need,) = (need for need in _ranges() if need.name in OF_TORCH)
+    (exact,) = pin.specifier
+    assert (pin.name, exact.operator, str(pin.marker)) == (need.name, "==", str(need.marker))
+    assert need.specifier.contains(exact.version)
 
 
 CLIENTS = ("lm_eval",)

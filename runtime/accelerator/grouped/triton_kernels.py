@@ -193,7 +193,7 @@ def prepare(
             else:
                 gate = tl.where(gate > limit, limit, gate)  # keeps NaN, as tl.minimum does not
                 up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-                values = (up + 1) * (gate / (1 + tl.exp(-_SWIGLU_SLOPE * gate)))
+                values = (up + 1) * (gate / (1 + tl.exp(gate * -_SWIGLU_SLOPE)))
     if tl.load(is_rounded + number) != 0:
         groups = tl.reshape(values, (step // _ROUNDED_COLUMNS, _ROUNDED_COLUMNS))
         values = tl.reshape(_rounded(groups), (step,))
