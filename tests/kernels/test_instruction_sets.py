@@ -23,8 +23,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,24 +32,23 @@ import pytest
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
 from moec.runtime.kernels import reference
+from tests.kernels.checked_programs import (
+    AARCH64,
+    BFLOATS,
+    CHECK,
+    EMULATOR,
+    IS_FULL,
+    ROOT,
+    SOURCES,
+    build,
+    neon_program,
+    sources,
+)
 from tests.kernels.packer import bits, pack_16_bit
 
-ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / "runtime" / "kernels" / "native"
-CHECK = Path(__file__).with_name("instruction_sets.cpp")
-BFLOATS = Path(__file__).with_name("bfloat_products.cpp")
-STAND_INS = {name: CHECK.with_name(f"no_{name}.cpp") for name in ("avx512vnni", "scalar")}
-IS_FULL = os.environ.get("MOEC_FULL_GATES") == "1"
-COMMON = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-DMOEC_COMPACT", "-Wall", "-Wextra", "-Werror")
-AARCH64, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 
 gate = pytest.mark.gate("G8")
-
-
-def sources(*names: str) -> list[str]:
-    """Return the files of instruction sets."""
-    return [f"kernels_{name}.cpp" for name in names]
 
 
 def scalar_object() -> Path | None:
@@ -58,36 +56,6 @@ def scalar_object() -> Path | None:
     newest = max(path.stat().st_mtime for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h", ".txt"))
     built = ROOT.glob("build/*/CMakeFiles/operations.dir/targets/kernels_scalar.cpp.o")
     return next((path for path in built if path.stat().st_mtime > newest), None)
-
-
-def build(
-    compiler: str,
-    folder: Path,
-    files: Mapping[str, Sequence[str]],
-    link: Sequence[str | Path] = (),
-    check: Path = CHECK,
-    without: Collection[str] = (),
-) -> Path:
-    """Compile each file with its own options, two at a time, and link them with the check. Returns the program.
-
-    link: options and objects of the linker.
-    without: instruction sets whose place a stand-in takes.
-    """
-    common = ("detect.cpp", "choose_kernels.cpp") if check == CHECK else ("detect.cpp",)
-    paths = {SOURCES / "targets" / name: options for name, options in (dict.fromkeys(common, ()) | dict(files)).items()}
-    paths |= {check: (), **{STAND_INS[name]: () for name in without}}
-
-    def compile_one(item: tuple[Path, Sequence[str]]) -> str:
-        source, options = item
-        target = folder / f"{source.stem}.o"
-        subprocess.run([compiler, *COMMON, *options, f"-I{SOURCES}", "-c", source, "-o", target], check=True)
-        return str(target)
-
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, paths.items()))
-    program = folder / "check"
-    subprocess.run([compiler, *link, *objects, "-o", program], check=True)
-    return program
 
 
 def results(command: Sequence[str | Path]) -> dict[str, list[str]]:
@@ -118,7 +86,7 @@ def need_tool(*names: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+def here() -> tuple[Path, list[str]]:
     """A program for this processor with the scalar kernels, and with those it lacks, emulated; and their names."""
     need_tool("g++")
     names = ("amx", "avx512vnni", "avxvnni") if "avx2" in kernels.available() else ()
@@ -133,8 +101,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     is_stand_in = "amx" in sets and "avx512vnni" not in sets
     if is_stand_in:
         del files["kernels_avx512vnni.cpp"]
-    folder = tmp_path_factory.mktemp("here")
-    program = build("g++", folder, files, [built] if built else [], without=["avx512vnni"] if is_stand_in else [])
+    program = build("g++", files, [built] if built else [], without=["avx512vnni"] if is_stand_in else [])
     return program, sets
 
 
@@ -145,15 +112,9 @@ def expected(here: tuple[Path, list[str]]) -> list[str]:
 
 
 @gate
-def test_neon_equals_scalar(tmp_path: Path, expected: list[str]) -> None:
+def test_neon_equals_scalar(expected: list[str]) -> None:
     need_tool(AARCH64, EMULATOR)
-    nothing = sources("avx2", "avxvnni", "avx512vnni", "amx", "avx512bf16", "amx_bf16")
-    files: dict[str, Sequence[str]] = dict.fromkeys((*sources("neon"), *nothing), ())
-    files["kernels_neon_dot.cpp"] = ("-march=armv8.2-a+dotprod",)
-    files["kernels_neon_i8mm.cpp"] = ("-march=armv8.2-a+dotprod+i8mm",)
-    if IS_FULL:
-        files["kernels_scalar.cpp"] = ()
-    program = build(AARCH64, tmp_path, files, ["-static"], without=[] if IS_FULL else ["scalar"])
+    program = neon_program()
     sets = ["neon-dot", "neon-i8mm", *(["scalar"] if IS_FULL else [])]
     found = results([EMULATOR, "-cpu", "max", program, *sets])
     assert list(found) == sets
@@ -186,13 +147,13 @@ def drawn(draw: np.random.Generator, rows: int, columns: int, is_wild: bool) -> 
 
 
 @gate
-def test_products_of_bfloat16_equal_their_specification(tmp_path: Path) -> None:
+def test_products_of_bfloat16_equal_their_specification() -> None:
     need_tool("g++")
     if "avx2" not in kernels.available():
         pytest.skip("no AVX2 here")
     emulated = ("-DMOEC_EMULATE_VNNI", f"-I{CHECK.parent}")
     files = {"kernels_avx512bf16.cpp": emulated, "kernels_amx_bf16.cpp": emulated}
-    program, spec = build("g++", tmp_path, files, check=BFLOATS), QuantSpec.parse("bf16")
+    program, spec = build("g++", files, check=BFLOATS), QuantSpec.parse("bf16")
     draw = np.random.default_rng(4)
     for rows, columns, tokens in ((1, 1, 1), (17, 33, 2), (48, 64, 16), (33, 95, 17), (16, 290, 96), (40, 31, 50)):
         for is_wild in (False, True):
