@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moec.manifests.errors import InputError
+from moec.manifests.errors import ExecutionError, InputError, MoecError
 from moec.runtime.engine.engine import Engine
 
 from .api.service import Service, ServiceOptions
@@ -17,6 +17,9 @@ from .engine.scheduler import Scheduler, ServingOptions
 from .http_server import HttpOptions, HttpServer
 from .prefixes.prefix_store import PrefixStore
 from .security import SecurityOptions
+
+STALLED_S = 30.0
+"""At the end, the server waits so long for a pass that does not end, or for a prefix that is not saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +65,15 @@ def serve(
     on_ready: Callable[[], None],
     report: Callable[[BaseException], None],
     say: Callable[[str], None] = lambda text: None,
+    give_up: Callable[[MoecError], None] = lambda error: None,
 ) -> None:
     """Serve until a signal. Closes the socket.
 
     on_ready: called when the server listens.
     report: called with faults, for the log.
     say: called with sentences for the log.
+    give_up: called if the last pass has waited for its storage for STALLED_S. The engine cannot be closed before that
+        pass ends, so the process should end instead. If `give_up` returns, the pass is waited for.
     Raises InputError and OptionError for a folder of prefixes that cannot be used.
     """
     chosen = options.prefixes
@@ -75,6 +81,13 @@ def serve(
         prefixes = None if chosen is None else PrefixStore(engine, chosen.folder, chosen.limit_bytes, say)
         with Scheduler(engine, options.engine, report, prefixes) as scheduler:
             _serve(scheduler, bound, options, on_ready)
+            if not scheduler.stop(STALLED_S):
+                give_up(
+                    ExecutionError(
+                        f"the last pass has waited for its storage for {STALLED_S:g} s, so the server ends without it",
+                        "look for a disk or a network folder that does not answer",
+                    )
+                )
 
 
 def _serve(scheduler: Scheduler, bound: socket.socket, options: ServeOptions, on_ready: Callable[[], None]) -> None:

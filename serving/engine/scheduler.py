@@ -92,7 +92,7 @@ class Scheduler:
         self.pool = SlotPool(engine.options.slots, self._runner.keeps_prefixes)
         self._waiting = deque[GenerationRequest]()
         self._running: list[RunningSequence] = []
-        self._changed, self._sequence = threading.Condition(), 0
+        self._changed, self._sequence, self._steps_done = threading.Condition(), 0, 0
         self._is_draining = self._ends_running = self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -157,14 +157,21 @@ class Scheduler:
             self._tell(request, Failed("shutting_down", "the server is shutting down"))
         self.after_events()
 
-    def stop(self) -> None:
-        """End all requests and the thread, and wait for the end of its pass."""
+    def stop(self, patience_s: float | None = None) -> bool:
+        """End all requests and the thread, and wait for the end of its pass. Returns whether the thread has ended.
+
+        patience_s: most seconds in which neither a pass ends nor a prefix is saved; None: no limit. A pass that waits
+            for its storage cannot be interrupted.
+        """
         self.drain(ends_running=True)
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join()
+        done = -1
+        while self._thread.is_alive() and self._steps_done != done:
+            done = self._steps_done
+            self._thread.join(patience_s)
+        return not self._thread.is_alive()
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
@@ -176,6 +183,7 @@ class Scheduler:
                 self.after_events()
                 if self._running:
                     self._runner.run(self._running)
+                    self._steps_done += 1
                     self._release_ended()
                     self.after_events()
         finally:  # also after a fault: no client must wait for a thread that has ended
@@ -199,6 +207,7 @@ class Scheduler:
 
     def _save_prefix(self) -> None:
         """Save what one free slot holds."""
+        self._steps_done += 1
         slot = self.pool.slots[self._unsaved.pop()]
         if self._prefixes is None or not slot.is_free or not slot.held:
             return

@@ -325,8 +325,8 @@ def test_hostile_requests_are_refused(engine: Engine) -> None:
 class Served:
     """`moec serve` in a process of its own."""
 
-    def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-m", "moec.cli.main", "serve", str(EXAMPLE), "--port", "0", *options]
+    def __init__(self, *options: str, program: Sequence[str] = ("-m", "moec.cli.main")) -> None:
+        command = [sys.executable, *program, "serve", str(EXAMPLE), "--port", "0", *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.said = ""
         assert self.process.stderr is not None
@@ -370,6 +370,29 @@ def test_sigterm_lets_answers_end_and_kill_leaves_a_server_that_starts() -> None
         with contextlib.closing(again.begin(max_tokens=400)):
             again.process.send_signal(signal.SIGINT)
             assert again.process.wait(PATIENCE_S) == 0
+
+
+STALLED = """
+import sys, threading
+import moec.serving.serve
+from moec.cli.main import main
+from moec.runtime.engine.engine import Engine
+moec.serving.serve.STALLED_S = 0.5
+Engine.step = lambda *values, **more: threading.Event().wait()
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_ends_although_its_storage_never_answers(number: signal.Signals) -> None:
+    with Served("--deadline", "1", program=("-c", STALLED)) as served:
+        with contextlib.closing(served.begin(max_tokens=40)):
+            time.sleep(0.5)
+            served.process.send_signal(number)
+            assert served.process.wait(PATIENCE_S) == 1
+        assert served.process.stderr is not None
+        said = served.process.stderr.read()
+        assert said.splitlines()[-1].startswith("error: the last pass has waited for its storage for 0.5 s"), said
 
 
 def test_the_budget_holds_under_load() -> None:

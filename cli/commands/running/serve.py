@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moec.manifests.errors import OptionError
+from moec.manifests.errors import MoecError, OptionError
 from moec.manifests.runtime_limits import DEFAULT_CONTEXT
 from moec.manifests.sizes import parse_bytes
 
@@ -124,7 +126,7 @@ def serve_command(
         settings = replace(settings, service=replace(settings.service, sampling=sampling))
         _say_what_is_open(engine, bundle, said)
         say_ready = partial(_say_address, settings.service.name, host, bound.getsockname()[1], engine.options.slots)
-        serve(engine, bound, settings, say_ready, _report, output.say)
+        serve(engine, bound, settings, say_ready, _report, output.say, _end_process)
     output.say("stopped")
 
 
@@ -219,6 +221,13 @@ def _with_prefixes(settings: ServeOptions, folder: Path | None, size: str) -> Se
     if folder is None:
         return settings
     return replace(settings, prefixes=PrefixOptions(folder, parse_bytes(size, "--prefix-cache-size")))
+
+
+def _end_process(error: MoecError) -> None:
+    """Print why, and end the process. A thread that waits for storage would hold up any other end."""
+    output.say(f"error: {error}")
+    sys.stderr.flush()
+    os._exit(error.exit_code)
 
 
 def _report(problem: BaseException) -> None:
