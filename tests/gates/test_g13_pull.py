@@ -43,6 +43,11 @@ RESIDENT_BYTES = 64 << 20
 HOSTILE = ("cut", "drop", "flip", "gzip", "redirect", "status", "endless", "slow", "silent", "shifted")
 
 
+def _hear_interrupts() -> None:
+    """Undo what a shell does to its background jobs: they, and all that they start, ignore interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Pulling:
     """`moec pull` in a process of its own that can be killed when the server has sent a number of bytes."""
 
@@ -53,7 +58,9 @@ class Pulling:
         files.on_sent = self._look
         command = [sys.executable, "-m", "moec.cli.main", "pull", files.url, str(device.folder), "--key", str(key)]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen([*command, "--keep", "0", "--json"], stdout=pipe, stderr=pipe, text=True)
+        self.process = subprocess.Popen(
+            [*command, "--keep", "0", "--json"], stdout=pipe, stderr=pipe, text=True, preexec_fn=_hear_interrupts
+        )
         self._is_started.set()
 
     def _look(self, sent_bytes: int) -> None:
