@@ -43,9 +43,11 @@ RESIDENT_BYTES = 64 << 20
 HOSTILE = ("cut", "drop", "flip", "gzip", "redirect", "status", "endless", "slow", "silent", "shifted")
 
 
-def _hear_interrupts() -> None:
-    """Undo what a shell does to its background jobs: they, and all that they start, ignore interrupts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+PROGRAM = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import moec.cli.main as command; "
+    "command.main()"
+)
+"""`moec` that hears interrupts. Background jobs of a shell, and all that they start, ignore them."""
 
 
 class Pulling:
@@ -56,11 +58,9 @@ class Pulling:
         self._limit = None if kill_after_bytes is None else files.sent_bytes + kill_after_bytes
         self._is_started = threading.Event()
         files.on_sent = self._look
-        command = [sys.executable, "-m", "moec.cli.main", "pull", files.url, str(device.folder), "--key", str(key)]
+        command = [sys.executable, "-c", PROGRAM, "pull", files.url, str(device.folder), "--key", str(key)]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            [*command, "--keep", "0", "--json"], stdout=pipe, stderr=pipe, text=True, preexec_fn=_hear_interrupts
-        )
+        self.process = subprocess.Popen([*command, "--keep", "0", "--json"], stdout=pipe, stderr=pipe, text=True)
         self._is_started.set()
 
     def _look(self, sent_bytes: int) -> None:
