@@ -19,7 +19,7 @@ from .prefixes.prefix_store import PrefixStore
 from .security import SecurityOptions
 
 STALLED_S = 30.0
-"""At the end, the server waits so long for a pass that does not end, or for a prefix that is not saved."""
+"""At the end the server waits so long for a pass to end, and for each prefix to be saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ def serve(
     on_ready: called when the server listens.
     report: called with faults, for the log.
     say: called with sentences for the log.
-    give_up: called if the last pass has waited for its storage for STALLED_S. The engine cannot be closed before that
-        pass ends, so the process should end instead. If `give_up` returns, the pass is waited for.
+    give_up: called if the engine finishes nothing for STALLED_S at the end. It cannot be closed before its pass ends,
+        so the process should end instead. If `give_up` returns, the pass is waited for.
     Raises InputError and OptionError for a folder of prefixes that cannot be used.
     """
     chosen = options.prefixes
@@ -84,7 +84,7 @@ def serve(
             if not scheduler.stop(STALLED_S):
                 give_up(
                     ExecutionError(
-                        f"the last pass has waited for its storage for {STALLED_S:g} s, so the server ends without it",
+                        f"the last pass has not ended for {STALLED_S:g} s, so the server ends without it",
                         "look for a disk or a network folder that does not answer",
                     )
                 )

@@ -13,7 +13,6 @@ FOLDER, and a second call continues.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -38,11 +37,10 @@ from moec.manifests.quant import QuantSpec
 from ..equal_bytes.rows import Row, Rows, ratio_text
 from ..example import Example
 from .grouped_space import Grouping, by_layer_and_projection, grouped, with_formats
-from .measured_model import measure_model, plan_of_size, say
+from .measured_model import floats, measure_model, model_options, model_parser, plan_of_size, say
 from .plans import markdown
 from .reads import Routes
 
-BITS = (1, 1.6, 2, 3, 4, 5, 6, 8, 16)
 ALL, MATRIX = "all experts", "each matrix"
 GROUPINGS: dict[str, Grouping] = {
     ALL: lambda unit: (),
@@ -249,32 +247,17 @@ def read_rows(gain: Gain, routes: Routes, bits: float) -> list[list[str]]:
     return rows
 
 
-def floats(text: str) -> tuple[float, ...]:
-    """Read numbers with commas between them."""
-    return tuple(float(each) for each in filter(None, text.split(",")))
-
-
 def main() -> None:
     """Read the command line, measure and print."""
-    parser = argparse.ArgumentParser(description="What each freedom of a plan gains.")
-    parser.add_argument("model")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--task", required=True)
-    parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--work", type=Path, help="folder of the measurements; default: `work` in FOLDER")
-    parser.add_argument("--bits", type=floats, default=BITS, help="bitwidths on offer, with commas")
+    parser = model_parser("What each freedom of a plan gains.")
     parser.add_argument("--budgets", type=floats, default=(2.5, 3.5, 4.5), help="bits per weight of the first table")
     parser.add_argument("--losses", type=floats, default=(0.02, 0.05), help="losses of the second table")
     parser.add_argument("--kinds", default=";".join(AT_LOSS), help="kinds of the second table, with semicolons")
     parser.add_argument("--reads", type=floats, default=(3.5,), help="bits per weight of the third table")
     parser.add_argument("--items", type=int, default=100, help="test items of the first and the third table")
-    parser.add_argument("--limit", type=int, help="items of each split in the measurements")
     given = parser.parse_args()
     given.results.mkdir(parents=True, exist_ok=True)
-    options = CompileOptions(
-        Target("loss", given.losses[0] if given.losses else 0.02), data=given.data, tasks=(given.task,), dense_bits=16,
-        bits=given.bits, comparisons=False, limit=given.limit,
-    )  # fmt: skip
+    options = model_options(given, given.losses[0] if given.losses else 0.02)
     gain = Gain(given.model, options, given.work or given.results / "work")
     example = Example(given.model, given.data, given.task)
     if given.budgets:

@@ -14,10 +14,8 @@ Shapes: U matrices, S formats, A scored tokens, V the likeliest tokens of the vo
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moec.compiler.quantization.unit_store import UnitStore
-from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.plan import CompilePlan
-from moec.compiler.request.targets import Target
 from moec.compiler.search.knapsack import ChoiceTable
 from moec.compiler.search.space import SearchSpace
 from moec.compiler.sensitivity.answer_walk import planned_weights
@@ -36,11 +32,10 @@ from moec.compiler.walker.loaded_layer import LoadedLayer, WeightName
 from moec.compiler.walker.texts import AnswerTexts, TextStates
 from moec.compiler.workspace.parallel import workers
 
-from ..equal_bytes.rows import Quantized, Row, Rows, ratio_text
+from ..equal_bytes.rows import Row, Rows, ratio_text
 from ..example import Example
-from .gain import floats
 from .grouped_space import by_layer_and_projection, grouped, with_formats
-from .measured_model import measure_model, plan_of_size, say
+from .measured_model import floats, measure_model, model_options, model_parser, plan_of_size, say
 from .plans import markdown
 
 FORMATS = ("q1g64b", "q1.6s", "q2g64b", "q2g32b", "q3g64b", "q3g32b", "q4g64b", "q5g64b")
@@ -241,30 +236,20 @@ def kept(path: Path, make: Callable[[], Changes]) -> Changes:
     return Changes(data["own"], data["changes"], data["kl"].numpy())
 
 
-def _same(quantized: Quantized) -> Quantized:
-    return quantized
+def measured_row(rows: Rows, name: str, plan: CompilePlan, store: UnitStore) -> Row:
+    """Return the row of a plan on test items. It is measured once."""
+    return rows.row(name, lambda: (planned_weights(plan, store), plan.expert_packed_bytes))
 
 
 def main() -> None:
     """Read the command line, measure and print."""
-    parser = argparse.ArgumentParser(description="The best plan under measured changes of the answers.")
-    parser.add_argument("model")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--task", required=True)
-    parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--work", type=Path, help="folder of the measurements; default: `work` in FOLDER")
-    parser.add_argument("--bits", type=floats, default=(1, 1.6, 2, 3, 4, 5, 6, 8, 16), help="bitwidths on offer")
+    parser = model_parser("The best plan under measured changes of the answers.")
     parser.add_argument("--formats", default=",".join(FORMATS), help="formats of the plans, with commas")
     parser.add_argument("--budgets", type=floats, default=(2.0, 2.5, 3.0, 3.5), help="bits per weight")
     parser.add_argument("--items", type=int, default=200, help="items of validation, and of the test")
-    parser.add_argument("--limit", type=int, help="items of each split in the measurements of the compile")
     given = parser.parse_args()
     given.results.mkdir(parents=True, exist_ok=True)
-    options = CompileOptions(
-        Target("loss", 0.02), data=given.data, tasks=(given.task,), dense_bits=16, bits=given.bits, comparisons=False,
-        limit=given.limit,
-    )  # fmt: skip
-    measured = measure_model(given.model, options, given.work or given.results / "work")
+    measured = measure_model(given.model, model_options(given, 0.02), given.work or given.results / "work")
     single, store = measured.space.without_pruning(), measured.measured.store
     names = [str(spec) for spec in single.unit_specs]
     choices = Choices(with_formats(single, lambda column: names[column] in given.formats.split(",")))
@@ -277,22 +262,13 @@ def main() -> None:
     for bits in given.budgets:
         own: Row | None = None
         for name, plan in plans_of(choices, changes, bits).items():
-            quantized = planned_weights(plan, store), plan.expert_packed_bytes
-            row = rows.row(f"{bits:g}-{name.replace(' ', '-')}", partial(_same, quantized))
+            row = measured_row(rows, f"{bits:g}-{name.replace(' ', '-')}", plan, store)
             own = own or row
             size, kl, _ = rows.figures(row)
             validation = seen.measure(planned_weights(plan, store)).kl.mean()
+            summed = float(changes.kl_of_sums(changes.sum_of(choices.of_plan(plan))))
             ratio = "" if name == FIRST else ratio_text(row, own)
-            lines.append(
-                [
-                    name,
-                    size,
-                    f"{float(changes.kl_of_sums(changes.sum_of(choices.of_plan(plan)))):.6f}",
-                    f"{validation:.6f}",
-                    kl,
-                    ratio,
-                ]
-            )
+            lines.append([name, size, f"{summed:.6f}", f"{validation:.6f}", kl, ratio])
             say(" | ".join(lines[-1]))
     print(markdown(HEAD, lines))
 

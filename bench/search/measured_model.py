@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from moec.compiler.preflight.prepared import Prepared
 from moec.compiler.request.options import CompileOptions, Talk
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.request import CompileRequest
+from moec.compiler.request.targets import Target
 from moec.compiler.search.knapsack import least_loss
 from moec.compiler.search.space import SearchSpace
 from moec.compiler.stages.compile_context import CompileContext, Measured
@@ -22,6 +24,34 @@ from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.manifests.quant import QuantSpec
 from moec.profiles.loading import load_profile
+
+BITS = (1, 1.6, 2, 3, 4, 5, 6, 8, 16)
+
+
+def floats(text: str) -> tuple[float, ...]:
+    """Read numbers with commas between them."""
+    return tuple(float(each) for each in filter(None, text.split(",")))
+
+
+def model_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser of what says which model is measured, on which data, and where the results go."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("model")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--task", required=True)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--work", type=Path, help="folder of the measurements; default: `work` in FOLDER")
+    parser.add_argument("--bits", type=floats, default=BITS, help="bitwidths on offer, with commas")
+    parser.add_argument("--limit", type=int, help="items of each split in the measurements")
+    return parser
+
+
+def model_options(given: argparse.Namespace, loss: float) -> CompileOptions:
+    """Return the options of a compile to a loss, from arguments of `model_parser`. Only experts are quantized."""
+    return CompileOptions(
+        Target("loss", loss), data=given.data, tasks=(given.task,), dense_bits=16, bits=given.bits, comparisons=False,
+        limit=given.limit,
+    )  # fmt: skip
 
 
 def say(sentence: str) -> None:

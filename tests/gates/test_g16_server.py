@@ -1,4 +1,6 @@
-"""G16: the server loses no request. Real connections on loopback: many clients, disconnects, overload, signals, faults.
+"""G16: the server loses no request. Loopback: many clients, disconnects, overload, faults, hostile bytes.
+
+Signals and memory of a process: `test_g16_process.py`.
 
 MOEC_FULL_GATES=1 takes the full counts: 64 clients for 10 minutes, 200 disconnects, 20,000 hostile requests.
 """
@@ -11,14 +13,10 @@ import os
 import random
 import re
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from http.client import HTTPConnection
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from moec.serving.api.service import ServiceOptions
 from moec.serving.engine.scheduler import ServingOptions
 from tests.cli.test_run import add_file
 from tests.gates.bundles import emit_bundle
-from tests.serving.live_server import PATIENCE_S, LiveServer, live_server
+from tests.serving.live_server import PATIENCE_S, LiveServer, in_threads, live_server
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 IS_FULL = os.environ.get("MOEC_FULL_GATES") == "1"
@@ -85,25 +83,6 @@ def text_of(server: LiveServer, body: dict[str, Any], streams: bool) -> str:
 def resident_bytes(process: int | str = "self") -> int:
     """Return the resident memory of a process."""
     return int(re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[0]) * 1024
-
-
-def in_threads(work: Sequence[Any]) -> None:
-    """Run callables at once. The first failure is raised."""
-    failures: list[BaseException] = []
-
-    def run(each: Any) -> None:
-        try:
-            each()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(each,)) for each in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 def abandon(port: int, body: dict[str, Any], after_bytes: int, pause_s: float) -> None:
@@ -320,103 +299,3 @@ def test_hostile_requests_are_refused(engine: Engine) -> None:
         server.wait_until_idle()
         assert resident_bytes() - before < GROWTH_BYTES
         assert text_of(server, BODIES[0], True) == wanted
-
-
-class Served:
-    """`moec serve` in a process of its own."""
-
-    def __init__(self, *options: str, program: Sequence[str] = ("-m", "moec.cli.main")) -> None:
-        command = [sys.executable, *program, "serve", str(EXAMPLE), "--port", "0", *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.said = ""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.said += line
-            if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
-                self.port = int(found[1])
-                return
-        self.port = 0  # it has refused
-
-    def __enter__(self) -> Served:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def begin(self, **body: Any) -> HTTPConnection:
-        """Begin a request."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
-        connection.request("POST", PATH, json.dumps({"prompt": "Question:", "temperature": 0, **body}))
-        return connection
-
-
-def test_sigterm_lets_answers_end_and_kill_leaves_a_server_that_starts() -> None:
-    with Served("--expert-cache", "50%") as served:
-        with contextlib.closing(served.begin(max_tokens=400, stream=True, logit_bias={"2": -100})) as connection:
-            reply = connection.getresponse()
-            first = reply.readline()
-            served.process.send_signal(signal.SIGTERM)
-            rest = reply.read()
-        assert first.startswith(b"data: ") and rest.endswith(b"data: [DONE]\n\n")
-        assert re.search(rb'"finish_reason":"(stop|length)"', rest)
-        assert served.process.wait(PATIENCE_S) == 0
-        with pytest.raises(ConnectionError):
-            served.begin()
-    with Served() as killed, contextlib.closing(killed.begin(max_tokens=400)):
-        killed.process.kill()
-    with Served() as again, contextlib.closing(again.begin(max_tokens=2)) as connection:
-        assert json.loads(connection.getresponse().read())["usage"]["completion_tokens"] == 2
-        with contextlib.closing(again.begin(max_tokens=400)):
-            again.process.send_signal(signal.SIGINT)
-            assert again.process.wait(PATIENCE_S) == 0
-
-
-STALLED = """
-import sys, threading
-import moec.serving.serve
-from moec.cli.main import main
-from moec.runtime.engine.engine import Engine
-moec.serving.serve.STALLED_S = 0.5
-Engine.step = lambda *values, **more: threading.Event().wait()
-main()
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_ends_although_its_storage_never_answers(number: signal.Signals) -> None:
-    with Served("--deadline", "1", program=("-c", STALLED)) as served:
-        with contextlib.closing(served.begin(max_tokens=40)):
-            time.sleep(0.5)
-            served.process.send_signal(number)
-            assert served.process.wait(PATIENCE_S) == 1
-        assert served.process.stderr is not None
-        said = served.process.stderr.read()
-        assert said.splitlines()[-1].startswith("error: the last pass has waited for its storage for 0.5 s"), said
-
-
-def test_the_budget_holds_under_load() -> None:
-    """The least budget that is accepted: long bodies, answers, and log probabilities."""
-    with Served("--memory", "1MiB", "--slots", "4") as refused:
-        floor = re.findall(r"floor of (\d+)MiB", refused.said)
-        assert refused.process.wait(PATIENCE_S) == 1 and floor, refused.said
-    budget_mib = int(floor[0])
-    with Served("--memory", f"{budget_mib}MiB", "--slots", "4") as served:
-        assert served.port, served.said
-        ids = {"prompt": [5] * 250_000, "max_tokens": 1}
-        long = {"prompt": "x" * 1_100_000, "max_tokens": 1}
-        scored = {"prompt": [[5] * 480] * 3, "max_tokens": 1, "echo": True, "logprobs": 20}
-        too_many = {**scored, "prompt": [[5] * 510] * 36}
-        bodies = [[{"max_tokens": 40, "stream": True}], [ids, long], [scored, {**scored, "stream": True}, too_many]]
-
-        def ask(number: int) -> None:
-            for turn in range(4):
-                body = bodies[number % 3][turn % len(bodies[number % 3])]
-                with contextlib.closing(served.begin(**body)) as connection, connection.getresponse() as found:
-                    found.read()
-                    assert found.status in (200, 400, 429)
-
-        in_threads([lambda number=number: ask(number) for number in range(8)])  # type: ignore[misc]
-        status = Path(f"/proc/{served.process.pid}/status").read_text()
-        peak = int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) * 1024
-        assert peak <= budget_mib << 20

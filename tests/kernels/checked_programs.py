@@ -1,7 +1,7 @@
 """Programs that check the kernels of instruction sets without Python: `instruction_sets.cpp` with compiled kernels.
 
-Programs are kept in `build/instruction-sets`, in a folder named by a digest of their sources and options. `.ci/run`
-compiles the one for NEON while packages are fetched, with the Python of the system:
+The newest of each name is kept in `build/instruction-sets`, in a folder with a digest of its sources and options.
+`.ci/run` compiles the one for NEON while packages are fetched, with the Python of the system:
 
     python3 -m tests.kernels.checked_programs
 """
@@ -60,6 +60,7 @@ def _digest(compiler: str, paths: Mapping[Path, Sequence[str]], link: Sequence[s
 
 
 def build(
+    name: str,
     compiler: str,
     files: Mapping[str, Sequence[str]],
     link: Sequence[str | Path] = (),
@@ -68,6 +69,7 @@ def build(
 ) -> Path:
     """Return the program with these kernels, and compile it unless it is kept from before.
 
+    name: programs of the same name replace each other.
     files: options of each file of kernels.
     link: options and objects of the linker.
     without: instruction sets whose place a stand-in takes.
@@ -75,7 +77,7 @@ def build(
     common = ("detect.cpp", "choose_kernels.cpp") if check == CHECK else ("detect.cpp",)
     paths = {SOURCES / "targets" / name: options for name, options in (dict.fromkeys(common, ()) | dict(files)).items()}
     paths |= {check: (), **{STAND_INS[name]: () for name in without}}
-    kept = KEPT / _digest(compiler, paths, link)
+    kept = KEPT / f"{name}-{_digest(compiler, paths, link)}"
     if not kept.exists():
         KEPT.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=KEPT))
@@ -87,6 +89,9 @@ def build(
                 raise
         finally:
             shutil.rmtree(made, ignore_errors=True)
+        for other in KEPT.glob(f"{name}-*"):
+            if other != kept:
+                shutil.rmtree(other, ignore_errors=True)
     return kept / "check"
 
 
@@ -98,7 +103,7 @@ def neon_program() -> Path:
     files["kernels_neon_i8mm.cpp"] = ("-march=armv8.2-a+dotprod+i8mm",)
     if IS_FULL:
         files["kernels_scalar.cpp"] = ()
-    return build(AARCH64, files, ["-static"], without=[] if IS_FULL else ["scalar"])
+    return build("neon", AARCH64, files, ["-static"], without=[] if IS_FULL else ["scalar"])
 
 
 if __name__ == "__main__":

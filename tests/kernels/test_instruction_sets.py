@@ -101,7 +101,7 @@ def here() -> tuple[Path, list[str]]:
     is_stand_in = "amx" in sets and "avx512vnni" not in sets
     if is_stand_in:
         del files["kernels_avx512vnni.cpp"]
-    program = build("g++", files, [built] if built else [], without=["avx512vnni"] if is_stand_in else [])
+    program = build("here", "g++", files, [built] if built else [], without=["avx512vnni"] if is_stand_in else [])
     return program, sets
 
 
@@ -153,7 +153,7 @@ def test_products_of_bfloat16_equal_their_specification() -> None:
         pytest.skip("no AVX2 here")
     emulated = ("-DMOEC_EMULATE_VNNI", f"-I{CHECK.parent}")
     files = {"kernels_avx512bf16.cpp": emulated, "kernels_amx_bf16.cpp": emulated}
-    program, spec = build("g++", files, check=BFLOATS), QuantSpec.parse("bf16")
+    program, spec = build("bfloats", "g++", files, check=BFLOATS), QuantSpec.parse("bf16")
     draw = np.random.default_rng(4)
     for rows, columns, tokens in ((1, 1, 1), (17, 33, 2), (48, 64, 16), (33, 95, 17), (16, 290, 96), (40, 31, 50)):
         for is_wild in (False, True):

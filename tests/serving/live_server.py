@@ -7,7 +7,7 @@ import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,25 @@ from moec.serving.security import SecurityOptions
 from moec.serving.serve import bind
 
 PATIENCE_S = 60
+
+
+def in_threads(work: Sequence[Any]) -> None:
+    """Run callables at once. The first failure is raised."""
+    failures: list[BaseException] = []
+
+    def run(each: Any) -> None:
+        try:
+            each()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 @dataclass(frozen=True)

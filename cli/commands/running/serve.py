@@ -108,8 +108,7 @@ def serve_command(
     from moec.serving.serve import bind, serve
 
     options = build_options(values, _checked_slots(slots), bundle)
-    server_memory = _server_memory(bundle)
-    security = _security(host, allowed_host, cors_origin, api_key_file)
+    server_memory, security = _server_memory(bundle), _security(host, allowed_host, cors_origin, api_key_file)
     settings = _settings(_checked_name(bundle, name), security, ServingOptions(queue, prefill_tokens), deadline)
     settings = _with_prefixes(settings, prefix_cache, prefix_cache_size)
     bound = bind(host, port)  # before the weights are read
