@@ -1,11 +1,12 @@
-"""KL and perplexity over bytes: moec, one format for all, one per layer and projection, llama.cpp, GPTQModel, HQQ.
+"""KL and perplexity over bytes: moec, one format for all, one per layer and projection, and other projects.
 
     python -m bench.equal_bytes MODEL --data FOLDER [--task NAME] --results FOLDER [--items N] [--ggml FILE]
 
-The routed experts are quantized, all other weights keep 16 bits. Calibration of moec and importance data of llama.cpp
-come from the same train texts. KL(checkpoint || quantized) and perplexity are measured on test items that neither side
-has seen. Weights alone are compared: activations are float32 on all sides. For every mixture of llama.cpp, moec plans
-at most the same bytes.
+The other projects are llama.cpp, GPTQModel, HQQ and AutoRound. AutoRound takes an hour on 2 cores, and has a row only
+if it is asked for. The routed experts are quantized, all other weights keep 16 bits. Calibration of moec and importance
+data of llama.cpp come from the same train texts. KL(checkpoint || quantized) and perplexity are measured on test items
+that neither side has seen. Weights alone are compared: activations are float32 on all sides. For every mixture of
+llama.cpp, moec plans at most the same bytes.
 
 Every row is kept in FOLDER as soon as it is measured, with sums per text, and a second call continues. The table on
 stdout has the ratio of mean KL, moec over the other, with a 95 % interval of paired texts. With `--executed`, a second
@@ -15,6 +16,7 @@ table compares the KL of own plans with weights alone and in the runtime, which 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -37,10 +39,13 @@ from .ggml_blocks import GgmlBlocks, library_path
 from .importance import importance_of
 from .llama_mixtures import MIXTURES, block_type
 from .our_plans import OurPlans
-from .peer_environment import rounded_by
+from .peer_environment import rounded_by, tuned_by_autoround
 from .rows import Quantized, Rows, ratio_text
 
 BITS = (1, 1.6, 2, 3, 4, 5, 6, 8, 16)
+
+AUTOROUND_TEXTS, AUTOROUND_TOKENS = 128, 256
+"""Calibration texts of AutoRound and their length. 128 texts is its default."""
 
 HEAD = ("format", "bits", "KL", "perplexity", "moec bits", "moec KL", "moec perplexity", "KL ratio")
 
@@ -130,12 +135,31 @@ def gptqmodel_weights(
     units = {unit: example.lowering.unit(unit) for unit in example.plain.units}
     rounded = rounded_by("gptqmodel", folder, units, bits, group_size, moments)
     weights = sum(matrix.numel() for matrix in units.values())
-    size = (weights * bits + (16 + bits) * weights // group_size) // 8
-    return lambda name: rounded[name].float() if name in rounded else None, size
+    return lambda name: rounded[name].float() if name in rounded else None, with_zero_points(weights, bits, group_size)
+
+
+def autoround_weights(
+    example: Example, model: Path, folder: Path, texts: TokenTexts, bits: int, group_size: int
+) -> Quantized:
+    """Return all experts after AutoRound, and their bytes as those of GPTQModel.
+
+    texts: laid end to end and cut to AUTOROUND_TEXTS of AUTOROUND_TOKENS tokens.
+    """
+    wanted = AUTOROUND_TEXTS * AUTOROUND_TOKENS
+    tokens = list(itertools.islice(itertools.chain.from_iterable(texts.rows), wanted))
+    cut = torch.tensor(tokens[: len(tokens) // AUTOROUND_TOKENS * AUTOROUND_TOKENS]).view(-1, AUTOROUND_TOKENS)
+    rounded = tuned_by_autoround(folder, model, cut, example.plain.units, bits, group_size)
+    weights = sum(matrix.numel() for matrix in rounded.values())
+    return lambda name: rounded[name].float() if name in rounded else None, with_zero_points(weights, bits, group_size)
+
+
+def with_zero_points(weights: int, bits: int, group_size: int) -> int:
+    """Return the bytes of codes, and of 16 bits of scale and a zero point in each group."""
+    return (weights * bits + (16 + bits) * weights // group_size) // 8
 
 
 def add_peers(table: Comparison, example: Example, plans: OurPlans, options: argparse.Namespace) -> None:
-    """Compare with llama.cpp, HQQ and GPTQModel. All calibrate on the texts of moec's calibration."""
+    """Compare with llama.cpp, HQQ, GPTQModel and AutoRound. All calibrate on the texts of moec's calibration."""
     blocks = GgmlBlocks(options.ggml or library_path())
 
     def calibration_texts() -> TokenTexts:
@@ -160,6 +184,9 @@ def add_peers(table: Comparison, example: Example, plans: OurPlans, options: arg
     def by_gptqmodel(bits: int, group_size: int) -> Quantized:
         return gptqmodel_weights(example, options.results, moments(), bits, group_size)
 
+    def by_autoround(bits: int, group_size: int) -> Quantized:
+        return autoround_weights(example, Path(options.model), options.results, calibration_texts(), bits, group_size)
+
     for mixture in filter(None, options.mixtures.split(",")):
         size = table.add(mixture, partial(by_llama, mixture))
         table.add_plan(f"layers-{size}", plans.grouped(size, by_layer_and_projection))
@@ -169,6 +196,9 @@ def add_peers(table: Comparison, example: Example, plans: OurPlans, options: arg
     for setting in filter(None, options.gptqmodel.split(",")):
         bits, group_size = map(int, setting.split(":"))
         table.add(f"GPTQModel-{bits}g{group_size}", partial(by_gptqmodel, bits, group_size))
+    for setting in filter(None, options.autoround.split(",")):
+        bits, group_size = map(int, setting.split(":"))
+        table.add(f"AutoRound-{bits}g{group_size}", partial(by_autoround, bits, group_size))
 
 
 def main() -> None:
@@ -185,6 +215,7 @@ def main() -> None:
     parser.add_argument("--executed", action="store_true", help="also run own plans in the runtime")
     parser.add_argument("--hqq", default="2:64,3:64,4:64,5:64,6:64,8:64", help="bits:group size of HQQ, repeated")
     parser.add_argument("--gptqmodel", default="2:64,3:64,4:64,4:32,8:64", help="the same of GPTQModel")
+    parser.add_argument("--autoround", default="", help="the same of AutoRound; default: none")
     parser.add_argument("--ggml", type=Path, help="libggml-base.so; default: that of llama-cpp-python")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
