@@ -8,7 +8,8 @@ TRITON ?= triton==3.9.0; sys_platform == 'linux' and platform_machine == 'x86_64
 CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=-c %)
+# Most modules of large packages are never imported. Python compiles the others at their first import.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(CONSTRAINTS:%=-c %)
 READY := $(VENV)/.ready
 LINKS := build/links
 PACKAGES := manifests profiles evaluation runtime shipping serving reporting compiler cli

@@ -62,26 +62,26 @@ def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pack_tile(codes: np.ndarray, bitwidth: int) -> np.ndarray:
-    """Pack codes uint8[n, 16, 32] into tiles uint8[n, 64 * bitwidth], cell by cell as in the table."""
+    """Pack codes uint8[n, 16, 32] into tiles uint8[n, 64 * bitwidth], column by column as in the table."""
     tiles = np.zeros((len(codes), 64 * bitwidth), np.uint8)
-    for r in range(16):
-        for k in range(32):
-            q, c = k // 4, k % 4
-            code = codes[:, r, k]
-            if bitwidth == 8:
-                tiles[:, 64 * q + 4 * r + c] |= code
-            elif bitwidth >= 4:
-                tiles[:, 64 * (q // 2) + 4 * r + c] |= (code & 15) << (4 * (q % 2))
-            elif bitwidth == 1:
-                tiles[:, 4 * r + c] |= code << q
-            else:
-                tiles[:, 64 * (q // 4) + 4 * r + c] |= (code & 3) << (2 * (q % 4))
-            if bitwidth == 3:
-                tiles[:, 128 + 4 * r + c] |= (code >> 2) << q
-            elif bitwidth == 5:
-                tiles[:, 256 + 4 * r + c] |= (code >> 4) << q
-            elif bitwidth == 6:
-                tiles[:, 256 + 64 * (q // 4) + 4 * r + c] |= (code >> 4) << (2 * (q % 4))
+    rows = 4 * np.arange(16)
+    for k in range(32):
+        q, c = k // 4, k % 4
+        cells, code = rows + c, codes[:, :, k]
+        if bitwidth == 8:
+            tiles[:, 64 * q + cells] |= code
+        elif bitwidth >= 4:
+            tiles[:, 64 * (q // 2) + cells] |= (code & 15) << (4 * (q % 2))
+        elif bitwidth == 1:
+            tiles[:, cells] |= code << q
+        else:
+            tiles[:, 64 * (q // 4) + cells] |= (code & 3) << (2 * (q % 4))
+        if bitwidth == 3:
+            tiles[:, 128 + cells] |= (code >> 2) << q
+        elif bitwidth == 5:
+            tiles[:, 256 + cells] |= (code >> 4) << q
+        elif bitwidth == 6:
+            tiles[:, 256 + 64 * (q // 4) + cells] |= (code >> 4) << (2 * (q % 4))
     return tiles
 
 
