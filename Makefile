@@ -19,7 +19,7 @@ NATIVE := $(shell find runtime/kernels/native -type f -not -path '*/wheels/*' 2>
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test tests quantization-tools shipping-tools serving-clients test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench wheels schema docs site example-bundle example-smollm2 figures clean links
+.PHONY: help venv demo test tests versions quantization-tools shipping-tools serving-clients test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench wheels schema docs site example-bundle example-smollm2 figures clean links
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,12 +92,17 @@ $(SERVING_CLIENTS)/.ready: tests/serving/clients/clients.txt | $(BIN)/python
 # Expression of pytest that chooses the tests.
 MARKED ?= not slow
 
-# Work stealing: each process gets a half in one piece, so that fixtures of a module are made once, and both end together.
-test: $(READY) typecheck lint contracts quantization-tools shipping-tools serving-clients  ## Set up and run the whole fast suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(MARKED)"
+# Processes of the tests. Some tests wait, so two processors have work for three.
+WORKERS ?= 3
+
+test: typecheck lint contracts tests  ## Set up and run the whole fast suite, after lint, types and contracts
+
+# Work stealing: each process gets a part in one piece, so that fixtures of a module are made once, and all end together.
+tests: $(READY) quantization-tools shipping-tools serving-clients
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKED)"
 
 # Other versions than the tested ones, each in a new environment of its own; no linters, whose newest rules prove nothing.
-OTHER_VERSIONS = rm -rf .venv-$(1) && $(MAKE) tests VENV=.venv-$(1) BUILD_DIR='build/$(1)/{wheel_tag}' CONSTRAINTS=$(2)
+OTHER_VERSIONS = rm -rf .venv-$(1) && $(MAKE) versions tests VENV=.venv-$(1) BUILD_DIR='build/$(1)/{wheel_tag}' CONSTRAINTS=$(2)
 
 test-newest:  ## Run the suite with the newest versions that pyproject.toml allows (torch apart)
 	$(call OTHER_VERSIONS,newest,)
@@ -105,9 +110,8 @@ test-newest:  ## Run the suite with the newest versions that pyproject.toml allo
 test-oldest: build/oldest.txt  ## Run the suite with the oldest versions that pyproject.toml allows (torch apart)
 	$(call OTHER_VERSIONS,oldest,$(abspath build/oldest.txt))
 
-tests: $(READY) quantization-tools shipping-tools serving-clients
+versions: $(READY)
 	@$(BIN)/python -m pip list --disable-pip-version-check
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 UV_COMPILE = $(BIN)/uv pip compile pyproject.toml --quiet --no-annotate --no-header
 # What torch's other builds need is left out: each names its own exact versions.
