@@ -23,7 +23,7 @@ UNREAD_S = 60.0
 _UNREAD_BYTES = 16 << 10
 """Bytes of a response that wait in memory for the client. The sender of the response waits with the rest."""
 _KEEP_ALIVE_S = 15
-_LEAVING_S = 5.0
+LEAVING_S = 5.0
 """Time after the deadline of answers in which the server waits for connections to close."""
 
 
@@ -139,7 +139,7 @@ class HttpServer(uvicorn.Server):
             date_header=False,
             limit_concurrency=options.connections,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(options.drain_s + _LEAVING_S),
+            timeout_graceful_shutdown=int(options.drain_s + LEAVING_S),
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
         super().__init__(config)

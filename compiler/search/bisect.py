@@ -105,7 +105,7 @@ def _search_kl(
     second = None
     if better.space is not space:
         budget = predicted_at(better.space, cost) * AIM / better.gain
-        second = least_within(better.space, trials, limit, budget, told)
+        second = least_within(better.space, trials, limit, budget, told, first.exponent)
     return Ended(_cheaper(first, second), target, (), better.factors)
 
 

@@ -11,10 +11,18 @@ from ..request.plan import CompilePlan
 from .knapsack import ChoiceTable, least_cost, least_loss
 from .space import SearchSpace
 
-AIM = 0.93
-"""Part of the target at which the next plan aims. A step that just misses the target costs a whole measurement."""
+AIM = 0.96
+"""Part of the target at which the next plan aims: the middle of the values that end a bisection."""
 _STEP = 16.0
-"""Largest factor of one step. A KL is about proportional to its prediction."""
+"""Largest factor of one step."""
+_EXPONENTS = (0.4, 1.6)
+"""Least and largest power of its prediction with which a KL is believed to rise. Measured: 0.65 to 1.0."""
+_SHORT_STEP = 0.05
+"""Step in log budget at which the KL of two plans and what was believed before count equally. Plans of nearly equal
+budgets differ by noise."""
+_NEAR = 1.005
+"""Factor between budgets below which their plans are hardly different."""
+_LEAST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +32,40 @@ class Found:
     plan: the plan.
     predicted: its budget, as predicted loss.
     cost: its cost in the knapsack.
+    exponent: power of the predicted loss with which the KL rose near this plan.
     """
 
     plan: CompilePlan
     predicted: float
     cost: float
+    exponent: float = 1.0
 
 
 @dataclass(slots=True)
 class Bracket:
-    """The largest budget whose plan keeps the target, and the least refused budget with its cost."""
+    """The largest budget whose plan keeps the target, and the least refused budget with its cost.
 
+    exponent: power of the predicted loss with which the measured value rises, corrected with each measurement.
+    """
+
+    exponent: float = 1.0
     low: Found | None = None
     high: float = math.inf
     high_cost: float = 0.0
+    _last: tuple[float, float] | None = None
 
-    def add(self, found: Found, is_kept: bool) -> None:
+    def add(self, found: Found, value: float, is_kept: bool) -> None:
+        """Take a measured plan into account.
+
+        value: its measured value.
+        """
+        point = math.log(max(found.predicted, _LEAST)), math.log(max(value, _LEAST))
+        if self._last is not None:
+            step, rise = point[0] - self._last[0], point[1] - self._last[1]
+            prior = _SHORT_STEP**2
+            measured = (step * rise + prior * self.exponent) / (step**2 + prior)
+            self.exponent = float(np.clip(measured, *_EXPONENTS))
+        self._last = point
         if is_kept:
             self.low = found
         else:
@@ -54,11 +80,14 @@ class Bracket:
         return low is not None and (low.predicted >= most or low.cost <= self.high_cost * close)
 
     def next_budget(self, budget: float, ratio: float) -> float:
-        """Return a secant step in log space inside the bracket, or a bisection if the step would leave it."""
-        # Aim slightly below the target, because a step that just misses it costs a whole measurement.
-        proposed = budget * float(np.clip(AIM * ratio, 1 / _STEP, _STEP))
+        """Return a secant step in log space inside the bracket, or a bisection if the step would leave it.
+
+        ratio: target over the value that was measured at this budget.
+        """
+        step = (AIM * ratio) ** (1 / self.exponent)
+        proposed = budget * float(np.clip(step, 1 / _STEP, _STEP))
         floor = self.low.predicted if self.low is not None else 0.0
-        if floor * 1.02 < proposed < self.high / 1.02:
+        if floor * _NEAR < proposed < self.high / _NEAR:
             return proposed
         if math.isinf(self.high):
             return floor * 2

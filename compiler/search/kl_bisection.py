@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moec.evaluation.statistics import DistributionSummary
 
@@ -31,24 +31,23 @@ class KlLimit:
     value: the limit, nats per token.
     measured: the value of a measurement that the limit is about: its mean, or its upper bound.
     measurements: most measurements of one bisection.
-    used_up: factor below the limit that ends a bisection.
     """
 
     value: float
     measured: Callable[[DistributionSummary], float]
     measurements: int
-    used_up: float = USED_UP
 
 
 def least_within(
-    space: SearchSpace, trials: Trials, limit: KlLimit, budget: float, told: Told = not_told
+    space: SearchSpace, trials: Trials, limit: KlLimit, budget: float, told: Told = not_told, exponent: float = 1.0
 ) -> Found | None:
     """Return the plan of least cost whose KL is within the limit, or None if no measured plan is.
 
     budget: predicted loss of the first plan.
     told: called with each plan, its KL, and whether the limit keeps it.
+    exponent: power of the predicted loss with which the KL is expected to rise.
     """
-    bracket, most = Bracket(), largest_budget(space)
+    bracket, most = Bracket(exponent), largest_budget(space)
     for _ in range(limit.measurements):
         budget = min(budget, most)
         plan, cost = least_plan(space, budget)
@@ -56,8 +55,8 @@ def least_within(
         value = limit.measured(summary)
         is_kept = value <= limit.value
         told(plan, summary, is_kept)
-        bracket.add(Found(plan, budget, cost), is_kept)
-        if limit.value / limit.used_up <= value <= limit.value or bracket.is_closed(CLOSE_COSTS, most):
+        bracket.add(Found(plan, budget, cost), value, is_kept)
+        if limit.value / USED_UP <= value <= limit.value or bracket.is_closed(CLOSE_COSTS, most):
             break
         budget = bracket.next_budget(budget, limit.value / max(value, 1e-12))
-    return bracket.low
+    return None if bracket.low is None else replace(bracket.low, exponent=bracket.exponent)

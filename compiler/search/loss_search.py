@@ -39,8 +39,6 @@ USUAL_KL = 2 * MAX_GENERATED
 # Factor between the KL of a plan and the KL that would use the target up, at which the search ends. It is about 3 % of
 # the bytes on the example.
 CLOSE_KL = 1.1
-# Factor between a wanted KL and that of a plan, at which the plan answers.
-AT_KL = 1.05
 # Swaps lower the KL by about a tenth. They begin at a plan whose KL is higher by this factor, so that the result, at
 # the cost of the swaps, has the KL that is wanted.
 SWAPPED_KL = 1.1
@@ -60,6 +58,7 @@ class LossSearch:
         self._relation = LossByKl(target, trials.certification_items)
         self._tell = _LossNotes(target, self._relation, trials.available_items, note)
         self._kept, self._judged = list[Found](), set[str]()
+        self._exponent = 1.0  # power of the predicted loss with which the KL rises, as measured so far
 
     def run(self, swaps: Swaps, known: Boundary | None) -> Ended:
         """Return the plan, by the knowledge of an earlier search if there is one and it leads to a plan.
@@ -114,15 +113,17 @@ class LossSearch:
         """
         last, most = None, largest_budget(space)
         for _ in range(answered):
-            found = least_within(space, self._trials, KlLimit(kl, mean_of, KL_STEPS, AT_KL), budget)
+            limit = KlLimit(kl, mean_of, KL_STEPS)
+            found = least_within(space, self._trials, limit, budget, exponent=self._exponent)
             if found is None or found.plan.digest in self._judged:
                 break
+            self._exponent = found.exponent
             measured, is_kept = self._mean_kl(found.plan), self._judge(found)
             kl = self._relation.used_up() or measured / LOWER
             last = found if is_kept else last
             if is_kept and (kl <= CLOSE_KL * measured or found.predicted >= most):
                 break
-            budget = found.predicted * kl / max(measured, LEAST_KL)
+            budget = found.predicted * (kl / max(measured, LEAST_KL)) ** (1 / found.exponent)
         return last
 
     def _mean_kl(self, plan: CompilePlan) -> float:

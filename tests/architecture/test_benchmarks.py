@@ -118,6 +118,6 @@ def test_output_in_the_readme_was_printed() -> None:
     """README.md shows lines of one run of `moec compile`, and nothing else between them."""
     section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What a compile prints")[2]
     shown = [line for line in section.split("```")[1].strip().splitlines() if line != "..."]
-    results = ROOT / "bench" / "results" / "2026-11-26-losses-judged-by-kl"
+    results = ROOT / "bench" / "results" / "2026-11-27-one-range-for-wanted-kls"
     printed = (results / "compile.txt").read_text(encoding="utf-8").splitlines()
     assert len(shown) > 8 and [line for line in shown if line.rstrip() not in map(str.rstrip, printed)] == []

@@ -22,7 +22,7 @@ from moec.runtime.kernels.native.wheels.wheel_file import EXTENSION_FOLDER, add_
 from tests.gates.installed_wheel import ROOT, Installed, install_here, install_on_debian
 
 BUNDLE = ROOT / "examples" / "bundle"
-PROMPT = "Question: 6 dolls cost 90 dollars. How much do 2 dolls cost?\nAnswer:"
+PROMPT = "Question: 6 dolls cost 30 dollars. How much do 2 dolls cost?\nAnswer:"
 PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
 MAX_RESIDENT_BYTES = 60 << 20
 BOTH = ("x86_64", "aarch64")
@@ -87,7 +87,7 @@ def test_writing_a_wheel_twice_gives_equal_bytes(wheel: Path, tmp_path: Path) ->
 def test_an_installed_wheel_computes_what_was_certified(here: Installed) -> None:
     told = json.loads(here.moec("verify", BUNDLE, "--self-test", "--json"))
     assert told["self_test"]["kernels"] == kernels.available()[0]
-    assert "#### 30" in answer(here)
+    assert "#### 10" in answer(here)
 
 
 def test_a_run_takes_at_most_60_mib_before_weights(here: Installed) -> None:
@@ -119,7 +119,7 @@ def test_one_pip_command_installs_a_built_wheel(built: dict[tuple[str, str], Pat
     tag = PYTHON if (PYTHON, platform.machine()) in built else "cp312"
     here = install_here(built[tag, platform.machine()], tmp_path, with_needs=True)
     assert json.loads(here.moec("verify", BUNDLE, "--self-test", "--json"))["self_test"]["texts"] == 3
-    assert "#### 30" in answer(here)
+    assert "#### 10" in answer(here)
 
 
 @full

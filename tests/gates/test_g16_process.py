@@ -79,7 +79,7 @@ import moec.serving.http_server, moec.serving.serve
 from moec.cli.main import main
 from moec.runtime.engine.engine import Engine
 moec.serving.serve.STALLED_S = 0.5
-moec.serving.http_server._LEAVING_S = 0.5
+moec.serving.http_server.LEAVING_S = 0.5
 Engine.step = lambda *values, **more: threading.Event().wait()
 main()
 """

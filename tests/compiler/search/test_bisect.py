@@ -10,8 +10,9 @@ import pytest
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.targets import Target, TargetKind
 from moec.compiler.search.bisect import MAX_KL, search
+from moec.compiler.search.kl_bisection import USED_UP, KlLimit, least_within
 from moec.compiler.search.knapsack import least_cost
-from moec.compiler.search.loss_search import MAX_GENERATED
+from moec.compiler.search.loss_search import KL_STEPS, MAX_GENERATED, mean_of
 from moec.compiler.search.space import SearchSpace
 from moec.compiler.sensitivity.acceptance import keeps
 from moec.manifests.errors import TargetUnreachable
@@ -73,6 +74,18 @@ def test_a_target_that_everything_keeps_takes_the_smallest_plan_to_the_last_unit
     smallest = space.plan(least_cost(space.table, np.inf))
     plan = search(space, ToyTrials(lambda _: 1e-6).as_trials(), Target(kind, 0.5), silent)
     assert cost(space, plan) == cost(space, smallest)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("power", [0.5, 0.65, 0.8, 1.0, 1.3])
+def test_few_measurements_reach_a_kl_whatever_the_power_of_its_prediction(power: float, seed: int) -> None:
+    """On natural weights the KL rises with the power 0.65 of its prediction. Proportional steps then fall short."""
+    space, value = toy_space(toy_model(layers=6, experts=16), seed=seed), 0.02
+    trials = ToyTrials(noisy_kl(space, noise=0.01, power=power))
+    found = least_within(space, trials.as_trials(), KlLimit(value, mean_of, KL_STEPS), value)
+    assert found is not None
+    assert len(trials.measured) <= 3
+    assert value / USED_UP <= trials.kl(found.plan, "again").mean <= value
 
 
 def test_every_measurement_is_told() -> None:

@@ -142,12 +142,14 @@ class ToyTrials:
         return cast(Trials, self)
 
 
-def noisy_kl(space: SearchSpace, noise: float = 0.04, scale: float = 1.7) -> Callable[[CompilePlan], float]:
-    """Return a KL that rises with the predicted loss, not in proportion and with noise."""
+def noisy_kl(
+    space: SearchSpace, noise: float = 0.04, scale: float = 1.7, power: float = 0.9
+) -> Callable[[CompilePlan], float]:
+    """Return a KL that rises with a power of the predicted loss, with noise."""
 
     def kl_of(plan: CompilePlan) -> float:
         wobble = 1 + noise * (2 * uniform_number(plan.digest) - 1)
-        return float(scale * predicted_loss(space, plan) ** 0.9 * wobble)
+        return float(scale * predicted_loss(space, plan) ** power * wobble)
 
     return kl_of
 
