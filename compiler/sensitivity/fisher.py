@@ -39,13 +39,13 @@ def is_priced(projection: str, spec: QuantSpec, columns: int) -> bool:
     return spec.fits(columns) and not (spec.is_pruned and projection != "down")
 
 
-def sketch(logits: Tensor, seeds: Sequence[int]) -> Tensor:
+def sketch(logits: Tensor, draws: np.random.Generator) -> Tensor:
     """Return a vector per row with covariance diag p - p p^T.
 
     logits: [A, V].
-    seeds: seeds of the random draw.
+    draws: normal numbers. Rows in several calls draw the same numbers as rows in one.
     """
-    drawn = torch.from_numpy(np.random.default_rng(list(seeds)).standard_normal(logits.shape, np.float32))
+    drawn = torch.from_numpy(draws.standard_normal(logits.shape, np.float32))
     probabilities = logits.softmax(-1)
     weighted = probabilities.sqrt() * drawn.to(logits.device)
     return weighted - probabilities * weighted.sum(-1, keepdim=True)

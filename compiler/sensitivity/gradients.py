@@ -217,10 +217,16 @@ class LayerGradients:
         lengths, counts = texts.lengths(batch), [self._answers.counts[at] for at in indices]
         spans = [row[length - count : length] for row, length, count in zip(hidden, lengths, counts, strict=True)]
         normed = self._slot.normed(torch.cat(spans))
-        logits, gradients = head.logits(normed.detach()), []
-        for number in range(SKETCHES):
-            at_normed = head.back(sketch(logits, [seed, indices[0], number])).cpu()
-            gradients.append(torch.autograd.grad(normed, hidden, at_normed, retain_graph=number + 1 < SKETCHES)[0])
+        draws = [np.random.default_rng([seed, indices[0], number]) for number in range(SKETCHES)]
+        at_normed = torch.empty(SKETCHES, *normed.shape)
+        for tokens in head.token_slices(len(normed)):
+            logits = head.logits(normed[tokens].detach())
+            for number, drawn in enumerate(draws):
+                at_normed[number, tokens] = head.back(sketch(logits, drawn)).cpu()
+        gradients = [
+            torch.autograd.grad(normed, hidden, one, retain_graph=number + 1 < SKETCHES)[0]
+            for number, one in enumerate(at_normed)
+        ]
         return torch.stack(gradients)
 
     def _layer(self, layer: int, upstream: list[_Upstream], pool: Workers) -> list[_Upstream]:

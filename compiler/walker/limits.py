@@ -10,3 +10,5 @@ TOKENS_PER_BACKWARD = 512
 """Tokens of one pass with gradients. They bound its graph."""
 LOGITS_AT_ONCE = 1 << 25
 """Logits that a certificate holds at once on both sides, in addition to those of one answer."""
+LOGITS_PER_CHUNK = 1 << 22
+"""Number of logits that a thread holds at once (16 MiB), where only sums over each row are needed."""

@@ -13,7 +13,7 @@ from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
 
 from .layer_kind import LayerKind, layer_kind
-from .limits import LOGITS_AT_ONCE, SKETCHES, TOKENS_PER_BACKWARD
+from .limits import LOGITS_AT_ONCE, LOGITS_PER_CHUNK, SKETCHES, TOKENS_PER_BACKWARD
 from .texts import TOKENS_PER_FORWARD
 
 COMPILE_PROCESS_BYTES = 700 << 20
@@ -80,7 +80,9 @@ def gradients_bytes(model: ModelSpec, tokens: int, scored_tokens: int, specs: Se
     streams = _FLOAT * hidden * (tokens * (3 + 2 * SKETCHES) + scored_tokens)
     vocabulary = (_HALF + _FLOAT) * model.vocab_size * hidden
     widest = max(model.layers[at].experts.top_k * (2 * hidden + 4 * model.layers[at].experts.width) for at in layers)
-    graph = _FLOAT * TOKENS_PER_BACKWARD * (12 * hidden + widest + 4 * model.vocab_size)
+    # Logits, their probabilities, and the random vectors of a sketch, for a part of the tokens.
+    logits = 7 * max(model.vocab_size, min(TOKENS_PER_BACKWARD * model.vocab_size, LOGITS_PER_CHUNK))
+    graph = _FLOAT * (TOKENS_PER_BACKWARD * (12 * hidden + widest) + logits)
     return (
         COMPILE_PROCESS_BYTES
         + _loaded_bytes(model)

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ..families import Lowering
 from ..workspace.parallel import Workers, workers
+from .limits import LOGITS_PER_CHUNK
 from .torch_device import CPU
 
-LOGITS_PER_CHUNK = 1 << 22
-"""Number of logits that a thread holds at once (16 MiB), where only sums over each row are needed."""
 _HEADS_AT_ONCE = 4
 """Most threads that compute logits at the same time. Each holds about 5 times LOGITS_PER_CHUNK."""
 _ROWS_PER_CHUNK = 4096  # of the vocabulary matrix, converted to float32 at a time

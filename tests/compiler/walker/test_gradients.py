@@ -25,6 +25,7 @@ from moec.compiler.sensitivity.unit_prices import LEAST_TOKENS
 from moec.compiler.walker.limits import SKETCHES, TOKENS_PER_BACKWARD
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.memory import gradients_bytes
+from moec.compiler.walker.output_head import OutputHead
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts, text_batches
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
@@ -120,7 +121,8 @@ def directional(model: Model, units: list[UnitKey], count: int) -> np.ndarray:
             row, prompt = texts.texts.rows[text], texts.texts.prompts[text] if texts.texts.prompts else ()
             rows.append(reference.logits(row, prompt)[len(row) - texts.counts[text] :])
         for number in range(SKETCHES):
-            vectors = sketch(torch.cat(rows).detach(), [0, batch[0], number]).split([len(part) for part in rows])
+            drawn = sketch(torch.cat(rows).detach(), np.random.default_rng([0, batch[0], number]))
+            vectors = drawn.split([len(part) for part in rows])
             for logits, vector in zip(rows, vectors, strict=True):
                 slopes = torch.autograd.grad((logits * vector).sum(), parameters, retain_graph=True, allow_unused=True)
                 for parameter, slope in zip(twins_parameters, slopes, strict=True):
@@ -187,6 +189,24 @@ def test_the_same_bits_for_any_number_of_threads(mixtral: Model, tmp_path: Path)
     assert np.array_equal(one, three, equal_nan=True)
     other = run(mixtral, Journal(tmp_path / "seed.work", "x", Disk()), seed=3)
     assert not np.array_equal(one, other, equal_nan=True)
+
+
+def test_logits_of_a_part_of_the_tokens_are_held(
+    mixtral: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large vocabulary bounds the tokens whose logits are held at once. It changes no random vector."""
+    whole = predicted(mixtral, tmp_path / "whole.work")
+    held, logits = list[int](), OutputHead.logits
+
+    def counted(head: OutputHead, states: torch.Tensor) -> torch.Tensor:
+        held.append(len(states))
+        return logits(head, states)
+
+    monkeypatch.setattr("moec.compiler.walker.output_head.LOGITS_PER_CHUNK", 3 * mixtral[1].model.vocab_size)
+    monkeypatch.setattr(OutputHead, "logits", counted)
+    parts = predicted(mixtral, tmp_path / "parts.work")
+    assert max(held) == 3 and sum(held) == sum(texts_for(mixtral[1]).counts)
+    assert np.allclose(parts, whole, rtol=1e-4, equal_nan=True)
 
 
 def test_formats_that_do_not_fit_have_no_price(tmp_path: Path) -> None:
@@ -299,5 +319,7 @@ def test_memory_grows_with_one_layer(mixtral: Model) -> None:
     shape = mixtral[1].model
     deep = replace(shape, layers=shape.layers * 4)
     assert gradients_bytes(deep, 900, 0, SPECS, 2) == gradients_bytes(shape, 900, 0, SPECS, 2)
+    large = replace(shape, vocab_size=150_000)
+    assert gradients_bytes(large, 900, 0, SPECS, 2) - gradients_bytes(shape, 900, 0, SPECS, 2) < 384 << 20
     wide = replace(shape, hidden_size=8 * shape.hidden_size)
     assert gradients_bytes(wide, 900, 0, SPECS, 2) > gradients_bytes(shape, 900, 99, SPECS, 2)
