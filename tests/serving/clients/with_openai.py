@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from tests.serving.clients.weather import WEATHER
 
@@ -15,9 +15,9 @@ USER = {"role": "user", "content": "How many roses?"}
 
 
 class Roses(BaseModel):
-    """A structured answer."""
+    """A structured answer. Its bounds end a number that the model would go on with for ever."""
 
-    roses: int
+    roses: int = Field(ge=0, le=99)
 
 
 def main(address: str) -> dict[str, Any]:
