@@ -2,11 +2,11 @@
 
     python -m bench.equal_bytes MODEL --data FOLDER [--task NAME] --results FOLDER [--items N] [--ggml FILE]
 
-The other projects are llama.cpp, GPTQModel, HQQ and AutoRound. AutoRound takes an hour on 2 cores, and has a row only
-if it is asked for. The routed experts are quantized, all other weights keep 16 bits. Calibration of moec and importance
-data of llama.cpp come from the same train texts. KL(checkpoint || quantized) and perplexity are measured on test items
-that neither side has seen. Weights alone are compared: activations are float32 on all sides. For every mixture of
-llama.cpp, moec plans at most the same bytes.
+The other projects are llama.cpp, GPTQModel, HQQ and AutoRound. AutoRound trains 200 steps for each layer, and has a row
+only if it is asked for. The routed experts are quantized, all other weights keep 16 bits. Calibration of moec and
+importance data of llama.cpp come from the same train texts. KL(checkpoint || quantized) and perplexity are measured on
+test items that neither side has seen. Weights alone are compared: activations are float32 on all sides. For every
+mixture of llama.cpp, moec plans at most the same bytes.
 
 Every row is kept in FOLDER as soon as it is measured, with sums per text, and a second call continues. The table on
 stdout has the ratio of mean KL, moec over the other, with a 95 % interval of paired texts. With `--executed`, a second

@@ -86,6 +86,24 @@ def test_few_measurements_reach_a_kl_whatever_the_power_of_its_prediction(power:
     assert found is not None
     assert len(trials.measured) <= 3
     assert value / USED_UP <= trials.kl(found.plan, "again").mean <= value
+    assert found.exponent == pytest.approx(power, abs=0.1)
+
+
+@pytest.mark.parametrize("power", [0.5, 0.65])
+def test_a_power_that_is_known_saves_measurements(power: float) -> None:
+    """One step then reaches half of a KL. The search keeps the power from one wanted KL to the next."""
+
+    def measurements(exponent: float) -> int:
+        space = toy_space(toy_model(layers=6, experts=16), seed=0)
+        trials = ToyTrials(noisy_kl(space, noise=0.01, power=power)).as_trials()
+        first = least_within(space, trials, KlLimit(0.02, mean_of, KL_STEPS), 0.02)
+        assert first is not None
+        again = ToyTrials(noisy_kl(space, noise=0.01, power=power))
+        limit = KlLimit(0.01, mean_of, KL_STEPS)
+        assert least_within(space, again.as_trials(), limit, first.predicted, exponent=exponent or first.exponent)
+        return len(again.measured)
+
+    assert measurements(0.0) == 2 < measurements(1.0)
 
 
 def test_every_measurement_is_told() -> None:
