@@ -86,7 +86,7 @@ class Comparison:
         print(
             "\n| plan | bits | KL, weights alone | KL, executed | standard error |\n|---|---|---|---|---|", flush=True
         )
-        with open_executed(self._plans.bundles, plain, self._rows.walk.answers.pairs) as executed:
+        with open_executed(self._plans.bundles, plain, self._rows.walk.answers) as executed:
             for name, plan in self.own_plans.items():
                 path = self._rows.folder / f"{name}.executed.json"
                 if not path.exists():

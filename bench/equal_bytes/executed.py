@@ -2,50 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
+from moec.cli.measuring.text_engines import BundleEngine
 from moec.compiler.bundle.certificates import certify_divergence
 from moec.compiler.bundle.plan_bundles import UNQUANTIZED, PlanBundles
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.options import Talk
 from moec.compiler.request.plan import CompilePlan
-from moec.compiler.request.ports import BundleEngine
+from moec.compiler.request.ports import LocalEngine
+from moec.compiler.walker.texts import AnswerTexts
 from moec.evaluation.divergence import log_softmax
 from moec.evaluation.statistics import DistributionSummary
-from moec.evaluation.text_pairs import TokenPair
 
 
 @dataclass(frozen=True)
 class ExecutedPlans:
     """Runs plans in the runtime, next to the checkpoint's own weights at 16 bits in a second one.
 
-    pairs: prompts and answers.
+    answers: what is scored.
     """
 
     bundles: PlanBundles
     reference: BundleEngine
-    pairs: Sequence[TokenPair]
+    answers: AnswerTexts
 
     def kl(self, plan: CompilePlan, store: UnitStore) -> DistributionSummary:
         """Return the KL of a plan to the checkpoint over the tokens of the answers."""
+        starts = [0, *itertools.accumulate(self.answers.counts)]
 
-        def own(first: int, last: int) -> list[np.ndarray]:
-            return [log_softmax(logits) for logits in self.reference.forced_logits(self.pairs[first:last])]
+        def own(start: int, end: int) -> np.ndarray:
+            """Compute whole answers that contain the tokens."""
+            first, last = bisect_right(starts, start) - 1, bisect_left(starts, end)
+            found = self.reference.forced_logits(self.answers.pairs[first:last])
+            return np.concatenate(list(map(log_softmax, found)))[start - starts[first] : end - starts[first]]
 
         vocabulary = self.bundles.lowering.model.vocab_size
         with self.bundles.opened(plan, store) as engine:
-            return certify_divergence("answers", self.pairs, own, vocabulary, engine, Talk()).divergence
+            local = cast(LocalEngine, engine)
+            return certify_divergence("answers", self.answers, own, vocabulary, local, Talk()).divergence
 
 
 @contextmanager
-def open_executed(bundles: PlanBundles, plain: CompilePlan, pairs: Sequence[TokenPair]) -> Iterator[ExecutedPlans]:
+def open_executed(bundles: PlanBundles, plain: CompilePlan, answers: AnswerTexts) -> Iterator[ExecutedPlans]:
     """Open the checkpoint in the runtime.
 
     plain: the plan at 16 bits.
     """
     with bundles.opened(plain, None, UNQUANTIZED) as reference:
-        yield ExecutedPlans(bundles, reference, pairs)
+        yield ExecutedPlans(bundles, cast(BundleEngine, reference), answers)

@@ -18,7 +18,7 @@ from moec.manifests.progress import Progress
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.manifests.self_test import SelfTest
 from moec.runtime.engine.answer_scores import score_answers
-from moec.runtime.engine.batch import forced_logits, generate_many
+from moec.runtime.engine.batch import Take, force_answers, forced_logits, generate_many
 from moec.runtime.engine.self_test import make_self_test
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.prefetch.learned_routers import RecordedRouting, recorded_routers
@@ -81,10 +81,20 @@ class BundleEngine:
 
     def forced_logits(self, pairs: Sequence[TokenPair]) -> list[np.ndarray]:
         """Return the logits [A, V] float32 that predict each answer token, and the end token."""
-        end = list(self.engine.bundle.manifest.model.eos_token_ids[:1])
-        ended = [(prompt, [*answer, *end]) for prompt, answer in pairs]
-        collected = dict(forced_logits(self.engine, ended, self._decodes))
+        collected = dict(forced_logits(self.engine, self._ended(pairs), self._decodes))
         return [collected[index] for index in range(len(pairs))]
+
+    def force_answers(self, pairs: Sequence[TokenPair], take: Take, progress: Progress) -> None:
+        """Hand the logits that predict each answer token, and the end token, to `take` as they are computed."""
+        done = 0
+        for finished in force_answers(self.engine, self._ended(pairs), take, self._decodes):
+            done += len(finished)
+            progress(done, len(pairs))
+
+    def _ended(self, pairs: Sequence[TokenPair]) -> list[TokenPair]:
+        """Return pairs with the end token after each answer."""
+        end = list(self.engine.bundle.manifest.model.eos_token_ids[:1])
+        return [(prompt, [*answer, *end]) for prompt, answer in pairs]
 
     def self_test(self) -> SelfTest | None:
         """Return a few texts and the digest of their logits, for `moec verify --self-test`; None with numpy kernels."""

@@ -7,7 +7,7 @@ unquantized model. `certify.py` makes the certificates of all tasks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,9 +28,10 @@ from moec.evaluation.statistics import (
 from moec.evaluation.tasks import Item, Task
 
 from ..request.options import Talk
-from ..request.ports import BundleEngine
+from ..request.ports import BundleEngine, LocalEngine
 from ..request.targets import Target
 from ..walker.limits import LOGITS_AT_ONCE
+from ..walker.texts import AnswerTexts
 
 LOOKS = (500, 1000, 2000, 4000)
 
@@ -78,6 +79,10 @@ class TaskCertificate:
         }
 
 
+LogProbs = Callable[[int, int], np.ndarray]
+"""Gives log probabilities [n, V] of the reference, from one scored token of all answers to another."""
+
+
 @dataclass(frozen=True, slots=True)
 class DivergenceCertificate:
     """KL on one task's held-out answers, for a reference that scores answers and generates none.
@@ -92,32 +97,81 @@ class DivergenceCertificate:
 
 def certify_divergence(
     task: str,
-    pairs: Sequence[tuple[list[int], list[int]]],
-    reference_log_probs: Callable[[int, int], list[np.ndarray]],
+    answers: AnswerTexts,
+    reference_log_probs: LogProbs,
     vocab_size: int,
-    engine: BundleEngine,
+    engine: LocalEngine,
     talk: Talk,
 ) -> DivergenceCertificate:
-    """Compare the bundle with the reference on answers, as many at a time as LOGITS_AT_ONCE allows.
+    """Compare the bundle with the reference on answers.
 
-    reference_log_probs: log probabilities [A, V] of the pairs from one index to another.
+    Logits of the bundle are compared as they are computed. Of the reference, LOGITS_AT_ONCE are held.
     """
-    progress, parts = talk.progress(f"KL on {task}"), list[tuple[np.ndarray, np.ndarray]]()
-    end = 0
-    while end < len(pairs):
-        start, end = end, end + 1
-        rows = [(len(answer) + 1) * vocab_size for _, answer in pairs[start:]]  # the end token is scored too
-        held = rows[0]
-        while end < len(pairs) and held + rows[end - start] <= LOGITS_AT_ONCE:
-            held += rows[end - start]
-            end += 1
-        logits, own = engine.forced_logits(pairs[start:end]), reference_log_probs(start, end)
-        parts += [token_divergences(log_p, found) for log_p, found in zip(own, logits, strict=True)]
-        del logits, own  # free them before the next ones are made
-        progress(end, len(pairs))
-    items = np.repeat(np.arange(len(parts)), [len(kl) for kl, _ in parts])
-    kl, agrees = (np.concatenate([part[at] for part in parts]) for at in (0, 1))
-    return DivergenceCertificate(distribution_summary(kl, agrees, items), len(parts))
+    progress, pairs = talk.progress(f"KL on {task}"), answers.pairs
+    compared = _ComparedTokens(answers.counts, reference_log_probs, max(1, LOGITS_AT_ONCE // vocab_size))
+    for first, last in compared.groups():
+
+        def report(done: int, _: int, before: int = first) -> None:
+            progress(before + done, len(pairs))
+
+        engine.force_answers(pairs[first:last], compared.add, report)
+    items = np.repeat(np.arange(len(pairs)), answers.counts)
+    return DivergenceCertificate(distribution_summary(compared.kl, compared.agrees, items), len(pairs))
+
+
+class _ComparedTokens:
+    """KL and agreement of the scored tokens of answers, filled as logits come.
+
+    counts: number of scored tokens of each answer.
+    at_once: maximum number of tokens for which log probabilities of the reference are held.
+    kl: nats of each scored token.
+    agrees: whether the most likely token is the same.
+    """
+
+    def __init__(self, counts: Sequence[int], log_probs: LogProbs, at_once: int) -> None:
+        self._counts, self._log_probs, self._at_once = counts, log_probs, at_once
+        self._next = [0, *itertools.accumulate(counts)]  # of each answer, the first token that is not filled
+        self.kl, self.agrees = np.full(self._next[-1], np.nan), np.zeros(self._next[-1], bool)
+        self._held, self._rows = range(0), np.empty((0, 0), np.float32)
+        self._first, self._tokens = 0, range(0)  # of the present group: its first answer, and all tokens
+
+    def groups(self) -> Iterator[tuple[int, int]]:
+        """Yield consecutive answers whose tokens can be held at once, and longer answers alone, before they are filled.
+
+        Yields the first answer and the one after the last.
+        """
+        first = 0
+        while first < len(self._counts):
+            last, tokens = first + 1, self._counts[first]
+            while last < len(self._counts) and tokens + self._counts[last] <= self._at_once:
+                tokens += self._counts[last]
+                last += 1
+            self._first, self._tokens = first, range(self._next[first], self._next[first] + tokens)
+            yield first, last
+            first = last
+
+    def add(self, index: int, logits: np.ndarray) -> None:
+        """Fill the next tokens of an answer.
+
+        index: of the answer in the present group.
+        logits: of the bundle, [n, V].
+        """
+        answer = self._first + index
+        while len(logits):
+            start = self._next[answer]
+            log_p = self._reference(start)[: len(logits)]
+            part = slice(start, start + len(log_p))
+            self.kl[part], self.agrees[part] = token_divergences(log_p, logits[: len(log_p)])
+            self._next[answer], logits = part.stop, logits[len(log_p) :]
+
+    def _reference(self, token: int) -> np.ndarray:
+        """Return log probabilities of the reference from a token on, as many as are held."""
+        if token not in self._held:
+            self._rows = np.empty((0, 0), np.float32)  # freed before the next ones are made
+            start = token - (token - self._tokens.start) % self._at_once
+            self._held = range(start, min(start + self._at_once, self._tokens.stop))
+            self._rows = self._log_probs(self._held.start, self._held.stop)
+        return self._rows[token - self._held.start :]
 
 
 @dataclass(frozen=True, slots=True)

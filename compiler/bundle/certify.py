@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from moec.evaluation.data import SplitData
@@ -21,7 +20,7 @@ from moec.profiles.probe import resident_set_bytes
 from ..families import Lowering
 from ..request.options import Talk
 from ..request.plan import plain_plan
-from ..request.ports import BundleEngine
+from ..request.ports import BundleEngine, LocalEngine
 from ..request.request import CompileRequest
 from ..request.task_data import Shots
 from ..walker.output_head import output_head
@@ -87,16 +86,16 @@ def certify(
 
 
 def _certify_answers(
-    lowering: Lowering, task: str, held_out: HeldOutAnswers, engine: BundleEngine, talk: Talk
+    lowering: Lowering, task: str, held_out: HeldOutAnswers, engine: LocalEngine, talk: Talk
 ) -> DivergenceCertificate:
     """Measure the KL of the bundle, run by the shipped runtime, on one task's held-out answers."""
     head, texts = output_head(lowering), held_out.texts
-    starts = [0, *np.cumsum(texts.counts).tolist()]
 
-    def reference(first: int, last: int) -> list[np.ndarray]:
+    def reference(start: int, end: int) -> np.ndarray:
         with one_torch_thread():  # the same bits for any number of processors
-            log_p = head.logits(held_out.states[starts[first] : starts[last]])
-            log_p -= log_p.logsumexp(-1, keepdim=True)
-        return [part.numpy() for part in torch.split(log_p, texts.counts[first:last])]
+            log_p = head.logits(held_out.states[start:end])
+            for part in head.token_slices(len(log_p)):  # a sum of exponentials needs a copy of its part
+                log_p[part] -= log_p[part].logsumexp(-1, keepdim=True)
+        return np.asarray(log_p.numpy())
 
-    return certify_divergence(task, texts.pairs, reference, lowering.model.vocab_size, engine, talk)
+    return certify_divergence(task, texts, reference, lowering.model.vocab_size, engine, talk)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, no_progress
-from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
@@ -118,17 +117,6 @@ class MeasureTexts:
     def run(self, site: Site) -> AnswerMeasures:
         """Pass the layers on as many threads as the site has."""
         return site.answer_walk(self.answers).measure(site.weights(self.weights))
-
-
-@dataclass(frozen=True, slots=True)
-class BundleLogits:
-    """Logits [A, V] float32 of each pair, by the runtime on a bundle."""
-
-    bundle: BundleFiles
-    pairs: Sequence[TokenPair]
-
-    def run(self, site: Site) -> list[np.ndarray]:
-        return site.engine(self.bundle).forced_logits(self.pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest, no_progress
-from moec.evaluation.text_pairs import TokenPair
+from moec.evaluation.engine import AnswerScore, Generation, GenerationRequest
 from moec.manifests.model import UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
@@ -29,7 +28,7 @@ from ..sensitivity.gradients import PriceElsewhere
 from ..sensitivity.unit_prices import HandedTexts
 from ..walker.texts import AnswerTexts, text_batches
 from ..workspace.parallel import in_parts
-from .jobs import BundleGenerations, BundleLogits, BundleScores, MeasureTexts, PriceExperts, QuantizeExperts
+from .jobs import BundleGenerations, BundleScores, MeasureTexts, PriceExperts, QuantizeExperts
 from .ray_pool import Job, Pool
 from .wire import BundleFiles, Handle, from_plain, to_plain
 
@@ -187,10 +186,6 @@ class RemoteEngine:
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
         """Return the score of each answer after its prompt."""
         return self._collect(pairs, progress, lambda part: BundleScores(self.bundle, part))
-
-    def forced_logits(self, pairs: Sequence[TokenPair]) -> list[np.ndarray]:
-        """Return the logits that predict each answer token."""
-        return self._collect(pairs, no_progress, lambda part: BundleLogits(self.bundle, part))
 
     def _collect(self, items: Sequence[Any], progress: Progress, job: Callable[[Sequence[Any]], Job]) -> list[Any]:
         parts = list(in_parts(items, min(_ITEMS_PER_BUNDLE_JOB, -(-len(items) // self._pool.count))))

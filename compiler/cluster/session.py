@@ -94,7 +94,7 @@ def cluster_session(
 
     def need(cpus: int) -> int:
         # The certificate of a task has two bundles open, one of them at 16 bits.
-        runtimes = 2 * certifying_bytes(model, 0)
+        runtimes = certifying_bytes(model, 0, runtimes=2)
         prices = gradients_bytes(model, 0, 0, specs, cpus)
         return max(layer_worker_bytes(model, specs, cpus), prices, runtimes)
 

@@ -12,7 +12,6 @@ from moec.manifests.quant import QuantSpec
 from ..request.options import CompileOptions
 from ..sensitivity.fisher import asks_gradients
 from ..walker.kept_layers import LARGE_TEXTS, SMALL_TEXTS, KeptLayers, TextLimits, fitting_layers, resident_bytes
-from ..walker.limits import SCORED_TOKENS
 from ..walker.memory import certificate_bytes, certifying_bytes, gradients_bytes, sweep_bytes
 
 
@@ -42,8 +41,7 @@ class MemoryNeed:
             peak = max(peak, gradients_bytes(model, texts.gradients, scored, specs, threads))
         # The certificate of tasks runs two bundles. One of them holds the checkpoint's own weights.
         runtimes = 1 + measures_tasks(self.options, texts == LARGE_TEXTS)
-        certified = runtimes * certifying_bytes(model, scored)
-        return max(peak, certificate_bytes(model, SCORED_TOKENS) + certified)
+        return max(peak, certificate_bytes(model) + certifying_bytes(model, scored, runtimes))
 
 
 def measures_tasks(options: CompileOptions, holds_model: bool) -> bool:
@@ -78,4 +76,4 @@ def runtime_bytes(model: ModelSpec, limit_bytes: int) -> int:
 
     A runtime counts all memory of its process, resident layers included.
     """
-    return limit_bytes - certificate_bytes(model, SCORED_TOKENS)
+    return limit_bytes - certificate_bytes(model)

@@ -15,6 +15,7 @@ from moec.evaluation.tasks import Item, Task
 from moec.evaluation.tasks.task_settings import Templates
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.model import ModelSpec
+from moec.manifests.progress import Progress
 from moec.manifests.self_test import SelfTest
 
 
@@ -41,13 +42,19 @@ class RoutingRecord(Protocol):
 class BundleEngine(TextEngine, Protocol):
     """The runtime, opened on a bundle that is not published yet."""
 
-    def forced_logits(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[np.ndarray]:
-        """Return the logits [A, V] that predict each answer token, the end token included."""
-        ...
-
 
 class LocalEngine(BundleEngine, Protocol):
-    """The runtime in this process, whose routing can be seen."""
+    """The runtime in this process, whose logits and routing can be seen."""
+
+    def force_answers(
+        self, pairs: Sequence[tuple[list[int], list[int]]], take: Callable[[int, np.ndarray], None], progress: Progress
+    ) -> None:
+        """Compute the logits that predict each answer token, the end token included.
+
+        take: takes the index of a pair and the next rows of its logits, float32 [n, V], which it must not keep.
+        progress: called with finished pairs and all pairs.
+        """
+        ...
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """Return the tokens of prompts and answers."""

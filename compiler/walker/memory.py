@@ -11,6 +11,7 @@ from math import prod
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
+from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 
 from .layer_kind import LayerKind, layer_kind
 from .limits import LOGITS_AT_ONCE, LOGITS_PER_CHUNK, SKETCHES, TOKENS_PER_BACKWARD
@@ -107,27 +108,24 @@ def quantizing_bytes(model: ModelSpec, specs: Sequence[QuantSpec]) -> int:
     return expert + 5 * _FLOAT * max(model.hidden_size, *(layer.experts.width for layer in model.layers)) ** 2
 
 
-def certifying_bytes(model: ModelSpec, scored_tokens: int) -> int:
-    """Return the least memory of the runtime that certifies, with the compile around it.
+def certifying_bytes(model: ModelSpec, scored_tokens: int, runtimes: int = 1) -> int:
+    """Return the least memory of the runtimes that certify, with the compile around them.
 
-    It consists of dense weights and the experts of one token at 16 bits, keys and values of the default context, and
-    the runtime's passes.
+    Each has dense weights and the experts of one token at 16 bits, keys and values of the default context, and its
+    passes.
     scored_tokens: of scored texts.
     """
     dense = sum(prod(shape) for shape in model.dense_shapes().values())
     experts = max(expert_weights(model, at) * layer.experts.top_k for at, layer in enumerate(model.layers))
     cache = model.kv_bytes_per_position * model.default_context
     widest = max(layer.experts.top_k * model.hidden_size + 2 * layer.experts.width for layer in model.layers)
-    scratch = _FLOAT * (MAX_PASS_TOKENS * (9 * model.hidden_size + widest) + ANSWER_SLOTS * model.vocab_size)
-    return (
-        COMPILE_PROCESS_BYTES + _FLOAT * model.hidden_size * scored_tokens + _HALF * (dense + experts) + cache + scratch
-    )
+    scratch = _FLOAT * MAX_PASS_TOKENS * (9 * model.hidden_size + widest)
+    scratch += 2 * _FLOAT * LOGITS_ROWS_PER_SLOT * ANSWER_SLOTS * model.vocab_size  # logits, and what becomes of them
+    states = _FLOAT * model.hidden_size * scored_tokens
+    return COMPILE_PROCESS_BYTES + states + runtimes * (_HALF * (dense + experts) + cache + scratch)
 
 
-def certificate_bytes(model: ModelSpec, answer_tokens: int) -> int:
-    """Return what a certificate holds in addition to the runtime: the output matrix, and logits of both sides.
-
-    answer_tokens: maximum number of scored tokens of one text.
-    """
-    held = max(LOGITS_AT_ONCE, answer_tokens * model.vocab_size)
-    return 4 * _FLOAT * held + _HALF * model.vocab_size * model.hidden_size + (64 << 20)
+def certificate_bytes(model: ModelSpec) -> int:
+    """Return what a certificate holds in addition to the runtime: the output matrix, and logits of the checkpoint."""
+    held = max(LOGITS_AT_ONCE, model.vocab_size) + 2 * LOGITS_PER_CHUNK
+    return _FLOAT * held + _HALF * model.vocab_size * model.hidden_size + (64 << 20)

@@ -21,13 +21,15 @@ from moec.compiler.bundle.certificates import (
 )
 from moec.compiler.bundle.quality import overall_verdict
 from moec.compiler.request.options import Talk
-from moec.compiler.request.ports import BundleEngine
+from moec.compiler.request.ports import BundleEngine, LocalEngine
 from moec.compiler.request.targets import Target
+from moec.compiler.walker.texts import AnswerTexts, TokenTexts
 from moec.evaluation.data import ItemSet
 from moec.evaluation.divergence import judge_divergence, log_softmax, summarise_divergence
 from moec.evaluation.engine import Generation
 from moec.evaluation.statistics import DistributionSummary, LossEstimate, judge
 from moec.evaluation.tasks import find_task
+from moec.evaluation.text_pairs import forced_rows
 from moec.manifests.errors import OptionError
 from moec.manifests.model import UnitKey
 from tests.compiler.search.toy_search import estimate
@@ -35,6 +37,7 @@ from tests.tiny_compile import save_model
 from tests.transformers_oracle import TransformersOracle
 
 LOSS = Target("loss", 0.02)
+ANSWERS_AT_ONCE, ROWS_AT_ONCE = 3, 4
 TEXTS = tuple(f"text {n} is one of forty texts" for n in range(40))
 
 
@@ -71,6 +74,15 @@ class Coarse:
         with self._reference.weights(self._weights):
             return self._reference.forced_logits(pairs)
 
+    def force_answers(self, pairs: Sequence[Any], take: Any, progress: Any) -> None:
+        """Compute a few answers at a time, whose rows come in turns, as from a pass with several sequences."""
+        for first in range(0, len(pairs), ANSWERS_AT_ONCE):
+            found = self.forced_logits(pairs[first : first + ANSWERS_AT_ONCE])
+            for row in range(0, max(map(len, found)), ROWS_AT_ONCE):
+                for at, logits in enumerate(found):
+                    take(first + at, logits[row : row + ROWS_AT_ONCE])
+            progress(first + len(found), len(pairs))
+
 
 class Wrong:
     """A model that answers everything wrongly."""
@@ -92,14 +104,21 @@ def certify(
     return certify_task(held_out, reference, bundle, target, Talk(), DIVERGENCE, confidence)
 
 
-def divergence_of(reference: TransformersOracle, engine: Coarse, texts: Sequence[str] = TEXTS) -> DivergenceCertificate:
-    """KL of an engine, measured a few answers at a time."""
-    pairs = reference.encode_pairs([("", text) for text in texts])
+def divergence_of(
+    reference: TransformersOracle, engine: Coarse, held: list[int] | None = None, talk: Talk | None = None
+) -> DivergenceCertificate:
+    """KL of an engine. held: gets the number of tokens of each call of the reference."""
+    pairs = reference.encode_pairs([("", text) for text in TEXTS])
+    rows, targets, counts = forced_rows(pairs, reference.model.eos_token_ids[:1])
+    answers = AnswerTexts(TokenTexts(rows, []), counts, targets, pairs, [len(pairs)])
+    log_p = np.concatenate([log_softmax(logits) for logits in reference.forced_logits(pairs)])
 
-    def own(start: int, end: int) -> list[np.ndarray]:
-        return [log_softmax(logits) for logits in reference.forced_logits(pairs[start:end])]
+    def own(start: int, end: int) -> np.ndarray:
+        (held if held is not None else []).append(end - start)
+        return log_p[start:end].copy()
 
-    return certify_divergence("one", pairs, own, reference.model.vocab_size, cast(BundleEngine, engine), Talk())
+    vocabulary = reference.model.vocab_size
+    return certify_divergence("one", answers, own, vocabulary, cast(LocalEngine, engine), talk or Talk())
 
 
 def test_an_equal_engine_loses_nothing(reference: TransformersOracle) -> None:
@@ -123,22 +142,32 @@ def test_a_worse_engine_is_measured_against_the_reference(reference: Transformer
     assert certificate.baseline.data_sha256 == certificate.value.data_sha256
 
 
-def test_a_divergence_does_not_depend_on_how_many_answers_are_held(
-    reference: TransformersOracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, at_once = Coarse(reference, 40.0), list[int]()
-    monkeypatch.setattr(engine, "forced_logits", lambda pairs: (at_once.append(len(pairs)), forced(pairs))[1])
-    forced = Coarse(reference, 40.0).forced_logits
-    whole = divergence_of(reference, engine)
-    assert at_once == [40] and whole.divergence.mean > 0.01 and whole.divergence.agreement < 1.0
-    log_p = [log_softmax(rows) for rows in reference.forced_logits(reference.encode_pairs([("", t) for t in TEXTS]))]
+def test_a_divergence_is_that_of_all_tokens(reference: TransformersOracle) -> None:
+    engine, held = Coarse(reference, 40.0), list[int]()
+    whole = divergence_of(reference, engine, held)
     pairs = reference.encode_pairs([("", text) for text in TEXTS])
-    expected = summarise_divergence(log_p, forced(pairs))
-    assert whole.divergence.mean == pytest.approx(expected.mean, rel=1e-6)
-    monkeypatch.setattr("moec.compiler.bundle.certificates.LOGITS_AT_ONCE", 100 * reference.model.vocab_size)
-    parts = divergence_of(reference, engine)
-    assert len(at_once) > 5 and sum(at_once[1:]) == 40 and parts.divergence.n == whole.divergence.n
-    assert parts.divergence.mean == pytest.approx(whole.divergence.mean, rel=1e-4)
+    logits = reference.forced_logits(pairs)
+    assert held == [sum(map(len, logits))], "all of them are held at once"
+    expected = summarise_divergence(list(map(log_softmax, logits)), engine.forced_logits(pairs))
+    assert whole.divergence == expected and expected.mean > 0.01 and expected.agreement < 1.0
+
+
+@pytest.mark.parametrize("tokens", [1, 10, 100])
+def test_a_certificate_holds_no_more_logits_of_the_checkpoint_than_allowed(
+    tokens: int, reference: TransformersOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one answer has more. Each token is computed once, and every text is part of the progress."""
+    engine, held, done = Coarse(reference, 40.0), list[int](), list[tuple[int, int]]()
+    whole = divergence_of(reference, engine)
+    assert min(len(text) for text in TEXTS) > 10, "longer than two of the limits, in tokens"
+    monkeypatch.setattr(
+        "moec.compiler.bundle.certificates.LOGITS_AT_ONCE", (tokens + 1) * reference.model.vocab_size - 1
+    )
+    talk = Talk(progress=lambda title: lambda some, every: done.append((some, every)))
+    parts = divergence_of(reference, engine, held, talk)
+    assert max(held) <= tokens and sum(held) == whole.divergence.n
+    assert parts.divergence == whole.divergence
+    assert done[-1] == (40, 40) and [some for some, _ in done] == sorted({some for some, _ in done})
 
 
 def test_other_targets_have_no_verdict(reference: TransformersOracle) -> None:

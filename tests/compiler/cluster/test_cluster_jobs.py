@@ -43,7 +43,6 @@ from tests.compiler.cluster.pool_here import (
     PoolHere,
     save_family,
     text_pairs,
-    token_pairs,
 )
 from tests.compiler.configured import lowered
 from tests.tiny_compile import compile_tiny
@@ -147,14 +146,11 @@ def bundle(folder: Path) -> Path:
 @WORKERS
 def test_the_runtime_certifies_the_same(folder: Path, bundle: Path, count: int, threads: int) -> None:
     pairs = [pair for pair in text_pairs(40) if pair[1]]
-    tokens = [pair for pair in token_pairs(40) if pair[1]]
     requests = [GenerationRequest(prompt, None, 5) for prompt, _ in pairs]
     there = RemoteEngine(PoolHere(folder, count, threads), bundle)
     with cast(AbstractContextManager[Any], open_partial(bundle)) as here:
         assert there.generate(requests, no_progress) == here.generate(requests, no_progress)
         assert there.answer_log_probs(pairs, no_progress) == here.answer_log_probs(pairs, no_progress)
-        for own, other in zip(here.forced_logits(tokens), there.forced_logits(tokens), strict=True):
-            assert np.array_equal(own, other)
 
 
 def test_runtimes_share_a_node_and_are_closed(folder: Path, bundle: Path, tmp_path: Path) -> None:
