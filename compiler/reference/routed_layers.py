@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .expert_module import SeparateExperts
 
@@ -26,6 +25,9 @@ def take_sorted_experts(model: Any) -> Any:
     for name, module in model.named_modules():
         if name.endswith(".experts") and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
             if _is_plain(module):
+                # Its import takes 2 s, and a compile that runs no layer does without it.
+                from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
                 ALL_EXPERTS_FUNCTIONS.register(_EXPERTS_IMPLEMENTATION, sorted_experts)
                 model.set_experts_implementation(_EXPERTS_IMPLEMENTATION)
             return module

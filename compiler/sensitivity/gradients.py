@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moec.manifests.model import UnitKey
 from moec.manifests.progress import Progress
@@ -305,6 +304,8 @@ class LayerGradients:
 
         handle, before = module.register_forward_hook(keep), None
         if not isinstance(module, SeparateExperts):
+            from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
             before = model.get_experts_implementation()
             ALL_EXPERTS_FUNCTIONS.register(_DIFFERENTIABLE, summed_experts)
             model.set_experts_implementation(_DIFFERENTIABLE)
