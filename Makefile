@@ -8,8 +8,16 @@ TRITON ?= triton==3.9.0; sys_platform == 'linux' and platform_machine == 'x86_64
 CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
+# pip, or uv. uv takes a fifth of the time, and does not follow pip's settings, such as another index.
+INSTALLER ?= pip
+UV := $(BIN)/uv
 # Most modules of large packages are never imported. Python compiles the others at their first import.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(CONSTRAINTS:%=-c %)
+INSTALL_BY_pip = $(BIN)/python -m pip $(if $(filter-out $(BIN)/python,$(1)),--python $(1)) install --quiet --disable-pip-version-check --no-compile
+INSTALL_BY_uv = $(UV) pip install --quiet --python $(1)
+# Installs into the environment of an interpreter.
+install_into = $(call INSTALL_BY_$(INSTALLER),$(1))
+INSTALL = $(call install_into,$(BIN)/python) $(CONSTRAINTS:%=-c %)
+NEEDED_TO_INSTALL := $(BIN)/python $(if $(filter uv,$(INSTALLER)),$(UV))
 READY := $(VENV)/.ready
 LINKS := build/links
 PACKAGES := manifests profiles evaluation runtime shipping serving reporting compiler cli
@@ -37,13 +45,13 @@ $(BIN)/python:
 	    { echo "error: $(PYTHON) has no headers; on Debian and Ubuntu: apt-get install python3-dev" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Torch comes first: what follows then finds it there and leaves it alone. The stamp is renewed when the settings or
+# Torch comes first: what follows then finds it there and leaves it alone. pip finds a wheel of it on the disk, uv does not. The stamp is renewed when the settings or
 # the native sources change; an install that is complete takes seconds.
-$(READY): pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(BIN)/python
-	$(PIP_INSTALL) "$(TORCH)"
-	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP_INSTALL) "$(TRITON)"
-	$(PIP_INSTALL) "scikit-build-core>=0.11" "nanobind>=2.4" ninja cmake
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation $(BUILD_DIR:%=-C build-dir=%) -e ".[dev]"
+$(READY): pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(NEEDED_TO_INSTALL)
+	$(call INSTALL_BY_pip,$(BIN)/python) $(CONSTRAINTS:%=-c %) "$(TORCH)"
+	$(BIN)/python -c "import triton" 2>/dev/null || $(INSTALL) "$(TRITON)"
+	$(INSTALL) "scikit-build-core>=0.11" "nanobind>=2.4" ninja cmake
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation $(BUILD_DIR:%=-C build-dir=%) -e ".[dev]"
 	@touch $@
 
 links:
@@ -70,24 +78,22 @@ SHIPPING_TOOLS := build/shipping-tools
 
 shipping-tools: $(SHIPPING_TOOLS)/.ready  ## Fetch model_signing and moto, for the tests of signatures and of object storage
 
-$(SHIPPING_TOOLS)/.ready: tests/shipping/tools.txt | $(BIN)/python
+$(SHIPPING_TOOLS)/.ready: tests/shipping/tools.txt | $(NEEDED_TO_INSTALL)
 	@$(BIN)/python -m venv --clear --without-pip $(SHIPPING_TOOLS)
-	@$(BIN)/python -m pip --python $(SHIPPING_TOOLS)/bin/python install --quiet --disable-pip-version-check --no-deps \
-	    --no-compile -r tests/shipping/tools.txt && touch $@ || \
-	    echo "NOT RUN: tests of signatures and of object storage, because pip could not install their tools" >&2
+	@$(call install_into,$(SHIPPING_TOOLS)/bin/python) --no-deps -r tests/shipping/tools.txt && touch $@ || \
+	    echo "NOT RUN: tests of signatures and of object storage, because $(INSTALLER) could not install their tools" >&2
 
 # Clients of `moec serve`. They see the packages of the project, so that only what it lacks is fetched.
 SERVING_CLIENTS := build/serving-clients
 
 serving-clients: $(SERVING_CLIENTS)/.ready  ## Fetch openai, litellm, LangChain and lm-evaluation-harness, for the tests of the server
 
-$(SERVING_CLIENTS)/.ready: tests/serving/clients/clients.txt | $(BIN)/python
+$(SERVING_CLIENTS)/.ready: tests/serving/clients/clients.txt | $(NEEDED_TO_INSTALL)
 	@$(BIN)/python -m venv --clear --without-pip $(SERVING_CLIENTS)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	    "$$($(SERVING_CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
-	@$(BIN)/python -m pip --python $(SERVING_CLIENTS)/bin/python install --quiet --disable-pip-version-check --no-deps \
-	    --no-compile -r tests/serving/clients/clients.txt && touch $@ || \
-	    echo "NOT RUN: tests of the server's clients, because pip could not install them" >&2
+	@$(call install_into,$(SERVING_CLIENTS)/bin/python) --no-deps -r tests/serving/clients/clients.txt && touch $@ || \
+	    echo "NOT RUN: tests of the server's clients, because $(INSTALLER) could not install them" >&2
 
 # Expression of pytest that chooses the tests.
 MARKED ?= not slow
@@ -113,14 +119,14 @@ test-oldest: build/oldest.txt  ## Run the suite with the oldest versions that py
 versions: $(READY)
 	@$(BIN)/python -m pip list --disable-pip-version-check
 
-UV_COMPILE = $(BIN)/uv pip compile pyproject.toml --quiet --no-annotate --no-header
+UV_COMPILE = $(UV) pip compile pyproject.toml --quiet --no-annotate --no-header
 # What torch's other builds need is left out: each names its own exact versions.
 WITHOUT_CUDA = grep -vE '^(nvidia|cuda|triton)'
 
-$(BIN)/uv: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+$(UV): | $(BIN)/python
+	$(call INSTALL_BY_pip,$(BIN)/python) uv
 
-update-dependencies: $(BIN)/uv  ## Write constraints.txt anew: the newest versions, for every Python and extra
+update-dependencies: $(UV)  ## Write constraints.txt anew: the newest versions, for every Python and extra
 	@mkdir -p build
 	echo "$(TORCH)" > build/torch.txt
 	$(UV_COMPILE) -c build/torch.txt --universal --python-version 3.10 --upgrade --extra dev --extra bench --extra fuzz --extra wheels > build/newest.txt
@@ -128,7 +134,7 @@ update-dependencies: $(BIN)/uv  ## Write constraints.txt anew: the newest versio
 	    $(WITHOUT_CUDA) build/newest.txt; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 
-build/oldest.txt: pyproject.toml $(BIN)/uv
+build/oldest.txt: pyproject.toml $(UV)
 	@mkdir -p build
 	echo "$(TORCH)" > build/torch.txt
 	$(UV_COMPILE) -c build/torch.txt --resolution lowest-direct --extra dev | $(WITHOUT_CUDA) > $@
@@ -152,11 +158,11 @@ oracles: $(READY)  ## Hold every family against its oracle, and nothing else
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m oracle
 
 bench: $(READY)  ## The yardstick beside llama.cpp and ik_llama.cpp: two hours, 50 GB in build/yardstick, root
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation -e ".[dev,bench]"
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation -e ".[dev,bench]"
 	$(BIN)/python -m bench.yardstick build/yardstick --results build/yardstick/results
 
 wheels: $(READY)  ## Build wheels for x86-64 and ARM into dist/; 10 minutes. Other headers: WHEELS="--headers 3.10=FOLDER"
-	$(PIP_INSTALL) "ziglang>=0.17" "auditwheel>=6.4" "abi3audit>=0.0.20"
+	$(INSTALL) "ziglang>=0.17" "auditwheel>=6.4" "abi3audit>=0.0.20"
 	$(BIN)/python -m moec.runtime.kernels.native.wheels -o dist $(WHEELS)
 
 schema: $(READY)  ## Write manifests/schema.json from the dataclasses
@@ -171,7 +177,7 @@ docs: $(READY)  ## Write docs/cli.md from the commands
 
 # zensical needs Python 3.11. It reads mkdocs.yml, and so does mkdocs-material, which takes its place elsewhere.
 site: $(READY)  ## Build the documents as a site in build/site
-	@test -x $(BIN)/zensical || $(PIP_INSTALL) "mkdocs-material>=9.5"
+	@test -x $(BIN)/zensical || $(INSTALL) "mkdocs-material>=9.5"
 	@if test -x $(BIN)/zensical; then $(BIN)/zensical build --strict; else $(BIN)/mkdocs build --strict; fi
 
 example-bundle: $(READY)  ## Compile examples/bundle anew: 5 to 20 minutes on 2 cores
@@ -182,7 +188,7 @@ example-bundle: $(READY)  ## Compile examples/bundle anew: 5 to 20 minutes on 2 
 	mv build/machine.json examples/bundle.machine.json
 
 example-smollm2: $(READY)  ## Make the example of natural weights in build/example-smollm2: over an hour on 2 cores, on Debian
-	$(PIP_INSTALL) gguf
+	$(INSTALL) gguf
 	cd examples && ../$(BIN)/python -m example_smollm2 --folder ../build/example-smollm2
 
 figures: $(READY)  ## Draw docs/pictures from bench/results
@@ -211,7 +217,7 @@ $(PAGE_DRIVER)/.ready: | $(BIN)/python
 .PHONY: fuzz sanitize gates-full gate-seconds
 
 fuzz: $(READY)  ## Fuzz the parsers and the extension's calls, SECONDS each (60); Linux on x86-64
-	$(PIP_INSTALL) "atheris>=2.3"
+	$(INSTALL) "atheris>=2.3"
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60)
 
 # A package of its own in an environment of its own, which sees
@@ -224,7 +230,7 @@ SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-
 sanitize: $(READY)  ## Tests of the kernels and the native cache under AddressSanitizer and UBSan: 15 min, gcc
 	test -x $(SANITIZED)/bin/python || $(BIN)/python -m venv --without-pip $(SANITIZED)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$(SANITIZED_SITE)/tested.pth"
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation \
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation \
 	    --no-deps --upgrade --target "$(SANITIZED_SITE)" -C build-dir=build/sanitize/objects \
 	    -C cmake.define.MOEC_SANITIZE=ON .
 	$(SANITIZERS) $(SANITIZED)/bin/python -m pytest -p no:cacheprovider tests/sanitized \

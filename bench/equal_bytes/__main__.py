@@ -160,7 +160,10 @@ def with_zero_points(weights: int, bits: int, group_size: int) -> int:
 
 def add_peers(table: Comparison, example: Example, plans: OurPlans, options: argparse.Namespace) -> None:
     """Compare with llama.cpp, HQQ, GPTQModel and AutoRound. All calibrate on the texts of moec's calibration."""
-    blocks = GgmlBlocks(options.ggml or library_path())
+
+    @cache
+    def blocks() -> GgmlBlocks:
+        return GgmlBlocks(options.ggml or library_path())
 
     def calibration_texts() -> TokenTexts:
         return example.texts(example.splits.train.items).first(LARGE_TEXTS.calibration)
@@ -177,9 +180,9 @@ def add_peers(table: Comparison, example: Example, plans: OurPlans, options: arg
     def importance() -> dict[tuple[int, str], Tensor]:
         return importance_of(example, calibration_texts())
 
-    # Calibration waits until a row needs it.
+    # Calibration and the library of llama.cpp wait until a row needs them.
     def by_llama(mixture: str) -> Quantized:
-        return llama_weights(example, blocks, importance(), mixture)
+        return llama_weights(example, blocks(), importance(), mixture)
 
     def by_gptqmodel(bits: int, group_size: int) -> Quantized:
         return gptqmodel_weights(example, options.results, moments(), bits, group_size)
