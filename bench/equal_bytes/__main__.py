@@ -160,10 +160,7 @@ def with_zero_points(weights: int, bits: int, group_size: int) -> int:
 
 def add_peers(table: Comparison, example: Example, plans: OurPlans, options: argparse.Namespace) -> None:
     """Compare with llama.cpp, HQQ, GPTQModel and AutoRound. All calibrate on the texts of moec's calibration."""
-
-    @cache
-    def blocks() -> GgmlBlocks:
-        return GgmlBlocks(options.ggml or library_path())
+    blocks = cache(lambda: GgmlBlocks(options.ggml or library_path()))
 
     def calibration_texts() -> TokenTexts:
         return example.texts(example.splits.train.items).first(LARGE_TEXTS.calibration)
