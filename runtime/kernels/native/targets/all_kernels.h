@@ -1,9 +1,9 @@
 // All kernels of one instruction set with eight lanes, in the order in which they depend on each other. The including file
-// defines the lane operations before. No include guard: each targets/kernels_*.cpp includes it inside its own namespace.
+// defines the lane operations and the sizes of steps (products/steps.h) before. No include guard: each targets/kernels_*.cpp
+// includes it inside its own namespace.
 
 #include "lanes/eight_lanes.h"
 #include "products/rounding.h"
-#include "products/steps.h"
 #include "products/linear.h"
 #include "products/tile_sums.h"
 #include "products/panel.h"

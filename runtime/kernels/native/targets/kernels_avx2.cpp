@@ -39,6 +39,7 @@ inline Ints add_byte_products(Ints sum, Ints codes, Ints x) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 
+#include "products/steps.h"
 #include "targets/all_kernels.h"
 
 constexpr KernelTable kTable = make_table("avx2", has_avx2);

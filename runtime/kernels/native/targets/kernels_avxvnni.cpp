@@ -40,6 +40,7 @@ constexpr int kByteCentre = 0;  // codes of 8 bits are multiplied as they are
 constexpr bool kMultipliesFractions = true;  // multiplies the bytes of three-valued formats directly (products/tile_sums.h)
 inline Ints add_byte_products(Ints sum, Ints codes, Ints x) { return add_products(sum, codes, x); }
 
+#include "products/steps.h"
 #include "targets/all_kernels.h"
 
 #if defined(MOEC_EMULATE_VNNI)

@@ -51,6 +51,7 @@ inline Ints add_byte_products(Ints sum, Ints codes, Ints x) {
     return add_int(sum, {centred_products(codes.low, x.low), centred_products(codes.high, x.high)});
 }
 
+#include "products/steps.h"
 #include "targets/all_kernels.h"
 
 constexpr KernelTable kTable = make_table("neon", has_neon);

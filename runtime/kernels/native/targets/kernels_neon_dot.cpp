@@ -42,6 +42,7 @@ inline Ints add_byte_products(Ints sum, Ints codes, Ints x) {
     return add_products(sum, {veorq_u32(codes.low, sign), veorq_u32(codes.high, sign)}, x);
 }
 
+#include "products/steps.h"
 #include "targets/all_kernels.h"
 
 constexpr KernelTable kTable = make_table("neon-dot", has_neon_dot);

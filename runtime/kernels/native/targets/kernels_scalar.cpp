@@ -186,6 +186,7 @@ template <int Count>
 inline Floats upper(const Floats& a) { return each<Floats>([&](int i) { return i < Count ? a.v[i + Count] : 0.0f; }); }
 inline float square_root(float x) { return std::sqrt(x); }
 
+#include "products/scalar_steps.h"
 #include "targets/all_kernels.h"
 
 bool is_supported() {
