@@ -35,7 +35,7 @@ FIXED_FIELDS = (
 )  # fmt: skip
 COPIED_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 PLAN_FILES = {EVICTION_NAME, LOOKAHEAD_NAME}
-"""Files that a bundle has if fitted weights predict held-out tokens better than the default. That depends on its plan."""
+"""Files that a bundle has if fitted weights are better than the default on held-out tokens. Its plan decides that."""
 COMPARED_FILES = (QUALITY_NAME, LOSSES_PICTURE_NAME)
 """Files that hold or show the comparison with other formats."""
 COMPARISON_TRIALS = ("uniform", "best uniform", "EdgeMoE", "plan")
@@ -69,8 +69,8 @@ def differences(fresh: Path, shipped: Path = SHIPPED) -> list[str]:
     trials in `quality.json`, which the fresh compile leaves out, the picture that shows them, and the manifest's
     entries of both files.
     On any other machine the plan may differ, and the verdict with it. Equal must be: names of files except PLAN_FILES,
-    copied files, and the manifest's fields in FIXED_FIELDS. The baseline may differ by BASELINE_TOLERANCE, the bytes of the experts by
-    SIZE_TOLERANCE.
+    copied files, and the manifest's fields in FIXED_FIELDS. The baseline may differ by BASELINE_TOLERANCE, the bytes of
+    the experts by SIZE_TOLERANCE.
     """
     one, other = contents(fresh), contents(shipped)
     differing, is_same_machine = one.keys() ^ other.keys(), is_machine_of_bundle()
