@@ -12,7 +12,8 @@ BIN := $(VENV)/bin
 INSTALLER ?= pip
 UV := $(BIN)/uv
 # Most modules of large packages are never imported. Python compiles the others at their first import.
-INSTALL_BY_pip = $(BIN)/python -m pip $(if $(filter-out $(BIN)/python,$(1)),--python $(1)) install --quiet --disable-pip-version-check --no-compile
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+INSTALL_BY_pip = $(PIP) $(if $(filter-out $(BIN)/python,$(1)),--python $(1)) install --quiet --no-compile
 INSTALL_BY_uv = $(UV) pip install --quiet --python $(1)
 # Installs into the environment of an interpreter.
 install_into = $(call INSTALL_BY_$(INSTALLER),$(1))
@@ -45,8 +46,8 @@ $(BIN)/python:
 	    { echo "error: $(PYTHON) has no headers; on Debian and Ubuntu: apt-get install python3-dev" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Torch comes first: what follows then finds it there and leaves it alone. pip finds a wheel of it on the disk, uv does not. The stamp is renewed when the settings or
-# the native sources change; an install that is complete takes seconds.
+# Torch comes first: what follows then finds it there and leaves it alone. It always comes by pip, whose settings say which
+# build. The stamp is renewed when the settings or the native sources change; an install that is complete takes seconds.
 $(READY): pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(NEEDED_TO_INSTALL)
 	$(call INSTALL_BY_pip,$(BIN)/python) $(CONSTRAINTS:%=-c %) "$(TORCH)"
 	$(BIN)/python -c "import triton" 2>/dev/null || $(INSTALL) "$(TRITON)"

@@ -28,7 +28,7 @@ from moec.evaluation.statistics import (
 from moec.evaluation.tasks import Item, Task
 
 from ..request.options import Talk
-from ..request.ports import BundleEngine, LocalEngine
+from ..request.ports import LocalEngine
 from ..request.targets import Target
 from ..walker.limits import LOGITS_AT_ONCE
 from ..walker.texts import AnswerTexts
@@ -189,7 +189,7 @@ class HeldOutTask:
 def certify_task(
     held_out: HeldOutTask,
     reference: TextEngine,
-    engine: BundleEngine,
+    engine: TextEngine,
     target: Target,
     talk: Talk,
     divergence: DistributionSummary,

@@ -15,12 +15,13 @@ import numpy as np
 from torch import Tensor
 
 from moec.evaluation.data import SplitData
+from moec.evaluation.engine import TextEngine
 from moec.profiles.probe import resident_set_bytes
 
 from ..families import Lowering
 from ..request.options import Talk
 from ..request.plan import plain_plan
-from ..request.ports import BundleEngine, LocalEngine
+from ..request.ports import LocalEngine
 from ..request.request import CompileRequest
 from ..request.task_data import Shots
 from ..walker.output_head import output_head
@@ -70,7 +71,7 @@ def certify(
     with ExitStack() as opened:
         half = (bundles.room_bytes - resident_set_bytes()) // 2
         reference = opened.enter_context(bundles.opened(plain, None, UNQUANTIZED, bundles.room_bytes - half))
-        certified: BundleEngine = opened.enter_context(bundles.open_runtime(partial, bundles.room_bytes))
+        certified: TextEngine = opened.enter_context(bundles.open_runtime(partial, bundles.room_bytes))
         for split in splits:
             name = split.task.name
             certificates[name] = certify_task(
@@ -93,9 +94,6 @@ def _certify_answers(
 
     def reference(start: int, end: int) -> np.ndarray:
         with one_torch_thread():  # the same bits for any number of processors
-            log_p = head.logits(held_out.states[start:end])
-            for part in head.token_slices(len(log_p)):  # a sum of exponentials needs a copy of its part
-                log_p[part] -= log_p[part].logsumexp(-1, keepdim=True)
-        return np.asarray(log_p.numpy())
+            return np.asarray(head.log_probs(held_out.states[start:end]).numpy())
 
     return certify_divergence(task, texts, reference, lowering.model.vocab_size, engine, talk)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from moec.evaluation.engine import TextEngine
 from moec.manifests.bundle import PARTIAL_SUFFIX, WORK_SUFFIX, DeviceSummary
 from moec.manifests.errors import DoesNotFit, OptionError
 from moec.manifests.model import ModelSpec
@@ -21,7 +22,7 @@ from moec.manifests.progress import Progress
 from ..families import Lowering
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan, plain_plan
-from ..request.ports import BundleEngine, OpenEngine
+from ..request.ports import OpenEngine
 from ..request.request import CompileRequest
 from ..workspace.durable import Disk, disk_errors, require_free_bytes
 from ..workspace.work_folder import check_partial
@@ -93,7 +94,7 @@ class PlanBundles:
     @contextmanager
     def opened(
         self, plan: CompilePlan, store: UnitStore | None, name: str = TRIAL, memory_bytes: int | None = None
-    ) -> Iterator[BundleEngine]:
+    ) -> Iterator[TextEngine]:
         """Open the runtime on the bundle of a plan. The bundle is removed afterwards.
 
         store: quantized units. None for a plan without any.

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
+from moec.evaluation.engine import TextEngine
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
@@ -14,7 +15,6 @@ from moec.manifests.quant import QuantSpec
 from ..checkpoint.url import is_url
 from ..families import Lowering
 from ..request.options import DEFAULT_TORCH_DEVICE
-from ..request.ports import BundleEngine
 from ..request.request import CompileRequest
 from ..walker.memory import COMPILE_PROCESS_BYTES, certifying_bytes, gradients_bytes, layer_weights, quantizing_bytes
 from ..walker.texts import AnswerTexts
@@ -67,7 +67,7 @@ class ClusterSession:
         return RemoteAnswers(self._pool, answers)
 
     @contextmanager
-    def open_runtime(self, partial: Path, memory_bytes: int) -> Iterator[BundleEngine]:
+    def open_runtime(self, partial: Path, memory_bytes: int) -> Iterator[TextEngine]:
         """Open the runtime on an unpublished bundle, on workers. It is closed on every worker afterwards.
 
         memory_bytes: of this machine. A worker takes that share of its own node's memory.

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moec.evaluation.engine import no_progress
+from moec.evaluation.engine import TextEngine, no_progress
 from moec.manifests.codec import canonical_json
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import UnitKey
 
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..families import Lowering, lower
-from ..request.ports import BundleEngine, OpenRuntime
+from ..request.ports import OpenRuntime
 from ..workspace.durable import disk_errors
 from .wire import BundleFiles, Handle, from_plain
 
@@ -81,7 +81,7 @@ class Site:
         self._slot: LoadedLayer | None = None
         self._loaded: int | None = None
         self._memory_bytes = memory_bytes
-        self._engines: dict[str, tuple[BundleEngine, contextlib.ExitStack]] = {}
+        self._engines: dict[str, tuple[TextEngine, contextlib.ExitStack]] = {}
 
     @property
     def lowering(self) -> Lowering:
@@ -147,7 +147,7 @@ class Site:
         for walk in self._walks.values():
             walk.release()
 
-    def engine(self, bundle: BundleFiles) -> BundleEngine:
+    def engine(self, bundle: BundleFiles) -> TextEngine:
         """The runtime on a bundle that is sent to this machine and lies there only until it is opened."""
         if bundle.digest in self._engines:
             return self._engines[bundle.digest][0]

@@ -39,12 +39,8 @@ class RoutingRecord(Protocol):
         """Return the logits of later routers for this layer's stream, float32 [T, E], by distance."""
 
 
-class BundleEngine(TextEngine, Protocol):
-    """The runtime, opened on a bundle that is not published yet."""
-
-
-class LocalEngine(BundleEngine, Protocol):
-    """The runtime in this process, whose logits and routing can be seen."""
+class LocalEngine(TextEngine, Protocol):
+    """The runtime in this process, on a bundle that is not published yet. Its logits and its routing can be seen."""
 
     def force_answers(
         self, pairs: Sequence[tuple[list[int], list[int]]], take: Callable[[int, np.ndarray], None], progress: Progress
@@ -70,7 +66,7 @@ class LocalEngine(BundleEngine, Protocol):
 
 
 OpenRuntime = Callable[[Path, int], AbstractContextManager[LocalEngine]]
-OpenEngine = Callable[[Path, int], AbstractContextManager[BundleEngine]]
+OpenEngine = Callable[[Path, int], AbstractContextManager[TextEngine]]
 """Opens the runtime here or on a cluster."""
 
 OpenTemplates = Callable[[Path], Templates]

@@ -120,7 +120,7 @@ def certifying_bytes(model: ModelSpec, scored_tokens: int, runtimes: int = 1) ->
     cache = model.kv_bytes_per_position * model.default_context
     widest = max(layer.experts.top_k * model.hidden_size + 2 * layer.experts.width for layer in model.layers)
     scratch = _FLOAT * MAX_PASS_TOKENS * (9 * model.hidden_size + widest)
-    scratch += 2 * _FLOAT * LOGITS_ROWS_PER_SLOT * ANSWER_SLOTS * model.vocab_size  # logits, and what becomes of them
+    scratch += 2 * _FLOAT * LOGITS_ROWS_PER_SLOT * ANSWER_SLOTS * model.vocab_size  # logits, and a copy
     states = _FLOAT * model.hidden_size * scored_tokens
     return COMPILE_PROCESS_BYTES + states + runtimes * (_HALF * (dense + experts) + cache + scratch)
 

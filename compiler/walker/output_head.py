@@ -54,6 +54,13 @@ class OutputHead:
             out[:, start : start + len(piece)] = states @ piece.float().T
         return out if self.bias is None else out.add_(self.bias)
 
+    def log_probs(self, states: Tensor) -> Tensor:
+        """[A, D] -> log probabilities [A, V] float32. In addition to them, logits of a part of the tokens are held."""
+        out = self.logits(states)
+        for part in self.token_slices(len(out)):
+            out[part] -= out[part].logsumexp(-1, keepdim=True)
+        return out
+
     def back(self, gradients: Tensor) -> Tensor:
         """Return gradients at normed residual streams [A, D] of gradients at logits [A, V], on their device."""
         out = gradients.new_zeros(len(gradients), self.matrix.shape[1])

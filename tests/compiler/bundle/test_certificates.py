@@ -21,12 +21,12 @@ from moec.compiler.bundle.certificates import (
 )
 from moec.compiler.bundle.quality import overall_verdict
 from moec.compiler.request.options import Talk
-from moec.compiler.request.ports import BundleEngine, LocalEngine
+from moec.compiler.request.ports import LocalEngine
 from moec.compiler.request.targets import Target
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts
 from moec.evaluation.data import ItemSet
 from moec.evaluation.divergence import judge_divergence, log_softmax, summarise_divergence
-from moec.evaluation.engine import Generation
+from moec.evaluation.engine import Generation, TextEngine
 from moec.evaluation.statistics import DistributionSummary, LossEstimate, judge
 from moec.evaluation.tasks import find_task
 from moec.evaluation.text_pairs import forced_rows
@@ -100,12 +100,12 @@ def certify(
 ) -> TaskCertificate:
     task = find_task("perplexity")
     items = ItemSet(task, "made", tuple({"text": text} for text in texts))
-    held_out, bundle = HeldOutTask(task, items), cast(BundleEngine, engine)
+    held_out, bundle = HeldOutTask(task, items), cast(TextEngine, engine)
     return certify_task(held_out, reference, bundle, target, Talk(), DIVERGENCE, confidence)
 
 
 def divergence_of(
-    reference: TransformersOracle, engine: Coarse, held: list[int] | None = None, talk: Talk | None = None
+    reference: TransformersOracle, engine: Coarse, held: list[int], talk: Talk | None = None
 ) -> DivergenceCertificate:
     """KL of an engine. held: gets the number of tokens of each call of the reference."""
     pairs = reference.encode_pairs([("", text) for text in TEXTS])
@@ -114,7 +114,7 @@ def divergence_of(
     log_p = np.concatenate([log_softmax(logits) for logits in reference.forced_logits(pairs)])
 
     def own(start: int, end: int) -> np.ndarray:
-        (held if held is not None else []).append(end - start)
+        held.append(end - start)
         return log_p[start:end].copy()
 
     vocabulary = reference.model.vocab_size
@@ -124,7 +124,7 @@ def divergence_of(
 def test_an_equal_engine_loses_nothing(reference: TransformersOracle) -> None:
     certificate = certify(reference, Coarse(reference, 1.0))
     assert certificate.loss is not None and certificate.loss.loss == 0.0
-    found = divergence_of(reference, Coarse(reference, 1.0))
+    found = divergence_of(reference, Coarse(reference, 1.0), [])
     assert found.items == 40 and (found.divergence.mean, found.divergence.agreement) == (0.0, 1.0)
     assert certificate.verdict is not None and certificate.verdict.status == "supported"
     plain = certificate.to_json()
@@ -158,7 +158,7 @@ def test_a_certificate_holds_no_more_logits_of_the_checkpoint_than_allowed(
 ) -> None:
     """Also where one answer has more. Each token is computed once, and every text is part of the progress."""
     engine, held, done = Coarse(reference, 40.0), list[int](), list[tuple[int, int]]()
-    whole = divergence_of(reference, engine)
+    whole = divergence_of(reference, engine, [])
     assert min(len(text) for text in TEXTS) > 10, "longer than two of the limits, in tokens"
     monkeypatch.setattr(
         "moec.compiler.bundle.certificates.LOGITS_AT_ONCE", (tokens + 1) * reference.model.vocab_size - 1
@@ -179,7 +179,7 @@ def test_other_targets_have_no_verdict(reference: TransformersOracle) -> None:
 def test_a_baseline_of_zero_has_no_loss_and_refuses_a_loss_target() -> None:
     task = find_task("gsm8k")
     items = ItemSet(task, "made", tuple({"question": f"{n}?", "answer": f"#### {n}"} for n in range(2)))
-    engine = cast(BundleEngine, Wrong())
+    engine = cast(TextEngine, Wrong())
     certificate = certify_task(HeldOutTask(task, items), engine, engine, Target("kl", 0.05), Talk(), DIVERGENCE)
     assert certificate.baseline.value == 0.0 and certificate.loss is None
     assert certificate.to_json()["loss"] is None
