@@ -2,7 +2,9 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,7 +60,9 @@ def make_example(options: argparse.Namespace) -> None:
         divided = with_experts(dense, rows["train"][:CALIBRATION_ROWS], *sizes, options.slope_loss)
         write_network(untrained_folder, divided, gguf)
     student = read_network(untrained_folder)
-    untrained = measure.compare(dense, student, {"test": rows["test"]}, SCORED_ROWS)
+    untrained = kept(
+        folder / "untrained.json", lambda: measure.compare(dense, student, {"test": rows["test"]}, SCORED_ROWS)
+    )
     print(f"untrained: {json.dumps(untrained)}", flush=True)
     run = Distillation(dense, student, folder / "train.state", folder / "train.log", 60 * options.minutes)
     run.run(rows["train"], rows["validation"])
@@ -80,6 +84,16 @@ def make_example(options: argparse.Namespace) -> None:
     text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
     (folder / "results.json").write_text(text, encoding="utf-8")
     print(text)
+
+
+def kept(path: Path, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a result from its file. If there is none, measure it and write the file."""
+    if not path.exists():
+        partial = path.with_suffix(".new")
+        partial.write_text(json.dumps(measured()), encoding="utf-8")
+        partial.rename(path)
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def _both(dense: torch.nn.Module, student: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

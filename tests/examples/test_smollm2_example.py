@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+from example_smollm2.__main__ import kept  # noqa: E402
 from example_smollm2.checkpoint import dense_network, read_network, write_network  # noqa: E402
 from example_smollm2.distil import ROWS, Distillation  # noqa: E402
 from example_smollm2.network import Network, Shape  # noqa: E402
@@ -211,3 +212,16 @@ def test_tasks_are_built_from_the_text_of_their_split(tmp_path: Path) -> None:
 def test_the_shape_of_experts_divides_the_width() -> None:
     shape = Shape(2, 32, 96, 4, 2, 64, 64, 1e4, 1e-5, shared=32, experts=4, top_k=2)
     assert shape.expert_width == 16 and replace(shape, experts=0, shared=96).expert_width == 0
+
+
+def test_a_result_is_measured_once_and_a_failed_measurement_leaves_none(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+
+    def fails() -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kept(path, fails)
+    assert not path.exists()
+    assert kept(path, lambda: {"perplexity": 41.25}) == kept(path, fails) == {"perplexity": 41.25}
+    assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
