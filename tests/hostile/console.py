@@ -59,7 +59,7 @@ def replay(seed: Seed, bundle: Path, home: Path) -> Ending:
     arguments = [part.replace("{bundle}", str(bundle)).replace("{work}", str(work)) for part in seed.arguments]
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), "LANG": "C.UTF-8"}
     child = subprocess.Popen(
-        [sys.executable, "-c", _LAUNCH, str(MOEC), *arguments],
+        [sys.executable, "-I", "-S", "-c", _LAUNCH, str(MOEC), *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=home,
     )  # fmt: skip
     code: int | None
