@@ -24,6 +24,7 @@ from .request.options import Talk
 from .request.request import CompileRequest, SharedWork
 from .request.result import CompileResult
 from .workspace.output_lock import hold_output
+from .workspace.work_folder import work_folder
 
 _LINKING_SUFFIX = ".moec-linking"
 
@@ -46,16 +47,18 @@ def compile_for_devices(
     """Compile one bundle per request, and yield each when it is complete.
 
     requests: equal but for profile, output, log and `published`.
-    base: path whose `BASE.work` holds the shared measurements.
+    base: path whose `BASE.work` holds the shared measurements, unless the requests name a folder.
     checked: result of `check_devices`, by which devices after the first do not read checkpoint and data again.
     Identical files of the bundles become hard links. Raises the errors of a compile.
     """
+    devices = tuple(request.profile.name for request in requests)
     with _hold(requests, base):
         made = list[Path]()
         for at, request in enumerate(requests):
             is_first, is_last = at == 0, at == len(requests) - 1
             resumes = request.resume if is_first else True
-            shared = replace(request, shared=SharedWork(base, is_first, is_last), resume=resumes)
+            work = SharedWork(work_folder(base), devices, is_first, is_last)
+            shared = replace(request, shared=work, resume=resumes)
             result = compile_checkpoint(shared, None if is_first else checked)
             if result.path is not None:
                 link_identical(result.path, made)

@@ -63,13 +63,12 @@ def _compile(request: CompileRequest, like: Prepared | None) -> CompileResult:
     check_partial(partial)
     clear_trials(output, disk)
     prepared = prepare(request, like)
-    identity = prepared.identity()
     if may_be_result:
-        finished = complete_earlier_run(request, identity)
+        finished = complete_earlier_run(request, prepared.identity())
         if finished is not None:
             return finished
         check_replaceable(output, request.overwrite)
-    with open_for_compile(prepared, identity) as context:
+    with open_for_compile(prepared) as context:
         disk.remove_tree(partial)
         planned = make_plan(context)
         with removed_on_failure(disk, partial):
@@ -77,7 +76,7 @@ def _compile(request: CompileRequest, like: Prepared | None) -> CompileResult:
             certified = certify_bundle(context, planned, partial)
             quality = report(prepared, planned, certified, manifest)
             complete_bundle(prepared, manifest, certified, quality, partial)
-            note_certified(context.journal, request, partial)
+            note_certified(context.decisions, request, partial)
             publish_directory(disk, partial, output, request.overwrite)
         popularity = used_popularity(prepared, planned.statistics)
         result = CompileResult(output, planned.plan, quality, popularity=popularity, device=manifest.device)

@@ -41,6 +41,7 @@ class CompileLog:
     destination: folder of the bundle. Results of finished stages are next to it.
     has_resume: whether the command has `--resume`.
     sources: paths of checkpoint and data, as `model` and `data`.
+    measurements: folder of kept measurements, or None.
 
     with CompileLog(destination) as log:
         compile_checkpoint(... Talk(log.note, log.progress))
@@ -54,6 +55,7 @@ class CompileLog:
         self._stages: dict[str, Stage] = {}
         self.events: list[dict[str, Any]] = []
         self.sources: dict[str, str] = {}
+        self.measurements: Path | None = None
 
     def stages(self) -> list[dict[str, Any]]:
         """Return the cost of every kind of work with a bar, in order of appearance, as plain values."""
@@ -96,9 +98,10 @@ class CompileLog:
             return
         self._close_bar()
         self._event("failed")
-        work = self._next_to_destination(WORK_SUFFIX)
+        work = self.measurements or self._next_to_destination(WORK_SUFFIX)
         if self._has_resume and is_interrupt(problem) and work.exists():
-            output.say(f"finished stages are in `{work}`; the same command with `--resume` continues")
+            how = "" if self.measurements else " with `--resume`"
+            output.say(f"finished stages are in `{work}`; the same command{how} continues")
 
     def done(self) -> None:
         """Record once that the compile is complete."""

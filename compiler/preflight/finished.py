@@ -23,7 +23,7 @@ from ..request.plan import CompilePlan
 from ..request.request import CompileRequest
 from ..request.result import CompileResult
 from ..workspace.journal import Journal
-from ..workspace.work_folder import certified_stage, forget, work_folder
+from ..workspace.work_folder import certified_stage, forget
 
 
 def note_certified(journal: Journal, request: CompileRequest, partial: Path) -> None:
@@ -39,18 +39,18 @@ def note_certified(journal: Journal, request: CompileRequest, partial: Path) -> 
 
 def may_be_finished(request: CompileRequest) -> bool:
     """Return whether a resumed run finds both a work folder and a bundle. Their content is not checked."""
-    return request.resume and work_folder(request.work_base).is_dir() and (request.output / MANIFEST_NAME).is_file()
+    return request.takes_up and request.work.is_dir() and (request.output / MANIFEST_NAME).is_file()
 
 
 def complete_earlier_run(request: CompileRequest, identity: str) -> CompileResult | None:
     """Finish an earlier run of these inputs that was interrupted after it had published its bundle.
 
     Returns None if the bundle is not the result of such a run.
-    identity: digest of all inputs.
+    identity: digest of everything that a search depends on.
     Raises OptionError if the work folder holds anything but results of a journal.
     Raises the errors of `request.published`.
     """
-    journal = Journal(work_folder(request.work_base), identity, request.disk, request.talk.note)
+    journal = Journal(request.work, identity, request.disk, request.talk.note)
     result = _published(journal, request)
     if result is None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -27,6 +28,8 @@ from ..walker.kept_layers import NOTHING_KEPT, KeptLayers
 from ..workspace.journal import JOURNAL_FORMAT
 from .preflight import routed_widths
 
+_OF_THE_SEARCH = frozenset({"target", "search", "objective", "confidence", "swaps", "prune"})
+"""Options that only the search and the certificate use. Of the target, measurements know the kind alone."""
 KL_ITEMS = 256
 """Number of validation items, over all tasks, whose answer tokens give the KL of a trial."""
 
@@ -97,10 +100,19 @@ class Prepared:
         return {**self.request.options.to_plain(), **({} if self.use is None else {"popularity": self.use.sha256})}
 
     def identity(self) -> str:
-        """Return a digest of everything that measurements depend on. A device decides only what is done with them."""
+        """Return a digest of everything that a search depends on. A device decides only what a byte costs."""
+        return self._digest_with(self.options_plain())
+
+    def measurement_identity(self) -> str:
+        """Return a digest of everything that measurements depend on, whatever is searched with them."""
+        options = {name: text for name, text in self.options_plain().items() if name not in _OF_THE_SEARCH}
+        kind = self.request.options.target.kind
+        return self._digest_with({**options, "target": kind, "prunes": str(self.prunes).lower()})
+
+    def _digest_with(self, options: Mapping[str, str]) -> str:
         data = [[s.task.name, s.train.sha256, s.validation.sha256, s.test.sha256] for s in self.splits]
         files = [[entry.name, entry.sha256] for entry in self.checkpoint.source_files()]
         formats = [str(spec) for spec in self.stored_specs]
         limits = asdict(self.kept_layers.texts)
-        plain = [producer(), JOURNAL_FORMAT, files, self.options_plain(), data, formats, limits]
+        plain = [producer(), JOURNAL_FORMAT, files, dict(options), data, formats, limits]
         return hashlib.sha256(canonical_json(plain)).hexdigest()

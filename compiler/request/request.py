@@ -10,6 +10,7 @@ from moec.profiles.device import DeviceProfile
 from moec.profiles.probe import memory_limit_bytes
 
 from ..workspace.durable import Disk
+from ..workspace.work_folder import work_folder
 from .options import CompileOptions, Talk
 from .ports import DrawCard, FitEviction, MeasureModes, OpenRuntime, OpenTemplates
 from .result import CompileResult
@@ -19,12 +20,14 @@ from .result import CompileResult
 class SharedWork:
     """The measurements that several compiles of one model share.
 
-    base: path whose `BASE.work` holds them.
+    folder: holds them.
+    devices: names of the devices, in order.
     is_first: whether this compile is the first. Its search uses no knowledge of others, also if it is resumed.
     is_last: whether they are removed afterwards.
     """
 
-    base: Path
+    folder: Path
+    devices: tuple[str, ...]
     is_first: bool
     is_last: bool
 
@@ -49,20 +52,26 @@ class CompileRequest:
     fit_eviction: FitEviction | None = None  # fits the weights of HOBBIT's eviction score
     draw_card: DrawCard = lambda manifest, quality: ()  # draws the pictures of the model card
     published: Callable[[CompileResult], None] = lambda result: None  # called once the bundle is published
-    shared: SharedWork | None = None  # measurements of several compiles; None: its own
+    measurements: Path | None = None  # folder of measurements that are kept for other compiles; None: none are kept
+    shared: SharedWork | None = None  # measurements of the compiles for several devices; None: one device
     templates: OpenTemplates | None = None  # opens the templates of prompts; None: they cannot be used
     popularity: Path | None = None  # popularity file with the use of experts on devices; None: that of calibration
     memory_bytes: int = 0  # memory of the compile; 0: 7/8 of the machine's memory
 
     @property
-    def work_base(self) -> Path:
-        """The path whose `.work` holds the results of finished stages."""
-        return self.output if self.shared is None else self.shared.base
+    def work(self) -> Path:
+        """The folder with the results of finished stages."""
+        return self.measurements or (work_folder(self.output) if self.shared is None else self.shared.folder)
 
     @property
     def keeps_work(self) -> bool:
         """True if a later compile uses the results of the stages."""
-        return self.shared is not None and not self.shared.is_last
+        return self.measurements is not None or (self.shared is not None and not self.shared.is_last)
+
+    @property
+    def takes_up(self) -> bool:
+        """True if results of earlier runs are used."""
+        return self.resume or self.measurements is not None
 
     @property
     def memory_limit_bytes(self) -> int:

@@ -99,6 +99,8 @@ class Trials:
     tasks: the tasks.
     progress: called with (items done, items in all).
     journal: stores the results.
+    decisions: stores the results that no other search shares. These are losses of generated answers, which stop where
+        they are clear, and how many spare items are taken.
     """
 
     walk: AnswerMeter | None
@@ -107,6 +109,7 @@ class Trials:
     tasks: Sequence[TaskData]
     progress: Progress
     journal: Journal
+    decisions: Journal
     log: list[Trial] = field(init=False, default_factory=list)
     _items: dict[str, int] = field(init=False, default_factory=dict)
     _baselines: dict[str, EvaluationResult] = field(init=False, default_factory=dict)
@@ -289,7 +292,7 @@ class Trials:
         for data in self.tasks:
             self.baseline(data)
         stage = f"loss-{plan.digest}-{target}"
-        plain = self.journal.json(
+        plain = self.decisions.json(
             stage, lambda: {task: loss.to_json() for task, loss in self._measure_losses(plan, target, store).items()}
         )
         losses = {task: loss_from_json(values) for task, values in plain.items()}
@@ -327,13 +330,13 @@ class Trials:
         needed = min(items_for_precision(loss, target) - loss.n, len(data.spare))
         if is_decided or needed <= 0:
             return False
-        self.journal.json(_spare_stage(data, target), lambda: needed)
+        self.decisions.json(_spare_stage(data, target), lambda: needed)
         return True
 
     def _taken(self, data: TaskData, target: float) -> int:
         """Return the number of spare items that are taken."""
         stage = _spare_stage(data, target)
-        return 0 if self.journal.get(stage) is None else int(self.journal.json(stage, _not_measured))
+        return 0 if self.decisions.get(stage) is None else int(self.decisions.json(stage, _not_measured))
 
     def _baseline_with_spare(self, data: TaskData, target: float) -> EvaluationResult:
         """Return the result of the unquantized model on the validation items and the spare ones that are taken."""

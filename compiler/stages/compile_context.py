@@ -32,13 +32,18 @@ from .encode_texts import CompileTexts
 class CompileContext:
     """The needs of every stage of a compile: the checked request, the journal, and the cluster.
 
-    journal: keeps the result of every finished stage.
+    journal: keeps the result of every measurement.
     cluster: workers that take jobs; None: this machine does all.
     """
 
     prepared: Prepared
     journal: Journal
     cluster: ClusterSession | None
+
+    @property
+    def decisions(self) -> Journal:
+        """Results that other targets and other searches do not share, in the same folder."""
+        return self.journal.of(self.prepared.identity())
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,29 +141,29 @@ def open_for_plan(prepared: Prepared) -> Iterator[CompileContext]:
     The plan reads the journal of an interrupted compile and adds to it. It writes nothing else.
     """
     request, note = prepared.request, prepared.request.talk.note
-    if request.shared is not None:
-        with open_for_compile(prepared, prepared.identity()) as context:
+    if request.shared is not None or request.measurements is not None:
+        with open_for_compile(prepared) as context:
             yield context
         return
     is_shared = request.resume and work_folder(request.output).is_dir()
     held = hold_output(request.output, request.disk, note) if is_shared else nullcontext()
-    opened = planning_journal(request.output, prepared.identity(), request.resume, note)
+    opened = planning_journal(request.output, prepared.measurement_identity(), request.resume, note)
     with held, _workers(prepared) as cluster, opened as journal:
         yield CompileContext(prepared, journal, cluster)
 
 
 @contextmanager
-def open_for_compile(prepared: Prepared, identity: str) -> Iterator[CompileContext]:
-    """Open the journal and the cluster for a compile.
+def open_for_compile(prepared: Prepared) -> Iterator[CompileContext]:
+    """Open the journal and the cluster for a compile. A folder of kept measurements is held until the end.
 
-    identity: digest of all inputs.
+    Raises MoecError if another compile holds it.
     """
-    request = prepared.request
-    last = certified_stage(request.profile.name)
-    opened = work_journal(
-        request.work_base, identity, request.disk, request.resume, request.talk.note, last, request.keeps_work
-    )
-    with disk_errors(request.output.parent), _workers(prepared) as cluster, opened as journal:
+    request, note = prepared.request, prepared.request.talk.note
+    kept, last = request.measurements, certified_stage(request.profile.name)
+    held = nullcontext() if kept is None else hold_output(kept, request.disk, note, "--measurements")
+    identity, takes_up = prepared.measurement_identity(), request.takes_up
+    opened = work_journal(request.work, identity, request.disk, takes_up, note, last, request.keeps_work)
+    with disk_errors(request.output.parent), _workers(prepared) as cluster, held, opened as journal:
         yield CompileContext(prepared, journal, cluster)
 
 
@@ -170,7 +175,8 @@ def open_for_comparison(prepared: Prepared, output: Path, identity: str) -> Iter
     """
     request = prepared.request
     last = certified_stage(request.profile.name)
-    with work_journal(output, identity, request.disk, request.resume, request.talk.note, last) as journal:
+    folder = work_folder(output)
+    with work_journal(folder, identity, request.disk, request.resume, request.talk.note, last) as journal:
         yield CompileContext(prepared, journal, None)
 
 

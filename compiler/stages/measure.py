@@ -54,7 +54,7 @@ def measure(context: CompileContext) -> Measured:
     prices = _with_gradients(passes, swept.sensitivity)
     progress = prepared.request.talk.progress("measuring plans by their KL")
     walk = None if texts is None else _answer_meter(passes, texts, swept, progress)
-    trials = Trials(walk, bundles, store, task_data(prepared, texts), progress, context.journal)
+    trials = Trials(walk, bundles, store, task_data(prepared, texts), progress, context.journal, context.decisions)
     if texts is not None and prepared.request.options.sensitivity == "exact":
         exact_progress = prepared.request.talk.progress("measuring each expert alone")
         prices = corrected_by_measurement(prices, trials, prepared.plain_plan(), prepared.specs, exact_progress)
@@ -103,7 +103,8 @@ def _require_baselines(context: CompileContext, bundles: PlanBundles) -> None:
     prepared = context.prepared
     progress = prepared.request.talk.progress("measuring the checkpoint on validation items")
     store = UnitStore(prepared.lowering, prepared.request.options.quantizer)
-    Trials(None, bundles, store, task_data(prepared), progress, context.journal).require_baselines()
+    tasks = task_data(prepared)
+    Trials(None, bundles, store, tasks, progress, context.journal, context.decisions).require_baselines()
 
 
 def _swept(passes: _Passes, probe: Mapping[str, QuantSpec]) -> Swept:

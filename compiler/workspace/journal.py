@@ -82,6 +82,10 @@ class Journal:
                 disk.sync_directory(folder.parent)
             _check_folder(folder)
 
+    def of(self, identity: str) -> Journal:
+        """Return the results of another identity in the same folder."""
+        return Journal(self._folder, identity, self._disk, self._note)
+
     @classmethod
     def fresh(cls, folder: Path, identity: str, disk: Disk, note: Note = lambda sentence: None) -> Journal:
         """Return an empty journal. Results of an earlier run are removed. Raises the errors of the class."""
@@ -202,5 +206,5 @@ def _check_folder(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if not _ENTRY.fullmatch(path.name) or not path.is_file():
             raise OptionError(
-                f"`{folder}` holds `{path.name}`, which is no stage result", "move it, or rename the output"
+                f"`{folder}` holds `{path.name}`, which is no stage result", "move it, or name another folder"
             )

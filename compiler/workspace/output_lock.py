@@ -21,13 +21,14 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
-def hold_output(output: Path, disk: Disk, note: Note) -> Iterator[None]:
+def hold_output(output: Path, disk: Disk, note: Note, option: str = "--output") -> Iterator[None]:
     """Keep other compiles away from an output while this one works on it.
 
     The lock is held on the empty file `NAME.lock` next to the output. The system releases it when the process ends,
     however it ends. Folders above the output are made, and removed again if nothing stays in them.
 
     output: the folder that the compile writes.
+    option: names this folder on the command line.
     disk: makes the folders.
     note: called with a sentence if the file system has no locks.
     Raises MoecError if another compile holds the lock, or the disk refuses.
@@ -38,7 +39,7 @@ def hold_output(output: Path, disk: Disk, note: Note) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         with disk_errors(output):
             held.enter_context(made_folders(output, disk))
-        held.callback(_release, _lock(path, output, note), path)
+        held.callback(_release, _lock(path, output, note, option), path)
         yield
 
 
@@ -51,7 +52,7 @@ def existing_parent(path: Path) -> Path:
     return parent
 
 
-def _lock(path: Path, output: Path, note: Note) -> int:
+def _lock(path: Path, output: Path, note: Note, option: str) -> int:
     """Open and lock a file that stays at its path while it is locked. Return the descriptor.
 
     Raises the errors of hold_output.
@@ -60,8 +61,8 @@ def _lock(path: Path, output: Path, note: Note) -> int:
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             try:
-                _check_ours(descriptor, path)
-                _take(descriptor, output, note)
+                _check_ours(descriptor, path, option)
+                _take(descriptor, output, note, option)
                 if _is_at(descriptor, path):
                     return descriptor
             except BaseException:
@@ -70,21 +71,21 @@ def _lock(path: Path, output: Path, note: Note) -> int:
             os.close(descriptor)  # its owner removed it between the two calls
 
 
-def _check_ours(descriptor: int, path: Path) -> None:
+def _check_ours(descriptor: int, path: Path, option: str) -> None:
     """Refuse anything but an empty file: the lock is removed at the end, and a user's file must never be."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_size:
         raise OptionError(
-            f"`{path}` is in the way and was not left by a compile", "move it, or choose another `--output`"
+            f"`{path}` is in the way and was not left by a compile", f"move it, or choose another `{option}`"
         )
 
 
-def _take(descriptor: int, output: Path, note: Note) -> None:
+def _take(descriptor: int, output: Path, note: Note, option: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise MoecError(
-            f"another compile is writing `{output}`", "wait until it ends, or choose another `--output`"
+            f"another compile is writing `{output}`", f"wait until it ends, or choose another `{option}`"
         ) from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:

@@ -41,24 +41,26 @@ def check_partial(partial: Path) -> None:
 
 @contextlib.contextmanager
 def work_journal(
-    output: Path, identity: str, disk: Disk, resume: bool, note: Note, last: str, is_kept: bool = False
+    folder: Path, identity: str, disk: Disk, resume: bool, note: Note, last: str, is_kept: bool = False
 ) -> Iterator[Journal]:
-    """Open the journal next to the output. It is kept only if the run was interrupted and can be resumed.
+    """Open a journal. It is kept only if the run was interrupted and can be resumed.
 
     If the input is refused, a resumed run would be refused too, so the journal is removed.
+    identity: digest of everything that measurements depend on.
     last: stage whose result is removed last.
-    is_kept: keep the journal for another compile.
+    is_kept: keep the journal for another compile, also if this one is refused.
     note: called with sentences about resumed stages and damaged results.
     Raises the errors of Journal.
     """
     opened = Journal if resume else Journal.fresh
-    journal = opened(work_folder(output), identity, disk, note)
+    journal = opened(folder, identity, disk, note)
     if resume:
-        note(_taken_up(journal, work_folder(output)))
+        note(_taken_up(journal, folder))
     try:
         yield journal
     except (MoecError, OSError) as error:
-        if isinstance(error, (InputError, TargetUnreachable)) or not any(work_folder(output).iterdir()):
+        is_useless = not is_kept and isinstance(error, (InputError, TargetUnreachable))
+        if is_useless or not any(folder.iterdir()):
             forget(journal, last)
         raise
     if not is_kept:

@@ -199,6 +199,13 @@ LONGEST_SUFFIX = ".moec-replaced"
 @click.option(
     "--sweep", metavar="RANGE", help="Print the fewest bytes at each loss, like `0.5%..20%` or `1%,2%`. No bundle."
 )
+@click.option(
+    "--measurements",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Keep all measurements in FOLDER, and take those of earlier compiles. Another loss of the same checkpoint and "
+    "data then needs a search and a certificate alone.",
+)
 @click.option("--resume", is_flag=True, help="Continue an interrupted compile of the same inputs.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle when the new one is complete.")
 @click.option("--json", "as_json", is_flag=True, help="Print the content of quality.json.")
@@ -232,12 +239,14 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         raise OptionError(f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`")
     if values["threads"] is not None and values["cluster"]:
         raise OptionError("`--threads` is of this machine, and `--cluster` computes on others", "leave out `--threads`")
+    if values["measurements"] is not None:
+        _check_measurements(values["measurements"], destination)
     _check_outputs(destination, values["estimate"] or values["plan_only"], bool(sweep))
     devices = [name for given in values["devices"] for name in given.split(",")]
     with TemplateProcesses() as processes, torch_threads(values["threads"]):
 
         def make_request(device: str, target: Path, log: CompileLog) -> CompileRequest:
-            log.sources = _sources(model, options.data)
+            log.sources, log.measurements = _sources(model, options.data), values["measurements"]
             request = _request(model, target, options, log, {**values, "device": device})
             request.sweep, request.plan_only = sweep, values["plan_only"] or bool(sweep)
             request.templates = processes.of_model
@@ -281,6 +290,17 @@ def _refuse_many(values: dict[str, Any]) -> None:
             raise OptionError(f"`--{name}` takes one device, found several", "name one with `--device`")
 
 
+def _check_measurements(folder: Path, destination: Path) -> None:
+    """Check before the work that a folder can hold measurements. Raises InputError, DoesNotFit."""
+    from moec.manifests.errors import OptionError
+
+    check_folder(folder, LONGEST_SUFFIX)
+    if folder.absolute() == destination.absolute():
+        raise OptionError(f"`--measurements {folder}` is the bundle's folder", "name another one")
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"`--measurements {folder}` is a file, expected a folder", "name another one")
+
+
 def _check_outputs(destination: Path, writes_nothing: bool, is_sweep: bool) -> None:
     """Check before the work that the outputs can be written. Raises InputError, DoesNotFit."""
     check_folder(destination, LONGEST_SUFFIX)
@@ -311,6 +331,7 @@ def _request(
         draw_card=draw_card,
         talk=Talk(log.note, log.progress),
         resume=values["resume"],
+        measurements=values["measurements"],
         overwrite=values["overwrite"],
         cluster=values["cluster"],
         published=lambda result: write_beside(result, log),

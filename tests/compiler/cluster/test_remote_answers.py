@@ -120,7 +120,8 @@ def trials_of(folder: Path, lowering: Lowering, work: Path, pool: Pool | None) -
         if pool is None
         else RemoteAnswers(pool, answers)
     )
-    return Trials(walk, cast(Any, None), store, (), no_progress, Journal(work, "same", Disk()))
+    journal = Journal(work, "same", Disk())
+    return Trials(walk, cast(Any, None), store, (), no_progress, journal, journal)
 
 
 @WORKERS

@@ -79,7 +79,8 @@ def noisy_trials(
     lowering = SimpleNamespace(model=toy_model(), spec_16bit=BF16)
     store = cast(UnitStore, SimpleNamespace(lowering=lowering, quantizer="rtn"))
     folder.mkdir(exist_ok=True)
-    return Trials(None, bundles, store, (data,), no_progress, Journal(folder / "model.work", "one", Disk()))
+    journal = Journal(folder / "model.work", "one", Disk())
+    return Trials(None, bundles, store, (data,), no_progress, journal, journal)
 
 
 def plan_number(number: int) -> CompilePlan:

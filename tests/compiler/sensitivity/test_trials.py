@@ -73,9 +73,10 @@ class Scene:
         return plan_bundles(CompileContext(replace(self.prepared, request=request), cast(Journal, None), None))
 
     def trials(self, folder: Path, identity: str = "one", walk: Any = None, bundles: Any = None) -> Trials:
+        journal = open_journal(folder, identity)
         return Trials(
             walk or self.walk(), bundles or self.bundles(folder / "out"), self.store, task_data(self.prepared),
-            no_progress, open_journal(folder, identity),
+            no_progress, journal, journal,
         )  # fmt: skip
 
 
@@ -247,7 +248,8 @@ def test_only_missing_plans_are_measured_and_all_are_told_in_order(scene: Scene,
 
 
 def test_without_data_nothing_can_be_measured(scene: Scene, tmp_path: Path) -> None:
-    trials = Trials(None, scene.bundles(tmp_path / "out"), scene.store, (), no_progress, open_journal(tmp_path))
+    journal = open_journal(tmp_path)
+    trials = Trials(None, scene.bundles(tmp_path / "out"), scene.store, (), no_progress, journal, journal)
     assert not trials.has_data and trials.kl_texts == 0
     for refused in (
         lambda: trials.kl(scene.coarse, "x"),
@@ -300,7 +302,8 @@ def scripted_trials(bundles: Any, folder: Path, *tasks: TaskData) -> Trials:
     """Return trials of a toy model. Only its answers are measured."""
     lowering = SimpleNamespace(model=toy_model(), spec_16bit=BF16)
     store = cast(UnitStore, SimpleNamespace(lowering=lowering, quantizer="rtn"))
-    return Trials(None, bundles, store, tasks, no_progress, open_journal(folder))
+    journal = open_journal(folder)
+    return Trials(None, bundles, store, tasks, no_progress, journal, journal)
 
 
 def sums(first: int, count: int, name: str = "gsm8k") -> TaskData:
