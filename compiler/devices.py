@@ -16,7 +16,7 @@ from moec.manifests.files.limits import MAX_MANIFEST_BYTES
 
 from .bundle.publish import check_replaceable
 from .checkpoint.checkpoint import open_checkpoint
-from .pipeline import compile_checkpoint
+from .pipeline import compile_checkpoint, hold_measurements
 from .preflight.device_fit import predicted_token_ns
 from .preflight.preparation import prepare
 from .preflight.prepared import Prepared
@@ -51,12 +51,12 @@ def compile_for_devices(
     checked: result of `check_devices`, by which devices after the first do not read checkpoint and data again.
     Identical files of the bundles become hard links. Raises the errors of a compile.
     """
-    devices = tuple(request.profile.name for request in requests)
+    devices = tuple(request.profile.sha256 for request in requests)
     with _hold(requests, base):
         made = list[Path]()
         for at, request in enumerate(requests):
             is_first, is_last = at == 0, at == len(requests) - 1
-            resumes = request.resume if is_first else True
+            resumes = request.takes_up if is_first else True
             work = SharedWork(work_folder(base), devices, is_first, is_last)
             shared = replace(request, shared=work, resume=resumes)
             result = compile_checkpoint(shared, None if is_first else checked)
@@ -79,7 +79,7 @@ def check_devices(requests: Sequence[CompileRequest]) -> Prepared:
     for request in requests:
         found = prepare(replace(request, talk=Talk()), checked)
         checked = checked or found
-        if not request.plan_only and not request.resume:
+        if not request.plan_only and not request.takes_up:
             check_replaceable(request.output, request.overwrite)
     if checked is None:
         raise OptionError("`--device` names no device", "name one, or leave it out")
@@ -90,7 +90,7 @@ def check_devices(requests: Sequence[CompileRequest]) -> Prepared:
 def _hold(requests: Sequence[CompileRequest], base: Path) -> Iterator[None]:
     """Keep other compiles away from the shared measurements."""
     first = requests[0]
-    with hold_output(base, first.disk, first.talk.note):
+    with hold_output(base, first.disk, first.talk.note), hold_measurements(first):
         yield
 
 

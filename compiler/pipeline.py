@@ -7,6 +7,9 @@ checkpoint -> preflight -> measure -> price -> search -> compare -> write -> cer
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 from moec.manifests.bundle import PARTIAL_SUFFIX
 
 from .bundle.plan_bundles import clear_trials
@@ -33,11 +36,25 @@ def compile_checkpoint(request: CompileRequest, like: Prepared | None = None) ->
     like: the same request for another device, checked; None: checkpoint and data are read.
     Raises MoecError.
     """
-    with device_errors(request.options.torch_device):
+    held = hold_measurements(request) if request.shared is None else nullcontext()
+    with device_errors(request.options.torch_device), held:
         if request.plan_only:
             return _plan(request, like)
         with hold_output(request.output, request.disk, request.talk.note):
             return _compile(request, like)
+
+
+@contextmanager
+def hold_measurements(request: CompileRequest) -> Iterator[None]:
+    """Keep other compiles away from the folder of kept measurements, if there is one.
+
+    Raises the errors of `hold_output`.
+    """
+    if request.measurements is None:
+        yield
+        return
+    with hold_output(request.measurements, request.disk, request.talk.note, "--measurements"):
+        yield
 
 
 def _plan(request: CompileRequest, like: Prepared | None) -> CompileResult:

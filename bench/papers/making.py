@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,8 +27,10 @@ def make(figures: Sequence[Figure], inputs: Inputs, output: Path, again: bool, s
             continue
         if again or not kept.exists():
             say(f"measuring {figure.name}")
+            began = time.monotonic()
             with complete_file(kept) as partial:
                 partial.write_text(to_record(figure.name, figure.measure(inputs)), encoding="utf-8")
+            say(f"{figure.name} took {time.monotonic() - began:.0f} s")
         publish(figure, kept.read_text(encoding="utf-8"), output)
         say(f"{figure.name}: {output / 'figures' / figure.name}.svg")
     write_pages(output)

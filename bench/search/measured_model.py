@@ -86,7 +86,8 @@ def measure_model(model: str, options: CompileOptions, work: Path, offered: Sequ
     profile = load_profile("laptop")
     prepared = prepare(CompileRequest(model, work / "out", options, profile, open_partial, Talk(say), plan_only=True))
     prepared = replace(prepared, offered=(*offered, prepared.lowering.spec_16bit) if offered else ())
-    context = CompileContext(prepared, Journal(work, prepared.measurement_identity(), Disk(), say), None)
+    journal = Journal(work, prepared.measurement_identity(), Disk(), say)
+    context = CompileContext(prepared, journal, journal.of(prepared.identity()), None)
     measured = measure(context)
     return MeasuredModel(prepared, context, measured, open_space(prepared, measured))
 

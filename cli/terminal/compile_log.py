@@ -130,9 +130,8 @@ class CompileLog:
 
     def _disk_bytes(self) -> int:
         """Return the bytes next to the destination: results of finished stages, and an incomplete bundle."""
-        folders = (
-            self.destination.with_name(self.destination.name + suffix) for suffix in (WORK_SUFFIX, PARTIAL_SUFFIX)
-        )
+        folders = [self.measurements or self._next_to_destination(WORK_SUFFIX)]
+        folders.append(self._next_to_destination(PARTIAL_SUFFIX))
         total = 0
         for folder in folders:
             with suppress(OSError):

@@ -38,8 +38,12 @@ def note_certified(journal: Journal, request: CompileRequest, partial: Path) -> 
 
 
 def may_be_finished(request: CompileRequest) -> bool:
-    """Return whether a resumed run finds both a work folder and a bundle. Their content is not checked."""
-    return request.takes_up and request.work.is_dir() and (request.output / MANIFEST_NAME).is_file()
+    """Return whether a resumed run finds both a work folder and a bundle. Their content is not checked.
+
+    Kept measurements resume every run. With `overwrite` alone, it makes the bundle anew.
+    """
+    resumes = request.resume or (request.takes_up and not request.overwrite)
+    return resumes and request.work.is_dir() and (request.output / MANIFEST_NAME).is_file()
 
 
 def complete_earlier_run(request: CompileRequest, identity: str) -> CompileResult | None:

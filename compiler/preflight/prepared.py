@@ -100,8 +100,11 @@ class Prepared:
         return {**self.request.options.to_plain(), **({} if self.use is None else {"popularity": self.use.sha256})}
 
     def identity(self) -> str:
-        """Return a digest of everything that a search depends on. A device decides only what a byte costs."""
-        return self._digest_with(self.options_plain())
+        """Return a digest of everything that a search depends on: measurements, target, devices, what is compared."""
+        request = self.request
+        devices = (request.profile.sha256,) if request.shared is None else request.shared.devices
+        told = {"devices": " ".join(devices), "sweep": str(request.sweep), "compared": str(request.options.comparisons)}
+        return self._digest_with({**self.options_plain(), **told})
 
     def measurement_identity(self) -> str:
         """Return a digest of everything that measurements depend on, whatever is searched with them."""

@@ -21,7 +21,7 @@ class SharedWork:
     """The measurements that several compiles of one model share.
 
     folder: holds them.
-    devices: names of the devices, in order.
+    devices: digests of the profiles, in order.
     is_first: whether this compile is the first. Its search uses no knowledge of others, also if it is resumed.
     is_last: whether they are removed afterwards.
     """

@@ -33,17 +33,14 @@ class CompileContext:
     """The needs of every stage of a compile: the checked request, the journal, and the cluster.
 
     journal: keeps the result of every measurement.
+    decisions: keeps results that other targets, searches and devices do not share, in the same folder.
     cluster: workers that take jobs; None: this machine does all.
     """
 
     prepared: Prepared
     journal: Journal
+    decisions: Journal
     cluster: ClusterSession | None
-
-    @property
-    def decisions(self) -> Journal:
-        """Results that other targets and other searches do not share, in the same folder."""
-        return self.journal.of(self.prepared.identity())
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +146,19 @@ def open_for_plan(prepared: Prepared) -> Iterator[CompileContext]:
     held = hold_output(request.output, request.disk, note) if is_shared else nullcontext()
     opened = planning_journal(request.output, prepared.measurement_identity(), request.resume, note)
     with held, _workers(prepared) as cluster, opened as journal:
-        yield CompileContext(prepared, journal, cluster)
+        yield CompileContext(prepared, journal, journal.of(prepared.identity()), cluster)
 
 
 @contextmanager
 def open_for_compile(prepared: Prepared) -> Iterator[CompileContext]:
-    """Open the journal and the cluster for a compile. A folder of kept measurements is held until the end.
-
-    Raises MoecError if another compile holds it.
-    """
-    request, note = prepared.request, prepared.request.talk.note
-    kept, last = request.measurements, certified_stage(request.profile.name)
-    held = nullcontext() if kept is None else hold_output(kept, request.disk, note, "--measurements")
-    identity, takes_up = prepared.measurement_identity(), request.takes_up
-    opened = work_journal(request.work, identity, request.disk, takes_up, note, last, request.keeps_work)
-    with disk_errors(request.output.parent), _workers(prepared) as cluster, held, opened as journal:
-        yield CompileContext(prepared, journal, cluster)
+    """Open the journal and the cluster for a compile."""
+    request = prepared.request
+    identity, last = prepared.measurement_identity(), certified_stage(request.profile.name)
+    opened = work_journal(
+        request.work, identity, request.disk, request.takes_up, request.talk.note, last, request.keeps_work
+    )
+    with disk_errors(request.output.parent), _workers(prepared) as cluster, opened as journal:
+        yield CompileContext(prepared, journal, journal.of(prepared.identity()), cluster)
 
 
 @contextmanager
@@ -172,12 +166,13 @@ def open_for_comparison(prepared: Prepared, output: Path, identity: str) -> Iter
     """Open the journal for the comparison of a finished bundle.
 
     output: measurements are kept next to this path.
+    identity: digest of everything that they depend on, the bundle's plan included.
     """
     request = prepared.request
     last = certified_stage(request.profile.name)
     folder = work_folder(output)
     with work_journal(folder, identity, request.disk, request.resume, request.talk.note, last) as journal:
-        yield CompileContext(prepared, journal, None)
+        yield CompileContext(prepared, journal, journal, None)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ..preflight.device_fit import choose_objective, summarise_device
@@ -16,7 +15,6 @@ from ..search.boundary import Boundaries
 from ..search.pruning import left_out_losses, with_pruning
 from ..search.space import SearchSpace, build_space
 from ..search.swaps import SWAPS, Swaps
-from ..workspace.journal import Journal
 from .comparing import compare, with_plan_of_edgemoe
 from .compile_context import CompileContext, Measured, Planned, Searched
 from .measure import calibrate, measure
@@ -57,7 +55,7 @@ def plan_by_search(context: CompileContext) -> Planned:
     measured = measure(context)
     space = open_space(prepared, measured)
     shared = prepared.request.shared
-    boundaries = None if shared is None else Boundaries(_of_devices(context, shared.devices), shared.is_first)
+    boundaries = None if shared is None else Boundaries(context.decisions, shared.is_first)
     plan = search(space, measured.trials, options.target, prepared.request.talk.note, swaps(prepared), boundaries)
     check_device(prepared, plan)
     comparison = compare(prepared, measured, plan)
@@ -65,11 +63,6 @@ def plan_by_search(context: CompileContext) -> Planned:
         comparison = with_plan_of_edgemoe(prepared, measured, comparison)
         plan = comparison.plan
     return Planned(plan, Searched(measured, space, comparison))
-
-
-def _of_devices(context: CompileContext, devices: Sequence[str]) -> Journal:
-    """Return the results that only compiles for the same devices share."""
-    return context.journal.of(" ".join([context.prepared.identity(), *devices]))
 
 
 def open_space(prepared: Prepared, measured: Measured) -> SearchSpace:

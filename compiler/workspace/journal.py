@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,9 @@ class Journal:
 
     def of(self, identity: str) -> Journal:
         """Return the results of another identity in the same folder."""
-        return Journal(self._folder, identity, self._disk, self._note)
+        other = copy(self)
+        other._identity = identity
+        return other
 
     @classmethod
     def fresh(cls, folder: Path, identity: str, disk: Disk, note: Note = lambda sentence: None) -> Journal:

@@ -66,8 +66,14 @@ def test_a_file_is_refused_and_kept(invoke: Invoke, place: Path) -> None:
     assert names(place) == {"tiny", "texts", "kept"}
 
 
-def test_the_output_is_no_place_for_them(invoke: Invoke, place: Path) -> None:
-    result = invoke("compile", "tiny", *COMMON, "--measurements", "out", "--kl", "0.2", "-o", "out")
+@pytest.mark.parametrize(
+    ("folder", "devices"), [("out", ""), ("out.work", ""), ("out/kept", ""), ("out-laptop", ",laptop")]
+)
+def test_a_folder_in_the_way_of_the_bundle_is_refused(invoke: Invoke, place: Path, folder: str, devices: str) -> None:
+    """Publishing the bundle would remove it, or another compile would."""
+    *rest, device = COMMON
+    line = ("compile", "tiny", *rest, f"{device}{devices}", "--kl", "0.2", "-o", "out", "--measurements", folder)
+    result = invoke(*line)
     assert result.exit_code == 1
-    assert "`--measurements out` is the bundle's folder" in result.stderr
+    assert f"`--measurements {folder}` is in the way of the bundle `out`" in result.stderr
     assert names(place) == {"tiny", "texts"}

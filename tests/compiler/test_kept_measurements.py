@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moec.compiler.devices import compile_for_devices
+from moec.compiler.devices import check_devices, compile_for_devices
 from moec.compiler.request.options import Talk
+from moec.compiler.stages import encode_texts
+from moec.compiler.walker import kept_layers
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.output_lock import hold_output
 from moec.manifests.errors import MoecError, OptionError, TargetUnreachable
-from tests.tiny_compile import check_bundle, compile_tiny, contents, make_request, names, pi
+from tests.tiny_compile import check_bundle, compile_tiny, contents, make_request, names, pi, save_model, save_texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOLDER = "measurements"
@@ -53,7 +56,6 @@ def test_another_target_measures_the_model_once_and_gets_the_bytes_of_a_compile_
     assert stages(tmp_path) >= {"layer", "units", "gradients", "kl", "certified"}
     notes: list[str] = []
     monkeypatch.setattr("moec.compiler.stages.sweep.LayerQuantizer.run", fails)
-    monkeypatch.setattr("moec.compiler.sensitivity.gradients.LayerGradients._layer", fails)
     compile_tiny(model, tmp_path / "fine", kind, **second, **common, talk=Talk(notes.append))
     assert any("taking up" in note and FOLDER in note for note in notes)
     assert contents(tmp_path / "fine") == contents(tmp_path / "alone") != contents(tmp_path / "coarse")
@@ -63,18 +65,21 @@ def test_another_target_measures_the_model_once_and_gets_the_bytes_of_a_compile_
     }.items() <= (kept.items())
 
 
-def test_another_search_does_not_change_the_next_one(model: Path, texts: Path, tmp_path: Path) -> None:
-    """Spare items and losses of answers belong to one search: they stop where its result is clear."""
-    common: dict[str, Any] = {"data": str(texts), "tasks": ("perplexity",)}
-    compile_tiny(model, tmp_path / "alone", "loss", 0.05, **common)
+def test_another_search_does_not_change_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search takes its own number of spare texts, by the first plan near the target. Losses are those of texts."""
+    monkeypatch.setattr(kept_layers, "LARGE_TEXTS", replace(kept_layers.LARGE_TEXTS, calibration=40))
+    monkeypatch.setattr(encode_texts, "TEXTS", 4)
+    model, data = save_model(tmp_path / "tiny"), save_texts(tmp_path / "texts", train=40, validation=3, test=6)
+    common: dict[str, Any] = {"data": str(data), "tasks": ("perplexity",)}
+    fast = replace(pi(), name="fast", memory_budget_bytes=8_000_000_000)
+    last: dict[str, Any] = {"profile": fast, "swaps": 0}
+    compile_tiny(model, tmp_path / "alone", "loss", 0.01, **common, **last)
     common["measurements"] = tmp_path / FOLDER
-    for name, options in {
-        "sized": {"objective": "size"},
-        "no-swaps": {"swaps": 0},
-        "kept": {"confidence": 0.9},
-    }.items():
-        compile_tiny(model, tmp_path / name, "loss", 0.05, **common, **options)
-    compile_tiny(model, tmp_path / "last", "loss", 0.05, **common)
+    compile_tiny(model, tmp_path / "other-device", "loss", 0.01, **common)
+    compile_tiny(model, tmp_path / "sized", "loss", 0.01, objective="size", **common)
+    compile_tiny(model, tmp_path / "last", "loss", 0.01, **common, **last)
+    spare = [name for name in names(tmp_path / FOLDER) if name.startswith("spare-")]
+    assert len(spare) == 3
     assert contents(tmp_path / "last") == contents(tmp_path / "alone")
 
 
@@ -100,6 +105,11 @@ def test_an_interrupted_compile_goes_on_without_an_option(
     compile_tiny(model, tmp_path / "out", "kl", 0.05, **common)
     with pytest.raises(OptionError, match="exists"):
         compile_tiny(model, tmp_path / "out", "kl", 0.1, **common)
+    # `overwrite` makes it anew, also from a bundle that was damaged
+    whole = contents(tmp_path / "out")
+    (tmp_path / "out" / "dense.safetensors").write_bytes(b"damaged")
+    compile_tiny(model, tmp_path / "out", "kl", 0.05, overwrite=True, **common)
+    assert contents(tmp_path / "out") == whole
 
 
 def test_a_plan_alone_leaves_its_measurements(model: Path, texts: Path, tmp_path: Path) -> None:
@@ -120,6 +130,12 @@ def test_several_devices_keep_them_too(model: Path, texts: Path, tmp_path: Path)
     assert len(list(compile_for_devices(asked, tmp_path / "out"))) == 2
     assert names(tmp_path) == {"one", "two", FOLDER}
     assert stages(tmp_path) >= {"layer", "search", "certified"}
+    # An interrupted command continues, and finds the first bundle in its place
+    shutil.rmtree(tmp_path / "two")
+    before = (tmp_path / "one" / "moec.json").stat().st_mtime_ns
+    assert len(list(compile_for_devices(asked, tmp_path / "out", check_devices(asked)))) == 2
+    assert (tmp_path / "one" / "moec.json").stat().st_mtime_ns == before
+    assert names(tmp_path) == {"one", "two", FOLDER}
 
 
 def test_other_data_is_measured_anew(model: Path, texts: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moec.manifests.files.output_file import check_folder, check_output, write_output
+from moec.manifests.files.output_file import write_output
 
 from ...compile_devices import MakeRequest, compile_all, run_on
 from ...lossy_modes.mode_sweep import mode_sweep_option
@@ -20,8 +20,9 @@ from ...options.task_options import TemplateProcesses, task_options
 from ...simulation.compile_eviction import fit_to_texts
 from ...terminal import output
 from ...terminal.compile_log import LOG_SUFFIX, CompileLog, stage_table
-from ...terminal.compile_result import CURVE_SUFFIX, REPORT_SUFFIX, print_curve, print_forecast, print_result
+from ...terminal.compile_result import print_curve, print_forecast, print_result
 from ..bundles.report import draw_card, report_beside
+from .output_checks import check_measurements, check_outputs
 from .partial_bundle import open_partial, torch_threads
 
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from moec.compiler.request.ports import MeasureModes
     from moec.compiler.request.request import CompileRequest
     from moec.compiler.request.result import CompileResult
-
-LONGEST_SUFFIX = ".moec-replaced"
-"""The longest suffix of a file or folder next to a bundle."""
 
 
 @click.command("compile", short_help="Find the fewest bytes that keep a target; write a bundle.")
@@ -204,7 +202,7 @@ LONGEST_SUFFIX = ".moec-replaced"
     type=click.Path(path_type=Path),
     metavar="FOLDER",
     help="Keep all measurements in FOLDER, and take those of earlier compiles. Another loss of the same checkpoint and "
-    "data then needs a search and a certificate alone.",
+    "data then calibrates and quantizes nothing again. Implies --resume.",
 )
 @click.option("--resume", is_flag=True, help="Continue an interrupted compile of the same inputs.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle when the new one is complete.")
@@ -239,10 +237,10 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
         raise OptionError(f"`-o {destination}` names no folder of its own", "name the bundle, like `-o name-moec`")
     if values["threads"] is not None and values["cluster"]:
         raise OptionError("`--threads` is of this machine, and `--cluster` computes on others", "leave out `--threads`")
-    if values["measurements"] is not None:
-        _check_measurements(values["measurements"], destination)
-    _check_outputs(destination, values["estimate"] or values["plan_only"], bool(sweep))
     devices = [name for given in values["devices"] for name in given.split(",")]
+    if values["measurements"] is not None:
+        check_measurements(values["measurements"], destination, len(devices) > 1)
+    check_outputs(destination, values["estimate"] or values["plan_only"], bool(sweep))
     with TemplateProcesses() as processes, torch_threads(values["threads"]):
 
         def make_request(device: str, target: Path, log: CompileLog) -> CompileRequest:
@@ -288,28 +286,6 @@ def _refuse_many(values: dict[str, Any]) -> None:
     for name in ("estimate", "sweep", "cluster"):
         if values[name]:
             raise OptionError(f"`--{name}` takes one device, found several", "name one with `--device`")
-
-
-def _check_measurements(folder: Path, destination: Path) -> None:
-    """Check before the work that a folder can hold measurements. Raises InputError, DoesNotFit."""
-    from moec.manifests.errors import OptionError
-
-    check_folder(folder, LONGEST_SUFFIX)
-    if folder.absolute() == destination.absolute():
-        raise OptionError(f"`--measurements {folder}` is the bundle's folder", "name another one")
-    if folder.exists() and not folder.is_dir():
-        raise OptionError(f"`--measurements {folder}` is a file, expected a folder", "name another one")
-
-
-def _check_outputs(destination: Path, writes_nothing: bool, is_sweep: bool) -> None:
-    """Check before the work that the outputs can be written. Raises InputError, DoesNotFit."""
-    check_folder(destination, LONGEST_SUFFIX)
-    curve = destination.with_name(destination.name + CURVE_SUFFIX)
-    curves = (curve, curve.with_suffix(".png"))
-    reports = [destination.with_name(destination.name + suffix) for suffix in (LOG_SUFFIX, REPORT_SUFFIX)]
-    if not writes_nothing:
-        for path in curves if is_sweep else reports:
-            check_output(path)
 
 
 def _request(

@@ -21,7 +21,8 @@ from ...terminal.compile_log import CompileLog
 from ...terminal.progress_bar import ProgressBar
 from ...terminal.report import comparison_table, loss_table, plan_heat_map, verdict_line
 from ..bundles.report import draw_card
-from .compile import LONGEST_SUFFIX, write_beside
+from .compile import write_beside
+from .output_checks import LONGEST_SUFFIX
 from .partial_bundle import open_partial
 
 if TYPE_CHECKING:

@@ -70,7 +70,8 @@ class Scene:
     def bundles(self, output: Path) -> PlanBundles:
         """Return what writes temporary bundles next to an output."""
         request = replace(self.prepared.request, output=output)
-        return plan_bundles(CompileContext(replace(self.prepared, request=request), cast(Journal, None), None))
+        no_journal = cast(Journal, None)
+        return plan_bundles(CompileContext(replace(self.prepared, request=request), no_journal, no_journal, None))
 
     def trials(self, folder: Path, identity: str = "one", walk: Any = None, bundles: Any = None) -> Trials:
         journal = open_journal(folder, identity)

@@ -1,0 +1,44 @@
+"""Checks before a compile that what it writes has a place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moec.manifests.bundle import PARTIAL_SUFFIX, WORK_SUFFIX
+from moec.manifests.errors import OptionError
+from moec.manifests.files.output_file import check_folder, check_output
+
+from ...terminal.compile_log import LOG_SUFFIX
+from ...terminal.compile_result import CURVE_SUFFIX, REPORT_SUFFIX
+
+LONGEST_SUFFIX = ".moec-replaced"
+"""The longest suffix of a file or folder next to a bundle."""
+
+
+def check_measurements(folder: Path, destination: Path, is_many: bool) -> None:
+    """Check before the work that a folder can hold measurements.
+
+    is_many: the bundles are those of several devices, whose names begin with that of the destination.
+    Raises InputError, DoesNotFit.
+    """
+    check_folder(folder, LONGEST_SUFFIX)
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"`--measurements {folder}` is a file, expected a folder", "name another one")
+    kept, bundle = folder.resolve(), destination.resolve()
+    own = [bundle.name + ending for ending in ("", PARTIAL_SUFFIX, WORK_SUFFIX)]
+    above = [path.name for path in (kept, *kept.parents) if path.parent == bundle.parent]
+    if kept in bundle.parents or any(name in own or (is_many and name.startswith(f"{own[0]}-")) for name in above):
+        raise OptionError(
+            f"`--measurements {folder}` is in the way of the bundle `{destination}`", "name a folder apart from it"
+        )
+
+
+def check_outputs(destination: Path, writes_nothing: bool, is_sweep: bool) -> None:
+    """Check before the work that the outputs can be written. Raises InputError, DoesNotFit."""
+    check_folder(destination, LONGEST_SUFFIX)
+    curve = destination.with_name(destination.name + CURVE_SUFFIX)
+    curves = (curve, curve.with_suffix(".png"))
+    reports = [destination.with_name(destination.name + suffix) for suffix in (LOG_SUFFIX, REPORT_SUFFIX)]
+    if not writes_nothing:
+        for path in curves if is_sweep else reports:
+            check_output(path)
