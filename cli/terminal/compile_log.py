@@ -38,10 +38,10 @@ class Stage:
 class CompileLog:
     """Notes and progress on stderr, the same with times for `NAME.log.json`, and the cost of each stage.
 
-    destination: folder of the bundle. Results of finished stages are next to it.
+    destination: folder of the bundle.
     has_resume: whether the command has `--resume`.
     sources: paths of checkpoint and data, as `model` and `data`.
-    measurements: folder of kept measurements, or None.
+    work: folder with results of finished stages. It is next to the destination unless it is set.
 
     with CompileLog(destination) as log:
         compile_checkpoint(... Talk(log.note, log.progress))
@@ -55,7 +55,7 @@ class CompileLog:
         self._stages: dict[str, Stage] = {}
         self.events: list[dict[str, Any]] = []
         self.sources: dict[str, str] = {}
-        self.measurements: Path | None = None
+        self.work = self._next_to_destination(WORK_SUFFIX)
 
     def stages(self) -> list[dict[str, Any]]:
         """Return the cost of every kind of work with a bar, in order of appearance, as plain values."""
@@ -98,10 +98,8 @@ class CompileLog:
             return
         self._close_bar()
         self._event("failed")
-        work = self.measurements or self._next_to_destination(WORK_SUFFIX)
-        if self._has_resume and is_interrupt(problem) and work.exists():
-            how = "" if self.measurements else " with `--resume`"
-            output.say(f"finished stages are in `{work}`; the same command{how} continues")
+        if self._has_resume and is_interrupt(problem) and self.work.exists():
+            output.say(f"finished stages are in `{self.work}`; the same command with `--resume` continues")
 
     def done(self) -> None:
         """Record once that the compile is complete."""
@@ -129,11 +127,9 @@ class CompileLog:
         return self.destination.with_name(self.destination.name + ending)
 
     def _disk_bytes(self) -> int:
-        """Return the bytes next to the destination: results of finished stages, and an incomplete bundle."""
-        folders = [self.measurements or self._next_to_destination(WORK_SUFFIX)]
-        folders.append(self._next_to_destination(PARTIAL_SUFFIX))
+        """Return the bytes on disk: results of finished stages, and an incomplete bundle."""
         total = 0
-        for folder in folders:
+        for folder in (self.work, self._next_to_destination(PARTIAL_SUFFIX)):
             with suppress(OSError):
                 total += sum(path.stat().st_size for path in folder.iterdir())
         return total

@@ -52,7 +52,7 @@ def test_an_interrupt_says_that_the_same_command_continues(
         patched.setattr(bundle_stages, "emit", interrupted)
         result = invoke(*command)
     assert result.exit_code == 130
-    assert "finished stages are in `kept`; the same command continues" in result.stderr
+    assert "finished stages are in `kept`; the same command with `--resume` continues" in result.stderr
     assert invoke(*command).exit_code == 0
 
 

@@ -70,8 +70,8 @@ def by_che(share):
     return share * absent + (share**2 * absent).sum() / (share * absent).sum() * (1 - absent)
 
 
-def print_plan(name, weights):
-    weights = 0.9 * weights / weights.mean() + 0.1
+def print_plan(name, weights, size_share=0.1):
+    weights = (1 - size_share) * weights / weights.mean() + size_share
     planning.byte_weights = lambda *_: ByteWeights(weights.reshape(layers, experts), 1.0)
     space = planning.open_space(gain._prepared, gain.measured).without_pruning()
     plan = search(space, gain.measured.trials, Target("kl", kl), say, NO_SWAPS)
@@ -88,3 +88,12 @@ print_plan("popularity", share)
 print_plan("popularity and the probability to be absent", by_che(share))
 print_plan("misses on train texts", by_misses(train))
 print_plan("misses on the test texts", by_misses(test))
+print_plan("misses on the test texts, without the tenth for size", by_misses(test), 0.001)
+train_misses, test_misses = (lru(routes._accesses, layers * experts // 2)[1] for routes in (train, test))
+print("use over its mean, 5 % and 95 %:", np.percentile(share, [5, 95]).round(2))
+print(
+    "misses on the test texts over their mean, 5 % and 95 %:",
+    np.percentile(test_misses / test_misses.mean(), [5, 95]).round(2),
+)
+print("correlation of use and misses:", np.corrcoef(share, test_misses)[0, 1].round(2))
+print("correlation of misses, train and test:", np.corrcoef(train_misses, test_misses)[0, 1].round(2))

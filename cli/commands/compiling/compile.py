@@ -244,7 +244,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     with TemplateProcesses() as processes, torch_threads(values["threads"]):
 
         def make_request(device: str, target: Path, log: CompileLog) -> CompileRequest:
-            log.sources, log.measurements = _sources(model, options.data), values["measurements"]
+            log.sources, log.work = _sources(model, options.data), values["measurements"] or log.work
             request = _request(model, target, options, log, {**values, "device": device})
             request.sweep, request.plan_only = sweep, values["plan_only"] or bool(sweep)
             request.templates = processes.of_model
