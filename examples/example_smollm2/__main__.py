@@ -2,9 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -60,7 +58,7 @@ def make_example(options: argparse.Namespace) -> None:
         divided = with_experts(dense, rows["train"][:CALIBRATION_ROWS], *sizes, options.slope_loss)
         write_network(untrained_folder, divided, gguf)
     student = read_network(untrained_folder)
-    untrained = kept(
+    untrained = measure.kept(
         folder / "untrained.json", lambda: measure.compare(dense, student, {"test": rows["test"]}, SCORED_ROWS)
     )
     print(f"untrained: {json.dumps(untrained)}", flush=True)
@@ -84,16 +82,6 @@ def make_example(options: argparse.Namespace) -> None:
     text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
     (folder / "results.json").write_text(text, encoding="utf-8")
     print(text)
-
-
-def kept(path: Path, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a result from its file. If there is none, measure it and write the file."""
-    if not path.exists():
-        partial = path.with_suffix(".new")
-        partial.write_text(json.dumps(measured()), encoding="utf-8")
-        partial.rename(path)
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
 
 
 def _both(dense: torch.nn.Module, student: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

@@ -3,6 +3,9 @@
 Shapes: L layers, E experts, K chosen experts.
 """
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +36,16 @@ def compare(dense: Network, student: Network, rows: dict[str, Tensor], count: in
             "experts": round(after, 3),
             "ratio": round(after / before, 4),
         }
+    return found
+
+
+def kept(path: Path, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a result from its file. If there is none, measure it and write the file."""
+    if not path.exists():
+        partial = path.with_suffix(".new")
+        partial.write_text(json.dumps(measured()), encoding="utf-8")
+        partial.rename(path)
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from example_smollm2.__main__ import kept  # noqa: E402
 from example_smollm2.checkpoint import dense_network, read_network, write_network  # noqa: E402
 from example_smollm2.distil import ROWS, Distillation  # noqa: E402
+from example_smollm2.measure import kept  # noqa: E402
 from example_smollm2.network import Network, Shape  # noqa: E402
 from example_smollm2.prose import SPLITS, Document, paragraphs_of, read_documents, split_of, write_lines  # noqa: E402
 from example_smollm2.sources import SOURCES  # noqa: E402

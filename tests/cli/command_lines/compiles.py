@@ -58,6 +58,7 @@ COMPILES = {
             "memory": Given("--memory 5GiB", "request.memory_bytes", 5 << 30),
             "cluster": Given("--cluster 10.0.0.1:6379", "request.cluster", "10.0.0.1:6379"),
             "resume": Given("--resume", "request.resume", True),
+            "measurements": Given("--measurements {folder}/kept", "request.measurements", Path("{folder}/kept")),
             "overwrite": Given("--overwrite", "request.overwrite", True),
             "model": Given("", "request.source", "{folder}/model"),
             "": Given("", "request.open_runtime", open_partial),

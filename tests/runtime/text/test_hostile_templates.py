@@ -54,7 +54,7 @@ TEMPLATES = {
     "lipsum": ("{{ lipsum(n=100000000) }}", TIME),
     "doubled by ~": (doubling("~", "'a'*1000000"), MEMORY),
     "doubled by +": (doubling("+", "'a'*1000000"), MEMORY),
-    "doubled list": (doubling("+", "[1]*1000000"), MEMORY),
+    "doubled list": (doubling("+", "[1]*100000"), MEMORY),
     "set block": (f"{{% set x %}}{LONG_TEXT}{{% endset %}}", MEMORY),
     "filter block": (f"{{% filter upper %}}{LONG_TEXT}{{% endfilter %}}", MEMORY),
     "call block": (
@@ -72,7 +72,7 @@ TEMPLATES = {
     "expandtabs": ("{{ ('\t'*1000).expandtabs(2000000) }}", MEMORY),
     "join": ("{{ range(99999)|join('b'*100000) }}", MEMORY),
     "indent": ("{{ ('a\n'*100000)|indent(100000) }}", MEMORY),
-    "wordwrap": ("{{ ('a'*99999)|wordwrap(1,true,'x'*100000) }}", MEMORY),
+    "wordwrap": ("{{ ('a'*9999)|wordwrap(1,true,'x'*1000000) }}", MEMORY),
     "tojson indent": ("{{ [1]|tojson(indent=2000000000) }}", MEMORY),
     "tojson separators": ("{{ range(99999)|list|tojson(separators=('x'*100000,':')) }}", MEMORY),
     "batch": ("{{ [1]|batch(1000000000,'x')|list }}", MEMORY),
