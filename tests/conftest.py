@@ -21,6 +21,9 @@ from hypothesis import HealthCheck, settings
 # each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# With a second thread in each, the processes of the tests wait for each other more than they gain.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU Triton's kernels run in its interpreter. It must be chosen before any package imports Triton.
 if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")

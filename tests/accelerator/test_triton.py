@@ -20,6 +20,8 @@ from tests.accelerator.experts import RANKS, TOKENS, computed_by, computed_by_nu
 from tests.kernels.packer import FORMATS, bits, random_matrix
 from tests.kernels.products import EXPERTS, biases_of, expert_of, inputs
 
+# Of each kind of group that is wider than a tile: zero points, symmetric codes, byte scales, ternary codes.
+IN_CI = ("q4g64", "q4g64s", "q4g64b", "q3g128", "q3g128s", "q3g128b", "q1.6g64s", "q1.6g128s")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of numpy, in the interpreter
 
 
@@ -35,7 +37,14 @@ def opened(device: torch.device, experts: list[kernels.Expert], kept: int) -> To
     return TorchDevice("test", device, sum(sizes[:kept]), max(sizes), has_triton=True)
 
 
-@pytest.mark.parametrize("spec", FORMATS, ids=str)
+def formats() -> list[Any]:
+    """All formats. Without a GPU a wide group is slow, because every tile of it is interpreted."""
+    slow = [] if torch.cuda.is_available() else [pytest.mark.slow]
+    wide = [spec for spec in FORMATS if spec.group_size >= 64 and str(spec) not in IN_CI]
+    return [pytest.param(spec, marks=slow if spec in wide else [], id=str(spec)) for spec in FORMATS]
+
+
+@pytest.mark.parametrize("spec", formats())
 def test_every_format_unpacks_to_the_bits_of_torch(device: torch.device, spec: QuantSpec) -> None:
     """Rows that do not fill a block, and tiles that do not fill a step, for formats whose groups allow it.
 

@@ -55,10 +55,10 @@ def test_the_first_bundle_is_the_one_that_its_device_gets_alone(
         ExpertQuantizer, "run", lambda self, expert, *rest: quantized.append(expert) or run(self, expert, *rest)
     )
     (tmp_path / "alone").mkdir()
-    alone = [compile_checkpoint(request) for request in requests(model, texts, tmp_path / "alone")]
+    alone = [compile_checkpoint(request) for request in requests(model, texts, tmp_path / "alone", swaps=None)]
     once = len(quantized) // len(alone)
     quantized.clear()
-    together = list(compile_for_devices(requests(model, texts, tmp_path), tmp_path / "out"))
+    together = list(compile_for_devices(requests(model, texts, tmp_path, swaps=None), tmp_path / "out"))
     assert len(quantized) == once > 0
     assert names(tmp_path) == {"alone", *(f"out-{name}" for name in BUDGETS)}
     for number, (one, other) in enumerate(zip(alone, together, strict=True)):

@@ -64,7 +64,7 @@ def stage_of(name: str, path: Path, is_renamed: bool) -> str:
     return "certify" if path.name.startswith(CERTIFICATE_FILES) else "emit"
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=[WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.slow)])
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

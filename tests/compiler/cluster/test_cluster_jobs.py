@@ -94,7 +94,7 @@ def compile_texts(model: ModelSpec) -> CompileTexts:
     return CompileTexts(texts, texts.first(8), scored, scored, {"one": scored})
 
 
-@pytest.mark.parametrize("quantizer", ["gptq", "rtn"])
+@pytest.mark.parametrize("quantizer", ["gptq", pytest.param("rtn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*FAMILIES, "switch"])
 def test_a_sweep_over_the_layers_is_the_same_with_experts_quantized_elsewhere(
     name: str, quantizer: str, tmp_path: Path

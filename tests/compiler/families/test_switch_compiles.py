@@ -56,7 +56,10 @@ KL = 0.02
 TOKENS = np.random.default_rng(4).integers(4, 260, 40).tolist()
 
 
-@pytest.fixture(scope="module", params=["switch", "switch-capacity", "switch-all-routed-half"])
+@pytest.fixture(
+    scope="module",
+    params=["switch", "switch-capacity", pytest.param("switch-all-routed-half", marks=pytest.mark.slow)],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_switch(tmp_path_factory.mktemp(request.param) / "model", TINY_SWITCHES[request.param])
 
@@ -297,7 +300,13 @@ def uninterrupted(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 @pytest.mark.gate("G5")
-@pytest.mark.parametrize("stage", ["layer-1", "states-3", "layer-3", "layer-5", "encoded", "gradients-3"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "layer-1", "states-3", "gradients-3",
+        *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("layer-3", "layer-5", "encoded")),
+    ],
+)  # fmt: skip
 def test_a_killed_compile_goes_on(
     plain: Path, tmp_path: Path, uninterrupted: tuple[dict[str, Any], dict[str, bytes]], stage: str
 ) -> None:
