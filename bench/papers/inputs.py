@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class Inputs:
     ) -> None:
         """Take a folder. throttles: whether this run may limit reads of storage, which needs root."""
         self.folder, self._say, self.throttles = folder, say, throttles
+        self.compiling_s = 0.0  # seconds of all compiles of this run
 
     def bundle(self, name: str) -> Path:
         """Return the folder of a bundle. Compiles it if it is not there."""
@@ -83,10 +85,16 @@ class Inputs:
         path = self.folder / "bundles" / name
         if not (path / "moec.json").exists():
             model, options = BUNDLES[name]
-            self._say(f"compiling {name}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            moec("compile", model.folder, *options, "-o", path, "--overwrite")
+            self.compile(model.folder, path, *options)
         return path
+
+    def compile(self, model: Path, path: Path, *options: object) -> None:
+        """Compile a checkpoint to a bundle. This is no time of the figure that needs it."""
+        self._say(f"compiling {path.name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        moec("compile", model, *options, "-o", path, "--overwrite")
+        self.compiling_s += time.monotonic() - began
 
     def opened(self, name: str) -> Bundle:
         """Return an open bundle."""

@@ -153,6 +153,21 @@ def test_a_figure_that_needs_a_counter_is_measured_only_where_one_is(tmp_path: P
     assert calls == ["edgemoe-first"]
 
 
+def test_compiles_are_no_time_of_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours of a clock that stands still, but during a compile."""
+    hours, told, figure = [0.0], list[str](), stub([], "edgemoe-first")
+    monkeypatch.setattr("time.monotonic", lambda: 3600 * hours[0])
+    monkeypatch.setattr("bench.papers.inputs.moec", lambda *arguments: hours.append(hours.pop() + 1))
+
+    def measure(inputs: Inputs) -> Measured:
+        inputs.bundle("planted-2")
+        hours[0] += 2
+        return SMALL
+
+    make([replace(figure, measure=measure)], Inputs(tmp_path / "work"), tmp_path / "pages", False, told.append)
+    assert "edgemoe-first took 7200 s, and 3600 s for bundles" in told
+
+
 def test_a_run_is_kept_for_its_bundle_and_options(tmp_path: Path) -> None:
     inputs, counts = Inputs(tmp_path), iter(range(9))
     found = [inputs.kept("a run", SHIPPED, options, lambda: {"run": next(counts)}) for options in ((1,), (1,), (2,))]

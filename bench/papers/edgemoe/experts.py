@@ -6,7 +6,6 @@ import shutil
 from itertools import pairwise
 from pathlib import Path
 
-from ...yardstick.commands import moec
 from ..figure import Figure, Measured, Panel, percent
 from ..inputs import Inputs
 from ..models import PLANTED, RANDOM
@@ -30,7 +29,7 @@ def bundle_of(inputs: Inputs, count: int) -> str:
     if not (path / "moec.json").exists():
         checkpoint = inputs.folder / "models" / name
         write_checkpoint(checkpoint, count)
-        moec("compile", checkpoint, "--uniform", 16, "--dense-bits", 16, "-o", path, "--overwrite")
+        inputs.compile(checkpoint, path, "--uniform", 16, "--dense-bits", 16)
         shutil.rmtree(checkpoint)
     return name
 
