@@ -25,7 +25,7 @@ from moec.runtime.tuning.tune_file import bundle_sha256
 from ..expert_cache.eviction import item_text, texts
 from ..prefetch.learned_routers import Routing
 from ..yardstick.commands import moec
-from .models import DATA, PLAIN, PLANTED, ROOT, TRAINED, Model
+from .models import DATA, MODELS, NATURAL, PLAIN, PLANTED, ROOT, Model
 
 SHIPPED = "planted-moec"
 """Name of `examples/bundle`, which is not compiled here."""
@@ -38,15 +38,16 @@ BUNDLES: dict[str, tuple[Model, tuple[object, ...]]] = {
     "planted-4": (PLANTED, ("--uniform", 4, *_CALIBRATED)),
     "planted-2": (PLANTED, ("--uniform", 2, *_CALIBRATED)),
     "plain-16": (PLAIN, ("--uniform", 16, "--dense-bits", 16, *_CALIBRATED)),
+    "natural-16": (NATURAL, ("--uniform", 16, "--dense-bits", 16)),
     "planted-2-samsum": (PLANTED, ("--uniform", 2, "--data", DATA, "--task", "samsum")),
     **{
         f"{model.name}-experts-{width}": (model, ("--uniform", width, "--dense-bits", 16))
-        for model in TRAINED
+        for model in MODELS
         for width in (2, 4, 8)
     },
     **{
         f"{model.name}-all-{width}": (model, ("--uniform", width, "--dense-bits", width))
-        for model in TRAINED
+        for model in MODELS
         for width in (4, 8)
     },
 }
@@ -82,9 +83,12 @@ class Inputs:
         """Return the folder of a bundle. Compiles it if it is not there."""
         if name == SHIPPED:
             return ROOT / "examples" / "bundle"
-        path = self.folder / "bundles" / name
+        if name not in BUNDLES:  # one of random weights, which its figure compiles
+            return self.folder / "bundles" / name
+        model, options = BUNDLES[name]
+        version = f"-{model.digest()}" if model.made_by else ""  # a model that is not in the tree may change
+        path = self.folder / "bundles" / f"{name}{version}"
         if not (path / "moec.json").exists():
-            model, options = BUNDLES[name]
             self.compile(model.folder, path, *options)
         return path
 

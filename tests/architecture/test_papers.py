@@ -13,7 +13,7 @@ import pytest
 from bench.papers import __main__ as command
 from bench.papers.drawing import draw
 from bench.papers.figure import PAPERS, Figure, Measured, Panel, from_record, judged, of_all, to_record
-from bench.papers.inputs import SHIPPED, Inputs
+from bench.papers.inputs import BUNDLES, SHIPPED, Inputs
 from bench.papers.making import make, publish, published
 from bench.papers.models import NATURAL, PLANTED, Model
 from bench.papers.page import page
@@ -166,6 +166,22 @@ def test_compiles_are_no_time_of_a_figure(tmp_path: Path, monkeypatch: pytest.Mo
 
     make([replace(figure, measure=measure)], Inputs(tmp_path / "work"), tmp_path / "pages", False, told.append)
     assert "edgemoe-first took 7200 s, and 3600 s for bundles" in told
+
+
+def test_a_model_that_was_made_again_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, compiled = replace(NATURAL, folder=tmp_path), list[Path]()
+
+    def compile_empty(*arguments: Any) -> None:
+        compiled.append(arguments[-2])
+        arguments[-2].mkdir(parents=True)
+        (arguments[-2] / "moec.json").touch()
+
+    monkeypatch.setitem(BUNDLES, "natural-16", (model, ()))
+    monkeypatch.setattr("bench.papers.inputs.moec", compile_empty)
+    for weights in ("first", "first", "second"):
+        (tmp_path / "model.safetensors").write_text(weights)
+        assert Inputs(tmp_path / "work").bundle("natural-16") == compiled[-1]
+    assert len(compiled) == 2
 
 
 def test_a_run_is_kept_for_its_bundle_and_options(tmp_path: Path) -> None:
