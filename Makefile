@@ -209,11 +209,11 @@ PAGE_DRIVER := build/page-driver
 PAGE_DRIVER_PACKAGES := playwright==1.65.2 greenlet==3.5.6
 
 .PHONY: page-driver
-page-driver: $(PAGE_DRIVER)/.ready  ## Fetch playwright, for the tests of the chat page; they need Debian's chromium, too
+page-driver: $(PAGE_DRIVER)/.ready  ## Fetch playwright, for the tests of pages; they need Debian's chromium, too
 
 $(PAGE_DRIVER)/.ready: | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(PAGE_DRIVER) \
-	    $(PAGE_DRIVER_PACKAGES) && touch $@ || echo "NOT RUN: tests of the chat page, because pip could not install playwright" >&2
+	    $(PAGE_DRIVER_PACKAGES) && touch $@ || echo "NOT RUN: tests of pages, because pip could not install playwright" >&2
 
 .PHONY: fuzz sanitize gates-full gate-seconds
 

@@ -20,7 +20,7 @@ from tests.accelerator.experts import RANKS, TOKENS, computed_by, computed_by_nu
 from tests.kernels.packer import FORMATS, bits, random_matrix
 from tests.kernels.products import EXPERTS, biases_of, expert_of, inputs
 
-# Of each kind of group that is wider than a tile: zero points, symmetric codes, byte scales, ternary codes.
+# Of each kind of group with 64 or 128 weights: zero points, symmetric codes, byte scales, ternary codes.
 IN_CI = ("q4g64", "q4g64s", "q4g64b", "q3g128", "q3g128s", "q3g128b", "q1.6g64s", "q1.6g128s")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of numpy, in the interpreter
 

@@ -18,7 +18,7 @@ from bench.serving.read_bound import Request, least_reads, recorded
 from bench.serving.servers import Answer, Load, Server
 from bench.serving.throughput import measure, summary, turns
 from moec.runtime import load
-from tests.serving.page_driver import page_driver
+from tests.page_driver import page_driver
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "bundle"

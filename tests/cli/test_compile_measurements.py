@@ -53,7 +53,7 @@ def test_an_interrupt_says_that_the_same_command_continues(
         result = invoke(*command)
     assert result.exit_code == 130
     assert "finished stages are in `kept`; the same command with `--resume` continues" in result.stderr
-    assert invoke(*command).exit_code == 0
+    assert invoke(*command, "--resume").exit_code == 0
 
 
 def test_a_file_is_refused_and_kept(invoke: Invoke, place: Path) -> None:

@@ -1,26 +1,22 @@
-"""The report on a phone. These tests need the package playwright and Debian's chromium."""
+"""The report on a phone. These tests need `make page-driver` and Debian's chromium."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from moec.reporting.report import report_page
+from tests.page_driver import page_driver
 from tests.reporting.test_page import FULL
-
-CHROMIUM = shutil.which("chromium")
 
 
 @pytest.mark.parametrize("width", [1000, 390, 320])
 def test_the_report_fits_and_its_charts_can_be_read(tmp_path: Path, width: int) -> None:
-    playwright = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("chromium is not installed")
+    playwright, chromium = page_driver()
     (tmp_path / "report.html").write_text(report_page(FULL))
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": width, "height": 800})
         page.goto((tmp_path / "report.html").as_uri())
         found = page.evaluate("() => document.documentElement.scrollWidth")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from moec.runtime import Engine
+from tests.page_driver import page_driver
 
 from .live_server import LiveServer
-from .page_driver import page_driver
 from .page_server import PAGE, Script, page_server
 
 PATIENCE_MS = 60_000

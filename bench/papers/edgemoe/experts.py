@@ -25,7 +25,7 @@ SEED = 0
 def bundle_of(inputs: Inputs, count: int) -> str:
     """Return the name of a bundle of random weights with `count` experts per layer. Makes it if it is not there."""
     name = f"random-{count}"
-    path = inputs.folder / "bundles" / name
+    path = inputs.bundle(name)
     if not (path / "moec.json").exists():
         checkpoint = inputs.folder / "models" / name
         write_checkpoint(checkpoint, count)
