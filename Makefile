@@ -28,7 +28,7 @@ NATIVE := $(shell find runtime/kernels/native -type f -not -path '*/wheels/*' 2>
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test tests versions quantization-tools shipping-tools serving-clients test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench wheels schema docs site example-bundle example-smollm2 figures clean links
+.PHONY: help venv demo test tests collected versions quantization-tools shipping-tools serving-clients test-newest test-oldest update-dependencies lint format typecheck contracts gates oracles bench wheels schema docs site example-bundle example-smollm2 figures clean links
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -107,6 +107,11 @@ test: typecheck lint contracts tests  ## Set up and run the whole fast suite, af
 # Work stealing: each process gets a part in one piece, so that fixtures of a module are made once, and all end together.
 tests: $(READY) quantization-tools shipping-tools serving-clients
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKED)"
+
+# Three processes that begin at once would each compile all modules of the tests and of what they import. If a module
+# cannot be imported, the tests say so.
+collected: $(READY)  ## Compile the modules of all tests, in one process
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || true
 
 # Other versions than the tested ones, each in a new environment of its own; no linters, whose newest rules prove nothing.
 OTHER_VERSIONS = rm -rf .venv-$(1) && $(MAKE) versions tests VENV=.venv-$(1) BUILD_DIR='build/$(1)/{wheel_tag}' CONSTRAINTS=$(2)

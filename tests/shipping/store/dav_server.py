@@ -10,6 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 from tests.shipping.servers import Fault, FileServer, Handler, Request
 
+SHORT_BYTES = 64 * 1024
+
 
 @dataclass
 class DavServer(FileServer):
@@ -45,6 +47,7 @@ class DavHandler(Handler, BaseHTTPRequestHandler):
             return False
         if self.files.authorization and self.headers.get("Authorization") != self.files.authorization:
             self.close_connection = True
+            self._take_short_body()
             self._head(401, 0, {"WWW-Authenticate": 'Basic realm="files"'})
             return False
         return True
@@ -53,7 +56,9 @@ class DavHandler(Handler, BaseHTTPRequestHandler):
         path, size = self._begun(), int(self.headers["Content-Length"])
         target = self.files.folder / path
         self.fault = self._upload_fault(path)
-        if self._is_answered_by_fault():  # without a look at the body
+        if self.fault is not None and self.fault.kind == "status":
+            self._take_short_body()
+        if self._is_answered_by_fault():  # without a look at a long body
             self.close_connection = True
             return
         if self.fault is not None and self.fault.kind == "cut":
@@ -106,6 +111,12 @@ class DavHandler(Handler, BaseHTTPRequestHandler):
         if self.command in ("GET", "HEAD"):
             for name, value in self.files.metadata.get(unquote(urlsplit(self.path).path).strip("/"), {}).items():
                 self.send_header(name, value)
+
+    def _take_short_body(self) -> None:
+        """Read a short body before an answer. A connection that is closed with bytes unread may lose the answer."""
+        size = int(self.headers.get("Content-Length", 0))
+        if size <= SHORT_BYTES:
+            self.rfile.read(size)
 
     def _upload_fault(self, path: str) -> Fault | None:
         for fault in self.files.upload_faults:
