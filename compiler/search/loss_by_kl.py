@@ -66,15 +66,17 @@ class LossByKl:
         """Return the expected loss of a task at a KL, nats per token.
 
         It is a line through the origin, fitted by least squares to the measured losses. The weights are their
-        precisions, times a normal curve over the distance in log KL.
+        precisions, times a normal curve over the distance in log KL. A line that falls is chance, and counts as 0: a
+        plan that differs from the checkpoint does not answer better on other items.
+        Measured: docs/experiments/2026-11-28-losses-below-zero.md.
         """
         kls, losses, errors = self._points(task)
         weights = np.exp(-0.5 * (np.log(kls / max(kl, LEAST_KL)) / NEAR) ** 2) / errors**2
         squares = float((weights * kls**2).sum())
         if not squares > 0:  # no measurement is near
             nearest = int(np.argmin(np.abs(np.log(kls / max(kl, LEAST_KL)))))
-            return float(losses[nearest] / kls[nearest] * kl)
-        return float((weights * kls * losses).sum() / squares * kl)
+            return max(0.0, float(losses[nearest] / kls[nearest] * kl))
+        return max(0.0, float((weights * kls * losses).sum() / squares * kl))
 
     def upper_bound(self, task: str, kl: float) -> float:
         """Return the bound of the expected loss that is compared with the target.

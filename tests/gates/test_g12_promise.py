@@ -125,7 +125,6 @@ def test_moec_eval_repeats_the_certified_values(compiled: tuple[Path, Path, set[
 
 
 @pytest.mark.slow
-@pytest.mark.in_ci
 @pytest.mark.gate("G4")
 @pytest.mark.skipif(os.environ.get("MOEC_SLOW") != "1", reason="four minutes: set MOEC_SLOW=1, or run `make demo`")
 def test_the_example_keeps_two_percent_on_4000_problems_and_is_the_shipped_bundle(tmp_path: Path) -> None:

@@ -24,11 +24,19 @@ def relation(*points: tuple[float, float], error: float = ERROR) -> LossByKl:
     return found
 
 
-@given(st.floats(1e-5, 0.1), st.floats(-0.05, 0.5), st.floats(1e-4, 0.01))
+@given(st.floats(1e-5, 0.1), st.floats(0.0, 0.5), st.floats(1e-4, 0.01))
 def test_a_single_plan_is_judged_by_its_own_loss(kl: float, loss: float, error: float) -> None:
     found = relation((kl, loss), error=error)
     assert found.loss("toy", kl) == pytest.approx(loss, abs=1e-12)
     assert found.accepts(found.measured[0]) == keeps(estimate(loss, error), TARGET, ITEMS)
+
+
+@given(st.floats(1e-5, 0.1), st.floats(-0.05, 0.0), st.floats(1e-4, 0.01))
+def test_a_loss_below_zero_counts_as_none(kl: float, loss: float, error: float) -> None:
+    """Else the expected loss would fall with the KL, and with few items no KL would be small enough."""
+    found = relation((kl, loss), error=error)
+    assert found.loss("toy", kl) == found.loss("toy", 9 * kl) == 0.0
+    assert found.accepts(found.measured[0]) == keeps(estimate(0.0, error), TARGET, ITEMS) == (found.used_up() > 0)
 
 
 def test_the_losses_of_near_plans_correct_a_lucky_one() -> None:
