@@ -124,7 +124,7 @@ def assert_kept(told: dict[str, Any]) -> None:
         ("auto", 400),
         ("buffered", 200),
         ("mmap", 200),
-        pytest.param("auto", 2000, marks=[pytest.mark.slow, pytest.mark.in_ci]),
+        pytest.param("auto", 2000, marks=pytest.mark.slow),
     ],
 )
 def test_a_group_with_64_mib_more_is_never_full(bundle: Path, io: str, tokens: int) -> None:
