@@ -27,6 +27,7 @@ class Model:
     texts: what these texts are, a plural noun.
     train_tokens, test_tokens: tokens that are routed of each split, multiples of a pass.
     made_by: command that makes the folder; empty if it is in the tree.
+    metric: quality of its answers, a name in words: exact match, or perplexity.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Model:
     train_tokens: int = 20_224
     test_tokens: int = 8_192
     made_by: str = ""
+    metric: str = "exact match"
 
     def is_there(self) -> bool:
         """Return whether the checkpoint and its texts exist."""
@@ -82,6 +84,7 @@ NATURAL = Model(
     12_800,
     4_096,
     "make example-smollm2",
+    "perplexity",
 )
 RANDOM = Model(
     "random",

@@ -19,8 +19,8 @@ def exact_match(inputs: Inputs, bundle: str, task: str = "gsm8k") -> float:
 
 
 def quality(inputs: Inputs, model: Model, bundle: str) -> float:
-    """Return the score of a bundle: exact match, or perplexity of the natural example."""
-    if model is not NATURAL:
+    """Return the quality of a bundle by the metric of its model."""
+    if model.metric == "exact match":
         return exact_match(inputs, bundle)
     task = ("--data", model.data / model.task, "--task", "perplexity")
     return float(inputs.told("eval", bundle, *task, "--limit", TEXTS)["value"])
@@ -28,19 +28,18 @@ def quality(inputs: Inputs, model: Model, bundle: str) -> float:
 
 def bits_of(inputs: Inputs, model: Model) -> Measured:
     """Measure the quality of one model with 8, 4 and 2 bits."""
-    whole, is_natural = quality(inputs, model, f"{model.name}-16"), model is NATURAL
+    whole, is_perplexity = quality(inputs, model, f"{model.name}-16"), model.metric == "perplexity"
     kinds = {"experts only": ("experts", BITS), "all weights": ("all", ALL_BITS)}
     points, losses, told = dict[str, list[tuple[float, float]]](), dict[tuple[str, int], float](), list[str]()
     for kind, (part, widths) in kinds.items():
         values = [quality(inputs, model, f"{model.name}-{part}-{width}") for width in widths]
         points[kind] = [(float(width), value) for width, value in zip(widths, values, strict=True)]
         for width, value in zip(widths, values, strict=True):
-            losses[part, width] = loss = value / whole - 1 if is_natural else 1 - value / whole
-            score = f"perplexity {value:.2f}" if is_natural else f"{value:.3f}"
+            losses[part, width] = loss = value / whole - 1 if is_perplexity else 1 - value / whole
+            score = f"perplexity {value:.2f}" if is_perplexity else f"{value:.3f}"
             told.append(f"{model.label}, {kind} in {width} bits: {score}, loss {percent(loss, 1)}")
     points["16 bits"] = [(float(width), whole) for width in BITS]
-    label = "perplexity" if is_natural else "exact match"
-    panel = Panel("lines", model.label, "bits", label, points=points, is_log=is_natural)
+    panel = Panel("lines", model.label, "bits", model.metric, points=points, is_log=is_perplexity)
     holds = [
         losses["experts", 4] <= losses["all", 4] + 0.01,
         losses["experts", 2] >= losses["experts", 4] - 0.01,
