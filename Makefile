@@ -237,8 +237,8 @@ sanitize: $(READY)  ## Tests of the kernels and the native cache under AddressSa
 	test -x $(SANITIZED)/bin/python || $(BIN)/python -m venv --without-pip $(SANITIZED)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$(SANITIZED_SITE)/tested.pth"
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation \
-	    --no-deps --upgrade --target "$(SANITIZED_SITE)" -C build-dir=build/sanitize/objects \
-	    -C cmake.define.MOEC_SANITIZE=ON .
+	    --no-deps --upgrade --target "$(SANITIZED_SITE)" --config-settings build-dir=build/sanitize/objects \
+	    --config-settings cmake.define.MOEC_SANITIZE=ON .
 	$(SANITIZERS) $(SANITIZED)/bin/python -m pytest -p no:cacheprovider tests/sanitized \
 	    tests/kernels --ignore tests/kernels/test_instruction_sets.py tests/runtime/expert_cache/test_native_cache.py \
 	    tests/runtime/expert_cache/test_native_residency.py tests/runtime/model/test_one_call.py tests/runtime/model/test_one_call_faults.py

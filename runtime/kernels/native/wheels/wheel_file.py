@@ -19,7 +19,7 @@ _OLDEST_TIME = (1980, 1, 1, 0, 0, 0)
 def plain_wheel(project: Path, folder: Path) -> Path:
     """Build the wheel without an extension. Returns its path. Raises CompileFailed."""
     settings = ("wheel.cmake=false", "wheel.py-api=py3", f"build-dir={folder / 'plain-build'}")
-    options = [word for setting in settings for word in ("-C", setting)]
+    options = [word for setting in settings for word in ("--config-settings", setting)]
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", *options]
     command += ["--wheel-dir", str(folder / "plain")]
     done = subprocess.run([*command, str(project)], capture_output=True, text=True, check=False)
