@@ -155,8 +155,9 @@ class AnswerWalk:
             log_q = head.logits(states[tokens]).log_softmax(-1)
             token_kl, token_agrees = divergence(log_p, log_q)
             token_nll = -log_q.gather(1, targets[tokens].to(log_q.device).unsqueeze(1)).squeeze(1)
-            kl[tokens], agrees[tokens] = token_kl.double().cpu().numpy(), token_agrees.cpu().numpy()
-            nll[tokens] = token_nll.double().cpu().numpy()
+            at = tokens.numpy()  # numpy takes a tensor of one element for a number
+            kl[at], agrees[at] = token_kl.double().cpu().numpy(), token_agrees.cpu().numpy()
+            nll[at] = token_nll.double().cpu().numpy()
 
         with head_workers(self._threads) as pool:
             own = self._own(own_head, self._own_states, chunks, pool)

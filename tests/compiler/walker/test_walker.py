@@ -219,6 +219,10 @@ def test_the_first_texts_alone_measure_alike(lowering: Lowering, whole: tuple[Sw
     assert len(first.kl) == count < len(every.kl)
     assert first.kl == pytest.approx(every.kl[:count], rel=2e-3)  # other batches: other last bits
     assert first.nll == pytest.approx(every.nll[:count], rel=1e-5) and (first.nll > 0).all()
+    with pytest.MonkeyPatch.context() as patched:  # a vocabulary so large that each token is compared alone
+        patched.setattr("moec.compiler.sensitivity.answer_walk.tokens_at_once", lambda _: 1)
+        (single,) = walk_of(lowering, swept).measure_each(plans)
+    assert single.kl == pytest.approx(every.kl, rel=2e-3) and single.agrees.tolist() == every.agrees.tolist()
 
 
 @EVERY_FAMILY
