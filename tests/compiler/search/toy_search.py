@@ -95,13 +95,13 @@ class ToyTrials:
 
     has_data = True
     first_kl_per_loss = 1.0
-    certification_items: ClassVar[dict[str, int]] = {"toy": ITEMS}
     available_items: ClassVar[dict[str, tuple[int, int]]] = {"toy": (ITEMS, ITEMS)}
 
     def __init__(
         self, kl_of: Callable[[CompilePlan], float], slope: float = 1.0, standard_error: float = 0.001
     ) -> None:
         self._kl_of, self._slope, self._standard_error = kl_of, slope, standard_error
+        self.certification_items = {"toy": ITEMS}
         self.measured: list[CompilePlan] = []
         self.generated: list[CompilePlan] = []
 
