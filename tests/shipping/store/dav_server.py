@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 from tests.shipping.servers import Fault, FileServer, Handler, Request
 
 SHORT_BYTES = 64 * 1024
+"""Longest body that is read before a refusal."""
 
 
 @dataclass
