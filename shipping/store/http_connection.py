@@ -10,6 +10,7 @@ import socket
 import ssl
 import threading
 import time
+import traceback
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -142,7 +143,9 @@ class _SecureConnection(http.client.HTTPSConnection):
     def connect(self) -> None:
         try:
             super().connect()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
+            # `http.client` of Python 3.11.2 keeps the answer of a proxy open, and its socket with it.
+            traceback.clear_frames(error.__traceback__)
             refused = re.match("Tunnel connection failed: ([0-9]{3})", str(error))
             if refused is None:
                 raise

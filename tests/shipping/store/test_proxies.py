@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -116,6 +118,30 @@ def test_a_proxy_that_refuses(
     with pytest.raises(StoreFailed, match=f"answered {status}"):
         opened(closing, f"{scheme}://{HOST}/fleet", options).read_small("moec.json", 100)
     assert len(proxy.asked) == tries and server.requests == []
+
+
+def test_the_socket_of_a_refusal_is_closed(
+    server: DavServer,
+    proxy: LoopbackProxy,
+    options: HttpOptions,
+    scheme: str,
+    closing: ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is closed also while someone keeps the error and its frames."""
+    connect, sockets = socket.create_connection, []
+
+    def recorded(*args: Any, **named: Any) -> socket.socket:
+        sockets.append(connect(*args, **named))
+        return sockets[-1]
+
+    proxy.status = 403
+    store = opened(closing, f"{scheme}://{HOST}/fleet", options)
+    monkeypatch.setattr(socket, "create_connection", recorded)
+    with pytest.raises(StoreFailed) as kept:
+        store.read_small("moec.json", 100)
+    store.close()
+    assert len(sockets) == 1 and sockets[0].fileno() == -1, f"while this is kept: {kept.value}"
 
 
 def test_where_no_proxy_listens(server: DavServer, options: HttpOptions, scheme: str, closing: ExitStack) -> None:
