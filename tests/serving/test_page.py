@@ -1,6 +1,6 @@
 """The chat page in a browser: what a model writes stays text, nothing leaves the machine, the keyboard is enough.
 
-Tests with a browser need `make page-driver` and Debian's chromium. Without them only the first test runs.
+Tests with a browser need `make page-driver` and Debian's chromium. Without them only the first two tests run.
 """
 
 from __future__ import annotations
@@ -64,14 +64,29 @@ LONG = (
 
 def test_the_files_are_small_and_name_nothing_outside() -> None:
     files = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()}
-    assert set(files) == {"index.html", "chat.js", "chat.css"}
+    scripts = {name: text for name, text in files.items() if name.endswith(".js")}
+    assert set(files) - set(scripts) == {"index.html", "chat.css"}
     assert sum(len(text.encode()) for text in files.values()) < 100_000
     assert re.findall(r"(?:src|href)=\"([^\"]*)\"", files["index.html"]) == ["data:,", "chat.css", "chat.js", "#input"]
-    assert not re.search(r"<script(?! src)|<style|\son\w+=|\sstyle=", files["index.html"])
+    assert not re.search(r"<script(?! type=\"module\" src)|<style|\son\w+=|\sstyle=", files["index.html"])
     assert not re.search(r"url\(|@import", files["chat.css"])
-    for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "DOMParser"):
-        assert name not in files["chat.js"], name
-    assert re.findall(r"\"(?:https?:)?//[^\"]*\"", files["chat.js"]) == []
+    forbidden = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval(", "Function(")
+    for name, text in scripts.items():
+        assert [word for word in forbidden if word in text] == [], name
+        assert re.findall(r"\"(?:https?:)?//[^\"]*\"|import\(", text) == [], name
+
+
+def test_each_script_is_imported_and_has_what_is_imported() -> None:
+    scripts = {path.name: path.read_text(encoding="utf-8") for path in PAGE.glob("*.js")}
+    imported = {"chat.js"}
+    for text in scripts.values():
+        for names, source in re.findall(r"^import \{ ([^}]*) \} from \"\./([^\"]*)\";$", text, re.MULTILINE):
+            imported.add(source)
+            for name in names.split(", "):
+                declared = rf"^export (?:async )?(?:const|let|function) {name}\b"
+                assert re.search(declared, scripts[source], re.MULTILINE), (source, name)
+                assert len(re.findall(rf"\b{name}\b", text)) > 1, f"{name} of {source} is not used"
+    assert imported == set(scripts)
 
 
 @pytest.fixture(scope="module")
