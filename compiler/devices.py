@@ -16,14 +16,14 @@ from moec.manifests.files.limits import MAX_MANIFEST_BYTES
 
 from .bundle.publish import check_replaceable
 from .checkpoint.checkpoint import open_checkpoint
-from .pipeline import compile_checkpoint, hold_measurements
+from .pipeline import compile_checkpoint
 from .preflight.device_fit import predicted_token_ns
 from .preflight.preparation import prepare
 from .preflight.prepared import Prepared
 from .request.options import Talk
 from .request.request import CompileRequest, SharedWork
 from .request.result import CompileResult
-from .workspace.output_lock import hold_output
+from .workspace.output_lock import hold_measurements, hold_output
 from .workspace.work_folder import work_folder
 
 _LINKING_SUFFIX = ".moec-linking"
@@ -90,7 +90,8 @@ def check_devices(requests: Sequence[CompileRequest]) -> Prepared:
 def _hold(requests: Sequence[CompileRequest], base: Path) -> Iterator[None]:
     """Keep other compiles away from the shared measurements."""
     first = requests[0]
-    with hold_output(base, first.disk, first.talk.note), hold_measurements(first):
+    disk, note = first.disk, first.talk.note
+    with hold_output(base, disk, note), hold_measurements(first.measurements, disk, note):
         yield
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from moec.evaluation.data import SplitData
 from moec.evaluation.long_items import TRUNCATE
@@ -21,26 +21,27 @@ from moec.manifests.quant import BITWIDTHS, QuantSpec
 from moec.profiles.device import DeviceProfile
 
 from .bundle.plan_bundles import clear_trials
+from .calibration.paths import DEFAULT_PATH_KEYS, PathKeys
 from .checkpoint.checkpoint import Checkpoint, open_checkpoint
 from .families import lower
 from .preflight.finished import plan_of
 from .preflight.preparation import with_fitted_items, with_kept_layers
 from .preflight.prepared import Prepared
-from .request.options import DEFAULT_GROUP_SIZES, CompileOptions, Sensitivity, Talk
+from .request.options import DEFAULT_GROUP_SIZES, DEFAULT_TORCH_DEVICE, CompileOptions, Sensitivity, Talk
 from .request.plan import CompilePlan
 from .request.ports import OpenRuntime
 from .request.request import CompileRequest
 from .request.targets import Target
 from .request.task_data import load_task_data
 from .stages.compile_context import CompileContext, open_for_comparison
-from .workspace.output_lock import hold_output
+from .workspace.output_lock import hold_measurements, hold_output
 
 
 @dataclass(frozen=True, slots=True)
 class BundleRequest:
     """A finished bundle to measure again, and the inputs of its compile.
 
-    bundle: the folder. Measurements are kept next to it until all are made.
+    bundle: the folder. Measurements are kept next to it until all are made, if no folder keeps them.
     manifest: manifest of the bundle.
     quality: content of its quality.json.
     source: checkpoint of its compile.
@@ -49,6 +50,7 @@ class BundleRequest:
     open_runtime: opens the runtime on plans, whose answers a loss is about.
     resume: whether to continue an interrupted measurement.
     memory_bytes: memory for the measurement; 0: 7/8 of the machine's.
+    measurements: folder in which the compile kept its measurements, and which gets the new ones. None: none is used.
     """
 
     bundle: Path
@@ -61,6 +63,7 @@ class BundleRequest:
     talk: Talk = field(default_factory=Talk)
     resume: bool = False
     memory_bytes: int = 0
+    measurements: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class BundleMeasurement:
 
     prepared: the compile of the bundle, checked.
     plan: plan of the bundle.
-    output: measurements are kept next to this path until all are made.
+    output: no other measurement of this kind works on this path. Temporary bundles are next to it.
     """
 
     prepared: Prepared
@@ -83,7 +86,7 @@ def prepare_measurement(
     """Check checkpoint and data against the bundle.
 
     suffix: what the names of the measurement's files add to the name of the bundle.
-    sensitivity: how losses of units are predicted.
+    sensitivity: how losses of units are predicted. With kept measurements: as in the compile.
     offered: formats in which units are measured. Empty: those of the compile.
     Raises OptionError if the bundle has no measurements, or if one layer does not fit in memory.
     Raises CheckpointError or DataError if the checkpoint or the data are not those of the compile.
@@ -94,7 +97,7 @@ def prepare_measurement(
     inner = CompileRequest(
         source=request.source, output=output, options=options, profile=request.profile,
         open_runtime=request.open_runtime, talk=request.talk, resume=request.resume,
-        memory_bytes=request.memory_bytes,
+        memory_bytes=request.memory_bytes, measurements=request.measurements,
     )  # fmt: skip
     checkpoint = open_checkpoint(request.source)
     lowering = lower(checkpoint)
@@ -110,12 +113,12 @@ def prepare_measurement(
 @contextmanager
 def opened_measurement(measurement: BundleMeasurement) -> Iterator[CompileContext]:
     """Open the journal, and keep other measurements of this kind away. Raises the errors of a compile."""
-    prepared, output = measurement.prepared, measurement.output
+    prepared, output, request = measurement.prepared, measurement.output, measurement.prepared.request
     identity = hashlib.sha256(f"{prepared.identity()} {measurement.plan.digest}".encode()).hexdigest()
-    disk = prepared.request.disk
-    with hold_output(output, disk, prepared.request.talk.note):
-        clear_trials(output, disk)
-        with open_for_comparison(prepared, output, identity) as context:
+    held = hold_measurements(request.measurements, request.disk, request.talk.note)
+    with held, hold_output(output, request.disk, request.talk.note):
+        clear_trials(output, request.disk)
+        with open_for_comparison(prepared, identity) as context:
             yield context
 
 
@@ -137,7 +140,8 @@ def options_of(request: BundleRequest, sensitivity: Sensitivity) -> CompileOptio
                 "compile it with `--data`",
             )
         _refuse_changed_tasks(request)
-        return _options(request.manifest.options, Target(kind, value), request.data, sensitivity)
+        options = _options(request.manifest.options, Target(kind, value), request.data, sensitivity)
+        return options if request.measurements is None else _as_compiled(options, request.manifest.options)
     except (KeyError, TypeError, ValueError) as error:
         raise ManifestInvalid(
             f"`{request.bundle}` does not record how it was compiled: {error}", "compile it again"
@@ -179,6 +183,23 @@ def _options(plain: Mapping[str, str], target: Target, data: str, sensitivity: S
         long_items=plain.get("long_items", TRUNCATE),
         sensitivity=sensitivity,
         comparisons=True,
+    )
+
+
+def _as_compiled(options: CompileOptions, plain: Mapping[str, str]) -> CompileOptions:
+    """Return options with everything on which kept measurements depend, as the compile had it.
+
+    plain: as for `_options`. Raises KeyError, ValueError, OptionError.
+    """
+    dense, low, prune = plain["dense_bits"], plain.get("fallback_bits"), plain.get("prune")
+    return replace(
+        options,
+        sensitivity=cast("Sensitivity", plain["sensitivity"]),
+        dense_bits=None if dense == "searched" else int(dense),
+        fallback_bits=None if low is None else int(low),
+        prune=None if prune is None else prune == "true",
+        path_keys=cast("PathKeys", plain.get("path_keys", DEFAULT_PATH_KEYS)),
+        torch_device=plain.get("torch_device", DEFAULT_TORCH_DEVICE),
     )
 
 

@@ -7,9 +7,6 @@ checkpoint -> preflight -> measure -> price -> search -> compare -> write -> cer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-
 from moec.manifests.bundle import PARTIAL_SUFFIX
 
 from .bundle.plan_bundles import clear_trials
@@ -25,7 +22,7 @@ from .stages.curve import make_curve
 from .stages.planning import make_plan
 from .stages.used_experts import used_popularity
 from .walker.torch_device import device_errors
-from .workspace.output_lock import hold_output
+from .workspace.output_lock import hold_measurements, hold_output
 from .workspace.work_folder import check_partial, removed_on_failure
 
 
@@ -36,25 +33,13 @@ def compile_checkpoint(request: CompileRequest, like: Prepared | None = None) ->
     like: the same request for another device, checked; None: checkpoint and data are read.
     Raises MoecError.
     """
-    held = hold_measurements(request) if request.shared is None else nullcontext()
+    kept = request.measurements if request.shared is None else None  # for several devices, one lock holds for all
+    held = hold_measurements(kept, request.disk, request.talk.note)
     with device_errors(request.options.torch_device), held:
         if request.plan_only:
             return _plan(request, like)
         with hold_output(request.output, request.disk, request.talk.note):
             return _compile(request, like)
-
-
-@contextmanager
-def hold_measurements(request: CompileRequest) -> Iterator[None]:
-    """Keep other compiles away from the folder of kept measurements, if there is one.
-
-    Raises the errors of `hold_output`.
-    """
-    if request.measurements is None:
-        yield
-        return
-    with hold_output(request.measurements, request.disk, request.talk.note, "--measurements"):
-        yield
 
 
 def _plan(request: CompileRequest, like: Prepared | None) -> CompileResult:

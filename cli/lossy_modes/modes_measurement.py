@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class ModesMeasurement:
     """Measurement of `moec compile --modes`, for `CompileRequest.measure_modes`.
 
-    Experts have a cache of DEFAULT_CACHE. If the memory of the compile is too small for that, they have the rest of it.
+    Experts have a cache of DEFAULT_CACHE, or of what one token needs in a layer if that is more. If the memory of the
+    compile is too small for that, they have the rest of it.
 
     modes: value of `--modes`.
     is_asked: whether the command line asks for it. Otherwise modes that cannot be measured are left out.
@@ -64,9 +65,10 @@ class ModesMeasurement:
     def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
         """Return the record for quality.json. Raises MemoryBudgetExceeded."""
         from moec.compiler.walker.memory import COMPILE_PROCESS_BYTES
+        from moec.profiles.memory_floor import memory_option
         from moec.runtime.bundle.opening import open_bundle
         from moec.runtime.memory.budget import plan_memory
-        from moec.runtime.options.runtime import RuntimeOptions
+        from moec.runtime.options.runtime import RuntimeOptions, parse_cache
 
         manifest = open_bundle(bundle.path, allow_partial=True).manifest
         published = thresholds_text(*bundle.published) if bundle.published else ""
@@ -78,7 +80,10 @@ class ModesMeasurement:
             return {}
         if published and manifest.low_experts and {"dynamic_precision": published} not in settings:
             settings.append({"dynamic_precision": published})
-        options = RuntimeOptions(expert_cache=DEFAULT_CACHE)
+        cost = manifest.cost
+        has_room = parse_cache(DEFAULT_CACHE, cost.expert_padded_bytes) >= cost.minimum_expert_bytes
+        cache = DEFAULT_CACHE if has_room else memory_option(cost.minimum_expert_bytes)
+        options = RuntimeOptions(expert_cache=cache)
         if bundle.memory_bytes:
             # Computed from shapes, not from the memory of this process: equal compiles must give equal bytes.
             plan = plan_memory(manifest, options)

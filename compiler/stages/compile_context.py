@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -162,17 +161,19 @@ def open_for_compile(prepared: Prepared) -> Iterator[CompileContext]:
 
 
 @contextmanager
-def open_for_comparison(prepared: Prepared, output: Path, identity: str) -> Iterator[CompileContext]:
+def open_for_comparison(prepared: Prepared, identity: str) -> Iterator[CompileContext]:
     """Open the journal for the comparison of a finished bundle.
 
-    output: measurements are kept next to this path.
-    identity: digest of everything that they depend on, the bundle's plan included.
+    identity: digest of everything that its measurements depend on, the bundle's plan included. In a folder of kept
+        measurements, it is that of the decisions alone.
     """
-    request = prepared.request
-    last = certified_stage(request.profile.name)
-    folder = work_folder(output)
-    with work_journal(folder, identity, request.disk, request.resume, request.talk.note, last) as journal:
-        yield CompileContext(prepared, journal, journal, None)
+    request, last = prepared.request, certified_stage(prepared.request.profile.name)
+    shared = identity if request.measurements is None else prepared.measurement_identity()
+    opened = work_journal(
+        request.work, shared, request.disk, request.takes_up, request.talk.note, last, request.keeps_work
+    )
+    with opened as journal:
+        yield CompileContext(prepared, journal, journal.of(identity), None)
 
 
 @contextmanager

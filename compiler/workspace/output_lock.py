@@ -43,6 +43,19 @@ def hold_output(output: Path, disk: Disk, note: Note, option: str = "--output") 
         yield
 
 
+@contextlib.contextmanager
+def hold_measurements(folder: Path | None, disk: Disk, note: Note) -> Iterator[None]:
+    """Keep other compiles away from a folder of kept measurements. None: nothing is kept.
+
+    Raises the errors of `hold_output`.
+    """
+    if folder is None:
+        yield
+        return
+    with hold_output(folder, disk, note, "--measurements"):
+        yield
+
+
 def existing_parent(path: Path) -> Path:
     """Return the nearest existing folder above a path. Raises MoecError if the system rejects the path."""
     parent = path.absolute().parent

@@ -55,6 +55,32 @@ def test_with_little_memory_it_finds_the_same(
     assert found[0] == found[1] and len(found[0]["baselines"]) == 3
 
 
+def test_kept_measurements_of_the_compile_are_not_made_again(
+    place: Path, bundle: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with losses from gradients, experts left out, and low versions: they change what is quantized."""
+    kept = tmp_path / "kept"
+    given = ("--data", place / "texts", *SMALL, *PI, "--fallback-bits", "1", "--measurements", kept)
+    made = invoke("compile", place / "tiny", *given, "--no-comparisons", "-o", tmp_path / "new")
+    assert made.exit_code == 0, made.stderr
+    before = names(kept)
+    expected = invoke("compare", bundle, "--json")
+    with monkeypatch.context() as patched:
+        quantize = "moec.compiler.stages.sweep.LayerQuantizer.run"
+        patched.setattr(quantize, lambda *_: pytest.fail("units are quantized again"))
+        result = invoke("compare", tmp_path / "new", "--measurements", kept, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "taking up" in result.stderr and json.loads(result.stdout) == json.loads(expected.stdout)
+    added = set(names(kept)) - set(before)
+    assert set(before) <= set(names(kept)) and {name.partition("-")[0] for name in added} <= {"kl", "nll", "answers"}
+    again = invoke("compile", place / "tiny", *given, "--comparisons", "--overwrite", "-o", tmp_path / "new")
+    assert again.exit_code == 0, again.stderr
+    assert check_bundle(tmp_path / "new")["comparison"] == json.loads(result.stdout)
+    (tmp_path / "file").touch()
+    refused = invoke("compare", bundle, "--measurements", tmp_path / "file")
+    assert refused.exit_code == 1 and "is a file, expected a folder" in refused.stderr
+
+
 def test_items_beyond_the_context_are_treated_as_in_the_compile(place: Path, tmp_path: Path, invoke: Invoke) -> None:
     """One item of each split has several hundred tokens, of a context of 128."""
     data = Path(shutil.copytree(place / "texts", tmp_path / "texts"))

@@ -20,20 +20,34 @@ from ...terminal.report import comparison_table
 @click.option("--model", metavar="FOLDER", help="The checkpoint.  [default: from the log next to the bundle]")
 @click.option("--data", metavar="DATA", help="The task items.  [default: from the log next to the bundle]")
 @click.option("--memory", metavar="SIZE", help="Memory for the comparison.  [default: 7/8 of the machine's]")
+@click.option(
+    "--measurements",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Folder of `moec compile --measurements`. What the compile measured is not measured again, and the "
+    "comparison is added.",
+)
 @click.option("--resume", is_flag=True, help="Continue an interrupted comparison.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def compare_command(
-    bundle: Path, model: str | None, data: str | None, memory: str | None, resume: bool, as_json: bool
+    bundle: Path,
+    model: str | None,
+    data: str | None,
+    memory: str | None,
+    measurements: Path | None,
+    resume: bool,
+    as_json: bool,
 ) -> None:
     """Compare BUNDLE with the best uniform format and with EdgeMoE's search, at the target of its compile.
 
     A compile makes these comparisons only up to a third of all its measurements. This command makes all of them. The
-    checkpoint and the data are measured again and must be those of the compile. The bundle does not change. The result
-    is written to `NAME.comparison.json` next to it.
+    checkpoint and the data must be those of the compile. They are measured again, or their measurements are taken from
+    --measurements. The bundle does not change. The result is written to `NAME.comparison.json` next to it.
 
     \b
     moec compare mixtral-moec
     moec compare mixtral-moec --model mixtral --data gsm8k/
+    moec compare mixtral-moec --measurements mixtral.measurements
     """
     from moec.compiler.compare_bundle import COMPARISON_SUFFIX, compare_bundle
     from moec.compiler.measured_bundle import BundleRequest
@@ -43,6 +57,7 @@ def compare_command(
     from moec.runtime.bundle.opening import open_bundle
 
     from ..bundles.inspect import read_quality
+    from .output_checks import check_measurements
     from .partial_bundle import open_partial
 
     opened = open_bundle(bundle)
@@ -55,10 +70,13 @@ def compare_command(
     name = bundle.resolve().name
     folder = bundle.resolve().parent / name
     log = CompileLog(folder.with_name(name + COMPARISON_SUFFIX))
+    if measurements is not None:
+        check_measurements(measurements, folder, is_many=False)
+        log.work = measurements
     request = BundleRequest(
         folder, opened.manifest, quality, *measurement_inputs(folder, model, data),
         load_profile("host", folder.parent), open_partial, Talk(log.note, log.progress), resume,
-        0 if memory is None else parse_bytes(memory, "--memory"),
+        0 if memory is None else parse_bytes(memory, "--memory"), measurements,
     )  # fmt: skip
     with log:
         found = compare_bundle(request)
