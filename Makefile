@@ -186,7 +186,7 @@ site: $(READY)  ## Build the documents as a site in build/site
 	@test -x $(BIN)/zensical || $(INSTALL) "mkdocs-material>=9.5"
 	@if test -x $(BIN)/zensical; then $(BIN)/zensical build --strict; else $(BIN)/mkdocs build --strict; fi
 
-example-bundle: $(READY)  ## Compile examples/bundle anew: 5 to 20 minutes on 2 cores
+example-bundle: $(READY)  ## Compile examples/bundle anew: 4 to 20 minutes on 2 cores
 	$(BIN)/moec compile examples/model --loss 2% --data examples/data --task gsm8k -o build/example-bundle --overwrite
 	$(BIN)/python -m tests.gates.shipped_bundle > build/machine.json
 	rm -rf examples/bundle
@@ -233,7 +233,7 @@ SANITIZED_SITE = $$($(SANITIZED)/bin/python -c 'import sysconfig; print(sysconfi
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
-sanitize: $(READY)  ## Tests of the kernels and the native cache under AddressSanitizer and UBSan: 15 min, gcc
+sanitize: $(READY)  ## Tests of the kernels and the native cache under AddressSanitizer and UBSan: 12 min, gcc
 	test -x $(SANITIZED)/bin/python || $(BIN)/python -m venv --without-pip $(SANITIZED)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$(SANITIZED_SITE)/tested.pth"
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation \
