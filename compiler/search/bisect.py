@@ -45,6 +45,7 @@ def search(
     boundaries: the ends of searches of other devices, by which this one may begin; None: it begins alone.
     Raises TargetUnreachable, which names the best possible value.
     """
+    note = _each_once(note)
     if target.kind in ("loss", "kl"):
         known = None if boundaries is None else boundaries.of_another(space, target)
         if target.kind == "loss":
@@ -76,6 +77,18 @@ def search(
     plan = filled(swaps.corrected(space, trials, filled).space)
     trials.kl(plan, "search")
     return plan
+
+
+def _each_once(note: Note) -> Note:
+    """Return a note that tells each sentence once. With few units, steps of a search may lead to the same plan."""
+    told = set[str]()
+
+    def tell(sentence: str) -> None:
+        if sentence not in told:
+            told.add(sentence)
+            note(sentence)
+
+    return tell
 
 
 def _search_kl(

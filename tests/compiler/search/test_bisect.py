@@ -153,6 +153,15 @@ def test_a_refused_kl_is_told_with_the_bound_that_refuses_it() -> None:
         assert text.endswith("<= 0.02: kept" if upper <= 0.02 else "> 0.02: refused")
 
 
+def test_a_plan_is_told_once() -> None:
+    """Each step of the search leads to the one plan on offer."""
+    told: list[str] = []
+    with pytest.raises(TargetUnreachable):
+        space = toy_space(specs=SPECS[:1], dense_widths=(8,))
+        search(space, ToyTrials(noisy_kl(space)).as_trials(), Target("kl", 0.01), told.append)
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("target", [Target("kl", 1e-3), Target("loss", 1e-3)])
 def test_an_unreachable_target_names_what_can_be_had(target: Target) -> None:
     """With only 2 bits on offer there is one plan, and it is far from the target."""
