@@ -11,8 +11,8 @@ import numpy as np
 
 from moec.manifests.errors import ExecutionError
 
+from .bootstrap import Array
 from .data import items_sha256
-from .statistics import Array
 from .tasks import Item, Task
 
 
@@ -75,14 +75,14 @@ class EvaluationResult:
         values: dict[str, object] = {
             "task": self.task,
             "metric": self.metric,
-            "value": _finite(self.value),
+            "value": finite(self.value),
             "n": self.n,
-            "interval95": [_finite(bound) for bound in self.interval95],
+            "interval95": [finite(bound) for bound in self.interval95],
         }
         if timing:
             values |= {"seconds": self.seconds, "tokens_per_s": self.tokens_per_s}
         values |= {"shots": self.shots, "data_sha256": self.data_sha256}
-        values["other_metrics"] = {name: _finite(value) for name, value in self.other_metrics.items()}
+        values["other_metrics"] = {name: finite(value) for name, value in self.other_metrics.items()}
         if per_item:
             values["items"] = [_item_json(item) for item in self.items]
         return values
@@ -116,7 +116,7 @@ def rate(tokens: int, seconds: float) -> float:
     return tokens / seconds if seconds > 0 else 0.0
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -128,7 +128,7 @@ def _item_json(item: ItemResult) -> dict[str, object]:
     values: dict[str, object] = {
         "prediction": item.prediction,
         "reference": item.reference,
-        "score": _finite(item.score),
+        "score": finite(item.score),
         "tokens": item.tokens,
     }
     return values if item.nll is None else {**values, "nll": item.nll}

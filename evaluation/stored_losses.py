@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .statistics import LossEstimate
 
 
 def loss_from_json(values: Mapping[str, Any]) -> LossEstimate:
-    """Invert LossEstimate.to_json. A missing bound is infinite on its side, and a missing standard error infinite."""
-    low, high = values["interval95"]
-    finite = {
-        "interval95": (_told(low, -math.inf), _told(high, math.inf)),
+    """Invert LossEstimate.to_json. A missing number is infinite, a missing bound on its side."""
+    finite: dict[str, Any] = {
+        "value": _told(values["value"], math.inf),
+        "loss": _told(values["loss"], math.inf),
+        "interval95": _interval(values["interval95"]),
         "lower95": _told(values["lower95"], -math.inf),
         "upper95": _told(values["upper95"], math.inf),
         "standard_error": _told(values["standard_error"], math.inf),
     }
+    if values.get("bounds") is not None:
+        finite["bounds"] = _interval(values["bounds"])
     return LossEstimate(**{**values, **finite})
+
+
+def _interval(values: Sequence[float | None]) -> tuple[float, float]:
+    low, high = values
+    return _told(low, -math.inf), _told(high, math.inf)
 
 
 def _told(value: float | None, otherwise: float) -> float:

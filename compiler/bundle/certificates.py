@@ -15,7 +15,7 @@ import numpy as np
 from moec.evaluation.data import ItemSet
 from moec.evaluation.divergence import divergence as token_divergences
 from moec.evaluation.engine import TextEngine
-from moec.evaluation.results import EvaluationResult
+from moec.evaluation.results import EvaluationResult, finite
 from moec.evaluation.run import compare, evaluate, joined
 from moec.evaluation.statistics import (
     ERROR,
@@ -64,9 +64,9 @@ class TaskCertificate:
             "metric": self.value.metric,
             "n": self.value.n,
             "baseline": self.baseline.value,
-            "baseline_interval95": list(self.baseline.interval95),
-            "value": self.value.value,
-            "value_interval95": list(self.value.interval95),
+            "baseline_interval95": [finite(bound) for bound in self.baseline.interval95],
+            "value": finite(self.value.value),
+            "value_interval95": [finite(bound) for bound in self.value.interval95],
             "other_metrics": {
                 name: {"baseline": self.baseline.other_metrics[name], "value": value}
                 for name, value in self.value.other_metrics.items()
@@ -203,7 +203,7 @@ def certify_task(
     """
     task, items, shots = held_out.task, held_out.items, held_out.shots
     counts = look_counts(len(items.items)) if confidence is not None and target.kind == "loss" else [len(items.items)]
-    error = ERROR if confidence is None else (1 - confidence) / len(counts)
+    error = ERROR if confidence is None else round((1 - confidence) / len(counts), 12)
     parts: tuple[list[EvaluationResult], list[EvaluationResult]] = ([], [])
     for before, count in itertools.pairwise([0, *counts]):
         chosen, title = items.items[before:count], f"{task.name}, items {before + 1} to {count}"
@@ -213,8 +213,8 @@ def certify_task(
         for part, result in zip(parts, (own, found), strict=True):
             part.append(result)
         baseline, value = (joined(task, items.items[:count], part, shots) for part in parts)
-        # A checkpoint that solves no item has no relative loss, and needs another target.
-        is_stated = target.kind == "loss" or baseline.value > 0
+        # A checkpoint that solves no item has no relative loss, and needs another target. The first items may be hard.
+        is_stated = baseline.value > 0 or (target.kind == "loss" and count == counts[-1])
         loss = compare(task, baseline, value, error=error) if is_stated else None
         verdict = judge(loss, target.value) if loss is not None and target.kind == "loss" else None
         if verdict is not None and (verdict.supported or verdict.refuted):

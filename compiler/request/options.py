@@ -186,8 +186,8 @@ class CompileOptions:
 
     def _check_effects(self) -> None:
         """Raise OptionError for an option without effect in combination with the others."""
-        if self.confidence is not None and not 0.5 <= self.confidence < 1:
-            raise OptionError(f"`--confidence {self.confidence:g}` is not from 0.5 to below 1", "write 0.95")
+        if self.confidence is not None and not 0.5 <= self.confidence <= 0.999:
+            raise OptionError(f"`--confidence {self.confidence:g}` is not from 0.5 to 0.999", "write 0.95")
         if self.target.kind == "uniform":
             searched = {name: default for name, default in _OF_DATA.items() if name not in _OF_CALIBRATION}
             self._refuse_given(searched | _OF_SEARCH, "with `--uniform`, which searches nothing")

@@ -59,8 +59,8 @@ class LossByKl:
         self.measured: list[MeasuredPlan] = []
 
     def add(self, plan: MeasuredPlan) -> None:
-        """Take one more plan into account."""
-        self.measured.append(plan)
+        """Take one more plan into account. A plan that was known becomes the last one."""
+        self.measured = [*(known for known in self.measured if known != plan), plan]
 
     def loss(self, task: str, kl: float) -> float:
         """Return the expected loss of a task at a KL, nats per token.

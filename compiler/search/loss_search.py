@@ -82,16 +82,19 @@ class LossSearch:
         if found is None and not self._relation.measured:
             return unchanged  # no plan has so little KL: the most precise one answers
         if found is None:
-            kl = self._relation.used_up() or kl / LOWER
+            kl = self._relation.used_up() or min(plan.kl for plan in self._relation.measured) / LOWER
             self._approach(space, kl, kl, AFTER_SWAPS)
             return unchanged
         if found.predicted >= largest_budget(space):
             return unchanged
-        factor = SWAPPED_KL * self._relation.used_up() / max(self._mean_kl(found.plan), LEAST_KL)
+        wanted, measured = self._relation.used_up(), max(self._mean_kl(found.plan), LEAST_KL)
+        factor = (SWAPPED_KL * wanted / measured) ** (1 / found.exponent)
         cost = least_plan(space, found.predicted * factor)[1]
         better = swaps.corrected(space, self._trials, lambda tried: tried.plan(choice_within(tried.table, cost)))
         if better.space is not space:
-            self._approach(better.space, self._relation.used_up(), predicted_at(better.space, cost), AFTER_SWAPS)
+            self._approach(better.space, wanted, predicted_at(better.space, cost), AFTER_SWAPS)
+        elif wanted > CLOSE_KL * measured:
+            self._approach(space, wanted, found.predicted * (wanted / measured) ** (1 / found.exponent), AFTER_SWAPS)
         return better.factors
 
     def _from(self, known: Boundary) -> bool:

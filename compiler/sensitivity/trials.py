@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from moec.evaluation.data import ItemSet
 from moec.evaluation.engine import TextEngine, no_progress
 from moec.evaluation.results import EvaluationResult
@@ -362,6 +364,8 @@ class Trials:
             part, guesses = items[done:look], drafts[done:look]
             results.append(evaluate(data.task, part, engine, shots=data.shots, drafts=guesses, progress=self.progress))
             done = look
+            if look < len(items) and not np.any(baseline.scores[:look]):
+                continue  # the checkpoint solves none of them, so nothing can be lost yet
             estimate = loss_so_far(data.task, baseline, results)
             if is_clear(estimate, target, data.certification_items):
                 break

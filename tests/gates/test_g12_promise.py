@@ -96,7 +96,7 @@ def test_the_verdict_follows_from_the_numbers(compiled: tuple[Path, Path, set[st
     loss, verdict = task["loss"], task["verdict"]
     assert loss["loss"] == pytest.approx((task["value"] - task["baseline"]) / task["baseline"], rel=1e-12)
     low, high = loss["interval95"]
-    assert low <= loss["lower95"] <= loss["loss"] <= loss["upper95"] <= high
+    assert low <= loss["loss"] <= high and loss["lower95"] <= loss["loss"] <= loss["upper95"]
     expected = "supported" if loss["upper95"] <= 0.05 else "met" if loss["loss"] <= 0.05 else None
     expected = expected or ("refuted" if loss["lower95"] > 0.05 else "missed")
     assert quality["verdict"] == verdict["status"] == expected

@@ -106,6 +106,21 @@ def test_a_power_that_is_known_saves_measurements(power: float) -> None:
     assert measurements(0.0) == 2 < measurements(1.0)
 
 
+@pytest.mark.parametrize("slope", [0.02, 0.04])
+def test_without_swaps_the_search_goes_on_until_the_target_is_used_up(slope: float) -> None:
+    """The first KL is far too small here, and each step raises it to at most four times."""
+    trials = ToyTrials(noisy_kl(SPACE), slope=slope, standard_error=1e-4)
+    plan = search(SPACE, trials.as_trials(), Target("loss", 0.02), silent)
+    assert 0.018 < slope * trials.kl(plan, "again").mean <= 0.02
+
+
+def test_a_search_begins_again_below_all_that_it_refused() -> None:
+    trials = ToyTrials(noisy_kl(SPACE), slope=1000, standard_error=1e-4)
+    plan = search(SPACE, trials.as_trials(), Target("loss", 0.02), silent)
+    assert 0 < 1000 * trials.kl(plan, "again").mean <= 0.02, "the most precise plan has a KL of 0"
+    assert len({tried.digest for tried in trials.generated}) == 5
+
+
 def test_every_measurement_is_told() -> None:
     told: list[str] = []
     search(SPACE, ToyTrials(noisy_kl(SPACE)).as_trials(), Target("loss", 0.02), told.append)

@@ -342,6 +342,12 @@ def test_stopping_early_only_where_it_is_clear(every: int, accepted: bool, looke
         assert abs(loss.loss + margin(loss, 4000) - 0.02) > 3 * loss.standard_error
 
 
+def test_a_look_at_items_that_the_checkpoint_does_not_solve_decides_nothing(tmp_path: Path) -> None:
+    right = [n >= LOOKS[0] for n in range(1400)]
+    found, loss, _ = scripted([False] * 1400, tmp_path, 0.02, right)
+    assert found and loss.loss == 0 and loss.n > LOOKS[0]
+
+
 def test_every_task_must_keep_the_target_and_the_first_that_does_not_ends_the_trial(tmp_path: Path) -> None:
     plan, tasks = plain_plan(toy_model(), BF16, "rtn"), (sums(0, 40, "first"), sums(40, 40, "second"))
     for wrong, told in (
