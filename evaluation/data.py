@@ -50,9 +50,19 @@ class ItemSet:
             return self
         if count < 1:
             raise OptionError(f"`--limit` must be at least 1, found {count}", "leave it out to take all items")
-        ranks = sorted((_digest(f"limit {seed} {item_key(self.task, item)}"), at) for at, item in enumerate(self.items))
-        chosen = sorted(at for _, at in ranks[:count])
-        return replace(self, items=tuple(self.items[at] for at in chosen))
+        return replace(self, items=tuple(self.items[at] for at in sorted(self.order(seed)[:count])))
+
+    def order(self, seed: int = 0) -> list[int]:
+        """Return the indices of the items, sorted by a hash of seed and text. Any first part of them is a sample.
+
+        A file may be sorted, by subject or by source, so its own first items are none.
+        """
+        ranks = ((_digest(f"limit {seed} {item_key(self.task, item)}"), at) for at, item in enumerate(self.items))
+        return [at for _, at in sorted(ranks)]
+
+    def sample(self, count: int, seed: int = 0) -> tuple[Item, ...]:
+        """Return the first items by `order`."""
+        return tuple(self.items[at] for at in self.order(seed)[:count])
 
     def to_dataset(self) -> Any:
         """Return the items as a `datasets.Dataset` in memory with text fields. Raises MissingDependency."""

@@ -84,24 +84,30 @@ def answer_scores(
 
 
 def joined(
-    task: Task, items: Sequence[Item], parts: Sequence[EvaluationResult], shots: Sequence[Item]
+    task: Task,
+    items: Sequence[Item],
+    parts: Sequence[EvaluationResult],
+    shots: Sequence[Item],
+    places: Sequence[int] | None = None,
 ) -> EvaluationResult:
-    """Join the results of successive slices of the items into the result of all items.
+    """Join the results of parts of the items into the result of all items.
 
-    parts: results of the slices, in order.
+    parts: results of the parts, in order.
+    places: of each result of the parts, where its item stands. They are sorted by it. None: the parts are slices.
     """
     if len(parts) == 1:
         return parts[0]
     rows = tuple(row for part in parts for row in part.items)
     check_count(len(rows), len(items))
-    nll, tokens, scores = (
-        np.concatenate([getattr(part, name) for part in parts]) for name in ("nll", "tokens", "scores")
-    )
+    if places is not None:
+        rows = tuple(rows[at] for at in np.argsort(places))
+    whole = replace(parts[0], items=rows)
+    nll, tokens, scores = whole.nll, whole.tokens, whole.scores
     is_text = task.is_perplexity
     seconds = sum(part.seconds for part in parts)
     weights = [part.n / len(items) for part in parts]
     return replace(
-        parts[0],
+        whole,
         value=perplexity(nll, tokens) if is_text else float(scores.mean()),
         n=len(items),
         interval95=statistics.perplexity_interval95(nll, tokens) if is_text else statistics.mean_interval95(scores),
@@ -112,7 +118,6 @@ def joined(
             name: sum(weight * part.other_metrics[name] for weight, part in zip(weights, parts, strict=True))
             for name in parts[0].other_metrics
         },
-        items=rows,
     )
 
 

@@ -204,15 +204,21 @@ def certify_task(
     task, items, shots = held_out.task, held_out.items, held_out.shots
     counts = look_counts(len(items.items)) if confidence is not None and target.kind == "loss" else [len(items.items)]
     error = ERROR if confidence is None else round((1 - confidence) / len(counts), 12)
+    # A file may be sorted by subject. So a look is at a sample, and never at the first items of the file.
+    order = list(range(len(items.items))) if len(counts) == 1 else items.order()
     parts: tuple[list[EvaluationResult], list[EvaluationResult]] = ([], [])
+    placed: list[int] = []
     for before, count in itertools.pairwise([0, *counts]):
-        chosen, title = items.items[before:count], f"{task.name}, items {before + 1} to {count}"
+        positions = sorted(order[before:count])
+        chosen, title = [items.items[at] for at in positions], f"{task.name}, items {before + 1} to {count}"
         own = evaluate(task, chosen, reference, shots=shots, progress=talk.progress(f"baseline on {title}"))
         drafts = [task.continuation(item.prediction) for item in own.items]
         found = evaluate(task, chosen, engine, shots=shots, drafts=drafts, progress=talk.progress(f"bundle on {title}"))
         for part, result in zip(parts, (own, found), strict=True):
             part.append(result)
-        baseline, value = (joined(task, items.items[:count], part, shots) for part in parts)
+        placed += positions
+        looked = [items.items[at] for at in sorted(placed)]
+        baseline, value = (joined(task, looked, part, shots, placed) for part in parts)
         # A checkpoint that solves no item has no relative loss, and needs another target. The first items may be hard.
         is_stated = baseline.value > 0 or (target.kind == "loss" and count == counts[-1])
         loss = compare(task, baseline, value, error=error) if is_stated else None

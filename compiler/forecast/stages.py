@@ -17,6 +17,7 @@ from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES, QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
 
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
+from ..lookahead.linear_maps import can_learn, learned_weights
 from ..preflight.kept_layers import MemoryNeed, may_compare, measures_tasks, runtime_bytes
 from ..preflight.preflight import reachable_bytes
 from ..preflight.prepared import Prepared
@@ -330,7 +331,9 @@ class SearchForecast:
             experts = reachable_bytes(self._model, [uniform_spec(options, self._prepared.lowering)])[0]
         low = 0 if options.low_spec is None else reachable_bytes(self._model, [options.low_spec])[0]
         dense_bits = UNIFORM_DENSE_BITS if self._target == "uniform" else 16
-        return _written_bytes(self._model, experts + low, options.dense_bits or dense_bits)
+        searched = self._target != "uniform" and can_learn(self._model)
+        learned = _HALF * sum(learned_weights(self._model)) if searched else 0  # learned routers
+        return learned + _written_bytes(self._model, experts + low, options.dense_bits or dense_bits)
 
 
 def all_weights(model: ModelSpec) -> int:

@@ -18,7 +18,7 @@ from moec.manifests.quant import QuantSpec
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan
 from ..request.uniform import fits_all, uniform_like
-from ..sensitivity.exact import with_lowered_experts
+from ..sensitivity.exact import LoweredPlans
 from ..sensitivity.trials import Trials
 
 
@@ -137,7 +137,7 @@ def edgemoe(
         return BaselineResult(name, uniform[kept], tuple(frontier))
     order = sorted(losses, key=lambda key: (losses[key], key))
     lower = formats[widths[upper + 1]]
-    counts = [with_lowered_experts(uniform[upper], order[:count], lower) for count in range(len(order) + 1)]
+    counts = LoweredPlans(uniform[upper], lower, len(order) + 1, lambda count: order[:count])
     best = _boundary(counts, rule)
     return BaselineResult(name, uniform[kept] if best is None else counts[best], tuple(frontier))
 

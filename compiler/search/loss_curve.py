@@ -55,7 +55,10 @@ def _point(
         found = compare_with_baselines(plan, specs, trials, store, target, talk)
         for result in filter(None, (found.uniform, found.edgemoe, found.published)):
             baselines[result.name] = None if result.plan is None else result.plan.expert_packed_bytes
-        layered = _search(per_layer_space(space, plan), trials, target, Swaps(0, talk))
+        layers = per_layer_space(space, plan)
+        # Widths of projections may differ, so that no format fits a whole layer.
+        has_formats = bool(np.isfinite(layers.table.costs).any(axis=1).all())
+        layered = _search(layers, trials, target, Swaps(0, talk)) if has_formats else None
         baselines[PER_LAYER] = None if layered is None else layered.expert_packed_bytes
     return CurvePoint(loss, plan, estimates, trials.kl(plan, "sweep").mean, baselines)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import overload
 
 from moec.manifests.model import ExpertKey
 from moec.manifests.progress import Progress
@@ -28,9 +29,37 @@ def importance_list(
     """
     base = uniform_like(plan, high, store.quantizer)
     keys = plan.model.expert_keys()
-    plans = [base, *(with_lowered_experts(base, [key], low) for key in keys)]
+    plans = LoweredPlans(base, low, 1 + len(keys), lambda at: keys[at - 1 : at] if at else ())
     before, *after = trials.answer_nll_each(plans, store, EXACT_ITEMS, progress)
     return {key: nll - before for key, nll in zip(keys, after, strict=True)}
+
+
+class LoweredPlans(Sequence[CompilePlan]):
+    """Plans in which some experts have a lower format. Each is made when it is asked for: thousands would fill memory.
+
+    base: the plan of all others.
+    count: number of plans.
+    lowered: returns the lowered experts of a plan by its index.
+    """
+
+    def __init__(
+        self, base: CompilePlan, lower: QuantSpec, count: int, lowered: Callable[[int], Sequence[ExpertKey]]
+    ) -> None:
+        self._base, self._lower, self._count, self._lowered = base, lower, count, lowered
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> CompilePlan: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[CompilePlan]: ...
+    def __getitem__(self, index: int | slice) -> CompilePlan | Sequence[CompilePlan]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(self._count))]
+        if not -self._count <= index < self._count:
+            raise IndexError(f"plan {index} of {self._count}")
+        return with_lowered_experts(self._base, self._lowered(index % self._count), self._lower)
 
 
 def with_lowered_experts(base: CompilePlan, keys: Sequence[ExpertKey], lower: QuantSpec) -> CompilePlan:

@@ -209,8 +209,8 @@ class Trials:
         progress: Progress = no_progress,
     ) -> list[Any]:
         """Return a value of each plan from the journal, after the missing ones are measured."""
-        missing = {stage: plan for stage, plan in zip(stages, plans, strict=True) if self.journal.get(stage) is None}
-        jobs = ((plan, store or self.store) for plan in missing.values())
+        missing = {stage: at for at, stage in enumerate(stages) if self.journal.get(stage) is None}
+        jobs = ((plans[at], store or self.store) for at in missing.values())
         done = len(plans) - len(missing)
         for stage, measures in zip(missing, self._measures().measure_each(jobs, items), strict=True):
             self.journal.json(stage, partial(value, measures))

@@ -120,6 +120,6 @@ def _unpublished(prepared: Prepared, planned: Planned, partial: Path) -> Unpubli
     request, statistics, split = prepared.request, planned.statistics, prepared.splits[0]
     deciles = [] if statistics is None else unimportance_deciles(statistics.unimportance)
     room = runtime_bytes(prepared.lowering.model, request.memory_limit_bytes)
-    items, shots = split.test.items[:MODES_ITEMS], prepared.shots[split.task.name]
+    items, shots = split.test.sample(MODES_ITEMS, prepared.request.options.seed), prepared.shots[split.task.name]
     published = [] if statistics is None else unimportance_quantiles(statistics.unimportance, HOBBIT_SHARES)
     return UnpublishedBundle(partial, split.task, items, shots, deciles, room, published)

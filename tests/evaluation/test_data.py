@@ -180,6 +180,10 @@ def test_subsets_are_stable_and_nested(write, problems) -> None:
     assert {item_key(GSM8K, item) for item in backwards.limit(10).items} == set(keys[0])
     with pytest.raises(OptionError, match="`--limit` must be at least 1, found 0"):
         items.limit(0)
+    assert items.sample(10) == backwards.sample(10) == items.sample(40)[:10]
+    assert [item_key(GSM8K, item) for item in items.sample(10)] != keys[0], "its own order is no sample"
+    assert sorted(items.sample(10), key=items.items.index) == list(small.items)
+    assert sorted(items.order()) == list(range(100)) != items.order()
 
 
 def test_shots_come_from_train_and_are_not_evaluated(write, problems) -> None:

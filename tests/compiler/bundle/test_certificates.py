@@ -197,10 +197,12 @@ def test_looks_end_at_the_last_item(items: int, looks: list[int]) -> None:
 def test_a_clear_case_is_decided_at_an_early_look(
     reference: TransformersOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The verdict is that of the first items, with wider bounds for several looks. An unclear case takes all items."""
+    """The verdict is that of a sample, with wider bounds for several looks. An unclear case takes all items."""
     monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (40, 80))
     texts = [f"{n} and one text more, {n * n}" for n in range(120)]
-    equal, first = Coarse(reference, 1.0), certify(reference, Coarse(reference, 1.0), texts=texts[:40])
+    sampled = ItemSet(find_task("perplexity"), "made", tuple({"text": text} for text in texts)).limit(40)
+    first = certify(reference, Coarse(reference, 1.0), texts=[item["text"] for item in sampled.items])
+    equal = Coarse(reference, 1.0)
     early = certify(reference, equal, texts=texts, confidence=0.95)
     assert early.verdict is not None and early.verdict.status == "supported"
     assert early.value.n == 40 and equal.scored == 40
@@ -215,6 +217,49 @@ def test_a_clear_case_is_decided_at_an_early_look(
     assert whole.value.interval95 == coarse.value.interval95 and whole.value.data_sha256 == coarse.value.data_sha256
     assert whole.loss is not None and whole.loss.bounds is not None
     assert whole.loss.bounds[0] <= whole.loss.lower95 <= whole.loss.upper95 <= whole.loss.bounds[1]
+
+
+class RightUntil:
+    """A model that answers the first numbered questions of a file rightly, and the others wrongly."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def generate(self, requests: Sequence[Any], progress: Any) -> list[Generation]:
+        numbers = [int(request.prompt.split("#")[1].split()[0]) for request in requests]
+        return [Generation(f"#### {n if n < self._count else -1}", 1, 1) for n in numbers]
+
+
+def test_a_look_at_a_sorted_file_is_at_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundle fails on all but the first third. A look at the first items of the file would support it."""
+    monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (40, 80))
+    task = find_task("gsm8k")
+    items = ItemSet(task, "made", tuple({"question": f"#{n} ?", "answer": f"#### {n}"} for n in range(120)))
+    solved, bundle = cast(TextEngine, RightUntil(120)), cast(TextEngine, RightUntil(40))
+    held_out, target = HeldOutTask(task, items), Target("loss", 0.4)
+    early = certify_task(held_out, solved, bundle, target, Talk(), DIVERGENCE, confidence=0.95)
+    assert early.value.n < 120 and early.verdict is not None and early.verdict.status == "refuted"
+    whole = certify_task(held_out, solved, bundle, Target("loss", 2 / 3), Talk(), DIVERGENCE, confidence=0.95)
+    plain = certify_task(held_out, solved, bundle, Target("loss", 2 / 3), Talk(), DIVERGENCE)
+    assert whole.value.n == 120 and whole.value.value == plain.value.value
+    assert whole.value.data_sha256 == plain.value.data_sha256
+    assert [row.prediction for row in whole.value.items] == [row.prediction for row in plain.value.items]
+
+
+def test_a_first_look_at_unsolved_items_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (1,))
+    task = find_task("gsm8k")
+    items = ItemSet(task, "made", tuple({"question": f"#{n} ?", "answer": f"#### {n}"} for n in range(8)))
+    first = items.order()[0]
+
+    class WrongAtFirst:
+        def generate(self, requests: Sequence[Any], progress: Any) -> list[Generation]:
+            numbers = [int(request.prompt.split("#")[1].split()[0]) for request in requests]
+            return [Generation(f"#### {n if n != first else -1}", 1, 1) for n in numbers]
+
+    engine = cast(TextEngine, WrongAtFirst())
+    found = certify_task(HeldOutTask(task, items), engine, engine, LOSS, Talk(), DIVERGENCE, confidence=0.95)
+    assert found.value.n == 8 and found.loss is not None and found.loss.loss == 0
 
 
 def certificate_of(loss: LossEstimate, base: TaskCertificate) -> TaskCertificate:

@@ -113,7 +113,8 @@ def test_disk_and_stages_are_those_of_the_compile(
     compile_checkpoint(make_request(model, tmp_path / "out", "bits_per_weight", 4.0, talk=talk, **options))
     work = foreseen[SWEEP].disk_bytes
     assert 0.5 * work < sizes[-1] <= work, "the journal, its second set of residual streams apart"
-    written = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    files = [path for path in (tmp_path / "out").glob("*.safetensors") if not path.name.startswith("tables")]
+    written = sum(path.stat().st_size for path in files)
     assert written <= foreseen["writing the bundle"].disk_bytes - work < 1.5 * written
     assert {*foreseen} - {"hashing the checkpoint"} <= {*titles}
     assert all(stage.memory_bytes > 0 for stage in foreseen.values())

@@ -26,7 +26,7 @@ from moec.compiler.search.baselines import (
     weighed_by_use,
 )
 from moec.compiler.search.comparison import offered_to_edgemoe
-from moec.compiler.sensitivity.exact import EXACT_ITEMS, importance_list
+from moec.compiler.sensitivity.exact import EXACT_ITEMS, LoweredPlans, importance_list, with_lowered_experts
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
@@ -213,6 +213,29 @@ def test_the_importance_list_puts_one_expert_at_2_bits_and_the_others_at_4() -> 
     for key, plan in zip(PLAIN.model.expert_keys(), seen[1:], strict=True):
         low = {unit for unit, spec in plan.units.items() if spec == FORMATS[2]}
         assert low == {UnitKey(*key, projection) for projection in PROJECTIONS}
+
+
+def test_plans_with_lowered_experts_are_made_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of them would not fit in memory."""
+    made: list[int] = []
+
+    def recorded(base: CompilePlan, keys: Sequence[ExpertKey], lower: QuantSpec) -> CompilePlan:
+        made.append(len(keys))
+        return with_lowered_experts(base, keys, lower)
+
+    monkeypatch.setattr("moec.compiler.sensitivity.exact.with_lowered_experts", recorded)
+    keys = PLAIN.model.expert_keys()
+    base = uniform_like(PLAIN, FORMATS[4])
+    plans = LoweredPlans(base, FORMATS[2], len(keys) + 1, lambda count: keys[:count])
+    assert len(plans) == len(keys) + 1 and not made
+    assert plans[0] == base and plans[-1] == plans[len(keys)] == uniform_like(PLAIN, FORMATS[2])
+    assert made == [0, len(keys), len(keys)] and len(plans[1:3]) == 2
+    with pytest.raises(IndexError):
+        plans[len(keys) + 1]
+    made.clear()
+    half = TargetRule(lambda plan: sum(spec.bitwidth == 2 for spec in plan.units.values()) <= 3 * len(keys) // 2)
+    edgemoe("EdgeMoE", PLAIN, FORMATS, LOSSES, ToyTrials(lambda plan: 0.0).as_trials(), STORE, half)
+    assert 0 < len(made) <= len(keys).bit_length() + 1
 
 
 @pytest.mark.parametrize(
