@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .statistics import ONE_SIDED_95, DistributionSummary, distribution_summary
+from .statistics import MIN_ITEMS, ONE_SIDED_95, DistributionSummary, distribution_summary
 
 _WIDE_AT_ONCE = 1 << 21  # float64 probabilities in memory at once, 16 MiB
 
@@ -53,12 +53,13 @@ def divergence_bound(summary: DistributionSummary) -> float:
     return summary.mean + (width if math.isfinite(width) else 0.0)
 
 
-def judge_divergence(summary: DistributionSummary, target: float) -> str:
+def judge_divergence(summary: DistributionSummary, target: float, items: int) -> str:
     """Judge a mean KL in nats per token against its target, one-sided at 95 %: supported, met, missed or refuted.
 
-    With a single text, which has no spread, the verdict is met or missed.
+    With fewer than MIN_ITEMS texts their spread proves nothing. The verdict is then met or missed.
+    items: number of texts.
     """
-    width = ONE_SIDED_95 * summary.standard_error
+    width = ONE_SIDED_95 * summary.standard_error if items >= MIN_ITEMS else math.inf
     if summary.mean <= target:
         return "supported" if summary.mean + width <= target else "met"
     return "refuted" if summary.mean - width > target else "missed"

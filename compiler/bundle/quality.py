@@ -95,8 +95,9 @@ def overall_verdict(
         return "measured" if certificates or others else "not measured"
     order = ("supported", "met", "missed", "refuted")
     if target.kind == "kl":
-        summaries = [c.divergence for c in certificates.values()] + [c.divergence for c in others.values()]
-        verdicts = [judge_divergence(summary, target.value) for summary in summaries]
+        measured = [(c.divergence, c.value.n) for c in certificates.values()]
+        measured += [(c.divergence, c.items) for c in others.values()]
+        verdicts = [judge_divergence(summary, target.value, items) for summary, items in measured]
     else:
         verdicts = [c.verdict.status for c in certificates.values() if c.verdict is not None]
     return max(verdicts, key=order.index, default="not measured")

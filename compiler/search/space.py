@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moec.manifests.errors import ExecutionError
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
@@ -91,6 +92,7 @@ def build_space(
 
     unit_specs: formats on offer to units.
     dense_options: formats of all dense weights, one mapping per bitwidth on offer. A single one fixes them.
+    Raises ExecutionError for a prediction that is not a number: a knapsack would take the smallest plan.
     """
     units, groups = tuple(plain.units), dense_groups(plain.model)
     width = max(len(unit_specs), len(dense_options))
@@ -107,6 +109,12 @@ def build_space(
         for column, specs in enumerate(dense_options):
             costs[row, column] = weights.dense * dense_bytes(plain, group, specs)
             losses[row, column] = sensitivity.dense_loss(store, group, specs)
+    if np.isnan(losses).any():
+        row = int(np.argmax(np.isnan(losses).any(axis=1)))
+        place = str(units[row]) if row < len(units) else groups[row - len(units)].name
+        raise ExecutionError(
+            f"the predicted loss of `{place}` is not a number", "check the checkpoint for weights that are not finite"
+        )
     # Of two options with exactly equal loss the cheaper wins, so that the choice does not depend on their order.
     table = ChoiceTable(costs, losses)
     return SearchSpace(plain, units, tuple(unit_specs), groups, tuple(dense_options), table)

@@ -37,10 +37,9 @@ def answer_metric(
     trusts_code: whether code of other metrics than the project's own may run.
     Raises OptionError for an unknown metric, or for one that runs code without permission.
     """
+    check_direction(name, lower_is_better)
     if name not in OWN_METRICS:
         return _foreign(name, text, lower_is_better, trusts_code)
-    if lower_is_better:
-        raise OptionError(f"higher values of `{name}` are better", "leave out `--lower-is-better`")
     if name == EXACT_MATCH:
         return AnswerMetric(
             (name,), lambda predictions, references: {name: text.exact_match(predictions, references)}, True, 1.0
@@ -51,6 +50,12 @@ def answer_metric(
 
     others = (kind for kind in ROUGE_KINDS if kind != name)
     return AnswerMetric((name, *others), score, True, 1.0)
+
+
+def check_direction(name: str, lower_is_better: bool) -> None:
+    """Raise OptionError if lower values of a metric of the project are to be better."""
+    if name in OWN_METRICS and lower_is_better:
+        raise OptionError(f"higher values of `{name}` are better", "leave out `--lower-is-better`")
 
 
 def _foreign(name: str, text: AnswerText, lower_is_better: bool, trusts_code: bool) -> AnswerMetric:

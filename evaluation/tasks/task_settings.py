@@ -10,7 +10,7 @@ from typing import Protocol
 
 from moec.manifests.errors import OptionError
 
-from .answer_metrics import PERPLEXITY, answer_metric
+from .answer_metrics import PERPLEXITY, answer_metric, check_direction
 from .answer_text import AnswerText
 from .base import Task
 from .prompt_forms import ChatForm, PromptForm, TemplateForm
@@ -132,6 +132,7 @@ class TaskSettings:
     def _with_metric(self, task: Task) -> Task:
         if self.metric is None:
             return task
+        check_direction(self.metric, self.lower_is_better)
         if task.metric == self.metric:
             return task
         if self.metric in task.metrics:

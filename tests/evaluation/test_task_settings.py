@@ -128,6 +128,8 @@ def test_settings_that_do_not_fit_a_task() -> None:
         applied(metric="perplexity")
     with pytest.raises(OptionError, match="higher values of `rouge1` are better"):
         applied(metric="rouge1", lower_is_better=True)
+    with pytest.raises(OptionError, match="higher values of `exact_match` are better"):
+        applied(metric="exact_match", lower_is_better=True)
     with pytest.raises(OptionError, match="need a model"):
         TaskSettings(chat=True).apply(GSM8K, None)
 

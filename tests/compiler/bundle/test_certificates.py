@@ -27,7 +27,7 @@ from moec.compiler.walker.texts import AnswerTexts, TokenTexts
 from moec.evaluation.data import ItemSet
 from moec.evaluation.divergence import judge_divergence, log_softmax, summarise_divergence
 from moec.evaluation.engine import Generation, TextEngine
-from moec.evaluation.statistics import DistributionSummary, LossEstimate, judge
+from moec.evaluation.statistics import MIN_ITEMS, DistributionSummary, LossEstimate, judge
 from moec.evaluation.tasks import find_task
 from moec.evaluation.text_pairs import forced_rows
 from moec.manifests.errors import OptionError
@@ -318,7 +318,9 @@ def test_the_weakest_task_speaks_for_all(reference: TransformersOracle) -> None:
 def test_a_kl_target_gets_a_verdict_of_its_own(mean: float, standard_error: float, status: str) -> None:
     target, good = Target("kl", 0.05), DivergenceCertificate(summary(0.001, 0.0001), 100)
     found = DivergenceCertificate(summary(mean, standard_error), 100)
-    assert judge_divergence(found.divergence, 0.05) == status
+    assert judge_divergence(found.divergence, 0.05, 100) == status
+    of_few = judge_divergence(found.divergence, 0.05, MIN_ITEMS - 1)
+    assert of_few == {"supported": "met", "refuted": "missed"}.get(status, status)
     assert overall_verdict(target, {}, {"good": good, "found": found}) == status
     assert overall_verdict(target, {}, {}) == "not measured"
     told = {"items": 100, **found.divergence.to_json()}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from moec.compiler.request.objective import ByteWeights
 from moec.compiler.search.knapsack import least_cost
 from moec.compiler.search.space import dense_bytes
+from moec.manifests.errors import ExecutionError
+from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
-from tests.compiler.search.toy_search import BF16, toy_model, toy_space
+from tests.compiler.search.toy_search import BF16, ToyStore, toy_model, toy_space
 
 
 def test_with_even_weights_the_cost_is_bytes() -> None:
@@ -52,3 +56,15 @@ def test_a_size_target_counts_routed_experts_alone() -> None:
     assert np.all(table.costs[units:][np.isfinite(table.costs[units:])] == 0)
     choice = least_cost(space.table, 0.05)
     assert table.totals(choice)[0] == space.plan(choice).expert_packed_bytes
+
+
+def test_a_prediction_that_is_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons with it are false, so a knapsack would take the cheapest format of the unit."""
+    known = ToyStore.error
+
+    def broken(store: ToyStore, unit: UnitKey, spec: QuantSpec) -> float:
+        return math.nan if (unit.layer, unit.expert, spec.bitwidth) == (1, 2, 4) else known(store, unit, spec)
+
+    monkeypatch.setattr(ToyStore, "error", broken)
+    with pytest.raises(ExecutionError, match=r"the predicted loss of `.*` is not a number"):
+        toy_space()
