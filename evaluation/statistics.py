@@ -119,7 +119,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class DistributionSummary:
-    """Divergence from the reference over N tokens: KL in nats, agreement as the share of equal top-1 tokens."""
+    """Divergence from the reference over N tokens: KL in nats, agreement as the share of equal top-1 tokens.
+
+    by_task: mean and standard error of each task, if the tokens are those of several.
+    """
 
     mean: float
     standard_error: float
@@ -128,10 +131,14 @@ class DistributionSummary:
     max: float
     agreement: float
     n: int
+    by_task: tuple[tuple[float, float], ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        """Return plain values for JSON. Values that are not finite become None."""
-        return _json_ready(asdict(self))
+        """Return plain values for JSON. Values that are not finite become None. An empty `by_task` is left out."""
+        values = _json_ready(asdict(self))
+        if not self.by_task:
+            del values["by_task"]
+        return values
 
 
 def relative_loss(
@@ -382,6 +389,6 @@ def _json_ready(values: dict[str, object]) -> dict[str, object]:
     def ready(value: object) -> object:
         if isinstance(value, float):
             return value if math.isfinite(value) else None
-        return [ready(part) for part in value] if isinstance(value, tuple) else value
+        return [ready(part) for part in value] if isinstance(value, (tuple, list)) else value
 
     return {name: ready(value) for name, value in values.items()}

@@ -6,7 +6,7 @@ Shapes: A scored tokens of all texts, a of some of them, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -42,12 +42,20 @@ class AnswerMeasures:
     agrees: NDArray[np.bool_]
     nll: NDArray[np.float64]
 
-    def summary(self, counts: list[int]) -> DistributionSummary:
+    def summary(self, counts: list[int], tasks: Sequence[int] = ()) -> DistributionSummary:
         """Return mean KL and agreement.
 
         counts: scored tokens of each text.
+        tasks: number of texts of each task. Of several, each has a mean of its own, too.
         """
-        return distribution_summary(self.kl, self.agrees, np.repeat(np.arange(len(counts)), counts))
+        texts = np.repeat(np.arange(len(counts)), counts)
+        whole = distribution_summary(self.kl, self.agrees, texts)
+        if len(tasks) < 2:
+            return whole
+        of_task = np.repeat(np.repeat(np.arange(len(tasks)), tasks), counts)
+        own = [of_task == task for task in range(len(tasks))]
+        found = [distribution_summary(self.kl[at], self.agrees[at], texts[at]) for at in own]
+        return replace(whole, by_task=tuple((each.mean, each.standard_error) for each in found))
 
 
 def planned_weights(plan: CompilePlan, store: UnitStore) -> Replaced:

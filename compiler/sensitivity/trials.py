@@ -176,14 +176,15 @@ class Trials:
     ) -> list[DistributionSummary]:
         """Return `kl` of each plan. The journal's missing measurements may run at the same time."""
         walk = self._measures()
-        counts = walk.answers.counts
+        counts, tasks = walk.answers.counts, walk.answers.tasks
         stages = [f"kl-{plan.digest}" for plan in plans]
-        plain = self._journaled(stages, plans, store, None, lambda found: found.summary(counts).to_json())
+        plain = self._journaled(stages, plans, store, None, lambda found: found.summary(counts, tasks).to_json())
         summaries = []
         for plan, purpose, stage, values in zip(plans, purposes, stages, plain, strict=True):
             self._items[stage] = len(counts)
             error = _told(values["standard_error"], math.inf)
-            summaries.append(DistributionSummary(**{**values, "standard_error": error}))
+            by_task = tuple((mean, _told(each, math.inf)) for mean, each in values.get("by_task", ()))
+            summaries.append(DistributionSummary(**{**values, "standard_error": error, "by_task": by_task}))
             self._log(plan, purpose, kl=summaries[-1])
         return summaries
 
