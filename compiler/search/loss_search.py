@@ -88,7 +88,7 @@ class LossSearch:
         if found.predicted >= largest_budget(space):
             return unchanged
         wanted, measured = self._relation.used_up(), max(self._mean_kl(found.plan), LEAST_KL)
-        factor = (SWAPPED_KL * wanted / measured) ** (1 / found.exponent)
+        factor = SWAPPED_KL * wanted / measured
         cost = least_plan(space, found.predicted * factor)[1]
         better = swaps.corrected(space, self._trials, lambda tried: tried.plan(choice_within(tried.table, cost)))
         if better.space is not space:

@@ -53,7 +53,7 @@ class CompileTexts:
 
 def encode_all_texts(prepared: Prepared) -> CompileTexts:
     """Encode the texts of all tasks. Raises ContextOverflow, and DataError where no text is left."""
-    model, limits, seed = prepared.lowering.model, prepared.kept_layers.texts, prepared.request.options.seed
+    model, limits = prepared.lowering.model, prepared.kept_layers.texts
     tokenizer = load_tokenizer(prepared.checkpoint.root)
 
     def encoded(texts: Sequence[tuple[str, str]]) -> list[TokenPair]:
@@ -64,53 +64,49 @@ def encode_all_texts(prepared: Prepared) -> CompileTexts:
     calibration, calibrated = choose_texts(
         TokenTexts([before + answer for before, answer in pairs], prompts),
         model.original_positions,
-        seed,
+        prepared.request.options.seed,
         limits.calibration,
     )
     held_out, validation = dict[str, AnswerTexts](), list[AnswerTexts]()
     count, room = max(1, KL_ITEMS // len(prepared.splits)), limits.answers // len(prepared.splits)
     for split in prepared.splits:
         name, shots = split.task.name, prepared.shots[split.task.name]
-        own = encoded(_texts(split, split.validation.sample(count, seed), shots))
+        own = encoded(_texts(split, split.validation.items[:count], shots))
         validation.append(_scored_answers(model, name, own, room))
-        test = encoded(_texts(split, split.test.sample(HELD_OUT_ITEMS, seed), shots))
+        test = encoded(_texts(split, split.test.items[:HELD_OUT_ITEMS], shots))
         held_out[name] = _scored_answers(model, name, test, limits.held_out)
-    orders = [split.train.order(seed) for split in prepared.splits]
-    sampled = [[task[at] for at in order] for task, order in zip(train, orders, strict=True)]
-    gradients = _gradient_texts(model, sampled, limits.gradients)
+    gradients = _gradient_texts(model, train, limits.gradients)
     spare = dict[str, tuple[Item, ...]]()
     for number, split in enumerate(prepared.splits):
         before = sum(map(len, train[:number]))
         of_task = {at - before for at in calibrated}
-        used = of_task | set(orders[number][: _gradient_count(train)])
-        spare[split.task.name] = _spare_items(split, train[number], orders[number], used, prepared)
+        spare[split.task.name] = _spare_items(split, train[number], of_task, _gradient_count(train), prepared)
     probe = calibration.first(limits.probe)
     return CompileTexts(calibration, probe, gradients, _joined(validation), held_out, spare)
 
 
 def _spare_items(
-    split: SplitData, pairs: Sequence[TokenPair], order: Sequence[int], used: Collection[int], prepared: Prepared
+    split: SplitData, pairs: Sequence[TokenPair], calibrated: Collection[int], gradients: int, prepared: Prepared
 ) -> tuple[Item, ...]:
     """Return the train items of a perplexity task that neither calibration nor gradients use, and that fit the context.
 
     A perplexity needs no answer of the model. So it can take any text.
     pairs: the items as tokens.
-    order: indices of the items, in the order in which they are offered.
-    used: indices of those of calibration, and of those that may be among the texts of the gradients.
+    calibrated: indices of the items of calibration.
+    gradients: number of items, from the first, that may be among the texts of the gradients.
     """
     if not split.task.is_perplexity:
         return ()
     context, shots = prepared.lowering.model.default_context, prepared.shots[split.task.name]
-    items = split.train.items
     return tuple(
-        items[at]
-        for at in order
-        if at not in used and items[at] not in shots and sum(map(len, pairs[at])) < context
+        item
+        for at, (item, (prompt, answer)) in enumerate(zip(split.train.items, pairs, strict=True))
+        if at >= gradients and at not in calibrated and item not in shots and len(prompt) + len(answer) < context
     )
 
 
 def _gradient_count(train: Sequence[Sequence[TokenPair]]) -> int:
-    """Return the number of train items of each task, from the first of their order, that gradients may use."""
+    """Return the number of train items of each task, from the first, that gradients may use."""
     return -(-TEXTS // len(train))
 
 

@@ -88,18 +88,12 @@ def plan_bundles(context: CompileContext) -> PlanBundles:
 
 
 def task_data(prepared: Prepared, texts: CompileTexts | None = None) -> tuple[TaskData, ...]:
-    """Return the validation items of each task, which trials measure, and the spare items of `texts`.
-
-    They are in an order of which any first part is a sample, because trials may end early.
-    """
-
-    seed = prepared.request.options.seed
+    """Return the validation items of each task, which trials measure, and the spare items of `texts`."""
 
     def of(split: SplitData) -> TaskData:
         name = split.task.name
         spare = () if texts is None else texts.spare.get(name, ())
-        validation = replace(split.validation, items=split.validation.sample(len(split.validation), seed))
-        return TaskData(split.task, validation, len(split.test.items), prepared.shots[name], spare)
+        return TaskData(split.task, split.validation, len(split.test.items), prepared.shots[name], spare)
 
     return tuple(map(of, prepared.splits))
 

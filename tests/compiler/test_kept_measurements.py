@@ -73,11 +73,11 @@ def test_another_search_does_not_change_the_next_one(tmp_path: Path, monkeypatch
     common: dict[str, Any] = {"data": str(data), "tasks": ("perplexity",)}
     fast = replace(pi(), name="fast", memory_budget_bytes=8_000_000_000)
     last: dict[str, Any] = {"profile": fast, "swaps": 0}
-    compile_tiny(model, tmp_path / "alone", "loss", 0.02, **common, **last)
+    compile_tiny(model, tmp_path / "alone", "loss", 0.01, **common, **last)
     common["measurements"] = tmp_path / FOLDER
-    compile_tiny(model, tmp_path / "other-device", "loss", 0.02, **common)
-    compile_tiny(model, tmp_path / "sized", "loss", 0.02, objective="size", **common)
-    compile_tiny(model, tmp_path / "last", "loss", 0.02, **common, **last)
+    compile_tiny(model, tmp_path / "other-device", "loss", 0.01, **common)
+    compile_tiny(model, tmp_path / "sized", "loss", 0.01, objective="size", **common)
+    compile_tiny(model, tmp_path / "last", "loss", 0.01, **common, **last)
     spare = [name for name in names(tmp_path / FOLDER) if name.startswith("spare-")]
     assert len(spare) == 3
     assert contents(tmp_path / "last") == contents(tmp_path / "alone")

@@ -192,8 +192,7 @@ def test_spare_texts_are_those_that_nothing_else_reads(tmp_path: Path) -> None:
     assert 20 < len(spare) < 40
     calibrated = found.calibration.rows
     assert len(spare) + len(calibrated) <= len(rows) and all(row not in calibrated for row in spare)
-    assert all(rows[at] not in spare for at in split.train.order()[:4]), "gradients read a sample"
-    assert [list(row) for row in found.gradients.texts.rows] != rows[:4]
+    assert all(row not in spare for row in rows[:4]), "gradients read the first texts"
     held = {item["text"] for part in (split.validation, split.test) for item in part.items}
     assert held.isdisjoint(item["text"] for item in found.spare["perplexity"])
 
@@ -210,10 +209,10 @@ def test_a_compile_with_few_validation_texts_takes_train_texts_and_says_so(tmp_p
     model, data = save_model(tmp_path / "tiny"), save_texts(tmp_path / "texts", train=40, validation=3, test=6)
     told: list[str] = []
     request = make_request(
-        model, tmp_path / "out", "loss", 0.02, data=str(data), tasks=("perplexity",), plan_only=True, swaps=0
+        model, tmp_path / "out", "loss", 0.01, data=str(data), tasks=("perplexity",), plan_only=True, swaps=0
     )
     request.talk.note = told.append
-    found = compile_tiny(model, tmp_path / "out", "loss", 0.02, data=str(data), tasks=("perplexity",), plan_only=True,
+    found = compile_tiny(model, tmp_path / "out", "loss", 0.01, data=str(data), tasks=("perplexity",), plan_only=True,
                          swaps=0, talk=request.talk)  # fmt: skip
     counts = {loss["n"] for trial in found.quality["trials"] for loss in trial["losses"].values()}
     assert max(counts) > 3
