@@ -24,8 +24,12 @@ With `--json` a command prints one JSON object.
 | 1 | an error that the user can act on, with a hint |
 | 2 | wrong usage |
 | 3 | a damaged bundle |
-| 70 | a fault in moec |
-| 130 | interrupted |
+| 4 | a channel without a bundle for this device |
+| 5 | a store that does not answer, or answers wrongly |
+| 6 | a pull of a sequence that was rolled back: nothing was installed |
+| 70 | a fault in moec: please report it |
+| 75 | no space on the disk, or another process in the way: try again later |
+| 129, 130, 143 | interrupted by SIGHUP, SIGINT or SIGTERM |
 """
 
 

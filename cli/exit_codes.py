@@ -10,7 +10,7 @@ Exit codes:
 * 6: a pull of a sequence that was rolled back, so nothing was installed.
 * 70: a fault in moec.
 * 75: no space on the disk, or another process in the way: another try later may succeed.
-* 130: interrupted.
+* 129, 130, 143: interrupted by SIGHUP, SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ import click
 
 from moec.manifests.errors import ExecutionError, MissingDependency, MoecError
 
-from .interrupts import is_interrupt
+from .interrupts import end_by_signals, ending_signal, is_interrupt
 from .terminal import output
 
 EXIT_ROLLED_BACK = 6
 EXIT_FAULT = 70
-EXIT_INTERRUPTED = 130
 _EXTRAS = {
     "torch": "compile",
     "transformers": "compile",
@@ -48,6 +47,7 @@ _EXTRAS = {
 
 def exit_code(run: Callable[[], Any]) -> int:
     """Run the command line, print its error if there is one, and return the exit code."""
+    end_by_signals()
     try:
         code = run()
         return code if isinstance(code, int) else 0
@@ -84,7 +84,7 @@ def _told(problem: Exception) -> int:
 
 def _interrupted() -> int:
     output.say("interrupted")
-    return EXIT_INTERRUPTED
+    return 128 + ending_signal()
 
 
 def _missing_module(problem: ModuleNotFoundError) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import click
 
 from .exit_codes import exit_code
+from .options.paths import refuse_lost_inputs
 from .terminal import output
 
 _COMMANDS = {
@@ -44,6 +45,17 @@ _COMMANDS = {
 }
 
 
+class _Guarded:
+    """The function of a command, called after no output is one of its inputs."""
+
+    def __init__(self, command: click.Command, run: Callable[..., Any] | None) -> None:
+        self._command, self._run = command, run
+
+    def __call__(self, *args: Any, **values: Any) -> Any:
+        refuse_lost_inputs(self._command, values)
+        return None if self._run is None else self._run(*args, **values)
+
+
 class MoecGroup(click.Group):
     """A group that imports a command when it is named, and exits with the code of `exit_code`."""
 
@@ -66,6 +78,15 @@ class MoecGroup(click.Group):
         if not isinstance(command, click.Command):
             raise TypeError(f"`{name}:{attribute}` is not a command")
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command. Before it runs, its outputs are compared with its inputs."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not isinstance(command.callback, _Guarded):
+            command.callback = _Guarded(command, command.callback)
+        return name, command, rest
 
     def main(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,22 +55,37 @@ def _continue(engine: Engine, prompt: str, tokens: int) -> list[int]:
     return sequence
 
 
+LEAST_TEXT_BYTES, BYTES_PER_TOKEN = 1 << 20, 256
+MAX_TEXT_BYTES = 64 << 20
+"""No more of a text is read, however long it is."""
+
+
 def sequence_of(bundle: Bundle, path: Path, prompt_tokens: int, tokens: int) -> list[int]:
     """Return the first tokens of a text: a prompt and `tokens` more. Raises InputError; OptionError for too few."""
     from moec.runtime.text.streaming_text import load_tokenizer
 
-    try:
-        sequence = list(load_tokenizer(bundle).encode(path.read_text(encoding="utf-8")).ids)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"`{path}` cannot be read as UTF-8 text: {error}", "name a text file") from error
-    wanted = prompt_tokens + tokens
     if prompt_tokens < 1:
         raise OptionError(f"`--prompt-tokens` must be at least 1, found {prompt_tokens}", "leave it out for 32")
+    wanted = prompt_tokens + tokens
+    try:
+        text = _read_start(path, min(MAX_TEXT_BYTES, LEAST_TEXT_BYTES + BYTES_PER_TOKEN * wanted))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"`{path}` cannot be read as UTF-8 text: {error}", "name a text file") from error
+    sequence = list(load_tokenizer(bundle).encode(text).ids)
     if len(sequence) < wanted:
         raise OptionError(
             f"`{path}` has {len(sequence)} tokens, {prompt_tokens} and {tokens} are needed", "lower `--tokens`"
         )
     return sequence[:wanted]
+
+
+def _read_start(path: Path, most_bytes: int) -> str:
+    """Return the text at the start of a file. Raises InputError for a device or a pipe, OSError, UnicodeDecodeError."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"`{path}` is no regular file", "name a text file")
+    with path.open("rb") as file:
+        data = file.read(most_bytes)
+    return codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) < most_bytes)
 
 
 def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.ndarray:

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from moec.manifests.bundle import MANIFEST_NAME
+from moec.manifests.errors import InputError
 from moec.manifests.files.output_file import STDOUT, check_output, output_file
 
 MAX_PATH_BYTES = 4095
@@ -42,6 +44,7 @@ class OutputFileType(PathType):
             self.fail(f"{value!r} names a folder, expected a file", param, ctx)
         if found == STDOUT and os.fspath(value) != str(STDOUT):  # `./-` is a file
             found = found.absolute()
+        refuse_inside_bundle(found)
         check_output(found)
         return found
 
@@ -55,6 +58,38 @@ class PlaceType(click.types.StringParamType):
         if (fault := path_fault(text)) is not None:
             self.fail(fault, param, ctx)
         return text
+
+
+def refuse_inside_bundle(path: Path) -> None:
+    """Raise InputError for a file that a command would write into a bundle: each file of a bundle has its place."""
+    if path != STDOUT and os.path.lexists(path.parent / MANIFEST_NAME):
+        raise InputError(
+            f"`{path}` lies in the bundle `{path.parent}`, which a further file damages", "name a file elsewhere"
+        )
+
+
+def refuse_lost_inputs(command: click.Command, values: Mapping[str, Any]) -> None:
+    """Raise InputError if a file that a command will write is one that it reads.
+
+    values: the converted arguments and options, by name.
+    """
+    named = {each.name: each for each in command.params if each.name is not None}
+    for name, written in values.items():
+        parameter = named.get(name)
+        if parameter is None or not isinstance(parameter.type, OutputFileType) or not _is_file(written):
+            continue
+        for other, value in values.items():
+            for read in value if isinstance(value, (tuple, list)) else (value,):
+                if other != name and _is_file(read) and os.path.samefile(written, read):
+                    told = f"`{written}` is read by this command, so it cannot be written"
+                    raise InputError(told, "name another file")
+
+
+def _is_file(value: object) -> bool:
+    try:
+        return isinstance(value, (str, Path)) and value != STDOUT and os.path.isfile(value)
+    except ValueError:  # a zero byte in a text that is no path
+        return False
 
 
 def path_fault(text: str) -> str | None:

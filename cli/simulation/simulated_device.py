@@ -45,6 +45,11 @@ def device_rates(
 
     if not 1 <= readers <= MAX_READERS:
         raise OptionError(f"readers must be 1 to {MAX_READERS}, found {readers}", "leave it out for 2")
+    if not header.memory_bytes_per_s:
+        raise OptionError(
+            "the trace has no rates of its machine, because `moec run` measures none",
+            "record it by `moec bench --trace-out`",
+        )
     source = header if profile is None else profile
     rates = DeviceRates(
         storage_bytes_per_s=source.storage_bytes_per_s,

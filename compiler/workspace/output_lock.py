@@ -21,7 +21,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
-def hold_output(output: Path, disk: Disk, note: Note, option: str = "--output") -> Iterator[None]:
+def hold_output(
+    output: Path, disk: Disk, note: Note, option: str = "--output", run: str = "compile"
+) -> Iterator[None]:
     """Keep other compiles away from an output while this one works on it.
 
     The lock is held on the empty file `NAME.lock` next to the output. The system releases it when the process ends,
@@ -29,6 +31,7 @@ def hold_output(output: Path, disk: Disk, note: Note, option: str = "--output") 
 
     output: the folder that the compile writes.
     option: names this folder on the command line.
+    run: what works on it, in the error.
     disk: makes the folders.
     note: called with a sentence if the file system has no locks.
     Raises MoecError if another compile holds the lock, or the disk refuses.
@@ -39,7 +42,7 @@ def hold_output(output: Path, disk: Disk, note: Note, option: str = "--output") 
     with contextlib.ExitStack() as held:
         with disk_errors(output):
             held.enter_context(made_folders(output, disk))
-        held.callback(_release, _lock(path, output, note, option), path)
+        held.callback(_release, _lock(path, output, note, option, run), path)
         yield
 
 
@@ -65,7 +68,7 @@ def existing_parent(path: Path) -> Path:
     return parent
 
 
-def _lock(path: Path, output: Path, note: Note, option: str) -> int:
+def _lock(path: Path, output: Path, note: Note, option: str, run: str) -> int:
     """Open and lock a file that stays at its path while it is locked. Return the descriptor.
 
     Raises the errors of hold_output.
@@ -75,7 +78,7 @@ def _lock(path: Path, output: Path, note: Note, option: str) -> int:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             try:
                 _check_ours(descriptor, path, option)
-                _take(descriptor, output, note, option)
+                _take(descriptor, output, note, option, run)
                 if _is_at(descriptor, path):
                     return descriptor
             except BaseException:
@@ -93,17 +96,17 @@ def _check_ours(descriptor: int, path: Path, option: str) -> None:
         )
 
 
-def _take(descriptor: int, output: Path, note: Note, option: str) -> None:
+def _take(descriptor: int, output: Path, note: Note, option: str, run: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise MoecError(
-            f"another compile is writing `{output}`", f"wait until it ends, or choose another `{option}`"
+            f"another {run} is writing `{output}`", f"wait until it ends, or choose another `{option}`"
         ) from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        note(f"the disk of `{output}` has no locks: start no second compile into this output")
+        note(f"the disk of `{output}` has no locks: start no second {run} into this output")
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

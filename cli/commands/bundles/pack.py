@@ -6,9 +6,7 @@ from pathlib import Path
 
 import click
 
-from moec.manifests.files.output_file import made_folders
-
-from ...options.archives import check_target, report_archive
+from ...options.archives import check_target, held_target, report_archive
 from ...options.opening import bundle_folder
 from ...options.paths import PATH, bundle_argument
 from ...terminal.progress_bar import ProgressBar
@@ -35,7 +33,7 @@ def pack_command(bundle: Path, file: Path | None, as_json: bool) -> None:
     check_target(target)
     from moec.runtime.bundle.archive import pack_bundle
 
-    with made_folders(target), ProgressBar("packing") as progress:
+    with held_target(target, "FILE", "pack"), ProgressBar("packing") as progress:
         pack_bundle(folder, target, progress)
     before = sum(path.stat().st_size for path in folder.iterdir())
     report_archive("packed", folder, target, before, target.stat().st_size, as_json)

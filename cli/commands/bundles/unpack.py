@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from moec.manifests.errors import InputError
-from moec.manifests.files.output_file import made_folders
 
-from ...options.archives import check_target, report_archive
+from ...options.archives import check_target, held_target, report_archive
 from ...options.paths import PATH
 from ...terminal.progress_bar import ProgressBar
 
@@ -44,7 +43,7 @@ def unpack_command(file: Path, folder: Path | None, max_size: str | None, as_jso
     from moec.runtime.bundle.archive import unpack_bundle
 
     max_bytes = None if max_size is None else parse_bytes(max_size)
-    with made_folders(target), ProgressBar("unpacking") as progress:
+    with held_target(target, "DIR", "unpack"), ProgressBar("unpacking") as progress:
         unpack_bundle(file, target, progress, max_bytes=max_bytes)
     after = sum(path.stat().st_size for path in target.iterdir())
     report_archive("unpacked", file, target, file.stat().st_size, after, as_json)

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ...measuring.bundle_inputs import measurement_inputs
+from ...options.opening import bundle_folder
 from ...options.paths import PATH
 from ...terminal import output
 from ...terminal.compile_log import CompileLog
@@ -60,7 +61,7 @@ def compare_command(
     from .output_checks import check_measurements
     from .partial_bundle import open_partial
 
-    opened = open_bundle(bundle)
+    opened = open_bundle(bundle_folder(bundle))
     quality = read_quality(opened) or {}
     known = quality.get("comparison")
     if isinstance(known, dict) and not known.get("left_out"):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from moec.manifests.files.output_file import check_folder, made_folders
+from moec.manifests.files.output_file import check_folder
 
+from ...options.archives import held_target
 from ...options.opening import bundle_folder
 from ...options.paths import PATH, bundle_argument
 from ...terminal import output
@@ -59,7 +60,7 @@ def export_command(bundle: Path, target: Path, dtype: str, as_json: bool) -> Non
         if CONFIG_NAME not in files:
             raise BundleIncomplete(f"`{bundle}` has no `{CONFIG_NAME}`", "copy the bundle again")
         exported = ExportedBundle(bundle, opened.manifest, BundleWeights(opened), files)
-        with made_folders(target), ProgressBar("writing weights") as progress:
+        with held_target(target, "--output", "export"), ProgressBar("writing weights") as progress:
             size = export_folder(exported, partial, dtype, disk, progress)
             publish_directory(disk, partial, target)
     told = {"folder": str(target), "dtype": dtype, "weight_bytes": size}

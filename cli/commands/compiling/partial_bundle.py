@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moec.manifests.errors import OptionError
+from moec.manifests.errors import MemoryBudgetExceeded, MoecError, OptionError
 
 if TYPE_CHECKING:
     from ...measuring.text_engines import BundleEngine
@@ -28,13 +28,27 @@ def open_partial(path: Path, memory_bytes: int = 0, threads: int = 0) -> Iterato
     from ...measuring.text_engines import BundleEngine
     from ...options.opening import with_fitting_slots
 
+    if memory_bytes < 0:
+        raise _too_little_memory(memory_bytes)
     bundle = open_bundle(path, allow_partial=True)
     memory = str(memory_bytes) if memory_bytes else None
     options = RuntimeOptions(slots=ANSWER_SLOTS, memory=memory, threads=threads)
-    with with_fitting_slots(lambda fitting: Engine(bundle, fitting), options) as engine:
+    with ExitStack() as opened:
+        try:
+            engine = opened.enter_context(with_fitting_slots(lambda fitting: Engine(bundle, fitting), options))
+        except MemoryBudgetExceeded as error:
+            raise (_too_little_memory(memory_bytes) if memory_bytes else error) from error
         if memory_bytes:  # another engine shares the memory, so all pages of this one must be resident
             engine.cache.finish_warming()
         yield BundleEngine(engine)
+
+
+def _too_little_memory(memory_bytes: int) -> MoecError:
+    """Return the error of a compile whose memory leaves so many bytes for the runtime. They may be negative."""
+    return MemoryBudgetExceeded(
+        f"the memory of the compile leaves {memory_bytes >> 20} MiB to run its bundle, which needs more",
+        "raise `--memory`, or leave it out",
+    )
 
 
 @contextmanager

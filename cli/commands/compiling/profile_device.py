@@ -13,6 +13,8 @@ from moec.manifests.files.output_file import STDOUT, write_output
 from ...options.paths import OUTPUT_FILE, PATH
 from ...terminal import output
 
+LEAST_STORAGE_BYTES = 8 << 20
+
 
 @click.command("profile-device", short_help="Measure this machine and write a device profile.")
 @click.option("-o", "--output", "target", type=OUTPUT_FILE, help="TOML file.  [default: print it]")
@@ -41,6 +43,7 @@ def profile_device_command(target: Path | None, name: str, storage: Path, overwr
 
     if target is not None and target != STDOUT and target.is_file() and not overwrite:
         raise OptionError(f"`{target}` is there already", "add `--overwrite`, or name another file")
+    _check_storage(storage)
     try:
         profile = replace(probe_host(storage), name=name, is_probed=False)
     except ValueError as error:
@@ -53,3 +56,11 @@ def profile_device_command(target: Path | None, name: str, storage: Path, overwr
         output.data_json(profile.to_plain())
     elif target is None:
         output.data(text, end="")
+
+
+def _check_storage(storage: Path) -> None:
+    """Raise OptionError for what has no disk to measure: what does not exist, devices, pipes and small files."""
+    if storage.is_dir() or (storage.is_file() and storage.stat().st_size >= LEAST_STORAGE_BYTES):
+        return
+    found = "does not exist" if not storage.exists() else "is neither a folder nor a file of 8 MiB or more"
+    raise OptionError(f"`--storage {storage}` {found}", "name a folder on the disk that will hold bundles")
