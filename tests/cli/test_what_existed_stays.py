@@ -125,11 +125,14 @@ def test_a_compile_with_too_little_memory_names_its_own_option(memory: str, tmp_
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_command_as_an_interrupt_does(number: signal.Signals, tmp_path: Path) -> None:
     """An evaluation of a checkpoint writes a whole bundle to the folder for temporary files, and removes it."""
+
+    # Under `nohup` the signal is ignored, and a command leaves it so.
+    program = f"import signal; signal.signal({int(number)}, signal.SIG_DFL); from moec.cli.main import main; main()"
     folder = tmp_path / "temporary"
     folder.mkdir()
     words = ["eval", str(EXAMPLES / "model"), "--task", "gsm8k", "--data", str(EXAMPLES / "data" / "gsm8k")]
     run = subprocess.Popen(
-        [sys.executable, "-m", "moec.cli.main", *words], env={**os.environ, "TMPDIR": str(folder)},
+        [sys.executable, "-c", program, *words], env={**os.environ, "TMPDIR": str(folder)},
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
