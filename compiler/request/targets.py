@@ -38,19 +38,21 @@ class Target:
         }[self.kind]
 
 
-def parse_loss(text: str) -> float:
+def parse_loss(text: str, option: str = "--loss") -> float:
     """Parse a loss: `2%` or `0.02` -> 0.02.
+
+    option: names it in errors.
 
     Raises OptionError, also for a bare number of 1 or more, which is ambiguous.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(%?)\s*", text)
     if match is None:
-        raise OptionError(f"`--loss {text}` is not a loss", "write `--loss 2%` or `--loss 0.02`")
+        raise OptionError(f"`{option} {text}` is not a loss", "write a loss like `2%` or `0.02`")
     value = float(match[1]) / (100 if match[2] else 1)
     if not match[2] and value >= 1:
-        raise OptionError(f"`--loss {text}` is ambiguous", f"write `--loss {match[1]}%`")
+        raise OptionError(f"`{option} {text}` is ambiguous", f"write `{match[1]}%`")
     if not 0 < value < 1:
-        raise OptionError(f"`--loss {text}` must be more than 0 and less than 100%", "write `--loss 2%`")
+        raise OptionError(f"`{option} {text}` must be more than 0 and less than 100%", "write a loss like `2%`")
     return value
 
 
@@ -64,8 +66,8 @@ def parse_sweep(text: str) -> tuple[float, ...]:
     """
     first, dots, last = text.partition("..")
     if not dots:
-        return tuple(sorted({parse_loss(part) for part in text.split(",")}))
-    low, high = parse_loss(first), parse_loss(last)
+        return tuple(sorted({parse_loss(part, "--sweep") for part in text.split(",")}))
+    low, high = parse_loss(first, "--sweep"), parse_loss(last, "--sweep")
     if low >= high:
         raise OptionError(f"`--sweep {text}` does not go up", "write `--sweep 0.5%..20%`")
     return (low, *(loss for loss in SWEEP_LOSSES if low < loss < high), high)

@@ -135,8 +135,9 @@ def read_private_key(path: Path, passphrase: Callable[[], bytes] | None = None) 
             check_passphrase(given)
             key = load_pem_private_key(data, given)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        reason = "cannot be read with this passphrase" if b"ENCRYPTED" in data else "is no private key in PEM"
-        raise InputError(f"`{path}` {reason}", _MAKE_KEY) from error
+        if b"ENCRYPTED" in data:
+            raise InputError(f"`{path}` cannot be read with this passphrase", "give the right passphrase") from error
+        raise InputError(f"`{path}` is no private key in PEM", _MAKE_KEY) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
         kind = f"a key on {key.curve.name}" if isinstance(key, ec.EllipticCurvePrivateKey) else "a key of another kind"
         raise InputError(f"`{path}` is {kind}, expected one on P-256", _MAKE_KEY)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moec.compiler.request.targets import Target, choose_target, parse_loss
+from moec.compiler.request.targets import Target, choose_target, parse_loss, parse_sweep
 from moec.manifests.errors import OptionError
 
 NONE: dict[str, Any] = dict.fromkeys(("loss", "kl", "bits_per_weight", "size", "uniform"))
@@ -23,7 +23,7 @@ def test_losses(text: str, value: float) -> None:
 def test_a_bare_two_could_mean_either() -> None:
     with pytest.raises(OptionError, match="ambiguous") as caught:
         parse_loss("2")
-    assert caught.value.hint == "write `--loss 2%`"
+    assert caught.value.hint == "write `2%`"
 
 
 @pytest.mark.parametrize(
@@ -76,3 +76,9 @@ def test_targets_out_of_range(given: dict[str, Any]) -> None:
     with pytest.raises(OptionError) as caught:
         choose_target(**{**NONE, **given})
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["x", "1%,nan", "0.5%..x"])
+def test_a_loss_of_a_sweep_is_named_by_its_option(text: str) -> None:
+    with pytest.raises(OptionError, match="`--sweep "):
+        parse_sweep(text)
