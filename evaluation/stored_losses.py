@@ -1,4 +1,4 @@
-"""Losses that were stored as JSON, read again."""
+"""Losses and KLs that were stored as JSON, read again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .statistics import LossEstimate
+from .statistics import DistributionSummary, LossEstimate
 
 
 def loss_from_json(values: Mapping[str, Any]) -> LossEstimate:
@@ -22,6 +22,13 @@ def loss_from_json(values: Mapping[str, Any]) -> LossEstimate:
     if values.get("bounds") is not None:
         finite["bounds"] = _interval(values["bounds"])
     return LossEstimate(**{**values, **finite})
+
+
+def summary_from_json(values: Mapping[str, Any]) -> DistributionSummary:
+    """Invert DistributionSummary.to_json. A missing standard error is infinite."""
+    error = _told(values["standard_error"], math.inf)
+    by_task = tuple((mean, _told(each, math.inf)) for mean, each in values.get("by_task", ()))
+    return DistributionSummary(**{**values, "standard_error": error, "by_task": by_task})
 
 
 def _interval(values: Sequence[float | None]) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Simulated searches for a loss: bytes, supported certificates and measurements that answer.
 
-    python -m bench.search.loss_trials [--seeds N] [--items N --certified N]
+    python -m bench.search.loss_trials [--seeds N] [--items N --certified N] [--swaps N]
 
 A toy model of 32 experts whose predictions are wrong by up to a factor of 3 per unit. The true loss of a plan is a
 power of its KL, times a factor of its own. A measured loss has a standard error of 0.4 %, as on the shipped example.
@@ -58,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=40)
     parser.add_argument("--items", type=int, help="validation items; the error then rises with the KL")
+    parser.add_argument("--swaps", type=int, default=SWAPS, help="0: as where memory does not hold the model")
     parser.add_argument("--certified", type=int, default=4000, help="items of the certificate")
     options = parser.parse_args()
     noise = Noise(certified=options.certified)
@@ -66,7 +67,7 @@ def main() -> None:
     print("power  spread  mean log bytes  spread of bytes  supported  answered")
     for power in (1.0, 1.3):
         for spread in (0.0, 0.2):
-            found = np.array([simulated(seed, power, spread, noise) for seed in range(options.seeds)])
+            found = np.array([simulated(seed, power, spread, noise, options.swaps) for seed in range(options.seeds)])
             sizes = found[:, 0]
             spread_of_bytes = sizes.std() / sizes.mean()
             print(
@@ -75,13 +76,13 @@ def main() -> None:
             )
 
 
-def simulated(seed: int, power: float, spread: float, noise: Noise) -> tuple[float, float, int]:
+def simulated(seed: int, power: float, spread: float, noise: Noise, swaps: int) -> tuple[float, float, int]:
     """Return the bytes of the plan, the probability that its certificate is supported, and the plans that answered."""
     space = toy_space(toy_model(layers=4, experts=8), seed=seed)
     factors = [3 ** (2 * uniform_number(f"{seed} {row}") - 1) for row in range(space.num_factors)]
     actual = space.rescaled(np.array(factors))
     trials = NoisyTrials(lambda plan: 0.02 * predicted_loss(actual, plan), seed, power, spread, noise)
-    plan = search(space, trials.as_trials(), Target("loss", TARGET), lambda _: None, Swaps(SWAPS, Talk()))
+    plan = search(space, trials.as_trials(), Target("loss", TARGET), lambda _: None, Swaps(swaps, Talk()))
     error = noise.at(trials.kl(plan, "true").mean, noise.certified)
     supported = NORMAL.cdf((TARGET - ONE_SIDED_95 * error - trials.true_loss(plan)) / error)
     answered = len({tried.digest for tried in trials.generated})

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moec.manifests.errors import MemoryBudgetExceeded, OptionError
+from moec.manifests.errors import InputError, MemoryBudgetExceeded, OptionError
 from moec.manifests.runtime_limits import MAX_READERS
 from moec.manifests.sizes import parse_bytes
 
@@ -39,16 +39,16 @@ def device_rates(
     """Return the rates of a device profile, or those of the recording machine without one.
 
     read_rate, read_latency: texts that override the rates of storage; None: not given.
-    Raises OptionError.
+    Raises OptionError, and InputError for a trace without rates.
     """
     from moec.runtime.simulation.timeline import DeviceRates
 
     if not 1 <= readers <= MAX_READERS:
         raise OptionError(f"readers must be 1 to {MAX_READERS}, found {readers}", "leave it out for 2")
-    if not header.memory_bytes_per_s:
-        raise OptionError(
+    if not header.has_rates:
+        raise InputError(
             "the trace has no rates of its machine, because `moec run` measures none",
-            "record it by `moec bench --trace-out`",
+            "record one with `moec bench BUNDLE --trace-out FILE`",
         )
     source = header if profile is None else profile
     rates = DeviceRates(

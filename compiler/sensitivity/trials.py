@@ -7,7 +7,6 @@ There are two measurements:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from moec.evaluation.engine import TextEngine, no_progress
 from moec.evaluation.results import EvaluationResult
 from moec.evaluation.run import evaluate, joined
 from moec.evaluation.statistics import DistributionSummary, LossEstimate
-from moec.evaluation.stored_losses import loss_from_json
+from moec.evaluation.stored_losses import loss_from_json, summary_from_json
 from moec.evaluation.tasks import Item, Task
 from moec.manifests.errors import OptionError
 from moec.manifests.progress import Progress
@@ -182,9 +181,7 @@ class Trials:
         summaries = []
         for plan, purpose, stage, values in zip(plans, purposes, stages, plain, strict=True):
             self._items[stage] = len(counts)
-            error = _told(values["standard_error"], math.inf)
-            by_task = tuple((mean, _told(each, math.inf)) for mean, each in values.get("by_task", ()))
-            summaries.append(DistributionSummary(**{**values, "standard_error": error, "by_task": by_task}))
+            summaries.append(summary_from_json(values))
             self._log(plan, purpose, kl=summaries[-1])
         return summaries
 
@@ -395,8 +392,3 @@ def _spare_stage(data: TaskData, target: float) -> str:
 
 def _not_measured() -> Any:
     raise RuntimeError("the journal lost a result that it has just stored")
-
-
-def _told(value: float | None, otherwise: float) -> float:
-    """Return a number that JSON stores as null if it is not finite."""
-    return otherwise if value is None else value

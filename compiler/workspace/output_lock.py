@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from moec.manifests.errors import MoecError, OptionError
+from moec.manifests.errors import OptionError, TryAgain
 from moec.manifests.files.output_file import made_folders
 
 from .durable import Disk, disk_errors
@@ -34,7 +34,7 @@ def hold_output(
     run: what works on it, in the error.
     disk: makes the folders.
     note: called with a sentence if the file system has no locks.
-    Raises MoecError if another compile holds the lock, or the disk refuses.
+    Raises TryAgain if another run holds the lock, MoecError if the disk refuses.
     Raises OptionError if a file is in the way.
     Raises DoesNotFit.
     """
@@ -100,7 +100,7 @@ def _take(descriptor: int, output: Path, note: Note, option: str, run: str) -> N
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise MoecError(
+        raise TryAgain(
             f"another {run} is writing `{output}`", f"wait until it ends, or choose another `{option}`"
         ) from error
     except OSError as error:

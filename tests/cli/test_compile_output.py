@@ -58,7 +58,7 @@ def test_a_second_compile_into_one_output_is_refused(invoke: Invoke, model: Path
     first = start(model, *UNIFORM, "-o", out)
     for more in ((), ("--overwrite",), ("--resume",)):
         second = invoke("compile", model, "--uniform", "2", *UNIFORM[2:], "-o", out, *more)
-        assert second.exit_code == 1 and f"error: another compile is writing `{out}`" in second.stderr
+        assert second.exit_code == 75 and f"error: another compile is writing `{out}`" in second.stderr
         assert "hint: " in second.stderr
     other = invoke("compile", model, "--uniform", "2", *UNIFORM[2:], "-o", tmp_path / "other")
     assert other.exit_code == 0, other.stderr
@@ -82,7 +82,7 @@ def test_a_kill_releases_the_output(invoke: Invoke, model: Path, tmp_path: Path)
 def test_a_plan_that_takes_up_a_work_folder_holds_it(invoke: Invoke, model: Path, tmp_path: Path) -> None:
     first = start(model, *UNIFORM, "-o", tmp_path / "out")
     second = invoke("compile", model, *UNIFORM, "-o", tmp_path / "out", "--plan-only", "--resume")
-    assert second.exit_code == 1 and "another compile is writing" in second.stderr
+    assert second.exit_code == 75 and "another compile is writing" in second.stderr
     third = invoke("compile", model, *UNIFORM, "-o", tmp_path / "out", "--plan-only")
     assert third.exit_code == 0, "it neither reads nor writes there"
     first.communicate("go on\n", timeout=600)

@@ -67,12 +67,12 @@ def test_two_runs_do_not_share_a_target(bundle: Path, tmp_path: Path, invoke: In
     packed = tmp_path / "packed.moec"
     with hold_output(packed, Disk(), print):
         result = invoke("pack", bundle, packed)
-        assert result.exit_code == 1 and f"another pack is writing `{packed}`" in result.stderr
+        assert result.exit_code == 75 and f"another pack is writing `{packed}`" in result.stderr
     assert invoke("pack", bundle, packed).exit_code == 0
     folder = tmp_path / "unpacked"
     with hold_output(folder, Disk(), print):
         result = invoke("unpack", packed, folder)
-        assert result.exit_code == 1 and f"another unpack is writing `{folder}`" in result.stderr
+        assert result.exit_code == 75 and f"another unpack is writing `{folder}`" in result.stderr
     assert invoke("unpack", packed, folder).exit_code == 0 and contents(folder) == contents(bundle)
     assert names(tmp_path) == {"bundle", "packed.moec", "unpacked"}
 

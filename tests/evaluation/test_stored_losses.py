@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.evaluation.statistics import relative_loss
-from moec.evaluation.stored_losses import loss_from_json
+from moec.evaluation.statistics import distribution_summary, relative_loss
+from moec.evaluation.stored_losses import loss_from_json, summary_from_json
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=30), st.sampled_from([0.05, 0.0125]))
@@ -26,3 +26,10 @@ def test_an_infinite_loss_stays_infinite() -> None:
     found = replace(relative_loss([1.0], [1.0], resamples=5), loss=math.inf, value=math.inf)
     again = loss_from_json(json.loads(json.dumps(found.to_json())))
     assert again.loss == again.value == math.inf
+
+
+def test_a_kl_is_read_as_it_was_written() -> None:
+    """Also that of several tasks, one of which has a single text."""
+    whole = replace(distribution_summary([0.1, 0.3], [True, False], [0, 1]), by_task=((0.1, math.inf), (0.3, 0.2)))
+    for found in (whole, replace(whole, by_task=(), standard_error=math.inf)):
+        assert summary_from_json(json.loads(json.dumps(found.to_json(), allow_nan=False))) == found

@@ -31,14 +31,9 @@ from ...terminal.report import comparison_table
 @click.option("--resume", is_flag=True, help="Continue an interrupted comparison.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def compare_command(
-    bundle: Path,
-    model: str | None,
-    data: str | None,
-    memory: str | None,
-    measurements: Path | None,
-    resume: bool,
+    bundle: Path, model: str | None, data: str | None, memory: str | None, measurements: Path | None, resume: bool,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Compare BUNDLE with the best uniform format and with EdgeMoE's search, at the target of its compile.
 
     A compile makes these comparisons only up to a third of all its measurements. This command makes all of them. The
@@ -63,14 +58,12 @@ def compare_command(
 
     opened = open_bundle(bundle_folder(bundle))
     quality = read_quality(opened) or {}
-    known = quality.get("comparison")
-    if isinstance(known, dict) and not known.get("left_out"):
+    if _is_complete(quality.get("comparison")):
         output.say(f"`{bundle}` holds all comparisons already")
         _print(quality, as_json)
         return
-    name = bundle.resolve().name
-    folder = bundle.resolve().parent / name
-    log = CompileLog(folder.with_name(name + COMPARISON_SUFFIX))
+    folder = bundle.resolve()
+    log = CompileLog(folder.with_name(folder.name + COMPARISON_SUFFIX))
     if measurements is not None:
         check_measurements(measurements, folder, is_many=False)
         log.work = measurements
@@ -84,6 +77,11 @@ def compare_command(
         path = _write(folder, found)
     _print({**quality, "comparison": found}, as_json)
     output.say(f"kept in `{path}`")
+
+
+def _is_complete(comparison: object) -> bool:
+    """Return whether quality.json has a comparison with all baselines."""
+    return isinstance(comparison, dict) and not comparison.get("left_out")
 
 
 def _write(bundle: Path, found: dict[str, Any]) -> Path:

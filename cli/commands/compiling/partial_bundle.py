@@ -37,7 +37,9 @@ def open_partial(path: Path, memory_bytes: int = 0, threads: int = 0) -> Iterato
         try:
             engine = opened.enter_context(with_fitting_slots(lambda fitting: Engine(bundle, fitting), options))
         except MemoryBudgetExceeded as error:
-            raise (_too_little_memory(memory_bytes) if memory_bytes else error) from error
+            if not memory_bytes:
+                raise
+            raise _too_little_memory(memory_bytes) from error
         if memory_bytes:  # another engine shares the memory, so all pages of this one must be resident
             engine.cache.finish_warming()
         yield BundleEngine(engine)

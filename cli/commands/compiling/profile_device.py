@@ -13,8 +13,6 @@ from moec.manifests.files.output_file import STDOUT, write_output
 from ...options.paths import OUTPUT_FILE, PATH
 from ...terminal import output
 
-LEAST_STORAGE_BYTES = 8 << 20
-
 
 @click.command("profile-device", short_help="Measure this machine and write a device profile.")
 @click.option("-o", "--output", "target", type=OUTPUT_FILE, help="TOML file.  [default: print it]")
@@ -60,7 +58,9 @@ def profile_device_command(target: Path | None, name: str, storage: Path, overwr
 
 def _check_storage(storage: Path) -> None:
     """Raise OptionError for what has no disk to measure: what does not exist, devices, pipes and small files."""
-    if storage.is_dir() or (storage.is_file() and storage.stat().st_size >= LEAST_STORAGE_BYTES):
+    from moec.profiles.probe import MIN_SAMPLE_BYTES
+
+    if storage.is_dir() or (storage.is_file() and storage.stat().st_size >= MIN_SAMPLE_BYTES):
         return
     found = "does not exist" if not storage.exists() else "is neither a folder nor a file of 8 MiB or more"
     raise OptionError(f"`--storage {storage}` {found}", "name a folder on the disk that will hold bundles")

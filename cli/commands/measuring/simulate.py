@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moec.manifests.errors import DoesNotFit, InputError, OptionError
+from moec.manifests.errors import DoesNotFit, OptionError
 from moec.runtime.options.runtime import (
     COOPERATIONS,
     POLICIES,
@@ -159,11 +159,6 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
 def _simulation(bundle: Bundle, trace_path: Path, profile: DeviceProfile | None, values: dict[str, Any]) -> Simulation:
     """Return the simulation of the trace on the device of the options."""
     (trace,) = open_traces([trace_path], bundle)
-    if not trace.header.has_rates:
-        raise InputError(
-            f"the trace `{trace_path}` has no rates of its machine, because `moec run` measures none",
-            "record one with `moec bench BUNDLE --trace-out FILE`",
-        )
     rates = device_rates(trace.header, profile, values["readers"], values["read_rate"], values["read_latency"])
     prefetch = values["prefetch"] or trace.header.prefetch
     trace = with_prefetch_rule(trace, trace_path, bundle, prefetch, values["prefetch_rule"])
