@@ -1,7 +1,7 @@
 """Fuzz one target until the time is over or an input fails.
 
 As a program: python -m tests.fuzz.one TARGET SECONDS FOLDER
-With 0 seconds: put those inputs of the folder into the kept corpus that reach what nothing there reaches.
+With 0 seconds: add those inputs of the folder to the kept ones that reach what no kept input reaches.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import inspect
 import resource
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
 
 import atheris
 
+from tests.fuzz.kept_inputs import pack, unpack
 from tests.fuzz.mutator import mutator_of
 from tests.fuzz.targets import LARGEST_BYTES, Target, load_target
 
 MEMORY_BYTES = 2 << 30
 INPUT_S = 10
-CORPUS = Path(__file__).with_name("corpus")
 WATCHED = ("moec", "json", "tomllib")
 _AGAIN = "again"  # in place of the seconds: what follows is for libFuzzer
 
@@ -58,15 +59,19 @@ def start(target: Target, arguments: list[str]) -> None:
 
 def main(name: str, seconds: int, folder: Path) -> None:
     """folder: takes new inputs and, as crash-*, timeout-* or oom-*, those that fail."""
-    found = folder / "corpus"
-    found.mkdir(parents=True, exist_ok=True)
+    new, kept = folder / "corpus", folder / "kept"
+    new.mkdir(parents=True, exist_ok=True)
+    unpack(name, kept)
     again = folder / "again.sh"  # a merge starts itself for every part of its work
     again.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tests.fuzz.one {name} {_AGAIN} "$@"\n')
     again.chmod(0o755)
-    way = [f"-max_total_time={seconds}", "-print_final_stats=1"] if seconds else ["-merge=1"]
     limits = [f"-timeout={INPUT_S}", f"-rss_limit_mb={MEMORY_BYTES >> 20}", f"-max_len={LARGEST_BYTES}"]
-    places = (found, CORPUS / name) if seconds else (CORPUS / name, found)
-    start(load_target(name), [str(again), *way, *limits, f"-artifact_prefix={folder}/", *map(str, places)])
+    limits.append(f"-artifact_prefix={folder}/")
+    if seconds:
+        way = [f"-max_total_time={seconds}", "-print_final_stats=1", *limits, str(new), str(kept)]
+        start(load_target(name), [str(again), *way])
+    subprocess.run([str(again), "-merge=1", *limits, str(kept), str(new)], check=True)
+    pack(name, kept)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from moec.runtime import kernels
+from tests.fuzz.kept_inputs import FOLDER, kept_inputs
 from tests.fuzz.mutator import mutator_of
 from tests.fuzz.targets import NAMES, load_target
 
 ROOT = Path(__file__).parents[2]
-CORPUS = Path(__file__).with_name("corpus")
 MUTATIONS = 20 if os.environ.get("MOEC_FULL_GATES") != "1" else 2000
 CALLS_S = 3 if os.environ.get("MOEC_FULL_GATES") != "1" else 300
 pytestmark = pytest.mark.gate("G10")
@@ -26,18 +26,18 @@ def test_kept_inputs(name: str) -> None:
     """Each as it is, and with changes to its JSON."""
     target, source = load_target(name), random.Random(7)
     mutate = mutator_of(lambda data, size: data[: source.randrange(len(data) + 1)])
-    files = sorted((CORPUS / name).iterdir())
-    assert len(files) > len(target.seeds())
-    for path in files:
-        target.target(path.read_bytes())
+    inputs = kept_inputs(name)
+    assert len(inputs) > len(target.seeds())
+    for data in inputs:
+        target.target(data)
     for seed in target.seeds():
         target.target(seed)
         for number in range(MUTATIONS):
             target.target(mutate(seed, 1 << 16, number))
 
 
-def test_the_corpus_is_small() -> None:
-    assert sum(path.stat().st_size for path in CORPUS.rglob("*") if path.is_file()) < 200_000
+def test_the_archives_are_small() -> None:
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 150_000
 
 
 @pytest.mark.skipif("scalar" not in kernels.available(), reason="the kernel extension is not built")
