@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from .drawing import draw
 from .figure import PAPERS, Figure, Measured, from_record, to_record
@@ -16,7 +18,7 @@ from .registry import FIGURES, NOT_MEASURED
 def make(figures: Sequence[Figure], inputs: Inputs, output: Path, again: bool, say: Callable[[str], object]) -> None:
     """Measure figures that have no result yet. Draw all of them, and write the pages of the papers.
 
-    output: folder of the pages. Pictures and numbers go to its folder `figures`.
+    output: folder of the pages and of their numbers. Pictures go to its folder `figures`.
     again: measure also what has a result.
     """
     for figure in figures:
@@ -48,11 +50,12 @@ def _lacking(figure: Figure, inputs: Inputs) -> str:
 
 
 def publish(figure: Figure, record: str, output: Path) -> None:
-    """Write numbers and picture of a figure."""
-    folder = output / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{figure.name}.json").write_text(record, encoding="utf-8")
-    (folder / f"{figure.name}.svg").write_bytes(draw(figure.title, from_record(record)))
+    """Write the numbers of a figure into the file of its paper, and its picture."""
+    (output / "figures").mkdir(parents=True, exist_ok=True)
+    records = {**_records(figure.paper, output), figure.name: json.loads(record)}
+    lines = [json.dumps(records[name], separators=(",", ":")) + "\n" for name in sorted(records)]
+    (output / f"{figure.paper}.jsonl").write_text("".join(lines), encoding="utf-8")
+    (output / "figures" / f"{figure.name}.svg").write_bytes(draw(figure.title, from_record(record)))
 
 
 def write_pages(output: Path) -> None:
@@ -66,6 +69,15 @@ def write_pages(output: Path) -> None:
 
 
 def published(figures: Sequence[Figure], output: Path) -> dict[str, Measured]:
-    """Return the results of figures that have one, by name."""
-    paths = {figure.name: output / "figures" / f"{figure.name}.json" for figure in figures}
-    return {name: from_record(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
+    """Return the results of figures of one paper that have one, by name."""
+    records = {
+        name: record for paper in {each.paper for each in figures} for name, record in _records(paper, output).items()
+    }
+    return {figure.name: from_record(json.dumps(records[figure.name])) for figure in figures if figure.name in records}
+
+
+def _records(paper: str, output: Path) -> dict[str, Any]:
+    """Return the published numbers of a paper's figures, by name."""
+    path = output / f"{paper}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {record["figure"]: record for record in map(json.loads, lines)}

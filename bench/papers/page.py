@@ -24,7 +24,7 @@ INTRODUCTIONS: dict[Paper, str] = {
 }
 NOTE = (
     "`make papers` measures and draws these figures, `python -m bench.papers NAME` one of them. The numbers of a "
-    "picture are in `figures/NAME.json`. The models here are small. A figure "
+    "picture are in the line `NAME` of the `.jsonl` file next to this page. The models here are small. A figure "
     "therefore shows whether a mechanism behaves as published. It does not show how large the effect is on the "
     "paper's models. A caption says whether numbers are measured or simulated. Simulated times follow from routing "
     "traces and the rates of a device profile. Few figures hold times of this machine: quotients of two ways that "

@@ -37,14 +37,18 @@ SMALL = Measured(
 
 def plain(name: str) -> Any:
     """Return the stored numbers of a figure."""
-    return json.loads((PAGES / "figures" / f"{name}.json").read_text(encoding="utf-8"))
+    lines = (PAGES / f"{name.split('-')[0]}.jsonl").read_text(encoding="utf-8").splitlines()
+    (record,) = [record for record in map(json.loads, lines) if record["figure"] == name]
+    return record
 
 
 def test_every_figure_is_published_and_no_other() -> None:
     assert len(set(NAMES)) == len(NAMES)
     assert all(figure.name.startswith(f"{figure.paper}-") for figure in FIGURES)
     files = sorted(path.name for path in (PAGES / "figures").iterdir())
-    assert files == sorted(f"{name}.{suffix}" for name in NAMES for suffix in ("json", "svg")), "run `make papers`"
+    assert files == sorted(f"{name}.svg" for name in NAMES), "run `make papers`"
+    pages = sorted(path.name for path in PAGES.iterdir() if path.is_file())
+    assert pages == sorted(f"{paper}.{suffix}" for paper in PAPERS for suffix in ("jsonl", "md"))
 
 
 @pytest.mark.parametrize("paper", PAPERS)
@@ -111,7 +115,8 @@ def test_a_stopped_run_goes_on_after_the_last_complete_figure(tmp_path: Path) ->
     calls.clear()
     make([figures[0], stub(calls, "edgemoe-second")], inputs, output, again=False, say=lambda sentence: None)
     assert calls == ["edgemoe-second"]
-    assert {path.name for path in (output / "figures").iterdir()} >= {"edgemoe-first.svg", "edgemoe-second.json"}
+    assert {path.name for path in (output / "figures").iterdir()} == {"edgemoe-first.svg", "edgemoe-second.svg"}
+    assert len((output / "edgemoe.jsonl").read_text().splitlines()) == 2
     make(figures[:1], inputs, output, again=True, say=lambda sentence: None)
     assert calls == ["edgemoe-second", "edgemoe-first"]
 
