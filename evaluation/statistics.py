@@ -326,7 +326,7 @@ def _estimate(
     Its bounds come from draws of one item more. For the upper bound the further item is `worst`, for the lower `best`.
     Plain percentiles know nothing of losses that no item of the sample happened to have: a loss in a few items of 300
     was called supported in up to 20 % of samples, where 5 % were claimed.
-    Measured: docs/experiments/2026-11-28-bounds-with-one-item-more.md.
+    Measured: docs/experiments/2026-11.md, 28: Bounds with one item more.
 
     value: the loss, and what it is made of.
     columns: numbers of the items, [k, n]. worst, best: those of the further item, [k].

@@ -50,7 +50,7 @@ NOT_MEASURED: tuple[NotMeasured, ...] = (
         "Figure 7",
         "time of copies and of an expert on CPU and GPU, with deviations",
         f"{_NO_GPU} Simulated times have no deviation; those of an expert are next to figure 4. "
-        "An [experiment](../experiments/2026-11-26-accelerator-on-an-h200.md) has parts of it, on an H200.",
+        "An [experiment](../experiments/2026-11.md) has parts of it, on an H200.",
     ),
     NotMeasured(
         "mobile",

@@ -3,7 +3,7 @@
 `python -m bench.shipping.shared_bytes OLD NEW [--json]` prints which of NEW's bytes OLD has. A pull takes equal files
 and equal experts from an installed bundle. The last two lines say what it would save by taking equal dense weights,
 whose checksums are in the manifest, and equal projections, which would need an index.
-Results: docs/experiments/2026-11-26-bytes-that-plans-share.md.
+Results: docs/experiments/2026-11.md, 26: Bytes that plans share.
 """
 
 from __future__ import annotations

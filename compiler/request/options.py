@@ -34,7 +34,7 @@ DEFAULT_BITS: tuple[float, ...] = (1, TERNARY, 2, 3, 4, 8, 16)
 """Bitwidths on offer to routed experts without a request.
 
 5 and 6 bits are left out: a bundle with them has version 2 of the format, and they gain little at few bits.
-Source: docs/experiments/2026-11-25-five-and-six-bits.md.
+Source: docs/experiments/2026-11.md, 25: Five and six bits.
 """
 DEFAULT_QUANTIZER = "gptq"
 DEFAULT_TORCH_DEVICE = "cpu"
@@ -49,7 +49,7 @@ MAX_SEED = (1 << 63) - 1
 TERNARY_GROUP_SIZES = (0, 128)
 """Group sizes of three values. Wide groups lose little: with GPTQ 1 to 3 % of the error.
 
-Source: docs/experiments/2026-11-21-group-size-of-three-values.md.
+Source: docs/experiments/2026-11.md, 21: Group size of three values.
 """
 # Options that have an effect only with task data or only in a search, with their defaults.
 _OF_DATA: dict[str, object] = {
@@ -269,7 +269,7 @@ class CompileOptions:
 
         Without a request: 1.6 bits, and 4 to 8 bits in groups of 32. In these groups a minimum costs half a bit per
         weight. Without minima they have the size and about the output error of groups of 64 with minima
-        (4 bits: docs/experiments/2026-11-21-groups-at-4.5-bits.md; more: 2026-11-25-five-and-six-bits.md there).
+        (4 bits: docs/experiments/2026-11.md, 21: Groups at 4.5 bits; more: 25: Five and six bits).
         """
         if self.symmetric is not None or self.target.kind != "uniform":
             return bool(self.symmetric)
@@ -289,7 +289,7 @@ class CompileOptions:
         * 8 bits use the widest group that divides a width. Narrower groups add bytes and no measurable quality.
         * 1 bit has no groups of 32, which take nearly the bytes of 2 bits.
         * Groups of up to 5 bits have byte scales and minima: equal output error for fewer bytes
-          (docs/experiments/2026-11-22-byte-scales.md).
+          (docs/experiments/2026-11.md, 22: Byte scales).
         * Quantizers of other packages have no bitwidth below 2, and no byte scales.
         * Formats that hold the checkpoint's own codes are added, whatever the group sizes.
 

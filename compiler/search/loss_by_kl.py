@@ -3,7 +3,7 @@
 A KL separates plans well: it uses every token of the same texts. A loss does not: on 2,000 items its standard error is
 about a fifth of a target of 2 %. Plans of one search lose about in proportion to their KL. So the search orders plans
 by KL, and the losses of all measured plans together decide at which KL the target is used up.
-Measured: docs/experiments/2026-11-26-losses-judged-by-kl.md.
+Measured: docs/experiments/2026-11.md, 26: Losses judged by KL.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LossByKl:
         It is a line through the origin, fitted by least squares to the measured losses. The weights are their
         precisions, times a normal curve over the distance in log KL. A line that falls is chance, and counts as 0: a
         plan that differs from the checkpoint does not answer better on other items.
-        Measured: docs/experiments/2026-11-28-losses-below-zero.md.
+        Measured: docs/experiments/2026-11.md, 28: Losses below zero count as none.
         """
         kls, losses, errors = self._points(task)
         weights = np.exp(-0.5 * (np.log(kls / max(kl, LEAST_KL)) / NEAR) ** 2) / errors**2

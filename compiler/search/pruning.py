@@ -146,7 +146,7 @@ def prunes(options: CompileOptions, model: ModelSpec, has_gradients: bool) -> bo
 
     Without a request: if a measured loss or KL decides, and gradients set the price. With prices from output error
     alone, plans get larger: 1.73 instead of 1.57 bits per weight
-    (docs/experiments/2026-11-22-layer-by-layer-experts-left-out.md).
+    (docs/experiments/2026-11.md, 22: Gradients layer by layer).
     Raises OptionError if pruning is requested and impossible.
     """
     refusal = None

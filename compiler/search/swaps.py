@@ -7,7 +7,7 @@ experts. The search therefore varies the best plan within its cost:
 3. Keep the factors if the KL is lower.
 
 The result is a table of corrected predictions for the rest of the search.
-Gains: docs/experiments/2026-11-22-swaps-in-the-compile.md.
+Gains: docs/experiments/2026-11.md, 22: Swaps in the compile.
 """
 
 from __future__ import annotations

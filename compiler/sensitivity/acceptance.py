@@ -26,7 +26,7 @@ def margin(estimate: LossEstimate, certification_items: int) -> float:
 
     It is the expected width of the certificate's one-sided 95 % bound, plus a margin for the difference of two losses.
     So the certificate of a plan at the limit is supported with a probability of 90 %.
-    Source: docs/experiments/2026-11-25-acceptance-rules-by-simulation.md.
+    Source: docs/experiments/2026-11.md, 25: Acceptance rules by simulation.
     """
     return margin_of(estimate.standard_error, estimate.n, certification_items)
 

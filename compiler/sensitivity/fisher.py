@@ -55,7 +55,7 @@ def ranks_well(model: ModelSpec) -> bool:
     """Return whether gradients capture the effect of rounding.
 
     They do not if a small change of logits changes a router's weights abruptly (sparsemixer). Gradients then predict a
-    sixth to a quarter of the measured KL (docs/experiments/2026-11-21-sensitivity-with-sparsemixer.md).
+    sixth to a quarter of the measured KL (docs/experiments/2026-11.md, 21: Sensitivity with sparsemixer routers).
     They are not measured for models with an encoder.
     """
     scorings = {layer.experts.router.scoring for layer in model.layers}

@@ -21,9 +21,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
-def hold_output(
-    output: Path, disk: Disk, note: Note, option: str = "--output", run: str = "compile"
-) -> Iterator[None]:
+def hold_output(output: Path, disk: Disk, note: Note, option: str = "--output", run: str = "compile") -> Iterator[None]:
     """Keep other compiles away from an output while this one works on it.
 
     The lock is held on the empty file `NAME.lock` next to the output. The system releases it when the process ends,

@@ -16,7 +16,7 @@ from .records import ExpertRecords
 
 # Weights of `hobbit` without a fit: those fitted to the example with 75 % of its experts in memory. Bytes read on
 # held-out texts, as a share of the best of LRU, LFU and EdgeMoE
-# (docs/experiments/2026-11-21-hobbit-eviction-on-the-example.md):
+# (docs/experiments/2026-11.md, 21: HOBBIT's eviction score):
 # - 10 % of the experts in memory: 0.997
 # - 25 %: 0.983
 # - 50 %: 0.967

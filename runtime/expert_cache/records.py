@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..bundle.tables import Tables
 
 # After this many tokens a use counts half. Misses of the benchmark model on 600 tokens, 50 % of the experts in memory
-# (docs/experiments/2026-11-21-eviction-half-life.md):
+# (docs/experiments/2026-11.md, 21: Eviction by uses with a half-life):
 # - half-life of 8 tokens: 22,905
 # - 32 tokens: 20,920
 # - 64 tokens: 20,700
@@ -134,7 +134,7 @@ class ExpertRecords:
         1: a later layer of an encoder. It can be read ahead in order.
         2: a layer of the decoder. Every token needs it.
         Source: EdgeMoE, expert buffer management: the encoder's experts go first
-        (docs/experiments/2026-11-21-eviction-with-an-encoder.md).
+        (docs/experiments/2026-11.md, 21: Eviction with an encoder).
         """
         is_ahead = self.layer > running_layer
         return np.where(self.layer < self.encoder_layers, np.where(is_ahead, 1, 0), 2)

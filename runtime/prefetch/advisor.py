@@ -29,7 +29,7 @@ def advised_experts(top_k: int, ahead: int, nearest: int = 0) -> int:
 
     nearest: if not 0, the number of experts one layer ahead.
     A larger number is wrong too often to be worth its bytes
-    (docs/experiments/2026-11-21-prefetch-count.md and 2026-11-21-prefetch-two-layers.md).
+    (docs/experiments/2026-11.md, 21: Prefetch one, then two layers ahead).
     """
     return (nearest or -(-3 * top_k // 8)) if ahead == 1 else top_k // (2 * ahead)
 

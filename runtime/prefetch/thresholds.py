@@ -10,8 +10,8 @@ import numpy as np
 from .. import kernels
 
 # Share of cases in which the least certain expert that is read ahead is chosen. At 0.8 half of the misses are read
-# ahead (docs/experiments/2026-11-22-prefetch-likely.md). Bytes read with the benchmark model (shape of OLMoE-1B-7B) and
-# 50 % of the experts cached, as a multiple of a run without advice:
+# ahead (docs/experiments/2026-11.md, 22: Prefetch what is sure enough). Bytes read with the benchmark model (shape of
+# OLMoE-1B-7B) and 50 % of the experts cached, as a multiple of a run without advice:
 # - 0.7: 1.08
 # - 0.8: 1.045
 # - 0.9: 1.02

@@ -2,7 +2,7 @@
 
 An expert takes the place of one that was removed (`places`), so pages stay where they are and can be huge.
 For the system, a read of 3.4 MiB into pages of 4 KiB has 864 pieces, into huge pages a few.
-Huge pages make it up to twice as fast (docs/experiments/2026-11-23-places.md). Data is read to its final place,
+Huge pages make it up to twice as fast (docs/experiments/2026-11.md, 23: Places). Data is read to its final place,
 without a copy.
 """
 

@@ -1,4 +1,4 @@
-"""Documents point to files that exist. Every experiment has the fixed head and a row in the index. Commands parse.
+"""Documents point to files that exist. Commands parse.
 
 Python blocks print what the page shows. Outputs in the guides have the figures of the commands, as far as these do not
 depend on time.
@@ -27,7 +27,7 @@ DOCS = ROOT / "docs"
 EXPERIMENTS = DOCS / "experiments"
 GUIDES = [DOCS / "tutorial.md", *(DOCS / "guides").glob("*.md")]
 # Records of their date: they name files as they were.
-RECORDS = ("bench/results/", "CHANGELOG.md")
+RECORDS = ("bench/results/", "docs/experiments/2026", "CHANGELOG.md")
 # Stands for any name in an instruction: `compiler/families/NAME.py`.
 PLACEHOLDER = "NAME"
 

@@ -180,12 +180,12 @@ FIGURES = (
         "norm of its own layer, is applied to the stream of this layer.",
         why="Six layers change the stream more per layer than the 32 of Mixtral. So similarity and accuracy are lower, "
         "and they fall with the distance as published. `moec compile` learns routers that foresee more "
-        "([learned routers](../experiments/2026-11-26-learned-routers.md)).",
+        "([learned routers](../experiments/2026-11.md)).",
         measure=lookahead,
         on_natural="Router inputs of consecutive layers are similar, as published, except after layer 0. The published "
         "accuracy is not confirmed. A token's experts have nearly equal weights, so their order changes easily. As a "
         "set they are foreseen better: 86 % of the six experts of the next layer "
-        "([learned routers](../experiments/2026-11-26-learned-routers.md)).",
+        "([learned routers](../experiments/2026-11.md)).",
     ),
     Figure(
         name="hobbit-reuse",

@@ -37,7 +37,7 @@ REFITTED_CODES, FEW_CODES, REFITS = 16, 4, 4
 """Limits of the fit of scales to GPTQ's codes.
 
 Formats of up to REFITTED_CODES codes get fitted scales. With up to FEW_CODES codes, rounding and fitting repeat REFITS
-times. Measured (docs/experiments/2026-11-22-scales-fitted-at-3-and-4-bits.md and 2026-11-21-scales-fitted-to-codes.md):
+times. Measured (docs/experiments/2026-11.md, 22: Scales fitted at 3 and 4 bits):
 - 3 bits: KL falls by 15 to 40 % in the first turn, and little further in later turns.
 - 2 bits, four turns: output error on held-out inputs falls by a tenth.
 - below 2 bits, four turns: it falls by a sixth.

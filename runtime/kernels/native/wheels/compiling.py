@@ -4,7 +4,7 @@ Clang of the package `ziglang` compiles and links. The package brings the C libr
 the symbols that glibc 2.28 has. Its C++ library becomes part of the extension, so a wheel needs nothing but glibc.
 
 GCC compiles the vector kernels. Their objects call nothing but memcpy and memset, so clang's linker takes them. With
-AVX2 they are a quarter faster for prompts than clang's (docs/experiments/2026-11-26-compilers-of-the-wheels.md).
+AVX2 they are a quarter faster for prompts than clang's (docs/experiments/2026-11.md, 26: Compilers of the wheels).
 """
 
 from __future__ import annotations
