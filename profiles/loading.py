@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from moec.manifests.errors import ProfileError
+from moec.manifests.files.input_file import UnreadableFile, read_input
+from moec.manifests.files.limits import MAX_TOML_BYTES
+from moec.manifests.files.strict_toml import load_strict_toml
 
 from .device import CONTENT, HOST_NAME, DeviceProfile
 from .plain_profile import profile_from_plain
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
-
-MAX_PROFILE_BYTES = 64 << 10
 _SHIPPED = Path(__file__).parent
 
 
@@ -73,14 +69,8 @@ def _toml(value: str | float | tuple[Any, ...]) -> str:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_PROFILE_BYTES + 1)
-    except OSError as error:
-        raise ProfileError(f"`{path}` cannot be read: {error.strerror}", "check the path") from error
-    if len(data) > MAX_PROFILE_BYTES:
-        raise ProfileError(f"`{path}` has more than {MAX_PROFILE_BYTES} bytes", "is this a device profile?")
-    try:
-        plain: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ProfileError(f"`{path}` is not TOML: {error}", "correct the file") from error
-    return plain
+        return load_strict_toml(read_input(path, MAX_TOML_BYTES, follow_links=True))
+    except UnreadableFile as error:
+        raise ProfileError(f"`{path}` {error}", "give a device profile, a TOML file") from error
+    except ValueError as error:
+        raise ProfileError(f"`{path}` is not TOML that can be read: {error}", "correct the file") from error

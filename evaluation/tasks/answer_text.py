@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,17 @@ TEXT, NUMBER = "text", "number"
 COMPARISONS = (TEXT, NUMBER)
 
 
+class Pattern(Protocol):
+    """A regular expression of RE2."""
+
+    @property
+    def groups(self) -> int:
+        """Number of groups."""
+
+    def search(self, text: str, /) -> Any:
+        """Return the first match, or None."""
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerText:
     """The part of an answer that is compared.
@@ -23,7 +34,7 @@ class AnswerText:
     compare: `text`, or `number` for the number after `####`, else the last number.
     """
 
-    pattern: re.Pattern[str] | None = None
+    pattern: Pattern | None = None
     compare: str = TEXT
 
     def found(self, text: str) -> str | None:
@@ -33,7 +44,7 @@ class AnswerText:
         match = self.pattern.search(text)
         if match is None:
             return None
-        return (match.group(1) if self.pattern.groups else match.group()) or ""
+        return str((match.group(1) if self.pattern.groups else match.group()) or "")
 
     def fault(self, reference: str) -> str | None:
         """Return why a reference cannot be compared, or None."""

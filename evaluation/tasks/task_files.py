@@ -5,28 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moec.manifests.errors import InputError
 from moec.manifests.files.input_file import UnreadableFile, read_input
+from moec.manifests.files.limits import MAX_TOML_BYTES
+from moec.manifests.files.strict_toml import load_strict_toml
 
+from ..optional import load
 from .answer_metrics import EXACT_MATCH, PERPLEXITY, answer_metric
-from .answer_text import COMPARISONS, TEXT, AnswerText
+from .answer_text import COMPARISONS, TEXT, AnswerText, Pattern
 from .base import Item, Task, places
 from .choices import choices_of, listed_item
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
-
 SUFFIX = ".toml"
-MAX_TASK_FILE_BYTES = 64 << 10
 MAX_NEW_TOKENS = 1 << 16
 DEFAULT_NEW_TOKENS = 256
+_SHOWN_CHARACTERS = 200
 ACCURACIES = ("accuracy", "accuracy_by_length")
 _NAME = re.compile(r"\w[\w-]{0,63}")
 KEYS: dict[str, tuple[type, str]] = {
@@ -52,7 +49,7 @@ def read_task_file(path: Path, trusts_code: bool = False) -> Task:
     Raises InputError with file, key and remedy; OptionError for its metric.
     """
     try:
-        data = read_input(path, MAX_TASK_FILE_BYTES)
+        data = read_input(path, MAX_TOML_BYTES)
     except UnreadableFile as error:
         raise InputError(f"`{path}` {error}", f"give a task file; {_SEE}") from error
     if not _NAME.fullmatch(path.stem):
@@ -69,9 +66,9 @@ def own_task(name: str) -> Task:
 def _plain(path: Path, data: bytes) -> dict[str, Any]:
     """Parse and check the keys of a task file. Raises InputError."""
     try:
-        plain = tomllib.loads(data.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"`{path}` is not TOML: {str(error)[:200]}", "repair the file") from error
+        plain = load_strict_toml(data)
+    except ValueError as error:
+        raise InputError(f"`{path}` is not TOML that can be read: {error}", "repair the file") from error
     for key, value in plain.items():
         if key not in KEYS:
             raise InputError(f"`{path}`: unknown key `{key[:80]}`", f"the keys are {', '.join(KEYS)}")
@@ -155,13 +152,25 @@ def _choice_task(path: Path, plain: Mapping[str, Any], common: dict[str, Any], m
     )
 
 
-def _pattern(path: Path, plain: Mapping[str, Any]) -> re.Pattern[str] | None:
+def _pattern(path: Path, plain: Mapping[str, Any]) -> Pattern | None:
+    """Return the compiled `filter`, or None. RE2 searches in time proportional to the length of an answer.
+
+    Raises InputError, and MissingDependency without `re2`.
+    """
     if "filter" not in plain:
         return None
+    re2 = load("re2", "the key `filter` of a task file")
+    options = re2.Options()
+    options.log_errors = False
     try:
-        pattern = re.compile(plain["filter"])
-    except re.error as error:
-        raise InputError(f"`{path}`: `filter` is no regular expression: {error}", "repair it") from error
+        pattern: Pattern = re2.compile(plain["filter"], options)
+    except re2.error as error:
+        reason = error.args[0]
+        told = reason.decode("utf-8", "replace") if isinstance(reason, bytes) else str(reason)
+        raise InputError(
+            f"`{path}`: `filter` is no regular expression that RE2 takes: {told[:_SHOWN_CHARACTERS]}",
+            "repair it; RE2 has neither lookaround nor backreferences",
+        ) from error
     if pattern.groups > 1:
         raise _fault(path, "filter", "at most one group", plain["filter"])
     return pattern

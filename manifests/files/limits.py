@@ -64,6 +64,18 @@ MAX_DEVICE_BYTES = 256 << 10
 DEVICE_JSON = JsonLimits(MAX_DEVICE_BYTES, containers=1 << 6, values=1 << 13, texts=1 << 12)
 """`device.json`. A list of little cores has up to 4,096 numbers."""
 
+MAX_TOML_BYTES = 64 << 10
+"""Size of a device profile or a task file, bytes. Shipped ones have 4 kB."""
+
+MAX_TOML_TOKENS = 1 << 15
+"""Keys, values and signs of a TOML file: 4,096 numbers with fractions have four each."""
+
+MAX_TOML_DEPTH = 8
+"""Nesting of tables and lists in a TOML file, and parts of a dotted key. Device profiles have 2."""
+
+MAX_TOML_WORD_CHARACTERS = 1024
+"""Length of a number or of a name without quotes in a TOML file. Python writes no number of 4,301 digits."""
+
 MAX_SELF_TEST_BYTES = 64 << 10
 """Size of `self-test.json`, bytes: up to 16 lists of 64 tokens."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from moec.evaluation.data import items_sha256, load_items
 from moec.evaluation.run import compare, evaluate
 from moec.evaluation.tasks import TASKS, find_task, task_name
 from moec.evaluation.tasks.task_files import KEYS
-from moec.manifests.errors import DataError, InputError, OptionError
+from moec.manifests.errors import DataError, InputError, MissingDependency, OptionError
 
 SUMS = """
 prompt = "{context}\\nQ: {question}\\nA:"
@@ -100,6 +101,15 @@ def test_the_content_of_a_file_is_part_of_the_identity(tmp_path: Path) -> None:
         ('prompt = "{q}"\nchoices = "c"\nanswer = "a"\nmetric = "rouge2"', InputError, "accuracy_by_length"),
         ('prompt = "{q}"\nchoices = "c"', InputError, "the key `answer` is missing"),
         ('prompt = "{q}"\nanswer = "a"\nmetric = "bleu"', OptionError, "--trust-metric-code"),
+        ('prompt = "{q}"\nanswer = "a"\nfilter = "' + "(" * 5000 + '"', InputError, "no regular expression"),
+        ('prompt = "{q}"\nanswer = "a"\nfilter = "(?=x)"', InputError, "RE2 has neither lookaround"),
+        ('prompt = "{q}"\nanswer = "a"\nfilter = "(x)\\\\1"', InputError, "no regular expression that RE2 takes"),
+        ('prompt = "{q}"\nanswer = "a"\nfilter = "\\\\U99999999"', InputError, "no regular expression"),
+        ('prompt = "{q}"\nanswer = "a"\nfilter = "(?:a{999}){999}"', InputError, "no regular expression"),
+        ('prompt = "{q}"\nanswer = "a"\nmax_new_tokens = ' + "9" * 5000, InputError, "more than 1024 characters"),
+        ('prompt = "{q}"\nanswer = "a"\nmax_new_tokens = 0x' + "f" * 1000, InputError, "1 to 65536"),
+        ('prompt = "{q}"\nanswer = "a"\nmax_new_tokens = nan', InputError, "a whole number"),
+        ("a" + ".a" * 20000 + " = 1", InputError, "nested more than 8 deep"),
         ("prompt = ", InputError, "is not TOML"),
         ("a = " + "[" * 5000, InputError, "is not TOML"),
         ("#" * 70000, InputError, "more than the limit"),
@@ -109,6 +119,28 @@ def test_files_that_are_no_tasks(text: str, error: type[Exception], message: str
     with pytest.raises(error) as caught:
         find_task(save(tmp_path, text))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "answer"),
+    [
+        ("(?:[\\\\s\\\\S]+)+\\\\x01", "a" * 2000, ""),
+        ("(a+)+$", "a" * 2000 + "b", ""),
+        ("(?:a|a)*c", "a" * 2000, ""),
+        ("(?i)answer: (\\\\w+)", "é The ANSWER: é2 ANSWER: x3", "x3"),
+        ("a{4294967296}", "a", ""),
+    ],
+)
+def test_a_filter_takes_no_longer_than_its_text(pattern: str, text: str, answer: str, tmp_path: Path) -> None:
+    """Python's own expressions would take years for the first three."""
+    task = find_task(save(tmp_path, f'prompt = "{{q}}"\nanswer = "a"\nfilter = "{pattern}"'))
+    assert task.answer_text is not None and task.answer_text.prediction(text) == answer
+
+
+def test_a_filter_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "re2", None)
+    with pytest.raises(MissingDependency, match=r"`filter` of a task file needs the package `re2`"):
+        find_task(save(tmp_path, SUMS))
 
 
 def test_names_that_are_no_files(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import ProfileError
+from moec.manifests.files.limits import MAX_TOML_BYTES
 from moec.profiles.device import KERNEL_FORMATS, PROVENANCE_KINDS, DeviceProfile, nearest_power_of_two, round_down
-from moec.profiles.loading import MAX_PROFILE_BYTES, list_profiles, load_profile, read_profile, to_toml
+from moec.profiles.loading import list_profiles, load_profile, read_profile, to_toml
 
 NUMBERS = {
     "memory_budget_bytes": 1000000,
@@ -172,7 +173,7 @@ def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
 
 def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="more than"):
-        read_profile(write(tmp_path, "#" * (MAX_PROFILE_BYTES + 1)))
+        read_profile(write(tmp_path, "#" * (MAX_TOML_BYTES + 1)))
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
@@ -182,7 +183,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=r"absent\.toml` cannot be read"):
+    with pytest.raises(ProfileError, match=r"absent\.toml` is missing"):
         load_profile(tmp_path / "absent.toml")
 
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import BundleError, ManifestInvalid, UnknownFormatVersion
-from moec.manifests.files.limits import MAX_DEVICE_BYTES
+from moec.manifests.files.limits import MAX_DEVICE_BYTES, MAX_TOML_BYTES
 from moec.profiles.device import CONTENT, DeviceProfile
 from moec.profiles.device_json import decode_device, encode_device
 from moec.profiles.device_parts import Run
-from moec.profiles.loading import MAX_PROFILE_BYTES, list_profiles, load_profile
+from moec.profiles.loading import list_profiles, load_profile
 
 NAMED = [name for name in list_profiles() if name != "host"]
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -61,9 +61,9 @@ def test_any_profile_survives(
 
 def test_the_longest_profile_fits() -> None:
     """Every character of a TOML file takes at most four times its bytes in JSON."""
-    assert 4 * MAX_PROFILE_BYTES <= MAX_DEVICE_BYTES
+    assert 4 * MAX_TOML_BYTES <= MAX_DEVICE_BYTES
     profile = load_profile("laptop")
-    longest = "estimate" + "\x01" * (MAX_PROFILE_BYTES // 2)
+    longest = "estimate" + "\x01" * (MAX_TOML_BYTES // 2)
     large = replace(profile, provenance={**profile.provenance, "threads": longest})
     assert decode_device(encode_device(large), "device.json").provenance["threads"] == longest
 
