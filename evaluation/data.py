@@ -18,6 +18,8 @@ from .text_files import Rows
 
 SHARES = {"train": 20, "validation": 30, "test": 50}
 """Shares of a divided set, in %: calibration, search, certification."""
+MAX_CHARACTERS = 1 << 30
+"""Characters of the items of a split. The train split of XSum has 480 million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +209,8 @@ def _read_parts(
     data = open_source(source, [chosen.name] if chosen else list(TASKS))
     if chosen is None:
         first = data.rows(next(name for name in (*wanted, *SPLITS, "file") if name in data.readers))
-        number, value = first.numbered[0]
-        chosen = infer_task(value, first.place(number))
+        place, value = first.first()
+        chosen = infer_task(value, place)
     chosen = change(chosen)
     if data.is_file:
         return chosen, {"file": check_items(chosen, data.rows("file"))}, data.only
@@ -221,27 +223,34 @@ def check_items(task: Task, rows: Rows) -> ItemSet:
     Raises DataError with the place if a field is missing, is not text, or has an answer that cannot be scored.
     """
     kept: list[Item] = []
-    for number, value in rows.numbered:
-        row = value if task.read is None else _read_row(task, rows, number, value)
-        item = {name: _text(task, rows, number, row, name) for name in task.fields}
+    count, characters, first_place = 0, 0, ""
+    for place, value in rows.read({*task.row_fields, *task.fields}):
+        count, first_place = count + 1, first_place or place
+        row = value if task.read is None else _read_row(task, place, value)
+        item = {name: _text(task, place, row, name) for name in task.fields}
+        characters += sum(map(len, item.values()))
+        if characters > MAX_CHARACTERS:
+            raise DataError(
+                f"{place}: expected at most {MAX_CHARACTERS} characters in all items", "give a part of the data"
+            )
         if not all(text.strip() for text in item.values()):
             continue
         fault = task.answer_fault(item)
         if fault:
             raise DataError(
-                f"{rows.place(number)}: the field `{task.answer_field}` {fault}",
+                f"{place}: the field `{task.answer_field}` {fault}",
                 f"correct the item, or choose another task than `{task.name}`",
             )
         kept.append(item)
     if not kept:
         raise DataError(
-            f"{rows.place(rows.numbered[0][0])}: expected text, found a blank field in every item",
+            f"{first_place}: expected text, found a blank field in every item",
             f"fill in the fields {', '.join(task.fields)}",
         )
-    return ItemSet(task, rows.source, tuple(kept), len(rows.numbered) - len(kept))
+    return ItemSet(task, rows.source, tuple(kept), count - len(kept))
 
 
-def _read_row(task: Task, rows: Rows, number: int, value: dict[str, object]) -> dict[str, object]:
+def _read_row(task: Task, place: str, value: dict[str, object]) -> dict[str, object]:
     """Convert a row of the data set's form to the task's own fields. A row with these fields is unchanged.
 
     Raises DataError.
@@ -251,30 +260,26 @@ def _read_row(task: Task, rows: Rows, number: int, value: dict[str, object]) -> 
     hint = f"task `{task.name}` needs rows of the fields {', '.join(task.row_fields)}, as on the hub"
     missing = [name for name in task.row_fields if name not in value]
     if missing or task.read is None:
-        raise DataError(f"{rows.place(number)}: the field `{missing[0]}` of task `{task.name}` is missing", hint)
+        raise DataError(f"{place}: the field `{missing[0]}` of task `{task.name}` is missing", hint)
     try:
         return dict(task.read(value))
     except HiddenAnswer as error:
-        raise DataError(
-            f"{rows.place(number)}: the row {error}", "choose another `--split`, such as `validation`"
-        ) from error
+        raise DataError(f"{place}: the row {error}", "choose another `--split`, such as `validation`") from error
     except ValueError as error:
-        raise DataError(f"{rows.place(number)}: the row {error}", hint) from error
+        raise DataError(f"{place}: the row {error}", hint) from error
 
 
-def _text(task: Task, rows: Rows, number: int, value: dict[str, object], name: str) -> str:
+def _text(task: Task, place: str, value: dict[str, object], name: str) -> str:
     hint = f"task `{task.name}` needs the fields {', '.join(task.fields)}, each text"
     if name not in value:
-        raise DataError(f"{rows.place(number)}: the field `{name}` of task `{task.name}` is missing", hint)
+        raise DataError(f"{place}: the field `{name}` of task `{task.name}` is missing", hint)
     text = value[name]
     if not isinstance(text, str):
-        raise DataError(f"{rows.place(number)}: expected text in `{name}`, found {type(text).__name__}", hint)
+        raise DataError(f"{place}: expected text in `{name}`, found {type(text).__name__}", hint)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{rows.place(number)}: `{name}` holds half a surrogate pair, which is not text", hint
-        ) from error
+        raise DataError(f"{place}: `{name}` holds half a surrogate pair, which is not text", hint) from error
     return text
 
 
@@ -307,7 +312,7 @@ def _hides_answers(task: Task, rows: Rows) -> bool:
     if task.read is None:
         return False
     try:
-        task.read(rows.numbered[0][1])
+        task.read(rows.first()[1])
     except HiddenAnswer:
         return True
     except (ValueError, KeyError):

@@ -1,8 +1,6 @@
 """Find the rows of a data set, by split: a file, a folder, a folder that `datasets` saved, or a hub name.
 
-JSON and CSV files are read by `text_files.py`, and every error names file and line. `datasets` reads Parquet and Arrow
-files, saved folders and hub sets. Its JSON loader turns a column of texts such as "2020-01-01" into timestamps, so it
-reads no JSON.
+JSON and CSV files are read by `text_files.py`, Parquet and Arrow files by `table_files.py`. `datasets` reads hub sets.
 Nothing is written to the home folder, except what the hub's client downloads.
 """
 
@@ -10,16 +8,20 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moec.manifests.errors import DataError
+from moec.manifests.files.input_file import UnreadableFile, read_input
+from moec.manifests.files.limits import MAX_CONFIG_BYTES, JsonLimits
+from moec.manifests.files.strict_json import load_strict_json
 
 from .optional import load
-from .text_files import Rows, read_csv, read_json, read_jsonl
+from .table_files import read_tables
+from .text_files import Row, Rows, counted, read_csv, read_json, read_jsonl
 
 SPLITS = ("train", "validation", "test")
 _OTHER_NAMES = {"validation": ("valid", "val", "dev")}
@@ -27,6 +29,8 @@ _OTHER_NAMES = {"validation": ("valid", "val", "dev")}
 _TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 _READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv}
 _SUFFIXES = (*_READERS, *_TABLES)
+_SAVED_SPLITS, _SAVED_STATE = "dataset_dict.json", "state.json"
+_SAVED_JSON = JsonLimits(MAX_CONFIG_BYTES, containers=1 << 16, values=1 << 18, texts=1 << 18)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _FORMS = "JSON Lines, a JSON list, CSV, Parquet or Arrow"
 _HINT = f"name them train, validation and test, each with {', '.join(_SUFFIXES)}"
@@ -36,7 +40,7 @@ _HINT = f"name them train, validation and test, each with {', '.join(_SUFFIXES)}
 class DataSource:
     """A data set.
 
-    readers: by split, or by `file` for one file or one split, which is to be divided. Each reads its rows once.
+    readers: by split, or by `file` for one file or one split, which is to be divided.
     only: name of the only split, or `file`; empty for several splits.
     """
 
@@ -74,7 +78,7 @@ def open_source(source: str | Path, folders: Sequence[str] = ()) -> DataSource:
     else:
         raise DataError(f"`{source}` does not exist", f"give a file or a folder of files: {_FORMS}")
     only = next(iter(readers)) if len(readers) == 1 else ""
-    return DataSource({"file" if only else name: cache(reader) for name, reader in readers.items()}, only)
+    return DataSource({"file" if only else name: reader for name, reader in readers.items()}, only)
 
 
 def _folder(folder: Path, names: Sequence[str]) -> dict[str, Callable[[], Rows]]:
@@ -131,42 +135,44 @@ def _read(files: tuple[Path, ...]) -> Rows:
     """Return the rows of a split, from one file or several of one form."""
     first = files[0]
     if first.suffix in _TABLES:
-        return _table_rows(files, _TABLES[first.suffix])
+        return read_tables(files, _TABLES[first.suffix])
     read = _READERS.get(first.suffix, read_jsonl)
-    if len(files) == 1:
-        return read(first)
-    return Rows.joined(f"{first} and {len(files) - 1} more", [read(file) for file in files])
-
-
-def _table_rows(files: tuple[Path, ...], form: str) -> Rows:
-    """Return the rows of Parquet or Arrow files, which count from 1."""
-    source = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
-    datasets = _quiet_datasets(f"the {form.capitalize()} file `{files[0]}`")
-
-    def loaded(cache_folder: str) -> Any:
-        names = [str(file) for file in files]
-        return datasets.load_dataset(form, data_files=names, split="train", cache_dir=cache_folder)
-
-    return _in_memory(datasets, source, loaded, f"`{source}` is not a whole {form.capitalize()} file")
+    return Rows.joined([read(file) for file in files])
 
 
 def _is_saved(folder: Path) -> bool:
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+    return (folder / _SAVED_SPLITS).is_file() or (folder / _SAVED_STATE).is_file()
 
 
 def _saved(folder: Path) -> dict[str, Callable[[], Rows]]:
     """Return the splits of a folder that `save_to_disk` wrote. A single data set is one file to divide."""
-    datasets = _quiet_datasets(f"the saved data set `{folder}`")
-    fault = f"`{folder}` is not a folder that `save_to_disk` wrote"
+    if (folder / _SAVED_SPLITS).is_file():
+        names = _saved_names(folder, _SAVED_SPLITS, "splits")
+        return _known_splits(str(folder), names, lambda name: partial(_saved_rows, folder / name))
+    return {"file": partial(_saved_rows, folder)}
+
+
+def _saved_rows(folder: Path) -> Rows:
+    """Return the rows of one data set that `save_to_disk` wrote."""
+    files = tuple(folder / name for name in _saved_names(folder, _SAVED_STATE, "_data_files"))
+    if not files:
+        raise DataError(f"`{folder}`: expected rows, found none", "give more items")
+    return read_tables(files, "arrow")
+
+
+def _saved_names(folder: Path, file: str, key: str) -> list[str]:
+    """Return the names of files or folders in `folder` that one of its JSON files lists. Raises DataError."""
     try:
-        found = datasets.load_from_disk(str(folder))
-    except _faults(datasets) as error:
-        raise DataError(f"{fault}: {_reason(error)}", "save the data set again") from error
-    if not isinstance(found, datasets.DatasetDict):
-        return {"file": lambda: _in_memory(datasets, str(folder), lambda _: found, fault)}
-    return _known_splits(
-        str(folder), found, lambda name: f"{folder}/{name}", partial(_in_memory, datasets, fault=fault)
-    )
+        plain = load_strict_json(read_input(folder / file, MAX_CONFIG_BYTES, follow_links=True), _SAVED_JSON)
+        names = [entry["filename"] if isinstance(entry, dict) else entry for entry in plain[key]]
+        if any(Path(name).name != name or name in ("", "..") for name in names):
+            raise ValueError(f"`{key}` names other folders")
+    except (UnreadableFile, ValueError, LookupError, TypeError) as error:
+        raise DataError(
+            f"`{folder}` is not a folder that `save_to_disk` wrote: `{file}`: {_reason(error)}",
+            "save the data set again",
+        ) from error
+    return names
 
 
 def _hub(name: str) -> dict[str, Callable[[], Rows]]:
@@ -185,46 +191,37 @@ def _hub(name: str) -> dict[str, Callable[[], Rows]]:
             "give local files, or name the configuration as `owner/set:configuration`",
         ) from error
     return _known_splits(
-        name, found, lambda split: f"hub:{name}/{split}", lambda source, part: _rows_of(source, part(""))
+        name,
+        [split for split in found if len(found[split])],
+        lambda split: partial(_hub_rows, name, split, found[split]),
     )
 
 
+def _hub_rows(name: str, split: str, rows: Any) -> Rows:
+    source = f"hub:{name}/{split}"
+
+    def read(_fields: Collection[str]) -> Iterator[Row]:
+        return counted(((f"`{source}:{at}`", dict(row)) for at, row in enumerate(rows, start=1)), source)
+
+    return Rows(source, read)
+
+
 def _known_splits(
-    name: str,
-    found: Mapping[str, Any],
-    place: Callable[[str], str],
-    read: Callable[[str, Callable[[str], Any]], Rows],
+    name: str, present: Sequence[str], reader: Callable[[str], Callable[[], Rows]]
 ) -> dict[str, Callable[[], Rows]]:
-    """Return readers of the splits of a dictionary of data sets. place: name of a split in messages."""
+    """Return readers of the splits that a data set has.
+
+    present: names of its splits.
+    """
     readers: dict[str, Callable[[], Rows]] = {}
     for split in SPLITS:
-        own = next((own for own in (split, *_OTHER_NAMES.get(split, ())) if own in found and len(found[own])), None)
+        own = next((own for own in (split, *_OTHER_NAMES.get(split, ())) if own in present), None)
         if own is not None:
-            readers[split] = partial(read, place(own), partial(_item, found, own))
+            readers[split] = reader(own)
     if not readers:
-        listed = ", ".join(found) or "none"
+        listed = ", ".join(present) or "none"
         raise DataError(f"`{name}`: expected the splits {', '.join(SPLITS)}, found {listed}", "give local files")
     return readers
-
-
-def _item(found: Mapping[str, Any], name: str, _folder: str) -> Any:
-    return found[name]
-
-
-def _in_memory(datasets: Any, source: str, loaded: Callable[[str], Any], fault: str) -> Rows:
-    """Return the rows of a data set whose files are in a temporary folder. loaded: loads it into that folder."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="moec-data-") as folder:
-            return _rows_of(source, loaded(folder))
-    except _faults(datasets) as error:
-        raise DataError(f"{fault}: {_reason(error)}", f"give {_FORMS}") from error
-
-
-def _rows_of(source: str, rows: Iterable[Mapping[str, object]]) -> Rows:
-    found = Rows(source, tuple(enumerate((dict(row) for row in rows), start=1)))
-    if not found.numbered:
-        raise DataError(f"`{source}`: expected rows, found none", "give more items")
-    return found
 
 
 def _quiet_datasets(purpose: str) -> Any:

@@ -3,52 +3,78 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moec.manifests.errors import DataError
 from moec.manifests.files.input_file import UnreadableFile, open_input, read_input
+from moec.manifests.files.limits import JsonLimits
+from moec.manifests.files.strict_json import check_structure
 
+MAX_ROWS = 1 << 21
+"""Rows of a split. The train split of wikitext-103 has 1,801,350."""
 MAX_LINE_BYTES = 16 << 20
 MAX_WHOLE_BYTES = 256 << 20
-"""JSON lists and CSV files are read as a whole, and take a multiple of their size."""
+"""A JSON list is read as a whole."""
+MAX_COLUMNS = 1 << 12
+_DEPTH = 64
+_LINE = JsonLimits(MAX_LINE_BYTES, containers=1 << 16, values=1 << 20, texts=1 << 20, depth=_DEPTH)
+_WHOLE = JsonLimits(MAX_WHOLE_BYTES, containers=4 * MAX_ROWS, values=1 << 25, texts=1 << 25, depth=_DEPTH)
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors put first
+_SPACE = " \t\r\n"
 _HINT = 'write one JSON object per line, such as {"text": "..."}'
+
+Row = tuple[str, dict[str, object]]
+"""Place of an object for messages, its file and line, and the object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Objects with their line or row number, and the name of their source.
+    """Objects of a source, which are read one after another, from the beginning at each call.
 
-    files: several files, each with the number after which its rows begin; empty for one source.
+    source: its name.
+    read: yields the objects. It receives the names of the fields that are needed; empty: all fields.
+
+    `read` raises DataError with the place for anything that is no object, and for a source without objects.
     """
 
     source: str
-    numbered: tuple[tuple[int, dict[str, object]], ...]
-    files: tuple[tuple[int, str], ...] = ()
+    read: Callable[[Collection[str]], Iterator[Row]]
 
-    def place(self, number: int) -> str:
-        """Return file and line, for messages."""
-        before, name = max((part for part in self.files if part[0] < number), default=(0, self.source))
-        return f"`{name}:{number - before}`"
+    def first(self) -> Row:
+        """Return the first object with all of its fields. Raises DataError."""
+        return next(self.read(()))
 
     @classmethod
-    def joined(cls, source: str, parts: Sequence[Rows]) -> Rows:
-        """Return the rows of several files. source: their common name."""
-        numbered, files, before = list[tuple[int, dict[str, object]]](), list[tuple[int, str]](), 0
-        for part in parts:
-            files.append((before, part.source))
-            numbered += [(before + number, row) for number, row in part.numbered]
-            before = numbered[-1][0]
-        return cls(source, tuple(numbered), tuple(files))
+    def joined(cls, parts: list[Rows]) -> Rows:
+        """Return the rows of several files."""
+        name = parts[0].source if len(parts) == 1 else f"{parts[0].source} and {len(parts) - 1} more"
+
+        def read(fields: Collection[str]) -> Iterator[Row]:
+            for part in parts:
+                yield from part.read(fields)
+
+        return cls(name, read)
+
+
+def counted(rows: Iterable[Row], source: str) -> Iterator[Row]:
+    """Yield rows. Raises DataError if there is none, or if there are more than MAX_ROWS."""
+    count = 0
+    for row in rows:
+        count += 1
+        if count > MAX_ROWS:
+            raise DataError(f"{row[0]}: expected at most {MAX_ROWS} rows", "give a part of the data")
+        yield row
+    if not count:
+        raise DataError(f"`{source}`: expected rows, found none", "give more items")
 
 
 def read_json(path: Path) -> Rows:
-    """Return all objects of a file that holds a JSON list, with their rows from 1, or JSON lines, as `read_jsonl`.
+    """Return the objects of a file that holds a JSON list, with their rows from 1, or JSON lines, as `read_jsonl`.
 
     Raises DataError.
     """
@@ -60,10 +86,43 @@ def read_json(path: Path) -> Rows:
         is_list = os.pread(descriptor, 64, 0).removeprefix(_MARK).lstrip()[:1] == b"["
     finally:
         os.close(descriptor)
-    if not is_list:
-        return read_jsonl(path)
-    values = _list(_loaded(_whole(path), f"`{path}`"))
-    return _rows(path, [_object(value, f"`{path}:{at}`") for at, value in enumerate(values, start=1)])
+    return Rows(str(path), lambda fields: counted(_list_rows(path), str(path))) if is_list else read_jsonl(path)
+
+
+def _list_rows(path: Path) -> Iterator[Row]:
+    """Yield the objects of a JSON list, each parsed when it is needed."""
+    try:
+        data = read_input(path, MAX_WHOLE_BYTES, follow_links=True).removeprefix(_MARK)
+    except UnreadableFile as error:
+        raise DataError(f"`{path}` {error}", "give a readable file; JSON Lines and CSV have no limit") from error
+    try:
+        check_structure(data, _WHOLE)
+    except ValueError as error:
+        raise DataError(f"`{path}`: JSON that cannot be read: {error}", _HINT) from error
+    text = _decoded(data, f"`{path}`")
+    del data
+    decode = json.JSONDecoder().raw_decode
+    at, number = _after_space(text, text.index("[") + 1), 0
+    is_end = text[at : at + 1] == "]"
+    while not is_end:
+        number += 1
+        place = f"`{path}:{number}`"
+        value, at = _parsed(lambda start=at: decode(text, start), place)  # type: ignore[misc]
+        yield place, _object(value, place)
+        at = _after_space(text, at)
+        is_end = text[at : at + 1] == "]"
+        if not is_end and text[at : at + 1] != ",":
+            raise DataError(f"{place}: malformed JSON: expecting ',' after the object", _HINT)
+        at = _after_space(text, at + 1)
+    if text[_after_space(text, at + (number == 0)) :]:
+        raise DataError(f"`{path}`: malformed JSON: extra data after the list", _HINT)
+
+
+def _after_space(text: str, at: int) -> int:
+    """Return the place of the first character from `at` on that is no white space."""
+    while text[at : at + 1] and text[at] in _SPACE:
+        at += 1
+    return at
 
 
 def read_csv(path: Path) -> Rows:
@@ -71,50 +130,72 @@ def read_csv(path: Path) -> Rows:
 
     Raises DataError.
     """
-    place = f"`{path}`"
+    return Rows(str(path), lambda fields: counted(_csv_rows(path), str(path)))
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
     try:
-        text = _whole(path).decode("utf-8")
-        csv.field_size_limit(MAX_LINE_BYTES)
-        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        found = list[dict[str, object]]()
-        for row in reader:
-            if None in row or None in row.values():
-                raise DataError(f"`{path}:{reader.line_num}`: expected as many values as columns", "repair the row")
-            found.append(dict(row))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: expected UTF-8 text, found a byte that is none", "save as UTF-8") from error
-    except csv.Error as error:
-        raise DataError(f"`{path}:{reader.line_num}`: malformed CSV: {error}", "repair the row") from error
-    return _rows(path, found)
-
-
-def _rows(path: Path, found: Sequence[dict[str, object]]) -> Rows:
-    if not found:
-        raise DataError(f"`{path}`: expected rows, found none", "give more items")
-    return Rows(str(path), tuple(enumerate(found, start=1)))
-
-
-def _whole(path: Path) -> bytes:
-    """Return the bytes of a file without the mark that some editors put first."""
-    try:
-        return read_input(path, MAX_WHOLE_BYTES, follow_links=True).removeprefix(_MARK)
+        descriptor = open_input(path, follow_links=True)
     except UnreadableFile as error:
-        raise DataError(f"`{path}` {error}", "give a readable file; JSON Lines have no limit") from error
+        raise DataError(f"`{path}` {error}", "give a readable file") from error
+    size, number = 0, 0
 
+    def lines() -> Iterator[str]:
+        nonlocal size
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            size += len(line)
+            if size > MAX_LINE_BYTES:
+                raise DataError(
+                    f"`{path}:{reader.line_num + 1}`: expected rows of at most {MAX_LINE_BYTES >> 20} MiB",
+                    "repair the row",
+                )
+            yield line
 
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
+    with open(descriptor, encoding="utf-8-sig", newline="") as file:
+        csv.field_size_limit(MAX_LINE_BYTES)
+        reader = csv.reader(lines(), strict=True)
+        names: list[str] | None = None
+        try:
+            for values in reader:
+                number, size = reader.line_num, 0
+                if not values:
+                    continue
+                if names is None:
+                    names = values
+                    if len(names) > MAX_COLUMNS:
+                        raise DataError(f"`{path}:{number}`: expected at most {MAX_COLUMNS} columns", "remove some")
+                    continue
+                if len(values) != len(names):
+                    raise DataError(f"`{path}:{number}`: expected as many values as columns", "repair the row")
+                yield f"`{path}:{number}`", dict(zip(names, values, strict=True))
+        except UnicodeDecodeError as error:
+            raise DataError(f"`{path}`: expected UTF-8 text, found a byte that is none", "save as UTF-8") from error
+        except csv.Error as error:
+            raise DataError(f"`{path}:{reader.line_num}`: malformed CSV: {error}", "repair the row") from error
 
 
 def read_jsonl(path: Path) -> Rows:
-    """Return all objects of a UTF-8 JSON-lines file. Blank lines are skipped; lines count from 1.
+    """Return the objects of a UTF-8 JSON-lines file. Blank lines are skipped; lines count from 1.
 
+    A pipe is read at once, because its lines come only once.
     Raises DataError with file and line for anything that is not an object, and for a file without objects.
     """
-    rows = tuple((number, _parse(line, f"`{path}:{number}`")) for number, line in _lines(path))
-    if not rows:
-        raise DataError(f"`{path}:1`: expected JSON lines, found an empty file", _HINT)
-    return Rows(str(path), rows)
+
+    def read(fields: Collection[str] = ()) -> Iterator[Row]:
+        count = 0
+        for number, line in _lines(path):
+            count += 1
+            place = f"`{path}:{number}`"
+            if count > MAX_ROWS:
+                raise DataError(f"{place}: expected at most {MAX_ROWS} rows", "give a part of the data")
+            yield place, _object(_loaded(line, place), place)
+        if not count:
+            raise DataError(f"`{path}:1`: expected JSON lines, found an empty file", _HINT)
+
+    if path.is_file() or path.is_dir() or not path.exists():
+        return Rows(str(path), read)
+    rows = list(read())
+    return Rows(str(path), lambda fields: iter(rows))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -133,22 +214,34 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise DataError(f"`{path}` cannot be read: {error.strerror}", "give a readable JSONL file") from error
 
 
-def _parse(line: bytes, place: str) -> dict[str, object]:
-    return _object(_loaded(line, place), place)
-
-
-def _loaded(text: bytes, place: str) -> object:
+def _loaded(line: bytes, place: str) -> object:
+    """Return the value of a line. Only a line with many signs can exceed a limit, so others are not counted."""
     try:
-        value: object = json.loads(text.decode("utf-8"))
+        if line.count(b"[") + line.count(b"{") > _DEPTH or line.count(b",") > _LINE.containers:
+            check_structure(line, _LINE)
+    except ValueError as error:
+        raise DataError(f"{place}: JSON that cannot be read: {error}", _HINT) from error
+    text = _decoded(line, place)
+    return _parsed(lambda: json.loads(text), place)
+
+
+def _decoded(data: bytes, place: str) -> str:
+    try:
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{place}: expected UTF-8 text, found byte {text[error.start]:#04x}", "save as UTF-8"
+            f"{place}: expected UTF-8 text, found byte {data[error.start]:#04x}", "save as UTF-8"
         ) from error
+
+
+def _parsed(parse: Callable[[], Any], place: str) -> Any:
+    """Return what `parse` returns. Raises DataError where it fails."""
+    try:
+        return parse()
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: malformed JSON: {error.msg.lower()} at column {error.colno}", _HINT) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: JSON that cannot be read: {error}", _HINT) from error
-    return value
 
 
 def _object(value: object, place: str) -> dict[str, object]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from moec.manifests.errors import DataError, OptionError
 
-from .base import HiddenAnswer, Item, Task
+from .base import PLACE, HiddenAnswer, Item, Task
 from .choices import HELLASWAG, MMLU, PIQA, TRUTHFULQA, WINOGRANDE
 from .task_files import SUFFIX, own_task, read_task_file
 
@@ -15,6 +15,7 @@ __all__ = ["TASKS", "HiddenAnswer", "Item", "Task", "find_task", "infer_task", "
 
 _FILES = tuple(own_task(name) for name in ("gsm8k", "samsum", "xsum", "perplexity", "humaneval"))
 _ALL = (*_FILES, HELLASWAG, PIQA, WINOGRANDE, MMLU, TRUTHFULQA)
+_ANSWERS = ("answer", "label", "target", "output", "response", "completion", "reference", "summary")
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 
 
@@ -42,23 +43,44 @@ def task_name(name: str) -> str:
     return Path(name).stem if name.endswith(SUFFIX) else name
 
 
+def _task_lines(fields: Sequence[str]) -> list[str]:
+    """Return the lines of a task file for rows of these fields; none if no prompt can name them.
+
+    The answer is a field with a usual name, else the last one. The prompt has the first of the others.
+    """
+    usable = [name for name in fields if PLACE.fullmatch(f"{{{name}}}")]
+    if len(usable) < 2:
+        return [f'prompt = "{{{usable[0]}}}"', 'metric = "perplexity"'] if usable else []
+    answer = next((name for name in usable if name.lower() in _ANSWERS), usable[-1])
+    question = next(name for name in usable if name != answer)
+    return [
+        f'prompt = "{{{question}}}\\nAnswer:"',
+        f'answer = "{answer}"',
+        'stop = ["\\n"]',
+        "max_new_tokens = 32",
+    ]
+
+
 def infer_task(fields: Iterable[str], place: str) -> Task:
     """Return the task whose fields are all among `fields`. A task with question and answer is preferred to plain text.
 
     place: file and line of the fields, for the message.
     Raises DataError if no task or several tasks fit.
     """
-    present = set(fields)
-    fits = [task for task in TASKS.values() if present.issuperset(task.row_fields)]
+    present = dict.fromkeys(fields)
+    fits = [task for task in TASKS.values() if present.keys() >= set(task.row_fields)]
     most = max((len(task.row_fields) for task in fits), default=0)
     best = [task for task in fits if len(task.row_fields) == most]
     if len(best) == 1:
         return best[0]
     found = ", ".join(f"`{name}`" for name in sorted(present)[:10]) or "none"
     if not best:
+        lines = "".join(f"\n- {line}" for line in _task_lines(list(present)))
         raise DataError(
-            f"{place}: expected the fields of a known task, found {found}",
-            f"rename the fields; the tasks and their fields are {_known()}",
+            f"{place}: expected the fields of a known task, found {found}"
+            + (f"; a task file of these lines would do{lines}" if lines else ""),
+            ("write them to `NAME.toml` and add `--task NAME.toml`, or " if lines else "")
+            + f"rename the fields; the tasks and their fields are {_known()}",
         )
     names = " and ".join(task.name for task in best)
     raise DataError(f"{place}: the fields {found} fit the tasks {names}", "choose one with `--task`")

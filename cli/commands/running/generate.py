@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,8 +84,9 @@ def generate_command(
 
     if max_new_tokens < 1:
         raise OptionError(f"`--max-new-tokens` must be at least 1, found {max_new_tokens}", "leave it out for 256")
-    rows, ends = read_jsonl(prompts), (*stop, *(CODE_STOPS if code else ()))
-    requests = [GenerationRequest(text, None, max_new_tokens, ends) for text in _texts(rows, field)]
+    named_texts = _named_texts(read_jsonl(prompts), field)
+    ends = (*stop, *(CODE_STOPS if code else ()))
+    requests = [GenerationRequest(text, None, max_new_tokens, ends) for _, text in named_texts]
     options = build_options(values, DEFAULT_SLOTS if slots is None else slots, bundle)
     with bundle_engine(bundle, options, values["kernels"], shrinks=slots is None) as engine:
         output.say(engine.engine.mode)
@@ -92,29 +94,41 @@ def generate_command(
         with ProgressBar(f"{len(requests)} prompts") as progress:
             found = engine.generate(requests, progress)
         say_decisions(engine.engine)
-    write_json_lines(out, _lines(rows, found, ends))
+    write_json_lines(out, _lines([name for name, _ in named_texts], found, ends))
     output.say(f"{sum(each.tokens for each in found)} tokens in `{out}`")
 
 
-def _texts(rows: Rows, field: str) -> list[str]:
-    """Return the prompts. Raises DataError for an object without one."""
-    found = []
-    for number, row in rows.numbered:
+def _named_texts(rows: Rows, field: str) -> list[tuple[dict[str, object], str]]:
+    """Return the prompts, each with its `task_id` if it has one.
+
+    Raises DataError for an object without a prompt, or with a `task_id` that JSON cannot hold.
+    """
+    prompts = list[tuple[dict[str, object], str]]()
+    for place, row in rows.read((field, "task_id")):
         text = row.get(field)
         if not isinstance(text, str) or not text:
-            told = ", ".join(f"`{name}`" for name in sorted(row)[:10]) or "none"
+            present = ", ".join(f"`{name}`" for name in sorted(row)[:10]) or "none"
             raise DataError(
-                f"{rows.place(number)}: expected a text in the field `{field}`, found the fields {told}",
+                f"{place}: expected a text in the field `{field}`, found the fields {present}",
                 "name the field of the prompt with `--field`",
             )
-        found.append(text)
-    return found
+        name = {key: value for key, value in row.items() if key == "task_id"}
+        try:
+            json.dumps(name, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:  # also what UTF-8 cannot hold
+            raise DataError(
+                f"{place}: `task_id` holds NaN, an infinity or half a surrogate pair, which JSON does not have",
+                "correct it or leave it out",
+            ) from error
+        prompts.append((name, text))
+    return prompts
 
 
-def _lines(rows: Rows, found: Sequence[Generation], stops: Sequence[str]) -> list[dict[str, object]]:
+def _lines(
+    names: Sequence[dict[str, object]], found: Sequence[Generation], stops: Sequence[str]
+) -> list[dict[str, object]]:
     lines = []
-    for (_, row), generation in zip(rows.numbered, found, strict=True):
+    for name, generation in zip(names, found, strict=True):
         ends = [at for at in (generation.text.find(stop) for stop in stops) if at >= 0]
-        named = {"task_id": row["task_id"]} if "task_id" in row else {}
-        lines.append({**named, "completion": generation.text[: min(ends, default=len(generation.text))]})
+        lines.append({**name, "completion": generation.text[: min(ends, default=len(generation.text))]})
     return lines
