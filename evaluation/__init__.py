@@ -4,8 +4,8 @@
 * `tasks.find_task`, `tasks.infer_task`: prompt, answer and score of a task.
 * `run.evaluate`, `run.compare`: engine + items -> EvaluationResult; two results -> LossEstimate.
 * `statistics`: paired bootstrap, verdicts, summaries of KL and agreement.
-* `hf_metrics.load_metric`: the same metrics as `evaluate.Metric`.
 
 Importing any of them loads only numpy and the standard library.
+Metrics of moec are computed directly: the import of `evaluate` takes seconds, and its scores have no items to pair.
 The functions that need `datasets`, `evaluate` or `rouge_score` load them (extra `[eval]`).
 """

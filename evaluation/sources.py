@@ -65,20 +65,26 @@ def open_source(source: str | Path, folders: Sequence[str] = ()) -> DataSource:
     Raises DataError, MissingDependency.
     """
     path = Path(source)
-    try:
-        is_folder, exists = path.is_dir(), path.exists()
-    except OSError as error:  # a name that is too long
-        raise DataError(f"cannot open `{str(source)[:80]}`: {error.strerror or error}", "check the path") from error
-    if is_folder:
+    check_source(source)
+    if path.is_dir():
         readers = _saved(path) if _is_saved(path) else _folder(path, folders)
-    elif exists:
+    elif path.exists():
         readers = {"file": partial(_read, (path,))}
-    elif _HUB_NAME.fullmatch(str(source)) and path.suffix not in _SUFFIXES:
-        readers = _hub(str(source))
     else:
-        raise DataError(f"`{source}` does not exist", f"give a file or a folder of files: {_FORMS}")
+        readers = _hub(str(source))
     only = next(iter(readers)) if len(readers) == 1 else ""
     return DataSource({"file" if only else name: reader for name, reader in readers.items()}, only)
+
+
+def check_source(source: str | Path) -> None:
+    """Raise DataError if a source neither exists nor can be the name of a hub set. Nothing is opened."""
+    path = Path(source)
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name that is too long
+        raise DataError(f"cannot open `{str(source)[:80]}`: {error.strerror or error}", "check the path") from error
+    if not exists and (not _HUB_NAME.fullmatch(str(source)) or path.suffix in _SUFFIXES):
+        raise DataError(f"`{source}` does not exist", f"give a file or a folder of files: {_FORMS}")
 
 
 def _folder(folder: Path, names: Sequence[str]) -> dict[str, Callable[[], Rows]]:

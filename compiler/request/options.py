@@ -25,7 +25,7 @@ from moec.manifests.quant import (
 from ..calibration.paths import DEFAULT_PATH_KEYS, PathKeys
 from ..quantization.quantizers import PACKAGES, QUANTIZERS, WITH_MOMENTS, can_make
 from .objective import OBJECTIVES, Objective
-from .targets import Target
+from .targets import Target, require_data
 
 Sensitivity = Literal["exact", "fisher", "proxy", "auto"]
 Search = Literal["knapsack", "edgemoe", "edgemoe-popularity"]
@@ -164,11 +164,7 @@ class CompileOptions:
         self._check_effects()
         if self.target.kind == "uniform":
             self._check_uniform()
-        elif self.data is None and self.target.kind in ("loss", "kl"):
-            raise OptionError(
-                f"a target of {self.target} is measured on text, and none was given",
-                "add `--data DATA`, or take `--bits-per-weight`, `--size` or `--uniform`",
-            )
+        require_data(self.target, self.data)
 
     def _check_counts(self) -> None:
         if self.shots < 0:

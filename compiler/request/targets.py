@@ -98,3 +98,12 @@ def choose_target(
     if not 0 < value <= 16:
         raise OptionError(f"`--bits-per-weight {value:g}` must be more than 0 and at most 16", "write 3.25")
     return Target("bits_per_weight", value)
+
+
+def require_data(target: Target, data: str | None) -> None:
+    """Raise OptionError for a target that is measured on text if no data are given."""
+    if data is None and target.kind in ("loss", "kl"):
+        raise OptionError(
+            f"a target of {target} is measured on text, and none was given",
+            "add `--data DATA`, or take `--bits-per-weight`, `--size` or `--uniform`",
+        )

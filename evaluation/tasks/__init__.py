@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from moec.manifests.errors import DataError, OptionError
@@ -15,6 +15,7 @@ __all__ = ["TASKS", "HiddenAnswer", "Item", "Task", "find_task", "infer_task", "
 
 _FILES = tuple(own_task(name) for name in ("gsm8k", "samsum", "xsum", "perplexity", "humaneval"))
 _ALL = (*_FILES, HELLASWAG, PIQA, WINOGRANDE, MMLU, TRUTHFULQA)
+_SHOWN_CHARACTERS = 80
 _ANSWERS = ("answer", "label", "target", "output", "response", "completion", "reference", "summary")
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 
@@ -43,16 +44,17 @@ def task_name(name: str) -> str:
     return Path(name).stem if name.endswith(SUFFIX) else name
 
 
-def _task_lines(fields: Sequence[str]) -> list[str]:
-    """Return the lines of a task file for rows of these fields; none if no prompt can name them.
+def _task_lines(row: Mapping[str, object]) -> list[str]:
+    """Return the lines of a task file for rows like this one; none if no prompt can name its fields.
 
-    The answer is a field with a usual name, else the last one. The prompt has the first of the others.
+    The answer is a field with a usual name, else the last text. The prompt has the longest of the others.
     """
-    usable = [name for name in fields if PLACE.fullmatch(f"{{{name}}}")]
+    texts = {name: text for name, text in row.items() if isinstance(text, str)}
+    usable = [name for name in texts if PLACE.fullmatch(f"{{{name}}}")]
     if len(usable) < 2:
         return [f'prompt = "{{{usable[0]}}}"', 'metric = "perplexity"'] if usable else []
     answer = next((name for name in usable if name.lower() in _ANSWERS), usable[-1])
-    question = next(name for name in usable if name != answer)
+    question = max((name for name in usable if name != answer), key=lambda name: len(texts[name]))
     return [
         f'prompt = "{{{question}}}\\nAnswer:"',
         f'answer = "{answer}"',
@@ -61,21 +63,20 @@ def _task_lines(fields: Sequence[str]) -> list[str]:
     ]
 
 
-def infer_task(fields: Iterable[str], place: str) -> Task:
-    """Return the task whose fields are all among `fields`. A task with question and answer is preferred to plain text.
+def infer_task(row: Mapping[str, object], place: str) -> Task:
+    """Return the task whose fields are all in a row. A task with question and answer is preferred to plain text.
 
-    place: file and line of the fields, for the message.
+    place: file and line of the row, for the message.
     Raises DataError if no task or several tasks fit.
     """
-    present = dict.fromkeys(fields)
-    fits = [task for task in TASKS.values() if present.keys() >= set(task.row_fields)]
+    fits = [task for task in TASKS.values() if row.keys() >= set(task.row_fields)]
     most = max((len(task.row_fields) for task in fits), default=0)
     best = [task for task in fits if len(task.row_fields) == most]
     if len(best) == 1:
         return best[0]
-    found = ", ".join(f"`{name}`" for name in sorted(present)[:10]) or "none"
+    found = ", ".join(f"`{' '.join(name.split())[:_SHOWN_CHARACTERS]}`" for name in sorted(row)[:10]) or "none"
     if not best:
-        lines = "".join(f"\n- {line}" for line in _task_lines(list(present)))
+        lines = "".join(f"\n- {line}" for line in _task_lines(row))
         raise DataError(
             f"{place}: expected the fields of a known task, found {found}"
             + (f"; a task file of these lines would do{lines}" if lines else ""),

@@ -39,7 +39,8 @@ class ForeignMetric:
         for at, (prediction, reference) in enumerate(zip(predictions, references, strict=True)):
             try:
                 value = float(self.compute(predictions=[prediction], references=[reference])[self.key])
-            except Exception as error:  # code of others raises what it likes
+            except BaseException as error:  # code of others raises what it likes, SystemExit too
+                _pass_interrupt(error)
                 raise DataError(
                     f"item {at}: the metric `{self.name}` fails with {_reason(error)}", "take another `--metric`"
                 ) from error
@@ -73,7 +74,8 @@ def foreign_metric(name: str, trusts_code: bool) -> ForeignMetric:
     short = Path(place).name.removesuffix(".py")
     try:
         values = metric.compute(predictions=["a b"], references=["a b"])
-    except Exception as error:  # code of others raises what it likes
+    except BaseException as error:  # code of others raises what it likes, SystemExit too
+        _pass_interrupt(error)
         raise OptionError(
             f"the metric `{place}` does not take texts as predictions and references: {_reason(error)}",
             "choose a metric of generated text",
@@ -94,7 +96,8 @@ def _loaded(place: str) -> Any:
     held, evaluate.config.HF_MODULES_CACHE = evaluate.config.HF_MODULES_CACHE, _code_folder().name
     try:
         return evaluate.load(place, keep_in_memory=True, cache_dir=_code_folder().name)
-    except Exception as error:  # `evaluate` raises errors of many kinds
+    except BaseException as error:  # `evaluate` and code of others raise errors of many kinds
+        _pass_interrupt(error)
         raise OptionError(
             f"the metric `{place}` cannot be loaded: {_reason(error)}",
             "give a folder with `NAME.py`, or the name of a metric on the hub",
@@ -109,5 +112,14 @@ def _code_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="moec-metric-")
 
 
-def _reason(error: Exception) -> str:
+def _pass_interrupt(error: BaseException) -> None:
+    """Raise an interrupt of the user or the system again."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+
+
+def _reason(error: BaseException) -> str:
+    """Return the text of an error on one line, or its kind. SystemExit has a number alone."""
+    if isinstance(error, SystemExit):
+        return "SystemExit"
     return " ".join(str(error).split())[:_MAX_REASON_CHARACTERS] or type(error).__name__

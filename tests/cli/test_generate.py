@@ -83,3 +83,21 @@ def test_a_file_that_cannot_be_written(invoke: Invoke, bundle: Path, prompts: Pa
     assert result.exit_code == 1 and "cannot be written" in result.stderr and "mode:" not in result.stderr
     result = invoke("generate", bundle, "--prompts", prompts, "-o", tmp_path / "out", "--max-new-tokens", 0)
     assert result.exit_code == 1 and "--max-new-tokens" in result.stderr
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("name", ["NaN", "-Infinity", "[1, Infinity]", r'"\ud800"', r'{"a": "\udfff"}', "1e999"])
+def test_a_task_id_that_json_does_not_have_is_refused(name: str, invoke: Invoke, bundle: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{{"prompt": "a", "task_id": {name}}}\n')
+    result = invoke("generate", bundle, "--prompts", path, "-o", tmp_path / "out.jsonl")
+    assert result.exit_code == 1 and not (tmp_path / "out.jsonl").exists()
+    assert f"`{path}:2`: `task_id` holds NaN, an infinity or half a surrogate pair" in result.stderr
+
+
+def test_a_task_id_of_any_other_kind_is_copied(invoke: Invoke, bundle: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    ids = [7, 0.5, None, ["x", "é"], {"a": "\U0001f600"}]
+    path.write_text("".join(json.dumps({"prompt": "a", "task_id": name}) + "\n" for name in ids))
+    assert invoke("generate", bundle, "--prompts", path, "-o", out, "--max-new-tokens", 1).exit_code == 0
+    assert [line["task_id"] for line in lines(out)] == ids

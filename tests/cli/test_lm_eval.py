@@ -333,3 +333,20 @@ def test_without_the_extra_it_is_named(invoke: Invoke) -> None:
 def test_options_are_checked_first(invoke: Invoke, words: Sequence[str], message: str) -> None:
     done = invoke("lm-eval", EXAMPLE, *words)
     assert done.exit_code in (1, 2) and message in done.stderr
+
+
+def test_a_checkpoint_scores_as_its_16_bit_bundle(folder: Path, checkpoint: Path, bundle: Path) -> None:
+    """A model folder is the baseline of its bundles."""
+    lines = [harness_line(folder, model, "choices", "--limit", 3, "--json") for model in (checkpoint, bundle)]
+    found = run_with_lm_eval(lines, HF_HOME=str(folder / "hub"))["runs"]
+    assert [run["code"] for run in found] == [0, 0], [run["err"][-1000:] for run in found]
+    baseline, own = (json.loads(run["out"]) for run in found)
+    assert baseline["results"]["choices"] == own["results"]["choices"]
+    assert baseline["config"]["checkpoint"] == checkpoint.name and "manifest_sha256" not in baseline["config"]
+
+
+def test_a_folder_that_is_no_model(invoke: Invoke, tmp_path: Path) -> None:
+    done = invoke("lm-eval", tmp_path, "--tasks", "choices")
+    assert done.exit_code == 1 and "holds neither a bundle nor a model" in done.stderr
+    done = invoke("lm-eval", tmp_path / "none", "--tasks", "choices")
+    assert done.exit_code == 1 and "does not exist" in done.stderr

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.evaluation.hf_metrics import load_metric
 from moec.evaluation.metrics import ROUGE_KINDS, item_perplexities, perplexity, rouge
 from moec.evaluation.tasks.answer_text import NUMBER, AnswerText
 from moec.evaluation.tasks.numbers import answer_number
-from moec.manifests.errors import MissingDependency, OptionError
+from moec.manifests.errors import MissingDependency
 
 
 @pytest.mark.parametrize(
@@ -120,36 +119,6 @@ def test_perplexity_pools_tokens() -> None:
     assert perplexity(np.array([1e6]), np.ones(1)) == np.inf
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_evaluate_metrics_give_the_same_values(tmp_path, monkeypatch) -> None:
-    pytest.importorskip("evaluate")
-    monkeypatch.chdir(tmp_path)
-    exact = load_metric("exact_match")
-    assert exact.compute(predictions=["#### 5", "6"], references=["#### 5", "#### 5"]) == {"exact_match": 0.5}
-    summaries = ["Ann runs home now", "Bob sleeps"], ["Ann ran home now", "Bob sleeps"]
-    metric = load_metric("rouge")
-    for prediction, reference in zip(*summaries, strict=True):
-        metric.add_batch(predictions=[prediction], references=[reference])
-    expected = {kind: scores.mean() for kind, scores in rouge(*summaries).items()}
-    assert metric.compute() == pytest.approx(expected)
-    value = load_metric("perplexity").compute(predictions=[2.0, 6.0], references=[1, 3])
-    assert value == {"perplexity": pytest.approx(np.exp(2))}
-    assert not list(tmp_path.iterdir())
-
-
-def test_unknown_metric_is_named() -> None:
-    with pytest.raises(OptionError, match=r"metric `bleu` is not known .*exact_match, rouge, perplexity"):
-        load_metric("bleu")
-
-
-@pytest.mark.parametrize(("package", "name"), [("evaluate", "rouge"), ("datasets", "exact_match")])
-def test_missing_extra_is_named(monkeypatch, package: str, name: str) -> None:
-    monkeypatch.setitem(sys.modules, "evaluate", None if package == "evaluate" else sys)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependency, match=rf"package `{package}`.*pip install 'moec\[eval\]'"):
-        load_metric(name)
-
-
 @pytest.mark.parametrize("package", ["rouge_score", "nltk"])
 def test_rouge_without_its_packages(monkeypatch, package: str) -> None:
     from moec.evaluation import metrics
@@ -173,7 +142,7 @@ def test_a_package_that_lacks_its_own_dependency_is_named(tmp_path, monkeypatch)
 
 def test_import_loads_numpy_and_the_standard_library_only() -> None:
     code = (
-        "import sys, moec.evaluation.run, moec.evaluation.hf_metrics\n"
+        "import sys, moec.evaluation.run\n"
         "heavy = {'torch', 'transformers', 'datasets', 'evaluate', 'rouge_score', 'nltk', 'pyarrow', 'scipy'}\n"
         "found = heavy & {name.partition('.')[0] for name in sys.modules}\n"
         "found |= {n for n in sys.modules if n.startswith(('moec.compiler', 'moec.runtime', 'moec.cli'))}\n"

@@ -12,7 +12,7 @@ import pytest
 from moec.evaluation.data import items_sha256
 from moec.evaluation.run import compare, evaluate
 from moec.evaluation.tasks import find_task
-from moec.evaluation.tasks.foreign_metrics import foreign_metric
+from moec.evaluation.tasks.foreign_metrics import ForeignMetric, foreign_metric
 from moec.evaluation.tasks.prompt_forms import RenderedPrompt
 from moec.evaluation.tasks.task_settings import TaskSettings
 from moec.evaluation.text_pairs import encode_pairs
@@ -186,6 +186,9 @@ def test_code_of_a_metric_needs_permission(tmp_path: Path) -> None:
         ('{"a": 1.0, "b": 2.0}', r"has the values a, b, and one is needed .*distance:VALUE"),
         ('{"a": "text"}', "has the values none"),
         ("1 / 0", "does not take texts .* division by zero"),
+        ("exit(0)", "does not take texts .*: SystemExit"),
+        ("(_ for _ in ()).throw(SystemExit(0))", "does not take texts .*: SystemExit"),
+        ("(_ for _ in ()).throw(GeneratorExit)", "does not take texts .*: GeneratorExit"),
     ],
 )
 def test_metrics_that_cannot_be_used(result: str, message: str, tmp_path: Path) -> None:
@@ -206,6 +209,27 @@ def test_a_metric_that_fails_for_an_item(tmp_path: Path) -> None:
         found.scores(["1", "x"], ["", ""])
     with pytest.raises(DataError, match="item 0: the metric `distance` gives nan"):
         found.scores(["nan"], [""])
+
+
+def test_a_metric_that_ends_the_process_gives_no_score(tmp_path: Path) -> None:
+    """`evaluate` ends with a sentence, not with code 0 and without a score. An interrupt still ends it."""
+    result = '{"distance": 1.0} if predictions[0] == "a b" else exit(0)'
+    found = foreign_metric(metric_folder(tmp_path, result), True)
+    with pytest.raises(DataError, match="item 0: the metric `distance` fails with SystemExit"):
+        found.scores(["x"], [""])
+
+    def interrupted(**given: object) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ForeignMetric("distance", "distance", interrupted).scores(["x"], [""])
+
+
+def test_a_metric_whose_code_ends_the_process(tmp_path: Path) -> None:
+    (tmp_path / "ending").mkdir()
+    (tmp_path / "ending" / "ending.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(OptionError, match="cannot be loaded: SystemExit"):
+        applied(metric=str(tmp_path / "ending"), trusts_metric_code=True)
 
 
 def test_metrics_that_do_not_exist(tmp_path: Path) -> None:

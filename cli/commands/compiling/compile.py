@@ -231,6 +231,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     from moec.manifests.errors import OptionError
 
     sweep = _sweep(values)
+    _check_before_imports(values)
     options = compile_options(values)
     destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
     if not destination.name:
@@ -255,6 +256,29 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
             compile_all(devices, destination, make_request, values["plan_only"], as_json)
         else:
             _compile_one(make_request, devices[0], destination, values, as_json)
+
+
+def _check_before_imports(values: dict[str, Any]) -> None:
+    """Check what needs no model: target, data, tasks and devices. The import of torch takes seconds.
+
+    Raises the errors of these options.
+    """
+    from moec.compiler.request.targets import choose_target, require_data
+    from moec.evaluation.sources import check_source
+    from moec.evaluation.tasks import find_task
+    from moec.profiles.device import HOST_NAME
+    from moec.profiles.loading import load_profile
+
+    target = choose_target(values["loss"], values["kl"], values["bits_per_weight"], values["size"], values["uniform"])
+    require_data(target, values["data"])
+    if values["data"] is not None:
+        check_source(values["data"])
+    for task in values["tasks"]:
+        find_task(task, values["trust_metric_code"])
+    for given in values["devices"]:
+        for name in given.split(","):
+            if name.strip() not in ("", HOST_NAME):
+                load_profile(name.strip())
 
 
 def _compile_one(

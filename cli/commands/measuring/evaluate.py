@@ -202,8 +202,7 @@ def _engine(ctx: click.Context, model: Path, slots: int | None, values: dict[str
 
     is_own, count, kernels = is_bundle(model), DEFAULT_SLOTS if slots is None else slots, values["kernels"]
     if not is_own:
-        refuse_given(ctx, ["mode_loss"], f"`{model}` is a checkpoint, for which no lossy mode was measured")
-        _refuse_thresholds_of_a_compile(model, values["dynamic_precision"])
+        refuse_records_of_a_bundle(ctx, model, values["dynamic_precision"])
     options = build_options(values, count, model if is_own else None)
     opened = (bundle_engine if is_own else checkpoint_engine)(model, options, kernels, shrinks=slots is None)
     with opened as engine:
@@ -213,12 +212,13 @@ def _engine(ctx: click.Context, model: Path, slots: int | None, values: dict[str
         yield engine
 
 
-def _refuse_thresholds_of_a_compile(checkpoint: Path, asked: str | None) -> None:
-    """Raise OptionError if dynamic precision takes thresholds that only a bundle records."""
-    if asked in ("auto", "published"):
+def refuse_records_of_a_bundle(ctx: click.Context, checkpoint: Path, dynamic_precision: str | None) -> None:
+    """Raise OptionError for options of a checkpoint that take what only a bundle records."""
+    refuse_given(ctx, ["mode_loss"], f"`{checkpoint}` is a checkpoint, for which no lossy mode was measured")
+    if dynamic_precision in ("auto", "published"):
         raise OptionError(
-            f"`--dynamic-precision {asked}` takes thresholds from the compile of a bundle, and `{checkpoint}` is a "
-            "checkpoint",
+            f"`--dynamic-precision {dynamic_precision}` takes thresholds from the compile of a bundle, and "
+            f"`{checkpoint}` is a checkpoint",
             "name a bundle, or write equal thresholds, like `0.9,0.9`",
         )
 

@@ -1,4 +1,4 @@
-"""`moec lm-eval`: tasks of lm-evaluation-harness on a bundle, inside this process."""
+"""`moec lm-eval`: tasks of lm-evaluation-harness on a bundle or a checkpoint, inside this process."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moec.manifests.errors import OptionError
+from moec.manifests.errors import InputError, OptionError
 from moec.manifests.files.output_file import write_output
 
 from ...lossy_modes.mode_costs import say_mode_cost
 from ...lossy_modes.mode_sweep import say_decisions
-from ...options.opening import accelerator_facts, bundle_folder, mode_facts
-from ...options.paths import PATH, bundle_argument, output_option, write_json_lines
+from ...options.opening import accelerator_facts, bundle_folder, is_bundle, mode_facts
+from ...options.paths import PATH, output_option, write_json_lines
 from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
 from ...options.task_options import TemplateProcesses
 from ...terminal import output
 from ...terminal.help_sections import SectionCommand
 from ...terminal.progress_bar import ProgressBar
+from .evaluate import refuse_records_of_a_bundle
 
 if TYPE_CHECKING:
     from moec.evaluation.harness.run import HarnessSettings
@@ -40,8 +41,8 @@ _ENVIRONMENT = {"HF_UPDATE_DOWNLOAD_COUNTS": "0", "TQDM_DISABLE": "1", "DISABLE_
 """No request that counts loads of local files, no progress bars of other packages, no copies of this process."""
 
 
-@click.command("lm-eval", cls=SectionCommand, short_help="Run tasks of lm-evaluation-harness on a bundle.")
-@bundle_argument
+@click.command("lm-eval", cls=SectionCommand, short_help="Run tasks of lm-evaluation-harness on a model.")
+@click.argument("model", metavar="BUNDLE_OR_MODEL_DIR", type=PATH)
 @click.option("--tasks", required=True, metavar="NAME,NAME", help="Tasks, groups, or task files, by commas.")
 @click.option("--include-path", type=PATH, metavar="FOLDER", help="A folder of task files. They come first.")
 @click.option("--limit", type=int, metavar="N", help="Take the first N items of each task.  [default: all]")
@@ -61,8 +62,11 @@ _ENVIRONMENT = {"HF_UPDATE_DOWNLOAD_COUNTS": "0", "TQDM_DISABLE": "1", "DISABLE_
 @runtime_options
 @mode_options
 @accelerator_options
+@click.pass_context
 def lm_eval_command(
-    bundle: Path,
+    ctx: click.Context,
+    /,
+    model: Path,
     tasks: str,
     include_path: Path | None,
     limit: int | None,
@@ -77,12 +81,15 @@ def lm_eval_command(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Run tasks of lm-evaluation-harness (extra `[lm-eval]`) on the bundle, without a server.
+    """Run tasks of lm-evaluation-harness (extra `[lm-eval]`) on a bundle or a model folder, without a server.
 
     Prompts, windows and metrics are those of the harness, so the scores compare with published ones. Each context is
     computed once for all of its answers. The budget counts the harness, too: it takes about 150 MiB, and its tasks
     more. Nothing is downloaded for task files with local data. A task file can name Python code, which runs: read
     task files of others first.
+
+    A model folder is the baseline of its bundles. It is first written as a temporary bundle with its own 16-bit
+    weights, as by `moec eval`.
 
     \b
     moec lm-eval mixtral-moec --tasks arc_easy,hellaswag --num-fewshot 5 --memory 4GiB -o scores.json
@@ -97,18 +104,18 @@ def lm_eval_command(
     settings = HarnessSettings(
         limit, num_fewshot, seed, apply_chat_template, system, parse_gen_kwargs(gen_kwargs), per_item is not None
     )
-    run = _opened_later(bundle, slots, values)
+    run = _opened_later(ctx, model, slots, values)
     with contextlib.redirect_stdout(sys.stderr):
         loaded = load_tasks(names, include_path, output.say)
     from moec.evaluation.harness.language_model import BundleLM
 
     with run, TemplateProcesses() as processes:
-        chat = _chat(processes, bundle) if apply_chat_template else None
-        model = BundleLM(run.open, chat, ProgressBar, seed)
+        chat = _chat(processes, model) if apply_chat_template else None
+        language_model = BundleLM(run.open, chat, ProgressBar, seed)
         with contextlib.redirect_stdout(sys.stderr):
-            found = run_tasks(loaded, model, settings)
-        _say_shortened(model.shortened)
-        found["config"] = run.facts(settings) | {"shortened_requests": model.shortened}
+            found = run_tasks(loaded, language_model, settings)
+        _say_shortened(language_model.shortened)
+        found["config"] = run.facts(settings) | {"shortened_requests": language_model.shortened}
     _write(found, out, per_item)
     output.data_json(found) if as_json else output.data(_table(score_rows(found)))
 
@@ -121,14 +128,22 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _opened_later(bundle: Path, slots: int | None, values: dict[str, Any]) -> _Run:
-    """Check bundle, options and budget, so far as that is possible before tasks are loaded.
+def _opened_later(ctx: click.Context, model: Path, slots: int | None, values: dict[str, Any]) -> _Run:
+    """Check model, options and budget, so far as that is possible before tasks are loaded.
 
-    Raises the errors of `open_engine`.
+    Raises InputError, and the errors of `open_engine`.
     """
-    options = build_options(values, DEFAULT_SLOTS if slots is None else slots, bundle)
-    _check_memory(bundle, options, is_fixed=slots is not None)
-    return _Run(bundle, options, values["kernels"], shrinks=slots is None)
+    if not model.is_dir():
+        bundle_folder(model)  # refuses it, with the remedy for an archive
+    is_own = is_bundle(model)
+    options = build_options(values, DEFAULT_SLOTS if slots is None else slots, model if is_own else None)
+    if is_own:
+        _check_memory(model, options, is_fixed=slots is not None)
+    else:
+        refuse_records_of_a_bundle(ctx, model, values["dynamic_precision"])
+        if not (model / "config.json").is_file():
+            raise InputError(f"`{model}` holds neither a bundle nor a model", "name a bundle or a model folder")
+    return _Run(model, is_own, options, values["kernels"], shrinks=slots is None)
 
 
 def _say_shortened(count: int) -> None:
@@ -145,10 +160,10 @@ def _write(found: dict[str, Any], out: Path | None, per_item: Path | None) -> No
         write_output(out, (json.dumps(found, indent=1) + "\n").encode())
 
 
-def _chat(processes: TemplateProcesses, bundle: Path) -> ChatTemplate:
-    """Return the chat template of a bundle. Raises OptionError without one."""
+def _chat(processes: TemplateProcesses, folder: Path) -> ChatTemplate:
+    """Return the chat template of a bundle or a model. Raises OptionError without one."""
     try:
-        return processes.chat(bundle_folder(bundle))
+        return processes.chat(folder)
     except OptionError as error:
         raise OptionError(error.message, "leave out `--apply-chat-template`") from error
 
@@ -165,11 +180,14 @@ def _check_memory(bundle: Path, options: RuntimeOptions, is_fixed: bool) -> None
 
 
 class _Run:
-    """The bundle of one run, opened when the first request is computed. Leaving the `with` block closes it."""
+    """The model of one run, opened when the first request is computed. Leaving the `with` block closes it."""
 
-    def __init__(self, bundle: Path, options: RuntimeOptions, kernels: str | None, shrinks: bool) -> None:
+    def __init__(
+        self, model: Path, is_bundle: bool, options: RuntimeOptions, kernels: str | None, shrinks: bool
+    ) -> None:
         """shrinks: as in `bundle_engine`."""
-        self._bundle, self._options, self._kernels, self._shrinks = bundle, options, kernels, shrinks
+        self._model, self._is_bundle = model, is_bundle
+        self._options, self._kernels, self._shrinks = options, kernels, shrinks
         self._stack = ExitStack()
         self._used: tuple[BundleEngine, HarnessBundle] | None = None
 
@@ -180,29 +198,30 @@ class _Run:
         self._stack.close()
 
     def open(self) -> HarnessBundle:
-        """Open the bundle. Raises the errors of `open_engine`."""
+        """Open the bundle or the checkpoint. Raises the errors of `checkpoint_engine`."""
         from ...measuring.harness_engine import HarnessBundle
-        from ...measuring.text_engines import bundle_engine
+        from ...measuring.text_engines import bundle_engine, checkpoint_engine
 
-        running = self._stack.enter_context(
-            bundle_engine(self._bundle, self._options, self._kernels, shrinks=self._shrinks)
-        )
+        opened = bundle_engine if self._is_bundle else checkpoint_engine
+        running = self._stack.enter_context(opened(self._model, self._options, self._kernels, shrinks=self._shrinks))
         output.say(running.engine.mode)
-        say_mode_cost(self._bundle, running.engine)
+        if self._is_bundle:
+            say_mode_cost(self._model, running.engine)
         found = HarnessBundle(running.engine)
         self._used = running, found
         return found
 
     def facts(self, settings: HarnessSettings) -> dict[str, Any]:
-        """Return what the results tell about bundle, budget and run."""
+        """Return what the results tell about model, budget and run."""
         from importlib.metadata import version
 
         from moec.runtime.trace.statistics import peak_memory_bytes
         from moec.runtime.tuning.tune_file import bundle_sha256
 
-        folder = bundle_folder(self._bundle)
-        facts: dict[str, Any] = {"model": "moec", "bundle": folder.resolve().name}
-        facts |= {"manifest_sha256": bundle_sha256(folder), "lm_eval": version("lm_eval"), **settings.to_plain()}
+        name, kind = self._model.resolve().name, "bundle" if self._is_bundle else "checkpoint"
+        facts: dict[str, Any] = {"model": "moec", kind: name}
+        facts |= {"manifest_sha256": bundle_sha256(self._model)} if self._is_bundle else {}
+        facts |= {"lm_eval": version("lm_eval"), **settings.to_plain()}
         if self._used is None:
             return facts
         engine, harness = self._used[0].engine, self._used[1]
