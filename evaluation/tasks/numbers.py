@@ -14,6 +14,8 @@ def answer_number(text: str) -> str | None:
 
     Equal numbers give equal strings: no commas, currency sign, plus, leading zeros, or trailing zeros after the point.
     None if there is no number.
+    Digits and minus are ASCII, and digits in groups are joined by commas alone, as in the graders of GSM8K and of
+    lm-evaluation-harness. So scores compare with published ones.
     """
     marked = _MARKED.search(text)
     if marked:

@@ -44,6 +44,13 @@ from moec.manifests.errors import MissingDependency
         ("####", None),
         (", . -", None),
         ("#### " + "9" * 5000, "9" * 5000),
+        ("#### 1 000 000", "1"),
+        ("#### 1\u00a0000", "1"),
+        ("#### 1\u202f000", "1"),
+        ("it is \u22125", "5"),
+        ("#### \u22125", "5"),
+        ("it is \uff15", None),
+        ("it is \u0665", None),
     ],
 )
 def test_number_of_a_solution(text: str, number: str | None) -> None:
