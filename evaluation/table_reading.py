@@ -3,8 +3,13 @@
 Bytes on disk do not bound what a table takes in memory: pages are compressed, and values are repeated by a count.
 The system's limit bounds the memory of this process.
 
-Arguments: the folder of the package pyarrow, the form, the needed fields as a JSON list, the address space of reading
-in addition to interpreter and pyarrow, the most rows of a file, and the files.
+Arguments:
+folder: the folder that holds the package pyarrow.
+form: `parquet` or `arrow`.
+fields: the needed fields as a JSON list.
+memory_bytes: the address space of reading, in addition to interpreter and pyarrow.
+max_rows: the most rows of a file.
+files: the files.
 A line of the output is a list of the file's index and a row. The last line is a text, which is empty without an error.
 """
 

@@ -107,10 +107,11 @@ def run_tasks(tasks: Mapping[str, Any], model: BundleLM, settings: HarnessSettin
         )
     except MoecError:
         raise
-    except Exception as error:
-        if model.is_working or isinstance(error, MemoryError):
+    except (Exception, SystemExit) as error:  # a task's code may end the process, which would give no score and code 0
+        if (model.is_working and not isinstance(error, SystemExit)) or isinstance(error, MemoryError):
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        text = "" if isinstance(error, SystemExit) else str(error).strip()
+        reason = (text or type(error).__name__).splitlines()[0]
         names = ", ".join(list(tasks["tasks"])[:8])
         raise DataError(f"the items of {names} could not be evaluated: {reason}", "check the task files") from error
     results: dict[str, Any] = plain(found)

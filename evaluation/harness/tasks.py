@@ -70,7 +70,7 @@ def _loaded(manager: Any, names: Sequence[str]) -> dict[str, Any]:
             found = manager.load([name])
         except (MoecError, KeyError):
             raise
-        except Exception as error:  # task files hold code, and their data come from anywhere
+        except (Exception, SystemExit) as error:  # task files hold code, and their data come from anywhere
             raise DataError(
                 f"the task `{name}` could not be loaded: {_reason(error)}",
                 "check its task file; without a network, it needs local data: see docs/guides/measure-and-tune.md",
@@ -83,5 +83,7 @@ def _loaded(manager: Any, names: Sequence[str]) -> dict[str, Any]:
     return tasks
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return "SystemExit"
     return (str(error).strip() or type(error).__name__).splitlines()[0]

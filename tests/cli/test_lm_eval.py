@@ -44,6 +44,7 @@ TASKS = {
     "long": f"{DATA}{ANSWER}generation_kwargs: {{max_gen_toks: 4000}}\n",
     "beams": f"{DATA}{ANSWER}generation_kwargs: {{num_beams: 4}}\n",
     "undefined": f"{DATA}{CHOICES.replace('question', 'nothing.at.all')}metric_list: [{{metric: acc}}]\n",
+    "ending": f"{DATA}{CHOICES}process_results: !function ending.end\n",
     "remote": f"dataset_path: nobody/nothing\ntest_split: test\n{CHOICES}metric_list: [{{metric: acc}}]\n",
 }
 
@@ -139,6 +140,7 @@ def refused_lines(folder: Path) -> dict[str, list[object]]:
         "undefined": line("undefined", "-o", folder / "never.json"),
         "remote": line("remote"),
         "unknown": line("choises"),
+        "ending": line("ending"),
         "no template": line("choices", "--apply-chat-template"),
         "budget": line("choices", "--memory", "100MiB"),
     }
@@ -151,6 +153,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tasks").mkdir()
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items()))
     (folder / "texts-of-eval.jsonl").write_text("".join(json.dumps({"text": each["text"]}) + "\n" for each in items()))
+    (folder / "tasks" / "ending.py").write_text("def end(row, results):\n    raise SystemExit(0)\n")
     for name, text in TASKS.items():
         own = text % (folder / "items.jsonl") if "%s" in text else text
         (folder / "tasks" / f"{name}.yaml").write_text(f"task: {name}\n{own}")
@@ -295,6 +298,7 @@ def test_sampled_answers_repeat(runs: dict[str, dict[str, Any]], folder: Path) -
         ("undefined", "the task `undefined` could not be loaded: 'nothing' is undefined"),
         ("remote", "the task `remote` could not be loaded: Couldn't reach 'nobody/nothing' on the Hub"),
         ("unknown", "there is no task `choises`"),
+        ("ending", "the items of ending could not be evaluated: SystemExit"),
         ("no template", "has no chat template"),
     ],
 )
