@@ -121,6 +121,7 @@ def test_files_that_are_no_tasks(text: str, error: type[Exception], message: str
     assert message in str(caught.value)
 
 
+@pytest.mark.gate("G10")
 @pytest.mark.parametrize(
     ("pattern", "text", "answer"),
     [
