@@ -241,6 +241,7 @@ class _Emitter:
     ) -> None:
         self._lowering, self._plan, self._partial, self._disk = lowering, plan, partial, disk
         self._progress = progress
+        self._dense_sources = {weight.name for weight in lowering.dense.values()}
         self._done, self._total = 0, len(plan.dense) + len(plan.units) + len(plan.low_units)
         self.files: list[FileEntry] = []
         self.dense: list[DenseEntry] = []
@@ -355,7 +356,9 @@ class _Emitter:
         except ValueError as error:
             raise CheckpointError(
                 f"tensor `{source}` in `{self._lowering.checkpoint.root}` cannot be stored: {error}",
-                "give its weights 16 bits",
+                "use `--dense-bits 16`"
+                if source in self._dense_sources
+                else "use more bits, or a target such as `--kl`, which keeps 16 bits for it",
             ) from error
 
     def _finished(self, name: str, file: StreamingFile, expected_bytes: int) -> None:

@@ -66,7 +66,7 @@ class PriceExperts:
     """Price some experts of a layer, see sensitivity/unit_prices.py. Gives squares [P, S] of each.
 
     handed: handle of HandedTexts.to_arrays.
-    packed: handle of (unit, format) -> bytes, without pruned formats.
+    packed: handle of (unit, format) -> bytes, without pruned formats and those that do not hold the unit.
     """
 
     layer: int
@@ -85,8 +85,9 @@ class PriceExperts:
         model = site.lowering.model
         shapes = {name: model.unit_shape(self.layer, name) for name in model.layers[self.layer].experts.projections}
 
-        def restored(unit: UnitKey, spec: QuantSpec) -> torch.Tensor:
-            return unpack(packed[(unit, spec)], *shapes[unit.projection], spec).dequantize()
+        def restored(unit: UnitKey, spec: QuantSpec) -> torch.Tensor | None:
+            data = packed.get((unit, spec))
+            return None if data is None else unpack(data, *shapes[unit.projection], spec).dequantize()
 
         def one(expert: int) -> np.ndarray:
             return expert_squares(module, partial(UnitKey, self.layer, expert), handed, self.specs, restored)

@@ -71,7 +71,7 @@ def experts_priced_by(pool: Pool) -> PriceElsewhere:
                 (unit, spec): store.for_bundle(unit, spec)
                 for unit in units
                 for spec in specs
-                if not spec.is_pruned and spec.fits(shapes[unit.projection][1])
+                if not spec.is_pruned and spec.fits(shapes[unit.projection][1]) and store.holds(unit, spec)
             }
 
         def jobs() -> Iterator[Job]:

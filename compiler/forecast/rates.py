@@ -9,7 +9,7 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -30,6 +30,7 @@ from ..families import Lowering
 from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer
 from ..quantization.own_codes import exact_matrices, unit_matrix
 from ..quantization.packing import pack, unpack
+from ..quantization.quantized import RangeExceeded
 from ..quantization.quantizers import WITH_MOMENTS
 from ..quantization.quantizers import quantizer as find_quantizer
 from ..quantization.quantizers.rtn import rounded_rows
@@ -251,7 +252,8 @@ def measure_expert(lowering: Lowering, specs: Sequence[QuantSpec], quantizer: st
                 if spec.bitwidth == 16:
                     lowering.unit(unit)
                 elif spec.fits(model.unit_shape(layer, projection)[1]):
-                    pack(unit_matrix(lowering, unit, spec, rounding))
+                    with suppress(RangeExceeded):
+                        pack(unit_matrix(lowering, unit, spec, rounding))
 
     with workers(threads) as pool:
         list(pool.in_order(one, experts[:threads]))  # warm-up: starts threads and maps pages
@@ -265,7 +267,7 @@ def _rounded_weight(lowering: Lowering) -> float:
     name = "embedding" if lowering.model.tie_embeddings else "lm_head"
     rows, clock = lowering.dense_weight(name)[:_ROUNDED_ROWS], _Clock()
     spec = next(s for s in (QuantSpec(4, 32), QuantSpec(4, 0)) if s.fits(rows.shape[1]))
-    with clock.running():
+    with clock.running(), suppress(RangeExceeded):
         for _, matrix in rounded_rows(rows, spec):
             pack(matrix)
     return clock.seconds / rows.numel()

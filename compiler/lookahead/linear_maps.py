@@ -23,7 +23,7 @@ from moec.manifests.quant import QuantSpec
 from moec.manifests.safetensors_header import build_header
 
 from ..quantization.packing import pack, pack_16bit
-from ..quantization.quantizers.rtn import quantize_rtn
+from ..quantization.quantizers.rtn import holds, quantize_rtn
 from ..request.ports import RoutingRecord
 from ..workspace.parallel import one_torch_thread
 
@@ -236,7 +236,7 @@ def _smallest(weights: Tensor, recall: Callable[[Tensor], float], own_recall: fl
     matrix, bias = weights[:, :-1].contiguous(), weights[:, -1:]
     most = recall(weights)
     for spec in _FORMATS:
-        if spec.fits(matrix.shape[1]):
+        if spec.fits(matrix.shape[1]) and holds(matrix, spec):
             quantized = quantize_rtn(matrix, spec, clip_search=True)
             rounded = torch.cat([quantized.dequantize(), bias], dim=1)
             if most - recall(rounded) <= _SPARED * (most - own_recall):

@@ -14,6 +14,7 @@ Shapes: n tokens of an expert, D hidden, F expert width, N rows, K columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +29,10 @@ from ..reference.expert_module import activated, first_products, projections_of
 from ..walker.torch_device import CPU
 from ..workspace.parallel import Workers
 from .own_codes import ExactMatrices, no_codes
-from .quantized import LEFT_OUT, QuantizedMatrix
+from .quantized import LEFT_OUT, QuantizedMatrix, RangeExceeded
 from .quantizers import PACKAGES
 from .quantizers import quantizer as find_quantizer
-from .quantizers.gptq import prepare_inputs, quantize_formats
+from .quantizers.gptq import PreparedInputs, prepare_inputs, quantize_formats
 
 Costs = dict[tuple[UnitKey, QuantSpec], float]
 Matrices = dict[tuple[UnitKey, QuantSpec], QuantizedMatrix]
@@ -59,7 +60,7 @@ class ExpertQuantizer:
         tokens: int,
         exact: ExactMatrices = no_codes,
     ) -> Matrices:
-        """Return all projections of an expert in every format.
+        """Return all projections of an expert in every format whose scales hold them.
 
         weights: by projection, [N, K] float32.
         moments: of the expert's inputs, or None. Not all quantizers use them.
@@ -69,24 +70,48 @@ class ExpertQuantizer:
         matrices: Matrices = {}
         for group, at in ((("gate", "up"), 0), (("down",), 1)):
             units = {UnitKey(self.layer, expert, name): weights[name] for name in group if name in weights}
-            # Projections of the same inputs are rounded as one matrix: rows are independent, and calls are fewer.
-            weight = torch.cat(list(units.values()))
+            columns = next(iter(units.values())).shape[1]
             found = ((unit, exact(unit, self.specs)) for unit in units)
-            held = {(unit, spec): own.to(weight.device) for unit, kept in found for spec, own in kept.items()}
-            fitting = [spec for spec in self.specs if spec.fits(weight.shape[1])]
+            held = {
+                (unit, spec): own.to(weights[unit.projection].device)
+                for unit, kept in found
+                for spec, own in kept.items()
+            }
+            fitting = [spec for spec in self.specs if spec.fits(columns)]
             rounded = [spec for spec in fitting if any((unit, spec) not in held for unit in units)]
             moment, prepared = None if moments is None else moments[at], None
             if self.quantizer == "gptq" and moment is not None and tokens and rounded:
                 prepared = prepare_inputs(moment, tokens)  # shared by every format
-            by_gptq = [spec for spec in rounded if self.quantizer == "gptq" and not spec.is_mxfp4]
-            made = dict(zip(by_gptq, quantize_formats(weight, by_gptq, moment, tokens, prepared), strict=True))
-            made |= {spec: self._by_name(weight, spec, moment, tokens) for spec in rounded if spec not in made}
-            for spec in rounded:
-                start = 0
-                for unit, own in units.items():
-                    matrices[unit, spec] = made[spec].rows(start, start + len(own))
-                    start += len(own)
+            # Projections of the same inputs are rounded as one matrix: rows are independent, and calls are fewer.
+            try:
+                matrices |= self._rounded(units, rounded, moment, tokens, prepared)
+            except RangeExceeded:
+                for unit, weight in units.items():
+                    for spec in rounded:
+                        with suppress(RangeExceeded):
+                            matrices |= self._rounded({unit: weight}, [spec], moment, tokens, prepared)
             matrices.update(held)
+        return matrices
+
+    def _rounded(
+        self,
+        units: Mapping[UnitKey, Tensor],
+        specs: Sequence[QuantSpec],
+        moment: Tensor | None,
+        tokens: int,
+        prepared: PreparedInputs | None,
+    ) -> Matrices:
+        """Round units of the same inputs as one matrix. Raises RangeExceeded if a format does not hold one of them."""
+        weight = torch.cat(list(units.values()))
+        matrices: Matrices = {}
+        by_gptq = [spec for spec in specs if self.quantizer == "gptq" and not spec.is_mxfp4]
+        made = dict(zip(by_gptq, quantize_formats(weight, by_gptq, moment, tokens, prepared), strict=True))
+        made |= {spec: self._by_name(weight, spec, moment, tokens) for spec in specs if spec not in made}
+        for spec in specs:
+            start = 0
+            for unit, own in units.items():
+                matrices[unit, spec] = made[spec].rows(start, start + len(own))
+                start += len(own)
         return matrices
 
     def _by_name(self, weight: Tensor, spec: QuantSpec, moment: Tensor | None, tokens: int) -> QuantizedMatrix:

@@ -11,6 +11,10 @@ from moec.manifests.quant import PRUNED, QuantSpec
 from ..checkpoint.mxfp4 import values as mxfp4_values
 
 
+class RangeExceeded(ValueError):
+    """A matrix whose values exceed the range of a format's scales. A search does not offer it that format."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """Codes with their scales. Quantizers return it, and the packer stores it.

@@ -12,7 +12,7 @@ from moec.manifests.quant import QuantSpec
 from ..families import Lowering
 from ..workspace.journal import Journal, StoredBytes
 from .packing import pack, unpack
-from .quantized import LEFT_OUT, QuantizedMatrix, left_out
+from .quantized import LEFT_OUT, QuantizedMatrix, RangeExceeded, left_out
 from .unit_store import UnitStore
 
 
@@ -49,7 +49,8 @@ class SweptStore(UnitStore):
     def add_layer(self, layer: int, costs: np.ndarray) -> bool:
         """Take over a layer that has been quantized. Returns False if a file is missing or damaged, or costs are.
 
-        costs: float64 [units, priced_specs], infinite where a format does not fit. Pruning is priced for down alone.
+        costs: float64 [units, priced_specs], infinite where a format does not fit, or does not hold the
+            values. Pruning is priced for down alone.
         """
         units = self.model.units_of_layer(layer)
         if costs.shape != (len(units), len(self.specs) + 1):
@@ -62,6 +63,20 @@ class SweptStore(UnitStore):
         self._files.update(files)
         return True
 
+    def holds(self, unit: UnitKey, spec: QuantSpec) -> bool:
+        if spec not in self._columns:
+            return super().holds(unit, spec)
+        return spec.is_pruned or bool(np.isfinite(self.error(unit, spec)))
+
+    def unheld(self) -> dict[UnitKey, list[QuantSpec]]:
+        """Return the units whose values exceed formats that fit them, with these formats."""
+        found = dict[UnitKey, list[QuantSpec]]()
+        for spec in self.specs:
+            for unit in self._starts[spec]:
+                if not self.holds(unit, spec):
+                    found.setdefault(unit, []).append(spec)
+        return found
+
     def error(self, unit: UnitKey, spec: QuantSpec) -> float:
         if spec not in self._columns:
             return super().error(unit, spec)
@@ -72,6 +87,8 @@ class SweptStore(UnitStore):
             return np.empty(0, np.uint8)
         if spec not in self._columns:
             return super().for_bundle(unit, spec)
+        if not self.holds(unit, spec):
+            raise RangeExceeded(f"its weights exceed the float16 scales of format {spec}")
         size = spec.packed_bytes(*self.model.unit_shape(unit.layer, unit.projection))
         return self._files[(unit.layer, spec)].read(self._starts[spec][unit], size)
 
@@ -98,7 +115,11 @@ def _starts(model: ModelSpec, layer: int, spec: QuantSpec) -> dict[UnitKey, int]
     return starts
 
 
-def packed_unit(matrices: Mapping[tuple[UnitKey, QuantSpec], QuantizedMatrix], unit: UnitKey, spec: QuantSpec) -> bytes:
-    """Return the bytes of one unit in one format, none where the format does not fit."""
-    matrix = matrices.get((unit, spec))
-    return b"" if matrix is None else pack(matrix).tobytes()
+def packed_unit(
+    matrices: Mapping[tuple[UnitKey, QuantSpec], QuantizedMatrix], unit: UnitKey, spec: QuantSpec, model: ModelSpec
+) -> bytes:
+    """Return the bytes of a unit in a format: none where it does not fit, zeros where it does not hold the values."""
+    matrix, (rows, columns) = matrices.get((unit, spec)), model.unit_shape(unit.layer, unit.projection)
+    if matrix is not None:
+        return pack(matrix).tobytes()
+    return bytes(spec.packed_bytes(rows, columns)) if spec.fits(columns) else b""

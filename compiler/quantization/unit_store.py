@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import torch
 
@@ -14,7 +16,7 @@ from .own_codes import unit_matrix
 from .packing import pack
 from .quantized import QuantizedMatrix, left_out
 from .quantizers import quantizer as find_quantizer
-from .quantizers.rtn import rounded_rows
+from .quantizers.rtn import holds, rounded_rows
 
 _KEPT_BYTES = 1 << 30
 """Bytes of codes that a store keeps. What exceeds them is quantized again at its next use."""
@@ -33,8 +35,33 @@ class UnitStore:
         self._free_bytes = _KEPT_BYTES
         self._dense_errors: dict[tuple[str, QuantSpec], float] = {}
 
+    def holds(self, unit: UnitKey, spec: QuantSpec) -> bool:
+        """Return whether a format that fits a unit also holds its values: its scales may exceed float16."""
+        need = self.lowering.code_need(unit)
+        if need is not None and need.is_met_by(spec):
+            return True
+        return holds(self.lowering.unit(unit), spec)
+
+    def held_by_all(self, specs: Sequence[QuantSpec]) -> list[QuantSpec]:
+        """Return the formats that hold every unit that they fit."""
+        left = list(specs)
+        for unit in self.model.unit_keys():
+            columns = self.model.unit_shape(unit.layer, unit.projection)[1]
+            left = [spec for spec in left if not spec.fits(columns) or self.holds(unit, spec)]
+        return left
+
+    def held_dense(self, options: Sequence[Mapping[str, QuantSpec]]) -> tuple[dict[str, QuantSpec], ...]:
+        """Return formats of dense weights, with 16 bits where a format does not hold the values of a weight."""
+        plain, held = self.lowering.spec_16bit, tuple(dict(formats) for formats in options)
+        for name in options[0] if options else ():
+            if any(formats[name].bitwidth < 16 for formats in options):
+                weight = self.lowering.dense_weight(name)
+                for formats in held:
+                    formats[name] = formats[name] if holds(weight, formats[name]) else plain
+        return held
+
     def matrix(self, unit: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
-        """Return the codes of one unit in a format below 16 bits."""
+        """Return the codes of one unit in a format below 16 bits. Raises RangeExceeded."""
         if spec.is_pruned:
             return left_out(self.model.unit_shape(unit.layer, unit.projection)[0])
         if (unit, spec) in self._kept:

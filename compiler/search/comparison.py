@@ -136,6 +136,7 @@ def compare_with_baselines(
 
     chosen: names of the baselines to measure. EdgeMoE's search needs the best uniform format first.
     """
+    specs = store.held_by_all(specs)
     plan_kl = trials.kl(plan, "plan").mean
     size = budget_bytes(plan, target)
     by_size = is_in_bytes(target)
@@ -166,7 +167,7 @@ def with_popularity(
     if found.uniform is None or OURS not in found.losses:
         return found
     plan, store = found.plan, trials.store
-    formats, used = _edgemoe_formats(plan, found.uniform, specs, store)[OURS]
+    formats, used = _edgemoe_formats(plan, found.uniform, store.held_by_all(specs), store)[OURS]
     reads = [plan.model.reads_per_token(layer) for layer in range(plan.model.num_layers)]
     weighed = weighed_by_use(found.losses[OURS], popularity, reads)
     rule = target_rule(trials, target, budget_bytes(plan, target), BY_POPULARITY, used)
@@ -180,8 +181,10 @@ def _edgemoe_formats(
     plain = next(spec for spec in [*specs, store.lowering.spec_16bit] if spec.bitwidth == 16)
     ours = offered_to_edgemoe(plan, specs, edgemoe_group_size(plan, uniform, specs)) | {16.0: plain}
     # Linear quantization, scale per channel by max-abs. Source: EdgeMoE, expert-wise bitwidth adaptation.
-    published = {float(bits): QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS} | {16.0: plain}
-    return {PUBLISHED: (published, UnitStore(store.lowering, "rtn")), OURS: (ours, store)}
+    rounded = UnitStore(store.lowering, "rtn")
+    held = rounded.held_by_all([QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS])
+    published = {spec.bitwidth: spec for spec in held} | {16.0: plain}
+    return {PUBLISHED: (published, rounded), OURS: (ours, store)}
 
 
 def offered_to_edgemoe(plan: CompilePlan, specs: Sequence[QuantSpec], group_size: int) -> dict[float, QuantSpec]:

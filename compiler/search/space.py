@@ -90,21 +90,31 @@ def build_space(
 ) -> SearchSpace:
     """Price all options.
 
-    unit_specs: formats on offer to units.
+    unit_specs: formats on offer to units. A unit that none of them holds keeps 16 bits.
     dense_options: formats of all dense weights, one mapping per bitwidth on offer. A single one fixes them.
     Raises ExecutionError for a prediction that is not a number: a knapsack would take the smallest plan.
     """
     units, groups = tuple(plain.units), dense_groups(plain.model)
-    width = max(len(unit_specs), len(dense_options))
+    width = max(len(unit_specs) + 1, len(dense_options))
     costs = np.full((len(units) + len(groups), width), np.inf)
     losses = np.full_like(costs, np.inf)
+    formats, has_last_resort = tuple(unit_specs), False
     for row, unit in enumerate(units):
         rows, columns = plain.model.unit_shape(unit.layer, unit.projection)
         byte_weight = weights.experts[unit.layer, unit.expert]
-        for column, spec in enumerate(unit_specs):
-            if spec.fits(columns):
+        for column, spec in enumerate(formats):
+            loss = sensitivity.unit_loss(store, unit, spec) if spec.fits(columns) else np.inf
+            if loss != np.inf:
                 costs[row, column] = byte_weight * rows * spec.row_bytes(columns)
-                losses[row, column] = sensitivity.unit_loss(store, unit, spec)
+                losses[row, column] = loss
+        if not np.isfinite(costs[row]).any():
+            has_last_resort = True
+            costs[row, len(formats)] = byte_weight * rows * plain.units[unit].row_bytes(columns)
+            losses[row, len(formats)] = 0.0
+    if has_last_resort:
+        formats = (*formats, next(iter(plain.units.values())))
+    width = max(len(formats), len(dense_options))
+    costs, losses = costs[:, :width], losses[:, :width]
     for row, group in enumerate(groups, len(units)):
         for column, specs in enumerate(dense_options):
             costs[row, column] = weights.dense * dense_bytes(plain, group, specs)
@@ -117,7 +127,7 @@ def build_space(
         )
     # Of two options with exactly equal loss the cheaper wins, so that the choice does not depend on their order.
     table = ChoiceTable(costs, losses)
-    return SearchSpace(plain, units, tuple(unit_specs), groups, tuple(dense_options), table)
+    return SearchSpace(plain, units, formats, groups, tuple(dense_options), table)
 
 
 def dense_bytes(plain: CompilePlan, group: DenseGroup, specs: Mapping[str, QuantSpec]) -> float:

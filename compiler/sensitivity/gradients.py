@@ -319,9 +319,12 @@ class LayerGradients:
     def _priced(self, layer: int, handed: HandedTexts, pool: Workers) -> np.ndarray:
         """Return the squares of all units of a layer, [U, S], experts in parallel."""
 
+        def restored(unit: UnitKey, spec: QuantSpec) -> torch.Tensor | None:
+            return self._store.weight(unit, spec) if self._store.holds(unit, spec) else None
+
         def one(expert: int) -> np.ndarray:
             unit_of = partial(UnitKey, layer, expert)
-            return expert_squares(self._slot.experts, unit_of, handed, self._specs, self._store.weight)
+            return expert_squares(self._slot.experts, unit_of, handed, self._specs, restored)
 
         if self._elsewhere is None:
             return np.concatenate(list(pool.in_order(one, range(self._model.layers[layer].experts.count))))

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -54,7 +55,12 @@ class SensitivityTable:
     predicted: Mapping[tuple[UnitKey, QuantSpec], float] | None = None
 
     def unit_loss(self, store: UnitStore, unit: UnitKey, spec: QuantSpec) -> float:
-        """Return the predicted KL in nats per token if only this unit is stored in this format."""
+        """Return the predicted KL in nats per token if only this unit is stored in this format.
+
+        It is infinite if the format does not hold the values of the unit.
+        """
+        if not store.holds(unit, spec):
+            return math.inf
         correction = float(self.corrections[unit.layer, unit.expert])
         if self.predicted is not None and spec.bitwidth < 16:
             return correction * self.predicted[(unit, spec)]
@@ -166,7 +172,8 @@ def corrected_by_measurement(
     unit_specs: formats on offer.
     progress: called with (plans done, plans in all).
     """
-    fitting = [spec for spec in unit_specs if spec.bitwidth < 16 and fits_all(plain, spec)]
+    held = trials.store.held_by_all(unit_specs)
+    fitting = [spec for spec in held if spec.bitwidth < 16 and fits_all(plain, spec)]
     if not fitting:
         raise OptionError(
             "`--sensitivity exact` puts whole experts below 16 bits, and no format on offer fits all their matrices",

@@ -21,8 +21,8 @@ from .fisher import is_priced
 
 LEAST_TOKENS = 32
 """Least number of tokens of an expert that may be pruned. With fewer, too little is known."""
-Restored = Callable[[UnitKey, QuantSpec], Tensor]
-"""The weights of a unit as a format stores them, float32."""
+Restored = Callable[[UnitKey, QuantSpec], Tensor | None]
+"""The weights of a unit as a format stores them, float32; None if the format does not hold its values."""
 
 
 @dataclass(slots=True)
@@ -71,8 +71,8 @@ def expert_squares(
 ) -> np.ndarray:
     """Return the sum over texts and sketches of (sum over tokens of d . D x)^2, float64 [P, S], see fisher.py.
 
-    An entry is NaN without a price: for a format that does not fit, for an expert without tokens, and for pruning an
-    expert with fewer than LEAST_TOKENS.
+    An entry is NaN without a price: for a format that does not fit or hold the unit, for an expert without tokens, and
+    for pruning an expert with fewer than LEAST_TOKENS.
     module: the experts of the layer.
     unit_of: the expert's unit of a projection.
     """
@@ -97,11 +97,14 @@ def expert_squares(
         for row, name in enumerate(original):
             for column, spec in enumerate(specs):
                 is_known = len(tokens) >= LEAST_TOKENS or not spec.is_pruned
-                if not is_known or not is_priced(name, spec, original[name].shape[1]):
+                has_price = is_known and is_priced(name, spec, original[name].shape[1])
+                other = None
+                if has_price:
+                    other = torch.zeros(()) if spec.is_pruned else restored(unit_of(name), spec)
+                if other is None:
                     squares[row, column] = np.nan
                     continue
-                other = 0.0 if spec.is_pruned else restored(unit_of(name), spec).to(rows.device)
-                moved = inputs[name] @ (other - original[name]).T
+                moved = inputs[name] @ (other.to(rows.device) - original[name]).T
                 for gradient in gradients[name]:
                     # Added up in host memory: on other devices, the order of `index_add_` may vary.
                     sums = (moved * gradient).sum(1, dtype=torch.float64).cpu()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,8 @@ from .encode_texts import CompileTexts, encode_all_texts
 from .sweep import Sweep, Swept, sweep_dense_probe
 from .used_experts import with_use_on_devices
 
+_MAX_UNHELD_NOTES = 5
+
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
@@ -50,7 +53,7 @@ def measure(context: CompileContext) -> Measured:
     store = SweptStore(prepared.lowering, prepared.request.options.quantizer, prepared.stored_specs, context.journal)
     texts = encode_all_texts(prepared) if prepared.splits else None
     passes = _Passes(context, slot, store, texts, torch.get_num_threads())
-    swept = _swept(passes, sweep_dense_probe(prepared.dense_formats()))
+    swept = _swept(passes, sweep_dense_probe(store.held_dense(prepared.dense_formats())))
     prices = _with_gradients(passes, swept.sensitivity)
     progress = prepared.request.talk.progress("measuring plans by their KL")
     walk = None if texts is None else _answer_meter(passes, texts, swept, progress)
@@ -117,7 +120,21 @@ def _swept(passes: _Passes, probe: Mapping[str, QuantSpec]) -> Swept:
     if swept.statistics is not None:
         for note in unseen_notes(swept.statistics):
             request.talk.note(note)
+    for note in _unheld_notes(passes.store):
+        request.talk.note(note)
     return replace(swept, statistics=with_use_on_devices(context.prepared, swept.statistics))
+
+
+def _unheld_notes(store: SweptStore) -> Iterator[str]:
+    """Yield a note for each of the first matrices that formats on offer do not hold, and the number of the others."""
+    unheld = store.unheld()
+    for unit, specs in itertools.islice(unheld.items(), _MAX_UNHELD_NOTES):
+        yield (
+            f"tensor `{store.lowering.units[unit].name}` (expert {unit.expert} of layer {unit.layer}) exceeds the "
+            f"float16 scales of {', '.join(map(str, specs))}: it keeps a wider format"
+        )
+    if len(unheld) > _MAX_UNHELD_NOTES:
+        yield f"{len(unheld) - _MAX_UNHELD_NOTES} more expert projections exceed the scales of formats on offer"
 
 
 def _with_gradients(passes: _Passes, table: SensitivityTable) -> SensitivityTable:

@@ -28,7 +28,7 @@ def make_plan(context: CompileContext) -> Planned:
     planned = plan_by_search(context) if is_searched else plan_by_request(context)
     if options.low_spec is None:
         return planned
-    return replace(planned, plan=with_low_versions(planned.plan, options.low_spec))
+    return replace(planned, plan=with_low_versions(planned.plan, options.low_spec, planned.store))
 
 
 def plan_by_request(context: CompileContext) -> Planned:
@@ -72,8 +72,8 @@ def open_space(prepared: Prepared, measured: Measured) -> SearchSpace:
     tokenizer_bytes = prepared.checkpoint.tokenizer_file_bytes
     reads = choose_objective(prepared.request.profile, options.objective, plain, popularity, tokenizer_bytes)
     weights = byte_weights(prepared.lowering.model, popularity, reads)
-    prices = measured.prices
-    space = build_space(plain, measured.store, prices, weights, prepared.specs, prepared.dense_formats())
+    prices, dense_options = measured.prices, measured.store.held_dense(prepared.dense_formats())
+    space = build_space(plain, measured.store, prices, weights, prepared.specs, dense_options)
     if not prepared.prunes:
         return space
     calibrated = None if statistics is None else statistics.calibrated_tokens

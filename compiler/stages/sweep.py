@@ -273,9 +273,9 @@ class Sweep:
                         costs[row_of[unit], priced.index(spec)] = cost
                     for unit in (unit for unit in units if unit.expert == expert):
                         for spec, file in files.items():
-                            file.write(packed_unit(matrices, unit, spec))
+                            file.write(packed_unit(matrices, unit, spec, self._model))
                         probe = self._probe_spec(unit)
-                        if probe is not None:
+                        if probe is not None and (unit, probe) in matrices:
                             self._slot.set(unit, matrices[(unit, probe)].dequantize())
                     self._slot.give_back_memory()
         if not self._store.add_layer(layer, costs):
@@ -317,7 +317,8 @@ class Sweep:
             layer = variant.layer
             if variant.part == _EXPERTS and layer is not None:
                 probes = ((unit, self._probe_spec(unit)) for unit in self._model.units_of_layer(layer))
-                cost = sum(self._store.error(unit, spec) for unit, spec in probes if spec is not None)
+                held = [(unit, spec) for unit, spec in probes if spec is not None and self._store.holds(unit, spec)]
+                cost = sum(self._store.error(unit, spec) for unit, spec in held)
                 own = [PROJECTIONS.index(name) for name in self._model.layers[layer].experts.projections]
                 gains[layer, own] = kl / cost if cost > 0 else 0.0
             else:

@@ -23,7 +23,7 @@ from torch import Tensor
 from moec.manifests.errors import MissingDependency, OptionError
 from moec.manifests.quant import QuantSpec
 
-from ..quantized import QuantizedMatrix
+from ..quantized import QuantizedMatrix, RangeExceeded
 
 DAMPING = 0.01
 """Share of the mean diagonal that is added to the second moment: the package's default."""
@@ -37,7 +37,8 @@ def quantize_auto_gptq(weight: Tensor, spec: QuantSpec, second_moment: Tensor | 
     second_moment: [K, K], sum of x x^T over the inputs, or None: all inputs count alike, and the weights are rounded.
     tokens: number of inputs.
     Raises OptionError for formats that the class cannot express: below 2 bits.
-    Raises ValueError if the format does not fit, or its scales exceed float16.
+    Raises ValueError if the format does not fit.
+    Raises RangeExceeded if its scales would exceed float16.
     Raises MissingDependency without the package.
     """
     if spec.bitwidth == 16 or weight.ndim != 2 or not spec.fits(weight.shape[1]):
@@ -69,10 +70,10 @@ def check_format(spec: QuantSpec) -> None:
 
 
 def _half(values: Tensor) -> Tensor:
-    """Round to float16. Raises ValueError beyond its range."""
+    """Round to float16. Raises RangeExceeded beyond its range."""
     half = values.half().contiguous()
     if not torch.isfinite(half).all():
-        raise ValueError(f"scales up to {float(values.abs().max()):.3g} exceed float16")
+        raise RangeExceeded(f"scales up to {float(values.abs().max()):.3g} exceed float16")
     return half
 
 

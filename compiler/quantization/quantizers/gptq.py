@@ -138,7 +138,8 @@ def quantize_formats(
     second_moment: [K, K], sum of x x^T over the inputs x, in any scale, or None.
     tokens: number of inputs.
     prepared: result of prepare_inputs for this moment.
-    Raises ValueError if a format does not fit, or its scales exceed float16.
+    Raises ValueError if a format does not fit.
+    Raises RangeExceeded if its scales would exceed float16.
     """
     with one_torch_thread() if weight.numel() < ONE_THREAD_WEIGHTS else nullcontext():
         if second_moment is None or not tokens:

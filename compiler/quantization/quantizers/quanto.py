@@ -19,7 +19,7 @@ from torch import Tensor
 from moec.manifests.errors import MissingDependency, OptionError
 from moec.manifests.quant import QuantSpec
 
-from ..quantized import QuantizedMatrix
+from ..quantized import QuantizedMatrix, RangeExceeded
 
 
 def quantize_quanto(weight: Tensor, spec: QuantSpec) -> QuantizedMatrix:
@@ -31,7 +31,8 @@ def quantize_quanto(weight: Tensor, spec: QuantSpec) -> QuantizedMatrix:
 
     weight: [N, K] floats, finite.
     Raises OptionError for formats that the package lacks: below 2 bits, 8 bits in groups, 2 to 6 bits symmetric.
-    Raises ValueError if the format does not fit or its scales exceed float16.
+    Raises ValueError if the format does not fit.
+    Raises RangeExceeded if its scales would exceed float16.
     Raises MissingDependency without the package.
     """
     if spec.bitwidth == 16 or weight.ndim != 2 or not spec.fits(weight.shape[1]):
@@ -88,10 +89,10 @@ def _affine(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _half(values: Tensor) -> Tensor:
-    """Round to float16. Raises ValueError beyond its range."""
+    """Round to float16. Raises RangeExceeded beyond its range."""
     half = values.half().contiguous()
     if not torch.isfinite(half).all():
-        raise ValueError(f"scales up to {float(values.abs().max()):.3g} exceed float16")
+        raise RangeExceeded(f"scales up to {float(values.abs().max()):.3g} exceed float16")
     return half
 
 

@@ -12,7 +12,7 @@ import torch
 from moec.manifests.quant import QuantSpec
 
 from ..byte_scales import on_bytes
-from ..quantized import QuantizedMatrix
+from ..quantized import QuantizedMatrix, RangeExceeded
 
 # Shrink factors of the clip search. The best factor for Gaussian rows of 64 is 1 at 8 bits and near 0.7 at 2 bits.
 # At 1 bit it is near 0.3, because a code is then the mean of its half.
@@ -45,7 +45,8 @@ def quantize_rtn(
 
     weight: [N, K] floats, finite.
     importance: [K], >= 0, weights of the columns in the clip search, or None for equal weights.
-    Raises ValueError if the format does not fit, or its scales exceed float16.
+    Raises ValueError if the format does not fit.
+    Raises RangeExceeded if its scales would exceed float16.
     """
     if spec.bitwidth == 16 or weight.ndim != 2 or 0 in weight.shape or not spec.fits(weight.shape[1]):
         raise ValueError(f"format {spec} cannot hold a matrix of shape {tuple(weight.shape)}")
@@ -133,6 +134,19 @@ def rounded_rows(weight: torch.Tensor, spec: QuantSpec) -> Iterator[tuple[torch.
         yield rows, quantize_rtn(rows, spec, clip_search=True)
 
 
+def holds(weight: torch.Tensor, spec: QuantSpec) -> bool:
+    """Return whether the scales of a format that fits a matrix hold its values. mxfp4 and 16 bits are not checked."""
+    if spec.bitwidth == 16 or spec.is_mxfp4 or spec.is_pruned:
+        return True
+    for piece in torch.split(weight, _ROWS_AT_ONCE):
+        grouped = piece.float().reshape(len(piece), spec.groups(piece.shape[1]), -1)
+        try:
+            _grid(*_range(grouped, spec.symmetric), spec)
+        except RangeExceeded:
+            return False
+    return True
+
+
 def _range(grouped: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the range of each group: [N, G, g] -> [N, G]. Symmetric: plus and minus the largest magnitude."""
     low, high = grouped.amin(-1), grouped.amax(-1)
@@ -146,7 +160,7 @@ def _grid(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> tuple[torch
     """Return scales and minima that cover low to high, float32 values that float16 holds, [N, G] each.
 
     Symmetric: scale = high / (largest code - centre), minimum = -scale * centre.
-    Raises ValueError beyond float16. Source: docs/format.md, Packing.
+    Raises RangeExceeded beyond float16. Source: docs/format.md, Packing.
     """
     if spec.symmetric:
         scales = _half_above(high / float(spec.largest_code - spec.centre))
@@ -155,7 +169,8 @@ def _grid(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> tuple[torch
         minima = _half_below(low)
         scales = _half_above((high - minima) / float(spec.largest_code))
     if not (torch.isfinite(scales).all() and (spec.symmetric or torch.isfinite(minima).all())):
-        raise ValueError(f"weights up to {float(high.abs().max()):.3g} exceed the float16 scales of format {spec}")
+        largest = float(torch.maximum(high.abs(), low.abs()).max())
+        raise RangeExceeded(f"weights up to {largest:.3g} exceed the float16 scales of format {spec}")
     return scales, minima
 
 

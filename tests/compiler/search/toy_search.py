@@ -40,6 +40,12 @@ class ToyStore:
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
 
+    def holds(self, unit: UnitKey, spec: QuantSpec) -> bool:
+        return True
+
+    def held_by_all(self, specs: Sequence[QuantSpec]) -> list[QuantSpec]:
+        return list(specs)
+
     def error(self, unit: UnitKey, spec: QuantSpec) -> float:
         return self._error(str(unit), spec)
 
