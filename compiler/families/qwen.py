@@ -23,6 +23,7 @@ from .decoder import (
     read_windows,
 )
 from .decoder_weights import DecoderNames
+from .deepseek import fixed
 from .lowering import Lowering
 from .settings import Settings
 
@@ -62,6 +63,7 @@ def _qwen2_parts(settings: Settings) -> DecoderParts:
 def _qwen3_parts(settings: Settings) -> DecoderParts:
     window = settings.optional_integer("sliding_window") or 0
     settings.passed_over("max_window_layers")  # transformers' model does not read it
+    fixed(settings, "use_qk_norm", True)
     attention = attention_of(
         settings,
         sliding_window=window if settings.boolean("use_sliding_window", False) else 0,

@@ -21,10 +21,14 @@ _HARMLESS = (
     "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
     "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens prefix "
-    "tf_legacy_loss"
+    "tf_legacy_loss hidden_dropout hidden_dropout_prob embd_pdrop resid_pdrop attn_pdrop classifier_dropout "
+    "router_z_loss_coef aux_loss_alpha seq_aux ep_size pretraining_tp attn_implementation num_nextn_predict_layers "
+    "num_mtp_layers"
 )
 HARMLESS_KEYS = frozenset(_HARMLESS.split())
-# Keys that may have only these values.
+TOOL_PREFIXES = ("_", "unsloth_")
+"""Beginnings of keys that transformers and training tools write for themselves."""
+# Keys that may have only these values in a family that does not read them: a relative's key that is switched off.
 FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "is_decoder": (False, True),
@@ -35,7 +39,31 @@ FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "partial_rotary_factor": (1, None),
     "quantization_config": (None,),
-    "auto_map": (None,),
+    "auto_map": (None, {}),
+    "qkv_bias": (False,),
+    "use_bias": (False,),
+    "lm_head_bias": (False,),
+    "router_bias": (False,),
+    "use_qk_norm": (False,),
+    "clip_qkv": (None,),
+    "sliding_window": (None, 0),
+    "use_sliding_window": (False,),
+    "final_logit_softcapping": (None, 0),
+    "attn_logit_softcapping": (None, 0),
+    "first_k_dense_replace": (0,),
+    "mlp_only_layers": ([],),
+    "decoder_sparse_step": (1,),
+    "moe_layer_freq": (1,),
+    "shared_expert_intermediate_size": (0, None),
+    "n_shared_experts": (0, None),
+    "num_shared_experts": (0, None),
+    "moe_num_shared_experts": (0, None),
+    "n_group": (1, None),
+    "topk_group": (1, None),
+    "routed_scaling_factor": (1, None),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
 }
 _MISSING = object()
 
@@ -142,12 +170,16 @@ class Settings:
         return tuple(dict.fromkeys(tokens))
 
     def finish(self) -> None:
-        """Reject keys that were not read and are not known to be harmless. Call it last."""
+        """Reject keys that were not read, unless they are harmless, null, switched off or of a tool. Call it last."""
         for key, values in FIXED_KEYS.items():
             if key in self._config and key not in self._read and self._config[key] not in values:
                 self.fail(key, f"`{values[0]}`", "compile a checkpoint without it")
         known = HARMLESS_KEYS | FIXED_KEYS.keys() | self._read
-        unknown = sorted(key for key in self._config if key not in known and not key.startswith("_"))
+        unknown = sorted(
+            key
+            for key, value in self._config.items()
+            if key not in known and value is not None and not key.startswith(TOOL_PREFIXES)
+        )
         if unknown:
             self.fail(
                 unknown[0],

@@ -24,6 +24,7 @@ from moec.manifests.safetensors_header import build_header
 
 from ..quantization.packing import pack, pack_16bit
 from ..quantization.quantizers.rtn import holds, quantize_rtn
+from ..reference.routers import FirstOfEqual
 from ..request.ports import RoutingRecord
 from ..workspace.parallel import one_torch_thread
 
@@ -250,7 +251,8 @@ def _hits(logits: Tensor, chosen: Tensor, left_out: Sequence[int]) -> Tensor:
     """Return the share of each token's chosen experts that have the top-k logits of the others, float64 [T]."""
     logits = logits.clone()
     logits[:, list(left_out)] = -torch.inf
-    top_k = logits.topk(chosen.shape[1], dim=1).indices
+    with FirstOfEqual():
+        top_k = logits.topk(chosen.shape[1], dim=1).indices
     return (top_k.unsqueeze(2) == chosen.unsqueeze(1)).any(2).double().mean(1)
 
 

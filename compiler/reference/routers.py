@@ -1,5 +1,6 @@
-"""Routers of the loaded model that leave out some experts: the logits of these experts become minus infinity.
+"""Routers of the loaded model: which experts they leave out, and which they take of equal scores.
 
+The logits of experts that are left out become minus infinity.
 All families have one operation in common: the product of a router with its weight. The weight is therefore replaced by
 a tensor that masks the result of that product.
 """
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 
 class _FewerExperts(Tensor):
@@ -27,6 +29,23 @@ class _FewerExperts(Tensor):
         logits = func(*plain, **(kwargs or {}))
         logits[..., cls.left_out] = -torch.inf
         return logits
+
+
+class FirstOfEqual(TorchFunctionMode):
+    """Lets `topk` take the first of equal scores, as the runtime does. Rows without a tie are unchanged."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the result of a call of torch."""
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return found
+        scores, (values, indices) = args[0], found
+        is_tied = (scores >= values.amin(-1, keepdim=True)).sum(-1, keepdim=True) > values.shape[-1]
+        if not is_tied.any():
+            return found
+        ordered = scores.sort(dim=-1, descending=True, stable=True).indices[..., : values.shape[-1]]
+        indices = torch.where(is_tied, ordered, indices)
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
 class RouterMasks:

@@ -23,6 +23,7 @@ from moec.manifests.errors import CheckpointError
 from ..checkpoint.stand_ins import build_model, read_config
 from ..families import Lowering
 from .routed_layers import replace_routed_layer, take_sorted_experts
+from .routers import FirstOfEqual
 
 # Keys of transformers' configurations that decide which layers are routed, with values that make layer 0 routed.
 _ROUTED = {
@@ -81,7 +82,8 @@ class SingleLayer:
         else:
             read = {"encoder_hidden_states": prompts.states, "encoder_attention_mask": prompts.real}
             inputs |= {**read, "use_cache": False}
-        out: Tensor = self.stack(**inputs).last_hidden_state
+        with FirstOfEqual():
+            out: Tensor = self.stack(**inputs).last_hidden_state
         return out
 
 
