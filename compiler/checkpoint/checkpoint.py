@@ -32,11 +32,14 @@ from .integer_codes import CodeNeed, IntegerCodes
 from .mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX
 from .packed_tensors import METHODS, find_packed
 from .packed_weights import LayoutError, PackedWeight
+from .tokenizer import tokenizer_bytes
 from .url import PLAIN_NAME, fetch, is_url, url_name
 from .weight_files import INDEX_NAME, WEIGHTS_NAME, TensorRef, read_file, read_json, read_tensors
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
+EARLY_LABEL_NAME = "quantize_config.json"
+"""Label of GPTQ's early tools."""
 COMPANION_PATTERNS = (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -47,7 +50,7 @@ COMPANION_PATTERNS = (
     "merges.txt",
     "chat_template.*",
 )
-_PATTERNS = ("*.safetensors", INDEX_NAME, *COMPANION_PATTERNS)
+_PATTERNS = ("*.safetensors", INDEX_NAME, EARLY_LABEL_NAME, *COMPANION_PATTERNS)
 """Files of a model that are copied from a URL or a hub."""
 _READ_BYTES = 8 << 20
 DIGESTS_AT_ONCE = 2  # one hashes while another reads
@@ -57,7 +60,7 @@ _PACKED_DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 """Types of the parts of quantized weights."""
-_E8M0_BIAS = 127
+_EXPONENTS, _E8M0_BIAS = "F8_E8M0", 127
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -70,6 +73,7 @@ class Checkpoint:
     packed: the weights that are stored quantized, except MXFP4.
     parts: the tensors on disk that hold them.
     precision: the stored precision of quantized weights, for people; empty if there are none.
+    notes: remarks for the user.
     """
 
     root: Path
@@ -80,6 +84,7 @@ class Checkpoint:
     packed: Mapping[str, PackedWeight] = field(default_factory=dict)
     parts: Mapping[str, TensorRef] = field(default_factory=dict)
     precision: str = ""
+    notes: tuple[str, ...] = ()
     _digests: dict[str, FileEntry] = field(default_factory=dict, repr=False)
     _code_needs: dict[str, CodeNeed] = field(default_factory=dict, repr=False)
 
@@ -144,6 +149,11 @@ class Checkpoint:
         """Read a tensor on disk."""
         shape, start = ref.shape, ref.offset_bytes
         item = ITEM_BYTES[ref.dtype]
+        if ref.dtype not in (*_DTYPES, *_PACKED_DTYPES, _EXPONENTS):
+            raise CheckpointError(
+                f"tensor `{name}` in `{self.root / ref.file}` has the type {ref.dtype}, which no known layout uses",
+                "start from the checkpoint before it was quantized",
+            )
         for at, stop in (() if index is None else ((index, None),)) + (() if rows is None else (rows,)):
             row_bytes = _elements(shape[1:]) * item
             start += at * row_bytes
@@ -166,7 +176,7 @@ class Checkpoint:
                     done += count
         except OSError as error:
             raise CheckpointError(f"cannot read `{self.root / ref.file}`: {error.strerror or error}") from error
-        if ref.dtype == "F8_E8M0":  # powers of two, without a sign
+        if ref.dtype == _EXPONENTS:  # powers of two, without a sign
             exponents = torch.frombuffer(raw, dtype=torch.uint8).int() - _E8M0_BIAS
             return torch.ldexp(torch.ones(len(exponents)), exponents).reshape(shape)
         return torch.frombuffer(raw, dtype=(_DTYPES | _PACKED_DTYPES)[ref.dtype]).reshape(shape)
@@ -180,14 +190,20 @@ class Checkpoint:
         return tuple(sorted(name for name in found if PLAIN_NAME.fullmatch(name)))
 
     def file_bytes(self, name: str) -> bytes:
-        """Return the content of one companion file. Raises CheckpointError."""
+        """Return the content of one companion file for a bundle. Raises CheckpointError."""
+        if name == TOKENIZER_NAME:
+            return tokenizer_bytes(self.root)
         return read_file(self.root / name, MAX_COMPANION_BYTES, "copy it again, or remove it from the folder")
 
     @property
+    def tokenizer_is_completed(self) -> bool:
+        """Whether a bundle's `tokenizer.json` adds a token that the folder's does not."""
+        return (self.root / TOKENIZER_NAME).stat().st_size != self.tokenizer_file_bytes
+
+    @property
     def tokenizer_file_bytes(self) -> int:
-        """Size of `tokenizer.json` in bytes, 0 if it is missing."""
-        path = self.root / TOKENIZER_NAME
-        return path.stat().st_size if path.is_file() else 0
+        """Size of a bundle's `tokenizer.json` in bytes, 0 if it is missing."""
+        return len(self.file_bytes(TOKENIZER_NAME)) if (self.root / TOKENIZER_NAME).is_file() else 0
 
     def weight_files(self) -> tuple[str, ...]:
         """Return the sorted names of the files that hold tensors."""
@@ -224,7 +240,13 @@ def open_checkpoint(path: str) -> Checkpoint:
     generation_config = dict[str, Any]()
     if os.path.lexists(generation):
         generation_config = read_json(generation, MAX_CONFIG_BYTES, "remove or repair it")
-    opened = _with_decoded(Checkpoint(root, name, config, generation_config, read_tensors(root)))
+    # transformers ties the output matrix to the embedding, and passes over a stale entry for it.
+    is_tied = config.get("tie_word_embeddings") is not False
+
+    def may_lack(tensor: str) -> bool:
+        return is_tied and tensor == "lm_head.weight"
+
+    opened = _with_decoded(Checkpoint(root, name, config, generation_config, read_tensors(root, may_lack)))
     tensors = opened.tensors
     wrong = sorted(n for n, ref in tensors.items() if ref.dtype not in _DTYPES and not _is_packed(n, ref))
     if wrong:
@@ -239,28 +261,37 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 
 def _with_decoded(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with its quantized weights as if they were not. Raises CheckpointError."""
-    settings, place = checkpoint.config.get("quantization_config"), checkpoint.root / CONFIG_NAME
-    if settings is None or (isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"):
+    """Return the checkpoint with its quantized weights as if they were not.
+
+    Tensors decide which weights are quantized. A label tells details of a layout at most. Raises CheckpointError.
+    """
+    label, place = checkpoint.config.get("quantization_config"), checkpoint.root / CONFIG_NAME
+    if label is None and os.path.lexists(checkpoint.root / EARLY_LABEL_NAME):
+        place = checkpoint.root / EARLY_LABEL_NAME
+        label = read_json(place, MAX_CONFIG_BYTES, "remove or repair it")
+    method = label.get("quant_method") if isinstance(label, dict) else label
+    if method == "mxfp4":
         return checkpoint
-    if not isinstance(settings, dict) or settings.get("quant_method") not in METHODS:
-        found = settings.get("quant_method") if isinstance(settings, dict) else settings
-        raise CheckpointError(
-            f"`{place}`: `quantization_config` has the method `{str(found)[:80]}`, expected "
-            f"{', '.join(METHODS)} or mxfp4",
-            "start from the checkpoint before it was quantized",
-        )
     try:
-        found = find_packed(checkpoint.tensors, settings, checkpoint.tensor)
+        found = find_packed(checkpoint.tensors, label if isinstance(label, dict) else {}, checkpoint.tensor)
     except LayoutError as error:
         raise CheckpointError(
             f"`{checkpoint.root}`, {error}", "start from the checkpoint before it was quantized"
         ) from error
+    config = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
     if not found.weights:
-        raise CheckpointError(
-            f"`{place}`: `quantization_config` has the method `{settings['quant_method']}`, and no tensor is stored so",
-            "remove the key, or copy the checkpoint again",
+        if label is None:
+            return checkpoint
+        if any(ref.dtype not in _DTYPES for ref in checkpoint.tensors.values()):
+            raise CheckpointError(
+                f"`{place}` has the quantization method `{str(method)[:80]}`, expected tensors in the layout of "
+                f"{', '.join(METHODS)} or mxfp4",
+                "start from the checkpoint before it was quantized",
+            )
+        note = (
+            f"`{place}` names the quantization method `{str(method)[:80]}`, but no tensor is quantized: it is ignored"
         )
+        return replace(checkpoint, config=config, notes=(note,))
     plain = {name: ref for name, ref in checkpoint.tensors.items() if name not in found.parts}
     parts = {name: checkpoint.tensors[name] for name in found.parts}
     own = Counter(ref.dtype for ref in plain.values() if ref.dtype in ("BF16", "F16"))
@@ -269,7 +300,6 @@ def _with_decoded(checkpoint: Checkpoint) -> Checkpoint:
         name: TensorRef(parts[next(iter(weight.names.values()))].file, dtype, weight.shape, 0, 0)
         for name, weight in found.weights.items()
     }
-    config = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
     return replace(
         checkpoint,
         config=config,
@@ -322,7 +352,8 @@ def _locate(path: str) -> tuple[Path, str]:
     except OSError as error:  # a name that is too long
         raise CheckpointError(f"cannot open `{path[:80]}`: {error.strerror or error}", "check the path") from error
     if is_folder:
-        return root, root.resolve().name or "model"
+        # A name that is not UTF-8 has no place in a manifest.
+        return root, os.fsencode(root.resolve().name).decode("utf-8", "replace") or "model"
     if exists:
         raise CheckpointError(f"`{path}` is a file, expected a model folder", "name the folder that holds config.json")
     if _HUB_ID.fullmatch(path) and not root.parent.is_dir():

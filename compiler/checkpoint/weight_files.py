@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from .url import PLAIN_NAME
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_SHARD = re.compile(r"(?P<set>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_LFS_REMEDY = "run `git lfs pull` in the folder"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -44,11 +48,14 @@ def read_file(path: Path, limit_bytes: int, remedy: str) -> bytes:
     Links are followed, because hub caches consist of them. Raises CheckpointError.
     """
     try:
-        return read_input(path, limit_bytes, follow_links=True)
+        data = read_input(path, limit_bytes, follow_links=True)
     except UnreadableFile as error:
         if not os.path.lexists(path):
             raise CheckpointError(f"no `{path.name}` in `{path.parent}`", remedy) from error
         raise CheckpointError(f"`{path}` {error}", remedy) from error
+    if data.startswith(_LFS_POINTER):
+        raise CheckpointError(f"`{path}` is a git-lfs pointer, expected the file itself", _LFS_REMEDY)
+    return data
 
 
 def read_json(path: Path, limit_bytes: int, remedy: str) -> dict[str, Any]:
@@ -62,12 +69,19 @@ def read_json(path: Path, limit_bytes: int, remedy: str) -> dict[str, Any]:
     return plain
 
 
-def read_tensors(root: Path) -> dict[str, TensorRef]:
-    """Return all tensors of the folder. Only headers are read. Raises CheckpointError."""
+def read_tensors(root: Path, may_lack: Callable[[str], bool] = lambda name: False) -> dict[str, TensorRef]:
+    """Return all tensors of the folder. Only headers are read.
+
+    may_lack: returns whether an index may name a tensor that no shard holds.
+    Raises CheckpointError.
+    """
     if (root / WEIGHTS_NAME).is_file():
         return _refs(WEIGHTS_NAME, _header(root / WEIGHTS_NAME))
     if (root / INDEX_NAME).is_file():
-        return _read_sharded(root, read_json(root / INDEX_NAME, MAX_INDEX_BYTES, "copy the index again"))
+        return _read_sharded(root, read_json(root / INDEX_NAME, MAX_INDEX_BYTES, "copy the index again"), may_lack)
+    shards = sorted(path.name for path in root.glob("*.safetensors") if _SHARD.fullmatch(path.name))
+    if shards:
+        return _read_without_index(root, shards)
     pickles = sorted(path.name for path in root.iterdir() if path.suffix in _PICKLE_SUFFIXES)
     if pickles:
         raise CheckpointError(
@@ -79,7 +93,7 @@ def read_tensors(root: Path) -> dict[str, TensorRef]:
     )
 
 
-def _read_sharded(root: Path, index: dict[str, Any]) -> dict[str, TensorRef]:
+def _read_sharded(root: Path, index: dict[str, Any], may_lack: Callable[[str], bool]) -> dict[str, TensorRef]:
     """Return the tensors of all shards. Index and shards must name the same tensors. Raises CheckpointError."""
     place = root / INDEX_NAME
     weight_map = index.get("weight_map")
@@ -95,6 +109,37 @@ def _read_sharded(root: Path, index: dict[str, Any]) -> dict[str, TensorRef]:
             f"`{root}` lacks {len(missing)} of {len(files)} weight files that its index names, first `{missing[0]}`",
             "copy the missing files",
         )
+    tensors = _tensors_of(root, files)
+    for name, file in weight_map.items():
+        if name not in tensors and may_lack(name):
+            continue
+        if name not in tensors or tensors[name].file != file:
+            raise CheckpointError(
+                f"`{place}` names tensor `{name}` in `{file}`, which does not hold it", "copy index and weights again"
+            )
+    return tensors
+
+
+def _read_without_index(root: Path, shards: list[str]) -> dict[str, TensorRef]:
+    """Return the tensors of a whole set of shards that has no index. Raises CheckpointError."""
+    parts = [match for match in map(_SHARD.fullmatch, shards) if match is not None]
+    sets = sorted({f"{part['set']}-*-of-{part['count']}" for part in parts})
+    if len(sets) > 1:
+        raise CheckpointError(
+            f"`{root}` has no `{INDEX_NAME}`, and shards of {len(sets)} sets ({', '.join(f'`{name}`' for name in sets)})",
+            "keep the shards of one set, or copy the index",
+        )
+    missing = int(parts[0]["count"]) - len({int(part["number"]) for part in parts})
+    if missing:
+        raise CheckpointError(
+            f"`{root}` has no `{INDEX_NAME}`, and lacks {missing} of the {parts[0]['count']} shards of `{sets[0]}`",
+            "copy the missing shards and the index",
+        )
+    return _tensors_of(root, shards)
+
+
+def _tensors_of(root: Path, files: list[str]) -> dict[str, TensorRef]:
+    """Return the tensors of some files. Raises CheckpointError for a tensor that lies in two of them."""
     tensors: dict[str, TensorRef] = {}
     for file in files:
         for name, ref in _refs(file, _header(root / file)).items():
@@ -103,11 +148,6 @@ def _read_sharded(root: Path, index: dict[str, Any]) -> dict[str, TensorRef]:
                     f"tensor `{name}` lies in both `{root / tensors[name].file}` and `{file}`", "keep one of them"
                 )
             tensors[name] = ref
-    for name, file in weight_map.items():
-        if name not in tensors or tensors[name].file != file:
-            raise CheckpointError(
-                f"`{place}` names tensor `{name}` in `{file}`, which does not hold it", "copy index and weights again"
-            )
     return tensors
 
 
@@ -122,6 +162,10 @@ def _header(path: Path) -> dict[str, TensorEntry]:
     try:
         return read_header(path)
     except HeaderError as error:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+        if is_pointer:
+            raise CheckpointError(f"`{path}` is a git-lfs pointer, expected the file itself", _LFS_REMEDY) from error
         raise CheckpointError(
             f"`{path}` is damaged or truncated: {error}", "copy the file again and compare its size with the source"
         ) from error

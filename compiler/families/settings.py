@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from moec.manifests.bundle import TOKENIZER_NAME
 from moec.manifests.errors import CheckpointError
+from moec.manifests.tokenizer.special_tokens import token_text
 
 from ..checkpoint.checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, Checkpoint
+from ..checkpoint.tokenizer import load_tokenizer, tokenizer_texts
 
 # Keys that do not change a forward pass of transformers in evaluation mode: identity, training, optional outputs,
 # token ids other than the end token, and generation defaults of older configurations.
@@ -155,17 +158,43 @@ class Settings:
         return float(nested)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the tokens that end a generation. generation_config.json takes precedence over config.json."""
-        own = self._token_ids(CONFIG_NAME, self.raw("eos_token_id"))
-        generation = self._token_ids(GENERATION_CONFIG_NAME, self._checkpoint.generation_config.get("eos_token_id"))
-        return generation or own
+        """Return the tokens that end a generation.
 
-    def _token_ids(self, file: str, value: Any) -> tuple[int, ...]:
+        generation_config.json takes precedence over config.json. The tokenizer's `eos_token`, which ends a turn of a
+        chat, is added.
+        """
+        stated = self._checkpoint.generation_config.get("eos_token_id")
+        own = self._token_ids(CONFIG_NAME, self.raw("eos_token_id"), is_used=stated in (None, []))
+        generation = self._token_ids(GENERATION_CONFIG_NAME, stated, is_used=True)
+        return tuple(dict.fromkeys((*(generation or own), *self._end_of_turn())))
+
+    def _end_of_turn(self) -> tuple[int, ...]:
+        """Return the token that the tokenizer's files name as `eos_token`, if the model has it."""
+        root = self._checkpoint.root
+        token = token_text(tokenizer_texts(root).get("eos_token"))
+        if not token or not (root / TOKENIZER_NAME).is_file():
+            return ()
+        try:
+            number = load_tokenizer(root).token_to_id(token)
+        except CheckpointError:  # preflight names its problems
+            return ()
+        vocabulary = self._config.get("vocab_size")
+        return (number,) if number is not None and type(vocabulary) is int and number < vocabulary else ()
+
+    def _token_ids(self, file: str, value: Any, is_used: bool) -> tuple[int, ...]:
         tokens = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int and token >= 0 for token in tokens):
             raise CheckpointError(
                 f"`{self._checkpoint.root / file}`: key `eos_token_id`: expected token ids, found `{str(value)[:80]}`",
                 "repair the file",
+            )
+        vocabulary = self._config.get("vocab_size")
+        beyond = [token for token in tokens if type(vocabulary) is int and token >= vocabulary]
+        if beyond and is_used:
+            raise CheckpointError(
+                f"`{self._checkpoint.root / file}`: key `eos_token_id`: eos token {beyond[0]} outside the vocabulary "
+                f"of {vocabulary} tokens",
+                f"remove it from `{file}`, or use the file that came with the weights",
             )
         return tuple(dict.fromkeys(tokens))
 

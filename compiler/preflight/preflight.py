@@ -17,9 +17,12 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tokenizer import load_tokenizer
 from ..families import Lowering, TensorSource
 from ..quantization.own_codes import held_units
+from ..request.ports import CheckCompanions
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MAX_NAMED = 5
+SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_SAVE_TOKENIZER = "save it with transformers: `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ def preflight(
     bits_per_weight: float | None = None,
     size_bytes: int | None = None,
     prunes: bool = False,
+    check_companions: CheckCompanions | None = None,
 ) -> PreflightReport:
     """Check files, shapes, formats and target without reading weights. Return the notes.
 
@@ -49,11 +53,13 @@ def preflight(
     group_sizes: group sizes that the user named.
     bits_per_weight, size_bytes: the target, scales included.
     prunes: whether experts may be left out.
+    check_companions: checks the files that the runtime reads, as it does.
     Raises TargetUnreachable if only formats and target prevent the compile.
     Raises CheckpointError in all other cases. Both list every problem.
     """
     checkpoint, model = lowering.checkpoint, lowering.model
-    model_problems = [*_tensor_problems(checkpoint, lowering), *_file_problems(checkpoint)]
+    file_problems = _file_problems(checkpoint, check_companions)
+    model_problems = [*_tensor_problems(checkpoint, lowering), *(error.message for error in file_problems)]
     plan_problems = [*_format_problems(model, required), *_unheld_problems(model, offered)]
     plan_problems += _group_problems(model, group_sizes)
     if not plan_problems:
@@ -73,12 +79,14 @@ def preflight(
             (True, False): "compare the folder with the model's source",
             (False, True): "choose another target, `--bits` or `--group-size`",
         }
-        raise kind(where + text, remedies.get((bool(model_problems), bool(plan_problems))))
+        own = [error.hint for error in file_problems if len(problems) == 1 and error.hint]
+        raise kind(where + text, *(own or [remedies.get((bool(model_problems), bool(plan_problems)))]))
     notes = (
         *_ignored_notes(checkpoint, lowering),
         *_sixteen_bit_notes(model, offered),
         *_unused_bits_notes(model, offered),
         *_own_codes_notes(lowering, required, offered),
+        *_tokenizer_notes(checkpoint, model),
     )
     return PreflightReport((*lowering.notes, *notes))
 
@@ -102,23 +110,44 @@ def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool
     return round(least), round(greatest)
 
 
-def _file_problems(checkpoint: Checkpoint) -> list[str]:
+def _file_problems(checkpoint: Checkpoint, check: CheckCompanions | None) -> list[CheckpointError]:
     """Return problems of files that a bundle copies, and of the tokenizer."""
-    problems = list[str]()
+    problems = list[CheckpointError]()
     for name in checkpoint.companion_files():
         try:
             checkpoint.file_bytes(name)
         except CheckpointError as error:
-            problems.append(error.message)
-    if any(TOKENIZER_NAME in problem for problem in problems):
+            problems.append(error)
+    if check is not None and not problems:
+        problems += check(checkpoint.root)
+    if any(TOKENIZER_NAME in problem.message for problem in problems):
         return problems
     if not os.path.lexists(checkpoint.root / TOKENIZER_NAME):
-        return [*problems, f"no `{TOKENIZER_NAME}`, expected a fast tokenizer next to the weights"]
+        pieces = [name for name in SENTENCEPIECE_NAMES if (checkpoint.root / name).is_file()]
+        found = f", only a SentencePiece model `{pieces[0]}`" if pieces else ""
+        message = f"no `{TOKENIZER_NAME}`{found}, expected a fast tokenizer next to the weights"
+        return [*problems, CheckpointError(message, _SAVE_TOKENIZER)]
     try:
         load_tokenizer(checkpoint.root)
     except CheckpointError as error:
-        problems.append(error.message)
+        problems.append(error)
     return problems
+
+
+def _tokenizer_notes(checkpoint: Checkpoint, model: ModelSpec) -> list[str]:
+    """Return notes on tokens without a row of the embedding, and on a token that the bundle's tokenizer adds."""
+    notes, tokenizer = list[str](), load_tokenizer(checkpoint.root)
+    added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
+    beyond = [text for number, text in sorted(added.items()) if number >= model.vocab_size]
+    if beyond:
+        named = ", ".join(f"`{text}`" for text in (*beyond[:_MAX_NAMED], *beyond[_MAX_NAMED:][-1:]))
+        notes.append(
+            f"`{checkpoint.root / TOKENIZER_NAME}`: {len(beyond)} added tokens have no row in the embedding of "
+            f"{model.vocab_size} rows, and texts with them are refused: {named}"
+        )
+    if checkpoint.tokenizer_is_completed:
+        notes.append("`add_bos_token` is true, and `tokenizer.json` adds no such token: that of the bundle does")
+    return notes
 
 
 def _tensor_problems(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:

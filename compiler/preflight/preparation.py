@@ -56,10 +56,13 @@ def prepare(request: CompileRequest, like: Prepared | None = None) -> Prepared:
         bits_per_weight=value if kind == "bits_per_weight" else None,
         size_bytes=round(value) if kind == "size" else None,
         prunes=bool(options.prune),
+        check_companions=request.check_companions if like is None else None,
     )
     if like is None:
         if checkpoint.precision:
             request.talk.note(f"the weights are stored as {checkpoint.precision}: what they decode to is the baseline")
+        for note in checkpoint.notes:
+            request.talk.note(note)
         opened = None if request.templates is None else partial(request.templates, checkpoint.root)
         splits, shots = load_task_data(options, request.talk.note, opened)
         found = with_fitted_items(replace(found, splits=splits, shots=shots))

@@ -14,6 +14,7 @@ from moec.evaluation.engine import TextEngine
 from moec.evaluation.tasks import Item, Task
 from moec.evaluation.tasks.task_settings import Templates
 from moec.manifests.bundle import BundleManifest
+from moec.manifests.errors import CheckpointError
 from moec.manifests.model import ModelSpec
 from moec.manifests.progress import Progress
 from moec.manifests.self_test import SelfTest
@@ -71,6 +72,9 @@ OpenEngine = Callable[[Path, int], AbstractContextManager[TextEngine]]
 
 OpenTemplates = Callable[[Path], Templates]
 """Opens the templates of prompts for the model in a folder."""
+
+CheckCompanions = Callable[[Path], Sequence[CheckpointError]]
+"""Returns what the runtime would refuse in the files next to the weights of a folder."""
 
 
 @dataclass(frozen=True, slots=True)

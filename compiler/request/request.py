@@ -12,7 +12,7 @@ from moec.profiles.probe import memory_limit_bytes
 from ..workspace.durable import Disk
 from ..workspace.work_folder import work_folder
 from .options import CompileOptions, Talk
-from .ports import DrawCard, FitEviction, MeasureModes, OpenRuntime, OpenTemplates
+from .ports import CheckCompanions, DrawCard, FitEviction, MeasureModes, OpenRuntime, OpenTemplates
 from .result import CompileResult
 
 
@@ -55,6 +55,7 @@ class CompileRequest:
     measurements: Path | None = None  # folder of measurements that are kept for other compiles; None: none are kept
     shared: SharedWork | None = None  # measurements of the compiles for several devices; None: one device
     templates: OpenTemplates | None = None  # opens the templates of prompts; None: they cannot be used
+    check_companions: CheckCompanions | None = None  # checks files as the runtime does; None: they are not checked
     popularity: Path | None = None  # popularity file with the use of experts on devices; None: that of calibration
     memory_bytes: int = 0  # memory of the compile; 0: 7/8 of the machine's memory
 

@@ -57,7 +57,15 @@ def encode_all_texts(prepared: Prepared) -> CompileTexts:
     tokenizer = load_tokenizer(prepared.checkpoint.root)
 
     def encoded(texts: Sequence[tuple[str, str]]) -> list[TokenPair]:
-        return encode_pairs(tokenizer, texts, is_joint=model.encoder is None)
+        pairs = encode_pairs(tokenizer, texts, is_joint=model.encoder is None)
+        for number in (number for pair in pairs for part in pair for number in part):
+            if number >= model.vocab_size:
+                raise DataError(
+                    f"a text has the token `{tokenizer.id_to_token(number)}` (id {number}), and the embedding has "
+                    f"{model.vocab_size} rows",
+                    "leave such texts out, or compile a checkpoint whose embedding has the token",
+                )
+        return pairs
 
     train = [encoded(train_texts(split, prepared.shots)) for split in prepared.splits]
     prompts, pairs = divided_pairs(model, [pair for task in train for pair in task])

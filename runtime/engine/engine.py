@@ -396,5 +396,6 @@ class Engine:
         wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise InputError(
-                f"token id {wrong} is outside the vocabulary of {vocab_size}", "use this bundle's tokenizer"
+                f"token id {wrong} is outside the vocabulary of {vocab_size}",
+                "hand in tokens of this model; its tokenizer may know tokens that the model was never given",
             )

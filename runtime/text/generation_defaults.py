@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from moec.manifests.errors import ManifestInvalid, OptionError
@@ -34,7 +35,17 @@ def recommended_sampling(bundle: Bundle, verify: bool) -> SamplingOptions | None
     if not bundle.has_file(GENERATION_NAME):
         return None
     data = bundle.read_file(GENERATION_NAME, MAX_CONFIG_BYTES, verify=verify)
-    place = f"`{bundle.path / GENERATION_NAME}`"
+    return sampling_in(data, bundle.path / GENERATION_NAME)
+
+
+def sampling_in(data: bytes, path: Path) -> SamplingOptions | None:
+    """Return the sampling in a generation_config.json; None without a recommendation.
+
+    data: content of the file.
+    path: the file, for messages.
+    Raises ManifestInvalid for a file or a value that is not valid.
+    """
+    place = f"`{path}`"
     try:
         plain = load_strict_json(data, COMPANION_JSON)
     except ValueError as error:

@@ -28,11 +28,12 @@ from moec.manifests.files.limits import (
     MAX_TEMPLATE_MEMORY_BYTES,
     MAX_TEMPLATE_TEXT_CHARACTERS,
 )
+from moec.manifests.tokenizer.special_tokens import SPECIAL_TOKENS_MAP_NAME, with_special_tokens
+from moec.manifests.tokenizer.special_tokens import TOKENIZER_CONFIG_NAME as CONFIG_NAME
 
 from ..bundle.opening import Bundle
 
 TEMPLATE_NAME = "chat_template.jinja"
-CONFIG_NAME = "tokenizer_config.json"
 # Most memory that rendering needs for each byte of the messages. They exist as JSON, as texts, in parts and joined.
 _MEMORY_PER_MESSAGE_BYTE = 16
 # Most times that a template may repeat the messages.
@@ -57,7 +58,7 @@ class TemplateFiles:
     """Files of a folder that define its chat template.
 
     folder: the folder, for messages.
-    config: content of `tokenizer_config.json`, None without one.
+    config: content of `tokenizer_config.json`, with the special tokens of `special_tokens_map.json`; None without one.
     template: content of `chat_template.jinja`, None without one.
     """
 
@@ -76,12 +77,14 @@ def template_files(bundle: Bundle, verify: bool) -> TemplateFiles:
     def read(name: str) -> bytes | None:
         return bundle.read_file(name, MAX_TEMPLATE_FILE_BYTES, verify=verify) if bundle.has_file(name) else None
 
-    return TemplateFiles(bundle.path, read(CONFIG_NAME), read(TEMPLATE_NAME))
+    config = with_special_tokens(read(CONFIG_NAME), read(SPECIAL_TOKENS_MAP_NAME))
+    return TemplateFiles(bundle.path, config, read(TEMPLATE_NAME))
 
 
 def folder_files(folder: Path) -> TemplateFiles:
     """Read the files of a folder that is not opened as a bundle. Raises ManifestInvalid."""
-    return TemplateFiles(folder, _read(folder / CONFIG_NAME), _read(folder / TEMPLATE_NAME))
+    config = with_special_tokens(_read(folder / CONFIG_NAME), _read(folder / SPECIAL_TOKENS_MAP_NAME))
+    return TemplateFiles(folder, config, _read(folder / TEMPLATE_NAME))
 
 
 def render_chat(folder: Path, messages: Sequence[Message]) -> str:
@@ -187,7 +190,7 @@ class ChatRenderer(_TemplateProcess):
         """
         variables = {"messages": [dict(message) for message in messages], "tools": list(tools) or None}
         answer = self._ask("chat", (files.config, files.template), variables)
-        return answer.text if answer.word == "text" else _refuse_chat(answer, files.folder)
+        return answer.text if answer.word == "text" else _refuse_chat(answer, files)
 
 
 class PromptRenderer(_TemplateProcess):
@@ -232,8 +235,10 @@ def _line(value: object) -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
-def _refuse_chat(answer: _Answer, folder: Path) -> NoReturn:
+def _refuse_chat(answer: _Answer, files: TemplateFiles) -> NoReturn:
     """Raise the error that the word of an answer names."""
+    folder = files.folder
+    place = f"`{folder / (CONFIG_NAME if files.template is None else TEMPLATE_NAME)}`"
     if answer.word == "missing":
         raise OptionError(
             f"`{folder}` has no chat template", "drop `--chat` and write the prompt as the model reads it"
@@ -243,13 +248,13 @@ def _refuse_chat(answer: _Answer, folder: Path) -> NoReturn:
     reasons = {
         "": f"the chat template {answer.text}",
         "no-json": f"`{folder / CONFIG_NAME}` is not JSON: {answer.text}",
-        "damaged": f"`{folder}`: the chat template is damaged: {answer.text}",
-        "endless": f"`{folder}`: the chat template has no end",
-        "memory": f"`{folder}`: the chat template needs more than {MAX_TEMPLATE_MEMORY_BYTES} bytes of memory",
-        "long": f"`{folder}`: the chat template makes too long a text, more than "
+        "damaged": f"{place}: the chat template is damaged: {answer.text}",
+        "endless": f"{place}: the chat template has no end",
+        "memory": f"{place}: the chat template needs more than {MAX_TEMPLATE_MEMORY_BYTES} bytes of memory",
+        "long": f"{place}: the chat template makes too long a text, more than "
         f"{MAX_TEMPLATE_TEXT_CHARACTERS} characters of its own",
     }
-    raise ManifestInvalid(reasons.get(answer.word, f"`{folder}`: the chat template gives no text"), _COPY_AGAIN)
+    raise ManifestInvalid(reasons.get(answer.word, f"{place}: the chat template gives no text"), _COPY_AGAIN)
 
 
 def _end_reason(status: int) -> str:

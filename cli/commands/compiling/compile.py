@@ -12,6 +12,7 @@ import click
 
 from moec.manifests.files.output_file import write_output
 
+from ...companions import companion_problems
 from ...compile_devices import MakeRequest, compile_all, run_on
 from ...lossy_modes.mode_sweep import mode_sweep_option
 from ...options.compile_options import compile_options
@@ -329,6 +330,7 @@ def _request(
         measure_modes=_modes_measurement(values, options),
         fit_eviction=fit_to_texts,
         draw_card=draw_card,
+        check_companions=companion_problems,
         talk=Talk(log.note, log.progress),
         resume=values["resume"],
         measurements=values["measurements"],
