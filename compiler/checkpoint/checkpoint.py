@@ -270,7 +270,8 @@ def _with_decoded(checkpoint: Checkpoint) -> Checkpoint:
         place = checkpoint.root / EARLY_LABEL_NAME
         label = read_json(place, MAX_CONFIG_BYTES, "remove or repair it")
     method = label.get("quant_method") if isinstance(label, dict) else label
-    if method == "mxfp4":
+    has_blocks = any(_is_packed(name, ref) for name, ref in checkpoint.tensors.items())
+    if method == "mxfp4" and has_blocks:
         return checkpoint
     try:
         found = find_packed(checkpoint.tensors, label if isinstance(label, dict) else {}, checkpoint.tensor)
@@ -282,12 +283,14 @@ def _with_decoded(checkpoint: Checkpoint) -> Checkpoint:
     if not found.weights:
         if label is None:
             return checkpoint
-        if any(ref.dtype not in _DTYPES for ref in checkpoint.tensors.values()):
+        if any(ref.dtype not in _DTYPES and not _is_packed(n, ref) for n, ref in checkpoint.tensors.items()):
             raise CheckpointError(
                 f"`{place}` has the quantization method `{str(method)[:80]}`, expected tensors in the layout of "
                 f"{', '.join(METHODS)} or mxfp4",
                 "start from the checkpoint before it was quantized",
             )
+        if has_blocks:
+            return replace(checkpoint, config=config)
         note = (
             f"`{place}` names the quantization method `{str(method)[:80]}`, but no tensor is quantized: it is ignored"
         )

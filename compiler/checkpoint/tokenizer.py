@@ -68,14 +68,19 @@ def _with_begin_token(tokenizer: Tokenizer, root: Path) -> tuple[Tokenizer, bool
     settings = tokenizer_texts(root)
     token = token_text(settings.get("bos_token"))
     number = tokenizer.token_to_id(token) if token and settings.get("add_bos_token") is True else None
-    if number is None or number in tokenizer.encode(_SAMPLE).ids:
+    plain = tokenizer.encode(_SAMPLE).ids
+    if number is None or number in plain:
         return tokenizer, False
     begin = processors.TemplateProcessing(
-        single=[token, "$A"], pair=[token, "$A", token, "$B:1"], special_tokens=[(token, number)]
+        single=[token, "$A"], pair=[token, "$A", "$B:1"], special_tokens=[(token, number)]
     )
     before = tokenizer.post_processor
+    # After a processor that adds tokens of its own, the text and these tokens count as a pair.
     tokenizer.post_processor = begin if before is None else processors.Sequence([before, begin])
-    return tokenizer, True
+    if tokenizer.encode(_SAMPLE).ids == [number, *plain]:
+        return tokenizer, True
+    tokenizer.post_processor = before
+    return tokenizer, False
 
 
 def _parsed(data: bytes, path: Path) -> Tokenizer:

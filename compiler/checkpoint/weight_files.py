@@ -125,8 +125,9 @@ def _read_without_index(root: Path, shards: list[str]) -> dict[str, TensorRef]:
     parts = [match for match in map(_SHARD.fullmatch, shards) if match is not None]
     sets = sorted({f"{part['set']}-*-of-{part['count']}" for part in parts})
     if len(sets) > 1:
+        named = ", ".join(f"`{name}`" for name in sets)
         raise CheckpointError(
-            f"`{root}` has no `{INDEX_NAME}`, and shards of {len(sets)} sets ({', '.join(f'`{name}`' for name in sets)})",
+            f"`{root}` has no `{INDEX_NAME}`, and shards of {len(sets)} sets ({named})",
             "keep the shards of one set, or copy the index",
         )
     missing = int(parts[0]["count"]) - len({int(part["number"]) for part in parts})

@@ -160,5 +160,4 @@ def test_what_is_packed_wrongly_is_named(folder: Path, tmp_path: Path) -> None:
         [lowering.unit(key) for key in lowering.units if key.layer == 1]
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(CheckpointError, match="the method `fp8`, and no tensor is stored so"):
-        open_checkpoint(str(copy))
+    assert lower(open_checkpoint(str(copy))).own_unit_spec.is_mxfp4, "tensors decide, not labels"

@@ -137,8 +137,8 @@ def _setting(name: str, value: object) -> Damage:
         ("fp8-blocks", _set("weight_scale_inv", lambda t: t[:1]), r"scales of shape \[2, 2\] for blocks of \[32, 32\]"),
         ("fp8-blocks", _drop("weight_scale_inv"), "expected `weight_scale_inv` or `weight_scale` .* found neither"),
         ("fp8-blocks", _setting("weight_block_size", [0, 3]), "two positive numbers in `weight_block_size`"),
-        ("fp8-blocks", _setting("quant_method", "bitsandbytes"), "method `bitsandbytes`, expected awq"),
-        ("fp8-blocks", _setting("quant_method", None), "method `None`, expected awq"),
+        ("ct-int4", _set("weight_shape", lambda t: t.to(torch.uint16)), "has the type U16, which no known layout uses"),
+        ("ct-int4", _set("weight_scale", lambda t: t.to(torch.uint16)), "has the type U16, which no known layout uses"),
     ],
 )
 def test_layouts_that_no_reader_knows(
@@ -157,9 +157,38 @@ def test_layouts_that_no_reader_knows(
         [lowering.unit(key) for key in lowering.units]
 
 
-def test_a_label_without_quantized_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["gptq", "bitsandbytes", "mxfp4", None])
+def test_a_label_without_quantized_tensors_is_ignored_with_a_note(method: str | None, tmp_path: Path) -> None:
     folder = save_tiny_qwen3_moe(tmp_path / "plain", TINY_PLAIN)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(CheckpointError, match="the method `gptq`, and no tensor is stored so"):
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    opened = open_checkpoint(str(folder))
+    assert "no tensor is quantized" in opened.notes[0] and not opened.packed
+    lower(opened)
+
+
+@pytest.mark.parametrize("label", [{"quant_method": "auto-round"}, {"quant_method": "bitsandbytes"}, None])
+@pytest.mark.parametrize("layout", ["gptq-4", "fp8-blocks"])
+def test_tensors_decide_whatever_the_label_says(
+    layout: str, label: dict[str, str] | None, copied: Callable[[str], tuple[Path, dict[str, torch.Tensor]]]
+) -> None:
+    folder, _ = copied(layout)
+    config = json.loads((folder / "config.json").read_text())
+    own = config.pop("quantization_config")
+    (folder / "quantize_config.json").write_text(json.dumps({**own, "quant_method": "other"}))
+    details = {key: value for key, value in own.items() if key != "quant_method"}
+    changed = config if label is None else {**config, "quantization_config": {**details, **label}}
+    (folder / "config.json").write_text(json.dumps(changed))
+    opened = open_checkpoint(str(folder))
+    assert opened.packed
+    lowering = lower(opened)
+    lowering.unit(next(iter(lowering.units)))
+
+
+def test_a_layout_that_is_not_read_names_the_label(tmp_path: Path) -> None:
+    folder = save_tiny_qwen3_moe(tmp_path / "plain", TINY_PLAIN)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "hqq"}}))
+    save_file({"model.layers.0.W_q": torch.zeros(4, dtype=torch.uint8)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="the quantization method `hqq`, expected tensors in the layout of awq"):
         open_checkpoint(str(folder))

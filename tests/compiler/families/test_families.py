@@ -173,7 +173,6 @@ def test_an_unknown_family_is_refused_by_name(copy: Path) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "key `rope_parameters`: expected rope type"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "key `rope_scaling`: expected rope type `default`"),
         ({"rope_parameters": {"rope_theta": 1e4, "factor": 2}}, "embedding without `factor`"),
-        ({"quantization_config": {"bits": 4}}, "`quantization_config` has the method `None`, expected awq"),
         ({"attention_bias": True}, "key `attention_bias`: expected `False`, found `True`"),
         ({"logit_cap": 30}, r"key `logit_cap`: expected only keys whose effect is known \(unknown: logit_cap\)"),
     ],
@@ -181,7 +180,7 @@ def test_an_unknown_family_is_refused_by_name(copy: Path) -> None:
 def test_settings_that_cannot_be_expressed_are_named(copy: Path, changes: dict[str, Any], message: str | None) -> None:
     configured(copy, **changes)
     if message is None:  # generation_config.json decides the end of a generation, so a stale id here has no effect
-        assert lowered(copy).model.eos_token_ids == (2,)
+        assert lowered(copy).model.eos_token_ids == (2,)  # that of the tokenizer, too
         return
     with pytest.raises(CheckpointError, match=message):
         lowered(copy)
@@ -192,9 +191,23 @@ def test_rope_theta_of_older_configurations(copy: Path) -> None:
     assert lowered(old).model.layers[0].attention.rope.theta == 500.0
 
 
-@pytest.mark.parametrize(("own", "generation", "expected"), [(7, None, (7,)), (7, [5, 6, 5], (5, 6)), (None, None, ())])
-def test_end_tokens(copy: Path, own: Any, generation: Any, expected: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("own", "generation", "ending", "expected"),
+    [
+        (7, None, None, (7,)),
+        (7, [5, 6, 5], None, (5, 6)),
+        (None, None, None, ()),
+        (None, None, "</s>", (2,)),
+        (7, None, {"content": "</s>"}, (7, 2)),
+        (7, [5, 2], "</s>", (5, 2)),
+        (7, None, "no such token", (7,)),
+    ],
+)
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_end_tokens(copy: Path, own: Any, generation: Any, ending: Any, expected: tuple[int, ...], file: str) -> None:
     configured(copy, eos_token_id=own)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (copy / name).write_text(json.dumps({"eos_token": ending} if name == file and ending else {}))
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     assert lowered(copy).model.eos_token_ids == expected
 

@@ -1,4 +1,4 @@
-"""Configurations of known checkpoints, with keys as published: accepted, with as many weights as the model card says."""
+"""Configurations of known checkpoints, with their published keys: accepted, with as many weights as they have."""
 
 from __future__ import annotations
 
@@ -29,11 +29,15 @@ class _WithoutWeights(Checkpoint):
 
 
 def lowered(folder: Path, config: Mapping[str, Any]) -> Lowering:
-    """Return the lowering of a config.json without weights."""
+    """Return the lowering of a config.json without weights, as if none were stored quantized."""
+    config = {key: value for key, value in config.items() if key != "quantization_config" or value is None}
     (folder / "config.json").write_text(json.dumps(config))
     experts = config.get("n_routed_experts", config.get("moe_num_experts"))
     names = [f"model.layers.{at}.{name}" for at in range(config.get("num_hidden_layers", 0)) for name in _CORRECTIONS]
     tensors = {name: TensorRef("model.safetensors", "F32", (experts,), 0, 0) for name in names if experts}
+    if config["model_type"] == "gpt_oss":  # as floats; MXFP4 has other names
+        for name in (f"model.layers.{at}.mlp.experts.gate_up_proj" for at in range(config["num_hidden_layers"])):
+            tensors[name] = TensorRef("model.safetensors", "BF16", (), 0, 0)
     return lower(_WithoutWeights(folder, "model", config, {}, tensors))
 
 
