@@ -28,12 +28,16 @@ from moec.manifests.files.limits import (
     MAX_TEMPLATE_MEMORY_BYTES,
     MAX_TEMPLATE_TEXT_CHARACTERS,
 )
-from moec.manifests.tokenizer.special_tokens import SPECIAL_TOKENS_MAP_NAME, with_special_tokens
-from moec.manifests.tokenizer.special_tokens import TOKENIZER_CONFIG_NAME as CONFIG_NAME
+from moec.manifests.tokenizer.special_tokens import (
+    SPECIAL_TOKENS_MAP_NAME,
+    TOKENIZER_CONFIG_NAME,
+    with_special_tokens,
+)
 
 from ..bundle.opening import Bundle
 
 TEMPLATE_NAME = "chat_template.jinja"
+CONFIG_NAME = TOKENIZER_CONFIG_NAME
 # Most memory that rendering needs for each byte of the messages. They exist as JSON, as texts, in parts and joined.
 _MEMORY_PER_MESSAGE_BYTE = 16
 # Most times that a template may repeat the messages.

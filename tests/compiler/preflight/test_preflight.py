@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
+from moec.cli.companions import companion_problems
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, Checkpoint, open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.preflight.preflight import preflight, reachable_bytes
@@ -132,3 +135,54 @@ def test_bits_that_fit_no_projection_are_named(tmp_path: Path) -> None:
     offered = [QuantSpec.parse(text) for text in ("q4g32", "q6g128", "q8g96", "q8g128", "bf16")]
     notes = preflight(opened, offered=offered).notes
     assert notes == ("6 bits are not used: q6g128 cannot hold rows of 64 or 96 weights",)
+
+
+def _with_added_tokens(folder: Path, count: int) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_NAME))
+    tokenizer.add_special_tokens([f"<|extra_{at}|>" for at in range(count)])
+    tokenizer.save(str(folder / TOKENIZER_NAME))
+
+
+def test_added_tokens_without_a_row_are_named(copy: Path) -> None:
+    _with_added_tokens(copy, 400)
+    (note,) = preflight(_open(copy)).notes
+    assert "added tokens have no row in the embedding" in note and "`<|extra_399|>`" in note
+
+
+def test_a_sentencepiece_model_alone_has_its_remedy(copy: Path) -> None:
+    (copy / TOKENIZER_NAME).rename(copy / "tokenizer.model")
+    with pytest.raises(CheckpointError, match="only a SentencePiece model `tokenizer.model`") as caught:
+        preflight(_open(copy))
+    assert "save_pretrained" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("generation_config.json", '{"do_sample": true, "top_p": 0.0}'),
+        ("generation_config.json", '{"temperature": "0.7"}'),
+        ("chat_template.jinja", "{% for m in messages %}{{ m }"),
+        ("tokenizer_config.json", '{"eos_token": "</s>",}'),
+    ],
+)
+def test_files_that_the_runtime_refuses_are_named(copy: Path, file: str, content: str) -> None:
+    (copy / file).write_text(content)
+    with pytest.raises(CheckpointError, match=file):
+        preflight(_open(copy), check_companions=companion_problems)
+
+
+def test_a_template_for_other_messages_is_accepted(copy: Path) -> None:
+    (copy / "chat_template.jinja").write_text("{{ raise_exception('a system message comes first') }}")
+    preflight(_open(copy), check_companions=companion_problems)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("generation_config.json", {"eos_token_id": [2, 9999]}), ("config.json", {"eos_token_id": 9999})],
+)
+def test_an_end_token_beyond_the_vocabulary_names_its_file(copy: Path, file: str, content: dict[str, object]) -> None:
+    (copy / "generation_config.json").unlink(missing_ok=True)
+    plain = json.loads((copy / file).read_text()) if (copy / file).is_file() else {}
+    (copy / file).write_text(json.dumps({**plain, **content}))
+    with pytest.raises(CheckpointError, match=f"`[^`]*/{file}`: key `eos_token_id`: eos token 9999 outside"):
+        _open(copy)
