@@ -151,7 +151,7 @@ def test_added_tokens_without_a_row_are_named(copy: Path) -> None:
 
 def test_a_sentencepiece_model_alone_has_its_remedy(copy: Path) -> None:
     (copy / TOKENIZER_NAME).rename(copy / "tokenizer.model")
-    with pytest.raises(CheckpointError, match="only a SentencePiece model `tokenizer.model`") as caught:
+    with pytest.raises(CheckpointError, match=r"only a SentencePiece model `tokenizer.model`") as caught:
         preflight(_open(copy))
     assert "save_pretrained" in str(caught.value.hint)
 
