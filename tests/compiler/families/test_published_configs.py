@@ -1,4 +1,7 @@
-"""Configurations of known checkpoints, with their published keys: accepted, with as many weights as they have."""
+"""Configurations in the form of known checkpoints are accepted, and have as many weights as these are known to have.
+
+Shapes and keys are those of each publisher, as far as public copies and counts of weights show them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from moec.compiler.families import Lowering, lower
 from moec.manifests.errors import CheckpointError
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())
-NAMES = [entry["source"].rpartition("/")[2] for entry in PUBLISHED]
+NAMES = [entry["checkpoint"].rpartition("/")[2] for entry in PUBLISHED]
 _CORRECTIONS = ("mlp.gate.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias")
 
 
