@@ -78,7 +78,7 @@ def prepare(request: CompileRequest, like: Prepared | None = None) -> Prepared:
     if request.cluster is not None:
         check_cluster(kind, options.torch_device)
     rounds = kind == "uniform" and value < 16 and units_held_by(lowering, found.uniform_units()) < len(lowering.units)
-    if rounds and not splits and options.quantizer == DEFAULT_QUANTIZER:
+    if rounds and not found.splits and options.quantizer == DEFAULT_QUANTIZER:
         request.talk.note("without `--data` weights are rounded to nearest; with it, GPTQ keeps far more below 4 bits")
     if kind == "uniform":
         return with_kept_layers(found) if found.splits else found

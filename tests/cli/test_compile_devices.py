@@ -56,6 +56,44 @@ def test_plans_alone(invoke: Invoke, model: Path, data: Path, tmp_path: Path) ->
     assert names(tmp_path) == set()
 
 
+@pytest.mark.parametrize("devices", [DEVICES[:1], DEVICES], ids=["one", "two"])
+@pytest.mark.parametrize(
+    ("target", "value", "has_data", "is_plan"),
+    [
+        ("--uniform", "2", False, False),
+        ("--uniform", "3", False, True),
+        ("--uniform", "4", True, False),
+        ("--uniform", "8", True, True),
+        ("--uniform", "16", False, True),
+        ("--kl", "0.05", True, True),
+        ("--loss", "50%", True, False),
+        ("--bits-per-weight", "4", False, False),
+        ("--bits-per-weight", "5", True, True),
+        ("--size", "60KiB", False, True),
+        ("--size", "60KiB", True, False),
+    ],
+)
+def test_each_target(
+    target: str,
+    value: str,
+    has_data: bool,
+    is_plan: bool,
+    devices: tuple[str, ...],
+    invoke: Invoke,
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+) -> None:
+    given = ("--data", data, "--limit", 4) if has_data else ()
+    search = () if target == "--uniform" else QUICK if has_data else QUICK[:-2]
+    out = tmp_path / "tiny"
+    options = (*given, *search, *(("--plan-only",) if is_plan else ()))
+    result = invoke("compile", model, target, value, *options, "--device", ",".join(devices), "-o", out)
+    assert result.exit_code == 0, result.stderr
+    folders = [out] if len(devices) == 1 else [out.with_name(f"tiny-{name}") for name in devices]
+    assert [folder.exists() for folder in folders] == [not is_plan] * len(devices)
+
+
 @pytest.mark.parametrize(
     ("devices", "more", "message"),
     [
