@@ -286,6 +286,10 @@ class BundleManifest:
         needed = version_of(self.dense, self.stored_experts, self.path_sets)
         if self.format_version != needed:
             raise ValueError(f"format_version: its formats need {needed}, found {self.format_version}")
+        if self.required_cpu_features:
+            raise ValueError(
+                f"required_cpu_features: expected no instruction set, found `{self.required_cpu_features[0][:40]}`"
+            )
         if self.path_sets:
             check_path_sets(self.model)
         names = [entry.name for entry in self.files]

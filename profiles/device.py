@@ -111,7 +111,7 @@ class DeviceProfile:
 
     def _check_possible(self) -> None:
         """Refuse values that no device can have together."""
-        families = {_family(name) for name in self.instruction_sets} - {None}
+        families = {processor_family(name) for name in self.instruction_sets} - {None}
         if len(families) > 1:
             raise ValueError(
                 f"`instruction_sets`: expected sets of one processor, found those of Arm and of x86 in "
@@ -194,7 +194,7 @@ class DeviceProfile:
         return {**plain, "bitwidths": list(self.bitwidths), "sha256": self.sha256}
 
 
-def _family(instruction_set: str) -> str | None:
+def processor_family(instruction_set: str) -> str | None:
     """Return the kind of processor that has an instruction set; None: any."""
     families = {"neon": "Arm", "avx": "x86", "amx": "x86"}
     return next((kind for prefix, kind in families.items() if instruction_set.startswith(prefix)), None)

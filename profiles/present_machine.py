@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moec.manifests.errors import ProfileError
 
-from .device import DeviceProfile
+from .device import DeviceProfile, processor_family
 from .probe import allowed_processors, memory_limit_bytes
 from .processor import instruction_sets, physical_cores
 
@@ -39,3 +39,15 @@ def first_difference(profile: DeviceProfile, system: Path = _SYSTEM) -> str | No
             f"it has {memory >> 20}MiB of memory, the budget of the profile is {profile.memory_budget_bytes >> 20}MiB"
         )
     return None
+
+
+def slower_kernels(profile: DeviceProfile, system: Path = _SYSTEM) -> str | None:
+    """Return why a run is slower than predicted: the processor lacks the assumed instruction set. None: it has it.
+
+    Processors of another family have sets of their own, so nothing is said of them.
+    system: root folder of /proc and /sys.
+    """
+    assumed, sets = profile.instruction_sets[0], instruction_sets(system)
+    if assumed in sets or processor_family(sets[0]) not in (None, processor_family(assumed)):
+        return None
+    return f"its predicted speed assumes {assumed}, which this processor lacks, so a run is slower"

@@ -72,7 +72,7 @@ class ChannelBundle:
     manifest_bytes: size of `moec.json`.
     total_bytes: size of all files, `moec.json` included.
     memory_floor_bytes: least memory of a run with the default context.
-    required_cpu_features: instruction sets without which it does not run.
+    required_cpu_features: none, because every processor runs every bundle.
     """
 
     device: str
@@ -88,6 +88,10 @@ class ChannelBundle:
             raise ValueError(f"manifest_sha256: expected 64 hex digits, found `{self.manifest_sha256[:80]}`")
         if not 0 < self.manifest_bytes <= self.total_bytes:
             raise ValueError(f"manifest_bytes: expected 1 to {self.total_bytes}, found {self.manifest_bytes}")
+        if self.required_cpu_features:
+            raise ValueError(
+                f"required_cpu_features: expected no instruction set, found `{self.required_cpu_features[0][:40]}`"
+            )
         if self.memory_floor_bytes < 0:
             raise ValueError(f"memory_floor_bytes: expected at least 0, found {self.memory_floor_bytes}")
 

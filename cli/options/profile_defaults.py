@@ -31,6 +31,7 @@ class DeviceRun:
     """The profile of a bundle in one command.
 
     difference: the first difference of this machine from the profile, in words; None: it is such a device.
+    slower: why a run is slower than the prediction for the profile, in words, or None.
     options: options of this run that the profile decides.
     free_budget_bytes: the budget that replaces that of the profile, because less memory is free; None: not replaced.
     lacks_little_cores: whether a reader would run on little cores, which this machine does not tell.
@@ -40,6 +41,7 @@ class DeviceRun:
 
     profile: DeviceProfile
     difference: str | None
+    slower: str | None
     options: dict[str, Any] = field(default_factory=dict)
     free_budget_bytes: int | None = None
     lacks_little_cores: bool = False
@@ -56,6 +58,7 @@ class DeviceRun:
         return {
             "profile": self.profile.name,
             "difference": self.difference,
+            "slower": self.slower,
             "options": dict(self.options),
             "free_budget_bytes": self.free_budget_bytes,
             "lacks_little_cores": self.lacks_little_cores,
@@ -71,13 +74,13 @@ def profile_defaults(bundle: Path, given: Collection[str], *, is_sweep: bool = F
     is_sweep: whether lossy modes are swept. A sweep has a small cache of its own, which must have misses.
     Raises BundleError, StorageReadFailed.
     """
-    from moec.profiles.present_machine import first_difference
+    from moec.profiles.present_machine import first_difference, slower_kernels
     from moec.runtime.bundle.device_file import stated_device
 
     profile = stated_device(bundle)
     if profile is None:
         return {}
-    run = DeviceRun(profile, first_difference(profile))
+    run = DeviceRun(profile, first_difference(profile), slower_kernels(profile))
     if run.applies:
         run.options = {name: value for name, value in run_settings(profile).items() if name not in given}
         if is_sweep or "expert_cache" in given:
@@ -175,7 +178,7 @@ def _line(run: DeviceRun, bundle: Bundle, options: RuntimeOptions) -> str:
     if run.difference is not None:
         return (
             f"device: compiled for {name}; this machine differs ({run.difference}), "
-            "so its own memory, threads and I/O apply"
+            "so its own memory, threads and I/O apply" + (f"; {run.slower}" if run.slower else "")
         )
     cache_bytes = _cache_bytes(run.profile.memory_budget_bytes, bundle, options)
     told = run_text(run.options, cache_bytes) or "other options replace its settings"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moec.manifests.bundle import LOOKAHEAD_NAME, TABLES_NAME, BundleManifest
-from moec.manifests.errors import KernelUnavailable
 
 from .. import kernels
 from ..accelerator import HostParts, open_accelerator, start_cooperation
@@ -105,7 +104,6 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
     Raises KernelUnavailable, MemoryBudgetExceeded, OptionError, StorageReadFailed, ChecksumMismatch, BundleError.
     """
     manifest = bundle.manifest
-    _require_kernels(bundle)
     if options.verify:
         verify_files(bundle, (TABLES_NAME, LOOKAHEAD_NAME))
     check_activations(manifest, options)
@@ -149,14 +147,6 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
         accelerator=accelerator,
         lossy=lossy,
     )
-
-
-def _require_kernels(bundle: Bundle) -> None:
-    """Refuse a bundle whose kernels this processor lacks. Raises KernelUnavailable with bundle, need and kernels."""
-    try:
-        kernels.require(bundle.manifest.required_cpu_features)
-    except KernelUnavailable as error:
-        raise KernelUnavailable(f"`{bundle.path}`: {error.message}", error.hint) from error
 
 
 def _plan(bundle: Bundle, options: RuntimeOptions, host_bytes: int) -> tuple[BundleTokenizer, MemoryPlan]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -77,20 +76,6 @@ def bfloat_kernels() -> str:
     """Return the name of the products with bfloat16 activations of the kernels in use; empty without them."""
     extension = compiled()
     return str(extension.bfloat_kernels()) if extension else ""
-
-
-def require(features: Sequence[str]) -> None:
-    """Check that all kernels that a bundle requires run here.
-
-    features: names of kernels.
-    Raises KernelUnavailable if one is missing.
-    """
-    missing = sorted(set(features) - set(available()))
-    if missing:
-        raise KernelUnavailable(
-            f"the bundle needs `{missing[0][:40]}`, this processor has {', '.join(available())}",
-            "compile for this device",
-        )
 
 
 def select(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Choose the bundle of a channel for the present machine, by profile, instruction sets and memory."""
+"""Choose the bundle of a channel for the present machine, by profile and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from moec.profiles.device import DeviceProfile
 from moec.profiles.device_json import decode_device
 from moec.profiles.present_machine import first_difference
 from moec.profiles.probe import memory_limit_bytes
-from moec.profiles.processor import instruction_sets
 
 from ..channel import Channel, ChannelBundle, version_numbers
 
@@ -30,10 +29,9 @@ def choose_bundle(
     Raises DeviceRefused with the devices that the channel has.
     """
     memory = memory_limit_bytes(system) if memory_bytes is None else memory_bytes
-    sets = instruction_sets(system)
     if device != AUTO:
         named = [bundle for bundle in channel.bundles if bundle.device == device]
-        reasons = {bundle.device: _unfit(bundle, memory, sets) for bundle in named}
+        reasons = {bundle.device: _lack_of_memory(bundle, memory) for bundle in named}
         if named and reasons[device] is None:
             return named[0]
         why = f": {reasons[device]}" if named else ""
@@ -44,7 +42,7 @@ def choose_bundle(
         profile, why_not = _profile(channel, bundle)
         if profile is not None:
             why_not = first_difference(profile, system)
-        why_not = why_not or _unfit(bundle, memory, sets)
+        why_not = why_not or _lack_of_memory(bundle, memory)
         reasons[bundle.device] = why_not
         if why_not is None:
             fitting.append((profile.memory_budget_bytes if profile else -1, bundle))
@@ -83,14 +81,6 @@ def _profile(channel: Channel, bundle: ChannelBundle) -> tuple[DeviceProfile | N
         return None, f"its profile cannot be read: {error.message}"
     except UnicodeEncodeError:
         return None, "its profile is no text"
-
-
-def _unfit(bundle: ChannelBundle, memory_bytes: int, sets: Sequence[str]) -> str | None:
-    """Return why a bundle cannot run here, in words, or None."""
-    missing = [name for name in bundle.required_cpu_features if name not in sets]
-    if missing:
-        return f"it needs the instruction set {missing[0][:40]}, this processor has {', '.join(sets)}"
-    return _lack_of_memory(bundle, memory_bytes)
 
 
 def _lack_of_memory(bundle: ChannelBundle, memory_bytes: int) -> str | None:

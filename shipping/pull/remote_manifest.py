@@ -75,7 +75,6 @@ def _check_channel(channel: Channel, bundle: ChannelBundle, manifest: BundleMani
         ("model", channel.model, manifest.name),
         ("device", bundle.device, manifest.device.profile),
         ("total_bytes", bundle.total_bytes, total),
-        ("required_cpu_features", bundle.required_cpu_features, manifest.required_cpu_features),
     ):
         if stated != found:
             raise ChannelRefused(

@@ -100,7 +100,7 @@ def _prepare(bundle: Bundle, key: PrivateKey, accepted: Sequence[PublicKey]) -> 
         manifest_bytes=own.size_bytes,
         total_bytes=sum(file.size_bytes for file in files),
         memory_floor_bytes=nominal_memory(manifest).floor_bytes,
-        required_cpu_features=manifest.required_cpu_features,
+        required_cpu_features=(),
     )
     place = signature_file(bundle.path)
     is_missing = not place.exists()

@@ -17,7 +17,7 @@ from moec.cli.commands.measuring.tune import changed
 from moec.cli.main import cli
 from moec.cli.options.tuned_options import planned_cache_bytes
 from moec.manifests.bundle import DEVICE_NAME
-from moec.manifests.errors import ChecksumMismatch, KernelUnavailable, MemoryBudgetExceeded
+from moec.manifests.errors import ChecksumMismatch, MemoryBudgetExceeded
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_parts import Cores, Run
 from moec.profiles.loading import load_profile
@@ -124,6 +124,7 @@ def test_the_line_and_the_entry_of_json(make: Callable[..., Path]) -> None:
     assert told["device"] == {
         "profile": "board",
         "difference": None,
+        "slower": None,
         "options": settings,
         "free_budget_bytes": None,
         "lacks_little_cores": False,
@@ -230,6 +231,16 @@ def test_another_machine(
     assert chosen == [RuntimeOptions()]
 
 
+@pytest.mark.parametrize("command", [("run", "--prompt", "x"), ("bench", "--tokens", "3"), ("inspect",)])
+def test_a_processor_without_the_assumed_set(
+    make: Callable[..., Path], chosen: list[RuntimeOptions], command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moec.profiles.present_machine.instruction_sets", lambda _: ("avx2", "scalar"))
+    told = call(make(board(instruction_sets=("avx512vnni", "avx2"))), command=command)
+    said = told.stdout if command == ("inspect",) else told.stderr
+    assert "its predicted speed assumes avx512vnni, which this processor lacks, so a run is slower" in said
+
+
 def test_less_free_memory_than_the_budget(
     make: Callable[..., Path], chosen: list[RuntimeOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,16 +333,6 @@ def test_a_floor_above_all_memory_is_refused(bundle: Path, tmp_path: Path, monke
     assert error.hint == "decode fewer sequences at once, or shorten `--context`"
     (tmp_path / "proc/meminfo").unlink()
     assert call(bundle, "--memory", "1GiB").exception is None, "a system that does not tell its memory is not refused"
-
-
-def test_a_missing_instruction_set_is_refused_with_its_bundle(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(features: object) -> None:
-        raise KernelUnavailable("the bundle needs `amx`, this processor has avx2, scalar", "compile for this device")
-
-    monkeypatch.setattr("moec.runtime.kernels.require", refuse)
-    error = call(bundle).exception
-    assert isinstance(error, KernelUnavailable) and error.hint
-    assert error.message == f"`{bundle}`: the bundle needs `amx`, this processor has avx2, scalar"
 
 
 def record(bundle: Path, loss: float, skipped: float = 0.2) -> None:

@@ -323,7 +323,7 @@ CONTROLS = (
     Seed(
         "control characters in a processor feature",
         RUN,
-        frozenset({1, 3}),
+        DAMAGED,
         _edited(lambda plain: plain.update(required_cpu_features=[HOSTILE_TEXT])),
     ),
     Seed(

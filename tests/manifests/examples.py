@@ -145,7 +145,7 @@ def manifests(draw: st.DrawFn) -> BundleManifest:
         certified=draw(st.booleans()),
         options=draw(st.dictionaries(text, text, max_size=3)),
         calibration=draw(st.sampled_from((None, calibration))),
-        required_cpu_features=tuple(draw(st.lists(text, max_size=2))),
+        required_cpu_features=(),
     )
 
 

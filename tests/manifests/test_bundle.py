@@ -62,6 +62,7 @@ CONTRADICTIONS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     ("file twice", lambda: {"files": (*BASE.files, BASE.files[0])}, "a name occurs twice"),
     ("lists itself", lambda: {"files": (*BASE.files, FileEntry("moec.json", 1, SHA))}, "lists itself"),
     ("layout", lambda: {"layout": "rows32"}, "layout: expected `rows16`, found `rows32`"),
+    ("required set", lambda: {"required_cpu_features": ("avx2",)}, "expected no instruction set, found `avx2`"),
     ("router below 16 bits", lambda: {"dense": with_item(BASE.dense, ROUTER, spec=Q8)}, "routers stay at 16 bits"),
     ("norm below 16 bits", lambda: {"dense": with_item(BASE.dense, NORM, spec=Q8)}, "norms and routers stay"),
     ("dense missing", lambda: {"dense": BASE.dense[1:]}, "every dense weight of the model once"),

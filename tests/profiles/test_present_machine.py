@@ -10,7 +10,7 @@ import pytest
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_parts import Cores
 from moec.profiles.loading import load_profile
-from moec.profiles.present_machine import first_difference
+from moec.profiles.present_machine import first_difference, slower_kernels
 
 
 @pytest.fixture
@@ -77,3 +77,25 @@ def test_less_memory_than_the_budget(system: Path, profile: DeviceProfile) -> No
 def test_unknown_memory(system: Path, profile: DeviceProfile) -> None:
     (system / "proc/meminfo").unlink()
     assert first_difference(profile, system) == "it does not tell how much memory it has"
+
+
+@pytest.mark.parametrize(
+    ("assumed", "cpuinfo", "is_slower"),
+    [
+        ("neon-dot", "Features\t: fp asimd\n", True),
+        ("neon-dot", "Features\t: fp asimd asimddp i8mm\n", False),
+        ("neon", "Features\t: fp\n", True),
+        ("neon-dot", "flags\t: avx2 fma f16c\n", False),
+        ("avx512vnni", "flags\t: avx2 fma f16c\n", True),
+        ("avx2", "flags\t: avx2 fma f16c avx_vnni\n", False),
+        ("avx2", "", True),
+        ("scalar", "flags\t: avx2 fma f16c\n", False),
+    ],
+)
+def test_a_processor_without_the_assumed_set(
+    assumed: str, cpuinfo: str, is_slower: bool, system: Path, profile: DeviceProfile
+) -> None:
+    (system / "proc/cpuinfo").write_text(cpuinfo)
+    told = slower_kernels(replace(profile, instruction_sets=(assumed,)), system)
+    words = f"its predicted speed assumes {assumed}, which this processor lacks, so a run is slower"
+    assert told == (words if is_slower else None)

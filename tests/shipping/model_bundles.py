@@ -203,7 +203,7 @@ def sha256_of(bundle: Path) -> str:
     return hashlib.sha256((bundle / MANIFEST_NAME).read_bytes()).hexdigest()
 
 
-def described(bundle: Path, memory_floor_bytes: int = 1 << 20, cpu_features: tuple[str, ...] = ()) -> ChannelBundle:
+def described(bundle: Path, memory_floor_bytes: int = 1 << 20) -> ChannelBundle:
     """What a channel says about a bundle."""
     data = (bundle / MANIFEST_NAME).read_bytes()
     device = json.loads(data)["device"]["profile"]
@@ -215,7 +215,7 @@ def described(bundle: Path, memory_floor_bytes: int = 1 << 20, cpu_features: tup
         manifest_bytes=len(data),
         total_bytes=sum(path.stat().st_size for path in bundle.iterdir()),
         memory_floor_bytes=memory_floor_bytes,
-        required_cpu_features=cpu_features,
+        required_cpu_features=(),
     )
 
 

@@ -14,7 +14,7 @@ from moec.shipping.signatures.dsse import sign_envelope
 from moec.shipping.signed_channel import encode_channel, sign_channel, verify_channel
 from tests.shipping.signing_keys import signing_key
 
-BUNDLE = ChannelBundle("laptop", '{"name": "laptop"}\n', "a" * 64, 2000, 5000, 1 << 30, ("avx2",))
+BUNDLE = ChannelBundle("laptop", '{"name": "laptop"}\n', "a" * 64, 2000, 5000, 1 << 30, ())
 CHANNEL = Channel(
     version=1,
     model="tiny",
@@ -61,6 +61,7 @@ def test_another_key_is_refused() -> None:
         ({"bundles": []}, "expected one per device"),
         ({"bundles": to_plain((BUNDLE, BUNDLE))}, "expected one per device"),
         ({"bundles": [{**to_plain(BUNDLE), "manifest_sha256": "../x"}]}, "expected 64 hex digits"),
+        ({"bundles": [{**to_plain(BUNDLE), "required_cpu_features": ["avx2"]}]}, "expected no instruction set"),
     ],
 )
 def test_a_signed_channel_without_sense_is_refused(change: dict[str, Any], message: str) -> None:

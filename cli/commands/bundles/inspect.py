@@ -99,7 +99,7 @@ def run_on_device(bundle: Bundle) -> dict[str, Any] | None:
 
     Raises BundleError, StorageReadFailed.
     """
-    from moec.profiles.present_machine import first_difference
+    from moec.profiles.present_machine import first_difference, slower_kernels
     from moec.runtime.bundle.device_file import device_of
 
     from ...options.profile_defaults import run_settings
@@ -109,7 +109,7 @@ def run_on_device(bundle: Bundle) -> dict[str, Any] | None:
         return None
     cache_bytes = bundle.manifest.device.recommended_cache_bytes
     settings = {"options": run_settings(profile), "expert_cache_bytes": cache_bytes}
-    return {**settings, "difference": first_difference(profile)}
+    return {**settings, "difference": first_difference(profile), "slower": slower_kernels(profile)}
 
 
 def _sizes(manifest: BundleManifest) -> dict[str, int]:
@@ -250,6 +250,7 @@ def _run_lines(run: dict[str, Any] | None) -> list[tuple[str, object]]:
     if run is None:
         return []
     here = "this machine is one" if run["difference"] is None else f"this machine differs: {run['difference']}"
+    here += f"; {run['slower']}" if run["slower"] else ""
     return [("on the device", f"{run_text(run['options'], run['expert_cache_bytes'])}; {here}")]
 
 

@@ -62,7 +62,7 @@ def pull_command(
     """Install the bundle that a channel of SOURCE has for this device in folder DIR. DIR/current then names it.
 
     SOURCE is where `moec push` wrote to: a folder, or an address of http, https, s3, gs, hf or oci. Only what one of
-    the keys signed is installed. The bundle is chosen by device profile, instruction sets and memory. Credentials,
+    the keys signed is installed. The bundle is chosen by device profile and memory. Credentials,
     certificates and proxies are those of `moec push`.
 
     Files and experts that an installed bundle has are not fetched again. An interrupted pull goes on where it ended.

@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +20,10 @@ from moec.manifests.errors import (
     ContextOverflow,
     ExecutionError,
     InputError,
-    KernelUnavailable,
     MemoryBudgetExceeded,
     OptionError,
 )
-from moec.runtime import Engine, RuntimeOptions, kernels, load
+from moec.runtime import Engine, kernels, load
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.engine import engine as engine_module
 from moec.runtime.expert_cache.cache_stats import CacheStats
@@ -172,10 +170,6 @@ def test_options_that_cannot_be_had(tiny_bundle: Path) -> None:
         load(tiny_bundle, context=129)
     with pytest.raises(MemoryBudgetExceeded, match="under the floor"):
         load(tiny_bundle, memory="1MiB")
-    bundle = open_bundle(tiny_bundle)
-    foreign = replace(bundle, manifest=replace(bundle.manifest, required_cpu_features=("abacus",)))
-    with pytest.raises(KernelUnavailable, match="the bundle needs `abacus`"):
-        Engine(foreign, RuntimeOptions())
 
 
 def test_mode_says_what_is_on(engine: Engine) -> None:

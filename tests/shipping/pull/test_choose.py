@@ -62,16 +62,13 @@ def test_a_refusal_lists_the_devices() -> None:
 
 
 @pytest.mark.parametrize("device", ["auto", "host"])
-def test_memory_and_instruction_sets_are_checked(device: str) -> None:
+def test_memory_is_checked(device: str) -> None:
     hungry = replace(HOST, memory_floor_bytes=3 << 30)
     assert choose_bundle(channel_of([hungry]), device, memory_bytes=3 << 30) == hungry
     with pytest.raises(DeviceRefused, match="it needs 3072MiB of memory, 2048MiB are there"):
         choose_bundle(channel_of([hungry]), device, memory_bytes=2 << 30)
     with pytest.raises(DeviceRefused, match="it needs 1073741824MiB of memory"):
         choose_bundle(channel_of([replace(HOST, memory_floor_bytes=1 << 50)]), device)
-    foreign = replace(HOST, required_cpu_features=("scalar", "abacus"))
-    with pytest.raises(DeviceRefused, match="it needs the instruction set abacus"):
-        choose_bundle(channel_of([foreign]), device)
 
 
 @pytest.mark.parametrize("text", ["{}", '{"format_version": 99}', "no json", "\ud800"])

@@ -293,7 +293,6 @@ def test_what_a_store_lacks(device: Device, bundles: list[Path], tmp_path: Path)
     [
         ({"device": "board"}, "states `device` as board"),
         ({"total_bytes": 1 << 20}, "states `total_bytes` as 1048576"),
-        ({"required_cpu_features": ("scalar",)}, "states `required_cpu_features`"),
     ],
 )
 def test_a_channel_that_describes_another_bundle(
