@@ -196,7 +196,7 @@ def verdict_line(quality: Quality) -> str:
         if task["verdict"] is not None and task["verdict"]["items_needed"]
     ]
     more = f"; about {max(needed)} items would decide" if needed else ""
-    return sentences[verdict] + more
+    return f"{sentences[verdict]}{more}{_scope(quality)}"
 
 
 def _kl_verdict_line(quality: Quality) -> str:
@@ -209,7 +209,15 @@ def _kl_verdict_line(quality: Quality) -> str:
         "missed": f"missed: the KL measured on held-out answers, {worst}, is above {target}",
         "refuted": f"refuted: the KL on held-out answers, {worst}, is above {target}, at 95 % confidence",
     }
-    return sentences[quality["verdict"]]
+    return f"{sentences[quality['verdict']]}{_scope(quality)}"
+
+
+def _scope(quality: Quality) -> str:
+    """Return the tasks of the verdict as an addition to its line."""
+    from moec.evaluation.verdict_scope import verdict_scope
+
+    scope = verdict_scope(quality)
+    return f" ({scope})" if scope else ""
 
 
 def _percent(share: float | None) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moec.evaluation.divergence import judge_divergence
+from moec.evaluation.verdict_scope import verdict_scope
 from moec.manifests.bundle import BundleManifest, CostSummary
 from moec.manifests.codec import to_plain
 from moec.manifests.model import PROJECTIONS, UnitKey
@@ -195,13 +196,14 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any], pictures: M
 
     pictures: file names of pictures, and what they show.
     """
+    scope = verdict_scope(quality) or quality["verdict"]
     sizes, routed = quality["sizes"], manifest.model.layers[manifest.model.expert_layers[-1]].experts
     lines = [
         f"# {manifest.name}, compiled by moec",
         "",
         f"{manifest.model.family}, {manifest.model.num_layers} layers, "
         f"{routed.count} experts, top-{routed.top_k}; "
-        f"target: {manifest.options.get('target', 'none')}; verdict: {quality['verdict']}.",
+        f"target: {manifest.options.get('target', 'none')}; verdict: {scope}.",
         "",
         "| | bytes |",
         "|---|---|",

@@ -36,7 +36,6 @@ class Comparison:
     by_size: the target is in bytes, so all plans have about the same size and the gain is in the KL.
     losses: measured importance of each expert, by the name of EdgeMoE's baseline.
     by_popularity: EdgeMoE's search with losses weighed by use, or None if it was not asked for.
-    shows_losses: whether quality.json has the losses.
     """
 
     plan: CompilePlan
@@ -47,7 +46,6 @@ class Comparison:
     by_size: bool = False
     losses: Mapping[str, Mapping[ExpertKey, float]] = field(default_factory=dict)
     by_popularity: BaselineResult | None = None
-    shows_losses: bool = False
 
     @property
     def left_out(self) -> list[str]:
@@ -75,7 +73,7 @@ class Comparison:
             "plan_kl": self.plan_kl,
             "baselines": rows,
             **({"left_out": self.left_out} if self.left_out else {}),
-            **({"expert_losses": self._loss_tables()} if self.shows_losses else {}),
+            **({"expert_losses": self._loss_tables()} if self.losses else {}),
         }
 
     def _loss_tables(self) -> dict[str, list[list[float]]]:

@@ -68,7 +68,8 @@ class Swaps:
         generator = np.random.default_rng(_SEED)
         progress = self.talk.progress("swapping formats at equal bytes")
         best, factors, failed = space, np.ones(count), 0
-        first = least = trials.kl(plan_of(space), "search").mean
+        start = plan_of(space)
+        first = least = trials.kl(start, "search").mean
         for done in range(1, self.measurements + 1):
             tried = factors * np.exp(_SPREAD * generator.standard_normal(count))
             candidate = space.rescaled(tried)
@@ -80,7 +81,10 @@ class Swaps:
                 progress(self.measurements, self.measurements)
                 break
             progress(done, self.measurements)
-        self.talk.note(f"swaps at equal bytes: KL {first:.5f} before, {least:.5f} after {done}")
+        self.talk.note(
+            f"swaps at equal bytes, tried in a plan of {start.bits_per_weight:.3f} bits per weight: "
+            f"KL {first:.5f} before, {least:.5f} after {done}"
+        )
         return Corrected(best, least / first if first > 0 else 1.0, factors)
 
 

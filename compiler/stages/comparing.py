@@ -40,7 +40,7 @@ def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Compar
 
 
 def with_plan_of_edgemoe(prepared: Prepared, measured: Measured, comparison: Comparison | None) -> Comparison:
-    """Replace the searched plan by that of EdgeMoE's own search, and show its losses. Raises TargetUnreachable."""
+    """Replace the searched plan by that of EdgeMoE's own search. Raises TargetUnreachable."""
     options, statistics = prepared.request.options, measured.statistics
     found = None if comparison is None else comparison.edgemoe
     if options.search == "edgemoe-popularity" and comparison is not None and statistics is not None:
@@ -49,4 +49,4 @@ def with_plan_of_edgemoe(prepared: Prepared, measured: Measured, comparison: Com
     plan = None if found is None else found.plan
     if comparison is None or plan is None:
         raise TargetUnreachable(f"EdgeMoE's search has no plan that keeps {options.target}", "take `--search knapsack`")
-    return replace(comparison, plan=plan, plan_kl=measured.trials.kl(plan, "plan").mean, shows_losses=True)
+    return replace(comparison, plan=plan, plan_kl=measured.trials.kl(plan, "plan").mean)

@@ -68,6 +68,10 @@ def maps_of(manifest: BundleManifest, quality: Mapping[str, Any] | None) -> Maps
         experts = quality["sensitivity"]["experts"]
         title = f"Sensitivity: predicted KL if all of the expert had the format {experts['format']}"
         maps["sensitivity"] = ExpertMap(title, "nats", True, _grid(experts["losses"]))
+    measured = {} if quality is None else (quality.get("comparison") or {}).get("expert_losses", {})
+    for number_of_map, (baseline, losses) in enumerate(measured.items()):
+        title = f"Sensitivity: measured rise of the answers' loss, each expert alone lowered ({baseline})"
+        maps[f"measured-{number_of_map}"] = ExpertMap(title, "nats per token", False, _grid(losses))
     return Maps(maps, manifest.pruned_experts)
 
 

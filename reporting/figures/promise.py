@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moec.evaluation.verdict_scope import verdict_scope
 from moec.manifests.bundle import BundleManifest
 
 from ..text import nats_text, number, paragraph, section, share_text, size_text, table
@@ -42,6 +43,8 @@ def _parts(manifest: BundleManifest, quality: Mapping[str, Any] | None) -> list[
         return [paragraph(_VERDICTS["not measured"]), *parts]
     verdict = str(quality["verdict"])
     parts.insert(0, f'<p class="verdict {_css(verdict)}">{_VERDICTS.get(verdict, "The verdict is unknown.")}</p>')
+    scope = verdict_scope(quality)
+    parts[1:1] = [paragraph(f"{scope[0].upper()}{scope[1:]}.")] if scope else []
     rows = [_task_row(name, task) for name, task in quality["tasks"].items()]
     if rows:
         header = (

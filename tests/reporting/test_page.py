@@ -69,6 +69,19 @@ def test_the_map_of_sensitivity_has_the_predicted_losses() -> None:
     assert "q2g64b" in drawn["title"]
 
 
+def test_measured_importance_is_drawn_as_measured() -> None:
+    losses = [[(layer + 1) * 1.5e-5 - expert for expert in range(8)] for layer in range(6)]
+    quality = {**QUALITY, "comparison": {**QUALITY["comparison"], "expert_losses": {"EdgeMoE's search": losses}}}
+    drawn = map_data(report_page(Report(MANIFEST, quality)))["maps"]["measured-0"]
+    assert drawn["values"] == [[rounded(value) for value in row] for row in losses]
+    assert "measured" in drawn["title"] and "EdgeMoE's search" in drawn["title"]
+
+
+def test_the_verdict_names_its_task() -> None:
+    said = "Supported for gsm8k; other tasks were not measured."
+    assert QUALITY["verdict"] == "supported" and said in report_page(FULL)
+
+
 def test_tables_have_the_numbers_of_the_certificate() -> None:
     page = report_page(FULL)
     task = QUALITY["tasks"]["gsm8k"]
