@@ -63,9 +63,9 @@ def preflight(
     plan_problems = [*_format_problems(model, required), *_unheld_problems(model, offered)]
     plan_problems += _group_problems(model, group_sizes)
     if not plan_problems:
-        plan_problems += _target_problems(
-            reachable_bytes(model, (*required, *offered), prunes), bits_per_weight, size_bytes
-        )
+        reachable = reachable_bytes(model, (*required, *offered), prunes)
+        pruned = reachable_bytes(model, (*required, *offered), prunes=True)
+        plan_problems += _target_problems(reachable, pruned[0], bits_per_weight, size_bytes)
     problems = (*model_problems, *plan_problems)
     if problems:
         kind = CheckpointError if model_problems else TargetUnreachable
@@ -264,19 +264,29 @@ def _own_codes_notes(lowering: Lowering, required: Sequence[QuantSpec], offered:
     return notes
 
 
-def _target_problems(reachable: tuple[int, int], bits_per_weight: float | None, size_bytes: int | None) -> list[str]:
+def _target_problems(
+    reachable: tuple[int, int], pruned_bytes: int, bits_per_weight: float | None, size_bytes: int | None
+) -> list[str]:
     """Return the targets outside the reachable range.
 
     reachable: least and greatest bytes.
+    pruned_bytes: least bytes if experts are left out.
     """
     least, greatest = reachable
     weights = greatest // 2
+
+    def remedy(wanted_bytes: float) -> str:
+        can_prune = pruned_bytes <= wanted_bytes < least
+        return f"; `--prune-experts` with `--data` goes down to {pruned_bytes} bytes" if can_prune else ""
+
     problems = []
     least_bits = math.ceil(8000 * least / weights) / 1000
     if bits_per_weight is not None and not 8 * least <= bits_per_weight * weights <= 16 * weights:
-        problems.append(f"{bits_per_weight:g} bits per weight cannot be had, {least_bits:g} to 16 can")
+        further = remedy(bits_per_weight * weights / 8)
+        problems.append(f"{bits_per_weight:g} bits per weight cannot be had, {least_bits:g} to 16 can{further}")
     if size_bytes is not None and not least <= size_bytes <= greatest:
-        problems.append(f"{size_bytes} bytes of routed experts cannot be had, {least} to {greatest} can")
+        further = remedy(size_bytes)
+        problems.append(f"{size_bytes} bytes of routed experts cannot be had, {least} to {greatest} can{further}")
     return problems
 
 

@@ -111,6 +111,22 @@ def test_unreachable_bits_print_the_range(folder: Path, bits: float) -> None:
         preflight(opened, offered=offered, bits_per_weight=reachable)
 
 
+@pytest.mark.parametrize(("below", "names_pruning"), [(1, True), (10**9, False)])
+def test_a_size_that_needs_pruning_names_it(folder: Path, below: int, names_pruning: bool) -> None:
+    opened = _open(folder)
+    size = max(reachable_bytes(opened.model, OFFERED)[0] - below, 1)
+    with pytest.raises(TargetUnreachable) as caught:
+        preflight(opened, offered=OFFERED, size_bytes=size)
+    assert ("`--prune-experts` with `--data` goes down to" in caught.value.message) == names_pruning
+    least = reachable_bytes(opened.model, OFFERED, prunes=True)[0]
+    bits = 8 * least / (reachable_bytes(opened.model, OFFERED)[1] // 2) + 0.01
+    with pytest.raises(TargetUnreachable, match="`--prune-experts` with `--data` goes down to"):
+        preflight(opened, offered=OFFERED, bits_per_weight=bits)
+    with pytest.raises(TargetUnreachable) as pruned:
+        preflight(opened, offered=OFFERED, size_bytes=1, prunes=True)
+    assert "--prune-experts" not in pruned.value.message
+
+
 @pytest.mark.parametrize("size", [1, 10**9])
 def test_unreachable_sizes_print_the_range(folder: Path, size: int) -> None:
     least, greatest = reachable_bytes(_open(folder).model, OFFERED)
