@@ -21,6 +21,7 @@ from pathlib import Path
 
 from moec.manifests.errors import ProfileError
 
+from .control_group import group_free_memory, group_memory_limits, processor_quota
 from .device import HOST_NAME, MEASURED, DeviceProfile
 from .processor import core_kinds, instruction_sets, read_text
 
@@ -78,7 +79,7 @@ def probe_host(storage: Path, system: Path = _SYSTEM, request_bytes: int = REQUE
         storage_bytes_per_s=figures.bytes_per_s,
         storage_latency_ns=figures.latency_ns,
         storage_block_bytes=figures.block_bytes,
-        threads=available_threads(),
+        threads=len(allowed_processors()),
         instruction_sets=instruction_sets(system),
         provenance={
             "memory_budget_bytes": f"{MEASURED}7/8 of the least of physical memory and the control group's limit",
@@ -112,27 +113,23 @@ def memory_limit_bytes(system: Path = _SYSTEM) -> int:
     for line in read_text(system / "proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):
             limits.append(int(line.split()[1]) * 1024)
-    for path in _limit_files(system):
-        text = read_text(path).strip()
-        if text.isdigit() and int(text) > 0:
-            limits.append(int(text))
+    limits += group_memory_limits(system)
     if not limits:
         raise ProfileError(f"`{system / 'proc/meminfo'}` does not tell how much memory there is", "name a profile")
     return min(limits)
 
 
-def _limit_files(system: Path) -> Iterator[Path]:
-    """Yield limit files of this process's control groups and all groups above them; version 2, then version 1."""
-    for line in read_text(system / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, group = rest.partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = system / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
-        parts = [part for part in group.split("/") if part and part != ".."]
-        for depth in range(len(parts), -1, -1):
-            yield root.joinpath(*parts[:depth]) / name
+def available_memory_bytes(system: Path = _SYSTEM) -> int:
+    """Return the memory that is free: the least of MemAvailable and what every control group above this process leaves.
+
+    Raises ProfileError as `memory_limit_bytes`.
+    """
+    used = resident_set_bytes()
+    free = [memory_limit_bytes(system) - used, *group_free_memory(system, used)]
+    for line in read_text(system / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            free.append(int(line.split()[1]) * 1024)
+    return max(0, min(free))
 
 
 def last_level_cache_bytes(system: Path = _SYSTEM) -> int:
@@ -148,9 +145,9 @@ def last_level_cache_bytes(system: Path = _SYSTEM) -> int:
 
 
 def machine_sha256(system: Path = _SYSTEM) -> str:
-    """Return a digest that identifies this machine: processor, memory, threads, instruction sets.
+    """Return a digest that identifies this machine: processor, memory, number of processors, instruction sets.
 
-    Nothing is measured, so it is cheap enough for every start.
+    Nothing is measured, so it is cheap enough for every start. A quota of processor time does not change it.
     """
     processor = next(
         (
@@ -160,18 +157,22 @@ def machine_sha256(system: Path = _SYSTEM) -> str:
         ),
         "",
     )
-    facts = [processor, memory_limit_bytes(system), available_threads(), *instruction_sets(system)]
+    processors = len(allowed_processors())
+    facts = [processor, memory_limit_bytes(system), processors, *instruction_sets(system)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def available_threads() -> int:
-    """Return the number of processors that this process may use."""
-    return len(allowed_processors())
+def available_threads(system: Path = _SYSTEM) -> int:
+    """Return the number of threads that this process can keep busy: its processors, or fewer under a quota.
+
+    A part of a processor is left to threads that read.
+    """
+    return int(max(1, min(len(allowed_processors()), processor_quota(system))))
 
 
 def allowed_processors() -> set[int]:
-    """Return the numbers of the processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
+    """Return the numbers of the processors that this process may use; all of them where the system does not tell."""
+    with suppress(AttributeError, OSError):  # macOS; a sandbox that refuses the call
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 

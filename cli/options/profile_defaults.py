@@ -86,6 +86,7 @@ def profile_defaults(bundle: Path, given: Collection[str], *, is_sweep: bool = F
         if is_sweep or "expert_cache" in given:
             run.options.pop("memory", None)
         _leave_free_memory(run)
+        run.options = payable_threads(run.options)
     context = click.get_current_context(silent=True)
     if context is not None:
         context.meta[_META] = run
@@ -135,6 +136,14 @@ def _leave_free_memory(run: DeviceRun) -> None:
     if "memory" in run.options and (free := default_budget_bytes()) < run.profile.memory_budget_bytes:
         del run.options["memory"]
         run.free_budget_bytes = free
+
+
+def payable_threads(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a profile or of `moec tune` without `threads`, if a quota of processor time pays for fewer."""
+    from moec.profiles.control_group import processor_quota
+
+    most = max(1, processor_quota())
+    return {name: value for name, value in options.items() if name != "threads" or value <= most}
 
 
 def note_tuned(names: Collection[str]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..terminal import output
+from .profile_defaults import payable_threads
 
 if TYPE_CHECKING:
     from moec.runtime.options.runtime import RuntimeOptions
@@ -27,7 +28,7 @@ def tuned_options(bundle: Path, options: RuntimeOptions) -> dict[str, Any]:
         if (problem := made_elsewhere(tuning, bundle)) is None:
             cache_bytes = planned_cache_bytes(bundle, options)
             if tuning.fits_cache(cache_bytes):
-                return tuning.options
+                return payable_threads(tuning.options)
             then, now = output.human_bytes(tuning.expert_cache_bytes), output.human_bytes(cache_bytes)
             problem = f"was made with an expert cache of {then}, this run has {now}"
             of_size = f" {bundle} --expert-cache {options.expert_cache or cache_bytes}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moec.manifests.bundle import LOOKAHEAD_NAME, TABLES_NAME, BundleManifest
+from moec.profiles.probe import available_threads
 
 from .. import kernels
 from ..accelerator import HostParts, open_accelerator, start_cooperation
@@ -109,7 +109,7 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
     check_activations(manifest, options)
     device = open_accelerator(manifest, options)  # before the plan: it takes memory of the host
     tokenizer, memory = _plan(bundle, options, 0 if device is None else device.host_bytes)
-    kernels.set_threads(options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    kernels.set_threads(options.threads or min(MAX_THREADS, available_threads()))
     check_modes(options.modes, manifest.model, len(manifest.low_experts))
     experts = _sizes(manifest, memory, options)
     tables = bundle.tables(has_paths=experts.reads_ahead and options.prefetch == "path")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from .budget import available_memory_bytes
+from moec.profiles.probe import available_memory_bytes
 
 MOST_BYTES = 4 << 30  # several times any last-level cache
 LEAST_BYTES = 64 << 20

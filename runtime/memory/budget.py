@@ -22,7 +22,7 @@ from moec.profiles.memory_floor import (
     scratch_bytes,
     tables_bytes,
 )
-from moec.profiles.probe import memory_limit_bytes, resident_set_bytes
+from moec.profiles.probe import available_memory_bytes, memory_limit_bytes, resident_set_bytes
 
 from ..layers.kv_cache import KV_TYPES
 from ..options.runtime import RuntimeOptions, parse_cache
@@ -60,18 +60,6 @@ class MemoryPlan(FixedMemory):
     def to_plain(self) -> dict[str, int | None]:
         """Return the values for `--json`."""
         return {**asdict(self), "floor_bytes": self.floor_bytes}
-
-
-def available_memory_bytes() -> int:
-    """Return the memory that is free: the smaller of MemAvailable and the rest of the control group's limit."""
-    available = [memory_limit_bytes() - resident_set_bytes()]
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available.append(int(line.split()[1]) * 1024)
-    except OSError:
-        pass
-    return max(0, min(available))
 
 
 def default_budget_bytes() -> int:

