@@ -8,7 +8,7 @@ from fractions import Fraction
 from .errors import OptionError
 
 _UNITS = {
-    "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
 
@@ -22,7 +22,7 @@ def parse_bytes(text: str, option: str = "") -> int:
     shown = f"`{option} {text}`" if option else f"`{text}`"
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", text)
     if match is None or (match[2] and match[2] not in _UNITS):
-        raise OptionError(f"{shown} is not a size", "write a size like `512MiB`, `2GiB` or `2GB`")
+        raise OptionError(f"{shown} is not a size", "write a size like `512MiB`, `2GiB`, `400KB` or `2GB`")
     if "." in match[1] and not match[2]:
         raise OptionError(f"{shown} is not a whole number of bytes", "add a unit, like `2GiB`")
     return int(Fraction(match[1]) * _UNITS[match[2] or "B"])

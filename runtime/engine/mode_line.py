@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moec.manifests.bundle import LOOKAHEAD_NAME, BundleManifest
 
 from .. import kernels
-from ..memory.budget import MemoryPlan
+from ..memory.budget import MemoryPlan, resident_experts_bytes
 from ..model.code_path import CodePath
 from ..options.runtime import RuntimeOptions
 
@@ -30,7 +30,7 @@ def mode_line(
     manifest: BundleManifest, options: RuntimeOptions, memory: MemoryPlan, use: CacheUse, path: CodePath
 ) -> str:
     """Return the `mode:` line."""
-    share = min(memory.cache_bytes / max(manifest.cost.expert_padded_bytes, 1), 1)
+    share = min(memory.cache_bytes / max(resident_experts_bytes(manifest), 1), 1)
     weights = f" {options.policy_weights}" if options.policy_weights else ""
     has_learned = options.uses_learned_routers and any(entry.name == LOOKAHEAD_NAME for entry in manifest.files)
     advice = "off (all fit)" if use.holds_all else options.prefetch_text + " by learned routers" * has_learned

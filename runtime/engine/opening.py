@@ -168,7 +168,7 @@ def _sizes(manifest: BundleManifest, memory: MemoryPlan, options: RuntimeOptions
         count,
         holds_all=int(sizes[:count].sum()) <= memory.cache_bytes,
         decision_bytes=memory.logical_cache_bytes if options.modes.reads_cache else memory.cache_bytes,
-        minimum_bytes=manifest.cost.minimum_expert_bytes,
+        minimum_bytes=memory.minimum_expert_bytes,
     )
 
 

@@ -26,6 +26,7 @@ from moec.profiles.probe import available_memory_bytes, memory_limit_bytes, resi
 
 from ..layers.kv_cache import KV_TYPES
 from ..options.runtime import RuntimeOptions, parse_cache
+from ..storage.interface import page_bytes
 
 _MANIFEST_FACTOR = 13
 """Upper bound of the peak memory while a manifest is read, as a multiple of its bytes.
@@ -60,6 +61,20 @@ class MemoryPlan(FixedMemory):
     def to_plain(self) -> dict[str, int | None]:
         """Return the values for `--json`."""
         return {**asdict(self), "floor_bytes": self.floor_bytes}
+
+
+def resident_experts_bytes(manifest: BundleManifest) -> int:
+    """Return the memory that all experts take, without low versions: whole pages of this machine."""
+    return sum(page_bytes(entry.size_bytes) for entry in manifest.experts)
+
+
+def _layer_experts_bytes(manifest: BundleManifest) -> int:
+    """Return the memory of the largest experts that a token needs in a layer, in whole pages of this machine."""
+    sizes: list[list[int]] = [[] for _ in manifest.model.layers]
+    for entry in manifest.experts:
+        sizes[entry.layer].append(page_bytes(entry.size_bytes))
+    chosen = zip(sizes, manifest.model.layers, strict=True)
+    return max(sum(sorted(layer)[-block.experts.top_k :]) for layer, block in chosen)
 
 
 def default_budget_bytes() -> int:
@@ -166,17 +181,19 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
     accelerator_bytes: memory of this process that an accelerator takes, for example staging buffers.
     Raises MemoryBudgetExceeded with the floor if the budget is lower. Raises OptionError if options conflict.
     """
-    cost, context = manifest.cost, _checked_context(manifest.model, options)
+    context = _checked_context(manifest.model, options)
     nominal = nominal_memory(manifest, options, accelerator_bytes)
     # An engine may be loaded into a process that is larger already.
     taken = max(nominal.process_bytes, resident_set_bytes() + PROCESS_SLACK_BYTES)
     fixed: dict[str, Any] = {**asdict(nominal), "process_bytes": taken, "context": context}
+    experts_bytes, minimum_bytes = resident_experts_bytes(manifest), _layer_experts_bytes(manifest)
+    fixed["minimum_expert_bytes"] = minimum_bytes  # more than in the bundle if pages are larger than 4096 bytes
     bare = MemoryPlan(cache_bytes=0, budget_bytes=None, **fixed)
     budget = parse_bytes(options.memory) if options.memory is not None else None
     if options.expert_cache is not None:
-        cache = parse_cache(options.expert_cache, cost.expert_padded_bytes)
-        if cache < cost.minimum_expert_bytes:
-            least = memory_option(cost.minimum_expert_bytes)
+        cache = parse_cache(options.expert_cache, experts_bytes)
+        if cache < minimum_bytes:
+            least = memory_option(minimum_bytes)
             share = f"; a share is written `{options.expert_cache}%`" if options.expert_cache.isdigit() else ""
             raise MemoryBudgetExceeded(
                 f"`--expert-cache {options.expert_cache}` is under the floor of {least}",
@@ -193,13 +210,13 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
         if budget is None:
             budget = default_budget_bytes()
         cache = budget - bare.fixed_bytes
-        if cache < cost.minimum_expert_bytes:
+        if cache < minimum_bytes:
             raise _under_floor(bare, options, budget)
     logical = cache
     if options.expert_cache is None and options.memory is not None:
-        logical = max(cache + taken - nominal.process_bytes, cost.minimum_expert_bytes)
+        logical = max(cache + taken - nominal.process_bytes, minimum_bytes)
     held = {"cache_bytes": cache, "logical_cache_bytes": logical}
-    held = {name: min(size, cost.expert_padded_bytes) for name, size in held.items()}
+    held = {name: min(size, experts_bytes) for name, size in held.items()}
     return MemoryPlan(**held, budget_bytes=budget, **fixed)
 
 

@@ -20,7 +20,7 @@ from moec.profiles.memory_floor import longest_pass, pass_bytes
 from ..expert_cache.interface import StreamingCache
 from ..layers.kv_cache import KV_TYPES
 from ..options.runtime import RuntimeOptions
-from .budget import MemoryPlan
+from .budget import MemoryPlan, resident_experts_bytes
 
 _TRIMMED_TOKENS = 16
 """Tokens of a pass from which the allocator returns its free memory afterwards."""
@@ -36,7 +36,7 @@ class CacheBudget:
         self._heads = Counter((a.cache_arrays * a.cache_heads, a.cache_size) for a in attentions)
         self._token_bytes = pass_bytes(manifest.model, 1)
         self._longest_pass = longest_pass(manifest.model, options.slots, plan.context)
-        self._experts_bytes = manifest.cost.expert_padded_bytes
+        self._experts_bytes = resident_experts_bytes(manifest)
 
     def capacity_bytes(self, tokens: int, longest: Sequence[int]) -> int:
         """Return the size of the cache during a pass.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +80,20 @@ def test_the_rest_is_for_experts_and_never_more_than_all_of_them() -> None:
     floor, total = plan(memory="1GB").floor_bytes, MANIFEST.cost.expert_padded_bytes
     assert plan(memory=str(floor + 100)).cache_bytes == MANIFEST.cost.minimum_expert_bytes + 100
     assert plan(memory="1GB").cache_bytes == total
+
+
+@pytest.mark.parametrize("page", [4096, 16384, 65536])
+def test_all_experts_fit_in_pages_of_any_size(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
+    monkeypatch.setattr(mmap, "PAGESIZE", page)
+    total = sum(-(-entry.size_bytes // page) * page for entry in MANIFEST.experts)
+    assert plan(memory="1GB").cache_bytes == total == plan(expert_cache="100%").cache_bytes
+    least = plan(memory="1GB").minimum_expert_bytes
+    assert least % page == 0 and least >= MANIFEST.cost.minimum_expert_bytes
+    assert (least == MANIFEST.cost.minimum_expert_bytes) == (page == 4096)
+    floor = plan(memory="1GB").floor_bytes
+    assert plan(memory=str(floor)).cache_bytes == least
+    with pytest.raises(MemoryBudgetExceeded):
+        plan(memory=str(floor - 1))
 
 
 def test_seven_eighths_of_what_is_available_by_default() -> None:
