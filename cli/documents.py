@@ -18,6 +18,9 @@ HEAD = """# The command line
 `make docs` writes this page from the commands. Text and results go to stdout. Messages and progress go to stderr.
 With `--json` a command prints one JSON object.
 
+`eval "$(_MOEC_COMPLETE=bash_source moec)"` in `~/.bashrc` completes commands, options and files. For other shells it is
+`zsh_source` or `fish_source`.
+
 | Exit code | Meaning |
 |---|---|
 | 0 | done |

@@ -82,7 +82,15 @@ class MoecGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command. Before it runs, its outputs are compared with its inputs."""
+        """Find the command. Before it runs, its outputs are compared with its inputs.
+
+        Raises click.UsageError with the names that an unknown command is like.
+        """
+        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
+            from difflib import get_close_matches
+
+            names = " or ".join(f"`{name}`" for name in get_close_matches(args[0][:40], _COMMANDS, n=3))
+            ctx.fail(f"No such command '{args[0][:40]}'." + (f" Did you mean {names}?" if names else ""))
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and not isinstance(command.callback, _Guarded):
             command.callback = _Guarded(command, command.callback)

@@ -116,3 +116,25 @@ def test_without_standalone_mode_errors_reach_the_caller(failing) -> None:  # ty
 def test_page_of_commands_has_not_drifted() -> None:
     page = Path(__file__).parents[2] / "docs" / "cli.md"
     assert page.read_text() == commands_page(), "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("word", "end"),
+    [
+        ("runn", "Did you mean `run`?"),
+        ("comple", "`compile` or `compare`?"),
+        ("inspct", "`inspect`?"),
+        ("z" * 999, "zzz'."),
+    ],
+)
+def test_an_unknown_command_is_answered_with_similar_ones(invoke: Invoke, word: str, end: str) -> None:
+    result = invoke(word)
+    assert result.exit_code == 2 and len(result.stderr) < 300
+    assert result.stderr.rstrip().endswith(end)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_get_a_script_that_completes(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
+    monkeypatch.setenv("_MOEC_COMPLETE", f"{shell}_source")
+    result = invoke()
+    assert result.exit_code == 0 and f"_MOEC_COMPLETE={shell}_complete" in result.stdout
