@@ -57,18 +57,20 @@ class StorageFigures:
     is_direct: bool
 
 
-def probe_host(storage: Path, system: Path = _SYSTEM, request_bytes: int = REQUEST_BYTES) -> DeviceProfile:
+def probe_host(
+    storage: Path, system: Path = _SYSTEM, request_bytes: int = REQUEST_BYTES, least_bytes: int = MIN_SAMPLE_BYTES
+) -> DeviceProfile:
     """Measure this machine.
 
     storage: a file of 8 MiB or more to read, or a folder for a temporary file.
     system: root folder of /proc and /sys.
-    request_bytes: as in `measure_storage`.
+    request_bytes, least_bytes: as in `measure_storage`.
     Raises ProfileError if the storage cannot be measured.
     """
     limit = memory_limit_bytes(system)
     cache = last_level_cache_bytes(system)
     copy_bytes = min(MAX_COPY_BYTES, max(2 * cache, MIN_COPY_BYTES), max(limit // 16, 1 << 20))
-    figures = measure_storage(storage, request_bytes)
+    figures = measure_storage(storage, request_bytes, least_bytes)
     way = "direct reads" if figures.is_direct else "buffered reads after dropping the page cache"
     kinds = core_kinds(allowed_processors(), system)
     cores, source = (None, "") if kinds is None else kinds
@@ -193,14 +195,17 @@ def measure_memory(copy_bytes: int) -> int:
     return max(1, 2 * copy_bytes * 10**9 // best_ns)
 
 
-def measure_storage(place: Path, request_bytes: int = REQUEST_BYTES) -> StorageFigures:
+def measure_storage(
+    place: Path, request_bytes: int = REQUEST_BYTES, least_bytes: int = MIN_SAMPLE_BYTES
+) -> StorageFigures:
     """Measure read bandwidth and latency of the file system that holds `place`. Raises ProfileError.
 
     request_bytes: size of each large read, rounded up to blocks, at most a quarter of the file.
+    least_bytes: size from which a file is read itself. In place of a smaller one, a file is made next to it.
     """
     try:
         block_bytes = _block_bytes(place)
-        if place.is_file() and place.stat().st_size >= MIN_SAMPLE_BYTES:
+        if place.is_file() and place.stat().st_size >= least_bytes:
             return _measure_file(place, block_bytes, request_bytes)
         folder = place if place.is_dir() else place.parent
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".moec-probe-") as file:
@@ -252,7 +257,7 @@ def _opened(path: Path, block_bytes: int) -> Iterator[tuple[int, bool]]:
 
 
 def _measure_file(path: Path, block_bytes: int, request_bytes: int) -> StorageFigures:
-    blocks = path.stat().st_size // block_bytes
+    blocks = max(1, path.stat().st_size // block_bytes)
     request = max(1, min(-(-request_bytes // block_bytes), blocks // 4))
     # The order is fixed, so that two probes read the same positions.
     order = random.Random(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,17 @@ if TYPE_CHECKING:
 def _probed_host(bundle: Bundle) -> DeviceProfile:
     """Return the profile of this machine. Storage is measured by reads of the largest expert's size.
 
-    The reads are in the largest file of the bundle. If that file is too small, they are in a file made next to it.
+    The reads are in the largest file of the bundle. If that file is too small, they are in a file made next to the
+    bundle, if its folder can be written.
     """
     from moec.profiles.probe import MIN_SAMPLE_BYTES, probe_host
 
     largest = max(bundle.manifest.files, key=lambda entry: entry.size_bytes)
-    is_large = largest.size_bytes >= MIN_SAMPLE_BYTES
-    place = bundle.path / largest.name if is_large else bundle.path.resolve().parent
-    return probe_host(place, request_bytes=max(entry.size_bytes for entry in bundle.manifest.experts))
+    request_bytes = max(entry.size_bytes for entry in bundle.manifest.experts)
+    folder = bundle.path.resolve().parent
+    if largest.size_bytes < MIN_SAMPLE_BYTES and os.access(folder, os.W_OK | os.X_OK):
+        return probe_host(folder, request_bytes=request_bytes)
+    return probe_host(bundle.path / largest.name, request_bytes=request_bytes, least_bytes=0)
 
 
 def measured_host(bundle: Bundle, threads: int | None) -> DeviceProfile:
@@ -30,10 +34,11 @@ def measured_host(bundle: Bundle, threads: int | None) -> DeviceProfile:
 
     threads: number of threads, or None for all processors.
     """
+    from moec.profiles.probe import available_threads
     from moec.runtime.memory.bandwidth import buffer_bytes, read_bytes_per_s
 
     host = _probed_host(bundle)
-    threads = threads or host.threads
+    threads = threads or available_threads()
     size = buffer_bytes(sum(entry.size_bytes for entry in bundle.manifest.files))
     told = f"measured: {threads} threads reading {size} bytes, best of three"
     return replace(

@@ -279,3 +279,15 @@ def test_threads_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert probe.available_threads() == 1
+
+
+@pytest.mark.parametrize("size", [0, 100, 4096, 70_000])
+def test_a_small_file_is_read_itself_where_none_may_be_made(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "small"
+    file.write_bytes(bytes(size))
+    tmp_path.chmod(0o500)
+    try:
+        figures = probe.measure_storage(file, least_bytes=0)
+    finally:
+        tmp_path.chmod(0o700)
+    assert figures.bytes_per_s > 0 and [path.name for path in tmp_path.iterdir()] == ["small"]
