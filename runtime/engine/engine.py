@@ -43,9 +43,11 @@ _SEQUENCES = itertools.count(1)
 def load(path: str | Path, **options: Any) -> Engine:
     """Open a bundle: `load("x-moec", memory="2GiB")`.
 
-    options: fields of RuntimeOptions.
+    options: fields of RuntimeOptions. `memory` may be a number of bytes, too.
     Raises BundleError, MemoryBudgetExceeded, OptionError.
     """
+    if type(options.get("memory")) is int:
+        options["memory"] = str(options["memory"])
     try:
         chosen = RuntimeOptions(**options)
     except TypeError as error:

@@ -57,6 +57,7 @@ def test_answers_go_to_stdout_and_talk_to_stderr(invoke: Invoke, bundle: Path) -
     with load(bundle) as engine:
         text = "".join(step.text for step in engine.generate("Once upon", 6))
     assert result.stdout == text + "\n"
+    assert "no chat template: the model continues" in result.stderr.partition("reused by")[0], "before the first turn"
     assert result.stderr.startswith("mode: ") and "reused by the last answer" in result.stderr
     assert "first token (TTFT)" in result.stderr and "/system TEXT" in result.stderr
     assert "> " not in result.stderr.splitlines(), "a script needs no prompt"

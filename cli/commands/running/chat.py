@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from moec.runtime.bundle.opening import Bundle
     from moec.runtime.text.sampling import SamplingOptions
 
+_WITHOUT_TEMPLATE = "no chat template: the model continues the text as it is written"
+
 
 @click.command("chat", cls=SectionCommand, short_help="Talk to a model in the terminal.")
 @bundle_argument
@@ -76,13 +78,10 @@ def chat_command(
         say_mode_cost(bundle, engine)
         (conversation,) = conversations
         reader = MessageReader(prompt_limit_bytes(engine.memory.context))
+        if conversation.template is None:
+            output.say(_WITHOUT_TEMPLATE)
         if reader.is_terminal:
-            output.say(_greeting(conversation))
+            output.say("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat")
         answers = AnswerOptions(max_new_tokens, sampling, stop)
         ChatSession(engine, conversation, reader, answers, bundle.resolve().name, as_json).run()
         say_decisions(engine)
-
-
-def _greeting(conversation: Conversation) -> str:
-    kind = "no chat template: the model continues the text as it is written\n" if conversation.template is None else ""
-    return f"{kind}/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat"

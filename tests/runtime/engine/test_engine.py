@@ -219,6 +219,13 @@ def test_logits_that_are_not_numbers_are_an_error() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_memory_may_be_a_number_of_bytes(tiny_bundle: Path) -> None:
+    with load(tiny_bundle, memory=3 << 30) as engine:
+        assert engine.memory.budget_bytes == 3 << 30
+    with pytest.raises(OptionError, match="must be a text"):
+        load(tiny_bundle, memory=True)
+
+
 def test_a_forked_child_is_told_to_load_its_own(tiny_bundle: Path) -> None:
     with load(tiny_bundle, expert_cache="100%", context=64) as engine:
         engine.logits([5, 6])
