@@ -8,6 +8,7 @@ checkpoint -> preflight -> measure -> price -> search -> compare -> write -> cer
 from __future__ import annotations
 
 from moec.manifests.bundle import PARTIAL_SUFFIX
+from moec.manifests.files.implied_names import is_implied_folder
 
 from .bundle.plan_bundles import clear_trials
 from .bundle.publish import check_replaceable, publish_directory, recover_replaced
@@ -62,6 +63,8 @@ def _compile(request: CompileRequest, like: Prepared | None) -> CompileResult:
     may_be_result = may_be_finished(request)
     if not may_be_result:
         check_replaceable(output, request.overwrite)
+    if request.measurements is None:
+        is_implied_folder(request.work)  # refuses a link
     check_partial(partial)
     clear_trials(output, disk)
     prepared = prepare(request, like)

@@ -15,10 +15,12 @@ import torch
 
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import OptionError
+from moec.manifests.files.implied_names import is_implied_folder
+from moec.manifests.files.output_file import WRITING_SUFFIX
 from moec.manifests.model import ExpertKey, UnitKey
 from moec.manifests.progress import Progress
 
-from ..checkpoint.checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME
+from ..checkpoint.checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, is_companion
 from ..families import Lowering, TensorSource
 from ..workspace.durable import Disk, disk_errors, require_free_bytes
 from ..workspace.work_folder import removed_on_failure
@@ -69,7 +71,7 @@ def export_folder(
     """Write config, tokenizer, shards and index into the new folder `partial`. Return the bytes of the weights.
 
     dtype: `float32` holds every value of the bundle exactly.
-    On any of these errors the folder is removed:
+    Raises InputError if something else stands under its name. On any other error the folder is removed:
     Raises OptionError if the family cannot express an expert that is left out.
     Raises DoesNotFit, MoecError.
     """
@@ -82,6 +84,8 @@ def export_folder(
     parts = _parts(lowering)
     size = DTYPES[dtype].itemsize
     total = sum(size * _elements(own[0][0].shape) for own in parts.values())
+    with disk_errors(partial):
+        _check_partial(partial)
     with disk_errors(partial), removed_on_failure(disk, partial):
         disk.remove_tree(partial)
         require_free_bytes(partial.parent, total + sum(map(len, bundle.files.values())))
@@ -97,6 +101,15 @@ def export_folder(
         for path in partial.glob("*.safetensors"):
             path.chmod(stat.S_IMODE(mode))
     return total
+
+
+def _check_partial(partial: Path) -> None:
+    """Raise InputError if an unfinished export is to be removed, and something else stands under its name."""
+    names = [path.name for path in partial.iterdir()] if is_implied_folder(partial) else []
+    for name in sorted(names):
+        written = name.removesuffix(WRITING_SUFFIX)
+        if not (written.endswith(".safetensors") or written == INDEX_NAME or is_companion(written)):
+            raise OptionError(f"`{partial}` holds `{name}`, which no export has left", "move it, or name another `-o`")
 
 
 def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:

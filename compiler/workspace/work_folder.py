@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, WORK_SUFFIX
 from moec.manifests.errors import InputError, MoecError, OptionError, TargetUnreachable
+from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.output_file import WRITING_SUFFIX
 
 from .durable import Disk
@@ -70,7 +71,7 @@ def work_journal(
 @contextlib.contextmanager
 def planning_journal(output: Path, identity: str, resume: bool, note: Note) -> Iterator[Journal]:
     """Open the journal of a run that writes nothing: a temporary one, or with `resume` that of an interrupted run."""
-    if resume and work_folder(output).is_dir():
+    if resume and is_implied_folder(work_folder(output)):
         journal = Journal(work_folder(output), identity, Disk(), note)
         note(_taken_up(journal, work_folder(output)))
         yield journal

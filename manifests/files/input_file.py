@@ -35,7 +35,7 @@ def open_input(path: Path, *, follow_links: bool = False, folder: int | None = N
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
         os.close(descriptor)
-        raise UnreadableFile(f"is {_kind_name(kind)}, expected a regular file")
+        raise UnreadableFile(f"is {kind_name(kind)}, expected a regular file")
     return descriptor
 
 
@@ -88,9 +88,11 @@ def _reason(error: OSError | ValueError) -> str:
     return f"cannot be read: {error}"
 
 
-def _kind_name(mode: int) -> str:
+def kind_name(mode: int) -> str:
     """Return the name of a kind of file, with its article."""
     names = (
+        (stat.S_ISREG, "a file"),
+        (stat.S_ISLNK, "a link"),
         (stat.S_ISDIR, "a folder"),
         (stat.S_ISFIFO, "a pipe"),
         (stat.S_ISSOCK, "a socket"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from moec.manifests.bundle import PARTIAL_SUFFIX
 from moec.manifests.errors import InputError
+from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.output_file import FileSystem
 
 CURRENT, PREVIOUS = "current", "previous"
@@ -21,6 +22,7 @@ ID_CHARACTERS = 16
 JOURNAL_SUFFIX = ".journal"
 REMOVING_SUFFIX = ".removing"
 _ID = re.compile(r"[0-9a-f]{16}")
+_FOLDER = re.compile(rf"[0-9a-f]{{16}}(?:{re.escape(PARTIAL_SUFFIX)}|{re.escape(REMOVING_SUFFIX)})?")
 _OWN_NAME = re.compile(
     r"\.?(?:[0-9a-f]{16}(?:\..*)?|current(?:\..*)?|previous(?:\..*)?|state\.json(?:\..*)?|lock|lost\+found)"
 )
@@ -75,12 +77,12 @@ class Places:
         return self.folder / LOCK_NAME
 
     def ids(self) -> list[str]:
-        """Return the names of installed bundles, in no order. Empty if there is no folder."""
+        """Return the names of installed bundles, in no order. Empty if there is no folder. Raises InputError."""
         try:
             names = os.listdir(self.folder)
         except FileNotFoundError:
             return []
-        return [name for name in names if _ID.fullmatch(name) and self.bundle(name).is_dir()]
+        return [name for name in names if _ID.fullmatch(name) and is_implied_folder(self.bundle(name))]
 
     def linked(self, link: str) -> str | None:
         """Return the bundle that a link names; None if there is no such link, or no such bundle."""
@@ -88,7 +90,7 @@ class Places:
             name = os.readlink(self.folder / link)
         except OSError:
             return None
-        return name if _ID.fullmatch(name) and self.bundle(name).is_dir() else None
+        return name if _ID.fullmatch(name) and is_implied_folder(self.bundle(name)) else None
 
     @property
     def current(self) -> str | None:
@@ -125,7 +127,10 @@ def remove_link(places: Places, link: str, system: FileSystem) -> None:
 
 
 def check_device_folder(folder: Path) -> None:
-    """Raise InputError if a folder holds anything that is no part of a device's folder. It may be missing."""
+    """Raise InputError if a folder holds anything that is no part of a device's folder. It may be missing.
+
+    A link in the place of a bundle is refused: what is removed or written there would be lost elsewhere.
+    """
     try:
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
@@ -136,6 +141,9 @@ def check_device_folder(folder: Path) -> None:
     for link in (CURRENT, PREVIOUS):
         if link in names and not (folder / link).is_symlink():
             raise InputError(f"`{folder / link}` is no link that `moec pull` has made", "give it another name")
+    for name in names:
+        if _FOLDER.fullmatch(name):
+            is_implied_folder(folder / name)
     foreign = [name for name in names if not is_own_name(name)]
     if foreign and STATE_NAME not in names:
         raise InputError(

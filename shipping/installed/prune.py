@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 
 from moec.manifests.bundle import PARTIAL_SUFFIX
+from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.output_file import WRITING_SUFFIX, FileSystem
 
 from .places import JOURNAL_SUFFIX, PREVIOUS, REMOVING_SUFFIX, Places, is_own_name, remove_link
@@ -86,7 +88,7 @@ def tidy(places: Places, system: FileSystem) -> None:
     for name in _own_names(places, WRITING_SUFFIX):
         system.remove(places.folder / name)
     for name in _own_names(places, JOURNAL_SUFFIX):
-        if not places.partial(name.removesuffix(JOURNAL_SUFFIX)).is_dir():
+        if not is_implied_folder(places.partial(name.removesuffix(JOURNAL_SUFFIX))):
             system.remove(places.folder / name)
 
 
@@ -94,17 +96,17 @@ def remove_companions(places: Places, name: str, system: FileSystem) -> None:
     """Remove the files next to a bundle that is gone: signature, receipt, journal, tuning. Raises OSError."""
     for found in os.listdir(places.folder):
         path = places.folder / found
-        if found.startswith((f"{name}.", f".{name}.")) and not path.is_dir():
+        if found.startswith((f"{name}.", f".{name}.")) and not stat.S_ISDIR(path.lstat().st_mode):
             system.remove(path)
 
 
 def remove_partial(places: Places, name: str, system: FileSystem) -> None:
     """Remove a pull that will not be finished. Raises OSError."""
     partial = places.partial(name)
-    if partial.is_dir():
+    if is_implied_folder(partial):
         system.rename(partial, places.removing(name))
         shutil.rmtree(places.removing(name))
-    if not places.bundle(name).is_dir():
+    if not is_implied_folder(places.bundle(name)):
         remove_companions(places, name, system)
 
 

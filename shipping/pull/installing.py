@@ -11,6 +11,7 @@ from pathlib import Path
 from moec.manifests.bundle import MANIFEST_NAME, BundleManifest
 from moec.manifests.codec import decode_manifest
 from moec.manifests.errors import BundleError, DiskFull
+from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import MAX_MANIFEST_BYTES
 from moec.manifests.files.output_file import WRITING_SUFFIX, AtomicFile, FileSystem, put_in_place
@@ -164,7 +165,7 @@ def _publish(installation: Installation, partial: PartialBundle, system: FileSys
     names = [MANIFEST_NAME, *(entry.name for entry in partial.entries)]
     receipt = make_receipt(partial.folder, installation.manifest_sha256, names)
     write_receipt(places.receipt(name), receipt, system)
-    if places.bundle(name).is_dir():  # its files had changed
+    if is_implied_folder(places.bundle(name)):  # its files had changed
         exchange(partial.folder, places.bundle(name), places.removing(name), system)
         remove_partial(places, name, system)
     else:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moec.manifests.bundle import MANIFEST_NAME, FileEntry
+from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import MAX_MANIFEST_BYTES
 from moec.manifests.files.output_file import WRITING_SUFFIX, AtomicFile, FileSystem
@@ -45,14 +46,14 @@ class PartialBundle:
     def __init__(
         self, places: Places, name: str, manifest_sha256: str, entries: tuple[FileEntry, ...], system: FileSystem
     ) -> None:
-        """Open what an earlier pull left, or begin anew. Raises OSError."""
+        """Open what an earlier pull left, or begin anew. Raises OSError, InputError."""
         self.entries, self.folder = entries, places.partial(name)
         self._system = system
         self._changed = threading.Condition()
         self.is_stopped = False
         self._done = kept_ranges(places, name, manifest_sha256, entries)
         self._unsynced = {number for number, done in enumerate(self._done) if done.size_bytes}
-        if not self.folder.is_dir():
+        if not is_implied_folder(self.folder):
             system.make_directory(self.folder)
         self._remove_foreign()
         self._journal = Journal(places.journal(name), manifest_sha256, boot_name())

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
+from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.output_file import FileSystem, made_folders, write_errors
 
 from ..channel import DEFAULT_CHANNEL, Channel, ChannelBundle, encode_moment
@@ -184,7 +185,9 @@ class _Pull:
     def _is_installed(self, result: Pulled) -> bool:
         """Return whether the bundle is there, and unchanged since it was checked."""
         receipt = read_receipt(self.places.receipt(result.name))
-        if receipt is None or receipt.manifest_sha256 != result.bundle.manifest_sha256 or not result.path.is_dir():
+        if receipt is None or receipt.manifest_sha256 != result.bundle.manifest_sha256:
+            return False
+        if not is_implied_folder(result.path):
             return False
         return recheck(self.places, result.name, None if self.request.plan_only else self.system) is None
 

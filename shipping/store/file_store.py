@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moec.manifests.errors import InputError, StoreFailed
+from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.input_file import UnreadableFile, open_input, read_input
 from moec.manifests.files.output_file import (
     WRITING_SUFFIX,
@@ -119,18 +120,19 @@ class FileStore:
     def commit(self, folder: str) -> None:
         """Give a bundle its name, by one rename. What an interrupted `put` left in it is removed.
 
-        Raises StoreFailed.
+        Raises StoreFailed. Raises InputError if a link or a file is in the place of a folder.
         """
         growing, target = self._folder / (folder + _PARTIAL), self._folder / folder
-        if not growing.is_dir():
+        if not is_implied_folder(growing):
             return
         with self._writing(target):
+            has_lost_files = is_implied_folder(target)
             for path in list(growing.iterdir()):
                 if path.name not in self._put_names[folder]:
                     self._system.remove(path)
-                elif target.is_dir():  # it has lost this file
+                elif has_lost_files:
                     self._system.rename(path, target / path.name)
-            if target.is_dir():
+            if has_lost_files:
                 growing.rmdir()
                 self._system.sync_directory(target)
             else:
@@ -204,7 +206,13 @@ class FileStore:
 
     @contextmanager
     def _writing(self, place: Path) -> Iterator[None]:
-        """Make missing folders and keep other writers out. Raises StoreFailed, DoesNotFit."""
+        """Make missing folders and keep other writers out. Raises StoreFailed, DoesNotFit.
+
+        Raises InputError if a link is in the place of a folder of the store.
+        """
+        if place.parent != self._folder:
+            is_implied_folder(place.parent)
+            is_implied_folder(place.parent.with_name(place.parent.name.removesuffix(_PARTIAL)))
         with write_errors(place, StoreFailed), made_folders(place, self._system):
             if self._lock is None:
                 self._lock = self._locked()
@@ -225,7 +233,8 @@ class FileStore:
 
     def _remove_leftovers(self) -> None:
         """Remove small files that a killed process was writing. `commit` does so in a bundle. Raises OSError."""
-        for folder in {self._folder, (self._folder / channel_path(DEFAULT_CHANNEL)).parent}:
+        channels = (self._folder / channel_path(DEFAULT_CHANNEL)).parent
+        for folder in (self._folder, *([channels] if is_implied_folder(channels) else [])):
             for path in folder.glob(f".*{WRITING_SUFFIX}"):
                 self._system.remove(path)
 

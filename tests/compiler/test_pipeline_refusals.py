@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from moec.compiler import pipeline
 from moec.compiler.stages import measure as measure_stages
-from moec.manifests.errors import CheckpointError, DoesNotFit, MoecError, OptionError, TargetUnreachable
+from moec.manifests.errors import CheckpointError, DoesNotFit, InputError, MoecError, OptionError, TargetUnreachable
 from tests.compiler.preflight.test_device_fit import with_budget
 from tests.tiny_compile import compile_tiny, contents, make_request, names, save_problems
 
@@ -93,6 +93,15 @@ def test_an_existing_output_is_refused_before_any_work(model: Path, tmp_path: Pa
         request = make_request(model, tmp_path / name, "uniform", 2, overwrite=True)
         error = refused(OptionError, tmp_path, lambda request=request: pipeline.compile_checkpoint(request))
         assert "not a bundle" in error.message
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("ending", [".work", ".partial", ".work-trial.partial"])
+def test_a_link_beside_the_output_is_not_followed(model: Path, tmp_path: Path, ending: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"out{ending}").symlink_to(tmp_path / "elsewhere")
+    error = refused(InputError, tmp_path, lambda: compile_tiny(model, tmp_path / "out", "uniform", 2))
+    assert f"out{ending}" in error.message
 
 
 def test_a_folder_of_ones_own_beside_the_output_is_never_removed(model: Path, tmp_path: Path) -> None:

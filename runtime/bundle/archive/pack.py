@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -131,12 +132,12 @@ def _open_unfinished(partial: Path) -> BinaryIO:
 
     Raises OptionError if the file is something else. Raises OSError.
     """
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    file = os.fdopen(descriptor, "r+b")
-    if file.read(len(MAGIC)) not in (b"", MAGIC, UNFINISHED_MAGIC):
-        file.close()
+    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    if not is_file or os.pread(descriptor, len(MAGIC), 0) not in (b"", MAGIC, UNFINISHED_MAGIC):
+        os.close(descriptor)
         raise OptionError(f"`{partial}` is in the way and no unfinished archive", "remove it or name another file")
-    return file
+    return os.fdopen(descriptor, "r+b")
 
 
 class _Packer:

@@ -22,6 +22,7 @@ from moec.manifests.errors import (
     ManifestInvalid,
     OptionError,
 )
+from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.input_file import UnreadableFile, open_input
 from moec.manifests.files.output_file import AtomicFile, FileSystem
 from moec.manifests.progress import Progress
@@ -138,12 +139,10 @@ def _read_at(file: BinaryIO, place: Place) -> bytes:
 def _look_through(partial: Path, manifest: BundleManifest) -> int:
     """Return the bytes that an interrupted run left in the folder, 0 if there is none.
 
-    Raises OptionError if the folder holds a file that is not part of this archive.
+    Raises InputError if a link is in its place. Raises OptionError if it holds a file that is not part of this archive.
     """
-    if not os.path.lexists(partial):
+    if not is_implied_folder(partial):
         return 0
-    if partial.is_symlink():
-        raise OptionError(f"`{partial}` is a link", "remove it")
     names = {entry.name for entry in manifest.files} | {MANIFEST_NAME, _UNFINISHED_MANIFEST}
     kept_bytes = 0
     for path in sorted(partial.iterdir()):

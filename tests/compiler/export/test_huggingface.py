@@ -129,6 +129,14 @@ def test_a_damaged_bundle_or_an_existing_folder_leaves_nothing(tmp_path: Path) -
     for existing in (tmp_path / "full", bundle):
         result = export(bundle, "-o", existing)
         assert result.exit_code == 1 and "exists" in result.output and "remove it" in result.output
+    (tmp_path / "out.partial").symlink_to(tmp_path / "full")
+    result = export(bundle, "-o", tmp_path / "out")
+    assert result.exit_code == 1 and "out.partial` is a link, expected a folder" in result.output
+    (tmp_path / "out.partial").unlink()
+    (tmp_path / "full").rename(tmp_path / "out.partial")
+    result = export(bundle, "-o", tmp_path / "out")
+    assert result.exit_code == 1 and "holds `mine`, which no export has left" in result.output
+    (tmp_path / "out.partial").rename(tmp_path / "full")
     path = bundle / "experts-00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-5000] ^= 1

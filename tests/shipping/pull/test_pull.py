@@ -343,6 +343,28 @@ def test_folders_that_are_none_of_a_device(device: Device, tmp_path: Path) -> No
     assert mounted.pull().outcome == "installed"
 
 
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
+@pytest.mark.parametrize("ending", [".partial", ".removing", ""])
+def test_what_is_no_folder_in_the_place_of_a_bundle(
+    device: Device, bundles: list[Path], tmp_path: Path, ending: str, kind: str
+) -> None:
+    """Whatever `pull` would empty, write or remove there belongs to somebody else."""
+    other, place = tmp_path / "other", device.folder / (sha256_of(bundles[0])[:16] + ending)
+    (other / "below").mkdir(parents=True)
+    (other / "below" / "letters.txt").write_text("dear")
+    device.folder.mkdir()
+    if kind == "file":
+        place.write_text("dear")
+    else:
+        place.symlink_to(other if kind == "link" else tmp_path / "nothing")
+    for work in (device.pull, lambda: device.pull(plan_only=True), lambda: roll_back(device.folder, lambda path: None)):
+        with pytest.raises(InputError, match=rf"{place.name}` is a {kind.split()[-1]}, expected a folder"):
+            work()
+    assert (other / "below" / "letters.txt").read_text() == "dear"
+    assert device.names == {place.name}
+
+
 def test_two_pulls_at_once(device: Device) -> None:
     device.pull()
     with locked(Places(device.folder)), pytest.raises(TryAgain, match="another `moec pull`"):

@@ -220,6 +220,24 @@ def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
     FileStore(tmp_path / "empty", for_writing=True)
 
 
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("name", [f"{BUNDLE}.partial", BUNDLE, "channel"])
+def test_a_link_in_the_place_of_a_folder_is_not_followed(tmp_path: Path, name: str) -> None:
+    """What the store would remove or replace there belongs to somebody else."""
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in ("letters.txt", "weights", "stable.json", ".note.writing"):
+        (other / file).write_text("dear")
+    store = tmp_path / "store"
+    (store / OTHER).mkdir(parents=True)
+    (store / name).symlink_to(other)
+    with pytest.raises(InputError, match=rf"{name}` is a link, expected a folder"):
+        push(FileStore(store, for_writing=True), tmp_path)
+    assert {path.name: path.read_text() for path in other.iterdir()} == dict.fromkeys(
+        ("letters.txt", "weights", "stable.json", ".note.writing"), "dear"
+    )
+
+
 def test_a_pipe_on_the_store_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "channel").mkdir()
     os.mkfifo(tmp_path / "channel" / "stable.json")

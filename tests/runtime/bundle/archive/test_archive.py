@@ -265,6 +265,9 @@ def test_something_else_in_the_way_of_a_pack_is_left_alone(bundle: Path, tmp_pat
     (tmp_path / "b.partial").mkdir()
     with pytest.raises(InputError, match=r"b\.partial"):
         pack_bundle(bundle, tmp_path / "b")
+    os.mkfifo(tmp_path / "c.partial")
+    with pytest.raises(OptionError, match="in the way"):
+        pack_bundle(bundle, tmp_path / "c")
 
 
 def test_an_unfinished_archive_is_none(bundle: Path, tmp_path: Path) -> None:
@@ -307,7 +310,7 @@ def test_a_folder_of_something_else_is_not_touched(packed: bytes, tmp_path: Path
 def test_a_link_in_place_of_the_folder_is_refused(packed: bytes, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out.partial").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OptionError, match="is a link"):
+    with pytest.raises(InputError, match="is a link, expected a folder"):
         unpack_bundle(write_archive(tmp_path, packed), tmp_path / "out")
 
 
