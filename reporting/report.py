@@ -89,6 +89,7 @@ def _page(report: Report) -> str:
             '<html lang="en">',
             "<head>",
             '<meta charset="utf-8">',
+            '<meta name="generator" content="moec">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             f"<title>{escape(title)}</title>",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from .progress_bar import ProgressBar
 DONE = "done"
 LOG_SUFFIX = ".log.json"
 """What the name of a log adds to the name of its bundle."""
+LOG_MARK = re.compile(rb'\A\{\s*"events": \[\s*\{\s*"seconds": ')
 
 
 @dataclass(slots=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moec.manifests.files.output_file import write_output
+from moec.manifests.files.implied_names import write_implied
 
 from . import output
 from .compile_log import forecast_table
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 
 REPORT_SUFFIX = ".report.html"
 """Name of the report next to its bundle: NAME and this."""
-CURVE_SUFFIX = ".curve.json"
+REPORT_MARK = re.compile(
+    rb'\A<!doctype html>\n.*(?:<meta name="generator" content="moec">|from <code>moec\.json</code> and)', re.DOTALL
+)
+"""A report of any version: earlier ones have no generator, and a foot that names their sources."""
+CURVE_SUFFIX, PICTURE_SUFFIX = ".curve.json", ".curve.svg"
+CURVE_MARK = re.compile(rb'\A\{\s*"curve": \[')
+PICTURE_MARK = re.compile(rb'\A<svg xmlns="http://www\.w3\.org/2000/svg" class="chart"')
 
 
 def print_curve(curve: LossCurve, destination: Path, as_json: bool) -> None:
@@ -29,9 +36,9 @@ def print_curve(curve: LossCurve, destination: Path, as_json: bool) -> None:
 
     plain = {"curve": [point.to_json() for point in curve]}
     data = destination.with_name(destination.name + CURVE_SUFFIX)
-    picture = data.with_suffix(".svg")
-    write_output(data, (json.dumps(plain, indent=1) + "\n").encode())
-    write_output(picture, sweep_svg(destination.name, curves_of_sweep(plain["curve"])).encode())
+    picture = destination.with_name(destination.name + PICTURE_SUFFIX)
+    write_implied(data, (json.dumps(plain, indent=1) + "\n").encode(), CURVE_MARK)
+    write_implied(picture, sweep_svg(destination.name, curves_of_sweep(plain["curve"])).encode(), PICTURE_MARK)
     if as_json:
         output.data_json(plain)
         return

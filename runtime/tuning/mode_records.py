@@ -7,14 +7,15 @@ quality.json with the same setting.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from moec.manifests.bundle import QUALITY_NAME, BundleManifest
 from moec.manifests.errors import OptionError
+from moec.manifests.files.implied_names import check_implied, write_implied
 from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import MAX_QUALITY_BYTES, QUALITY_JSON
-from moec.manifests.files.output_file import write_output
 from moec.manifests.files.strict_json import load_strict_json
 
 from ..options.lossy import MODE_OPTIONS, LossyModes, parse_dynamic_precision, parse_modes
@@ -22,6 +23,7 @@ from .tune_file import bundle_sha256, file_next_to
 
 SUFFIX = ".modes.json"
 FORMAT_VERSION = 1
+_MARK = re.compile(rb'\A\{\s*"format_version": [0-9]+,\s*"bundle": "')
 
 
 def record_path(bundle: Path) -> Path:
@@ -30,7 +32,7 @@ def record_path(bundle: Path) -> Path:
 
 
 def write_record(bundle: Path, record: dict[str, Any]) -> Path:
-    """Write the record next to a bundle atomically. Raises the errors of `output_file`.
+    """Write the record next to a bundle atomically. Raises the errors of `write_implied`.
 
     Earlier rows of the same bundle with other settings are kept, each with its conditions.
     """
@@ -38,8 +40,13 @@ def write_record(bundle: Path, record: dict[str, Any]) -> Path:
     measured = {row["mode"] for row in record["rows"]}
     rows = [*record["rows"], *(row for row in _rows(_record_next_to(bundle)) if row["mode"] not in measured)]
     plain = {"format_version": FORMAT_VERSION, "bundle": bundle_sha256(bundle), **record, "rows": rows}
-    write_output(path, (json.dumps(plain, indent=1) + "\n").encode())
+    write_implied(path, (json.dumps(plain, indent=1) + "\n").encode(), _MARK)
     return path
+
+
+def check_record(bundle: Path) -> None:
+    """Check before the measurement that the record can be written. Raises the errors of `check_implied`."""
+    check_implied(record_path(bundle), _MARK)
 
 
 def measured_rows(bundle: Path) -> list[dict[str, Any]]:

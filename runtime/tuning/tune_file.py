@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from moec.manifests.bundle import MANIFEST_NAME
 from moec.manifests.errors import BundleIncomplete, OptionError
+from moec.manifests.files.implied_names import check_implied, write_implied
 from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import MAX_MANIFEST_BYTES, MAX_TUNE_BYTES, TUNE_JSON
-from moec.manifests.files.output_file import write_output
 from moec.manifests.files.strict_json import load_strict_json, shown
 from moec.manifests.runtime_limits import MAX_READERS
 
@@ -32,6 +33,7 @@ from ..options.runtime import (
 
 SUFFIX = ".tune.json"
 FORMAT_VERSION = 1
+_MARK = re.compile(rb'\A\{\s*"format_version": [0-9]+,\s*"machine": "')
 CACHE_TOLERANCE = 0.2
 """Largest relative difference of cache sizes for which options are used. Their benefit depends on the miss rate."""
 # Options that may be tuned, and their limits. All are lossless.
@@ -92,11 +94,16 @@ def bundle_sha256(bundle: Path) -> str:
 
 
 def write_tuning(bundle: Path, tuning: Tuning) -> Path:
-    """Write the file atomically. Raises the errors of `output_file`."""
+    """Write the file atomically. Raises the errors of `write_implied`."""
     path = tuning_path(bundle)
     plain = {"format_version": FORMAT_VERSION, **asdict(tuning)}
-    write_output(path, (json.dumps(plain, indent=1) + "\n").encode())
+    write_implied(path, (json.dumps(plain, indent=1) + "\n").encode(), _MARK)
     return path
+
+
+def check_tuning(bundle: Path) -> None:
+    """Check before the measurement that the file can be written. Raises the errors of `check_implied`."""
+    check_implied(tuning_path(bundle), _MARK)
 
 
 def read_tuning(bundle: Path) -> Tuning | None:

@@ -45,6 +45,8 @@ from .dsse import (
 from .keys import PrivateKey, PublicKey
 
 SIGNATURE_SUFFIX = ".sig"
+SIGNATURE_MARK = re.compile(rb'\A\{\s*"mediaType"\s*:\s*"application/vnd\.dev\.sigstore\.bundle')
+"""Beginning of a signature, also of one by `model_signing`."""
 """The signature of the bundle `NAME` is `NAME.sig` next to the folder."""
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import InputError, OptionError
+from moec.manifests.files.implied_names import check_implied, write_implied
 from moec.manifests.files.output_file import STDOUT, write_output
 
 from ...options.opening import bundle_folder
 from ...options.paths import OUTPUT_FILE, PLACE, bundle_argument, file_option
 from ...terminal import output
-from ...terminal.compile_result import REPORT_SUFFIX
+from ...terminal.compile_result import REPORT_MARK, REPORT_SUFFIX
 from .inspect import read_quality
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from moec.reporting.card import CardPicture
     from moec.reporting.report import Replayed
     from moec.runtime.bundle.opening import Bundle
+
+_ELSEWHERE = "move it, or name another file: -o FILE"
 
 
 @click.command("report", short_help="Show a bundle as one HTML page.")
@@ -72,6 +75,8 @@ def report_command(
         given = "--profile" if profile is not None else "--expert-cache"
         raise OptionError(f"`{given}` has no effect without a trace", "add `--trace FILE`, or leave it out")
     folder = bundle_folder(bundle)
+    if target is None:
+        check_implied(_implied_page(folder), REPORT_MARK, _ELSEWHERE)
     from moec.reporting.curves import read_curves
     from moec.reporting.report import Report, report_page
     from moec.runtime.bundle.opening import open_bundle
@@ -85,11 +90,19 @@ def report_command(
 
 def write_report(page: str, folder: Path, target: Path | None) -> None:
     """Write a page to `target`, or next to the bundle. Raises DoesNotFit, InputError."""
-    resolved = folder.resolve()
-    place = resolved.with_name(resolved.name + REPORT_SUFFIX) if target is None else target
-    write_output(place, page.encode())
+    place = target or _implied_page(folder)
+    if target is None:
+        write_implied(place, page.encode(), REPORT_MARK, _ELSEWHERE)
+    else:
+        write_output(place, page.encode())
     if place != STDOUT:
         output.say(f"wrote `{place}`: open it in a browser")
+
+
+def _implied_page(folder: Path) -> Path:
+    """Return the page of a bundle if no other is named."""
+    resolved = folder.resolve()
+    return resolved.with_name(resolved.name + REPORT_SUFFIX)
 
 
 def report_beside(bundle: Path) -> None:
@@ -99,7 +112,7 @@ def report_beside(bundle: Path) -> None:
 
     with open_bundle(bundle) as opened:
         page = report_page(Report(opened.manifest, read_quality(opened)))
-    write_output(bundle.with_name(bundle.name + REPORT_SUFFIX), page.encode())
+    write_implied(bundle.with_name(bundle.name + REPORT_SUFFIX), page.encode(), REPORT_MARK)
 
 
 def draw_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> Sequence[CardPicture]:

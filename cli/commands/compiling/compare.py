@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from ...options.paths import PATH
 from ...terminal import output
 from ...terminal.compile_log import CompileLog
 from ...terminal.report import comparison_table
+
+_MARK = re.compile(rb'\A\{\s*"manifest_sha256": "[0-9a-f]{64}",\s*"comparison"')
 
 
 @click.command("compare", short_help="Measure the bytes that other quantization plans need.")
@@ -48,6 +51,7 @@ def compare_command(
     from moec.compiler.compare_bundle import COMPARISON_SUFFIX, compare_bundle
     from moec.compiler.measured_bundle import BundleRequest
     from moec.compiler.request.options import Talk
+    from moec.manifests.files.implied_names import check_implied
     from moec.manifests.sizes import parse_bytes
     from moec.profiles.loading import load_profile
     from moec.runtime.bundle.opening import open_bundle
@@ -63,6 +67,7 @@ def compare_command(
         _print(quality, as_json)
         return
     folder = bundle.resolve()
+    check_implied(_comparison_path(folder), _MARK)
     log = CompileLog(folder.with_name(folder.name + COMPARISON_SUFFIX))
     if measurements is not None:
         check_measurements(measurements, folder, is_many=False)
@@ -89,12 +94,12 @@ def _write(bundle: Path, found: dict[str, Any]) -> Path:
     import hashlib
 
     from moec.manifests.bundle import MANIFEST_NAME
-    from moec.manifests.files.output_file import write_output
+    from moec.manifests.files.implied_names import write_implied
 
     path = _comparison_path(bundle)
     digest = hashlib.sha256((bundle / MANIFEST_NAME).read_bytes()).hexdigest()
     content = {"manifest_sha256": digest, "comparison": found}
-    write_output(path, (json.dumps(content, indent=1) + "\n").encode())
+    write_implied(path, (json.dumps(content, indent=1) + "\n").encode(), _MARK)
     return path
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moec.manifests.files.output_file import write_output
+from moec.manifests.files.implied_names import write_implied
 
 from ...companions import companion_problems
 from ...compile_devices import MakeRequest, compile_all, run_on
@@ -20,7 +20,7 @@ from ...options.paths import PATH, PLACE, file_option, long_items_option
 from ...options.task_options import TemplateProcesses, task_options
 from ...simulation.compile_eviction import fit_to_texts
 from ...terminal import output
-from ...terminal.compile_log import LOG_SUFFIX, CompileLog, stage_table
+from ...terminal.compile_log import LOG_MARK, LOG_SUFFIX, CompileLog, stage_table
 from ...terminal.compile_result import print_curve, print_forecast, print_result
 from ..bundles.report import draw_card, report_beside
 from .output_checks import check_measurements, check_outputs
@@ -394,5 +394,5 @@ def write_beside(result: CompileResult, log: CompileLog) -> None:
     log.done()
     base = result.path
     lines = json.dumps({"events": log.events, "stages": log.stages(), **log.sources}, indent=1)
-    write_output(base.with_name(base.name + LOG_SUFFIX), lines.encode())
+    write_implied(base.with_name(base.name + LOG_SUFFIX), lines.encode(), LOG_MARK)
     report_beside(base)

@@ -6,10 +6,18 @@ from pathlib import Path
 
 from moec.manifests.bundle import PARTIAL_SUFFIX, WORK_SUFFIX
 from moec.manifests.errors import OptionError
-from moec.manifests.files.output_file import check_folder, check_output
+from moec.manifests.files.implied_names import check_implied
+from moec.manifests.files.output_file import check_folder
 
-from ...terminal.compile_log import LOG_SUFFIX
-from ...terminal.compile_result import CURVE_SUFFIX, REPORT_SUFFIX
+from ...terminal.compile_log import LOG_MARK, LOG_SUFFIX
+from ...terminal.compile_result import (
+    CURVE_MARK,
+    CURVE_SUFFIX,
+    PICTURE_MARK,
+    PICTURE_SUFFIX,
+    REPORT_MARK,
+    REPORT_SUFFIX,
+)
 
 LONGEST_SUFFIX = ".moec-replaced"
 """The longest suffix of a file or folder next to a bundle."""
@@ -36,9 +44,9 @@ def check_measurements(folder: Path, destination: Path, is_many: bool) -> None:
 def check_outputs(destination: Path, writes_nothing: bool, is_sweep: bool) -> None:
     """Check before the work that the outputs can be written. Raises InputError, DoesNotFit."""
     check_folder(destination, LONGEST_SUFFIX)
-    curve = destination.with_name(destination.name + CURVE_SUFFIX)
-    curves = (curve, curve.with_suffix(".png"))
-    reports = [destination.with_name(destination.name + suffix) for suffix in (LOG_SUFFIX, REPORT_SUFFIX)]
-    if not writes_nothing:
-        for path in curves if is_sweep else reports:
-            check_output(path)
+    if writes_nothing:
+        return
+    curves = ((CURVE_SUFFIX, CURVE_MARK), (PICTURE_SUFFIX, PICTURE_MARK))
+    reports = ((LOG_SUFFIX, LOG_MARK), (REPORT_SUFFIX, REPORT_MARK))
+    for suffix, mark in curves if is_sweep else reports:
+        check_implied(destination.with_name(destination.name + suffix), mark, "move it, or name another `-o`")

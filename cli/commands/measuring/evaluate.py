@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import InputError, OptionError
-from moec.manifests.files.output_file import check_output
 
 from ...lossy_modes.mode_costs import say_mode_cost
 from ...lossy_modes.mode_sweep import mode_sweep_option
@@ -175,13 +174,13 @@ def _sweep(
 ) -> None:
     """Measure lossy modes. Print the table, and write the record next to the bundle."""
     from moec.runtime.bundle.opening import open_bundle
-    from moec.runtime.tuning.mode_records import calibrated_deciles, record_path, write_record
+    from moec.runtime.tuning.mode_records import calibrated_deciles, check_record, record_path, write_record
 
     from ...lossy_modes.mode_sweep import QualitySweep, quality_page, settings_of, sweep_options
 
     _say_items(items)
     folder, path = bundle_folder(model), record_path(model)
-    check_output(path)
+    check_record(model)
     options = sweep_options(build_options(values, bundle=model))
     opened = open_bundle(folder)
     say_device(opened, options)

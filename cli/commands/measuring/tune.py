@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import OptionError
-from moec.manifests.files.output_file import check_output
 from moec.profiles.probe import available_threads
 from moec.runtime.options.runtime import PREFETCH_RULES
 
@@ -99,12 +98,12 @@ def tune_command(
     moec tune mixtral-moec --memory 4GiB --trace a.trace --trace b.trace --held-out c.trace --held-out d.trace
     moec tune mixtral-moec --trace a.trace --held-out c.trace --modes "dynamic-precision 0.6,1"
     """
-    from moec.runtime.tuning.tune_file import tuning_path
+    from moec.runtime.tuning.tune_file import check_tuning
 
     _check_request(training, held_out, modes, tokens)
     folder = bundle_folder(bundle)
     if modes is None:
-        check_output(tuning_path(folder))
+        check_tuning(folder)
     if training:
         refuse_given(click.get_current_context(), ("tokens", "text_path"), "traces are replayed, not timed")
         options = build_options(values, bundle=folder, is_tuned=False)

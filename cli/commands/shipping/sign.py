@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from moec.manifests.files.output_file import check_output, write_output
+from moec.manifests.files.implied_names import check_implied, write_implied
 
 from ...options.keys import passphrase_option, read_signing_key, signing_key_option
 from ...options.opening import bundle_folder
@@ -39,18 +39,18 @@ def sign_command(bundle: Path, key_file: Path, passphrase_variable: str | None, 
     from moec.manifests.bundle import MANIFEST_NAME
     from moec.manifests.files.limits import MAX_MANIFEST_BYTES
     from moec.runtime.bundle.opening import open_bundle, verify_bundle
-    from moec.shipping.signatures.model_signature import sign_bundle, signature_file
+    from moec.shipping.signatures.model_signature import SIGNATURE_MARK, sign_bundle, signature_file
 
     key = read_signing_key(key_file, passphrase_variable)
     path = signature_file(folder)
-    check_output(path)
+    check_implied(path, SIGNATURE_MARK)
     with open_bundle(folder) as opened:
         if check:
             with ProgressBar("verifying") as progress:
                 verify_bundle(opened, progress)
         data = sign_bundle(opened.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES), opened.manifest, key)
         files = len(opened.manifest.files) + 1
-    write_output(path, data)
+    write_implied(path, data, SIGNATURE_MARK)
     if as_json:
         output.data_json({"signature": str(path), "key_id": key.public.key_id, "files": files, "checked": check})
         return
