@@ -92,8 +92,13 @@ def serve(
 
 def _serve(scheduler: Scheduler, bound: socket.socket, options: ServeOptions, on_ready: Callable[[], None]) -> None:
     service = Service(scheduler, options.service)
+
+    def leave(ends_running: bool) -> None:
+        service.grammars.stop()
+        scheduler.drain(ends_running)
+
     try:
-        server = HttpServer(make_app(service, options.security), options.http, on_ready, scheduler.drain)
+        server = HttpServer(make_app(service, options.security), options.http, on_ready, leave)
         asyncio.run(server.serve(sockets=[bound]))
     finally:
         service.close()

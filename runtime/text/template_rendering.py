@@ -1,26 +1,19 @@
 """Render a template, in a process of its own: a model's chat template, or a user's template of prompts.
 
-`template_process.py` starts the process, sends requests through a pipe, and limits it.
-
-It imports only the standard library and jinja2, because it is started with `python -I -S`.
-The first line on standard input is JSON with `kind` (`chat` or `prompt`), `config_bytes` and `template_bytes`.
-The bytes of `tokenizer_config.json` and of the template file follow. A size of -1 means that a file is missing.
-Each further line is a request: JSON with `variables`, `memory_bytes`, `cpu_s` and `text_characters`.
-The answer on standard output is a line with one word and a number of bytes, then as many bytes of text in UTF-8.
-Untrusted files are parsed only here, under the limits.
+`template_process.py` starts the process, and `limited_child.py` runs this file in it, under limits. It imports only the
+standard library and jinja2. A request has `variables` and `text_characters`. Untrusted files are parsed only here.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import resource
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _MAX_REASON_CHARACTERS = 300
+IS_FORKED = False
+"""One process renders all texts, because it compiles the template once."""
 
 Answer = tuple[str, str]
 """One word and a text.
@@ -171,49 +164,18 @@ def _reason(error: BaseException) -> str:
     return place + str(error)[:_MAX_REASON_CHARACTERS] or type(error).__name__
 
 
-def set_limits(memory_bytes: int, cpu_s: int) -> None:
-    """Limit what the next request may take. A template cannot raise the limits.
-
-    memory_bytes: address space in addition to what the process has.
-    cpu_s: processor time in addition to what it used, whole seconds.
-    """
-    with open("/proc/self/statm", encoding="ascii") as file:
-        held_bytes = int(file.read().split()[0]) * resource.getpagesize()
-    _limit(resource.RLIMIT_AS, held_bytes + memory_bytes)
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + cpu_s)  # a soft limit sends SIGXCPU
-    _limit(resource.RLIMIT_CORE, 0)
-
-
-def _limit(kind: int, soft: int) -> None:
-    """Set a soft limit, but not above the hard one."""
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-
-
-def _main() -> None:
-    """Answer requests until the input ends.
-
-    The one-time work of jinja2 (imports, its lexer) is done before the first one, while the caller opens the bundle.
-    """
+def prepare() -> None:
+    """Do the one-time work of jinja2 (imports, its lexer), while the caller opens the bundle."""
     Source("chat", None, b"{{ '' | trim }}").render({"messages": []}, 1)
-    source, target = sys.stdin.buffer, sys.stdout.buffer
-    if not (line := source.readline()):
-        return  # the caller has ended without a request
-    first = json.loads(line)
-    files = [None if first[name] < 0 else source.read(first[name]) for name in ("config_bytes", "template_bytes")]
-    template = Source(first["kind"], files[0], files[1])
-    while line := source.readline():
-        request = json.loads(line)
-        set_limits(request["memory_bytes"], request["cpu_s"])
-        word, text = template.render(request["variables"], request["text_characters"])
-        data = text.encode("utf-8", errors="surrogatepass")
-        target.write(f"{word} {len(data)}\n".encode())
-        target.write(data)
-        target.flush()
-    os._exit(0)  # skip the clean-up of the interpreter: it takes time and may run out of memory
 
 
-if __name__ == "__main__":
-    sys.path += sys.argv[1:]
-    _main()
+class Job:
+    """Renders one template."""
+
+    def __init__(self, kind: str, files: Sequence[bytes | None]) -> None:
+        """files: content of `tokenizer_config.json` and of the template file."""
+        self._source = Source(kind, files[0], files[1])
+
+    def answer(self, request: Mapping[str, Any]) -> Answer:
+        """Return the answer to a request with `variables` and `text_characters`."""
+        return self._source.render(request["variables"], request["text_characters"])

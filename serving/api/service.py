@@ -16,11 +16,12 @@ from moec.runtime.text.sampling import SamplingOptions
 from moec.runtime.text.template_process import ChatRenderer, TemplateFiles, template_files
 from moec.runtime.text.tokenizer_settings import named_texts
 
+from ..engine.request import Failed
 from ..engine.scheduler import Scheduler
-from ..grammar.masks import Grammars
+from ..grammar.masks import Grammars, GrammarsClosed, GrammarsFull
 from ..memory_shares import memory_shares
 from ..tools.chat_form import chat_form_of
-from .errors import RequestError, error_of
+from .errors import RequestError, error_of, error_of_failure
 from .event_post import EventPost
 from .log_probs import LogProbMemory
 from .sampling_fields import too_long
@@ -50,7 +51,9 @@ class ServiceOptions:
 
 
 class Service:
-    """One served bundle. One thread encodes texts and renders templates, so that their memory is used once.
+    """One served bundle. One thread encodes texts, so that their memory is used once.
+
+    Two more threads wait for the processes of the template and of grammars, so that other requests do not.
 
     body_bytes: bytes of the bodies that arrive now.
     log_probs: memory of the log probabilities of all open answers.
@@ -65,7 +68,8 @@ class Service:
         self.mode = self.engine.mode.removeprefix("mode: ")
         ends = self.engine.bundle.manifest.model.eos_token_ids
         self.grammars = Grammars(self.engine.tokenizer, self.vocabulary, ends)
-        self._texts = ThreadPoolExecutor(1, "texts")
+        self._texts, self._rendering = ThreadPoolExecutor(1, "texts"), ThreadPoolExecutor(1, "template")
+        self._compiling, self._waiting_grammars = ThreadPoolExecutor(1, "grammars"), 0
         self._renderer: ChatRenderer | None = None
         self._template = self._template_files()
         files = [data for data in (self._template.config, self._template.template) if data]
@@ -75,8 +79,11 @@ class Service:
         self.body_bytes = 0
 
     def close(self) -> None:
-        """End the thread and the process of the template."""
-        self._texts.shutdown(wait=True, cancel_futures=True)
+        """End the threads, and the processes of the template and of grammars."""
+        self.grammars.stop()
+        for threads in (self._texts, self._rendering, self._compiling):
+            threads.shutdown(wait=True, cancel_futures=True)
+        self.grammars.close()
         if self._renderer is not None:
             self._renderer.close()
 
@@ -97,6 +104,25 @@ class Service:
         """Return the result of work with texts, done in their thread."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
+    async def with_grammars(self, work: Callable[[], R]) -> R:
+        """Return the result of work with grammars, done in their thread.
+
+        Raises RequestError if too many requests wait for it, if there is no memory, and at the end of the server.
+        """
+        if self._waiting_grammars > self.scheduler.options.queue:
+            message = f"{self._waiting_grammars} schemas wait to be compiled"
+            raise RequestError(429, message, None, "queue_full", {"Retry-After": "2"})
+        self._waiting_grammars += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._compiling, work)
+        except GrammarsFull as error:
+            message = "grammars of other answers fill the memory for them"
+            raise RequestError(429, message, None, "grammars_full", {"Retry-After": "2"}) from error
+        except GrammarsClosed as error:
+            raise error_of_failure(Failed("shutting_down", "the server takes no more requests")) from error
+        finally:
+            self._waiting_grammars -= 1
+
     async def encode(self, text: str, param: str, adds_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises RequestError."""
         try:
@@ -107,7 +133,8 @@ class Service:
     async def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the text of a chat by the bundle's template. Raises RequestError."""
         try:
-            return await self.in_thread(lambda: self._render(messages, tools))
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._rendering, lambda: self._render(messages, tools))
         except OptionError as error:
             raise RequestError(
                 400,

@@ -136,7 +136,7 @@ class GenerationRequest:
     scores_prompt: tell the log probabilities of the prompt, too. Then no keys and values are reused.
 
     marks: special tokens that are part of the answer's text -> their text.
-    make_mask: called when the request has its slot, for a mask of the tokens of its answer; None for all tokens.
+    mask: the tokens of the answer that may come next; None for all tokens.
     deadline_s: seconds until the request ends without an answer; None for no limit.
     deliver: called in the engine's thread with each event. It must not block.
     is_cancelled: set by `cancel`. The engine reads it before every pass.
@@ -151,7 +151,7 @@ class GenerationRequest:
     log_probs: int | None = None
     scores_prompt: bool = False
     deadline_s: float | None = None
-    make_mask: Callable[[], AnswerMask] | None = None
+    mask: AnswerMask | None = None
     marks: Mapping[int, str] = field(default_factory=dict)
     is_cancelled: bool = False
     arrived_ns: int = field(default_factory=time.perf_counter_ns)

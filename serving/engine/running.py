@@ -37,7 +37,7 @@ class RunningSequence:
         self.has_ended = False
         self._engine, self._activity = engine, activity
         self._sampler = Sampler(request.sampling)
-        self._mask = None if request.make_mask is None else request.make_mask()
+        self._mask = request.mask
         self._stream, self._stop = TextStream(engine.tokenizer, text), StopTexts(request.stop)
         self._ends = frozenset(engine.bundle.manifest.model.eos_token_ids)
         self._limit = engine.new_tokens_limit(request.tokens, request.max_new_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ BODY = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_
 
 
 @pytest.fixture(scope="module")
-def grammars(engine: Engine) -> Grammars:
+def grammars(engine: Engine) -> Iterator[Grammars]:
     ends = engine.bundle.manifest.model.eos_token_ids
-    return Grammars(engine.tokenizer, engine.model.spec.vocab_size, ends)
+    opened = Grammars(engine.tokenizer, engine.model.spec.vocab_size, ends)
+    yield opened
+    opened.close()
 
 
 def content(server: LiveServer, **change: Any) -> str:
@@ -134,8 +137,9 @@ def test_a_schema_that_takes_too_much_ends_its_answer_alone(engine: Engine, monk
     small = Grammars(engine.tokenizer, engine.model.spec.vocab_size, engine.bundle.manifest.model.eos_token_ids)
     grammar = json_grammar({"type": "string", "minLength": 400})
     with Scheduler(engine) as scheduler:
-        bound, free = Asked([5, 6], 60, make_mask=lambda: small.mask(grammar)), Asked([7, 8], 12)
+        bound, free = Asked([5, 6], 60, mask=small.compiled(grammar).mask()), Asked([7, 8], 12)
         ask(scheduler, bound, free)
+    small.close()
     assert bound.failed.code == "InputError" and "schema" in bound.failed.message
     assert error_of_failure(bound.failed).status == 400
     assert free.ended.reason in ("stop", "length")
@@ -144,13 +148,13 @@ def test_a_schema_that_takes_too_much_ends_its_answer_alone(engine: Engine, monk
 def test_other_answers_of_a_pass_keep_their_bits(engine: Engine, grammars: Grammars) -> None:
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13]]
     grammar = json_grammar({"type": "object"})
-    bound = Asked(prompts[0], 24, make_mask=lambda: grammars.mask(grammar))
+    bound = Asked(prompts[0], 24, mask=grammars.compiled(grammar).mask())
     free = Asked(prompts[1], 24, log_probs=3)
     with Scheduler(engine) as scheduler:
         ask(scheduler, bound, free)
         alone = Asked(prompts[1], 24, log_probs=3)
         ask(scheduler, alone)
-        same = Asked(prompts[0], 24, make_mask=lambda: grammars.mask(grammar))
+        same = Asked(prompts[0], 24, mask=grammars.compiled(grammar).mask())
         ask(scheduler, same)
     assert (free.tokens, [event for event in free.events[:-1]]) == (
         alone.tokens,
@@ -231,7 +235,7 @@ def test_memory_of_grammars_is_counted(engine: Engine) -> None:
     for pattern in (".*(a|b)*.{400}c", "(a{1,1000}){1,1000}", "(.*a){8}.*b.*c"):
         grammar = json_grammar({"type": "string", "pattern": pattern})
         for _ in range(8):
-            mask = grammars.mask(grammar)
+            mask = grammars.compiled(grammar).mask()
             kept.append(mask)
             try:
                 for _ in range(60):
@@ -241,3 +245,40 @@ def test_memory_of_grammars_is_counted(engine: Engine) -> None:
             except InputError:
                 continue
     assert resident_bytes() - before <= grammar_bytes(tokens, len(kept))
+    grammars.close()
+
+
+HOSTILE = [
+    {"type": "integer", "multipleOf": 10000019},
+    {"type": "integer", "multipleOf": 1000003},
+    {"allOf": [{"type": "integer", "multipleOf": value} for value in (101, 103, 107, 109)]},
+    {"type": "string", "pattern": "(" * 20_000 + ")" * 20_000},
+]
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("schema", HOSTILE, ids=["multipleOf", "smaller", "allOf", "brackets"])
+def test_a_schema_that_takes_too_much_is_refused_before_it_is_compiled_here(
+    server: LiveServer, schema: dict[str, Any]
+) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    reply = server.post(CHAT, {**BODY, "response_format": form, "n": 3})
+    assert reply.status == 400 and reply.error["param"] == "response_format", reply.body
+    assert "cannot be followed" in reply.error["message"] and len(reply.error["message"]) < 300
+
+
+def test_the_end_of_the_server_ends_a_grammar_that_is_compiled(engine: Engine) -> None:
+    grammars = Grammars(engine.tokenizer, engine.model.spec.vocab_size, ())
+    grammars.stop()
+    with pytest.raises(masks.GrammarsClosed):
+        grammars.compiled(json_grammar(COLOUR))
+    grammars.close()
+
+
+def test_open_requests_with_one_schema_share_its_grammar(grammars: Grammars) -> None:
+    first, second = (grammars.compiled(json_grammar(COLOUR)) for _ in range(2))
+    assert first is second
+
+
+def test_special_tokens_inside_a_mark_are_written_by_their_number() -> None:
+    assert masks._literals("a<b>\n", {"<b>": 7}) == ['"a"', "<[7]>", '"\\n"']

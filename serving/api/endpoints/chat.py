@@ -18,7 +18,7 @@ from ..log_probs import ShownTokens, chat_log_prob
 from ..sampling_fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, read_asked
 from ..service import Service
 from .forms import OpenAIForm
-from .response_format import mask_maker, read_response_format
+from .response_format import answer_masks, read_response_format
 from .tool_fields import new_call_id, plain_call, read_calls, read_tools
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -155,9 +155,9 @@ async def chat(service: Service, body: dict[str, Any]) -> Answer:
     fields.without_effect(*_NO_EFFECT)
     fields.end()
     tokens, starts_thinking = await chat_tokens(service, messages, tools)
-    make_mask = await mask_maker(service, schema, "response_format", starts_thinking, tools)
+    masks = await answer_masks(service, schema, "response_format", starts_thinking, tools, asked.count)
     form = ChatForm(service, asked, len(tokens), starts_thinking, tools)
-    make = chat_requests(service, asked, tokens, log_probs, make_mask)
+    make = chat_requests(service, asked, tokens, log_probs, masks)
     most_tokens = asked.count * service.engine.new_tokens_limit(tokens, asked.max_new_tokens)
     log_prob_bytes = service.log_probs.needed_bytes(most_tokens, log_probs, "logprobs")
     return Answer(service, asked.count, make, form, asked.streams, log_prob_bytes)
@@ -168,9 +168,9 @@ def chat_requests(
     asked: Asked,
     tokens: Sequence[int],
     log_probs: int | None = None,
-    make_mask: Callable[[], AnswerMask] | None = None,
+    masks: Sequence[AnswerMask] | None = None,
 ) -> Callable[[Sequence[Callable[[Event], None]]], list[GenerationRequest]]:
-    """Return what makes the requests of a conversation, one for each answer."""
+    """Return what makes the requests of a conversation, one for each answer. masks: one for each, or None."""
 
     def make(receivers: Sequence[Callable[[Event], None]]) -> list[GenerationRequest]:
         return [
@@ -182,7 +182,7 @@ def chat_requests(
                 asked.stop,
                 log_probs,
                 deadline_s=service.options.deadline_s,
-                make_mask=make_mask,
+                mask=None if masks is None else masks[at],
                 marks=service.chat_form.marks,
             )
             for at, deliver in enumerate(receivers)

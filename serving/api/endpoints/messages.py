@@ -18,7 +18,7 @@ from ..service import Service
 from .chat import chat_requests, chat_tokens
 from .forms import Collected, new_id
 from .message_input import read_conversation
-from .response_format import mask_maker
+from .response_format import answer_masks
 from .tool_fields import named_choice, new_call_id, read_function, read_tools
 
 _ERROR_TYPES = {
@@ -167,9 +167,9 @@ async def messages(service: Service, body: dict[str, Any]) -> Answer:
     fields.without_effect("metadata", "service_tier")
     fields.end()
     tokens, starts_thinking = await chat_tokens(service, conversation, tools)
-    make_mask = await mask_maker(service, None, "tools", starts_thinking, tools)
+    masks = await answer_masks(service, None, "tools", starts_thinking, tools)
     form = MessageForm(service, len(tokens), starts_thinking, tools)
-    return Answer(service, 1, chat_requests(service, asked, tokens, make_mask=make_mask), form, streams)
+    return Answer(service, 1, chat_requests(service, asked, tokens, masks=masks), form, streams)
 
 
 async def count_tokens(service: Service, body: dict[str, Any]) -> dict[str, Any]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from moec.manifests.errors import InputError, MissingDependency
 
 from ...engine.request import AnswerMask
-from ...grammar.masks import json_between, json_grammar
+from ...grammar.masks import CompiledGrammar, json_between, json_grammar
 from ...grammar.thinking import CLOSE, OPEN, AfterThinking, ThinkingMarks
 from ...tools.calls import NO_TOOLS, ToolsOfRequest
 from ..errors import RequestError, bad_field, shown
 from ..fields import Fields
 from ..service import Service
 
-MakeMask: TypeAlias = Callable[[], AnswerMask]
 _ANY_OBJECT = {"type": "object"}
 
 
@@ -66,30 +65,45 @@ def _simple_kind(kind: str | None, place: str) -> dict[str, Any] | None:
     return None if kind == "text" else _ANY_OBJECT
 
 
-async def mask_maker(
-    service: Service, schema: dict[str, Any] | None, param: str, starts_thinking: bool, tools: ToolsOfRequest = NO_TOOLS
-) -> MakeMask | None:
-    """Return what makes the mask of each answer; None if it may say anything.
+async def answer_masks(
+    service: Service,
+    schema: dict[str, Any] | None,
+    param: str,
+    starts_thinking: bool,
+    tools: ToolsOfRequest = NO_TOOLS,
+    count: int = 1,
+) -> Sequence[AnswerMask] | None:
+    """Return a mask for each answer; None if they may say anything.
 
-    schema: JSON schema of the answer, or None.
+    schema: JSON schema of the answers, or None.
     starts_thinking: the prompt ends inside `<think>`.
-    tools: if some are forced, the answer is a call of one of them.
+    tools: if some are forced, each answer is a call of one of them.
+    count: number of answers.
     Raises RequestError for a schema that cannot be followed, and without the package.
     """
     if schema is not None and (tools.described or service.chat_form.is_harmony):
         what = "next to `tools`" if tools.described else "with this bundle's chat template"
         raise bad_field(param, f"is not supported {what}", "unsupported_value")
     syntax = service.chat_form.syntax
+    compiled: CompiledGrammar
     if tools.forced and syntax is not None and syntax.forced is not None:
-        param, around = "tool_choice", syntax.forced
-        return await _maker(service, lambda: forced_call(tools, around, service), param, starts_thinking)
-    if schema is None:
+        around, special = syntax.forced, {mark: token for token, mark in service.chat_form.marks.items()}
+        grammars = [lambda: forced_call(tools, around, special), lambda: forced_call(tools, around, {})]
+        compiled = await _compiled(service, grammars, "tool_choice")
+    elif schema is not None:
+        compiled = await _compiled(service, [lambda: json_grammar(schema)], param)
+    else:
         return None
-    return await _maker(service, lambda: json_grammar(schema), param, starts_thinking)
+    masks = [compiled.mask() for _ in range(count)]
+    if not service.chat_form.thinks:
+        return masks
+    tokenizer, ends = service.engine.tokenizer, service.engine.bundle.manifest.model.eos_token_ids
+    marks = ThinkingMarks(service.vocabulary, ends, tokenizer.id_of(OPEN), tokenizer.id_of(CLOSE))
+    return [AfterThinking(mask, tokenizer, starts_thinking, marks) for mask in masks]
 
 
-def forced_call(tools: ToolsOfRequest, around: tuple[str, str, bool], service: Service) -> str:
-    """Return the grammar of a call of one of the forced tools."""
+def forced_call(tools: ToolsOfRequest, around: tuple[str, str, bool], special: Mapping[str, int]) -> str:
+    """Return the grammar of a call of one of the forced tools. special: marks that are special tokens."""
     calls = [
         {
             "type": "object",
@@ -104,25 +118,18 @@ def forced_call(tools: ToolsOfRequest, around: tuple[str, str, bool], service: S
     if is_list:
         most = {} if tools.is_parallel else {"maxItems": 1}
         call = {"type": "array", "items": call, "minItems": 1, **most}
-    special = {mark: token for token, mark in service.chat_form.marks.items()}
     return json_between(begin, call, end, special)
 
 
-async def _maker(service: Service, make_grammar: Callable[[], str], param: str, starts_thinking: bool) -> MakeMask:
-    def checked() -> str:
-        grammar = make_grammar()
-        service.grammars.check(grammar)
-        return grammar
+async def _compiled(service: Service, grammars: Sequence[Callable[[], str]], param: str) -> CompiledGrammar:
+    """Return a compiled grammar. grammars: what makes it, and what makes it without numbers of tokens, if it has some.
 
+    Raises RequestError.
+    """
     try:
-        grammar = await service.in_thread(checked)
+        return await service.with_grammars(lambda: service.grammars.compiled(*(make() for make in grammars)))
     except MissingDependency as error:
         message = f"`{param}` needs the package `llguidance`, which this server does not have"
         raise RequestError(400, message, param, "grammar_not_installed") from error
     except InputError as error:
         raise RequestError(400, f"`{param}`: {error.message}", param, "invalid_schema") from error
-    if not service.chat_form.thinks:
-        return lambda: service.grammars.mask(grammar)
-    tokenizer, ends = service.engine.tokenizer, service.engine.bundle.manifest.model.eos_token_ids
-    marks = ThinkingMarks(service.vocabulary, ends, tokenizer.id_of(OPEN), tokenizer.id_of(CLOSE))
-    return lambda: AfterThinking(service.grammars.mask(grammar), tokenizer, starts_thinking, marks)

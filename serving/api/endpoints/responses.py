@@ -18,7 +18,7 @@ from ..sampling_fields import DEFAULT_NEW_TOKENS, Asked, read_sampling
 from ..service import Service
 from .chat import chat_requests, chat_tokens
 from .forms import Collected, new_id
-from .response_format import mask_maker, read_text_format
+from .response_format import answer_masks, read_text_format
 from .response_input import read_input
 from .response_output import CallItem, ItemEvent, TextItem
 from .tool_fields import named_choice, new_call_id, read_function, read_tools, tool_fields
@@ -183,7 +183,7 @@ async def responses(service: Service, body: dict[str, Any]) -> Answer:
     fields.without_effect(*_NO_EFFECT)
     fields.end()
     tokens, starts_thinking = await chat_tokens(service, conversation, tools)
-    make_mask = await mask_maker(service, schema, "text.format", starts_thinking, tools)
+    masks = await answer_masks(service, schema, "text.format", starts_thinking, tools)
     echoed = {
         "text": {"format": text_format},
         "instructions": instructions,
@@ -193,7 +193,7 @@ async def responses(service: Service, body: dict[str, Any]) -> Answer:
         **echoed_tools,
     }
     form = ResponseForm(service, len(tokens), starts_thinking, echoed, tools)
-    make = chat_requests(service, asked, tokens, make_mask=make_mask)
+    make = chat_requests(service, asked, tokens, masks=masks)
     return Answer(service, 1, make, form, streams)
 
 
