@@ -137,6 +137,8 @@ def _feed(feed: LiveFeed) -> Callable[[Request], Awaitable[Any]]:
 
 def _one_model(service: Service) -> Callable[[Request], Awaitable[Any]]:
     async def endpoint(request: Request) -> Any:
+        if not request.path_params["name"]:
+            return _error(RequestError(404, "this path does not exist; ask `/v1/models`", None, "not_found"))
         if request.path_params["name"] != service.options.name:
             return _error(RequestError(404, "this server has no such model", "model", "model_not_found"))
         return _json(facts.model(service))
@@ -182,9 +184,22 @@ async def _http_error(request: Request, error: Exception) -> Response:
         405: ("method_not_allowed", "this path does not take this method"),
     }
     code, message = words.get(status, ("refused", "the request is refused"))
+    path = request.url.path.rstrip("/")
+    if status == 404:
+        message = _remedy_of_path(path) or message
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     found = RequestError(status, message, None, code, headers)
     return _error(found, _error_body(request.url.path, found))
+
+
+def _remedy_of_path(path: str) -> str | None:
+    """Return what to ask instead of a path that does not exist; None for an unknown one."""
+    if path.endswith("/embeddings"):
+        return "this server gives no embeddings; ask `/v1/chat/completions` or `/v1/completions`"
+    known = (*HANDLERS, *FACTS)
+    instead = next((each for each in known if each in (path, f"/v1{path}")), None)
+    instead = "/v1/models" if path in ("/api/tags", "/v1/models") else instead
+    return None if instead is None else f"this path does not exist; ask `{instead}`"
 
 
 async def _fault(request: Request, error: Exception) -> Response:

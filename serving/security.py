@@ -22,6 +22,8 @@ LEAST_KEY_CHARACTERS = 8
 MAX_HEADER_BYTES = 32 << 10
 _MAX_KEY_BYTES = 4096
 _OPEN_PATHS = frozenset(("/health", "/ready"))
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]{0,5})?")
+"""An address in brackets, or a name, and a port."""
 _PAGE_HEADERS = [
     (
         b"content-security-policy",
@@ -194,10 +196,9 @@ def _cors_headers(origin: str) -> list[tuple[bytes, bytes]]:
 
 
 def _host_name(value: str) -> str:
-    """Return the name in a Host header, without its port."""
-    if value.startswith("["):
-        return value[1:].partition("]")[0]
-    return value.partition(":")[0]
+    """Return the name in a Host header, without its port; empty for one of another form."""
+    parts = _HOST.fullmatch(value)
+    return "" if parts is None else parts[1] or parts[2]
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -115,16 +115,24 @@ class _TemplateProcess(LimitedProcess):
 class ChatRenderer(_TemplateProcess):
     """Renders the chat template of one folder. See `_TemplateProcess`."""
 
-    def render(self, files: TemplateFiles, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self,
+        files: TemplateFiles,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        more: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the text before the assistant's next message, with special tokens.
 
         files: the same in every call.
         tools: tools that the model may call, in the form of OpenAI.
+        more: more variables of the template; None for none.
         Raises OptionError if the bundle has no template.
         Raises ManifestInvalid for a damaged template, or one that needs more time or memory than the limits.
         Raises InputError if the template refuses the messages.
         """
         variables = {"messages": [dict(message) for message in messages], "tools": list(tools) or None}
+        variables["more"] = dict(more or {})
         answer = self._render("chat", (files.config, files.template), variables)
         return answer.text if answer.word == "text" else _refuse_chat(answer, files)
 

@@ -126,7 +126,8 @@ def _chat_variables(given: Mapping[str, Any], settings: Mapping[str, Any]) -> di
     """Return the variables of a chat template: messages and tools. There are no documents."""
     tokens = {name: _token_text(settings[name]) for name in _SPECIAL_TOKENS if settings.get(name) is not None}
     own = {"messages": given["messages"], "tools": given.get("tools")}
-    return {**own, "add_generation_prompt": True, "documents": None, **tokens}
+    more = given.get("more", {})
+    return {"add_generation_prompt": True, "documents": None, **tokens, **more, **own}
 
 
 def _template_of(settings: Mapping[str, Any]) -> str | None:

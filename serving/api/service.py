@@ -130,11 +130,19 @@ class Service:
         except MoecError as error:
             raise error_of(error, param) from error
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the text of a chat by the bundle's template. Raises RequestError."""
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a chat by the bundle's template. Raises RequestError.
+
+        variables: more variables of the template.
+        """
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._rendering, lambda: self._render(messages, tools))
+            return await loop.run_in_executor(self._rendering, lambda: self._render(messages, tools, variables or {}))
         except OptionError as error:
             raise RequestError(
                 400,
@@ -169,11 +177,13 @@ class Service:
     def _template_files(self) -> TemplateFiles:
         return template_files(self.engine.bundle, self.engine.options.verify)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
         if self._renderer is None or self._renderer.process.poll() is not None:
             self._renderer = ChatRenderer()
         try:
-            return self._renderer.render(self._template, messages, tools)
+            return self._renderer.render(self._template, messages, tools, variables)
         except InputError:
             raise
         except BaseException:

@@ -43,7 +43,8 @@ class Job:
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
         self._matcher: Any = LLMatcher
-        self._tokenizer = LLTokenizer(_Bytes(), _END + 1, [_END], LLTokenizer.json_slices())
+        vocabulary: Any = _Bytes()
+        self._tokenizer = LLTokenizer(vocabulary, _END + 1, [_END], LLTokenizer.json_slices())
         self._limits = LLParserLimits(**settings)
 
     def answer(self, request: Mapping[str, Any]) -> tuple[str, str]:

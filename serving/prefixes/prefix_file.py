@@ -22,7 +22,7 @@ from moec.manifests.files.output_file import AtomicFile, FileSystem
 
 _MARK = b"moec-kv1"
 _HEAD = struct.Struct("=8s32sQ32s")
-SUFFIX = ".kv"
+SUFFIX, UNFINISHED_SUFFIX = ".kv", ".kv.partial"
 """File names are the first 32 digits of the digest of the tokens, and this."""
 
 
@@ -46,7 +46,7 @@ def write_prefix(path: Path, identity: bytes, tokens: Sequence[int], parts: Sequ
     digest = hashlib.sha256(ids.tobytes())
     for part in parts:
         digest.update(part.data)
-    with AtomicFile(path, path.with_name(path.name + ".partial"), _PrivateFiles()) as file:
+    with AtomicFile(path, path.with_name(path.stem + UNFINISHED_SUFFIX), _PrivateFiles()) as file:
         file.write(_HEAD.pack(_MARK, identity, len(ids), digest.digest()))
         file.write(ids.tobytes())
         for part in parts:

@@ -16,7 +16,16 @@ from moec.manifests.codec import encode_manifest
 from moec.manifests.errors import InputError, OptionError
 from moec.runtime.engine.engine import Engine
 
-from .prefix_file import SUFFIX, DamagedPrefix, file_bytes, name_of, read_prefix, read_tokens, write_prefix
+from .prefix_file import (
+    SUFFIX,
+    UNFINISHED_SUFFIX,
+    DamagedPrefix,
+    file_bytes,
+    name_of,
+    read_prefix,
+    read_tokens,
+    write_prefix,
+)
 
 LEAST_TOKENS = 32
 """Shorter beginnings are computed as fast as they are read."""
@@ -61,6 +70,7 @@ class PrefixStore:
         self._identity = identity_of(engine)
         self.saved = self.loaded = 0
         _check_folder(folder)
+        self._remove_unfinished()
         self._others = list[tuple[Path, int]]()
         self._files = self._known_files()
         self._make_room(0)
@@ -121,6 +131,15 @@ class PrefixStore:
             return
         self._files.append(_Saved(path, text))
         self.saved += len(tokens)
+
+    def _remove_unfinished(self) -> None:
+        """Remove what a server that was killed has left half-written, and say how many files there were."""
+        unfinished = [path for path in self._folder.iterdir() if path.name.endswith(UNFINISHED_SUFFIX)]
+        for path in unfinished:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        if unfinished:
+            self._report(f"{len(unfinished)} unfinished prefixes in `{self._folder}` are removed")
 
     def _known_files(self) -> list[_Saved]:
         """Return the files of this bundle, least recently used first, and note the other ones."""

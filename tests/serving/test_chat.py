@@ -103,13 +103,14 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].content[0]",
         "unsupported_value",
     ),
-    ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name", "unknown_field"),
+    ({"messages": [{"role": "user", "content": "x", "colour": "me"}]}, "messages[0].colour", "unknown_field"),
     ({"messages": [{"role": "user", "content": "refuse"}]}, "messages", "InputError"),
     ({"tools": [{"type": "function"}]}, "tools[0]", "missing_field"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "unsupported_value"),
     ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
-    ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_value"),
+    ({"reasoning_effort": 5}, "reasoning_effort", "invalid_value"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_value"),
 ]
 
 

@@ -226,3 +226,15 @@ def test_tokens_there_and_back(server: LiveServer, engine: Engine) -> None:
     assert server.post("/tokenize", {}).error["code"] == "missing_field"
     for tokens in (5, ["a"], [-1], [10**9]):
         assert server.post("/detokenize", {"tokens": tokens}).status == 400
+
+
+@pytest.mark.parametrize("host", ["[::1].evil.com", "[::1]evil", "[localhost]", "localhost:evil", "localhost:80:80"])
+def test_a_host_header_of_another_form_is_refused(server: LiveServer, host: str) -> None:
+    assert server.ask("GET", "/health", headers={"Host": host}).status == 403
+    assert server.ask("GET", "/health", headers={"Host": "[::1]:80"}).status == 200
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/models", "/v1/models/", "/api/tags", "/v1/embeddings"])
+def test_a_path_that_is_nearly_one_says_what_to_ask(server: LiveServer, path: str) -> None:
+    reply = server.ask("GET", path)
+    assert reply.status == 404 and "ask `/v1/" in reply.error["message"]

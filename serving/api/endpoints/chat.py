@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,9 @@ _NO_EFFECT = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "keep_alive",
 )
+_PICTURES = ("image", "image_url", "input_image")
 
 
 class ChatForm(OpenAIForm):
@@ -150,11 +152,11 @@ async def chat(service: Service, body: dict[str, Any]) -> Answer:
     fields.unsupported("audio")
     fields.unsupported("prediction")
     fields.unsupported("web_search_options")
-    fields.unsupported("reasoning_effort")
+    variables = _template_variables(fields)
     fields.unsupported("verbosity", "medium")
     fields.without_effect(*_NO_EFFECT)
     fields.end()
-    tokens, starts_thinking = await chat_tokens(service, messages, tools)
+    tokens, starts_thinking = await chat_tokens(service, messages, tools, variables)
     masks = await answer_masks(service, schema, "response_format", starts_thinking, tools, asked.count)
     form = ChatForm(service, asked, len(tokens), starts_thinking, tools)
     make = chat_requests(service, asked, tokens, log_probs, masks)
@@ -192,13 +194,27 @@ def chat_requests(
 
 
 async def chat_tokens(
-    service: Service, messages: Sequence[dict[str, Any]], tools: ToolsOfRequest = NO_TOOLS
+    service: Service,
+    messages: Sequence[dict[str, Any]],
+    tools: ToolsOfRequest = NO_TOOLS,
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], bool]:
-    """Return the tokens of a conversation, and whether they end inside `<think>`. Raises RequestError."""
-    text = await service.render(messages, tools.described)
+    """Return the tokens of a conversation, and whether they end inside `<think>`. Raises RequestError.
+
+    variables: more variables of the template.
+    """
+    text = await service.render(messages, tools.described, variables or {})
     tokens = await service.encode(text, "messages", adds_special_tokens=False)
     service.check_prompt(tokens, "messages")
     return tokens, text.rstrip().endswith("<think>")
+
+
+def _template_variables(fields: Fields) -> dict[str, Any]:
+    """Return the variables that a request hands to the chat template. Raises RequestError."""
+    variables, effort = fields.take("chat_template_kwargs"), fields.text("reasoning_effort", most=32)
+    if variables is not None and not isinstance(variables, dict):
+        raise bad_field("chat_template_kwargs", f"must be an object, found {shown(variables)}")
+    return {**({} if effort is None else {"reasoning_effort": effort}), **(variables or {})}
 
 
 def _log_probs(fields: Fields) -> int | None:
@@ -251,6 +267,9 @@ def read_message(given: Any, place: str, takes_tools: bool = False) -> dict[str,
         found["reasoning_content"] = thought
     for name, *harmless in (("tool_calls", []), ("function_call",), ("refusal",), ("audio",), ("annotations", [])):
         fields.unsupported(name, *harmless)
+    if role != "tool" and (name := fields.text("name", most=256)) is not None:
+        found["name"] = name
+    fields.without_effect("id", "opts", "metadata", "provider_specific_fields")
     fields.end()
     return found
 
@@ -265,11 +284,15 @@ def message_text(content: Any, place: str, kinds: tuple[str, ...] = ("text", "in
     parts = []
     for at, part in enumerate(content):
         where = f"{place}[{at}]"
+        if isinstance(part, dict) and part.get("type") in _PICTURES:
+            raise bad_field(where, "is an image, and this model reads no images", "unsupported_value")
         if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
             raise bad_field(where, "must be a part of type `text` with a `text`", "unsupported_value")
         fields = Fields(part, f"{where}.")
         fields.take("type")
         parts.append(fields.text("text") or "")
-        fields.without_effect("annotations", "citations", "logprobs")  # of answers that come back in a history
+        fields.without_effect(
+            "annotations", "citations", "logprobs", "cache_control"
+        )  # of answers that come back in a history
         fields.end()
     return "".join(parts)
