@@ -79,8 +79,9 @@ def preflight(
             (True, False): "compare the folder with the model's source",
             (False, True): "choose another target, `--bits` or `--group-size`",
         }
-        own = [error.hint for error in file_problems if len(problems) == 1 and error.hint]
-        raise kind(where + text, *(own or [remedies.get((bool(model_problems), bool(plan_problems)))]))
+        remedy = remedies.get((bool(model_problems), bool(plan_problems)))
+        only_file_problem = file_problems[0] if len(problems) == 1 and file_problems else None
+        raise kind(where + text, (only_file_problem and only_file_problem.hint) or remedy)
     notes = (
         *_ignored_notes(checkpoint, lowering),
         *_sixteen_bit_notes(model, offered),

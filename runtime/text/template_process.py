@@ -131,8 +131,11 @@ class ChatRenderer(_TemplateProcess):
         Raises ManifestInvalid for a damaged template, or one that needs more time or memory than the limits.
         Raises InputError if the template refuses the messages.
         """
-        variables = {"messages": [dict(message) for message in messages], "tools": list(tools) or None}
-        variables["more"] = dict(more or {})
+        variables = {
+            "messages": [dict(message) for message in messages],
+            "tools": list(tools) or None,
+            "more": dict(more or {}),
+        }
         answer = self._render("chat", (files.config, files.template), variables)
         return answer.text if answer.word == "text" else _refuse_chat(answer, files)
 
