@@ -1,4 +1,4 @@
-"""What the runtime would refuse in the files next to the weights of a model folder."""
+"""Problems that the runtime would have with the files next to the weights of a model folder."""
 
 from __future__ import annotations
 

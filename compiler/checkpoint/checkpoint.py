@@ -197,7 +197,7 @@ class Checkpoint:
 
     @property
     def tokenizer_is_completed(self) -> bool:
-        """Whether a bundle's `tokenizer.json` adds a token that the folder's does not."""
+        """True if a bundle's `tokenizer.json` adds a token that the folder's does not."""
         return (self.root / TOKENIZER_NAME).stat().st_size != self.tokenizer_file_bytes
 
     @property

@@ -71,8 +71,8 @@ def expert_squares(
 ) -> np.ndarray:
     """Return the sum over texts and sketches of (sum over tokens of d . D x)^2, float64 [P, S], see fisher.py.
 
-    An entry is NaN without a price: for a format that does not fit or hold the unit, for an expert without tokens, and
-    for pruning an expert with fewer than LEAST_TOKENS.
+    An entry is NaN without a price: a format does not fit or hold the unit, or the expert has no tokens. Pruning an
+    expert with fewer than LEAST_TOKENS has no price either.
     module: the experts of the layer.
     unit_of: the expert's unit of a projection.
     """

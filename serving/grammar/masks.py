@@ -313,18 +313,18 @@ def json_between(begin: str, schema: dict[str, Any], end: str, special: Mapping[
     """
     _require_short(schema)
     described = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _SPACE}})
-    parts = [*_literals(begin, special), "value", *_literals(end, special)]
+    parts = [*mark_literals(begin, special), "value", *mark_literals(end, special)]
     lark = f"start: {' '.join(parts)}\nvalue: %json {described}\n"
     return str(_package().LLMatcher.grammar_from_lark(lark))
 
 
-def _literals(text: str, special: Mapping[str, int]) -> list[str]:
+def mark_literals(text: str, special: Mapping[str, int]) -> list[str]:
     """Return the parts of a text in a grammar: special tokens by their number, and what is between them."""
     mark = min((mark for mark in special if mark in text), key=text.index, default=None)
     if mark is None:
         return [json.dumps(text)] if text else []
     before, _, after = text.partition(mark)
-    return [*_literals(before, {}), f"<[{special[mark]}]>", *_literals(after, special)]
+    return [*mark_literals(before, {}), f"<[{special[mark]}]>", *mark_literals(after, special)]
 
 
 def _require_short(schema: dict[str, Any]) -> None:

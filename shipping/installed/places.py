@@ -129,7 +129,7 @@ def remove_link(places: Places, link: str, system: FileSystem) -> None:
 def check_device_folder(folder: Path) -> None:
     """Raise InputError if a folder holds anything that is no part of a device's folder. It may be missing.
 
-    A link in the place of a bundle is refused: what is removed or written there would be lost elsewhere.
+    A link that stands for a bundle is refused: what is removed or written there would be lost elsewhere.
     """
     try:
         names = sorted(os.listdir(folder))

@@ -120,7 +120,7 @@ class FileStore:
     def commit(self, folder: str) -> None:
         """Give a bundle its name, by one rename. What an interrupted `put` left in it is removed.
 
-        Raises StoreFailed. Raises InputError if a link or a file is in the place of a folder.
+        Raises StoreFailed. Raises InputError if a folder is a link or a file.
         """
         growing, target = self._folder / (folder + _PARTIAL), self._folder / folder
         if not is_implied_folder(growing):

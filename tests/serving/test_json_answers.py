@@ -281,4 +281,4 @@ def test_open_requests_with_one_schema_share_its_grammar(grammars: Grammars) -> 
 
 
 def test_special_tokens_inside_a_mark_are_written_by_their_number() -> None:
-    assert masks._literals("a<b>\n", {"<b>": 7}) == ['"a"', "<[7]>", '"\\n"']
+    assert masks.mark_literals("a<b>\n", {"<b>": 7}) == ['"a"', "<[7]>", '"\\n"']

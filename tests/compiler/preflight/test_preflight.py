@@ -189,7 +189,8 @@ def test_files_that_the_runtime_refuses_are_named(copy: Path, file: str, content
 
 def test_a_template_for_other_messages_is_accepted(copy: Path) -> None:
     (copy / "chat_template.jinja").write_text("{{ raise_exception('a system message comes first') }}")
-    preflight(_open(copy), check_companions=companion_problems)
+    notes = preflight(_open(copy), check_companions=companion_problems).notes
+    assert not any("template" in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ CHANNEL = Channel(
     created="2026-11-26T12:00:00Z",
     expires="2027-02-24T12:00:00Z",
     minimum_moec="0.2.0",
-    bundles=(ChannelBundle("laptop", "", "a" * 64, 1, 2, 3, ("avx2",)),),
+    bundles=(ChannelBundle("laptop", "", "a" * 64, 1, 2, 3, ()),),
 )
 
 
