@@ -13,14 +13,16 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .recorded import recorded
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.typing import RcKeyType
 
 ROOT = Path(__file__).parents[1]
 PICTURES = Path("docs/pictures")
-SWEEP = "bench/results/2026-11-22-sweep-swaps/example.curve.json"
-SPEED = "bench/results/2026-11-24-fork/summary.json"
+SWEEP = "bench/results/2026-11-22-sweep-swaps.jsonl"
+SPEED = "bench/results/2026-11-24-fork.jsonl"
 
 # Label in the picture -> name in the sweep. None is the search of moec itself.
 PLANS = {
@@ -86,7 +88,7 @@ class Picture:
 
 def bytes_over_loss() -> Picture:
     """Return the bytes of the routed experts over the allowed loss, for the example."""
-    curve = json.loads((ROOT / SWEEP).read_text(encoding="utf-8"))["curve"]
+    curve = recorded(SWEEP, "example.curve.json")[0]["curve"]
     series = {}
     for label, baseline in PLANS.items():
         line = []
@@ -107,7 +109,7 @@ def bytes_over_loss() -> Picture:
 
 def speed_over_share() -> Picture:
     """Return the decode speed over the share of the experts that fits in memory, for the yardstick."""
-    rows = json.loads((ROOT / SPEED).read_text(encoding="utf-8"))["rows"]
+    rows = recorded(SPEED, "summary.json")
     found = {(row["condition"], row["arm"]): row for row in rows}
     series = {}
     for label, (limited, unlimited) in ENGINES.items():

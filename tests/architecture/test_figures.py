@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench import figures
+from bench.recorded import recorded
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("example-bytes-over-loss", "yardstick-decode-over-share")
@@ -41,7 +42,7 @@ def test_every_picture_is_drawn_by_the_script() -> None:
 
 def test_bytes_over_loss_are_those_of_the_sweep() -> None:
     found = numbers("example-bytes-over-loss")
-    curve = json.loads((ROOT / found["source"]).read_text(encoding="utf-8"))["curve"]
+    curve = recorded(found["source"], "example.curve.json")[0]["curve"]
     assert [point["target"] for point in curve] == [0.01, 0.02, 0.05, 0.1]
     wanted = {
         "moec": [point["expert_packed_bytes"] for point in curve],
@@ -65,7 +66,7 @@ def test_bytes_over_loss_are_those_of_the_sweep() -> None:
 )
 def test_speeds_are_those_of_the_comparison(label: str, limited: str, unlimited: str) -> None:
     found = numbers("yardstick-decode-over-share")
-    rows = json.loads((ROOT / found["source"]).read_text(encoding="utf-8"))["rows"]
+    rows = recorded(found["source"], "summary.json")
     wanted = []
     for share, condition in ((25, "cache-25"), (50, "cache-50"), (75, "cache-75"), (100, "memory32")):
         arm = unlimited if share == 100 else limited

@@ -131,7 +131,7 @@ def test_the_example_keeps_two_percent_on_4000_problems_and_is_the_shipped_bundl
     """`differences` says what is compared with examples/bundle, here and on other processors.
 
     Another processor may find another plan. Its loss must be at most 2 %. That its bound is, too, is not promised:
-    `bench/results/2026-11-27-example-on-a-xeon` has a certificate that is met, and not supported.
+    `docs/benchmarks.md` has a certificate that is met, and not supported.
     The shipped bundle comes from two threads, this one from one: the tests next to it leave one processor.
     """
     output = tmp_path / "example-moec"

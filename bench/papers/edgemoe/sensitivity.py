@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 
+from ...recorded import recorded
 from ..figure import Figure, Measured, Panel, Verdict, of_all, percent
 from ..inputs import SHIPPED, Inputs
-from ..models import NATURAL, PLANTED, ROOT, Model
+from ..models import NATURAL, PLANTED, Model
 
 LEAST_SPREAD = 2.0
 """Ratio of the largest loss to the median that counts as experts of different importance."""
-NATURAL_SOURCE = "bench/results/2026-11-26-natural-certificate/quality-2-percent.json"
+NATURAL_SOURCE = "bench/results/2026-11-26-natural-certificate.jsonl"
 TOP_SHARE = 0.1
 
 
 def sensitivity(inputs: Inputs) -> Measured:
     """Return the predicted loss of each expert in the format of fewest bits, from certificates of bundles."""
-    natural = json.loads((ROOT / NATURAL_SOURCE).read_text(encoding="utf-8"))
+    (natural,) = recorded(NATURAL_SOURCE, "quality-2-percent.json")
     panels, told, verdicts = [], [], dict[Model, Verdict]()
     for model, quality in ((PLANTED, inputs.quality(SHIPPED)), (NATURAL, natural)):
         found: dict[str, Any] = quality["sensitivity"]["experts"]

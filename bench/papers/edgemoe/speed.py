@@ -156,7 +156,8 @@ FIGURES = (
         "nearly all the time. A runtime at the memory rate of the device computes a token in a fraction of the "
         "time of its reads. There preloading (P) costs time. Until the next router has run it reads experts that "
         "are mostly not chosen, and needed reads wait. Without P, EdgeMoE is faster. STI reads all 8 experts of a "
-        "layer, and a token uses 2. [Benchmarks](../benchmarks.md#simpler-versions-of-moec) has measured times of the "
+        "layer, and a token uses 2. An [experiment](../experiments/2026-11.md#21-simpler-versions-of-moec-"
+        "experts-read-for-every-token-cost-most-of-the-speed-neutral) has measured times of the "
         "baselines on a checkpoint of 13.8 GB.",
         origin="Simulated",
         measure=tpot,

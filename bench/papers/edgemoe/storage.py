@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 
 import numpy as np
 
 from moec.manifests.quant import QuantSpec
 
+from ...recorded import recorded
 from ..figure import Figure, Measured, Panel, Verdict, percent
 from ..inputs import SHIPPED, Inputs, mean
-from ..models import PLANTED, ROOT, TASKS
+from ..models import PLANTED, TASKS
 from ..simulated import Arm, Device, reformatted, simulate
 from .arms import EDGEMOE, TEXTS, as_edgemoe
 from .bits import ITEMS, exact_match
@@ -26,7 +26,7 @@ VERSIONS = {
     "moec": SHIPPED,
 }
 """Name of each row and its bundle."""
-CURVE = "bench/results/2026-11-22-sweep-swaps/example.curve.json"
+CURVE = "bench/results/2026-11-22-sweep-swaps.jsonl"
 PUBLISHED = "EdgeMoE as published"
 HIGH, LOW = QuantSpec.parse("q8g0s"), QuantSpec.parse("q4g0s")
 """Formats between which EdgeMoE's search chose there: one scale per row."""
@@ -91,7 +91,7 @@ def lowered_count(plan_bytes: int, experts: int, high: int, low: int) -> int:
 
 def loss_targets(inputs: Inputs) -> Measured:
     """Return the bytes over the allowed loss, and predict the time per token of EdgeMoE's plans."""
-    curve = json.loads((ROOT / CURVE).read_text(encoding="utf-8"))["curve"]
+    curve = recorded(CURVE, "example.curve.json")[0]["curve"]
     targets = [100 * float(point["target"]) for point in curve]
     bytes_of = {"moec": [float(point["expert_packed_bytes"]) for point in curve]}
     for name in ("best uniform", "EdgeMoE with our quantizer", PUBLISHED):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
+from ...recorded import recorded
 from ..figure import Figure, Measured, Panel, percent
 from ..inputs import Inputs, mean
-from ..models import DATA, PLANTED, ROOT
+from ..models import DATA, PLANTED
 from ..simulated import Arm, Device, mean_gain, simulate
 
 BUNDLE = "planted-16-4"
@@ -19,7 +19,7 @@ LOW = ("0,1", "0.55,1", "0.65,1", "0.8,1")
 SKIP = ("0.55,0.55", "0.65,0.65", "0.8,0.8")
 ITEMS, TEXTS = 60, 2
 SHARE = 0.25
-ACCURACY_SOURCE = "bench/results/2026-11-22-modes-mixed/example.json"
+ACCURACY_SOURCE = "bench/results/2026-11-22-modes-mixed.jsonl"
 DEPTHS = (0, 1, 2, 3, 4)
 MOST_DEPTH = ("--prefetch-rule", "first-miss", "--prefetch-layers", 4)
 
@@ -101,7 +101,7 @@ def depth(inputs: Inputs) -> Measured:
 
 def accuracy(inputs: Inputs) -> Measured:
     """Return exact match with dynamic precision, as recorded in the experiment."""
-    record = json.loads((ROOT / ACCURACY_SOURCE).read_text(encoding="utf-8"))
+    (record,) = recorded(ACCURACY_SOURCE, "example.json")
     rows = {row["options"].get("dynamic_precision", "lossless"): row for row in record["rows"]}
     values = [row["value"] for row in rows.values()]
     panel = Panel("bars", "Problems answered", "T1,T2", "exact match", groups=list(rows), bars={"value": values})

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from ...recorded import recorded
 from ..figure import Figure, Measured, Panel, percent
 from ..inputs import Inputs, mean
-from ..models import DATA, PLAIN, ROOT
+from ..models import DATA, PLAIN
 from ..simulated import Arm, Device, mean_gain, simulate
 
 BUNDLE, DEVICE = "plain-16", "jetson-tx2-ssd"
-EXPERTS_SOURCE = "bench/results/2026-11-26-plain-example/modes.json"
+EXPERTS_SOURCE = "bench/results/2026-11-26-plain-example.jsonl"
 GAMMAS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95)
 PUBLISHED_GAMMA = 0.7
 CONFIDENCES = tuple(at / 20 for at in range(21))
@@ -69,7 +69,7 @@ def gamma_sweep(inputs: Inputs) -> Measured:
 
 def fewer_experts(inputs: Inputs) -> Measured:
     """Return quality and fallbacks of little models of three sizes, as recorded in the experiment."""
-    rows: list[dict[str, Any]] = json.loads((ROOT / EXPERTS_SOURCE).read_text(encoding="utf-8"))["rows"]
+    rows: list[dict[str, Any]] = recorded(EXPERTS_SOURCE, "modes.json")[0]["rows"]
     found = {row["options"].get("big_little"): row for row in rows}
     whole, kinds = found[None]["value"], {"vanilla": "gamma=0", "with fallback, gamma 0.7": "gamma=0.7"}
     values = {name: [found[f"{gamma},k={k}"]["value"] for k in PARTS] for name, gamma in kinds.items()}
@@ -162,7 +162,7 @@ FIGURES = (
         reported="OLMoE on GSM8K, vanilla and with fallback. With 2 of 64 experts: 0.040 and 0.180. With 4: 0.371 and "
         "0.448. With 6: 0.491 and 0.506. With all (8 of 64): 0.515.",
         models=(PLAIN,),
-        how=f"1,000 held-out problems, as recorded in `{EXPERTS_SOURCE}`, whose README has the command.",
+        how=f"1,000 held-out problems, as recorded in `{EXPERTS_SOURCE}`, whose first line has the command.",
         why="The fallback recovers a part of the loss for K/4, and most of it for K/2. With 3K/4 nothing is lost "
         "without it, so it brings nothing. The published fallback ratios are more than ten times as high: the "
         "example is confident also where its little model is wrong.",

@@ -14,7 +14,7 @@ from moec.shipping.pull.intervals import Intervals
 from tests.shipping.model_bundles import Shape, write_bundle
 
 KEPT = Path(__file__).parent / "manifests"
-"""Manifests of the example, compiled for losses of 2 % and of 5 % on 2026-11-26 (bench/results/2026-11-26-delta)."""
+"""Manifests of the example, compiled for losses of 2 % and of 5 % on 2026-11-26."""
 SHAPE = Shape(layers=3, experts=16)
 
 
