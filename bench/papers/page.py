@@ -25,11 +25,13 @@ INTRODUCTIONS: dict[Paper, str] = {
 NOTE = (
     "`make papers` measures and draws these figures, `python -m bench.papers NAME` one of them. The numbers of a "
     "picture are in the line `NAME` of the `.jsonl` file next to this page. The models here are small. A figure "
-    "therefore shows whether a mechanism behaves as published. It does not show how large the effect is on the "
-    "paper's models. A caption says whether numbers are measured or simulated. Simulated times follow from routing "
-    "traces and the rates of a device profile. Few figures hold times of this machine: quotients of two ways that "
-    "took turns, and times with limited storage. `--with-throttle` measures the latter, as root."
+    "shows whether a mechanism behaves as published, not how large the effect is on the paper's models. Simulated "
+    "times follow from routing traces and the rates of a device profile. Few figures hold times of this machine: "
+    "quotients of two ways that took turns, and times with limited storage. `--with-throttle` measures the latter, "
+    "as root."
 )
+NOTE_PAPER: Paper = "edgemoe"
+"""Its page has the note, the others a link."""
 ON_NATURAL = (
     f"The last column says what holds on natural weights. `{NATURAL.made_by}` makes the natural example, which is not "
     "in the tree. Without it, `make papers` keeps the published result of a figure that needs it."
@@ -48,8 +50,9 @@ def page(
     name = PAPERS[paper]
     parts = [f"# The figures of {name}, measured here", _paragraph(INTRODUCTIONS[paper])]
     has_natural = any(found.natural is not None for found in measured.values())
-    parts += [_paragraph(NOTE), _models(figures, has_natural)]
-    parts += [_paragraph(ON_NATURAL)] if has_natural else []
+    note = NOTE if paper == NOTE_PAPER else f"[{PAPERS[NOTE_PAPER]}]({NOTE_PAPER}.md) says how the figures are made."
+    parts += [_paragraph(note), _models(figures, has_natural)]
+    parts += [_paragraph(ON_NATURAL)] if has_natural and paper == NOTE_PAPER else []
     parts += [_summary(figures, measured, has_natural)]
     parts += [part for figure in figures if figure.name in measured for part in _section(figure, measured[figure.name])]
     parts += ["## Not measured", _missing(missing)] if missing else []
@@ -88,7 +91,7 @@ def anchor(title: str) -> str:
 
 def _section(figure: Figure, measured: Measured) -> list[str]:
     picture = f"![{figure.title}](figures/{figure.name}.svg)"
-    caption = _paragraph(f"*{figure.title}. {figure.origin} on {named(figure.models)}. Figure `{figure.name}`.*")
+    caption = _paragraph(f"*{figure.origin} on {named(figure.models)}.*")
     told = [
         _item(f"**In the paper ({figure.source}).** {figure.reported}"),
         _item(f"**Measured here.** {figure.how}"),

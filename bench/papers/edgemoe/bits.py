@@ -83,14 +83,11 @@ FIGURES = (
         models=MODELS,
         how=f"{ITEMS} held-out problems, or the perplexity of {TEXTS} held-out texts of prose. Rounding to nearest "
         "without data, groups of 64. Dense weights have at least 4 bits, so all weights in 2 bits are not measured.",
-        why="Experts in 4 bits cost little, and all weights cost a little more, as published. The plain example loses "
-        "about as much with experts in 2 bits as the paper's. The planted one loses nearly everything, because its "
-        "sensitivity was planted.",
-        on_natural="Experts in 4 bits lose about twice as much as in the paper. Rounding to nearest in 2 bits "
-        "destroys the model. All weights in 4 bits double the perplexity: its embedding is also its output matrix. "
-        "The measure is perplexity and not Rouge-2. This natural example had a training of 68 steps, shorter than that "
-        "of the other figures. [Benchmarks](../benchmarks.md#natural-weights) has plans of moec, by GPTQ and a "
-        "search.",
+        why="Experts in 4 bits cost little, and all weights a little more, as published. The planted example "
+        "loses nearly everything in 2 bits, because its sensitivity was planted.",
+        on_natural="Experts in 4 bits lose about twice as much as in the paper, and rounding to nearest in 2 bits "
+        "destroys the model. The measure is perplexity, after a shorter training (68 steps). "
+        "[Benchmarks](../benchmarks.md#natural-weights) has plans of moec.",
         measure=bits,
     ),
     Figure(

@@ -59,11 +59,10 @@ FIGURES = (
         how=f"Traces of {TEXTS} held-out texts, replayed one after the other in one cache, without reading ahead. The "
         "optimum evicts the expert that is needed again last. The natural example has the routes of its checkpoint: "
         f"{TEXTS} sequences of {TEXT_TOKENS} tokens, with frequencies of train texts.",
-        why="EdgeMoE's score is a fixed frequency of calibration over the distance of the layer. It knows nothing of "
-        "the running text. Policies that count uses in the text learn which experts the text needs.",
+        why="EdgeMoE's score is a fixed frequency of calibration over the distance of the layer. Policies "
+        "that count uses in the text learn which experts the text needs.",
         measure=hit_ratio,
-        on_natural="EdgeMoE's policy is not the best one on natural weights either, but less than a point below it. "
-        "The use of the experts is not balanced there, so a fixed frequency says nearly as much as the running text. "
-        "LRU and FIFO find nothing in small caches: a token passes through more experts than fit.",
+        on_natural="EdgeMoE's policy is less than a point below the best one, because the use of the experts is not "
+        "balanced. LRU and FIFO find nothing in small caches.",
     ),
 )

@@ -78,9 +78,8 @@ FIGURES = (
         "its prompt and all tokens of its answer, which are forced. Each sample begins with the warm start of its "
         "arm. Computing takes the bytes of the weights over the memory rate of the profile. Arms are those of the "
         "chart of time per token.",
-        why="EdgeMoE is faster than all three baselines at the 10th, the 50th and the 90th percentile, as published. "
-        "The gap to IO-FREE remains, as published. The curves follow the lengths of "
-        "the answers. Preloading costs time here too, for the reason that the ablation shows.",
+        why="EdgeMoE is faster than all three baselines at the 10th, the 50th and the 90th percentile, as "
+        "published. The gap to IO-FREE remains, as published.",
         origin="Simulated",
         measure=latency,
     ),

@@ -117,14 +117,12 @@ FIGURES = (
         "does not say whether the paths are the observed ones or all possible ones.",
         models=MODELS,
         how="Paths are the observed ones. Tokens are those of train texts.",
-        why="The share depends on the number of possible paths. Switch takes one expert per layer. With 2 of 8 "
-        "experts in 6 layers there are 28 to the power of 6 paths. Tokens are far fewer, and most observed paths "
-        "occur once. Shorter paths are seen more often, and even they are less skewed: a training loss balances "
-        "the experts.",
+        why="The share depends on the number of possible paths: 28 to the power of 6 here. Tokens are far "
+        "fewer, and most observed paths occur once.",
         measure=path_skew,
-        on_natural="Natural weights do not confirm the published skew either. A layer has 8,008 sets of 6 of 16 "
-        "experts, and nearly every path through all 30 layers occurs once. The likeliest fifth of the "
-        "sets of one layer carries most of the tokens, but not nearly all.",
+        on_natural="Natural weights do not confirm the published skew: nearly every path through all 30 layers "
+        "occurs once. The likeliest fifth of the sets of one layer carries most of the tokens, but not "
+        "nearly all.",
     ),
     Figure(
         name="edgemoe-frequency",
@@ -139,9 +137,8 @@ FIGURES = (
         why="In the trained examples, earlier layers foretell later ones as published. A token has several experts per "
         "layer, so one pair of experts says less than a single path of Switch.",
         measure=frequency,
-        on_natural="The likeliest experts of a layer are known without any "
-        "earlier layer, because their use is not balanced. Earlier layers add one point each. A single pair of experts "
-        "still says much: after it, nearly all tokens use one expert.",
+        on_natural="The likeliest experts of a layer are known without any earlier layer, because their use is not "
+        "balanced. Earlier layers add one point each.",
     ),
     Figure(
         name="edgemoe-other-data",

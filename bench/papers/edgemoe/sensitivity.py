@@ -66,12 +66,10 @@ FIGURES = (
         how="Predicted KL to the checkpoint from gradients (the default of `moec compile`), in thousandths of a nat "
         "per token. The other experts keep 16 bits. The values are those of `quality.json` of `examples/bundle`, and "
         f"of `{NATURAL_SOURCE}` for the natural example.",
-        why="Experts differ here too. The largest values of the planted example are planted: the gains of two experts "
-        "per layer were made unequal at the start of the training. So the size of their spread says nothing of other "
-        "models.",
+        why="Experts differ here too. The largest values of the planted example were made, so their spread "
+        "says nothing of other models.",
         measure=sensitivity,
-        on_natural="Experts of natural weights differ too, and far less than those of the planted example. Inside a "
-        "layer the loss follows the use: experts that many tokens use cost more in 2 bits. The first layer is the most "
-        "sensitive one.",
+        on_natural="Experts of natural weights differ far less. Inside a layer the loss follows the use, and the "
+        "first layer is the most sensitive one.",
     ),
 )

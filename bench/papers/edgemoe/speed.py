@@ -135,6 +135,7 @@ _HOW = (
     "Simulated from routing traces of two held-out texts of 200 tokens. Computing takes the bytes of the weights over "
     "the memory rate of the profile, so it is the least time that the device could need. "
 )
+_AS_ABOVE = "Simulated as the chart of time per token. "
 _ARMS = (
     "EdgeMoE's search with moec's quantizer gives every expert of this model 2 bits at a loss of 2 % "
     "(`examples/bundle/quality.json`). Its arm is that bundle, with EdgeMoE's buffer, eviction and path dictionary. "
@@ -152,13 +153,11 @@ FIGURES = (
         "times, over STI 1.22 to 2.77 times.",
         models=(PLANTED,),
         how=_HOW + _ARMS + "With EdgeMoE's own quantizer the same loss takes 8 bits, because sensitivity is planted.",
-        why="EdgeMoE is faster than IO-EXP, IO-QEXP and STI, as published. All arms that read wait for storage "
-        "nearly all the time. A runtime at the memory rate of the device computes a token in a fraction of the "
-        "time of its reads. There preloading (P) costs time. Until the next router has run it reads experts that "
-        "are mostly not chosen, and needed reads wait. Without P, EdgeMoE is faster. STI reads all 8 experts of a "
-        "layer, and a token uses 2. An [experiment](../experiments/2026-11.md#21-simpler-versions-of-moec-"
-        "experts-read-for-every-token-cost-most-of-the-speed-neutral) has measured times of the "
-        "baselines on a checkpoint of 13.8 GB.",
+        why="EdgeMoE is faster than IO-EXP, IO-QEXP and STI, as published. All wait for storage nearly all "
+        "the time, so preloading (P) costs time: it reads experts that are mostly not chosen. An "
+        "[experiment](../experiments/2026-11.md#21-simpler-versions-of-moec-experts-read-for-every-token-cost"
+        "-most-of-the-speed-neutral) "
+        "has measured times of the baselines on a checkpoint of 13.8 GB.",
         origin="Simulated",
         measure=tpot,
     ),
@@ -170,12 +169,10 @@ FIGURES = (
         reported="A token takes 0.789 s on a Jetson TX2. Quantization (Q) takes it to 0.392 s, preloading (P) to "
         "0.305 s, the expert buffer (C) to 0.245 s. Memory is 2.5, 1.21, 0.78 and 0.81 GB.",
         models=(PLANTED,),
-        how=_HOW + "Without the buffer, the experts of one layer are in memory, with preloading those of two. "
+        how=_AS_ABOVE + "Without the buffer, the experts of one layer are in memory, with preloading those of two. "
         "Memory counts weights only.",
-        why="Quantization brings most, as published. Preloading until the router has run pays only in time that "
-        "computing takes, and computing is short here. With the buffer there is more room to read ahead into, so "
-        "wrong reads cost more. The buffer without preloading (+Q+C) is the best step. Memory falls with "
-        "quantization and rises with the buffer.",
+        why="Quantization brings most, as published. Preloading pays only in time that computing takes, which "
+        "is short here. So the buffer without preloading (+Q+C) is the best step.",
         origin="Simulated",
         measure=ablation,
     ),
@@ -187,7 +184,7 @@ FIGURES = (
         reported="With reading of experts a token takes 3.2 to 3.9 times as long on a Jetson TX2. On a Raspberry Pi "
         "4B it is 3.3 to 3.8 times.",
         models=(PLANTED,),
-        how=_HOW + "All experts of a token are read, in 16 bits, and none is kept.",
+        how=_AS_ABOVE + "All experts of a token are read, in 16 bits, and none is kept.",
         why="Reading takes most of the time, as published, and a far larger share. Here computing is bound by the "
         "memory rate, which is 36 times the rate of the SSD. The paper's runtime computes more slowly.",
         origin="Simulated",
@@ -200,7 +197,8 @@ FIGURES = (
         title="Weights in memory",
         reported="IO-FREE takes 2.1 to 38.6 times the memory of EdgeMoE, IO-QFREE 0.8 to 24.3 times.",
         models=(PLANTED,),
-        how="Bytes of the weights outside the experts and of the experts that are held. " + _ARMS.strip(),
+        how="Bytes of the weights outside the experts and of the experts that are held. Versions are those of the "
+        "chart of time per token.",
         why="The ratio depends on the share of the experts in the model and on the budget. Both are in the "
         "published range.",
         measure=memory_of_arms,
@@ -213,7 +211,7 @@ FIGURES = (
         reported="A token takes less time with a larger buffer. EdgeMoE is faster than IO-QEXP in INT4 and in "
         "INT2 at every budget.",
         models=(PLANTED,),
-        how=_HOW + "IO-QEXP keeps no expert, so the budget has no effect on it.",
+        how=_AS_ABOVE + "IO-QEXP keeps no expert, so the budget has no effect on it.",
         why="The buffer holds experts that are used again, so time falls with its size. With preloading, small "
         "buffers are slower than IO-QEXP in 2 bits, for the reason that the ablation shows.",
         origin="Simulated",
@@ -226,7 +224,7 @@ FIGURES = (
         title="Energy of a token, by stated power",
         reported="EdgeMoE takes 1.1 % more energy than IO-FREE at least, and 17 % more on average.",
         models=(PLANTED,),
-        how=_HOW + "Energy is that time multiplied by the draw that the device profile states: 6.4 W computing "
+        how=_AS_ABOVE + "Energy is that time multiplied by the draw that the device profile states: 6.4 W computing "
         "and 2.7 W waiting. Nothing was measured with a power meter, and this machine has no counter (RAPL).",
         why="Energy follows the time. The paper's tokens are mostly computing. Here they are mostly waiting, "
         "which also takes power.",

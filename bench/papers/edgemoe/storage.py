@@ -14,7 +14,7 @@ from ..inputs import SHIPPED, Inputs, mean
 from ..models import PLANTED, TASKS
 from ..simulated import Arm, Device, reformatted, simulate
 from .arms import EDGEMOE, TEXTS, as_edgemoe
-from .bits import ITEMS, exact_match
+from .bits import exact_match
 from .speed import TX2
 
 VERSIONS = {
@@ -143,15 +143,12 @@ FIGURES = (
         "than IO-QEXP. The losses of Rouge-2 are 0.89 % for EdgeMoE, 2.04 % for IO-QEXP and 20.0 % for STI, which "
         "quantizes all weights.",
         models=(PLANTED,),
-        how=f"Bytes of all weights, and the score on {ITEMS} held-out items of each task: exact match of problems, "
-        "Rouge-2 of dialogues. Versions are those of the chart of time per token. STI has all weights in 4 bits, "
-        "rounded to nearest. The other versions in 8, 4 and 2 bits are quantized by GPTQ on problems, with 8 bits "
-        "outside the experts. The plans of EdgeMoE and moec were chosen at 2 % for problems alone. A difference of one "
-        f"problem is {100 / ITEMS:g} %.",
-        why="EdgeMoE saves more storage than published, because 2 bits by GPTQ keep the loss on problems. Its loss of "
-        "problems is under 2 %, as asked. STI in 4 bits does not lose most: groups of 64 weights have a scale of "
-        "their own, and the weights outside the experts are few. On dialogues, for which nothing was chosen, EdgeMoE "
-        "and moec lose more than 2 %. A loss target holds for the task that was asked.",
+        how="Bytes of all weights, and the score on 500 held-out items of each task: exact match of problems, "
+        "Rouge-2 of dialogues. STI is rounded to nearest in 4 bits, the others are quantized by GPTQ on "
+        "problems. A difference of one problem is 0.2 %.",
+        why="EdgeMoE saves more storage than published, because 2 bits by GPTQ keep the loss on problems. STI "
+        "in 4 bits does not lose most: its groups of 64 have scales of their own. On dialogues, for which "
+        "nothing was chosen, EdgeMoE and moec lose more than 2 %.",
         measure=storage,
     ),
     Figure(
@@ -165,9 +162,8 @@ FIGURES = (
         f"experts have {LOW.bitwidth:g} instead of {HIGH.bitwidth:g} bits. Its time per token is simulated from two "
         "held-out texts with the sizes of that plan. Experts are lowered in the order of the sensitivity map. The "
         "buffer has room for half of the experts in 4 bits.",
-        why="Fewer bytes take less time to read, and more experts fit into the buffer. From 1 to 2 % nothing changes: "
-        "with one scale per row, this model needs 8 bits everywhere. The time of moec's plan at 2 % is in the chart "
-        "of time per token.",
+        why="Fewer bytes take less time to read, and more experts fit into the buffer. From 1 to 2 % nothing "
+        "changes: with one scale per row, this model needs 8 bits everywhere.",
         origin="Measured and simulated",
         measure=loss_targets,
     ),

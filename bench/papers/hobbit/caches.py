@@ -105,9 +105,8 @@ FIGURES = (
         how=f"Traces of {TRACED} held-out texts, decided again under `--dynamic-precision {THRESHOLDS}` with 16 and 4 "
         "bits, each with its own cache. A miss costs the bytes of the version that is read. LFU counts each version, "
         "or both together.",
-        why="HOBBIT is below LRU at every size, as published. LHU is below LFU that counts both versions together, "
-        "as HOBBIT counts. LFU that counts each version is lower still: it keeps the versions apart, as "
-        "HOBBIT does by two caches. HOBBIT's weights are the default ones, not fitted to this mode.",
+        why="HOBBIT is below LRU at every size, as published. LFU that counts each version apart is lower "
+        "still. HOBBIT's weights are the default ones, not fitted to this mode.",
         measure=miss_penalty,
     ),
     Figure(
@@ -122,7 +121,6 @@ FIGURES = (
         f"The natural example has {TEXTS} sequences of {TEXT_TOKENS} tokens of prose, by the routes of its checkpoint.",
         why="A text of another task needs other experts, and old counts protect the wrong ones.",
         measure=levels,
-        on_natural="Natural weights do not confirm this. The same experts are preferred in all texts, so counts since "
-        "the start of the process say more than those of one short text.",
+        on_natural="Natural weights do not confirm this: the same experts are preferred in all texts.",
     ),
 )

@@ -167,10 +167,9 @@ FIGURES = (
         "The depth matters little.",
         models=(PLANTED,),
         how=_SIMULATED + "The rule is HOBBIT's: a later layer is asked only if no expert of the nearer one is missing.",
-        why="A wrong guess takes time of storage that a needed expert waits for, and nearly all time here is "
-        "reading. The paper names this cost. It has more computing to overlap with. The default rule of moec, "
-        "`likely`, reads only predictions that were right often enough. On the plain example it gains 1.11 times "
-        "(MoBiLE, a little model and reading ahead).",
+        why="A wrong guess delays needed experts, and nearly all time here is reading. The default rule of "
+        "moec, `likely`, reads only predictions that were right often enough. On the plain example it "
+        "gains 1.11 times.",
         origin="Simulated",
         measure=depth,
     ),

@@ -104,10 +104,9 @@ FIGURES = (
         "experts is in memory at the start. Computing times are those of the ceiling. The most important token of an "
         "expert decides its version. Left without lookahead. Right: time without lookahead over time with it, by "
         "HOBBIT's rule.",
-        why="Low versions shorten short prompts. In a prompt of 128 tokens nearly every expert is the best one of "
-        "some token, so it is read in high precision. Lookahead brings nothing: reading takes more than nine tenths "
-        "of the time here, so there is little computing to overlap with. Experts that are read ahead evict others of "
-        "the prompt, which are read again. The paper's machines compute for a larger part of a prompt.",
+        why="Low versions shorten short prompts. In a prompt of 128 tokens nearly every expert is read in "
+        "high precision. Lookahead brings nothing, because reading takes more than nine tenths of the "
+        "time.",
         measure=prefill,
         origin="Simulated",
     ),

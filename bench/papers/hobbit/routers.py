@@ -147,11 +147,10 @@ FIGURES = (
         reported="The two correlate at 0.99 in Mixtral-8x7B.",
         models=MODELS,
         how=f"Pearson correlation over the chosen experts of {OUTPUT_TOKENS:,} held-out tokens, layer by layer.",
-        why="Outputs of experts differ more in length in these small models, above all in the planted one. The weight "
-        "still ranks experts. The paper correlates its data after a normalisation that it does not describe.",
+        why="Outputs of experts differ more in length in these small models, but the weight still ranks experts.",
         measure=importance,
-        on_natural="The correlation is about half of the published one. The weights of a token's experts are nearly "
-        "equal, so the length of an output depends on the expert as much as on its weight.",
+        on_natural="The correlation is about half of the published one, because the weights of a token's experts are "
+        "nearly equal.",
     ),
     Figure(
         name="hobbit-scores",
@@ -162,8 +161,8 @@ FIGURES = (
         "30 % in low precision. 3 % are skipped.",
         models=MODELS,
         how="The score of an expert is the weight of the experts that its token ranks before it.",
-        why="The shape depends on the number of experts per token. With two, half of the scores are 0 and none is "
-        "under 0.5 otherwise. With four they spread, so other thresholds give the shares of the paper.",
+        why="With two experts per token half of the scores are 0, and none is under 0.5 otherwise. With four "
+        "they spread, so other thresholds give the shares of the paper.",
         measure=scores,
         on_natural="The six experts of a token have nearly equal weights, so the score rises in even steps. The "
         "published shares need a somewhat higher first threshold and a lower second one.",
@@ -178,14 +177,13 @@ FIGURES = (
         models=MODELS,
         how=f"Similarity of what two routers read, on {FORESEEN_TOKENS:,} held-out tokens. A later router, with the "
         "norm of its own layer, is applied to the stream of this layer.",
-        why="Six layers change the stream more per layer than the 32 of Mixtral. So similarity and accuracy are lower, "
-        "and they fall with the distance as published. `moec compile` learns routers that foresee more "
-        "([learned routers](../experiments/2026-11.md)).",
+        why="Six layers change the stream more per layer than the 32 of Mixtral. Similarity and accuracy fall "
+        "with the distance as published. `moec compile` learns routers that foresee more ([learned "
+        "routers](../experiments/2026-11.md)).",
         measure=lookahead,
-        on_natural="Router inputs of consecutive layers are similar, as published, except after layer 0. The published "
-        "accuracy is not confirmed. A token's experts have nearly equal weights, so their order changes easily. As a "
-        "set they are foreseen better: 86 % of the six experts of the next layer "
-        "([learned routers](../experiments/2026-11.md)).",
+        on_natural="Router inputs of consecutive layers are similar, as published, except after layer 0. The "
+        "published accuracy is not confirmed, but 86 % of the six experts of the next layer are foreseen "
+        "as a set.",
     ),
     Figure(
         name="hobbit-reuse",
@@ -199,9 +197,8 @@ FIGURES = (
         why="In the problems, a digit or a name often follows tokens of another kind. So reuse depends on the text "
         "and the layer.",
         measure=reuse,
-        on_natural="The first expert is used again nearly twice as often as by chance, and more often in later "
-        "layers. The other finding says little here: with six of 16 experts, one of them is used again "
-        "nearly always, also by chance.",
+        on_natural="The first expert is used again nearly twice as often as by chance. With six of 16 experts, one "
+        "of them is used again nearly always, also by chance.",
     ),
     Figure(
         name="hobbit-sequences",

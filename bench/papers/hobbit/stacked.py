@@ -129,9 +129,8 @@ FIGURES = (
         how="Routers of random weights in 16 bits, each with the norm of its layer, for one token. Both ways take "
         f"turns in {ROUNDS} rounds of {CALLS} calls on one thread of this machine. Times are those of the thread on "
         "its processor, over the time of one router in the same round. Shown are medians, with quartiles in brackets.",
-        why="On a CPU the time of a router is that of its weights, which one product reads as well. So both grow with "
-        "the number of routers. One product saves the calls between them, a small part. The paper "
-        "measures on a GPU, where so small products do not keep the device busy.",
+        why="On a CPU the time of a router is that of its weights, so both grow with the number of routers. "
+        "The paper measures on a GPU, which such small products do not keep busy.",
         measure=stacked,
     ),
 )

@@ -147,10 +147,9 @@ FIGURES = (
         models=(PLAIN,),
         how=f"Exact match and fallbacks: {ITEMS} held-out problems by `moec eval --modes`. One is {100 / ITEMS:g} %. "
         f"Speed: forced held-out texts, on which about 30 % of the tokens fall back. {_SIMULATED}",
-        why="Speed falls with gamma, as published. In its answers the example is confident in almost every token. "
-        "It falls back far less often than OLMoE, and a larger gamma brings no more than a problem or two. At "
-        "equal fallback ratios (forced texts) the speed is lower than the published one, because a cache serves "
-        "half of the requests.",
+        why="Speed falls with gamma, as published. The example falls back far less often than OLMoE in its "
+        "answers. At equal fallback ratios the speed is lower than published, because a cache serves half "
+        "of the requests.",
         origin="Measured and simulated",
         measure=gamma_sweep,
     ),
@@ -163,9 +162,8 @@ FIGURES = (
         "0.448. With 6: 0.491 and 0.506. With all (8 of 64): 0.515.",
         models=(PLAIN,),
         how=f"1,000 held-out problems, as recorded in `{EXPERTS_SOURCE}`, whose first line has the command.",
-        why="The fallback recovers a part of the loss for K/4, and most of it for K/2. With 3K/4 nothing is lost "
-        "without it, so it brings nothing. The published fallback ratios are more than ten times as high: the "
-        "example is confident also where its little model is wrong.",
+        why="The fallback recovers a part of the loss for K/4, and most of it for K/2. The published fallback "
+        "ratios are more than ten times as high.",
         measure=fewer_experts,
     ),
     Figure(
@@ -176,9 +174,8 @@ FIGURES = (
         reported="OLMoE on GSM8K, gamma 0.7. With 2 of 64 experts 29 % of the tokens fall back, with 4 or 6 21 %.",
         models=(PLAIN,),
         how="Confidence of each token of held-out texts (problems and dialogues), teacher-forced, from routing traces.",
-        why="Forced text has tokens that nothing foretells, such as the first words of a problem. They are under "
-        "the threshold for every little model, and hide the differences. In generated answers the ratio falls "
-        "with the number of experts (next to table IV).",
+        why="Forced text has tokens that nothing foretells, which hide the differences. In generated answers "
+        "the ratio falls with the number of experts (next to table IV).",
         measure=fallback_curve,
     ),
     Figure(
@@ -189,9 +186,8 @@ FIGURES = (
         reported="MoBiLE alone is 1.60 to 1.72 times as fast as offloading, and 1.92 times together with pre-gating.",
         models=(PLAIN,),
         how=f"Gamma {PUBLISHED_GAMMA}, K/2. {_SIMULATED}",
-        why="A little model reads half as many experts. Reading ahead overlaps reads with computing and with each "
-        "other, also in the first pass of a little model. The gains are smaller because the cache serves half of "
-        "the requests.",
+        why="A little model reads half as many experts, and reading ahead overlaps reads with computing. The "
+        "gains are smaller because the cache serves half of the requests.",
         origin="Simulated",
         measure=with_prefetch,
     ),

@@ -122,11 +122,9 @@ FIGURES = (
         f"AdapMoE type skips missed experts of little weight (`--dynamic-precision T,T`, {len(SKIPPED)} thresholds) "
         f"and reads ahead as moec does. MoBiLE has gamma {PUBLISHED_GAMMA} and K/2. Answers: {ITEMS} held-out "
         "problems by `moec eval --modes`. The other programs themselves were not run.",
-        why="MoBiLE is faster than the Pre-gated type by about as much as published: it reads half as many experts. "
-        "The finding on AdapMoE is not confirmed. Skipping missed experts above a threshold of 0.7 is faster, and "
-        "answers as many problems. A cache serves half of the requests here, and only missed experts are skipped. A "
-        "little model leaves out experts that are in memory too. The example is confident, so skipping costs "
-        "it little.",
+        why="MoBiLE is faster than the Pre-gated type by about as much as published. The finding on AdapMoE "
+        "is not confirmed: skipping missed experts above a threshold of 0.7 is faster, and answers as "
+        "many problems.",
         measure=rivals,
         origin="Measured and simulated",
     ),
@@ -140,9 +138,7 @@ FIGURES = (
         models=(PLAIN,),
         how=f"Simulated from {TEXTS} held-out texts. A little pass has gamma 0, so no token is computed again. With "
         "gamma 1 every token is. The pass of a fallback is the difference of both times. All read ahead by lookahead.",
-        why="A little pass reads half as many experts. The pass of a fallback finds those of the little pass in "
-        "memory, and reads the others before their layers run. All experts of a token are read once, in one "
-        "of both passes.",
+        why="A little pass reads half as many experts. All experts of a token are read once, in one of both passes.",
         measure=passes,
         origin="Simulated",
     ),

@@ -108,8 +108,7 @@ FIGURES = (
         why="The planted and the plain example were trained with a loss that balances the experts, as Mixtral "
         "was. The deviation is larger because each layer has few experts and one kind of text.",
         measure=popularity_map,
-        on_natural="Natural weights do not confirm that uses are balanced. Many experts have less than a fifth of "
-        "the uses of the most used one, and some are hardly used. No loss balanced the experts when this "
+        on_natural="Natural weights do not confirm that uses are balanced. No loss balanced the experts when this "
         "model was divided and trained.",
     ),
     Figure(
