@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, OptionError
+from moec.manifests.files.strict_json import shown
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..bundle.eviction_weights import with_fitted_weights
@@ -398,6 +399,6 @@ class Engine:
         wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise InputError(
-                f"token id {wrong} is outside the vocabulary of {vocab_size}",
+                f"token id {shown(wrong)} is outside the vocabulary of {vocab_size}",
                 "hand in tokens of this model; its tokenizer may know tokens that the model was never given",
             )

@@ -38,13 +38,13 @@ class TokenBytes:
         if not self._is_byte_level and not {"ByteFallback", "Metaspace"} & kinds:
             raise ValueError("its decoder is neither byte-level nor SentencePiece's")
         self._added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
+        self._special = {token for token, own in self._added.items() if own.special}
         self._letters = {byte: letter for letter, byte in self._values.items()}
 
     def of_vocabulary(self, count: int) -> tuple[list[bytes], list[int]]:
         """Return the bytes of the tokens 0 to count - 1, and which of them are special or stand for nothing."""
         found = [self.of_token(token) for token in range(count)]
-        special = {token for token, own in self._added.items() if own.special}
-        return found, [token for token, data in enumerate(found) if not data or token in special]
+        return found, [token for token, data in enumerate(found) if not data or token in self._special]
 
     def of_token(self, token: int) -> bytes:
         """Return the bytes of one token. A token that was added to the vocabulary has those of its name."""
@@ -52,11 +52,15 @@ class TokenBytes:
         return self._bytes_of(self._tokenizer.id_to_token(token) or "") if own is None else own.content.encode()
 
     def ids(self, text: str) -> list[int]:
-        """Return tokens whose bytes are those of a text, as the tokenizer splits it if that is possible."""
+        """Return tokens whose bytes are those of a text, as the tokenizer splits it if that is possible.
+
+        No token is special, not even for a text that spells one.
+        """
         data = text.encode()
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         pieces = [self._bytes_of(self._tokenizer.id_to_token(each) or "") for each in ids]
-        return ids if b"".join(pieces) == data else self._greedy_ids(text, data)
+        is_plain = self._special.isdisjoint(ids) and b"".join(pieces) == data
+        return ids if is_plain else self._greedy_ids(text, data)
 
     def _greedy_ids(self, text: str, data: bytes) -> list[int]:
         """Return the longest pieces from left to right, and single bytes for characters without a piece."""
@@ -66,7 +70,7 @@ class TokenBytes:
         while start < len(written):
             for size in range(min(_LONGEST_PIECE, len(written) - start), 0, -1):
                 token = find(written[start : start + size])
-                if token is not None:
+                if token is not None and token not in self._special:
                     found.append(token)
                     start += size
                     break

@@ -12,6 +12,8 @@ from ..engine.request import Failed
 
 _STATUS_OF_FAILURE = {"deadline_exceeded": 504, "shutting_down": 503, "InputError": 400}
 CLIENT_GONE = 499
+_MESSAGE_CHARACTERS = 1000
+"""Most characters of a message. A template or a schema may write one with all of a client's text."""
 
 
 class RequestError(Exception):
@@ -33,7 +35,8 @@ class RequestError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.param, self.code = status, param, code
+        self.message = message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:_MESSAGE_CHARACTERS]}..."
         self.headers = headers or {}
 
     def to_plain(self) -> dict[str, Any]:

@@ -134,12 +134,13 @@ class PrefixStore:
 
     def _remove_unfinished(self) -> None:
         """Remove what a server that was killed has left half-written, and say how many files there were."""
-        unfinished = [path for path in self._folder.iterdir() if path.name.endswith(UNFINISHED_SUFFIX)]
-        for path in unfinished:
+        removed = 0
+        for path in [path for path in self._folder.iterdir() if path.name.endswith(UNFINISHED_SUFFIX)]:
             with contextlib.suppress(OSError):
                 path.unlink()
-        if unfinished:
-            self._report(f"{len(unfinished)} unfinished prefixes in `{self._folder}` are removed")
+                removed += 1
+        if removed:
+            self._report(f"unfinished prefixes in `{self._folder}` are removed: {removed}")
 
     def _known_files(self) -> list[_Saved]:
         """Return the files of this bundle, least recently used first, and note the other ones."""

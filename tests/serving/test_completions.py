@@ -11,6 +11,7 @@ import pytest
 
 from moec.runtime import Engine, load
 from moec.runtime.text.sampling import SamplingOptions
+from moec.serving.api.errors import RequestError
 from tests.serving.live_server import LiveServer, Reply, live_server
 
 PROMPT, PATH = "Question: what is", "/v1/completions"
@@ -208,6 +209,33 @@ def test_a_value_that_is_not_supported_is_told_with_those_that_are(server: LiveS
     assert message.endswith("it can be 1")
     digits = server.post(PATH, b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}").error["message"]
     assert "more than 4000 digits" in digits
+
+
+LONG_NUMBER, LONG_TEXT = 10**3999, "x" * 5000
+TOO_LONG: list[tuple[str, dict[str, Any]]] = [
+    *((path, {name: tokens}) for path, name in ((PATH, "prompt"), ("/detokenize", "tokens"))
+      for tokens in ([LONG_NUMBER], [-LONG_NUMBER], [LONG_TEXT])),
+    (PATH, {"prompt": [[5, LONG_NUMBER]]}),
+    *((PATH, {**GREEDY, name: value}) for name in ("max_tokens", "seed", "top_k", "temperature", "n", "stream")
+      for value in (LONG_NUMBER, LONG_TEXT)),
+    (PATH, {**GREEDY, "logit_bias": {str(LONG_NUMBER): 1}}),
+    (PATH, {**GREEDY, LONG_TEXT: 1}),
+    (PATH, {**GREEDY, "stream": True, "stream_options": {LONG_TEXT: 1}}),
+    ("/v1/chat/completions", {"messages": [{"role": LONG_TEXT, "content": "hi"}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "response_format": {"type": LONG_TEXT}}),
+    ("/v1/responses", {"input": [{"type": LONG_TEXT}]}),
+]  # fmt: skip
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize(("path", "body"), TOO_LONG, ids=[str(at) for at in range(len(TOO_LONG))])
+def test_no_message_repeats_a_long_value(server: LiveServer, path: str, body: dict[str, Any]) -> None:
+    reply = server.post(path, body)
+    assert reply.status == 400 and len(reply.body) < 500, reply.body
+
+
+def test_a_message_that_others_wrote_is_cut() -> None:
+    assert len(RequestError(400, LONG_TEXT).message) < 1100
 
 
 def test_a_long_prompt_is_refused_with_both_numbers(server: LiveServer) -> None:

@@ -142,6 +142,17 @@ def test_a_damaged_file_is_not_used(opened: Engine, folder: Path, damage: Callab
     assert said and str(path) in said[0]
 
 
+def test_what_a_killed_server_left_half_written_is_removed(opened: Engine, folder: Path) -> None:
+    (only,) = folder.iterdir()
+    for name in ("0.kv.partial", "1.kv.partial"):
+        (folder / name).write_bytes(b"x" * 5000)
+    (folder / "2.kv.partial").mkdir()
+    with started(opened, folder) as (_, store, said):
+        assert store.used_bytes == only.stat().st_size
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["2.kv.partial", only.name])
+    assert said == [f"unfinished prefixes in `{folder}` are removed: 2"]
+
+
 def test_values_that_are_no_numbers_are_refused(opened: Engine, folder: Path) -> None:
     """A file whose digest was made anew."""
     with started(opened, folder) as (_, store, _):

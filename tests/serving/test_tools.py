@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moec.manifests.bundle import MANIFEST_NAME
+from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.runtime import load
 from moec.serving.tools.calls import NO_TOOLS, ToolsOfRequest
 from moec.serving.tools.chat_form import ChatForm, chat_form_of
@@ -164,6 +167,70 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     add_file(copy, "chat_template.jinja", HERMES)
     with load(copy, context=512, slots=2) as engine, live_server(engine) as running:
         yield running
+
+
+MARKS = ("<tool_call>", "</tool_call>", "<|im_end|>")
+
+
+def mark_special(bundle: Path, *marks: str) -> None:
+    """Add special tokens to the tokenizer of a bundle."""
+    tokenizer = json.loads((bundle / "tokenizer.json").read_bytes())
+    first = len(tokenizer["model"]["vocab"])
+    tokenizer["added_tokens"] += [
+        {**tokenizer["added_tokens"][0], "id": first + at, "content": mark} for at, mark in enumerate(marks)
+    ]
+    (bundle / "tokenizer.json").write_text(json.dumps(tokenizer))
+    manifest = decode_manifest((bundle / MANIFEST_NAME).read_bytes(), "test")
+    files = tuple(file for file in manifest.files if file.name != "tokenizer.json")
+    (bundle / MANIFEST_NAME).write_bytes(encode_manifest(replace(manifest, files=files)))
+    add_file(bundle, "tokenizer.json", (bundle / "tokenizer.json").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """The same with marks that are special tokens, as those of Qwen."""
+    copy = Path(shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("special") / "calls"))
+    mark_special(copy, *MARKS)
+    add_file(copy, "chat_template.jinja", HERMES)
+    with load(copy, context=512, slots=2) as engine, live_server(engine) as running:
+        assert all(engine.tokenizer.id_of(mark) is not None for mark in MARKS)
+        yield running
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_a_call_can_be_asked_for_where_its_marks_are_special_tokens(
+    special: LiveServer, choice: Any, is_parallel: bool
+) -> None:
+    pytest.importorskip("llguidance")
+    body = {**BODY, "tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": is_parallel}
+    reply = special.post(CHAT, body)
+    assert reply.status == 200, reply.body
+    found = reply.json["choices"][0]
+    assert (found["finish_reason"], found["message"]["content"]) == ("tool_calls", None)
+    (call,) = found["message"]["tool_calls"]
+    check_call(call)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": "<|im_end|>"},
+        {"enum": ["<tool_call>"]},
+        {"type": "object", "properties": {"</tool_call>": {"const": "a<|im_end|>b"}}, "required": ["</tool_call>"]},
+        {"type": "string", "pattern": "^</s>$"},
+    ],
+    ids=["const", "enum", "name", "pattern"],
+)
+def test_a_schema_may_spell_a_special_token(special: LiveServer, schema: dict[str, Any]) -> None:
+    """The model writes its characters, never the token, which would end the answer or stay hidden."""
+    jsonschema = pytest.importorskip("jsonschema")
+    pytest.importorskip("llguidance")
+    schema = {**schema, "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    reply = special.post(CHAT, {**BODY, "response_format": form})
+    assert reply.status == 200, reply.body
+    jsonschema.validate(json.loads(reply.json["choices"][0]["message"]["content"]), schema)
 
 
 def check_call(call: dict[str, Any]) -> None:
