@@ -139,8 +139,6 @@ def _one_model(service: Service) -> Callable[[Request], Awaitable[Any]]:
     async def endpoint(request: Request) -> Any:
         if not request.path_params["name"]:
             return _error(RequestError(404, "this path does not exist; ask `/v1/models`", None, "not_found"))
-        if request.path_params["name"] != service.options.name:
-            return _error(RequestError(404, "this server has no such model", "model", "model_not_found"))
         return _json(facts.model(service))
 
     return endpoint

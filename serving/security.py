@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import ipaddress
 import re
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,8 @@ from .api.errors import RequestError
 LEAST_KEY_CHARACTERS = 8
 MAX_HEADER_BYTES = 32 << 10
 _MAX_KEY_BYTES = 4096
+DROPPED_S, _DROPPED_BYTES = 5.0, 64 << 20
+"""Most time and bytes of a body that are read only so that the client gets its response."""
 _OPEN_PATHS = frozenset(("/health", "/ready"))
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]{0,5})?")
 """An address in brackets, or a name, and a port."""
@@ -95,6 +100,28 @@ def read_key(path: Path) -> bytes:
     return key
 
 
+class _Body:
+    """The body of a request. A connection that closes before all of it is read takes the response from the client."""
+
+    def __init__(self, headers: list[tuple[bytes, bytes]], receive: Receive) -> None:
+        self._receive = receive
+        self.is_read = not any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
+
+    async def receive(self) -> Message:
+        """Return the next message, and note the last one."""
+        message = await self._receive()
+        self.is_read = not message.get("more_body", False)
+        return message
+
+    async def drop(self) -> None:
+        """Read the rest within limits and forget it. The client has the response already."""
+        size, end_s = 0, time.monotonic() + DROPPED_S
+        while not self.is_read and size < _DROPPED_BYTES and (left_s := end_s - time.monotonic()) > 0:
+            with contextlib.suppress(asyncio.TimeoutError):
+                message = await asyncio.wait_for(self.receive(), left_s)
+                size += len(message.get("body", b""))
+
+
 class Guard:
     """ASGI middleware that checks every request. Pages and health need no key.
 
@@ -119,11 +146,15 @@ class Guard:
         if scope["type"] != "http":
             return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        added = list(_PAGE_HEADERS)
+        added, body = list(_PAGE_HEADERS), _Body(headers, receive)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", []), *added]}
+            elif not message.get("more_body") and not body.is_read:
+                await send({**message, "more_body": True})
+                await body.drop()
+                message = {"type": "http.response.body"}
             await send(message)
 
         try:
@@ -141,7 +172,7 @@ class Guard:
         except RequestError as error:
             await send_error(send_with_headers, error, self._body_of(scope["path"], error))
             return
-        await self._app(scope, receive, send_with_headers)
+        await self._app(scope, body.receive, send_with_headers)
 
     def _checked_host(self, headers: list[tuple[bytes, bytes]]) -> str:
         """Return the Host header. A page of another site could have this machine's address under its own name."""

@@ -17,7 +17,7 @@ def models(service: Service) -> dict[str, Any]:
 
 
 def model(service: Service) -> dict[str, Any]:
-    """Return the one model. `meta` has what clients of llama-server ask for."""
+    """Return the one model, whose name every name stands for. `meta` has what clients of llama-server ask for."""
     memory = service.engine.memory
     return {
         "id": service.options.name,
@@ -50,7 +50,7 @@ async def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     text, prompt = fields.text("content"), fields.text("prompt")
     adds_special = fields.flag("add_special", fields.flag("add_special_tokens", True))
     with_pieces = fields.flag("with_pieces")
-    fields.without_effect("model")
+    fields.text("model", most=1024)
     fields.unsupported("parse_special", True)
     fields.end()
     given = text if text is not None else prompt
@@ -71,7 +71,7 @@ async def detokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """Return the text of `tokens`, without special tokens. Raises RequestError."""
     fields = Fields(body)
     tokens = fields.take("tokens")
-    fields.without_effect("model")
+    fields.text("model", most=1024)
     fields.end()
     if not isinstance(tokens, list) or len(tokens) > MAX_TOKENS:
         raise bad_field("tokens", f"must be a list of at most {MAX_TOKENS} token ids")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moec.runtime import Engine
+from moec.runtime import Engine, load
 from moec.serving.api.sampling_fields import MAX_ANSWERS
 from moec.serving.tools.reasoning import ThinkingSplitter
-from tests.serving.live_server import LiveServer
+from tests.cli.test_run import add_file
+from tests.serving.conftest import CONTEXT
+from tests.serving.live_server import LiveServer, live_server
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
@@ -133,6 +137,33 @@ def test_wrong_fields_are_named(server: LiveServer, change: dict[str, Any], para
 )
 def test_messages_have_the_words_of_json(server: LiveServer, change: dict[str, Any], message: str) -> None:
     assert message in server.post(PATH, {**GREEDY, **change}).error["message"]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "image"])
+def test_an_image_is_told_as_one(server: LiveServer, kind: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, {"type": kind}]}]
+    error = server.post(PATH, {**GREEDY, "messages": messages}).error
+    assert error["message"] == "`messages[0].content[1]` is an image, and this model reads no images"
+
+
+def test_variables_of_a_request_reach_the_template(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    add_file(copy, "chat_template.jinja", b"{{ enable_thinking }}/{{ reasoning_effort }}/{{ messages[0].content }}")
+    with load(copy, context=CONTEXT, slots=1) as engine, live_server(engine) as server:
+        texts, encode = list[str](), engine.encode
+        monkeypatch.setattr(engine, "encode", lambda text, *more: texts.append(text) or encode(text, *more))
+        user = {"role": "user", "content": "hi"}
+        off = {"enable_thinking": False, "messages": [{"role": "user", "content": "another"}]}
+        for path, body in (
+            (PATH, {"messages": [user], "max_tokens": 1, "chat_template_kwargs": off}),
+            (PATH, {"messages": [user], "max_tokens": 1, "reasoning_effort": "low"}),
+            ("/v1/responses", {"input": "hi", "max_output_tokens": 1, "reasoning": {"effort": "high"}}),
+            (PATH, {"messages": [user], "max_tokens": 1}),
+        ):
+            assert server.post(path, body).status == 200
+    assert texts == ["False//hi", "/low/hi", "/high/hi", "//hi"]
 
 
 def test_what_asks_for_nothing_is_accepted(server: LiveServer, engine: Engine) -> None:

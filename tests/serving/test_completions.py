@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -262,7 +263,24 @@ def test_paths_and_methods(server: LiveServer) -> None:
     assert server.ask("POST", f"{PATH}/", b"{}").status == 404, "no redirect to another address"
     assert server.ask("GET", "/v1/models").json["data"][0]["id"] == "tiny"
     assert server.ask("GET", "/v1/models/tiny").json["id"] == "tiny"
-    assert server.ask("GET", "/v1/models/other").status == 404
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt-4o", "a/b", "\u00e9"])
+def test_every_name_stands_for_the_one_model(server: LiveServer, name: str) -> None:
+    """Clients send a name of their own. Answers have that of the bundle."""
+    user, few = [{"role": "user", "content": "hi"}], {"max_tokens": 1}
+    found = [
+        server.ask("GET", f"/v1/models/{quote(name)}"),
+        server.post(PATH, {**GREEDY, **few, "model": name}),
+        server.post("/v1/chat/completions", {"messages": user, **few, "model": name}),
+        server.post("/v1/responses", {"input": "hi", "max_output_tokens": 1, "model": name}),
+        server.post("/v1/messages", {"messages": user, **few, "model": name}),
+    ]
+    assert [reply.json.get("model", reply.json.get("id")) for reply in found] == ["tiny"] * 5
+    assert server.post("/tokenize", {"content": "a", "model": name}).status == 200
+    for path in (PATH, "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"):
+        body = {"messages": user, "prompt": "a", "input": "a", "content": "a", "tokens": [5], "model": 5}
+        assert server.post(path, body).status == 400
     assert server.ask("GET", "/health").json["status"] == "ok"
     props = server.ask("GET", "/props").json
     assert props["mode"].startswith("streaming, lossless") and props["slots"] == 3

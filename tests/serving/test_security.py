@@ -15,7 +15,7 @@ import pytest
 
 from moec.manifests.errors import InputError, OptionError
 from moec.runtime import Engine
-from moec.serving import http_server
+from moec.serving import http_server, security
 from moec.serving.api.service import ServiceOptions
 from moec.serving.security import SecurityOptions, read_key
 from tests.serving.live_server import PATIENCE_S, LiveServer, live_server
@@ -173,6 +173,31 @@ def raw(server: LiveServer, *parts: bytes, pause_s: float = 0.0) -> bytes:
             while data := connection.recv(65536):
                 found += data
         return found
+
+
+LONG_BODIES = [
+    b"Content-Length: 6000000\r\n\r\n" + b" " * 6_000_000,
+    b"Transfer-Encoding: chunked\r\n\r\n" + (b"10000\r\n" + b" " * 65536 + b"\r\n") * 90 + b"0\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("rest", LONG_BODIES, ids=["length", "chunked"])
+@pytest.mark.parametrize(
+    ("path", "host", "status"),
+    [("/v1/completions", "localhost", 413), ("/nothing", "localhost", 404), ("/v1/completions", "evil.com", 403)],
+)
+def test_a_client_that_still_sends_gets_its_answer(
+    server: LiveServer, path: str, host: str, status: int, rest: bytes
+) -> None:
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n".encode()
+    for _ in range(3):
+        assert raw(server, head + rest).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+def test_the_rest_of_a_body_is_dropped_within_limits(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(security, "DROPPED_S", 0.1)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 9000000\r\n\r\n"
+    assert raw(server, head).startswith(b"HTTP/1.1 413 "), "the connection ends, although the body never comes"
 
 
 def test_slow_clients_are_cut_off(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

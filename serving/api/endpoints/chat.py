@@ -32,6 +32,7 @@ _NO_EFFECT = (
     "prompt_cache_retention",
     "keep_alive",
 )
+MAX_EFFORT_CHARACTERS = 32
 _PICTURES = ("image", "image_url", "input_image")
 
 
@@ -211,7 +212,7 @@ async def chat_tokens(
 
 def _template_variables(fields: Fields) -> dict[str, Any]:
     """Return the variables that a request hands to the chat template. Raises RequestError."""
-    variables, effort = fields.take("chat_template_kwargs"), fields.text("reasoning_effort", most=32)
+    variables, effort = fields.take("chat_template_kwargs"), fields.text("reasoning_effort", most=MAX_EFFORT_CHARACTERS)
     if variables is not None and not isinstance(variables, dict):
         raise bad_field("chat_template_kwargs", f"must be an object, found {shown(variables)}")
     return {**({} if effort is None else {"reasoning_effort": effort}), **(variables or {})}

@@ -16,7 +16,7 @@ from ..errors import RequestError, bad_field, shown
 from ..fields import Fields
 from ..sampling_fields import DEFAULT_NEW_TOKENS, Asked, read_sampling
 from ..service import Service
-from .chat import chat_requests, chat_tokens
+from .chat import MAX_EFFORT_CHARACTERS, chat_requests, chat_tokens
 from .forms import Collected, new_id
 from .response_format import answer_masks, read_text_format
 from .response_input import read_input
@@ -179,10 +179,11 @@ async def responses(service: Service, body: dict[str, Any]) -> Answer:
     asked = Asked(None, most, 1, sampling, (), streams, False)
     schema, text_format = _text_format(fields)
     tools, echoed_tools = _tools(fields, service)
+    variables = _template_variables(fields)
     _refuse_unsupported(fields)
     fields.without_effect(*_NO_EFFECT)
     fields.end()
-    tokens, starts_thinking = await chat_tokens(service, conversation, tools)
+    tokens, starts_thinking = await chat_tokens(service, conversation, tools, variables)
     masks = await answer_masks(service, schema, "text.format", starts_thinking, tools)
     echoed = {
         "text": {"format": text_format},
@@ -233,6 +234,18 @@ def _text_format(fields: Fields) -> tuple[dict[str, Any] | None, dict[str, Any]]
     return schema, given or {"type": "text"}
 
 
+def _template_variables(fields: Fields) -> dict[str, Any]:
+    """Return the variables that a request hands to the chat template. Raises RequestError."""
+    reasoning = fields.object("reasoning")
+    if reasoning is None:
+        return {}
+    effort = reasoning.text("effort", most=MAX_EFFORT_CHARACTERS)
+    for name in ("summary", "generate_summary"):
+        reasoning.unsupported(name)
+    reasoning.end()
+    return {} if effort is None else {"reasoning_effort": effort}
+
+
 def _refuse_unsupported(fields: Fields) -> None:
     for each in fields.texts("include", 16, 64):
         if each not in _HARMLESS_INCLUDES:
@@ -244,11 +257,7 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.unsupported("truncation", "disabled")
     fields.unsupported("top_logprobs", 0)
     fields.unsupported("max_tool_calls")
-    reasoning, options = fields.object("reasoning"), fields.object("stream_options")
-    if reasoning is not None:
-        for name in ("effort", "summary", "generate_summary"):
-            reasoning.unsupported(name)
-        reasoning.end()
+    options = fields.object("stream_options")
     if options is not None:
         options.without_effect("include_obfuscation")
         options.end()
