@@ -146,8 +146,10 @@ def _one_model(service: Service) -> Callable[[Request], Awaitable[Any]]:
 
 async def read_body(request: Request, service: Service) -> bytes:
     """Return the body of a request. Raises RequestError for one that is too long, ClientDisconnect."""
-    parts, size, limit = list[bytes](), 0, body_limit_bytes(service.engine.memory.context)
-    too_long = RequestError(413, f"the body has more than {limit} bytes", None, "body_too_large")
+    parts, size, context = list[bytes](), 0, service.engine.memory.context
+    limit = body_limit_bytes(context)
+    message = f"the body has more than {limit} bytes, the most for a context of {context} tokens"
+    too_long = RequestError(413, message, None, "body_too_large")
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and int(length[:20]) > limit:
         raise too_long

@@ -133,7 +133,8 @@ class BundleTokenizer:
             size = max(size, self._grown_bytes(text, limit) * self._bounds.pre_tokenizer // _USUAL_GROWTH)
         if size > limit:
             raise ContextOverflow(
-                f"the prompt has {size} bytes, a context of {plan.context} tokens has memory to encode {limit}",
+                f"the prompt has {size} bytes, so its tokens are not counted: "
+                f"a context of {plan.context} tokens has memory to encode {limit} bytes",
                 "shorten it or raise `--context`",
             )
 

@@ -139,6 +139,18 @@ def test_messages_have_the_words_of_json(server: LiveServer, change: dict[str, A
     assert message in server.post(PATH, {**GREEDY, **change}).error["message"]
 
 
+def test_a_long_conversation_is_told_in_tokens_and_in_bytes_where_they_are_not_counted(server: LiveServer) -> None:
+    messages = [{"role": "user", "content": "hello " * 200}]
+    error = server.post(PATH, {**GREEDY, "messages": messages}).error
+    count = len(server.service.engine.encode(f"[user] {'hello ' * 200}!", adds_special_tokens=False))
+    assert f"{count} tokens" in error["message"] and f"context of {CONTEXT} tokens" in error["message"]
+    error = server.post("/v1/completions", {**GREEDY, "messages": None, "prompt": "a " * 400_000}).error
+    assert "has 800000 bytes, so its tokens are not counted" in error["message"]
+    assert f"context of {CONTEXT} tokens" in error["message"] and error["code"] == "context_length_exceeded"
+    reply = server.post(PATH, {**GREEDY, "messages": [{"role": "user", "content": "a" * (2 << 20)}]})
+    assert reply.status == 413 and f"context of {CONTEXT} tokens" in reply.error["message"]
+
+
 @pytest.mark.parametrize("kind", ["image_url", "input_image", "image"])
 def test_an_image_is_told_as_one(server: LiveServer, kind: str) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, {"type": kind}]}]
