@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from moec.manifests.errors import OptionError
 
+from .commands.compiling.output_checks import check_outputs
 from .options.profile_defaults import run_settings, run_text
 from .terminal import output
 from .terminal.compile_log import CompileLog, stage_table
@@ -29,7 +30,7 @@ def compile_all(devices: Sequence[str], base: Path, make_request: MakeRequest, i
 
     base: each output is `BASE-DEVICE`.
     is_plan: no bundle is written.
-    Raises OptionError, and the errors of a compile.
+    Raises OptionError, InputError, and the errors of a compile.
     """
     from moec.compiler.devices import check_devices, compile_for_devices, predictions
 
@@ -43,6 +44,8 @@ def compile_all(devices: Sequence[str], base: Path, make_request: MakeRequest, i
         log.destination = request.output
         logs.append(log)
         requests.append(request)
+    for request in requests:
+        check_outputs(request.output, is_plan, is_sweep=False)
     checked = check_devices(requests)
     results, compiles = [], compile_for_devices(requests, base, checked)
     for request, log in zip(requests, logs, strict=True):

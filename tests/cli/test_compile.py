@@ -382,7 +382,18 @@ def test_a_full_disk_during_the_search_keeps_what_was_measured(
 
 def test_a_picture_that_cannot_be_written_is_known_before_the_work(run: Compile, model: Path, tmp_path: Path) -> None:
     (tmp_path / "out.report.html").mkdir()
-    assert "`out.report.html` cannot be written" in refused(run, model, "--uniform", "4", "-o", "out")
+    assert "`out.report.html` is a folder" in refused(run, model, "--uniform", "4", "-o", "out")
+
+
+@pytest.mark.parametrize("name", ["out.report.html", "out.log.json", "out-laptop.report.html", "out-laptop.log.json"])
+def test_a_file_of_somebody_else_is_refused_before_the_work(
+    run: Compile, model: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_text("mine")
+    devices = ("--device", "raspberry-pi-4b-sd,laptop") if "laptop" in name else ()
+    told = refused(run, model, "--uniform", "4", "-o", "out", *devices)
+    assert f"`{name}` was not written by moec, so it is not replaced" in told
+    assert (tmp_path / name).read_text() == "mine"
 
 
 def test_a_sweep_prints_a_table_and_keeps_a_curve(run: Compile, model: Path, data: Path, tmp_path: Path) -> None:

@@ -242,7 +242,8 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     devices = [name for given in values["devices"] for name in given.split(",")]
     if values["measurements"] is not None:
         check_measurements(values["measurements"], destination, len(devices) > 1)
-    check_outputs(destination, values["estimate"] or values["plan_only"], bool(sweep))
+    writes_nothing = values["estimate"] or values["plan_only"] or len(devices) > 1  # the names of several come later
+    check_outputs(destination, writes_nothing, bool(sweep))
     with TemplateProcesses() as processes, torch_threads(values["threads"]):
 
         def make_request(device: str, target: Path, log: CompileLog) -> CompileRequest:
