@@ -8,7 +8,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from moec.manifests.errors import DoesNotFit, MoecError
+from moec.manifests.errors import DiskFull, MoecError
 from moec.manifests.files.output_file import WRITING_SUFFIX, AtomicFile, FileSystem, write_errors
 
 
@@ -48,7 +48,7 @@ class Disk(FileSystem):
 
 
 disk_errors = partial(write_errors, kind=MoecError)
-"""Translates errors of the disk on the compiler's own files into DoesNotFit or MoecError, which name the path."""
+"""Translates errors of the disk on the compiler's own files into DiskFull or MoecError, which name the path."""
 
 
 class StreamingFile(AtomicFile):
@@ -79,13 +79,13 @@ class StreamingFile(AtomicFile):
 
 
 def require_free_bytes(folder: Path, need_bytes: int) -> None:
-    """Raise DoesNotFit if the file system of `folder` has less than `need_bytes` free. The folder need not exist."""
+    """Raise DiskFull if the file system of `folder` has less than `need_bytes` free. The folder need not exist."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < need_bytes:
-        raise DoesNotFit(
+        raise DiskFull(
             f"the disk of `{folder}` has {free} bytes free, the bundle needs {need_bytes}",
             "free space, or choose another output",
         )

@@ -32,7 +32,7 @@ from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.workspace.durable import Disk
 from moec.manifests.bundle import MANIFEST_NAME, BundleManifest, expert_tensor_name, experts_file_name, unit_offsets
 from moec.manifests.codec import decode_manifest, encode_manifest
-from moec.manifests.errors import CheckpointError, DoesNotFit, MoecError, OptionError
+from moec.manifests.errors import CheckpointError, DiskFull, MoecError, OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.manifests.safetensors_header import read_header
@@ -278,7 +278,7 @@ def test_a_file_cut_off_after_opening_leaves_nothing(copy: Path, tmp_path: Path)
 def test_no_space_is_found_before_the_first_byte(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
-    with pytest.raises(DoesNotFit, match=r"has 10 bytes free, the bundle needs \d+"):
+    with pytest.raises(DiskFull, match=r"has 10 bytes free, the bundle needs \d+"):
         _emit(_open(folder), tmp_path / "out.partial")
     assert not (tmp_path / "out.partial").exists()
 
@@ -302,7 +302,7 @@ def test_a_disk_that_fills_up_leaves_nothing(folder: Path, tmp_path: Path) -> No
     for writes in range(100):
         try:
             _emit(lowering, tmp_path / "out.partial", plan, disk=_FullDisk(writes))
-        except DoesNotFit as error:
+        except DiskFull as error:
             assert re.search(r"the disk of `.*out\.partial` is full", str(error))
             assert not list(tmp_path.iterdir())
         else:

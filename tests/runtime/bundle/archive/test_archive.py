@@ -16,7 +16,7 @@ from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME
 from moec.manifests.errors import (
     BundleIncomplete,
     ChecksumMismatch,
-    DoesNotFit,
+    DiskFull,
     InputError,
     ManifestInvalid,
     OptionError,
@@ -169,7 +169,7 @@ def test_a_disk_that_is_too_small_is_told_before(
     source = bundle if act is pack_bundle else write_archive(tmp_path, packed)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(archive_files.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(DoesNotFit, match="are needed"):
+    with pytest.raises(DiskFull, match="are needed"):
         act(source, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 
@@ -179,7 +179,7 @@ def test_a_disk_that_fills_up_leaves_no_archive(bundle: Path, tmp_path: Path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DoesNotFit, match="full"):
+    with pytest.raises(DiskFull, match="full"):
         pack_bundle(bundle, tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
