@@ -94,8 +94,8 @@ def netrc_login(host: str) -> Login | None:
     """
     from moec.shipping.store.access import Login
 
-    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    if not path.exists():
+    path = _settings_file(os.environ.get("NETRC"), ".netrc")
+    if path is None:
         return None
     try:
         hosts = netrc.netrc(str(path)).hosts
@@ -107,6 +107,20 @@ def netrc_login(host: str) -> Login | None:
     return None if found is None or found[2] is None else Login(found[0], found[2])
 
 
+def _settings_file(named: str | None, name_at_home: str) -> Path | None:
+    """Return a file of settings, or None without one. A home that is unknown or cannot be read has none.
+
+    named: the file that a variable names; None: the one in the home of the user.
+    """
+    if named:
+        return Path(named) if os.path.lexists(named) else None
+    try:
+        path = Path.home() / name_at_home
+    except RuntimeError:  # the system knows no user of this number
+        return None
+    return path if os.access(path, os.R_OK) else None
+
+
 def docker_login(host: str) -> RegistryLogin | None:
     """Return user and password of a registry, or its identity token, from docker's config.json or the helper it names.
 
@@ -114,8 +128,9 @@ def docker_login(host: str) -> RegistryLogin | None:
     """
     from moec.shipping.store.access import IdentityToken
 
-    path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
-    if not path.exists():
+    folder = os.environ.get("DOCKER_CONFIG")
+    path = _settings_file(folder and os.path.join(folder, "config.json"), ".docker/config.json")
+    if path is None:
         return None
     config = _config(path)
     helpers, helper = config.get("credHelpers"), config.get("credsStore")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -176,6 +176,34 @@ def test_a_login_of_netrc(
     with pytest.raises(InputError, match="it is no netrc file") as caught:
         netrc_login("host.invalid")
     assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("login", [netrc_login, docker_login])
+@pytest.mark.parametrize("kind", ["missing", "file", "loop", "unknown user"])
+def test_a_home_that_cannot_be_read_has_no_logins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, login: Callable[[str], object]
+) -> None:
+    place = tmp_path / "elsewhere"
+    monkeypatch.setenv("HOME", str(place))
+    if kind == "file":
+        place.write_text("")
+    elif kind == "loop":
+        place.symlink_to(place)
+    elif kind == "unknown user":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(os, "getuid", lambda: 3_999_999)
+    assert login("host.invalid") is None
+
+
+@pytest.mark.parametrize("login", [netrc_login, docker_login])
+def test_settings_at_home_that_may_not_be_read_have_no_logins(
+    home: Path, monkeypatch: pytest.MonkeyPatch, login: Callable[[str], object]
+) -> None:
+    (home / ".docker").mkdir()
+    for name in (".netrc", ".docker/config.json"):
+        (home / name).write_text("{")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert login("host.invalid") is None
 
 
 def test_a_login_of_docker(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
