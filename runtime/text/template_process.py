@@ -151,8 +151,10 @@ class PromptRenderer(_TemplateProcess):
     def __init__(self, path: Path) -> None:
         try:
             self.content = read_input(path, MAX_TEMPLATE_FILE_BYTES)
-        except UnreadableFile as error:
-            raise InputError(f"`{path}` {error}", "give a Jinja template of a prompt, like `{{ question }}`") from error
+            self.content.decode()
+        except (UnreadableFile, UnicodeDecodeError) as error:
+            told = error if isinstance(error, UnreadableFile) else f"is not UTF-8 at byte {error.start}"
+            raise InputError(f"`{path}` {told}", "give a Jinja template of a prompt, like `{{ question }}`") from error
         self._path = path
         super().__init__()
 

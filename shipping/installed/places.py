@@ -6,6 +6,7 @@ Source: docs/design/shipping.md, Layout on the device.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from dataclasses import dataclass
@@ -117,6 +118,38 @@ def set_link(places: Places, link: str, name: str, system: FileSystem) -> None:
             system.remove(growing)
         raise
     system.sync_directory(places.folder)
+
+
+def check_links(places: Places, system: FileSystem) -> None:
+    """Check that links can be made in the folder of a device, which exists. Nothing is left.
+
+    Raises InputError with the file system if it has no links. Raises OSError.
+    """
+    growing = places.folder / f".{CURRENT}.writing"
+    with contextlib.suppress(FileNotFoundError):
+        system.remove(growing)
+    try:
+        os.symlink(CURRENT, growing)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        raise InputError(
+            f"the file system of `{places.folder}`{_file_system_name(places.folder)} has no symbolic links, "
+            f"expected them for `{CURRENT}`",
+            "name a folder on ext4 or another file system with links",
+        ) from error
+    system.remove(growing)
+
+
+def _file_system_name(folder: Path) -> str:
+    """Return the kind of a file system in parentheses, like ` (vfat)`; empty if the system does not tell it."""
+    with contextlib.suppress(OSError, IndexError):
+        device = os.stat(folder).st_dev
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+            mount, _, kind = line.partition(" - ")
+            if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+                return f" ({kind.split()[0]})"
+    return ""
 
 
 def remove_link(places: Places, link: str, system: FileSystem) -> None:

@@ -15,7 +15,7 @@ from moec.manifests.files.output_file import FileSystem, made_folders, write_err
 
 from ..channel import DEFAULT_CHANNEL, Channel, ChannelBundle, encode_moment
 from ..installed.lock import locked
-from ..installed.places import CURRENT, PREVIOUS, Places, bundle_id, check_device_folder, set_link
+from ..installed.places import CURRENT, PREVIOUS, Places, bundle_id, check_device_folder, check_links, set_link
 from ..installed.prune import make_room, prune, tidy
 from ..installed.receipt import read_receipt
 from ..installed.recheck import recheck
@@ -149,6 +149,8 @@ class _Pull:
 
     def _work(self, result: Pulled, state: DeviceState | None) -> str:
         """Install and switch. Return the outcome."""
+        if self.places.current != result.name:
+            check_links(self.places, self.system)
         tidy(self.places, self.system)
         channel = result.channel
         state = state or DeviceState(STATE_VERSION, channel.model)

@@ -396,6 +396,13 @@ def test_a_file_of_somebody_else_is_refused_before_the_work(
     assert (tmp_path / name).read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["out.partial", "out.work"])
+def test_the_name_of_an_unfinished_compile_is_no_output(run: Compile, model: Path, tmp_path: Path, name: str) -> None:
+    result = run(model, "--uniform", "4", "-o", name)
+    assert result.exit_code == 2 and f"`{name}` ends in" in result.stderr
+    assert names(tmp_path) == {"tiny"}
+
+
 def test_a_sweep_prints_a_table_and_keeps_a_curve(run: Compile, model: Path, data: Path, tmp_path: Path) -> None:
     arguments = ("--data", data, "--task", "perplexity", "-o", "out", *SMALL)
     result = run(model, "--sweep", "20%,80%", *arguments)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
+
 from moec.manifests.bundle import PARTIAL_SUFFIX, WORK_SUFFIX
 from moec.manifests.errors import OptionError
 from moec.manifests.files.implied_names import check_implied
@@ -42,7 +44,10 @@ def check_measurements(folder: Path, destination: Path, is_many: bool) -> None:
 
 
 def check_outputs(destination: Path, writes_nothing: bool, is_sweep: bool) -> None:
-    """Check before the work that the outputs can be written. Raises InputError, DoesNotFit."""
+    """Check before the work that the outputs can be written. Raises BadParameter, InputError, DoesNotFit."""
+    for suffix in (PARTIAL_SUFFIX, WORK_SUFFIX):
+        if destination.name.endswith(suffix):
+            raise click.BadParameter(f"`{destination}` ends in `{suffix}`, the name of an unfinished compile.")
     check_folder(destination, LONGEST_SUFFIX)
     if writes_nothing:
         return

@@ -53,3 +53,9 @@ def test_templates_that_cannot_be_used(template: str, message: str, tmp_path: Pa
 def test_a_file_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"prompt\.jinja"):
         PromptRenderer(tmp_path / "prompt.jinja")
+
+
+def test_a_template_that_is_no_utf_8_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "prompt.jinja").write_bytes(b"{{ question }} \xff")
+    with pytest.raises(InputError, match="is not UTF-8 at byte 15"):
+        PromptRenderer(tmp_path / "prompt.jinja")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -324,6 +325,18 @@ def test_a_disk_that_is_too_small(device: Device, bundles: list[Path], monkeypat
     with pytest.raises(DoesNotFit, match=r"has 12345 bytes free, the bundle needs \d+"):
         device.pull()
     assert not [path for path in device.folder.rglob("*.safetensors")], "before the first byte of a weight"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_links(device: Device, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    with pytest.raises(InputError, match=r"the file system of `.*` \(.+\) has no symbolic links") as caught:
+        device.pull()
+    assert "file system with links" in (caught.value.hint or "")
+    assert not [path for path in device.folder.rglob("*") if path.is_file() and path.stat().st_size > 100]
 
 
 def test_folders_that_are_none_of_a_device(device: Device, tmp_path: Path) -> None:
