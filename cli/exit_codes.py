@@ -24,7 +24,7 @@ import click
 
 from moec.manifests.errors import ExecutionError, MissingDependency, MoecError
 
-from .interrupts import end_by_signals, ending_signal, is_interrupt
+from .interrupts import end_by_signals, end_repeats, ending_signal, is_interrupt
 from .terminal import output
 
 EXIT_ROLLED_BACK = 6
@@ -59,8 +59,10 @@ def exit_code(run: Callable[[], Any]) -> int:
         output.say(shown.getvalue(), end="")
         return problem.exit_code
     except Exception as problem:
-        return _interrupted() if is_interrupt(problem) else _told(problem)
+        was_importing = end_repeats()  # an import that drops an interrupt may fail by it later
+        return _interrupted() if was_importing or is_interrupt(problem) else _told(problem)
     finally:
+        end_repeats()
         output.settle()
 
 

@@ -59,6 +59,34 @@ def test_an_interrupt_while_modules_are_loaded(
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
 
 
+DROPPED = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept:\n    pass\n"
+DROPPED_LATER = f"{DROPPED}import time\ntime.sleep(60)\n"
+DROPPED_OFTEN = (
+    f"{DROPPED}import time\nfor _ in range(3):\n    try:\n        time.sleep(60)\n    except:\n        pass\n"
+)
+
+
+@pytest.mark.parametrize("content", [DROPPED_LATER, DROPPED_OFTEN])
+@pytest.mark.parametrize("command", ["run", "compile", "export", "eval"])
+def test_an_import_that_drops_an_interrupt_ends_the_command(
+    bundle: Path, tmp_path: Path, command: str, content: str
+) -> None:
+    for package in ("numpy", "torch"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(content)
+    (tmp_path / "texts.txt").write_text("a")
+    options = {
+        "run": ("--prompt", "x"),
+        "compile": ("--uniform", "4", "-o", tmp_path / "out"),
+        "export": ("-o", tmp_path / "out"),
+        "eval": ("--data", tmp_path / "texts.txt"),
+    }
+    line = start(SCRIPT, command, bundle, *options[command], packages=tmp_path)
+    done = subprocess.run(line, capture_output=True, text=True, check=False, preexec_fn=hear_interrupts, timeout=50)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.strip().endswith("interrupted") and "Traceback" not in done.stderr
+
+
 LATE_INTERRUPT = """
 import os, signal, sys
 from moec.cli.main import main
