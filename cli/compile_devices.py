@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from moec.manifests.errors import OptionError
 
-from .commands.compiling.output_checks import check_outputs
 from .options.profile_defaults import run_settings, run_text
 from .terminal import output
 from .terminal.compile_log import CompileLog, stage_table
@@ -25,10 +24,18 @@ MakeRequest = Callable[[str, Path, CompileLog], "CompileRequest"]
 """(device, output, log) -> the request of one device."""
 
 
-def compile_all(devices: Sequence[str], base: Path, make_request: MakeRequest, is_plan: bool, as_json: bool) -> None:
+def compile_all(
+    devices: Sequence[str],
+    base: Path,
+    make_request: MakeRequest,
+    check_output: Callable[[Path], None],
+    is_plan: bool,
+    as_json: bool,
+) -> None:
     """Compile for all devices, and print the results and the predicted speed of each bundle on each device.
 
     base: each output is `BASE-DEVICE`.
+    check_output: raises an error if the outputs of a bundle cannot be written.
     is_plan: no bundle is written.
     Raises OptionError, InputError, and the errors of a compile.
     """
@@ -45,7 +52,7 @@ def compile_all(devices: Sequence[str], base: Path, make_request: MakeRequest, i
         logs.append(log)
         requests.append(request)
     for request in requests:
-        check_outputs(request.output, is_plan, is_sweep=False)
+        check_output(request.output)
     checked = check_devices(requests)
     results, compiles = [], compile_for_devices(requests, base, checked)
     for request, log in zip(requests, logs, strict=True):

@@ -10,6 +10,7 @@ from moec.manifests.errors import InputError
 
 from ...options.archives import check_target, held_target, report_archive
 from ...options.paths import PATH
+from ...terminal import output
 from ...terminal.progress_bar import ProgressBar
 
 
@@ -46,4 +47,15 @@ def unpack_command(file: Path, folder: Path | None, max_size: str | None, as_jso
     with held_target(target, "DIR", "unpack"), ProgressBar("unpacking") as progress:
         unpack_bundle(file, target, progress, max_bytes=max_bytes)
     after = sum(path.stat().st_size for path in target.iterdir())
+    _tell_difference(target)
     report_archive("unpacked", file, target, file.stat().st_size, after, as_json)
+
+
+def _tell_difference(bundle: Path) -> None:
+    """Say how this machine differs from the device of a bundle, if the bundle has a profile."""
+    from moec.profiles.present_machine import first_difference
+    from moec.runtime.bundle.device_file import stated_device
+
+    profile = stated_device(bundle)
+    if profile is not None and (difference := first_difference(profile)) is not None:
+        output.say(f"note: the bundle is for `{profile.name}`, and this machine is none: {difference}")

@@ -255,7 +255,8 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
 
         if len(devices) > 1:
             _refuse_many(values)
-            compile_all(devices, destination, make_request, values["plan_only"], as_json)
+            check_output = partial(check_outputs, writes_nothing=values["plan_only"], is_sweep=False)
+            compile_all(devices, destination, make_request, check_output, values["plan_only"], as_json)
         else:
             _compile_one(make_request, devices[0], destination, values, as_json)
 
