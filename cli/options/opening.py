@@ -76,6 +76,15 @@ def _say_without_statistics(bundle: Bundle, options: RuntimeOptions) -> None:
         )
 
 
+def verdict_of(bundle: Path) -> str:
+    """Return for which tasks the verdict on a bundle holds; empty without a measured one."""
+    from moec.evaluation.verdict_scope import verdict_scope
+    from moec.manifests.bundle import QUALITY_NAME
+    from moec.runtime.tuning.mode_records import load_record
+
+    return verdict_scope(load_record(bundle / QUALITY_NAME))
+
+
 def accelerator_facts(engine: Engine) -> dict[str, Any]:
     """Return counts and measured times of the accelerator for `--json`; no entry without one."""
     used = engine.accelerator

@@ -55,7 +55,7 @@ def measured_rows(bundle: Path) -> list[dict[str, Any]]:
     A record that cannot be read, or belongs to another bundle, has no rows.
     """
     rows: dict[str, dict[str, Any]] = {}
-    for record in (_load(bundle / QUALITY_NAME).get("modes"), _record_next_to(bundle)):
+    for record in (load_record(bundle / QUALITY_NAME).get("modes"), _record_next_to(bundle)):
         for row in _rows(record):
             rows[row["mode"]] = row
     return list(rows.values())
@@ -63,7 +63,7 @@ def measured_rows(bundle: Path) -> list[dict[str, Any]]:
 
 def _record_next_to(bundle: Path) -> dict[str, Any]:
     """Return the record next to a bundle; empty if it belongs to another bundle."""
-    record = _load(record_path(bundle))
+    record = load_record(record_path(bundle))
     is_of_bundle = record.get("bundle") == bundle_sha256(bundle) and record.get("format_version") == FORMAT_VERSION
     return record if is_of_bundle else {}
 
@@ -93,7 +93,7 @@ def calibrated_deciles(bundle: Path) -> list[float]:
 
 def _calibrated(bundle: Path, name: str) -> list[float]:
     """Return a list of numbers from the statistics of `quality.json`; empty if it is missing."""
-    statistics = _load(bundle / QUALITY_NAME).get("statistics")
+    statistics = load_record(bundle / QUALITY_NAME).get("statistics")
     numbers = statistics.get(name) if isinstance(statistics, dict) else None
     is_numbers = isinstance(numbers, list) and all(isinstance(share, int | float) for share in numbers)
     return [float(share) for share in numbers] if is_numbers and numbers is not None else []
@@ -106,7 +106,7 @@ def modes_of_row(row: dict[str, Any]) -> LossyModes:
 
 def published_thresholds(bundle: Path) -> str | None:
     """Return the `T1,T2` at which calibration has HOBBIT's shares of versions, from quality.json; None without them."""
-    record = _load(bundle / QUALITY_NAME).get("modes")
+    record = load_record(bundle / QUALITY_NAME).get("modes")
     text = record.get("published") if isinstance(record, dict) else None
     try:
         return parse_dynamic_precision(text).to_text() if isinstance(text, str) else None
@@ -147,7 +147,8 @@ def low_bytes_share(manifest: BundleManifest) -> float:
     return low / max(manifest.cost.expert_padded_bytes, 1)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_record(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of measurements; empty if there is none that can be read."""
     try:
         plain = load_strict_json(read_input(path, MAX_QUALITY_BYTES, follow_links=True), QUALITY_JSON)
     except (UnreadableFile, ValueError):

@@ -36,6 +36,7 @@ class ServiceOptions:
 
     name: name of the model.
     sampling: sampling of requests that do not say it.
+    verdict: for which tasks the verdict on the bundle holds; empty without one.
     deadline_s: most seconds for a request, its time in the queue included.
     ping_s: seconds without an event after which a stream gets a comment.
     body_s: most seconds in which a body must arrive.
@@ -44,6 +45,7 @@ class ServiceOptions:
 
     name: str
     sampling: SamplingOptions = PLAIN
+    verdict: str = ""
     deadline_s: float = 600.0
     ping_s: float = 15.0
     body_s: float = 30.0
@@ -198,6 +200,7 @@ class Service:
         return {
             "model": self.options.name,
             "mode": self.mode,
+            "verdict": self.options.verdict,
             "is_lossless": engine.is_lossless,
             "answers_depend_on_other_requests": not engine.is_lossless,
             "context": engine.memory.context,

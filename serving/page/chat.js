@@ -17,6 +17,7 @@ async function readProps() {
   }
   const props = server.props;
   byId("model").textContent = String(props.model || "");
+  byId("model").title = String(props.verdict || "");
   document.title = (props.model ? props.model + " · " : "") + "moec";
   showMode(props.mode);
   for (const [name, value] of Object.entries(props.sampling || {})) {

@@ -228,6 +228,8 @@ def test_a_person_stops_an_answer_and_goes_on() -> None:
 def test_a_chat_draws_as_the_bundle_recommends(invoke: Invoke, bundle: Path) -> None:
     """The example recommends the likeliest token, the tiny bundle nothing. A seed repeats a chat, not an answer."""
     greedy = invoke("chat", SHIPPED, "--max-new-tokens", 4, stdin="Question:\n")
+    verdict = "verdict: supported for gsm8k; other tasks were not measured"
+    assert greedy.stderr.splitlines()[1] == verdict and greedy.stderr.startswith("mode: ")
     assert "sampling by generation_config.json of the bundle: the likeliest token (temperature 0)\n" in greedy.stderr
     said = invoke("chat", bundle, "--max-new-tokens", 8, stdin="hi\n/reset\nhi\n")
     seed = re.search(r"^sampling by default: temperature 1; seed (\d+)$", said.stderr, re.M)

@@ -54,9 +54,17 @@ def test_an_installed_bundle_has_its_own_name(tmp_path: Path) -> None:
 
 def test_the_start_says_how_tokens_are_drawn(bundle: Path) -> None:
     """The example recommends the likeliest token. The tiny bundle recommends nothing."""
-    said = said_at_start(str(EXAMPLE))[1]
+    said = said_at_start(str(EXAMPLE))[2]
     assert said.startswith("sampling by generation_config.json of the bundle: the likeliest token (temperature 0)")
     assert said_at_start(str(bundle))[1] == "sampling by default: temperature 1; requests may say otherwise\n"
+
+
+def test_the_start_says_for_which_task_the_verdict_holds(bundle: Path) -> None:
+    """The tiny bundle was compiled without a target, so it has no verdict."""
+    said = said_at_start(str(EXAMPLE))
+    assert said[0].startswith("mode: ")
+    assert said[1] == "verdict: supported for gsm8k; other tasks were not measured\n"
+    assert not [line for line in said_at_start(str(bundle)) if line.startswith("verdict")]
 
 
 def test_the_start_says_how_the_memory_is_divided() -> None:

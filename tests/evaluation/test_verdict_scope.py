@@ -16,6 +16,8 @@ from moec.evaluation.verdict_scope import verdict_scope
         ({}, ""),
         ({"verdict": "not measured", "tasks": {}}, ""),
         ({"verdict": "measured", "tasks": {"gsm8k": {}}}, ""),
+        ({"verdict": ["supported"], "tasks": {"gsm8k": {}}}, ""),
+        ({"verdict": "supported", "tasks": ["gsm8k"]}, ""),
         ({"verdict": "supported", "tasks": {}}, ""),
         ({"verdict": "supported", "tasks": {"gsm8k": {}}}, "supported for gsm8k; other tasks were not measured"),
         ({"verdict": "refuted", "tasks": {"b": {}, "a": {}}}, "refuted for a, b; other tasks were not measured"),

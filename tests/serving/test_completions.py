@@ -284,6 +284,7 @@ def test_every_name_stands_for_the_one_model(server: LiveServer, name: str) -> N
     assert server.ask("GET", "/health").json["status"] == "ok"
     props = server.ask("GET", "/props").json
     assert props["mode"].startswith("streaming, lossless") and props["slots"] == 3
+    assert props["verdict"] == "", "the bundle was compiled without a target"
     assert props["is_lossless"] is True and props["answers_depend_on_other_requests"] is False
     assert server.ask("GET", "/ready").json == server.ask("GET", "/health").json
     info = server.ask("GET", "/tokenizer_info").json

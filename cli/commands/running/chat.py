@@ -15,7 +15,7 @@ from ...chat.message_reader import MessageReader
 from ...chat.session import ChatSession
 from ...lossy_modes.mode_costs import say_mode_cost
 from ...lossy_modes.mode_sweep import say_decisions
-from ...options.opening import open_engine
+from ...options.opening import open_engine, verdict_of
 from ...options.paths import bundle_argument
 from ...options.prompts import prompt_limit_bytes
 from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
@@ -73,6 +73,8 @@ def chat_command(
 
     with open_engine(bundle, options, values["kernels"], prepare) as engine:
         output.say(engine.mode)
+        if verdict := verdict_of(bundle):
+            output.say(f"verdict: {verdict}")
         ((sampling, said),) = samplings
         output.say(said)
         say_mode_cost(bundle, engine)

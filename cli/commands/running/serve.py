@@ -18,7 +18,7 @@ from moec.manifests.runtime_limits import DEFAULT_CONTEXT
 from moec.manifests.sizes import parse_bytes
 
 from ...lossy_modes.mode_costs import say_mode_cost
-from ...options.opening import bundle_folder, open_engine, with_fitting_slots
+from ...options.opening import bundle_folder, open_engine, verdict_of, with_fitting_slots
 from ...options.paths import bundle_argument
 from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
 from ...options.sampling_options import chosen_sampling
@@ -122,8 +122,8 @@ def serve_command(
 
     with bound, with_fitting_slots(open_with, options, slots is None) as engine:
         sampling, said = samplings[-1]
-        settings = replace(settings, service=replace(settings.service, sampling=sampling))
-        _say_what_is_open(engine, bundle, said)
+        settings = replace(settings, service=replace(settings.service, sampling=sampling, verdict=verdict_of(bundle)))
+        _say_what_is_open(engine, bundle, said, settings.service.verdict)
         say_ready = partial(_say_address, settings.service.name, host, bound.getsockname()[1], engine.options.slots)
         serve(engine, bound, settings, say_ready, _report, output.say, _end_process)
     output.say("stopped")
@@ -136,10 +136,12 @@ def _checked_slots(slots: int | None) -> int:
     return DEFAULT_SLOTS if slots is None else slots
 
 
-def _say_what_is_open(engine: Engine, bundle: Path, sampling: str) -> None:
+def _say_what_is_open(engine: Engine, bundle: Path, sampling: str, verdict: str) -> None:
     from moec.serving.memory_shares import memory_shares
 
     output.say(engine.mode)
+    if verdict:
+        output.say(f"verdict: {verdict}")
     output.say(f"{sampling}; requests may say otherwise")
     output.say(memory_table(memory_shares(engine), engine.memory.context))
     say_mode_cost(bundle, engine)
