@@ -18,6 +18,15 @@ def set_columns(model: ModelSpec) -> int:
     return 1 + 2 * max(layer.experts.top_k for layer in model.layers)
 
 
+def why_no_paths(model: ModelSpec) -> str:
+    """Return why the path table of a model has no keys, whatever its data; empty if it can have some."""
+    first = model.first_decoder_layer
+    in_decoder = sum(layer >= first for layer in model.expert_layers)
+    if max(in_decoder, len(model.expert_layers) - in_decoder) > 2:
+        return ""
+    return "no path table: it needs three routed layers in the encoder or in the decoder"
+
+
 def check_path_sets(model: ModelSpec) -> None:
     """Raise ValueError unless tokens choose equally many experts, at least two, in all layers that route."""
     top_ks = sorted({layer.experts.top_k for layer in model.layers if layer.experts.count})

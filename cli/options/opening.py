@@ -64,8 +64,12 @@ def open_engine(
 
 
 def _say_without_statistics(bundle: Bundle, options: RuntimeOptions) -> None:
-    """Say which options have nothing to go by, because the bundle was compiled without data."""
+    """Say which options have nothing to go by, because the bundle has no data, or a model that has no paths."""
+    from moec.manifests.path_tables import why_no_paths
+
     if bundle.manifest.calibration is not None:
+        if options.prefetch == "path" and (no_paths := why_no_paths(bundle.manifest.model)):
+            output.say(f"warning: `--prefetch path` has nothing to go by: {no_paths}")
         return
     used = [f"`--prefetch {options.prefetch}`"] if options.prefetch in ("path", "popularity") else []
     used += [f"`--policy {options.policy}`"] if options.policy == "edgemoe" else []

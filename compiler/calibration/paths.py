@@ -10,6 +10,7 @@ Shapes: T tokens, L layers, E experts, K top-k, N keys, P successors of all keys
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -28,6 +29,7 @@ Otherwise the previous layer alone predicts. If its expert is as rare, popularit
 FREQUENT_SHARE = 0.2
 _DENSE_COUNTS = 1 << 24
 _TOKENS_PER_SCORE = 4096
+_MAY_BE_ABSENT = ("accuracy_pairs", "accuracy_sets", "accuracy_previous", "accuracy_popularity", "frequent_windows")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -52,9 +54,9 @@ class PathReport:
     """Quality of predictions of a layer from the two layers before it, on tokens that were not counted.
 
     accuracy_*: share of tokens whose top candidate was activated, over layers 2 to L-1. The candidates come from the
-        pair form, from the exact sets, from the previous layer alone, or from popularity.
+        pair form, from the exact sets, from the previous layer alone, or from popularity. NaN if none was predicted.
     frequent_paths: share of tokens on the 20 % most frequent observed paths through all layers.
-    frequent_windows: the same share for paths through three consecutive layers.
+    frequent_windows: the same share for paths through three consecutive layers. NaN if there are none.
     observed_paths: number of distinct paths through all layers.
     """
 
@@ -67,13 +69,14 @@ class PathReport:
     observed_paths: int
 
     def to_json(self) -> dict[str, float]:
-        """Return plain values."""
-        return asdict(self)
+        """Return plain values, without those that are NaN."""
+        return {name: value for name, value in asdict(self).items() if not math.isnan(value)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, float]) -> PathReport:
         """Rebuild from the result of `to_json`. Raises TypeError for other fields."""
-        return cls(**{**values, "observed_paths": int(values["observed_paths"])})  # type: ignore[arg-type]
+        absent = dict.fromkeys(_MAY_BE_ABSENT, math.nan)
+        return cls(**{**absent, **values, "observed_paths": int(values["observed_paths"])})  # type: ignore[arg-type]
 
 
 def count_popularity(routes: Routes, experts: int) -> NDArray[np.uint32]:
@@ -159,7 +162,7 @@ def frequent_share(paths: Routes) -> tuple[float, int]:
 
 
 def report_paths(counted: Routes, held_out: Routes, experts: int) -> PathReport:
-    """Predict the held-out tokens from the counts of the others. Accuracies are 0 if nothing can be predicted."""
+    """Predict the held-out tokens from the counts of the others. Accuracies are NaN if nothing can be predicted."""
     hits = np.zeros(4)
     layers = range(2, counted.shape[1])
     for layer in layers:
@@ -179,7 +182,8 @@ def report_paths(counted: Routes, held_out: Routes, experts: int) -> PathReport:
             for form, scores in enumerate(chosen):
                 top = scores.argmax(-1)
                 hits[form] += (actual[here] == np.broadcast_to(top, len(actual[here]))[:, None]).any(1).sum()
-    share = hits / max(1, len(held_out) * len(layers))
+    predicted = len(held_out) * len(layers)
+    share = hits / predicted if predicted else np.full(4, math.nan)
     everything = np.concatenate([counted, held_out])
     paths, observed = frequent_share(everything)
     windows = [frequent_share(everything[:, layer - 2 : layer + 1])[0] for layer in layers]
@@ -189,7 +193,7 @@ def report_paths(counted: Routes, held_out: Routes, experts: int) -> PathReport:
         accuracy_previous=float(share[2]),
         accuracy_popularity=float(share[3]),
         frequent_paths=paths,
-        frequent_windows=float(np.mean(windows)) if windows else 0.0,
+        frequent_windows=float(np.mean(windows)) if windows else math.nan,
         observed_paths=observed,
     )
 

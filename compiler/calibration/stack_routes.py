@@ -5,6 +5,7 @@ Shapes: T tokens, L layers, M routed layers of a stack, E experts of the largest
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,7 @@ def count_routes(model: ModelSpec, stacks: Sequence[StackRoutes], path_keys: Pat
     experts = max(layer.experts.count for layer in model.layers)
     routes, held_out = stacks[-1].experts, stacks[-1].held_out
     report = report_paths(routes[~held_out], routes[held_out], experts)
-    decides = path_keys == "best" and bool(held_out.any())
+    decides = path_keys == "best" and not math.isnan(report.accuracy_pairs)
     has_sets = decides and keeps_sets(report, [stack.experts.shape[2] for stack in stacks])
     layers, starts = [stack.layers for stack in stacks], [stack.layers[:-1] for stack in stacks]
     popularity = [count_popularity(stack.experts, experts) for stack in stacks]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moec.evaluation.data import SplitData
+from moec.manifests.path_tables import why_no_paths
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
@@ -119,6 +120,8 @@ def _swept(passes: _Passes, probe: Mapping[str, QuantSpec]) -> Swept:
     swept = sweep.run(passes.texts, passes.threads, request.talk.progress(title), request.options.path_keys)
     if swept.statistics is not None:
         for note in unseen_notes(swept.statistics):
+            request.talk.note(note)
+        if note := why_no_paths(context.prepared.lowering.model):
             request.talk.note(note)
     for note in _unheld_notes(passes.store):
         request.talk.note(note)

@@ -7,6 +7,7 @@ from typing import Any
 
 from moec.evaluation.verdict_scope import verdict_scope
 from moec.manifests.bundle import BundleManifest
+from moec.manifests.path_tables import why_no_paths
 
 from ..text import nats_text, number, paragraph, section, share_text, size_text, table
 
@@ -38,6 +39,8 @@ def _parts(manifest: BundleManifest, quality: Mapping[str, Any] | None) -> list[
         ("other weights", size_text(cost.dense_packed_bytes)),
         ("read per token", f"{size_text(cost.expected_read_bytes_per_token)} with an empty cache"),
     ]
+    no_paths = why_no_paths(model) if manifest.calibration is not None else ""
+    facts += [("path table", no_paths.removeprefix("no path table: "))] if no_paths else []
     parts = [table(("", ""), facts, "facts")]
     if quality is None:
         return [paragraph(_VERDICTS["not measured"]), *parts]

@@ -46,6 +46,18 @@ def test_run_prints_what_transformers_generates(invoke: Invoke, made: Path) -> N
     assert len(json.loads(beams.stdout)["beams"]) == 3
 
 
+def test_an_empty_path_table_is_told(invoke: Invoke, made: Path) -> None:
+    """The tiny model has two routed layers in its decoder and two in its encoder."""
+    paths = json.loads((made / "bundle" / "quality.json").read_text())["statistics"]["paths"]
+    assert sorted(paths) == ["frequent_paths", "observed_paths"]
+    told = "no path table: it needs three routed layers in the encoder or in the decoder"
+    assert told in invoke("inspect", made / "bundle").stdout and told not in invoke("inspect", made / "plain").stdout
+    assert told.partition(": ")[2] in invoke("report", made / "bundle", "-o", "-").stdout
+    run = ("run", made / "bundle", "--prompt", PROMPT, "--max-new-tokens", 1, "--expert-cache", "50%")
+    assert f"`--prefetch path` has nothing to go by: {told}" in invoke(*run, "--prefetch", "path").stderr
+    assert told not in invoke(*run).stderr
+
+
 @pytest.mark.parametrize("task", ["samsum", "xsum"])
 def test_eval_of_summaries(invoke: Invoke, made: Path, task: str) -> None:
     """The bundle at 16 bits and the checkpoint give the same answers."""

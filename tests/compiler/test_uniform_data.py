@@ -70,4 +70,5 @@ def test_a_killed_run_continues(model: Path, texts: Path, tmp_path: Path) -> Non
     notes: list[str] = []
     request = make_request(model, tmp_path / "out", "uniform", 3, data=str(texts), resume=True, talk=Talk(notes.append))
     compile_checkpoint(request)
+    assert any(note.startswith("no path table: it needs three routed layers") for note in notes)
     assert any("taking up" in note for note in notes) and contents(tmp_path / "out") == contents(tmp_path / "whole")

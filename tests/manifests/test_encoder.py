@@ -9,7 +9,8 @@ import pytest
 
 from moec.manifests.bundle import ExpertEntry
 from moec.manifests.codec import DecodeError, from_plain, json_schema, to_plain
-from moec.manifests.model import EncoderSpec, ModelSpec, RelativeBiasSpec, RopeSpec, UnitKey
+from moec.manifests.model import EncoderSpec, LayerSpec, ModelSpec, RelativeBiasSpec, RopeSpec, UnitKey
+from moec.manifests.path_tables import why_no_paths
 from moec.manifests.quant import QuantSpec
 from tests.manifests.encoder_examples import CAPPED, CROSS, LAYERS, MODEL, ROUTED, ROUTER, SELF
 from tests.manifests.examples import XXH3, model_spec
@@ -103,3 +104,8 @@ def test_an_expert_without_a_gate() -> None:
     assert from_plain(ExpertEntry, to_plain(entry)) == entry and entry.spec("up") == spec
     with pytest.raises(KeyError):
         entry.spec("gate")
+
+
+@pytest.mark.parametrize(("layers", "has_paths"), [(LAYERS, False), ((*LAYERS, LAYERS[-1]), True)])
+def test_a_path_needs_three_routed_layers_of_one_stack(layers: tuple[LayerSpec, ...], has_paths: bool) -> None:
+    assert bool(why_no_paths(replace(MODEL, layers=layers))) != has_paths

@@ -211,6 +211,8 @@ def _long_context(model: dict[str, Any]) -> str:
 
 
 def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
+    from moec.manifests.path_tables import why_no_paths
+
     model, sizes, size = facts["model"], facts["sizes"], output.human_bytes
     pruned = facts["formats"]["pruned_experts"]
     pairs: list[tuple[str, object]] = [
@@ -237,7 +239,7 @@ def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
         *_run_lines(facts["run"]),
         ("kernels", f"{facts['kernels']['active']} (available: {', '.join(facts['kernels']['available'])})"),
         ("runs with", _code_path_line(facts["code_path"])),
-        ("calibration", _calibration_line(facts["calibration"])),
+        ("calibration", _calibration_line(facts["calibration"], why_no_paths(manifest.model))),
         *_lookahead_fact(facts["quality"]),
     ]
     parts = (output.facts(pairs), _formats_table(facts), heat_map(facts["formats"]["bits"]))
@@ -265,13 +267,13 @@ def _against_16_bit(packed: int, full: int) -> str:
     return f"{output.human_bytes(packed)} packed, {packed / full:.1%} of {output.human_bytes(full)} at 16 bits"
 
 
-def _calibration_line(calibration: dict[str, Any] | None) -> str:
+def _calibration_line(calibration: dict[str, Any] | None, no_paths: str) -> str:
     if calibration is None:
         return "none"
     without = len(calibration["experts_without_tokens"])
     return (
         f"{calibration['task']}, {calibration['items']} items, {calibration['tokens']} tokens"
-        f"{f', {without} experts without tokens' if without else ''}"
+        f"{f', {without} experts without tokens' if without else ''}{no_paths and f'; {no_paths}'}"
     )
 
 

@@ -20,6 +20,7 @@ from moec.compiler.calibration.collect import (
 )
 from moec.compiler.calibration.layer_inputs import calibrate_layer
 from moec.compiler.calibration.paths import (
+    PathReport,
     count_paths,
     count_popularity,
     count_transitions,
@@ -176,6 +177,15 @@ def test_paths_that_repeat_are_predicted_and_chance_is_not():
     random = rng.random((4000, 3, 8)).argsort(axis=2)[:, :, :2]
     chance = report_paths(random[:3000], random[3000:], 8)
     assert 0.2 < chance.accuracy_pairs < 0.3 and 0.2 < chance.accuracy_sets < 0.3
+
+
+@pytest.mark.parametrize(("layers", "held_out"), [(2, 6), (1, 6), (3, 0), (0, 0)])
+def test_what_is_not_predicted_has_no_accuracy(layers: int, held_out: int):
+    routes = np.zeros((6, layers, 1), np.int64)
+    values = report_paths(routes, routes[:held_out], 4).to_json()
+    assert not [name for name in values if name.startswith("accuracy")]
+    assert ("frequent_windows" in values) == (layers > 2) and values["observed_paths"] <= 1
+    assert PathReport.from_json(values).to_json() == values
 
 
 def test_rare_pairs_back_off_to_the_layer_before_and_then_to_popularity():
