@@ -123,8 +123,11 @@ def comparison_table(quality: Quality) -> str:
     """Return the table of bytes of routed experts: this bundle, 16 bits, and the baselines of the search."""
     sizes = quality["sizes"]
     ours, sixteen = sizes["expert_packed_bytes"], sizes["expert_16bit_bytes"]
+    target, bits_per_weight = quality["target"], f"{sizes['expert_bits_per_weight']:.3f}"
+    if target["kind"] == "uniform" and float(bits_per_weight) > target["value"]:
+        bits_per_weight += f" ({target['value']:g} and scales)"
     rows = [
-        ["this bundle", _bytes(ours), f"{sizes['expert_bits_per_weight']:.3f}", "", ""],
+        ["this bundle", _bytes(ours), bits_per_weight, "", ""],
         [
             "16 bits",
             _bytes(sixteen),

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.manifests.errors import CheckpointError
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
@@ -66,6 +67,7 @@ class ExpertQuantizer:
         moments: of the expert's inputs, or None. Not all quantizers use them.
         tokens: number of tokens in the moments.
         exact: gives units in formats that hold the checkpoint's own codes. They are not quantized.
+        Raises CheckpointError if GPTQ is to use moments that are not finite.
         """
         matrices: Matrices = {}
         for group, at in ((("gate", "up"), 0), (("down",), 1)):
@@ -81,6 +83,12 @@ class ExpertQuantizer:
             rounded = [spec for spec in fitting if any((unit, spec) not in held for unit in units)]
             moment, prepared = None if moments is None else moments[at], None
             if self.quantizer == "gptq" and moment is not None and tokens and rounded:
+                if not moment.isfinite().all():
+                    raise CheckpointError(
+                        f"layer {self.layer}, expert {expert}: expected finite squares of the inputs of "
+                        f"{' and '.join(group)} on the calibration texts, found some beyond float32",
+                        "check the checkpoint for weights that are too large",
+                    )
                 prepared = prepare_inputs(moment, tokens)  # shared by every format
             # Projections of the same inputs are rounded as one matrix: rows are independent, and calls are fewer.
             try:

@@ -151,6 +151,10 @@ def test_a_report_without_loss_data_or_search() -> None:
     quality = report(target=Target("uniform", 4), **nothing)
     assert quality["verdict"] == "not measured" and quality["comparison"] is None
     assert loss_table(quality) == "" and "16 bits" in comparison_table(quality)
+    quality["sizes"]["expert_bits_per_weight"] = 4.5
+    assert "4.500 (4 and scales)" in comparison_table(quality)
+    quality["sizes"]["expert_bits_per_weight"] = 4.0
+    assert "scales" not in comparison_table(quality)
     zero = replace(certificate(), loss=None, verdict=None)
     assert " - " in loss_table(report(target=Target("kl", 0.05), certificates={"gsm8k": zero}))
 

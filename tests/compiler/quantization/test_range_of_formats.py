@@ -18,6 +18,7 @@ from moec.compiler.request.objective import ByteWeights
 from moec.compiler.request.plan import plain_plan
 from moec.compiler.search.space import build_space
 from moec.compiler.sensitivity.sensitivity import SensitivityTable
+from moec.manifests.errors import CheckpointError
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 from tests.compiler.configured import lowered
@@ -54,6 +55,17 @@ def test_an_expert_loses_the_formats_of_one_matrix(has_moments: bool) -> None:
     for name in ("up", "down"):
         assert {spec for unit, spec in found if unit.projection == name} == {THREE, EIGHT, BYTES}
     assert all(torch.isfinite(matrix.dequantize()).all() for matrix in found.values())
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e20])
+@pytest.mark.parametrize(("at", "named"), [(0, "gate and up"), (1, "down")])
+def test_inputs_beyond_float32_are_refused_by_place(at: int, named: str, value: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: torch.randn(32, 32, generator=generator) for name in ("gate", "up", "down")}
+    inputs = [torch.randn(64, 32, generator=generator) for _ in range(2)]
+    inputs[at][3, 5] = value
+    with pytest.raises(CheckpointError, match=f"layer 2, expert 1: .* the inputs of {named} on the calibration texts"):
+        ExpertQuantizer(2, "gptq", (THREE,)).run(1, weights, (inputs[0].T @ inputs[0], inputs[1].T @ inputs[1]), 64)
 
 
 @pytest.fixture
