@@ -166,6 +166,8 @@ def _allow_open_files(more: int) -> None:
 
 
 def _no_manifest(path: Path) -> BundleIncomplete:
+    if not os.path.lexists(path):
+        return BundleIncomplete(f"`{path}` does not exist, expected the folder of a bundle", "check the path")
     return BundleIncomplete(f"`{path}` has no `{MANIFEST_NAME}`, so it is not a complete bundle", "compile it again")
 
 

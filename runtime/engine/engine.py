@@ -6,15 +6,18 @@ Prefill and decode are the same pass over a flat batch of tokens. They differ on
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, OptionError
+from moec.manifests.errors import ContextOverflow, ExecutionError, InputError, MoecError, OptionError
 from moec.manifests.files.strict_json import shown
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
@@ -24,7 +27,7 @@ from ..layers.kv_cache import KVCache
 from ..memory.budget import require_memory_for_manifest
 from ..modes.choice import PassChoice
 from ..modes.mode_counts import ModeCounts
-from ..options.runtime import RuntimeOptions
+from ..options.runtime import RuntimeOptions, RuntimeSettings
 from ..text.sampling import Sampler, SamplingOptions
 from ..text.streaming_text import StopTexts, TextStream
 from ..text.token_ids import checked_ids
@@ -34,27 +37,55 @@ from .held_text import HeldText
 from .mode_line import CacheUse, mode_line
 from .opening import open_parts
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # type checkers bring it; Python has it from 3.11 on
+
+    from ..text.template_process import Message
+
 _Ints: TypeAlias = Sequence[int]
 _Result = TypeVar("_Result")
 _RunStack: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _Result]
+# An option of the command line, and its value if it is a number or the rest of a text between backticks.
+_OPTION = re.compile(r"--([a-z][a-z-]*)(?: ([^` ]+(?=`)|[0-9][0-9A-Za-z]*))?")
 # Numbers of the sequences of all engines, so that a number tells an engine too.
 _SEQUENCES = itertools.count(1)
 
 
-def load(path: str | Path, **options: Any) -> Engine:
+def load(path: str | Path, **options: Unpack[RuntimeSettings]) -> Engine:
     """Open a bundle: `load("x-moec", memory="2GiB")`.
 
     options: fields of RuntimeOptions. `memory` may be a number of bytes, too.
     Raises BundleError, MemoryBudgetExceeded, OptionError.
     """
+    values: dict[str, Any] = {**options}
     if type(options.get("memory")) is int:
-        options["memory"] = str(options["memory"])
+        values["memory"] = str(options["memory"])
     try:
-        chosen = RuntimeOptions(**options)
+        chosen = RuntimeOptions(**values)
+        require_memory_for_manifest(Path(path), chosen)
+        return Engine(open_bundle(Path(path)), chosen, closes_bundle=True)
     except TypeError as error:
-        raise OptionError(f"unknown option: {error}", "see moec.runtime.RuntimeOptions") from error
-    require_memory_for_manifest(Path(path), chosen)
-    return Engine(open_bundle(Path(path)), chosen, closes_bundle=True)
+        if not values.keys() - RuntimeSettings.__annotations__:
+            raise
+        raise OptionError(f"unknown option: {error}", "see `help(moec.runtime.RuntimeOptions)`") from error
+    except MoecError as error:
+        error.message = _with_keywords(error.message)
+        error.hint = None if error.hint is None else _with_keywords(error.hint)
+        error.args = (error.message,)
+        raise
+
+
+def _with_keywords(text: str) -> str:
+    """Return a text of an error with `memory="2GiB"` in place of `--memory 2GiB`."""
+
+    def keyword(match: re.Match[str]) -> str:
+        name, value = match[1].replace("-", "_"), match[2]
+        if name not in RuntimeSettings.__annotations__:
+            return match[0]
+        is_number = RuntimeSettings.__annotations__[name].__forward_arg__ == "int"
+        return f"{name}=" if value is None else f"{name}={value if is_number else json.dumps(value)}"
+
+    return _OPTION.sub(keyword, text)
 
 
 class Engine:
@@ -87,6 +118,13 @@ class Engine:
         self._sequence, self.dense_on_host = 0, (self.model.dense_part, self.kv)
         if self.accelerator is not None:
             self.place_dense(on_device=self.accelerator.dense is not None)
+
+    def __repr__(self) -> str:
+        names = [field.name for field in fields(self.options)]
+        chosen = [(name, getattr(self.options, name)) for name in names]
+        default = RuntimeOptions()
+        texts = [f", {name}={value!r}" for name, value in chosen if value != getattr(default, name)]
+        return f"<Engine of {str(self.bundle.path)!r}{''.join(texts)}>"
 
     def __enter__(self) -> Engine:
         return self
@@ -177,6 +215,31 @@ class Engine:
         limit = self.new_tokens_limit(tokens, max_new_tokens)
         sampler = Sampler(sampling or SamplingOptions())
         return self._decode(tokens, limit, sampler, StopTexts(stop), HeldText() if held is None else held)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        max_new_tokens: int = 256,
+        sampling: SamplingOptions | None = None,
+        stop: Sequence[str] = (),
+        held: HeldText | None = None,
+    ) -> Iterator[GenerationStep]:
+        """Decode the assistant's next message, by the chat template of the bundle. Yields steps as `generate` does.
+
+        messages: the conversation so far, like `[{"role": "user", "content": "hello"}]`.
+        Raises OptionError if the bundle has no chat template, InputError if the template refuses the messages.
+        Raises the errors of `generate`.
+        """
+        from ..text.template_process import ChatRenderer, is_message, template_files  # most runs need no process
+
+        if isinstance(messages, str) or not all(map(is_message, messages)):
+            raise InputError("`messages` must be a list of dicts with two texts, `role` and `content`")
+        try:
+            with ChatRenderer() as renderer:
+                text = renderer.render(template_files(self.bundle, self.options.verify), messages)
+        except OptionError as error:
+            raise OptionError(error.message, "give `generate` the prompt as the model reads it") from error
+        return self.generate(self.encode(text, False), max_new_tokens, sampling, stop, held)
 
     def _decode(
         self, tokens: list[int], limit: int, sampler: Sampler, stop: StopTexts, held: HeldText

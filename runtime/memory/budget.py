@@ -211,7 +211,7 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
             budget = default_budget_bytes()
         cache = budget - bare.fixed_bytes
         if cache < minimum_bytes:
-            raise _under_floor(bare, options, budget)
+            raise _under_floor(bare, options, budget, nominal.process_bytes)
     logical = cache
     if options.expert_cache is None and options.memory is not None:
         logical = max(cache + taken - nominal.process_bytes, minimum_bytes)
@@ -220,12 +220,17 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
     return MemoryPlan(**held, budget_bytes=budget, **fixed)
 
 
-def _under_floor(bare: MemoryPlan, options: RuntimeOptions, budget: int) -> MemoryBudgetExceeded:
-    """Return the error for a budget under the floor, with an option that works."""
+def _under_floor(bare: MemoryPlan, options: RuntimeOptions, budget: int, nominal_bytes: int) -> MemoryBudgetExceeded:
+    """Return the error for a budget under the floor, with an option that works.
+
+    nominal_bytes: memory of a process that holds nothing else.
+    """
     least = memory_option(bare.floor_bytes)
     if options.memory is not None:
+        already = resident_set_bytes()
+        share = f", and this process already holds {already >> 20}MiB of it" if already > nominal_bytes else ""
         return MemoryBudgetExceeded(
-            f"`--memory {options.memory}` is under the floor of {least} for a context of {bare.context}",
+            f"`--memory {options.memory}` is under the floor of {least} for a context of {bare.context}{share}",
             f"--memory {least}, or {'fewer `--slots`' if options.slots > 1 else 'a shorter `--context`'}",
         )
     return MemoryBudgetExceeded(

@@ -32,7 +32,8 @@ def check_field_types(options: Any) -> None:
         value = getattr(options, name)
         if type(value) not in allowed:
             expected = " or ".join(_WORDS[kind] for kind in allowed if kind is not int or float not in allowed)
-            raise OptionError(f"the option `{name}` must be {expected}, found {_shown(value)}", "see `moec run --help`")
+            remedy = f"see `help({kind.__module__}.{kind.__qualname__})`"
+            raise OptionError(f"the option `{name}` must be {expected}, found {_shown(value)}", remedy)
 
 
 @functools.cache

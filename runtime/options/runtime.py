@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, TypedDict
 
 from moec.manifests.errors import OptionError
 from moec.manifests.runtime_limits import IO_MODES, MAX_READERS
@@ -385,3 +385,38 @@ class RuntimeOptions:
 RuntimeOptions.__doc__ = docstring_of(
     RuntimeOptions, "Everything that can be set about a run. Only lossy modes and `kv` change a logit."
 )
+
+
+class RuntimeSettings(TypedDict, total=False):
+    """The fields of RuntimeOptions as keywords of `load`, for editors and type checkers.
+
+    memory: may be a number of bytes, too.
+    """
+
+    memory: str | int | None
+    expert_cache: str | None
+    context: int
+    policy: Policy
+    policy_weights: str | None
+    prefetch: Prefetch
+    io: IoMode
+    kv: KvType
+    threads: int
+    slots: int
+    other_bytes: int
+    verify: bool
+    readers: int
+    prefetch_layers: int
+    prefetch_experts: int
+    learned_routers: bool
+    prefetch_rule: PrefetchRule
+    reader_cpus: str | None
+    cache_state: CacheState
+    dynamic_precision: str | None
+    big_little: str | None
+    cache_routing: str | None
+    expert_activations: ExpertActivations
+    accelerator: str | None
+    accelerator_memory: str | None
+    cooperation: Cooperation
+    accelerator_dense: DensePlace

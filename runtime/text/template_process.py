@@ -45,6 +45,11 @@ Message = Mapping[str, Any]
 """`role` (system, user, assistant, ...), `content`, and what else a template knows, like `tool_calls`."""
 
 
+def is_message(value: object) -> bool:
+    """Return whether a value is a message with a role and a text."""
+    return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+
+
 @dataclass(frozen=True, slots=True)
 class TemplateFiles:
     """Files of a folder that define its chat template.
