@@ -1,4 +1,4 @@
-"""One answer of the model: streamed to stdout, stopped by Ctrl-C, counted."""
+"""One answer of the model: streamed to stdout, stopped by Ctrl-C or where it repeats itself, counted."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _FORCED_AFTER = 3
 """Interrupts of one answer after which the program ends, because a pass does not come to its end."""
+_LONGEST_PERIOD = 32
+_LEAST_PERIODS = 8
+_LEAST_REPEATED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class AnswerOptions:
 class Answer:
     """One answer.
 
-    finish_reason: None if the user stopped it.
+    finish_reason: that of the last step, `repetition` if the answer repeated itself, None if the user stopped it.
     prompt_tokens: tokens of the conversation before it.
     reused_tokens: number of them that were not computed again.
     """
@@ -70,7 +73,8 @@ def answer(
     """
     from moec.runtime.trace.statistics import RunRecorder
 
-    recorder, pieces, ids, reason = RunRecorder(len(tokens)), list[str](), list[int](), None
+    recorder, pieces, ids = RunRecorder(len(tokens)), list[str](), list[int]()
+    reason: str | None = None
     with _stopped_by_interrupt(held, can_stop):
         for step in engine.generate(tokens, options.max_new_tokens, options.sampling, options.stop, held):
             recorder.add(step.elapsed_ns, step.cache)
@@ -79,10 +83,27 @@ def answer(
             reason = step.finish_reason
             if is_shown and step.text:
                 show(step.text)
+            if reason is None and repeated_tokens(ids):
+                reason = "repetition"
+                break
     if is_shown:
         output.data("")
     statistics = recorder.finish(engine.model.prefetch_quality.recall)
     return Answer("".join(pieces), ids, reason, len(tokens), held.reused, statistics)
+
+
+def repeated_tokens(ids: list[int]) -> int:
+    """Return the number of tokens that an answer repeats at its end, again and again; 0 if it does not.
+
+    At most 32 tokens are repeated, at least 8 times and over 64 tokens.
+    """
+    for period in range(1, _LONGEST_PERIOD + 1):
+        length = max(_LEAST_PERIODS * period, _LEAST_REPEATED_TOKENS)
+        if len(ids) < length:
+            return 0
+        if ids[-1] == ids[-1 - period] and ids[-length:-period] == ids[period - length :]:
+            return period
+    return 0
 
 
 def show(text: str) -> None:

@@ -14,7 +14,7 @@ from moec.manifests.files.output_file import write_output
 from ..options.paths import path_fault
 from ..terminal import output
 from ..terminal.run_statistics import statistics_block
-from .answering import Answer, AnswerOptions, answer
+from .answering import Answer, AnswerOptions, answer, repeated_tokens
 from .conversation import Conversation, plain_text
 from .message_reader import MessageReader
 
@@ -137,6 +137,8 @@ class ChatSession:
         self._conversation.add(message, found.text)
         if found.finish_reason is None:
             output.say("(stopped)")
+        elif found.finish_reason == "repetition":
+            output.say(f"(ended: the last {repeated_tokens(found.token_ids)} tokens were repeated again and again)")
         elif found.finish_reason == "length":
             output.say(self._told_limit(found))
 

@@ -14,12 +14,15 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moec.runtime import load
+from moec.cli.chat.answering import repeated_tokens
+from moec.runtime import Engine, GenerationStep, load
+from moec.runtime.expert_cache.cache_stats import CacheStats
 from tests.interrupts import hear_interrupts
 
 from .conftest import Invoke
@@ -142,6 +145,37 @@ def test_a_damaged_template_is_refused_at_the_start(invoke: Invoke, bundle: Path
     add_file(copy, "chat_template.jinja", b"{% for %}")
     result = invoke("chat", copy, stdin="hi\n")
     assert result.exit_code == 3 and "the chat template is damaged" in result.stderr
+
+
+@pytest.mark.parametrize("period", [1, 3, 8, 9, 31, 32])
+def test_a_repetition_is_told_from_other_texts(period: int) -> None:
+    block, least = list(range(period)), max(64, 8 * period)
+    start = [90, 91, 92] * 5
+    repeated = (block * least)[:least]
+    assert repeated_tokens(start + repeated) == period
+    assert repeated_tokens(start + repeated[:-1]) == 0, "one token fewer"
+    assert repeated_tokens([*start, *repeated, 99]) == 0, "the text goes on"
+    assert repeated_tokens([*start, *repeated[: least // 2], 99, *repeated[least // 2 + 1 :]]) == 0
+
+
+def test_what_is_no_repetition() -> None:
+    for ids in ([], [5], [5] * 63, list(range(600)), list(range(33)) * 20, [*range(40), 7] * 10):
+        assert repeated_tokens(ids) == 0
+
+
+def test_an_answer_that_repeats_itself_ends(
+    invoke: Invoke, bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def generate(self: Engine, *options: object) -> Iterator[GenerationStep]:
+        for count in range(400):
+            yield GenerationStep(60 + count % 3, "abc"[count % 3], count, 1, CacheStats(), None)
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    result = invoke("chat", bundle, "--max-new-tokens", 500, stdin="hi\n")
+    assert result.exit_code == 0 and result.stdout == "abc" * 21 + "a\n"
+    assert "(ended: the last 3 tokens were repeated again and again)" in result.stderr
+    (as_json,) = turns(invoke, bundle, "hi\n")
+    assert as_json["finish_reason"] == "repetition" and len(as_json["token_ids"]) == 64
 
 
 def test_bytes_that_are_no_text() -> None:

@@ -53,8 +53,9 @@ def chat_command(
 
     Answers go to stdout, everything else to stderr. Ctrl-C stops an answer. The next answer computes only what is new
     in the conversation, and its text is that of a run that computes everything. Tokens are drawn as the bundle's
-    generation_config.json recommends; `--temperature 0` takes the likeliest ones. A bundle without a chat template
-    continues the text as it is written. If stdin is no terminal, each line of it is answered in turn.
+    generation_config.json recommends; `--temperature 0` takes the likeliest ones. An answer ends when its last 64 or
+    more tokens repeat at most 32 tokens, 8 times or more. A bundle without a chat template continues the text as it is
+    written. If stdin is no terminal, each line of it is answered in turn.
 
     \b
     moec chat mixtral-moec --memory 2GiB --system "Answer in one sentence."
