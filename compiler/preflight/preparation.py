@@ -12,6 +12,7 @@ import torch
 
 from moec.evaluation.long_items import Context
 from moec.evaluation.text_pairs import encode_pairs
+from moec.profiles.probe import available_memory_bytes, resident_set_bytes
 
 from ..bundle.plan_bundles import require_trials
 from ..calibration.device_use import read_device_use
@@ -26,7 +27,7 @@ from ..request.request import CompileRequest
 from ..request.task_data import fit_splits, load_task_data
 from ..search.pruning import prunes
 from ..sensitivity.fisher import asks_gradients
-from ..walker.kept_layers import resident_bytes
+from ..walker.kept_layers import fitting_layers, resident_bytes
 from ..walker.torch_device import find_device
 from .device_fit import smallest_plan, summarise_device
 from .kept_layers import MemoryNeed, choose_kept_layers
@@ -100,16 +101,28 @@ def with_fitted_items(prepared: Prepared) -> Prepared:
 
 
 def with_kept_layers(prepared: Prepared) -> Prepared:
-    """Decide how much of the model stays in memory. Raises OptionError if one layer does not fit."""
+    """Decide how much of the model stays in memory. Raises OptionError if one layer does not fit.
+
+    The size of the texts decides results. It follows the memory of the machine, so that other processes change none.
+    """
     request, model = prepared.request, prepared.lowering.model
     need = MemoryNeed(model, request.options, prepared.stored_specs, torch.get_num_threads(), len(prepared.splits))
     kept_layers = choose_kept_layers(need, request.memory_limit_bytes)
     require_trials(request, model)
+    free_bytes = request.memory_bytes or resident_set_bytes() + available_memory_bytes()
+    least = need.bytes_with(kept_layers.texts)
     if not kept_layers.holds_model:
-        peak = need.bytes_with(kept_layers.texts) + resident_bytes(model, kept_layers.count)
+        count = min(kept_layers.count, fitting_layers(model, free_bytes - least))
+        kept_layers = replace(kept_layers, count=count)
         request.talk.note(
-            f"memory holds {kept_layers.count} of {model.num_layers} layers between passes, "
-            f"{peak / 2**30:.1f} GiB at most"
+            f"memory holds {count} of {model.num_layers} layers between passes, "
+            f"{(least + resident_bytes(model, count)) / 2**30:.1f} GiB at most"
+        )
+    peak = least + resident_bytes(model, kept_layers.count)
+    if peak > free_bytes:
+        request.talk.note(
+            f"the compile may take {peak / 2**30:.1f} GiB of memory, {free_bytes / 2**30:.1f} GiB are free now: "
+            "end other programs, or give it less by --memory"
         )
     prunes_experts = prunes(request.options, model, asks_gradients(request.options.sensitivity, model))
     return replace(prepared, kept_layers=kept_layers, prunes=prunes_experts)

@@ -12,8 +12,11 @@ import torch
 
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
+from moec.compiler.preflight import preparation
 from moec.compiler.preflight.kept_layers import MemoryNeed, choose_kept_layers, measures_tasks, runtime_bytes
 from moec.compiler.preflight.preparation import prepare
+from moec.compiler.preflight.prepared import Prepared
+from moec.compiler.request import request as request_module
 from moec.compiler.request.options import CompileOptions, Sensitivity
 from moec.compiler.request.targets import Target, TargetKind
 from moec.compiler.walker.kept_layers import (
@@ -122,12 +125,42 @@ def test_a_compile_says_how_many_layers_stay(model: Path, texts: Path, tmp_path:
     assert little != much[0] and len(notes) == 1 and "of 1 layers between passes" in notes[0]
 
 
+def test_free_memory_decides_no_result(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `--memory` a compile says that less is free than it may take, and keeps fewer layers."""
+    notes: list[str] = []
+
+    def prepared(free_bytes: int, machine_bytes: int) -> Prepared:
+        notes.clear()
+        monkeypatch.setattr(preparation, "available_memory_bytes", lambda: free_bytes)
+        monkeypatch.setattr(request_module, "memory_limit_bytes", lambda: machine_bytes)
+        request = make_request(model, tmp_path / "out", "kl", 0.05, data=str(texts))
+        request.talk.note = lambda note: notes.append(note) if "memory" in note else None
+        return prepare(request)
+
+    much = prepared(16 << 30, 16 << 30)
+    assert notes == [] and much.kept_layers.holds_model
+    little = prepared(1 << 20, 16 << 30)
+    assert little.identity() == much.identity() and little.kept_layers == much.kept_layers
+    assert len(notes) == 1 and notes[0].startswith("the compile may take") and "--memory" in notes[0]
+    asked = MemoryNeed(much.lowering.model, much.request.options, much.stored_specs, torch.get_num_threads(), 1)
+    machine_bytes = asked.bytes_with(LARGE_TEXTS) * 8 // 7
+    small = prepared(16 << 30, machine_bytes)
+    assert not small.kept_layers.holds_model and small.kept_layers.count > 0 and len(notes) == 1
+    crowded = prepared(1 << 20, machine_bytes)
+    assert crowded.identity() == small.identity() and crowded.kept_layers.count == 0 and len(notes) == 2
+
+
 SCRIPT = """
 import sys
 from pathlib import Path
 import torch
 from moec.compiler.pipeline import compile_checkpoint
+from moec.compiler.preflight import preparation
 from moec.compiler.preflight.preparation import prepare
+from moec.compiler.preflight.prepared import Prepared
+from moec.compiler.request import request as request_module
 from moec.compiler.preflight.kept_layers import MemoryNeed
 from moec.compiler.walker.kept_layers import LARGE_TEXTS, resident_bytes
 from tests.tiny_compile import make_request
