@@ -47,29 +47,25 @@ if TYPE_CHECKING:
 class ExpertSizes:
     """Bytes of the experts, and the memory that a run has for them.
 
-    sizes: bytes of each stored expert in whole pages, int64 [N]. Low versions come last.
+    sizes: bytes of each stored expert, int64 [N]. Low versions come last.
     count: number of experts without their low versions.
-    holds_all: whether they all fit into the cache.
-
-    decision_bytes: cache size by which lossy modes decide and experts are read ahead.
-    It must not depend on the memory that this process happens to use.
+    capacity_bytes: size of the cache.
     minimum_bytes: bytes of the experts that one token needs in a layer.
     """
 
     sizes: np.ndarray
     count: int
-    holds_all: bool
-    decision_bytes: int
+    capacity_bytes: int
     minimum_bytes: int
 
     @property
-    def reads_ahead(self) -> bool:
-        """True if some experts have to be read while tokens are decoded."""
-        return int(self.sizes[: self.count].sum()) > self.decision_bytes
+    def holds_all(self) -> bool:
+        """True if all experts fit into the cache."""
+        return int(self.sizes[: self.count].sum()) <= self.capacity_bytes
 
-    def cache_spec(self, capacity_bytes: int, records: ExpertRecords) -> CacheSpec:
+    def cache_spec(self, records: ExpertRecords) -> CacheSpec:
         """Return a cache of these experts. Experts read ahead leave room for those that one token needs in a layer."""
-        return CacheSpec(self.sizes, capacity_bytes, records, capacity_bytes - self.minimum_bytes)
+        return CacheSpec(self.sizes, self.capacity_bytes, records, self.capacity_bytes - self.minimum_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +107,10 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
     tokenizer, memory = _plan(bundle, options, 0 if device is None else device.host_bytes)
     kernels.set_threads(options.threads or min(MAX_THREADS, available_threads()))
     check_modes(options.modes, manifest.model, len(manifest.low_experts))
-    experts = _sizes(manifest, memory, options)
-    tables = bundle.tables(has_paths=experts.reads_ahead and options.prefetch == "path")
+    experts = _sizes(manifest, memory)
+    decided = _logical_sizes(manifest, memory) if options.modes.reads_cache else experts
+    reads_ahead = not decided.holds_all
+    tables = bundle.tables(has_paths=reads_ahead and options.prefetch == "path")
     records = bundle_records(bundle, tables, manifest.stored_experts)
     with ExitStack() as on_failure:
         storage = open_storage(bundle, options.io, options.verify, memory.cache_bytes)
@@ -121,17 +119,17 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
             dense = load_dense(bundle, options.verify)
             reads_bfloats = options.expert_activations == "bfloat16"
             bound = bind_experts(bundle, manifest.stored_experts, storage, dense, reads_bfloats)
-            cache = open_cache(storage, bound, experts.cache_spec(memory.cache_bytes, records), options)
+            cache = open_cache(storage, bound, experts.cache_spec(records), options)
             on_failure.callback(cache.close)
             kv = KVCache(manifest.model, options.slots, memory.context, options.kv)
             model = Model(manifest, dense, bound.experts, cache, memory.context)
-        path = _look_ahead(model, bundle, options, experts, tables)
+        path = _look_ahead(model, bundle, options, reads_ahead, tables)
         elastic = ElasticCache(manifest, memory, options, cache) if _is_elastic(memory, options, experts) else None
         host = HostParts(model, kv, storage, records, is_in_host=cache.is_resident)
         accelerator = start_cooperation(device, manifest, options, host)  # the cache must not read yet
         model.accelerator = accelerator
         warm = _warm_up(cache, model, records, options, experts)
-        lossy = _open_modes(manifest, options, experts, records, model, accelerator, warm)
+        lossy = _open_modes(manifest, options, decided, records, model, accelerator, warm)
         on_failure.pop_all()
     return EngineParts(
         tokenizer=tokenizer,
@@ -160,16 +158,20 @@ def _plan(bundle: Bundle, options: RuntimeOptions, host_bytes: int) -> tuple[Bun
     return tokenizer, plan_memory(bundle.manifest, options, host_bytes)  # with the memory that the tokenizer uses
 
 
-def _sizes(manifest: BundleManifest, memory: MemoryPlan, options: RuntimeOptions) -> ExpertSizes:
+def _sizes(manifest: BundleManifest, memory: MemoryPlan) -> ExpertSizes:
+    """Return the memory of the experts, in whole pages of this machine."""
     sizes = np.array([page_bytes(entry.size_bytes) for entry in manifest.stored_experts], np.int64)
-    count = len(manifest.experts)
-    return ExpertSizes(
-        sizes,
-        count,
-        holds_all=int(sizes[:count].sum()) <= memory.cache_bytes,
-        decision_bytes=memory.logical_cache_bytes if options.modes.reads_cache else memory.cache_bytes,
-        minimum_bytes=memory.minimum_expert_bytes,
-    )
+    return ExpertSizes(sizes, len(manifest.experts), memory.cache_bytes, memory.minimum_expert_bytes)
+
+
+def _logical_sizes(manifest: BundleManifest, memory: MemoryPlan) -> ExpertSizes:
+    """Return the sizes by which lossy modes decide: those of the bundle.
+
+    They depend neither on the pages of this machine nor on the memory that this process happens to use.
+    """
+    sizes = np.array([entry.size_bytes for entry in manifest.stored_experts], np.int64)
+    count, minimum_bytes = len(manifest.experts), manifest.cost.minimum_expert_bytes
+    return ExpertSizes(sizes, count, memory.logical_cache_bytes, minimum_bytes)
 
 
 def _is_elastic(memory: MemoryPlan, options: RuntimeOptions, experts: ExpertSizes) -> bool:
@@ -177,19 +179,20 @@ def _is_elastic(memory: MemoryPlan, options: RuntimeOptions, experts: ExpertSize
     return memory.budget_bytes is not None and options.expert_cache is None and not experts.holds_all
 
 
-def _look_ahead(
-    model: Model, bundle: Bundle, options: RuntimeOptions, experts: ExpertSizes, tables: Tables
-) -> CodePath:
-    """Choose how experts are read ahead, and then whether a token takes one call of the extension per layer."""
+def _look_ahead(model: Model, bundle: Bundle, options: RuntimeOptions, reads_ahead: bool, tables: Tables) -> CodePath:
+    """Choose how experts are read ahead, and then whether a token takes one call of the extension per layer.
+
+    reads_ahead: whether some experts have to be read while tokens are decoded.
+    """
     manifest = bundle.manifest
     model.advisor.set_options(options, model.needs_no_read)
-    if experts.reads_ahead:
+    if reads_ahead:
         matrices = read_lookahead(bundle) if options.uses_learned_routers else {}
         learned = learned_routers(manifest, matrices, model.advisor)
         model.advisor.predictor = make_predictor(
             options.prefetch, tables, manifest.model, model.router_norms(), model.routers(), learned
         )
-    path = code_path(manifest, options, experts.reads_ahead)
+    path = code_path(manifest, options, reads_ahead)
     if path.why_not_one_call is None:
         model.bind_one_call()
     return path
@@ -216,6 +219,7 @@ def _open_modes(
 ) -> LossyDecoder | None:
     """Return the object that decides under the lossy modes; None if none decides.
 
+    experts: sizes by which the modes decide.
     warm: experts that fill the cache at the start.
     """
     if not options.modes.decides:
@@ -224,7 +228,7 @@ def _open_modes(
     if options.modes.reads_cache:
         on_device = () if accelerator is None else accelerator.placement.resident
         score = policy_score(options.policy, options.policy_weights)
-        logical = LogicalCache(experts.cache_spec(experts.decision_bytes, records), score, warm, on_device)
+        logical = LogicalCache(experts.cache_spec(records), score, warm, on_device)
         model.advisor.holds = logical.is_resident  # advice must not depend on when a read ends either
     versions = Versions(model.first_expert, low_version_indices(manifest))
     return LossyDecoder(options.modes, model, versions, logical)

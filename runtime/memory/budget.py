@@ -49,8 +49,8 @@ class MemoryPlan(FixedMemory):
     budget_bytes: budget of the process; None if only the expert cache is limited.
     context: longest sequence, tokens.
 
-    logical_cache_bytes: capacity by which lossy modes decide. With `--memory` or `--expert-cache` it is equal on all
-        machines. Without both it depends on the free memory.
+    logical_cache_bytes: capacity by which lossy modes decide, for experts of the bundle's sizes. With `--memory` or
+        `--expert-cache` it is equal on all machines. Without both it depends on the free memory.
     """
 
     cache_bytes: int
@@ -212,12 +212,18 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
         cache = budget - bare.fixed_bytes
         if cache < minimum_bytes:
             raise _under_floor(bare, options, budget, nominal.process_bytes)
+    padded_bytes = manifest.cost.expert_padded_bytes
     logical = cache
-    if options.expert_cache is None and options.memory is not None:
-        logical = max(cache + taken - nominal.process_bytes, minimum_bytes)
-    held = {"cache_bytes": cache, "logical_cache_bytes": logical}
-    held = {name: min(size, experts_bytes) for name, size in held.items()}
-    return MemoryPlan(**held, budget_bytes=budget, **fixed)
+    if options.expert_cache is not None:
+        logical = parse_cache(options.expert_cache, padded_bytes)
+    elif options.memory is not None:
+        logical = max(cache + taken - nominal.process_bytes, nominal.minimum_expert_bytes)
+    return MemoryPlan(
+        cache_bytes=min(cache, experts_bytes),
+        logical_cache_bytes=min(logical, padded_bytes),
+        budget_bytes=budget,
+        **fixed,
+    )
 
 
 def _under_floor(bare: MemoryPlan, options: RuntimeOptions, budget: int, nominal_bytes: int) -> MemoryBudgetExceeded:

@@ -82,6 +82,18 @@ def test_the_rest_is_for_experts_and_never_more_than_all_of_them() -> None:
     assert plan(memory="1GB").cache_bytes == total
 
 
+@pytest.mark.parametrize("options", [{"expert_cache": "50%"}, {"expert_cache": "1MiB"}, {"memory": "1GB"}, "least"])
+def test_lossy_modes_decide_alike_on_pages_of_any_size(monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
+    monkeypatch.setattr(mmap, "PAGESIZE", 65536)
+    if options == "least":  # of the larger pages
+        options = {"memory": str(plan(memory="1GB").floor_bytes)}
+    large = plan(**options)
+    monkeypatch.setattr(mmap, "PAGESIZE", 4096)
+    small = plan(**options)
+    assert large.logical_cache_bytes == small.logical_cache_bytes >= MANIFEST.cost.minimum_expert_bytes
+    assert small.cache_bytes == small.logical_cache_bytes <= large.cache_bytes
+
+
 @pytest.mark.parametrize("page", [4096, 16384, 65536])
 def test_all_experts_fit_in_pages_of_any_size(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
     monkeypatch.setattr(mmap, "PAGESIZE", page)

@@ -359,6 +359,19 @@ def test_decisions_under_a_budget_do_not_go_by_what_the_process_takes(
     assert 0 < counts_of(found[0][1]).missed < counts_of(found[0][1]).ranks
 
 
+@pytest.mark.parametrize("mode", [{"dynamic_precision": "0,1"}, {"cache_routing": "margin=0.5,drop=0.3"}])
+def test_larger_pages_change_no_decision(
+    decoded: Decoded, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]
+) -> None:
+    options = {"expert_cache": "60%", **mode}
+    (logits, counts) = decoded(**options)
+    for page in (16384, 65536):
+        monkeypatch.setattr("mmap.PAGESIZE", page)
+        found = decoded(**options)
+        assert same(found[0], logits) and found[1] == counts, page
+    assert 0 < counts_of(counts).missed < counts_of(counts).ranks
+
+
 def test_low_versions_that_no_mode_asks_for_change_nothing(two_version_bundle: Path, tmp_path: Path) -> None:
     folder = save_tiny_mixtral(tmp_path / "model", TinyMixtral(layers=3, experts=8, top_k=4, seed=5))
     plain = emit_bundle(folder, tmp_path / "bundle", bitwidth=8)
