@@ -111,5 +111,5 @@ def read_text(path: Path) -> str:
     """Return a file of the system as text; empty if it is missing or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a zero byte in the path
         return ""

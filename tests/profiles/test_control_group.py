@@ -203,6 +203,65 @@ def test_a_sandbox_that_refuses_to_tell_the_processors(monkeypatch: pytest.Monke
     assert probe.allowed_processors() == set(range(os.cpu_count() or 1))
 
 
+CONTENTS = (
+    *("", "max", "-1", "0", "1", "0 0", "1 0", "0 1", "-5 100000", "1e9 1", "nan nan", "max max max", " 5 ", "0x10"),
+    *("9" * 18, "9" * 19, "9" * 5000, "9" * 18 + " 1", "1 " + "9" * 18, "50000,100000"),
+    *("\u0665\u0665", "1\n2", "\0", "\x1b[2J"),
+)
+GROUPS = (
+    *("0::/a", "0::/../..", "0::" + "/a" * 3000, "0::/" + "a" * 300, "0::/a\0b", "0:", "::", ":::", "0::", "0::a"),
+    *("1:name=systemd:/a\n0::/a", "4:cpu,memory:/a", "4:memory:/a\n5:cpu:/\udcff", "\n\n0::/a\n", "x" * 100_000),
+)
+MOUNTS = ("", mount("/", "/sys/fs/cgroup", "cgroup2", "rw"), "31 - \0", mount("", "", "", ""))
+LIMIT_FILES = (
+    *("cpu.max", "memory.max", "memory.high", "memory.current", "memory.stat", "cpu/cpu.cfs_quota_us"),
+    *("cpu/cpu.cfs_period_us", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
+
+
+def require_sound(system: Path) -> None:
+    """Read everything about control groups. Whatever they hold, the machine's memory and a thread remain."""
+    assert all(limit > 0 for limit in group_memory_limits(system)) and processor_quota(system) > 0
+    assert all(free >= 0 for free in group_free_memory(system, 5 * MIB))
+    assert 0 < probe.memory_limit_bytes(system) <= 1_024_000 * 1024
+    assert 0 <= probe.available_memory_bytes(system) <= 1_024_000 * 1024
+    assert 1 <= probe.available_threads(system) <= len(probe.allowed_processors())
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("content", CONTENTS, ids=[str(number) for number in range(len(CONTENTS))])
+def test_hostile_contents_of_control_groups(tmp_path: Path, content: str) -> None:
+    for group in ("0::/", "4:cpu,memory:/"):
+        system = put(tmp_path, {"proc/meminfo": "MemTotal: 1024000 kB", "proc/self/cgroup": group})
+        put(system, in_tree({name: content for name in LIMIT_FILES}))
+        require_sound(system)
+        for name in LIMIT_FILES:
+            put(system, in_tree({other: content if other == name else "100 100" for other in LIMIT_FILES}))
+            require_sound(system)
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("group", GROUPS, ids=[str(number) for number in range(len(GROUPS))])
+@pytest.mark.parametrize(
+    "mounts", ["", mount("/", "/sys/fs/cgroup", "cgroup2", "rw"), "31 - \0", mount("", "", "", "")]
+)
+def test_hostile_names_of_control_groups(tmp_path: Path, group: str, mounts: str) -> None:
+    system = put(tmp_path, {"proc/meminfo": "MemTotal: 1024000 kB", "proc/self/mountinfo": mounts})
+    (system / "proc/self/cgroup").write_bytes(group.encode("utf-8", "surrogateescape"))
+    put(system, in_tree({"cpu.max": "50000 100000", "a/cpu.max": "50000 100000", "a/memory.max": "500000"}))
+    require_sound(system)
+
+
+@pytest.mark.gate("G10")
+def test_files_of_control_groups_that_are_no_files(tmp_path: Path) -> None:
+    system = put(tmp_path, {"proc/meminfo": "MemTotal: 1024000 kB", "proc/self/cgroup": "0::/a"})
+    group = system / GROUP / "a"
+    (group / "memory.max").mkdir(parents=True)
+    (group / "cpu.max").symlink_to("cpu.max")
+    (group / "memory.current").symlink_to("missing")
+    require_sound(system)
+
+
 HOLD = "import sys; held = bytearray(b'x') * (120 << 20); print('held', flush=True); sys.stdin.read()"
 ASK = """
 import json
