@@ -8,6 +8,8 @@ import mmap
 import threading
 from collections.abc import Iterable, Iterator
 
+from moec.manifests.errors import ExecutionError
+
 from .address_space import find_page_maker, find_page_mover, map_anonymous
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -74,8 +76,14 @@ class Arena:
                 thread.join()
 
     def give_back(self, start: int, end: int) -> None:
-        """Give back the pages of a range of whole pages."""
-        self._mapped.madvise(mmap.MADV_DONTNEED, self._first + start, end - start)
+        """Give back the pages of a range of whole pages. Raises ExecutionError if the system refuses."""
+        try:
+            self._mapped.madvise(mmap.MADV_DONTNEED, self._first + start, end - start)
+        except OSError as error:
+            raise ExecutionError(
+                f"the system does not take back the memory of experts (madvise): {error.strerror}",
+                "allow the call in the sandbox, or give `--memory` for all experts",
+            ) from error
 
     def abandon(self, start: int, end: int) -> None:
         """Give back a range that an adjacent huge page must not make resident.

@@ -43,8 +43,14 @@ class MappedFile:
                 COPY_AGAIN,
             )
         self.mapping = mmap.mmap(file.descriptor, file.size_bytes, prot=mmap.PROT_READ)
-        # Read-around would load adjacent experts that no token needs.
-        self.mapping.madvise(mmap.MADV_RANDOM)
+        try:
+            # Read-around would load adjacent experts that no token needs.
+            self.mapping.madvise(mmap.MADV_RANDOM)
+        except OSError as error:  # a sandbox that refuses the call, without which no expert leaves the memory
+            raise StorageReadFailed(
+                f"the system refuses advice for the mapped memory of `{file.path}` (madvise): {error.strerror}",
+                "take `--io direct` or `--io buffered`",
+            ) from error
         self.view = np.frombuffer(self.mapping, np.uint8)
         self._extension = kernels.loaded()
         self._watch: int | None = None

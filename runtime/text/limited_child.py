@@ -11,6 +11,7 @@ The first line on standard input is JSON with `settings` and `sizes`. The bytes 
 that a file is missing. Each further line is a request: JSON with `memory_bytes`, `cpu_s` and what the job reads.
 The answer on standard output is a line with the word and a number of bytes, then as many bytes of text in UTF-8.
 The word `ended` says that the process of a request has ended; its text is the exit status, as in subprocess.
+The word `unlimited` says that the system refuses the limits, so nothing was done; its text is the reason.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import os
 import resource
 import sys
+import time
 from typing import Any
 
 _STACK_BYTES = 4 << 20
@@ -35,8 +37,7 @@ def set_limits(memory_bytes: int, cpu_s: int) -> None:
     with open("/proc/self/statm", encoding="ascii") as file:
         held_bytes = int(file.read().split()[0]) * resource.getpagesize()
     _limit(resource.RLIMIT_AS, held_bytes + memory_bytes)
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + cpu_s)  # a soft limit sends SIGXCPU
+    _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + cpu_s)  # a soft limit sends SIGXCPU
     _limit(resource.RLIMIT_CORE, 0)
 
 
@@ -46,10 +47,16 @@ def _limit(kind: int, soft: int) -> None:
     resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def _answer(job: Any, line: bytes) -> None:
-    """Answer one request."""
+def _answer(job: Any, line: bytes, is_forked: bool = False) -> None:
+    """Answer one request. is_forked: whether this process answers no other one."""
     request = json.loads(line)
-    set_limits(request["memory_bytes"], request["cpu_s"])
+    try:
+        if is_forked:
+            _limit(resource.RLIMIT_STACK, _STACK_BYTES)
+        set_limits(request["memory_bytes"], request["cpu_s"])
+    except OSError as error:
+        _write("unlimited", error.strerror or "")
+        return
     _write(*job.answer(request))
 
 
@@ -57,8 +64,7 @@ def _answer_apart(job: Any, line: bytes) -> None:
     """Answer one request in a process of its own. The end of that process is the answer if it gives none."""
     child = os.fork()
     if not child:
-        _limit(resource.RLIMIT_STACK, _STACK_BYTES)
-        _answer(job, line)
+        _answer(job, line, is_forked=True)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     if status:

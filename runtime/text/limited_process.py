@@ -66,7 +66,7 @@ class LimitedProcess:
             )
         except OSError as error:
             raise ExecutionError(f"the process for {purpose} cannot start: {error.strerror}") from error
-        self._is_begun = False
+        self._is_begun, self._purpose = False, purpose
 
     def __enter__(self: _Process) -> _Process:
         return self
@@ -97,6 +97,7 @@ class LimitedProcess:
         request: `memory_bytes`, `cpu_s`, and what the job reads.
         limit_bytes: most bytes of the text of the answer.
         settings, files: what the job begins with. Only those of the first request count.
+        Raises ExecutionError if the system refuses limits of time and memory.
         """
         parts = [_line(request)]
         if not self._is_begun:
@@ -116,6 +117,11 @@ class LimitedProcess:
             data = source.read(int(size))
             if len(data) == int(size) and word == b"ended":
                 return Answer("", "", int(data))
+            if len(data) == int(size) and word == b"unlimited":
+                raise ExecutionError(
+                    f"the system refuses limits of time and memory for {self._purpose} (prlimit64): {data.decode()}",
+                    "allow the call in the sandbox",
+                )
             if len(data) == int(size):
                 return Answer(word.decode("ascii", errors="replace"), data.decode("utf-8", errors="surrogatepass"))
         if size:  # an answer that is too long
