@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from moec.cli.main import _heed_quota
 from moec.profiles import probe
 from moec.profiles.control_group import group_free_memory, group_memory_limits, processor_quota
 from tests.gates.memory_group import memory_group
@@ -195,6 +196,21 @@ def test_threads_follow_the_quota_and_the_identity_does_not(tmp_path: Path, monk
     assert seen == [4, 3, 1, 1, 4]
 
 
+def test_other_libraries_start_no_more_threads_than_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One processor, a quota of two, four processors in the machine."""
+    monkeypatch.setattr("moec.profiles.control_group.processor_quota", lambda: 2.0)
+    monkeypatch.setattr(probe, "processor_quota", lambda system: 2.0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    for processors, threads in (({3}, "1"), ({0, 1, 2, 3}, "2")):
+        monkeypatch.setattr(probe, "allowed_processors", lambda processors=processors: processors)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        _heed_quota()
+        assert os.environ.pop("OMP_NUM_THREADS") == threads
+        monkeypatch.setenv("OMP_NUM_THREADS", "7")
+        _heed_quota()
+        assert os.environ["OMP_NUM_THREADS"] == "7", "the user's word"
+
+
 def test_a_sandbox_that_refuses_to_tell_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(process: int) -> set[int]:
         raise PermissionError(1, "Operation not permitted")
@@ -212,7 +228,7 @@ GROUPS = (
     *("0::/a", "0::/../..", "0::" + "/a" * 3000, "0::/" + "a" * 300, "0::/a\0b", "0:", "::", ":::", "0::", "0::a"),
     *("1:name=systemd:/a\n0::/a", "4:cpu,memory:/a", "4:memory:/a\n5:cpu:/\udcff", "\n\n0::/a\n", "x" * 100_000),
 )
-MOUNTS = ("", mount("/", "/sys/fs/cgroup", "cgroup2", "rw"), "31 - \0", mount("", "", "", ""))
+HOSTILE_MOUNTS = ("", mount("/", "/sys/fs/cgroup", "cgroup2", "rw"), "31 - \0", mount("", "", "", ""))
 LIMIT_FILES = (
     *("cpu.max", "memory.max", "memory.high", "memory.current", "memory.stat", "cpu/cpu.cfs_quota_us"),
     *("cpu/cpu.cfs_period_us", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
