@@ -65,8 +65,10 @@ def _heed_quota() -> None:
     """Let torch and other libraries start no more threads than a quota of processor time pays for."""
     from moec.profiles.control_group import processor_quota
 
-    if (quota := processor_quota()) < (os.cpu_count() or 1):
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(quota))))
+    if processor_quota() < (os.cpu_count() or 1):
+        from moec.profiles.probe import available_threads  # most machines have no quota, and need no import
+
+        os.environ.setdefault("OMP_NUM_THREADS", str(available_threads()))
 
 
 def _leave(*_: object) -> None:
