@@ -14,6 +14,7 @@ from unittest import mock
 
 from moec.cli.simulation.traces import replayed_bundle
 from moec.manifests.bundle import LOOKAHEAD_NAME
+from moec.profiles.probe import available_threads
 from moec.runtime import Engine, RuntimeOptions, kernels
 from moec.runtime.bundle.opening import open_bundle
 from moec.runtime.expert_cache import opening
@@ -55,7 +56,7 @@ def check_took_effect(engine: Engine, options: RuntimeOptions) -> None:
         "policy": " ".join(filter(None, (options.policy, options.policy_weights))),
         "prefetch": options.prefetch_text + learned if parts["kind"] == "streaming" else "off (all fit)",
         "readers": str(options.readers),
-        "threads": str(options.threads or len(os.sched_getaffinity(0))),
+        "threads": str(options.threads or available_threads()),
         "io": how_read(engine.bundle.path / any_file),
     }
     assert {name: parts[name] for name in asked} == asked, engine.mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from moec.manifests.errors import ChecksumMismatch, MemoryBudgetExceeded
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_parts import Cores, Run
 from moec.profiles.loading import load_profile
-from moec.profiles.probe import allowed_processors, available_threads, machine_sha256, memory_limit_bytes
+from moec.profiles.probe import allowed_processors, machine_sha256, memory_limit_bytes
 from moec.profiles.processor import instruction_sets, little_processors
 from moec.profiles.storage_identity import storage_sha256
 from moec.runtime.options.runtime import RuntimeOptions
@@ -31,6 +32,7 @@ from tests.gates.bundles import emit_bundle
 
 RUN = ("run", "--prompt", "ab", "--max-new-tokens", "1")
 BUDGET = 100 << 20
+PROCESSORS = len(allowed_processors())
 ENGINE = "moec.runtime.engine.engine.Engine.__init__"
 
 
@@ -39,7 +41,7 @@ def board(**changes: Any) -> DeviceProfile:
     laptop = load_profile("laptop")
     run = changes.pop("run", Run("buffered", 3))
     keys = [*changes.pop("extra", ()), *(() if run is None else (f"run.{key}" for key in run.stated()))]
-    facts = {"threads": available_threads(), "instruction_sets": instruction_sets(), "memory_budget_bytes": BUDGET}
+    facts = {"threads": PROCESSORS, "instruction_sets": instruction_sets(), "memory_budget_bytes": BUDGET}
     sources = laptop.provenance | dict.fromkeys(keys, "estimate")
     return replace(laptop, name="board", run=run, provenance=sources, **{**facts, **changes})
 
@@ -73,6 +75,12 @@ def small_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moec.runtime.memory.budget.resident_set_bytes", lambda: 48 << 20)
 
 
+@pytest.fixture(autouse=True)
+def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile states processors. A quota of the machine that runs the tests would replace them."""
+    monkeypatch.setattr("moec.profiles.probe.processor_quota", lambda system=None: math.inf)
+
+
 def call(bundle: Path, *more: str, command: tuple[str, ...] = RUN) -> Result:
     return CliRunner().invoke(cli, [command[0], str(bundle), *command[1:], *more], standalone_mode=False)
 
@@ -86,7 +94,7 @@ def tune(bundle: Path, **options: str | int) -> None:
 @pytest.mark.parametrize(
     ("name", "built_in", "of_profile", "tuned", "given"),
     [
-        ("threads", 0, available_threads(), 5, 7),
+        ("threads", 0, PROCESSORS, 5, 7),
         ("readers", 2, 3, 5, 7),
         ("io", "auto", "buffered", None, "mmap"),
         ("memory", None, "100MiB", None, "200MiB"),
@@ -112,12 +120,12 @@ def test_the_order_of_the_levels(
     assert f"--{name}" not in told.stderr
     for path in (bundle, bundle.with_name("board-moec.tune.json")):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    call(make(board(threads=available_threads() + 1)))
+    call(make(board(threads=PROCESSORS + 1)))
     assert getattr(chosen[-1], name) == built_in
 
 
 def test_the_line_and_the_entry_of_json(make: Callable[..., Path]) -> None:
-    bundle, threads = make(), available_threads()
+    bundle, threads = make(), PROCESSORS
     result = call(bundle, "--json")
     told = json.loads(result.stdout)
     settings = {"memory": "100MiB", "threads": threads, "io": "buffered", "readers": 3}
@@ -142,7 +150,7 @@ def test_the_line_and_the_entry_of_json(make: Callable[..., Path]) -> None:
 
 
 def test_a_profile_without_settings_of_a_run(make: Callable[..., Path], chosen: list[RuntimeOptions]) -> None:
-    assert f"--memory 100MiB --threads {available_threads()} (expert cache" in call(make(board(run=None))).stderr
+    assert f"--memory 100MiB --threads {PROCESSORS} (expert cache" in call(make(board(run=None))).stderr
     assert (chosen[0].io, chosen[0].readers) == ("auto", 2)
 
 
@@ -157,12 +165,12 @@ def with_capacities(folder: Path, *capacities: int) -> Callable[..., tuple[int, 
 
 LITTLE = "moec.profiles.processor.little_processors"
 UNTIL_ROUTED = ("--prefetch-rule", "until-routed")
-needs_two_processors = pytest.mark.skipif(available_threads() < 2, reason="NOT RUN: one processor is of one kind")
+needs_two_processors = pytest.mark.skipif(PROCESSORS < 2, reason="NOT RUN: one processor is of one kind")
 
 
 def little_board() -> DeviceProfile:
     """A device like this machine, with one little core. The profile counts it and states no number."""
-    return board(cores=Cores(max(1, available_threads() - 1), 1), extra=("cores.big", "cores.little"))
+    return board(cores=Cores(max(1, PROCESSORS - 1), 1), extra=("cores.big", "cores.little"))
 
 
 @needs_two_processors
@@ -170,7 +178,7 @@ def test_a_reader_of_its_own_runs_on_the_little_cores(
     make: Callable[..., Path], chosen: list[RuntimeOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, *_ = sorted(allowed_processors())
-    monkeypatch.setattr(LITTLE, with_capacities(tmp_path, 446, *[1024] * (available_threads() - 1)))
+    monkeypatch.setattr(LITTLE, with_capacities(tmp_path, 446, *[1024] * (PROCESSORS - 1)))
     bundle = make(little_board())
     assert (
         "--reader-cpus" not in call(bundle).stderr and "--reader-cpus" not in call(bundle, "--prefetch", "off").stderr
@@ -189,7 +197,7 @@ def test_a_reader_of_its_own_runs_on_the_little_cores(
 def test_little_cores_that_the_machine_does_not_tell_are_left_out(
     make: Callable[..., Path], chosen: list[RuntimeOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LITTLE, with_capacities(tmp_path, *[1024] * available_threads()))
+    monkeypatch.setattr(LITTLE, with_capacities(tmp_path, *[1024] * PROCESSORS))
     bundle = make(little_board())
     told = call(bundle, *UNTIL_ROUTED).stderr
     assert "; this machine does not tell which of its processors are little, so its own reader runs on any\n" in told
@@ -201,7 +209,7 @@ def test_little_cores_that_the_machine_does_not_tell_are_left_out(
 def test_trials_of_a_tuning_run_as_the_run_does(
     make: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LITTLE, with_capacities(tmp_path, 446, *[1024] * (available_threads() - 1)))
+    monkeypatch.setattr(LITTLE, with_capacities(tmp_path, 446, *[1024] * (PROCESSORS - 1)))
     seen = list[RuntimeOptions]()
 
     def searched(options: RuntimeOptions, *_: object) -> tuple[RuntimeOptions, list[dict[str, Any]]]:
@@ -217,7 +225,7 @@ def test_trials_of_a_tuning_run_as_the_run_does(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"threads": available_threads() + 1}, "threads, the profile"),
+        ({"threads": PROCESSORS + 1}, "threads, the profile"),
         ({"instruction_sets": ("neon",)}, "that of the profile neon"),
         ({"memory_budget_bytes": 2 * memory_limit_bytes()}, "of memory, the budget of the profile is"),
     ],
@@ -313,7 +321,7 @@ def test_a_profile_that_was_changed_is_refused(make: Callable[..., Path]) -> Non
 def test_inspect_shows_the_settings(make: Callable[..., Path]) -> None:
     bundle = make()
     run = json.loads(call(bundle, "--json", command=("inspect",)).stdout)["run"]
-    assert run["options"] == {"memory": "100MiB", "threads": available_threads(), "io": "buffered", "readers": 3}
+    assert run["options"] == {"memory": "100MiB", "threads": PROCESSORS, "io": "buffered", "readers": 3}
     assert run["difference"] is None and run["expert_cache_bytes"] > 0
     page = call(bundle, command=("inspect",)).stdout
     assert "--io buffered --readers 3 (expert cache " in page and "this machine is one" in page
@@ -393,6 +401,6 @@ def test_a_damaged_record_suggests_nothing(make: Callable[..., Path], interval: 
 
 
 def test_nothing_is_suggested_on_another_machine(make: Callable[..., Path]) -> None:
-    bundle = make(board(threads=available_threads() + 1, storage_bytes_per_s=1))
+    bundle = make(board(threads=PROCESSORS + 1, storage_bytes_per_s=1))
     record(bundle, 0.001)
     assert "suggestion" not in call(bundle, "--expert-cache", "25%").stderr

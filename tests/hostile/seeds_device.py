@@ -14,7 +14,7 @@ from moec.manifests.files.limits import MAX_DEVICE_BYTES
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_json import encode_device
 from moec.profiles.loading import load_profile
-from moec.profiles.probe import available_threads
+from moec.profiles.probe import allowed_processors
 from moec.profiles.processor import instruction_sets
 from tests.hostile.seed import Seed, edit_manifest
 
@@ -69,7 +69,7 @@ def _link(bundle: Path) -> None:
 def _board(**changes: Any) -> DeviceProfile:
     """A device like this machine."""
     laptop = load_profile("laptop")
-    return replace(laptop, threads=available_threads(), instruction_sets=instruction_sets(), **changes)
+    return replace(laptop, threads=len(allowed_processors()), instruction_sets=instruction_sets(), **changes)
 
 
 SEEDS: tuple[Seed, ...] = (

@@ -11,6 +11,7 @@ from moec.profiles.device import DeviceProfile
 from moec.profiles.device_json import encode_device
 from moec.profiles.loading import load_profile
 from moec.profiles.present_machine import first_difference
+from moec.profiles.probe import allowed_processors
 from moec.profiles.processor import instruction_sets
 from moec.shipping.channel import ChannelBundle
 from moec.shipping.pull.choose import check_version, choose_bundle
@@ -21,12 +22,10 @@ HOST = ChannelBundle("host", "", "0" * 64, 10, 1000, 1 << 20, ())
 
 def here(**changes: object) -> DeviceProfile:
     """A profile that the present machine is like."""
-    import os
-
     shipped = load_profile("raspberry-pi-4b-sd")
     sets = instruction_sets()
     provenance = {key: text for key, text in shipped.provenance.items() if not key.startswith("cores.")}
-    values = {"name": "this-one", "threads": len(os.sched_getaffinity(0)), "memory_budget_bytes": 64 << 20, **changes}
+    values = {"name": "this-one", "threads": len(allowed_processors()), "memory_budget_bytes": 64 << 20, **changes}
     return replace(shipped, instruction_sets=sets, cores=None, provenance=provenance, **values)
 
 
