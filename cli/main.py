@@ -41,7 +41,7 @@ def main() -> None:
     # cores 400 items took 247 s with the default and 19 s without. Must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    _heed_quota()
+    heed_quota()
     from .group import cli
     from .terminal.foreign_warnings import hide_foreign_warnings
 
@@ -61,7 +61,7 @@ def main() -> None:
             signal.signal(signal.SIGINT, _leave)
 
 
-def _heed_quota() -> None:
+def heed_quota() -> None:
     """Let torch and other libraries start no more threads than a quota of processor time pays for."""
     from moec.profiles.control_group import processor_quota
 

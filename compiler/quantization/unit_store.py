@@ -36,7 +36,12 @@ class UnitStore:
         self._dense_errors: dict[tuple[str, QuantSpec], float] = {}
 
     def holds(self, unit: UnitKey, spec: QuantSpec) -> bool:
-        """Return whether a format that fits a unit also holds its values: its scales may exceed float16."""
+        """Return whether a format that fits a unit also holds its values: its scales may exceed float16.
+
+        Formats without such scales hold everything, so the unit is not read.
+        """
+        if spec.bitwidth == 16 or spec.is_pruned or spec.is_mxfp4:
+            return True
         need = self.lowering.code_need(unit)
         if need is not None and need.is_met_by(spec):
             return True

@@ -120,14 +120,14 @@ class Advisor:
         return -1 if self.rule == "likely" and not self.experts else self.count_for_each(later.top_k, later)
 
     def count_for_each(self, top_k: int, later: LayerAhead) -> int:
-        """Return the experts of a later layer that are read ahead for each of several tokens.
+        """Return the experts of a later layer that are read ahead for each of several tokens, at most all of them.
 
         top_k: experts of a token.
         """
         if self.rule == "until-routed":
             return later.count
         count = advised_experts(top_k, later.rank, self.experts)
-        return max(count, 1) if self.rule == "first-miss" else count
+        return min(max(count, 1) if self.rule == "first-miss" else count, later.count)
 
     def most_predicted(self, top_k: int, later: LayerAhead) -> int:
         """Return the most advised experts of a layer that count as its prediction.

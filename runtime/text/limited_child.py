@@ -36,42 +36,42 @@ def set_limits(memory_bytes: int, cpu_s: int) -> None:
     """
     with open("/proc/self/statm", encoding="ascii") as file:
         held_bytes = int(file.read().split()[0]) * resource.getpagesize()
-    _limit(resource.RLIMIT_AS, held_bytes + memory_bytes)
-    _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + cpu_s)  # a soft limit sends SIGXCPU
-    _limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_AS, held_bytes + memory_bytes)
+    limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + cpu_s)  # a soft limit sends SIGXCPU
+    limit(resource.RLIMIT_CORE, 0)
 
 
-def _limit(kind: int, soft: int) -> None:
+def limit(kind: int, soft: int) -> None:
     """Set a soft limit, but not above the hard one."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def _answer(job: Any, line: bytes, is_forked: bool = False) -> None:
+def answer(job: Any, line: bytes, is_forked: bool = False) -> None:
     """Answer one request. is_forked: whether this process answers no other one."""
     request = json.loads(line)
     try:
         if is_forked:
-            _limit(resource.RLIMIT_STACK, _STACK_BYTES)
+            limit(resource.RLIMIT_STACK, _STACK_BYTES)
         set_limits(request["memory_bytes"], request["cpu_s"])
     except OSError as error:
-        _write("unlimited", error.strerror or "")
+        write("unlimited", error.strerror or "")
         return
-    _write(*job.answer(request))
+    write(*job.answer(request))
 
 
 def _answer_apart(job: Any, line: bytes) -> None:
     """Answer one request in a process of its own. The end of that process is the answer if it gives none."""
     child = os.fork()
     if not child:
-        _answer(job, line, is_forked=True)
+        answer(job, line, is_forked=True)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     if status:
-        _write("ended", str(os.waitstatus_to_exitcode(status)))
+        write("ended", str(os.waitstatus_to_exitcode(status)))
 
 
-def _write(word: str, text: str) -> None:
+def write(word: str, text: str) -> None:
     data = text.encode("utf-8", errors="surrogatepass")
     sys.stdout.buffer.write(f"{word} {len(data)}\n".encode() + data)
     sys.stdout.buffer.flush()
@@ -92,7 +92,7 @@ def _main() -> None:
     first = json.loads(line)
     job = module.Job(first["settings"], [None if size < 0 else source.read(size) for size in first["sizes"]])
     while line := source.readline():
-        (_answer_apart if module.IS_FORKED else _answer)(job, line)
+        (_answer_apart if module.IS_FORKED else answer)(job, line)
     os._exit(0)  # skip the clean-up of the interpreter: it takes time and may run out of memory
 
 

@@ -220,10 +220,13 @@ def _end_reason(status: int) -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the content of a file; None if it is missing. Raises ManifestInvalid."""
+    """Return the content of a file; None if it is missing. A link, as in a cache of the hub, is followed.
+
+    Raises ManifestInvalid.
+    """
     if not path.exists() and not path.is_symlink():
         return None
     try:
-        return read_input(path, MAX_TEMPLATE_FILE_BYTES)
+        return read_input(path, MAX_TEMPLATE_FILE_BYTES, follow_links=True)
     except UnreadableFile as error:
         raise ManifestInvalid(f"`{path}` {error}", _COPY_AGAIN) from error

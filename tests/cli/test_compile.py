@@ -340,7 +340,7 @@ def test_no_folder_to_write_into(run: Compile, model: Path) -> None:
 def test_too_little_space_is_known_before_writing(run: Compile, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(model)
     monkeypatch.setattr(durable.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    said = refused(run, model, "--uniform", "4", "-o", "out")
+    said = refused(run, model, "--uniform", "4", "-o", "out", exit_code=75)
     assert "has 1000 bytes free, the bundle needs" in said
 
 

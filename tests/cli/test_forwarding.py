@@ -42,6 +42,7 @@ NOT_OFFERED = {
     (SamplingOptions, "frequency_penalty"): "of the server alone",
     (SamplingOptions, "logit_bias"): "of the server alone",
     (RuntimeOptions, "other_bytes"): "memory of the server around the engine",
+    (CompileRequest, "check_companions"): "checks of the runtime",
     (CompileRequest, "talk"): "the log and the progress of the terminal",
     (CompileRequest, "published"): "writes what lies next to the bundle",
     (CompileRequest, "disk"): "replaced by tests that let it fail",
@@ -107,6 +108,7 @@ def follow(line: Line, folder: Path, is_silent: bool = False) -> SimpleNamespace
         patch.setattr("moec.runtime.kernels.select", lambda kernels: vars(seen).update(kernels=kernels))
         measure_nothing(patch)
         patch.chdir(folder)
+        (folder / "x").write_text("{}\n")
         result = CliRunner().invoke(cli, [line.command, str(target), *words(line.more, folder), *told])
     assert result.exit_code == 1 and STOPPED in result.stderr, result.output
     return seen
@@ -208,6 +210,6 @@ def test_a_silent_command_line_leaves_the_defaults(folder: Path) -> None:
     request = follow(silent, folder).request
     assert request.options == CompileOptions(Target("size", 3 << 20))
     told = {"source", "output", "options", "profile", "open_runtime", "talk", "disk", "published", "templates"}
-    told |= {"fit_eviction", "draw_card"}
+    told |= {"fit_eviction", "draw_card", "check_companions"}
     for field in fields(CompileRequest):
         assert field.name in told or getattr(request, field.name) == default_of(field), field.name

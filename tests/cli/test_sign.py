@@ -267,4 +267,4 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     (folder / "tiny.sig").unlink()
     (folder / "tiny.sig").mkdir()
     result = invoke("sign", folder / "tiny", "--key", folder / "fleet.pem")
-    assert result.exit_code == 1 and "it is a folder" in result.stderr
+    assert result.exit_code == 1 and "is a folder, expected a regular file" in result.stderr

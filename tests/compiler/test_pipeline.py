@@ -182,8 +182,8 @@ def test_edgemoes_search_by_popularity_is_next_to_the_plain_one(model: Path, tex
     assert weighed["comparison"]["expert_losses"] == plain["comparison"]["expert_losses"]
 
 
-def test_the_form_of_path_keys_is_chosen_by_held_out_texts(model: Path, texts: Path, tmp_path: Path) -> None:
-    options = {"data": str(texts), "plan_only": True}
+def test_the_form_of_path_keys_is_chosen_by_held_out_texts(texts: Path, tmp_path: Path) -> None:
+    model, options = save_model(tmp_path / "tiny", layers=4, experts=4), {"data": str(texts), "plan_only": True}
     plain, best = (
         compile_tiny(model, tmp_path / form, "uniform", 4, path_keys=form, **options).quality["statistics"]["paths"]
         for form in ("pairs", "best")

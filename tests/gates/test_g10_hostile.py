@@ -157,8 +157,9 @@ def test_a_missing_file(bundle: Path) -> None:
 
 def test_no_bundle_at_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
-    for path in (tmp_path, tmp_path / "file", tmp_path / "nowhere"):
+    for path in (tmp_path, tmp_path / "file"):
         refused(lambda where=path: open_bundle(where), MANIFEST_NAME)
+    refused(lambda: open_bundle(tmp_path / "nowhere"), "nowhere", "does not exist")
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden", "experts-00002.safetensors", "moec.json.tmp", "sub", "pipe"])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.cli.main import _heed_quota
+from moec.cli.main import heed_quota
 from moec.profiles import probe
 from moec.profiles.control_group import group_free_memory, group_memory_limits, processor_quota
 from tests.gates.memory_group import memory_group
@@ -204,10 +204,10 @@ def test_other_libraries_start_no_more_threads_than_processors(monkeypatch: pyte
     for processors, threads in (({3}, "1"), ({0, 1, 2, 3}, "2")):
         monkeypatch.setattr(probe, "allowed_processors", lambda processors=processors: processors)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        _heed_quota()
+        heed_quota()
         assert os.environ.pop("OMP_NUM_THREADS") == threads
         monkeypatch.setenv("OMP_NUM_THREADS", "7")
-        _heed_quota()
+        heed_quota()
         assert os.environ["OMP_NUM_THREADS"] == "7", "the user's word"
 
 

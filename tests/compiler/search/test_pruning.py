@@ -106,6 +106,9 @@ def test_who_too_few_tokens_asked_for_stays() -> None:
             assert unit.projection == "down" and spec == LEFT_OUT
             return 1.0 + unit.expert
 
+        def holds(self, unit: Any, spec: QuantSpec) -> bool:
+            return True
+
     table = SensitivityTable(np.full((2, 3), 0.5), {}, np.ones((2, 4)))
     popularity = np.full((2, 4), LEAST_TOKENS)
     popularity[1, 2] = 0

@@ -64,12 +64,12 @@ def test_limits_of_open_files_that_cannot_be_read_or_raised(
     load(tiny_bundle, context=64).close()
 
 
-@pytest.mark.parametrize("call", [limited_child._answer, lambda job, line: limited_child._answer(job, line, True)])
+@pytest.mark.parametrize("call", [limited_child.answer, lambda job, line: limited_child.answer(job, line, True)])
 def test_nothing_is_rendered_without_limits(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[Any, bytes], None]
 ) -> None:
     written: list[tuple[str, str]] = []
-    monkeypatch.setattr(limited_child, "_write", lambda word, text: written.append((word, text)))
-    monkeypatch.setattr(limited_child, "_limit", refuse)
+    monkeypatch.setattr(limited_child, "write", lambda word, text: written.append((word, text)))
+    monkeypatch.setattr(limited_child, "limit", refuse)
     call(None, b'{"memory_bytes": 1, "cpu_s": 1}')
     assert written == [("unlimited", "Operation not permitted")]
