@@ -134,6 +134,7 @@ def test_free_memory_decides_no_result(
     def prepared(free_bytes: int, machine_bytes: int) -> Prepared:
         notes.clear()
         monkeypatch.setattr(preparation, "available_memory_bytes", lambda: free_bytes)
+        monkeypatch.setattr(preparation, "resident_set_bytes", lambda: 0)
         monkeypatch.setattr(request_module, "memory_limit_bytes", lambda: machine_bytes)
         request = make_request(model, tmp_path / "out", "kl", 0.05, data=str(texts))
         request.talk.note = lambda note: notes.append(note) if "memory" in note else None
