@@ -6,12 +6,10 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from moec.manifests.codec import canonical_json
 from moec.manifests.errors import DataError, OptionError
 
-from .optional import load
 from .sources import SPLITS, DataSource, open_source
 from .tasks import TASKS, HiddenAnswer, Item, Task, find_task, infer_task
 from .text_files import Rows
@@ -65,12 +63,6 @@ class ItemSet:
     def sample(self, count: int, seed: int = 0) -> tuple[Item, ...]:
         """Return the first items by `order`."""
         return tuple(self.items[at] for at in self.order(seed)[:count])
-
-    def to_dataset(self) -> Any:
-        """Return the items as a `datasets.Dataset` in memory with text fields. Raises MissingDependency."""
-        datasets = load("datasets", "a data set object")
-        features = datasets.Features({name: datasets.Value("string") for name in self.task.fields})
-        return datasets.Dataset.from_list([dict(item) for item in self.items], features=features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +136,25 @@ def load_splits(source: str | Path, task: str | Task | None = None, change: Chan
     chosen, parts, _ = _read_parts(source, task, change, SPLITS, hidden)
     sets = _divided(chosen, parts)
     seen: set[str] = set()
-    kept: dict[str, ItemSet] = {}
+    unique_sets: dict[str, ItemSet] = {}
     repeated = 0
     for name in reversed(SPLITS):
-        unique = _unseen(sets[name], seen)
+        unique_items = []
+        for item in sets[name].items:
+            key = item_key(chosen, item)
+            if key not in seen:
+                seen.add(key)
+                unique_items.append(item)
+        unique = replace(sets[name], items=tuple(unique_items))
         repeated += len(sets[name]) - len(unique)
         if not len(unique):
             raise DataError(
                 f"`{source}`: the split `{name}` has no items of its own", "give more items, or one file per split"
             )
-        kept[name] = unique
-    return SplitData(chosen, kept["train"], kept["validation"], kept["test"], repeated, tuple(hidden))
+        unique_sets[name] = unique
+    return SplitData(
+        chosen, unique_sets["train"], unique_sets["validation"], unique_sets["test"], repeated, tuple(hidden)
+    )
 
 
 def load_items(
@@ -186,7 +186,8 @@ def load_items(
     examples = sets["train"].limit(shots, seed).items if shots else ()
     if len(examples) < shots:
         raise OptionError(f"`{source}` has {len(examples)} train items for {shots} shots", "lower `--shots`")
-    items = _without(items, {item_key(chosen, item) for item in examples})
+    shown = {item_key(chosen, item) for item in examples}
+    items = replace(items, items=tuple(item for item in items.items if item_key(chosen, item) not in shown))
     if not len(items):
         raise DataError(f"`{source}`: no items are left to evaluate", "give more items")
     return items, examples
@@ -222,7 +223,7 @@ def check_items(task: Task, rows: Rows) -> ItemSet:
 
     Raises DataError with the place if a field is missing, is not text, or has an answer that cannot be scored.
     """
-    kept: list[Item] = []
+    items: list[Item] = []
     count, characters, first_place = 0, 0, ""
     for place, value in rows.read({*task.row_fields, *task.fields}):
         count, first_place = count + 1, first_place or place
@@ -241,13 +242,13 @@ def check_items(task: Task, rows: Rows) -> ItemSet:
                 f"{place}: the field `{task.answer_field}` {fault}",
                 f"correct the item, or choose another task than `{task.name}`",
             )
-        kept.append(item)
-    if not kept:
+        items.append(item)
+    if not items:
         raise DataError(
             f"{first_place}: expected text, found a blank field in every item",
             f"fill in the fields {', '.join(task.fields)}",
         )
-    return ItemSet(task, rows.source, tuple(kept), count - len(kept))
+    return ItemSet(task, rows.source, tuple(items), count - len(items))
 
 
 def _read_row(task: Task, place: str, value: dict[str, object]) -> dict[str, object]:
@@ -296,9 +297,9 @@ def _parts(task: Task, data: DataSource, wanted: Sequence[str], hidden: list[str
     """
     if hidden is not None:
         hidden += [name for name in data.readers if _hides_answers(task, data.rows(name))]
-    own = [name for name in SPLITS if name in data.readers and name not in (hidden or ())] or list(data.readers)
-    base = own[0]
-    shared = [name for name in SPLITS if name not in own]
+    present = [name for name in SPLITS if name in data.readers and name not in (hidden or ())] or list(data.readers)
+    base = present[0]
+    shared = [name for name in SPLITS if name not in present]
     shared = [name for name in SPLITS if name in (base, *shared)] if shared else []
     parts = {name: check_items(task, data.rows(name)) for name in wanted if name not in shared}
     if not set(wanted) & set(shared):
@@ -341,21 +342,6 @@ def _share_of(task: Task, item: Item, names: Sequence[str]) -> str:
             return name
         bucket -= SHARES[name]
     raise AssertionError("the bucket is under the sum of all shares")
-
-
-def _unseen(part: ItemSet, seen: set[str]) -> ItemSet:
-    """Return the items whose normalised input is new, and add them to `seen`."""
-    kept = []
-    for item in part.items:
-        key = item_key(part.task, item)
-        if key not in seen:
-            seen.add(key)
-            kept.append(item)
-    return replace(part, items=tuple(kept))
-
-
-def _without(part: ItemSet, keys: set[str]) -> ItemSet:
-    return replace(part, items=tuple(item for item in part.items if item_key(part.task, item) not in keys))
 
 
 def _digest(text: str) -> str:

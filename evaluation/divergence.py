@@ -30,10 +30,12 @@ def divergence(log_p: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.nd
     kl, agrees = np.empty(len(log_p)), np.empty(len(log_p), bool)
     rows = max(1, _WIDE_AT_ONCE // max(log_p.shape[1], 1))
     for start in range(0, len(log_p), rows):
-        part = slice(start, start + rows)
-        log_q = log_softmax(logits[part])
-        kl[part] = np.sum(np.exp(log_p[part].astype(np.float64)) * (log_p[part] - log_q), axis=1)
-        agrees[part] = np.argmax(log_p[part], axis=1) == np.argmax(log_q, axis=1)
+        rows_at_once = slice(start, start + rows)
+        log_q = log_softmax(logits[rows_at_once])
+        kl[rows_at_once] = np.sum(
+            np.exp(log_p[rows_at_once].astype(np.float64)) * (log_p[rows_at_once] - log_q), axis=1
+        )
+        agrees[rows_at_once] = np.argmax(log_p[rows_at_once], axis=1) == np.argmax(log_q, axis=1)
     return np.maximum(kl, 0.0), agrees
 
 

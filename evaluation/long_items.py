@@ -42,10 +42,19 @@ class FittedItems:
     shortened: tuple[LongItem, ...] = ()
     left_out: tuple[LongItem, ...] = ()
 
-    def told(self, context: int) -> list[str]:
+    def changes(self, context: int) -> list[str]:
         """Return a sentence for each kind of change, with the lengths of the longest items."""
-        kinds = ((self.shortened, "items lose the end of their text"), (self.left_out, "items are left out"))
-        return [f"{len(found)} {what}: {_lengths(found, context)}" for found, what in kinds if found]
+        sentences = []
+        for changed, what in (
+            (self.shortened, "items lose the end of their text"),
+            (self.left_out, "items are left out"),
+        ):
+            longest = sorted(changed, key=lambda item: -item.tokens)[:_NAMED]
+            named = ", ".join(f"item {item.index} has {item.tokens:,} tokens" for item in longest)
+            rest = f", and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+            if changed:
+                sentences.append(f"{len(changed)} {what}: {named}{rest}; the context has {context:,}")
+        return sentences
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,98 +83,74 @@ def fit_items(
     """
     if policy not in POLICIES:
         raise OptionError(f"`--long-items {policy}` is not known", f"choose one of {', '.join(POLICIES)}")
-    room = _Room(task, shots, context)
-    kept, shortened, left_out = list[Item](), list[LongItem](), list[LongItem]()
-    for at, (item, tokens) in enumerate(zip(items, room.lengths(items), strict=True)):
+    fitted, shortened, left_out = list[Item](), list[LongItem](), list[LongItem]()
+    for at, (item, tokens) in enumerate(zip(items, _lengths(task, items, shots, context), strict=True)):
         if tokens <= context.tokens:
-            kept.append(item)
+            fitted.append(item)
             continue
         if policy == REFUSE:
             raise ContextOverflow(
                 f"item {at} has {tokens} tokens with its answer, the context has {context.tokens}",
                 "raise `--context`, or take `--long-items truncate` or `--long-items skip`",
             )
-        shorter = room.shortened(item) if policy == TRUNCATE else None
+        shorter = _shortened(task, item, shots, context) if policy == TRUNCATE else None
         if shorter is None:
             left_out.append(LongItem(at, tokens))
         else:
-            kept.append(shorter)
+            fitted.append(shorter)
             shortened.append(LongItem(at, tokens))
-    if not kept:
+    if not fitted:
         raise DataError(
             f"none of {len(items)} items fits a context of {context.tokens} tokens",
             "raise `--context` or give shorter items",
         )
-    return FittedItems(tuple(kept), tuple(shortened), tuple(left_out))
+    return FittedItems(tuple(fitted), tuple(shortened), tuple(left_out))
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """The lengths of the items of a task in a context."""
+def _lengths(task: Task, items: Sequence[Item], shots: Sequence[Item], context: Context) -> list[int]:
+    """Return the tokens of each item with its longest answer and the end token.
 
-    task: Task
-    shots: Sequence[Item]
-    context: Context
+    A text of too many characters is not encoded. Its length is an estimate above the context.
+    """
+    most = context.tokens * _CHARACTERS_PER_TOKEN
+    answers_of_items = [
+        [(task.prompt(item, shots), task.answer(item))] if task.choices is None else task.given_answers(item, shots)[0]
+        for item in items
+    ]
+    longest = [max(len(prompt) + len(answer) for prompt, answer in pairs) for pairs in answers_of_items]
+    are_short = [
+        characters <= most and all(context.is_encodable(text) for pair in pairs for text in pair)
+        for pairs, characters in zip(answers_of_items, longest, strict=True)
+    ]
+    short = [pair for pairs, is_short in zip(answers_of_items, are_short, strict=True) if is_short for pair in pairs]
+    encoded = iter(context.encode(short))
+    lengths = list[int]()
+    for pairs, characters, is_short in zip(answers_of_items, longest, are_short, strict=True):
+        if not is_short:
+            lengths.append(context.tokens + 1 + characters // _CHARACTERS_PER_TOKEN)
+            continue
+        rows = [next(encoded) for _ in pairs]
+        if context.has_encoder:  # an encoder and a decoder have a context each
+            lengths.append(max(max(len(prompt), len(answer) + 1) for prompt, answer in rows))
+        else:
+            lengths.append(max(len(prompt) + len(answer) + 1 for prompt, answer in rows))
+    return lengths
 
-    def lengths(self, items: Sequence[Item]) -> list[int]:
-        """Return the tokens of each item with its longest answer and the end token.
 
-        A text of too many characters is not encoded. Its length is an estimate above the context.
-        """
-        pairs = [self._pairs(item) for item in items]
-        is_short = [self._is_short(own) for own in pairs]
-        encoded = iter(
-            self.context.encode([pair for own, short in zip(pairs, is_short, strict=True) if short for pair in own])
-        )
-        found = []
-        for own, short in zip(pairs, is_short, strict=True):
-            if not short:
-                characters = max(len(prompt) + len(answer) for prompt, answer in own)
-                found.append(self.context.tokens + 1 + characters // _CHARACTERS_PER_TOKEN)
-            else:
-                found.append(max(self._length(*next(encoded)) for _ in own))
-        return found
-
-    def shortened(self, item: Item) -> Item | None:
-        """Return the item with so much of its document that it fits, cut after a word. None without a document."""
-        name = self.task.document_field
-        if name is None:
-            return None
-        text = item[name]
-        while text.strip():
-            tried = {**item, name: text}
-            tokens = self.lengths([tried])[0]
-            if tokens <= self.context.tokens:
-                return tried
-            # The excess as a share of the text: two or three turns.
-            text = _cut(text, min(len(text) - 1, len(text) * self.context.tokens // tokens))
+def _shortened(task: Task, item: Item, shots: Sequence[Item], context: Context) -> Item | None:
+    """Return the item with so much of its document that it fits, cut after a word. None without a document."""
+    name = task.document_field
+    if name is None:
         return None
-
-    def _is_short(self, pairs: Sequence[tuple[str, str]]) -> bool:
-        """Return whether the texts can be encoded."""
-        most = self.context.tokens * _CHARACTERS_PER_TOKEN
-        sizes_fit = all(len(prompt) + len(answer) <= most for prompt, answer in pairs)
-        return sizes_fit and all(self.context.is_encodable(text) for pair in pairs for text in pair)
-
-    def _length(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
-        """Return the tokens of a row. An encoder and a decoder have a context each."""
-        return max(len(prompt), len(answer) + 1) if self.context.has_encoder else len(prompt) + len(answer) + 1
-
-    def _pairs(self, item: Item) -> list[tuple[str, str]]:
-        """Return the prompt with the reference answer, or with each of the given answers."""
-        if self.task.choices is not None:
-            return self.task.given_answers(item, self.shots)[0]
-        return [(self.task.prompt(item, self.shots), self.task.answer(item))]
-
-
-def _cut(text: str, size: int) -> str:
-    """Return the first `size` characters, without the word that is cut, if a word is left."""
-    words = text[:size].rsplit(None, 1)
-    return words[0] if len(words) == 2 and words[0].strip() else text[:size]
-
-
-def _lengths(found: Sequence[LongItem], context: int) -> str:
-    longest = sorted(found, key=lambda item: -item.tokens)[:_NAMED]
-    named = ", ".join(f"item {item.index} has {item.tokens:,} tokens" for item in longest)
-    rest = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f"{named}{rest}; the context has {context:,}"
+    text = item[name]
+    while text.strip():
+        shorter = {**item, name: text}
+        tokens = _lengths(task, [shorter], shots, context)[0]
+        if tokens <= context.tokens:
+            return shorter
+        # The excess as a share of the text: two or three turns.
+        text = text[: min(len(text) - 1, len(text) * context.tokens // tokens)]
+        words = text.rsplit(None, 1)
+        if len(words) == 2 and words[0].strip():
+            text = words[0]
+    return None

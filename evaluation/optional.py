@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 from moec.manifests.errors import MissingDependency
@@ -22,13 +20,3 @@ def load(module: str, purpose: str, extra: str = "eval") -> Any:
                 f"`{package}` needs the package `{error.name}`, which is not installed", remedy
             ) from error
         raise MissingDependency(f"{purpose} needs the package `{package}`, which is not installed", remedy) from error
-
-
-def package_folder(package: str, purpose: str) -> Path:
-    """Return the folder that holds a package, without importing it. Raises MissingDependency."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise MissingDependency(
-            f"{purpose} needs the package `{package}`, which is not installed", "pip install 'moec[eval]'"
-        )
-    return Path(spec.origin).parent.parent

@@ -11,8 +11,8 @@ import numpy as np
 
 from moec.manifests.errors import ExecutionError
 
-from .bootstrap import Array
 from .data import items_sha256
+from .statistics import Array
 from .tasks import Item, Task
 
 
@@ -84,7 +84,12 @@ class EvaluationResult:
         values |= {"shots": self.shots, "data_sha256": self.data_sha256}
         values["other_metrics"] = {name: finite(value) for name, value in self.other_metrics.items()}
         if per_item:
-            values["items"] = [_item_json(item) for item in self.items]
+            values["items"] = [
+                {"prediction": item.prediction, "reference": item.reference, "score": finite(item.score)}
+                | {"tokens": item.tokens}
+                | ({} if item.nll is None else {"nll": item.nll})
+                for item in self.items
+            ]
         return values
 
     @classmethod
@@ -105,10 +110,10 @@ def identity(task: Task, items: Sequence[Item], shots: Sequence[Item], length: i
     return items_sha256(task, [*shots, {**dict.fromkeys(task.fields, f"shots before, {length} tokens")}, *items])
 
 
-def check_count(found: int, expected: int) -> None:
+def check_count(count: int, expected: int) -> None:
     """Raise ExecutionError if an engine returned another number of results than requested."""
-    if found != expected:
-        raise ExecutionError(f"the engine gave {found} results for {expected} items")
+    if count != expected:
+        raise ExecutionError(f"the engine gave {count} results for {expected} items")
 
 
 def rate(tokens: int, seconds: float) -> float:
@@ -122,13 +127,3 @@ def finite(value: float | None) -> float | None:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def _item_json(item: ItemResult) -> dict[str, object]:
-    values: dict[str, object] = {
-        "prediction": item.prediction,
-        "reference": item.reference,
-        "score": finite(item.score),
-        "tokens": item.tokens,
-    }
-    return values if item.nll is None else {**values, "nll": item.nll}

@@ -13,9 +13,8 @@ from moec.manifests.errors import ExecutionError, OptionError
 from moec.manifests.progress import Progress
 
 from . import statistics
-from .engine import AnswerScore, Generation, GenerationRequest, TextEngine, no_progress
+from .engine import AnswerScore, GenerationRequest, TextEngine, no_progress
 from .metrics import item_perplexities, perplexity
-from .multiple_choice import evaluate_choices
 from .results import EvaluationResult, ItemResult, check_count, identity, rate
 from .statistics import LossEstimate
 from .tasks import Item, Task
@@ -46,7 +45,7 @@ def evaluate(
     if task.is_perplexity:
         return _evaluate_text(task, items, engine, shots, progress)
     if task.choices is not None:
-        return evaluate_choices(task, items, engine, shots, progress)
+        return _evaluate_choices(task, items, engine, shots, progress)
     if length < 1:
         raise OptionError(f"max_new_tokens must be at least 1, found {length}", "leave it out for the task's own")
     guesses = [task.answer(item) for item in items] if drafts is None else list(drafts)
@@ -60,7 +59,15 @@ def evaluate(
     generations = engine.generate(requests, progress)
     seconds = time.perf_counter() - started
     check_count(len(generations), len(items))
-    return _score_generations(task, items, generations, seconds, shots, length)
+    predictions = [task.cut(generation.text) for generation in generations]
+    references = [task.reference(item) for item in items]
+    if task.score is None:
+        raise AssertionError("a task with an answer has a scorer")
+    scores = task.score(predictions, references)
+    results = zip(predictions, references, scores[task.metric].tolist(), generations, strict=True)
+    rows = [ItemResult(prediction, reference, score, new.tokens) for prediction, reference, score, new in results]
+    others = {name: float(scores[name].mean()) for name in task.metrics[1:]}
+    return _result(task, items, shots, length, seconds, rows, others)
 
 
 def answer_scores(
@@ -97,28 +104,17 @@ def joined(
     """
     if len(parts) == 1:
         return parts[0]
-    rows = tuple(row for part in parts for row in part.items)
+    rows = tuple(row for result in parts for row in result.items)
     check_count(len(rows), len(items))
     if places is not None:
         rows = tuple(rows[at] for at in np.argsort(places))
-    whole = replace(parts[0], items=rows)
-    nll, tokens, scores = whole.nll, whole.tokens, whole.scores
-    is_text = task.is_perplexity
-    seconds = sum(part.seconds for part in parts)
-    weights = [part.n / len(items) for part in parts]
-    return replace(
-        whole,
-        value=perplexity(nll, tokens) if is_text else float(scores.mean()),
-        n=len(items),
-        interval95=statistics.perplexity_interval95(nll, tokens) if is_text else statistics.mean_interval95(scores),
-        seconds=seconds,
-        tokens_per_s=rate(int(tokens.sum()), seconds),
-        data_sha256=identity(task, items, shots, 0 if is_text or task.choices is not None else task.max_new_tokens),
-        other_metrics={
-            name: sum(weight * part.other_metrics[name] for weight, part in zip(weights, parts, strict=True))
-            for name in parts[0].other_metrics
-        },
-    )
+    weights = [result.n / len(items) for result in parts]
+    others = {
+        name: sum(weight * result.other_metrics[name] for weight, result in zip(weights, parts, strict=True))
+        for name in parts[0].other_metrics
+    }
+    length = 0 if task.is_perplexity or task.choices is not None else task.max_new_tokens
+    return _result(task, items, shots, length, sum(result.seconds for result in parts), rows, others)
 
 
 def compare(
@@ -150,33 +146,37 @@ def compare(
     )
 
 
-def _score_generations(
+def _result(
     task: Task,
     items: Sequence[Item],
-    generations: Sequence[Generation],
-    seconds: float,
     shots: Sequence[Item],
     length: int,
+    seconds: float,
+    rows: Sequence[ItemResult],
+    others: dict[str, float],
 ) -> EvaluationResult:
-    if task.score is None:
-        raise AssertionError("a task with an answer has a scorer")
-    predictions = [task.cut(generation.text) for generation in generations]
-    references = [task.reference(item) for item in items]
-    scores = task.score(predictions, references)
-    rows = zip(predictions, references, scores[task.metric].tolist(), generations, strict=True)
-    return EvaluationResult(
+    """Return the result of the primary metric from the results of the items.
+
+    length: most new tokens, or 0.
+    others: values of the other metrics.
+    """
+    result = EvaluationResult(
         task=task.name,
         metric=task.metric,
-        value=float(scores[task.metric].mean()),
+        value=math.nan,
         n=len(items),
-        interval95=statistics.mean_interval95(scores[task.metric]),
+        interval95=(math.nan, math.nan),
         seconds=seconds,
-        tokens_per_s=rate(sum(generation.tokens for generation in generations), seconds),
+        tokens_per_s=rate(sum(row.tokens for row in rows), seconds),
         shots=len(shots),
         data_sha256=identity(task, items, shots, length),
-        other_metrics={name: float(scores[name].mean()) for name in task.metrics[1:]},
-        items=tuple(ItemResult(p, r, score, generation.tokens) for p, r, score, generation in rows),
+        other_metrics=others,
+        items=tuple(rows),
     )
+    if task.is_perplexity:
+        value, interval = perplexity, statistics.perplexity_interval95
+        return replace(result, value=value(result.nll, result.tokens), interval95=interval(result.nll, result.tokens))
+    return replace(result, value=float(result.scores.mean()), interval95=statistics.mean_interval95(result.scores))
 
 
 def _evaluate_text(
@@ -189,19 +189,45 @@ def _evaluate_text(
     tokens = np.array([score.tokens for score in scored], dtype=np.float64)
     if not tokens.sum():
         raise ExecutionError("the engine scored no tokens in any text", "give texts of more than one token")
-    each = item_perplexities(nll, tokens).tolist()
-    return EvaluationResult(
-        task=task.name,
-        metric=task.metric,
-        value=perplexity(nll, tokens),
-        n=len(items),
-        interval95=statistics.perplexity_interval95(nll, tokens),
-        seconds=seconds,
-        tokens_per_s=rate(int(tokens.sum()), seconds),
-        shots=len(shots),
-        data_sha256=identity(task, items, shots, 0),
-        items=tuple(
-            ItemResult("", task.reference(item), ppl, score.tokens, score.nll)
-            for item, score, ppl in zip(items, scored, each, strict=True)
-        ),
+    perplexities = item_perplexities(nll, tokens).tolist()
+    rows = [
+        ItemResult("", task.reference(item), value, score.tokens, score.nll)
+        for item, score, value in zip(items, scored, perplexities, strict=True)
+    ]
+    return _result(task, items, shots, 0, seconds, rows, {})
+
+
+def _evaluate_choices(
+    task: Task, items: Sequence[Item], engine: TextEngine, shots: Sequence[Item], progress: Progress
+) -> EvaluationResult:
+    """Return accuracy by log-likelihood, and by log-likelihood per character of the answer. Ties: the first answer.
+
+    Every given answer is scored, and the likeliest one is the prediction.
+    Raises ExecutionError if the engine breaks its contract.
+    """
+    listed = [task.given_answers(item, shots) for item in items]
+    pairs = [pair for choices, _ in listed for pair in choices]
+    started = time.perf_counter()
+    scored = engine.answer_log_probs(pairs, progress)
+    seconds = time.perf_counter() - started
+    check_count(len(scored), len(pairs))
+    rows, scores, at = [], dict[str, list[float]]((name, []) for name in task.metrics), 0
+    for place, (item, (choices, right)) in enumerate(zip(items, listed, strict=True)):
+        scores_of_item = scored[at : at + len(choices)]
+        at += len(choices)
+        if not all(math.isfinite(score.nll) for score in scores_of_item):
+            raise ExecutionError(
+                f"item {place}: the engine gave an answer an NLL that is not finite",
+                "check the weights for values that are not numbers",
+            )
+        nll = np.array([score.nll for score in scores_of_item])
+        lengths = np.array([len(answer.strip()) for _, answer in choices])
+        chosen = {"accuracy": int(nll.argmin()), "accuracy_by_length": int((nll / lengths).argmin())}
+        for name in task.metrics:
+            scores[name].append(float(chosen[name] == right))
+        tokens = sum(score.tokens for score in scores_of_item)
+        prediction = choices[chosen[task.metric]][1].strip()
+        rows.append(ItemResult(prediction, task.reference(item), scores[task.metric][-1], tokens))
+    return _result(
+        task, items, shots, 0, seconds, rows, {name: float(np.mean(scores[name])) for name in task.metrics[1:]}
     )

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from moec.manifests.errors import DataError
 from moec.manifests.files.input_file import UnreadableFile, read_input
@@ -90,9 +89,9 @@ def check_source(source: str | Path) -> None:
 def _folder(folder: Path, names: Sequence[str]) -> dict[str, Callable[[], Rows]]:
     """Return the splits of a folder of files, of its folder `data`, or of the only folder in it that has splits."""
     for place in (folder, folder / "data"):
-        found = _split_files(place)
-        if found:
-            return {split: partial(_read, files) for split, files in found.items()}
+        split_files = _split_files(place)
+        if split_files:
+            return {split: partial(_read, files) for split, files in split_files.items()}
     inner = [
         child for child in sorted(folder.iterdir()) if child.is_dir() and (_is_saved(child) or _split_files(child))
     ]
@@ -118,23 +117,23 @@ def _split_files(folder: Path) -> dict[str, tuple[Path, ...]]:
     if not folder.is_dir():
         return {}
     files = [path for path in sorted(folder.iterdir()) if path.suffix in _SUFFIXES and path.is_file()]
-    found: dict[str, tuple[Path, ...]] = {}
+    files_by_split: dict[str, tuple[Path, ...]] = {}
     for split in SPLITS:
         for name in (split, *_OTHER_NAMES.get(split, ())):
             pattern = re.compile(rf"{name}([-_.]?\d+(-of-\d+)?)?")
-            own = [path for path in files if pattern.fullmatch(path.stem)]
+            matching = [path for path in files if pattern.fullmatch(path.stem)]
             if (folder / name).is_dir():
-                own += [path for path in sorted((folder / name).iterdir()) if path.suffix in _SUFFIXES]
-            forms = sorted({path.suffix for path in own})
+                matching += [path for path in sorted((folder / name).iterdir()) if path.suffix in _SUFFIXES]
+            forms = sorted({path.suffix for path in matching})
             if len(forms) > 1:
                 raise DataError(
                     f"`{folder}`: expected one form of the split `{name}`, found files with {' and '.join(forms)}",
                     "keep the files of one form",
                 )
-            if own:
-                found[split] = tuple(own)
+            if matching:
+                files_by_split[split] = tuple(matching)
                 break
-    return found
+    return files_by_split
 
 
 def _read(files: tuple[Path, ...]) -> Rows:
@@ -183,33 +182,30 @@ def _saved_names(folder: Path, file: str, key: str) -> list[str]:
 
 def _hub(name: str) -> dict[str, Callable[[], Rows]]:
     """Return the splits of a hub set. Needs a network or a filled cache of the hub's client."""
-    datasets = _quiet_datasets(f"the hub set `{name}`")
+    datasets = load("datasets", f"the hub set `{name}`")
+    datasets.disable_progress_bars()
     repository, _, configuration = name.partition(":")
     options = datasets.DownloadConfig(max_retries=1)
     try:
         with tempfile.TemporaryDirectory(prefix="moec-data-") as folder:
-            found = datasets.load_dataset(
+            loaded = datasets.load_dataset(
                 repository, configuration or None, download_config=options, cache_dir=folder, keep_in_memory=True
             )
-    except _faults(datasets) as error:
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"`{name}` is not a file here and could not be loaded from the hub: {_reason(error)}",
             "give local files, or name the configuration as `owner/set:configuration`",
         ) from error
-    return _known_splits(
-        name,
-        [split for split in found if len(found[split])],
-        lambda split: partial(_hub_rows, name, split, found[split]),
-    )
 
+    def rows_of(split: str) -> Rows:
+        source = f"hub:{name}/{split}"
 
-def _hub_rows(name: str, split: str, rows: Any) -> Rows:
-    source = f"hub:{name}/{split}"
+        def read(_fields: Collection[str]) -> Iterator[Row]:
+            return counted(((f"`{source}:{at}`", dict(row)) for at, row in enumerate(loaded[split], start=1)), source)
 
-    def read(_fields: Collection[str]) -> Iterator[Row]:
-        return counted(((f"`{source}:{at}`", dict(row)) for at, row in enumerate(rows, start=1)), source)
+        return Rows(source, read)
 
-    return Rows(source, read)
+    return _known_splits(name, [split for split in loaded if len(loaded[split])], lambda split: partial(rows_of, split))
 
 
 def _known_splits(
@@ -221,24 +217,14 @@ def _known_splits(
     """
     readers: dict[str, Callable[[], Rows]] = {}
     for split in SPLITS:
-        own = next((own for own in (split, *_OTHER_NAMES.get(split, ())) if own in present), None)
-        if own is not None:
-            readers[split] = reader(own)
+        names = (split, *_OTHER_NAMES.get(split, ()))
+        present_name = next((name_of_split for name_of_split in names if name_of_split in present), None)
+        if present_name is not None:
+            readers[split] = reader(present_name)
     if not readers:
         listed = ", ".join(present) or "none"
         raise DataError(f"`{name}`: expected the splits {', '.join(SPLITS)}, found {listed}", "give local files")
     return readers
-
-
-def _quiet_datasets(purpose: str) -> Any:
-    """Return the package `datasets`, without its progress bars."""
-    datasets = load("datasets", purpose)
-    datasets.disable_progress_bars()
-    return datasets
-
-
-def _faults(datasets: Any) -> tuple[type[Exception], ...]:
-    return (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError)
 
 
 def _reason(error: Exception) -> str:

@@ -7,16 +7,17 @@ Numbers that cannot be determined are infinite or nan here and null in JSON.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from moec.manifests.errors import ExecutionError, OptionError
 
-from .bootstrap import Array, quantile, resampled_sums, undefined_as
+Array = NDArray[np.float64]
 
 RESAMPLES = 10_000
 SEED = 0x6D6F6563
@@ -28,6 +29,7 @@ ERROR = 0.05
 """One-sided error probability of every bound, unless another is given."""
 ONE_SIDED_95 = 1.645
 """Standard errors of a one-sided 95 % bound of a mean: the normal quantile of 1 - ERROR."""
+_CHUNK_ENTRIES = 1 << 18  # item counts per chunk: 2 MB, fits the second-level cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ def relative_loss(
     value_b, value_v = float(b.mean()), float(v.mean())
     _check_baseline(value_b, len(b))
     sign = 1.0 if higher_is_better else -1.0
-    largest = _observed_range(b, v) if score_range is None else score_range
+    largest = max(float(np.max([b, v])), 0.0) - min(float(np.min([b, v])), 0.0) if score_range is None else score_range
     worst, best = (np.array([value_b, value_b - step]) for step in (sign * largest, -sign * largest))
     value = _Values(
         value_b,
@@ -230,8 +232,8 @@ def judge(estimate: LossEstimate, target: float) -> Verdict:
 def mean_interval95(scores: ArrayLike, resamples: int = RESAMPLES, seed: int = SEED) -> tuple[float, float]:
     """Return the two-sided 95 % percentile interval of the mean of scores [n]."""
     (column,) = _columns(scores)
-    draws = resampled_sums(column[None, :], resamples, seed)[0] / len(column)
-    return quantile(draws, 0.025), quantile(draws, 0.975)
+    draws = _resampled_sums(column[None, :], resamples, seed)[0] / len(column)
+    return _quantile(draws, 0.025), _quantile(draws, 0.975)
 
 
 def perplexity_interval95(
@@ -239,8 +241,8 @@ def perplexity_interval95(
 ) -> tuple[float, float]:
     """Return the two-sided 95 % percentile interval of exp(sum nll / sum tokens), each [n]."""
     columns = np.stack(_columns(nll, tokens))
-    draws = _perplexities(resampled_sums(columns, resamples, seed))[0]
-    return quantile(undefined_as(draws, -math.inf), 0.025), quantile(undefined_as(draws, math.inf), 0.975)
+    draws = _perplexities(_resampled_sums(columns, resamples, seed))[0]
+    return _quantile(_undefined_as(draws, -math.inf), 0.025), _quantile(_undefined_as(draws, math.inf), 0.975)
 
 
 def distribution_summary(kl: ArrayLike, same_top1: ArrayLike, items: ArrayLike | None = None) -> DistributionSummary:
@@ -273,11 +275,6 @@ def distribution_summary(kl: ArrayLike, same_top1: ArrayLike, items: ArrayLike |
         agreement=float(same.mean()),
         n=n,
     )
-
-
-def _observed_range(baseline: Array, scores: Array) -> float:
-    """Return the largest difference of two scores, or of a score and 0. [n] each."""
-    return max(float(np.max([baseline, scores])), 0.0) - min(float(np.min([baseline, scores])), 0.0)
 
 
 def _columns(*arrays: ArrayLike) -> list[Array]:
@@ -332,28 +329,28 @@ def _estimate(
     columns: numbers of the items, [k, n]. worst, best: those of the further item, [k].
     """
     count, n = columns.shape
-    draws = value.losses(resampled_sums(columns, resamples, seed))
+    draws = value.losses(_resampled_sums(columns, resamples, seed))
     padded = np.zeros((count + 1, n + 1))
     padded[:count, :n], padded[count, n] = columns, 1.0
-    sums = resampled_sums(padded, max(resamples, math.ceil(TAIL_DRAWS / error)), seed)
+    sums = _resampled_sums(padded, max(resamples, math.ceil(TAIL_DRAWS / error)), seed)
     low, high = (value.losses(sums[:-1] + np.outer(item, sums[-1])) for item in (best, worst))
-    low, high = undefined_as(low, -math.inf), undefined_as(high, math.inf)
+    low, high = _undefined_as(low, -math.inf), _undefined_as(high, math.inf)
     defined = draws[np.isfinite(draws)]
     return LossEstimate(
         baseline=value.baseline,
         value=value.value,
         loss=value.loss,
         interval95=(
-            quantile(undefined_as(draws, -math.inf), 0.025),
-            quantile(undefined_as(draws, math.inf), 0.975),
+            _quantile(_undefined_as(draws, -math.inf), 0.025),
+            _quantile(_undefined_as(draws, math.inf), 0.975),
         ),
-        lower95=quantile(low, ERROR),
-        upper95=quantile(high, 1 - ERROR),
+        lower95=_quantile(low, ERROR),
+        upper95=_quantile(high, 1 - ERROR),
         standard_error=float(defined.std(ddof=1)) if len(defined) > 1 and n > 1 else math.inf,
         n=n,
         largest_item_loss=value.largest_item_loss,
         error=error,
-        bounds=None if error == ERROR else (quantile(low, error), quantile(high, 1 - error)),
+        bounds=None if error == ERROR else (_quantile(low, error), _quantile(high, 1 - error)),
     )
 
 
@@ -389,6 +386,72 @@ def _json_ready(values: dict[str, object]) -> dict[str, object]:
     def ready(value: object) -> object:
         if isinstance(value, float):
             return value if math.isfinite(value) else None
-        return [ready(part) for part in value] if isinstance(value, (tuple, list)) else value
+        return [ready(inner) for inner in value] if isinstance(value, (tuple, list)) else value
 
     return {name: ready(value) for name, value in values.items()}
+
+
+def _resampled_sums(columns: Array, resamples: int, seed: int) -> Array:
+    """Return sums of columns [k, n] over `resamples` draws of n items with replacement: [k, resamples].
+
+    Each column is multiplied by the counts of the items. einsum makes the order of addition independent of BLAS
+    threads.
+    """
+    n = columns.shape[1]
+    rng = np.random.default_rng(seed)
+    sums = np.empty((len(columns), resamples))
+    step = max(1, _CHUNK_ENTRIES // n)
+    for start in range(0, resamples, step):
+        rows = min(step, resamples - start)
+        drawn = rng.integers(0, n, size=(rows, n))
+        drawn += np.arange(rows)[:, None] * n
+        counts = np.bincount(drawn.ravel(), minlength=rows * n).reshape(rows, n).astype(np.float64)
+        for k, column in enumerate(columns):
+            sums[k, start : start + rows] = np.einsum("rn,n->r", counts, column)
+    return sums
+
+
+def _undefined_as(draws: Array, value: float) -> Array:
+    """Replace undefined losses by the far end of a bound, so that they never favour the tested model."""
+    return np.where(np.isnan(draws), value, draws)
+
+
+def _quantile(draws: Array, q: float) -> float:
+    """Return the smallest draw that a share q of the draws does not exceed.
+
+    Without interpolation, infinite draws stay infinite.
+    """
+    at = max(0, math.ceil(q * len(draws)) - 1)
+    return float(np.partition(draws, at)[at])
+
+
+def loss_from_json(values: Mapping[str, Any]) -> LossEstimate:
+    """Invert LossEstimate.to_json. A missing number is infinite, a missing bound on its side."""
+    finite: dict[str, Any] = {
+        "value": _stored(values["value"], math.inf),
+        "loss": _stored(values["loss"], math.inf),
+        "interval95": _interval(values["interval95"]),
+        "lower95": _stored(values["lower95"], -math.inf),
+        "upper95": _stored(values["upper95"], math.inf),
+        "standard_error": _stored(values["standard_error"], math.inf),
+    }
+    if values.get("bounds") is not None:
+        finite["bounds"] = _interval(values["bounds"])
+    return LossEstimate(**{**values, **finite})
+
+
+def summary_from_json(values: Mapping[str, Any]) -> DistributionSummary:
+    """Invert DistributionSummary.to_json. A missing standard error is infinite."""
+    error = _stored(values["standard_error"], math.inf)
+    by_task = tuple((mean, _stored(error_of_task, math.inf)) for mean, error_of_task in values.get("by_task", ()))
+    return DistributionSummary(**{**values, "standard_error": error, "by_task": by_task})
+
+
+def _interval(values: Sequence[float | None]) -> tuple[float, float]:
+    low, high = values
+    return _stored(low, -math.inf), _stored(high, math.inf)
+
+
+def _stored(value: float | None, otherwise: float) -> float:
+    """Return a number that JSON stores as null if it is not finite."""
+    return otherwise if value is None else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,9 +10,8 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from moec.manifests.errors import DataError
+from moec.manifests.errors import DataError, MissingDependency
 
-from .optional import package_folder
 from .text_files import MAX_LINE_BYTES, MAX_ROWS, Row, Rows, counted
 
 MAX_MEMORY_BYTES = 1 << 30
@@ -27,7 +27,13 @@ def read_tables(files: Sequence[Path], form: str) -> Rows:
     form: `parquet` or `arrow`.
     Raises MissingDependency without pyarrow; `read` raises DataError.
     """
-    folder = str(package_folder("pyarrow", f"the {form.capitalize()} file `{files[0]}`"))
+    package = importlib.util.find_spec("pyarrow")
+    if package is None or package.origin is None:
+        raise MissingDependency(
+            f"the {form.capitalize()} file `{files[0]}` needs the package `pyarrow`, which is not installed",
+            "pip install 'moec[eval]'",
+        )
+    folder = str(Path(package.origin).parent.parent)
     source = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
 
     def read(fields: Collection[str]) -> Iterator[Row]:

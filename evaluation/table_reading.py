@@ -45,7 +45,10 @@ def main(folder: str, form: str, fields: str, memory_bytes: str, max_rows: str, 
             for batch in batches:
                 names = [name for name in batch.schema.names if not wanted or name in wanted]
                 for row in batch.select(names).to_pylist():
-                    line = json.dumps([index, row], ensure_ascii=False, default=kind_of)
+                    # No task reads a value that JSON does not have, so its kind stands for it.
+                    line = json.dumps(
+                        [index, row], ensure_ascii=False, default=lambda value: {"kind": type(value).__name__}
+                    )
                     sys.stdout.buffer.write(line.encode() + b"\n")
         end = ""
     except BrokenPipeError:
@@ -78,11 +81,6 @@ def arrow_batches(pyarrow: Any, file: str) -> Iterator[Any]:
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield batch.slice(start, BATCH_ROWS)
-
-
-def kind_of(value: object) -> dict[str, str]:
-    """Return a stand-in for a value that JSON does not have. No task reads it."""
-    return {"kind": type(value).__name__}
 
 
 def limit_memory(memory_bytes: int) -> None:

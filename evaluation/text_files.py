@@ -55,8 +55,8 @@ class Rows:
         name = parts[0].source if len(parts) == 1 else f"{parts[0].source} and {len(parts) - 1} more"
 
         def read(fields: Collection[str]) -> Iterator[Row]:
-            for part in parts:
-                yield from part.read(fields)
+            for rows in parts:
+                yield from rows.read(fields)
 
         return cls(name, read)
 

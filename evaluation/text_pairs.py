@@ -55,10 +55,10 @@ def _encoded(tokenizer: Encoder, pairs: Sequence[tuple[str, str]], texts: Sequen
     """Return the tokens of a text of each pair. Special tokens are added, but not to a rendered prompt."""
     rows: list[list[int]] = [[] for _ in texts]
     for is_rendered in (False, True):
-        own = [at for at, (prompt, _) in enumerate(pairs) if isinstance(prompt, RenderedPrompt) == is_rendered]
-        if own:
-            found = tokenizer.encode_batch([texts[at] for at in own], add_special_tokens=not is_rendered)
-            for at, encoding in zip(own, found, strict=True):
+        indices = [at for at, (prompt, _) in enumerate(pairs) if isinstance(prompt, RenderedPrompt) == is_rendered]
+        if indices:
+            encodings = tokenizer.encode_batch([texts[at] for at in indices], add_special_tokens=not is_rendered)
+            for at, encoding in zip(indices, encodings, strict=True):
                 rows[at] = encoding.ids
     return rows
 

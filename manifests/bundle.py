@@ -128,8 +128,8 @@ class ExpertEntry:
 
     def spec(self, projection: str) -> QuantSpec:
         """Return the format of one projection. Raises KeyError for a projection that the expert does not have."""
-        own = {"up": self.up, "down": self.down}
-        return (own if self.gate is None else {"gate": self.gate, **own})[projection]
+        up_and_down = {"up": self.up, "down": self.down}
+        return (up_and_down if self.gate is None else {"gate": self.gate, **up_and_down})[projection]
 
 
 def unit_offsets(model: ModelSpec, layer: int, specs: dict[str, QuantSpec]) -> tuple[dict[str, int], int]:
@@ -310,10 +310,11 @@ class BundleManifest:
         kept_by_layer: list[list[bool]] = [[] for _ in self.model.layers]
         for entry in self.experts:
             kept_by_layer[entry.layer].append(not entry.is_pruned)
-        for index, (layer, kept) in enumerate(zip(self.model.layers, kept_by_layer, strict=True)):
-            if not all(kept) and (not layer.experts.can_lose_experts or sum(kept) < layer.experts.top_k):
+        for index, (layer, is_stored) in enumerate(zip(self.model.layers, kept_by_layer, strict=True)):
+            if not all(is_stored) and (not layer.experts.can_lose_experts or sum(is_stored) < layer.experts.top_k):
                 raise ValueError(
-                    f"experts: layer {index} leaves {kept.count(False)} of {len(kept)} out, and its router needs "
+                    f"experts: layer {index} leaves {is_stored.count(False)} of {len(is_stored)} out, "
+                    "and its router needs "
                     + (f"{layer.experts.top_k}" if layer.experts.can_lose_experts else "all of them")
                 )
 

@@ -156,15 +156,15 @@ def _canonical_digest(plain: dict[str, Any], data: bytes) -> tuple[str, bool]:
     pieces = encoder.iterencode(plain)
     digest, done, is_same = hashlib.sha256(), 0, True
     end = b""
-    while part := "".join(itertools.islice(pieces, _PIECES)).encode():
-        part = end + part
-        part, end = part[: 1 - len(_END)], part[1 - len(_END) :]
-        digest.update(part)
-        is_same = is_same and data.startswith(part, done)
-        done += len(part)
+    while piece := "".join(itertools.islice(pieces, _PIECES)).encode():
+        piece = end + piece
+        piece, end = piece[: 1 - len(_END)], piece[1 - len(_END) :]
+        digest.update(piece)
+        is_same = is_same and data.startswith(piece, done)
+        done += len(piece)
     digest.update(end + b"\n")
-    found = digest.hexdigest()
-    return found, is_same and data[done:] == _digest_end(found)
+    hex_digest = digest.hexdigest()
+    return hex_digest, is_same and data[done:] == _digest_end(hex_digest)
 
 
 def decode_manifest(data: bytes, place: str) -> BundleManifest:
@@ -186,10 +186,10 @@ def decode_manifest(data: bytes, place: str) -> BundleManifest:
         )
     digest = plain.pop(DIGEST_FIELD, None)
     try:
-        found, is_canonical = _canonical_digest(plain, data)
+        computed, is_canonical = _canonical_digest(plain, data)
     except ValueError as error:  # half a surrogate pair
         raise ManifestInvalid(f"`{place}` has no canonical form: {error}", "copy the bundle again") from error
-    if digest != found:
+    if digest != computed:
         raise ChecksumMismatch(f"`{place}`: {DIGEST_FIELD} does not match its content", "copy the bundle again")
     if not is_canonical:
         raise ManifestInvalid(f"`{place}` is not in canonical form, {DIGEST_FIELD} last", "copy the bundle again")

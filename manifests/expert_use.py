@@ -94,8 +94,8 @@ def architecture_digest(model: ModelSpec) -> str:
 def encode_use(use: ExpertUse) -> bytes:
     """Return the bytes of a popularity file. Equal values give equal bytes."""
     routes = [
-        {"first_layer": each.first_layer, "counted": _text(each.counted), "held_out": _text(each.held_out)}
-        for each in use.routes
+        {"first_layer": stack.first_layer, "counted": _text(stack.counted), "held_out": _text(stack.held_out)}
+        for stack in use.routes
     ]
     plain = {
         "format": FORMAT, "version": FORMAT_VERSION, "architecture": use.architecture, "experts": use.experts,
@@ -135,38 +135,36 @@ def decode_use(data: bytes) -> ExpertUse:
     top_k, tokens = (_numbers(plain[name], name, MAX_COUNT, len(experts)) for name in ("top_k", "tokens"))
     _require(type(plain["traces"]) is int and 1 <= plain["traces"] <= MAX_COUNT, "1 or more `traces`", plain["traces"])
     chosen, offered = (_rows(plain[name], name, experts) for name in ("chosen", "offered"))
-    for layer, (used, held) in enumerate(zip(chosen, offered, strict=True)):
+    for layer, (used, seen) in enumerate(zip(chosen, offered, strict=True)):
         expected = top_k[layer] * tokens[layer] if experts[layer] else 0
         _require(sum(used) == expected, f"{expected} choices in layer {layer}", sum(used))
-        is_possible = all(few <= many <= tokens[layer] for few, many in zip(used, held, strict=True))
+        is_possible = all(few <= many <= tokens[layer] for few, many in zip(used, seen, strict=True))
         _require(is_possible, f"at most as many choices of an expert in layer {layer} as tokens", list(used))
     _require(isinstance(plain["routes"], list) and len(plain["routes"]) <= 2, "at most 2 stacks", plain["routes"])
-    routes = tuple(_stack_routes(each, len(experts)) for each in plain["routes"])
-    found = ExpertUse(digest, experts, top_k, plain["traces"], tokens, chosen, offered, routes)
-    for first, end, own in _stacks(found):
+    routes = []
+    for row in plain["routes"]:
+        _require(isinstance(row, dict) and set(row) == _ROUTE_KEYS, "`first_layer`, `counted` and `held_out`", row)
+        first = row["first_layer"]
+        _require(type(first) is int and 0 <= first < len(experts), f"a layer from 0 to {len(experts) - 1}", first)
+        routes.append(SampledRoutes(first, _bytes(row["counted"]), _bytes(row["held_out"])))
+    use = ExpertUse(digest, experts, top_k, plain["traces"], tokens, chosen, offered, tuple(routes))
+    for first, end, stack in _stacks(use):
         width = ROUTE_ITEM_BYTES * sum(
             k for k, count in zip(top_k[first:end], experts[first:end], strict=True) if count
         )
-        for part in (own.counted, own.held_out):
-            is_whole = len(part) == 0 or (width > 0 and len(part) % width == 0)
-            _require(is_whole, f"routes of {width} bytes", len(part))
-    return found
+        for sample in (stack.counted, stack.held_out):
+            is_whole = len(sample) == 0 or (width > 0 and len(sample) % width == 0)
+            _require(is_whole, f"routes of {width} bytes", len(sample))
+    return use
 
 
 def _stacks(use: ExpertUse) -> list[tuple[int, int, SampledRoutes]]:
     """Return first layer, end and routes of each stack. Raises ValueError if stacks do not follow each other."""
     if not use.routes:
         return []
-    starts = [each.first_layer for each in use.routes]
+    starts = [stack.first_layer for stack in use.routes]
     _require(starts[0] == 0 and starts == sorted(set(starts)), "stacks in order, from layer 0", starts)
     return list(zip(starts, [*starts[1:], len(use.experts)], use.routes, strict=True))
-
-
-def _stack_routes(plain: Any, layers: int) -> SampledRoutes:
-    _require(isinstance(plain, dict) and set(plain) == _ROUTE_KEYS, "`first_layer`, `counted` and `held_out`", plain)
-    first = plain["first_layer"]
-    _require(type(first) is int and 0 <= first < layers, f"a layer from 0 to {layers - 1}", first)
-    return SampledRoutes(first, _bytes(plain["counted"]), _bytes(plain["held_out"]))
 
 
 def _bytes(text: Any) -> bytes:
@@ -196,12 +194,12 @@ def _rows(plain: Any, name: str, experts: Sequence[int]) -> tuple[tuple[int, ...
 def _numbers(plain: Any, name: str, most: int, length: int | None = None) -> tuple[int, ...]:
     is_list = isinstance(plain, list) and (length is None or len(plain) == length)
     _require(is_list, f"`{name}` as a list{'' if length is None else f' of {length}'}", plain)
-    wrong = next((each for each in plain if type(each) is not int or not 0 <= each <= most), None)
+    wrong = next((number for number in plain if type(number) is not int or not 0 <= number <= most), None)
     is_right = wrong is None and None not in plain
     _require(is_right, f"whole numbers of 0 to {most} in `{name}`", wrong)
     return tuple(plain)
 
 
-def _require(holds: bool, expected: str, found: Any) -> None:
+def _require(holds: bool, expected: str, value: Any) -> None:
     if not holds:
-        raise ValueError(f"expected {expected}, found {shown(found)}")
+        raise ValueError(f"expected {expected}, found {shown(value)}")

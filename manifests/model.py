@@ -88,12 +88,14 @@ class ExpertsSpec:
         require(0 <= self.limit <= 1e4, f"activation limit out of range: {self.limit}")
         require(self.activation != "clamped_swiglu" or self.limit > 0, "a clamped activation needs a limit")
         require(self.activation != "relu" or not self.has_bias, "experts with the activation relu have no biases")
-        groups, kept = self.router.groups, self.router.kept_groups
+        groups, best_groups = self.router.groups, self.router.kept_groups
         require(self.count % groups == 0, f"{groups} groups must divide {self.count} experts")
         if groups > 1 and self.count:
             size = self.count // groups
             require(size >= (2 if self.router.group_score == "top2" else 1), "groups are too small for their score")
-            require(self.top_k <= kept * size, f"{kept} groups of {size} experts cannot give {self.top_k}")
+            require(
+                self.top_k <= best_groups * size, f"{best_groups} groups of {size} experts cannot give {self.top_k}"
+            )
         require(len(self.router.correction) in (0, self.count), "correction: expected one number per expert, or none")
         is_fitting = self.router.scoring != "sparsemixer" or self.top_k in (0, 2)
         require(is_fitting, f"sparsemixer chooses 2 experts, not {self.top_k}")
@@ -232,8 +234,8 @@ class ModelSpec:
             # The table has a column for each head.
             fits = attention.relative_bias is None or attention.num_heads == shared.num_heads
             require(fits, f"layer {index}: layers that share a relative bias have as many heads")
-            kept = (attention.num_kv_heads, attention.head_size)
-            fits = decodes or kept == (shared.num_kv_heads, shared.head_size)
+            cached = (attention.num_kv_heads, attention.head_size)
+            fits = decodes or cached == (shared.num_kv_heads, shared.head_size)
             require(fits, f"layer {index}: the layers of an encoder have keys and values of one size")
 
     @property
@@ -351,17 +353,14 @@ class ModelSpec:
             shapes["lm_head"] = (self.vocab_size, hidden)
         if self.has_head_bias:
             shapes["lm_head_bias"] = (self.vocab_size,)
-        return shapes if self.norm == "rms" else _with_norm_biases(shapes)
-
-
-def _with_norm_biases(shapes: Shapes) -> Shapes:
-    """Insert a bias after each norm of the residual stream."""
-    with_biases: Shapes = {}
-    for name, shape in shapes.items():
-        with_biases[name] = shape
-        if name.endswith(("attention_norm", "experts_norm", "final_norm")):
-            with_biases[f"{name}_bias"] = shape
-    return with_biases
+        if self.norm == "rms":
+            return shapes
+        with_biases: Shapes = {}
+        for name, shape in shapes.items():
+            with_biases[name] = shape
+            if name.endswith(("attention_norm", "experts_norm", "final_norm")):
+                with_biases[f"{name}_bias"] = shape
+        return with_biases
 
 
 def _feed_forward_shapes(layer: LayerSpec, hidden: int) -> Shapes:

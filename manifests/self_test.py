@@ -86,7 +86,7 @@ def decode_self_test(data: bytes, place: str, vocabulary: int, has_encoder: bool
     _require(is_number, place, f"1 to {MAX_ARITHMETIC} as `arithmetic`", arithmetic)
     _require(isinstance(digest, str) and bool(_DIGEST.fullmatch(digest)), place, "64 hexadecimal digits", digest)
     _require(isinstance(texts, list) and 1 <= len(texts) <= MAX_TEXTS, place, f"1 to {MAX_TEXTS} texts", texts)
-    test = SelfTest(arithmetic, tuple(_text(each, place, vocabulary, has_encoder) for each in texts), digest)
+    test = SelfTest(arithmetic, tuple(_text(text, place, vocabulary, has_encoder) for text in texts), digest)
     if encode_self_test(test) != data:
         raise ManifestInvalid(f"`{place}` is not in the form that `moec compile` writes", _COPY_AGAIN)
     return test
@@ -107,6 +107,6 @@ def _tokens(plain: Any, place: str, vocabulary: int, least: int) -> tuple[int, .
     return tuple(plain)
 
 
-def _require(holds: bool, place: str, expected: str, found: Any) -> None:
+def _require(holds: bool, place: str, expected: str, value: Any) -> None:
     if not holds:
-        raise ManifestInvalid(f"`{place}`: expected {expected}, found {shown(found)}", _COPY_AGAIN)
+        raise ManifestInvalid(f"`{place}`: expected {expected}, found {shown(value)}", _COPY_AGAIN)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .processor import read_text
+from .processor import read_text, unescaped
 
 _SYSTEM = Path("/")
 _UNLIMITED_BYTES = 1 << 60
@@ -88,13 +88,13 @@ def _mounts(system: Path) -> Iterator[tuple[str, list[str], Path]]:
         fields, facts = place.split(" "), kind.split(" ")
         if len(fields) < 5 or len(facts) < 3 or facts[0] not in ("cgroup", "cgroup2"):
             continue
-        root, folder = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text) for text in fields[3:5])
+        root, folder = map(unescaped, fields[3:5])
         for controller in facts[2].split(",") if facts[0] == "cgroup" else [""]:
             yield controller, _parts(root), system / folder.lstrip("/")
 
 
 def _parts(group: str) -> list[str]:
-    return [part for part in group.split("/") if part not in ("", "..")]
+    return [name for name in group.split("/") if name not in ("", "..")]
 
 
 def _number(path: Path) -> int | None:

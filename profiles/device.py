@@ -19,16 +19,8 @@ from moec.manifests.quant import TERNARY
 from .device_parts import MAX_PROCESSORS, Cores, Gpu, Part, Power, Run
 
 # Bitwidths with a kernel in each instruction set. A profile does not offer a format without a kernel.
-KERNEL_FORMATS: dict[str, tuple[float, ...]] = {
-    "scalar": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
-    "avx2": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
-    "avxvnni": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
-    "amx": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
-    "avx512vnni": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
-    "neon": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
-    "neon-dot": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
-    "neon-i8mm": (1, TERNARY, 2, 3, 4, 5, 6, 8, 16),
-}
+_SETS = ("scalar", "avx2", "avxvnni", "amx", "avx512vnni", "neon", "neon-dot", "neon-i8mm")
+KERNEL_FORMATS: dict[str, tuple[float, ...]] = dict.fromkeys(_SETS, (1, TERNARY, 2, 3, 4, 5, 6, 8, 16))
 PROVENANCE_KINDS = (
     "measured",
     "datasheet",
@@ -104,8 +96,8 @@ class DeviceProfile:
             raise ValueError(f"`threads`: expected at most {MAX_PROCESSORS}, found {self.threads}")
         unknown = [name for name in self.instruction_sets if name not in KERNEL_FORMATS]
         if unknown or not self.instruction_sets or len(set(self.instruction_sets)) != len(self.instruction_sets):
-            found = list(self.instruction_sets)
-            raise ValueError(f"`instruction_sets`: expected some of {sorted(KERNEL_FORMATS)} once each, found {found}")
+            sets = list(self.instruction_sets)
+            raise ValueError(f"`instruction_sets`: expected some of {sorted(KERNEL_FORMATS)} once each, found {sets}")
         self._check_possible()
         self._check_provenance()
 
@@ -144,11 +136,11 @@ class DeviceProfile:
 
     def stated_keys(self) -> tuple[str, ...]:
         """Return the keys that need a provenance: CONTENT, then those of each part, as `gpu.memory_bytes`."""
-        return (*CONTENT, *(f"{part.TABLE}.{key}" for part in self.parts() for key in part.stated()))
+        return (*CONTENT, *(f"{table.TABLE}.{key}" for table in self.parts() for key in table.stated()))
 
     def parts(self) -> tuple[Part, ...]:
         """Return the parts that the profile states."""
-        return tuple(part for part in (self.gpu, self.cores, self.power, self.run) if part is not None)
+        return tuple(table for table in (self.gpu, self.cores, self.power, self.run) if table is not None)
 
     @property
     def bitwidths(self) -> tuple[float, ...]:
@@ -190,7 +182,7 @@ class DeviceProfile:
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
         plain["instruction_sets"] = list(self.instruction_sets)
         plain["provenance"] = dict(self.provenance)
-        plain |= {part.TABLE: part.to_plain() for part in self.parts()}
+        plain |= {table.TABLE: table.to_plain() for table in self.parts()}
         return {**plain, "bitwidths": list(self.bitwidths), "sha256": self.sha256}
 
 

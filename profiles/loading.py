@@ -50,9 +50,9 @@ def to_toml(profile: DeviceProfile) -> str:
     """Return the profile as text that `read_profile` accepts."""
     lines = [f"name = {_toml(profile.name)}"]
     lines += [f"{key} = {_toml(getattr(profile, key))}" for key in CONTENT]
-    for part in profile.parts():
-        lines += ["", f"[{part.TABLE}]"]
-        lines += [f"{key} = {_toml(value)}" for key, value in part.stated().items()]
+    for table in profile.parts():
+        lines += ["", f"[{table.TABLE}]"]
+        lines += [f"{key} = {_toml(value)}" for key, value in table.stated().items()]
     lines += ["", "[provenance]"]
     lines += [f"{key} = {_toml(profile.provenance[key])}" for key in profile.stated_keys()]
     return "\n".join(lines) + "\n"
@@ -63,7 +63,7 @@ def _toml(value: str | float | tuple[Any, ...]) -> str:
     if isinstance(value, int):
         return f"{value:_}"
     if isinstance(value, tuple):
-        return f"[{', '.join(_toml(each) for each in value)}]"
+        return f"[{', '.join(_toml(item) for item in value)}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -104,9 +104,9 @@ def process_bytes(
     factor = TOKENIZER_FACTOR if model.encoder is None else UNIGRAM_FACTOR
     routers = (layer.experts.router for layer in model.layers)
     static = sum(len(router.static.experts) for router in routers if router.static is not None)
-    own = TORCH_PROCESS_BYTES if has_accelerator else PROCESS_BYTES
+    process = TORCH_PROCESS_BYTES if has_accelerator else PROCESS_BYTES
     entries = EXPERT_ENTRY_BYTES * stored_experts + STATIC_CHOICE_BYTES * static
-    return own + entries + factor * tokenizer_file_bytes
+    return process + entries + factor * tokenizer_file_bytes
 
 
 def tables_bytes(model: ModelSpec, path_file_bytes: int = 0) -> int:

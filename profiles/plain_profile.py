@@ -19,7 +19,7 @@ def profile_from_plain(plain: dict[str, Any], place: str) -> DeviceProfile:
 
     place: the file that they come from.
     """
-    optional = {part.TABLE for part in PARTS}
+    optional = {kind.TABLE for kind in PARTS}
     _check_keys(place, plain, {"name", *CONTENT, "provenance"}, optional)
     for key in NUMBERS:
         if type(plain[key]) is not int:
@@ -32,7 +32,7 @@ def profile_from_plain(plain: dict[str, Any], place: str) -> DeviceProfile:
     if plain["name"] == HOST_NAME:
         raise ProfileError(f"`{place}`: `name`: `{HOST_NAME}` is the probed profile", "choose another name")
     try:
-        parts = {part.TABLE: _read_part(place, part, plain[part.TABLE]) for part in PARTS if part.TABLE in plain}
+        parts = {kind.TABLE: _read_part(place, kind, plain[kind.TABLE]) for kind in PARTS if kind.TABLE in plain}
         provenance = _read_provenance(place, plain["provenance"])
         profile = DeviceProfile(**{**plain, **parts, "provenance": provenance, "instruction_sets": tuple(sets)})
     except ValueError as error:
@@ -44,7 +44,7 @@ def profile_from_plain(plain: dict[str, Any], place: str) -> DeviceProfile:
 def profile_to_plain(profile: DeviceProfile) -> dict[str, Any]:
     """Return the values that `profile_from_plain` reads as the same profile, and no others."""
     plain = {key: getattr(profile, key) for key in ("name", *CONTENT)}
-    plain |= {part.TABLE: part.stated() for part in profile.parts()}
+    plain |= {table.TABLE: table.stated() for table in profile.parts()}
     return {**plain, "provenance": {key: profile.provenance[key] for key in profile.stated_keys()}}
 
 
@@ -72,37 +72,37 @@ def _check_keys(place: str, plain: dict[str, Any], needed: set[str], optional: s
         raise ProfileError(f"`{place}`: missing key `{table}{missing[0]}`", f"{whole} states it; see the shipped ones")
 
 
-def _read_part(place: str, part: type[Part], plain: Any) -> Part:
+def _read_part(place: str, kind: type[Part], plain: Any) -> Part:
     """Return a part of a profile. Raises ProfileError on a wrong key or type, ValueError on a wrong value."""
     if not isinstance(plain, dict):
-        raise _wrong_type(place, part.TABLE, "a table", plain)
-    needed = {item.name for item in fields(part) if item.default is MISSING}
-    _check_keys(place, plain, needed, {item.name for item in fields(part)} - needed, f"{part.TABLE}.")
+        raise _wrong_type(place, kind.TABLE, "a table", plain)
+    needed = {item.name for item in fields(kind) if item.default is MISSING}
+    _check_keys(place, plain, needed, {item.name for item in fields(kind)} - needed, f"{kind.TABLE}.")
     values: dict[str, Any] = {}
     for key, value in plain.items():
-        full = f"{part.TABLE}.{key}"
+        full = f"{kind.TABLE}.{key}"
         if key in _TEXTS and type(value) is not str:
             raise _wrong_type(place, full, "a text", value)
-        if key in _WHOLES and not (isinstance(value, list) and all(type(each) is int for each in value)):
+        if key in _WHOLES and not (isinstance(value, list) and all(type(number) is int for number in value)):
             raise _wrong_type(place, full, "a list of whole numbers", value)
         if key in _WATTS and type(value) not in (int, float):
             raise _wrong_type(place, full, "a number", value)
         if key not in (*_TEXTS, *_WHOLES, *_WATTS) and type(value) is not int:
             raise _wrong_type(place, full, "a whole number", value)
         values[key] = tuple(value) if isinstance(value, list) else value
-    return part(**values)
+    return kind(**values)
 
 
 def _read_provenance(place: str, plain: Any) -> dict[str, str]:
     """Return the sources by key. A key of a part, `gpu.type = "..."`, is a table of its own in TOML."""
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for key, value in plain.items() if isinstance(plain, dict) else [("", plain)]:
         inner = {f"{key}.{name}": text for name, text in value.items()} if isinstance(value, dict) else {key: value}
-        found |= inner
-    if not isinstance(plain, dict) or not all(type(text) is str for text in found.values()):
+        sources |= inner
+    if not isinstance(plain, dict) or not all(type(text) is str for text in sources.values()):
         raise _wrong_type(place, "provenance", "a table of texts", plain)
-    return found
+    return sources
 
 
-def _wrong_type(place: str, key: str, expected: str, found: object) -> ProfileError:
-    return ProfileError(f"`{place}`: `{key}`: expected {expected}, found {str(found)[:60]!r}", "correct this key")
+def _wrong_type(place: str, key: str, expected: str, value: object) -> ProfileError:
+    return ProfileError(f"`{place}`: `{key}`: expected {expected}, found {str(value)[:60]!r}", "correct this key")

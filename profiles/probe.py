@@ -204,7 +204,9 @@ def measure_storage(
     least_bytes: size from which a file is read itself. In place of a smaller one, a file is made next to it.
     """
     try:
-        block_bytes = _block_bytes(place)
+        block_bytes = os.statvfs(place if place.exists() else place.parent).f_frsize
+        if not 512 <= block_bytes <= 1 << 20 or block_bytes & (block_bytes - 1):
+            block_bytes = DEFAULT_BLOCK_BYTES
         if place.is_file() and place.stat().st_size >= least_bytes:
             return _measure_file(place, block_bytes, request_bytes)
         folder = place if place.is_dir() else place.parent
@@ -215,11 +217,6 @@ def measure_storage(
         raise ProfileError(
             f"`{place}`: storage cannot be measured there: {error.strerror}", "name a device profile, or another place"
         ) from error
-
-
-def _block_bytes(place: Path) -> int:
-    size = os.statvfs(place if place.exists() else place.parent).f_frsize
-    return size if 512 <= size <= 1 << 20 and size & (size - 1) == 0 else DEFAULT_BLOCK_BYTES
 
 
 def _fill(descriptor: int) -> None:
@@ -291,8 +288,8 @@ def large_pages(size: int) -> Iterator[memoryview]:
         anchor = ctypes.c_char.from_buffer(memory)
         first = -ctypes.addressof(anchor) % _HUGE_PAGE_BYTES
         del anchor  # a mapping with views cannot be closed
-        with memoryview(memory) as whole, whole[first : first + size] as part:
-            yield part
+        with memoryview(memory) as whole, whole[first : first + size] as pages:
+            yield pages
 
 
 def _timed_reads(descriptor: int, offsets: list[int], size: int, limit_s: float, is_direct: bool) -> list[int]:

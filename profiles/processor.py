@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -87,7 +88,13 @@ def _atoms(system: Path) -> set[int] | None:
     """Return the little processors of hybrid x86; None on another machine."""
     if not (system / "sys/devices/cpu_core/cpus").exists():
         return None
-    return _processor_list(read_text(system / "sys/devices/cpu_atom/cpus"))
+    numbers: set[int] = set()
+    for piece in read_text(system / "sys/devices/cpu_atom/cpus").strip().split(","):  # like `0-3,8`
+        first, _, last = piece.partition("-")
+        if not all(number.isascii() and number.isdigit() and len(number) < 10 for number in (first, last or first)):
+            return set()
+        numbers.update(range(int(first), min(int(last or first), MAX_PROCESSORS) + 1))
+    return numbers
 
 
 def _capacity(number: int, system: Path) -> int:
@@ -96,20 +103,14 @@ def _capacity(number: int, system: Path) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
-def _processor_list(text: str) -> set[int]:
-    """Return the numbers of a list like `0-3,8`; empty if it is none."""
-    found: set[int] = set()
-    for piece in text.strip().split(","):
-        first, _, last = piece.partition("-")
-        if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in (first, last or first)):
-            return set()
-        found.update(range(int(first), min(int(last or first), MAX_PROCESSORS) + 1))
-    return found
-
-
 def read_text(path: Path) -> str:
     """Return a file of the system as text; empty if it is missing or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):  # ValueError: a zero byte in the path
         return ""
+
+
+def unescaped(text: str) -> str:
+    """Return a field of /proc/self/mountinfo with its special characters."""
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from pathlib import Path
+
+from .processor import read_text, unescaped
 
 _SYSTEM = Path("/")
 # Files of a block device in /sys that identify it; each driver has some of them. Names and numbers of devices are left
@@ -52,7 +53,7 @@ def _disks(block: Path) -> list[list[str]]:
         block = block.parent
     below = sorted(disk for slave in (block / "slaves").glob("*") for disk in _disks(slave))
     names = _MAPPING_FACTS if below else _DISK_FACTS
-    return [[f"{name} {text}" for name in names if (text := _text(block / name))], *below]
+    return [[f"{name} {text}" for name in names if (text := read_text(block / name).strip())], *below]
 
 
 def _mount(place: Path, system: Path) -> tuple[str, str]:
@@ -60,24 +61,13 @@ def _mount(place: Path, system: Path) -> tuple[str, str]:
     report it.
     """
     longest, best = 0, ("", "")
-    for line in _text(system / "proc/self/mountinfo").splitlines():
+    for line in read_text(system / "proc/self/mountinfo").splitlines():
         front, _, back = line.partition(" - ")
         fields, type_and_source = front.split(" "), back.split(" ")
         if len(fields) < 5 or len(type_and_source) < 2:
             continue
-        point = Path(_unescaped(fields[4]))
+        point = Path(unescaped(fields[4]))
         # Of several mounts at one place the last one is visible
         if place.is_relative_to(point) and len(point.parts) >= longest:
-            longest, best = len(point.parts), (type_and_source[0], _unescaped(type_and_source[1]))
+            longest, best = len(point.parts), (type_and_source[0], unescaped(type_and_source[1]))
     return best
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

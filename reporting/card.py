@@ -10,8 +10,8 @@ from moec.manifests.bundle import BITS_PICTURE_NAME, LOSSES_PICTURE_NAME, Bundle
 
 from .figures.losses import kl_chart, loss_chart
 from .figures.maps import bits_of
+from .page_files import svg_file
 from .svg.cell_map import CellMap
-from .svg.svg_file import svg_file
 
 MAX_PICTURE_BYTES = 60_000
 """Size of a picture for a model of 48 layers with 128 experts, bytes."""

@@ -53,10 +53,18 @@ def read_curves(data: bytes, place: str) -> list[Curve]:
     try:
         plain = load_strict_json(data, CURVE_JSON)
         is_sweep = isinstance(plain, dict) and "curve" in plain
-        curves = curves_of_sweep(_list(plain["curve"])) if is_sweep else [_curve(each) for each in _list(plain)]
+        curves = (
+            curves_of_sweep(_list(plain["curve"]))
+            if is_sweep
+            else [
+                Curve(_name(plain_curve["name"]), [_point(point) for point in plain_curve["points"]])
+                for plain_curve in _list(plain)
+            ]
+        )
     except (ValueError, KeyError, TypeError) as problem:
+        fault = f"no field {problem}" if isinstance(problem, KeyError) else str(problem)
         raise InputError(
-            f"`{place}`: expected the JSON of a sweep or a list of curves, found {_told(problem)}",
+            f"`{place}`: expected the JSON of a sweep or a list of curves, found {fault}",
             "give the JSON file that `moec compile --sweep` writes",
         ) from problem
     if len(curves) > MAX_CURVES:
@@ -69,20 +77,19 @@ def curves_of_sweep(rows: Sequence[Mapping[str, Any]]) -> list[Curve]:
 
     rows: points of the sweep, as its JSON has them.
     """
-    own, others = list[CurvePoint](), dict[str, list[CurvePoint]]()
+    plans, others = list[CurvePoint](), dict[str, list[CurvePoint]]()
     for row in rows:
         loss = _number(row["target"])
         if row["expert_packed_bytes"] is not None:
-            own.append(CurvePoint(_bytes(row["expert_packed_bytes"]), loss, _optional(row.get("kl"))))
+            plans.append(CurvePoint(_bytes(row["expert_packed_bytes"]), loss, _optional(row.get("kl"))))
         for name, size in row.get("baselines", {}).items():
             if size is not None:
                 others.setdefault(_name(name), []).append(CurvePoint(_bytes(size), loss, None))
-    return [Curve("moec", own), *(Curve(name, points) for name, points in others.items())]
+    return [Curve("moec", plans), *(Curve(name, points) for name, points in others.items())]
 
 
-def _curve(plain: Mapping[str, Any]) -> Curve:
-    points = [CurvePoint(_bytes(p["bytes"]), _optional(p.get("loss")), _optional(p.get("kl"))) for p in plain["points"]]
-    return Curve(_name(plain["name"]), points)
+def _point(plain: Mapping[str, Any]) -> CurvePoint:
+    return CurvePoint(_bytes(plain["bytes"]), _optional(plain.get("loss")), _optional(plain.get("kl")))
 
 
 def _name(value: Any) -> str:
@@ -92,10 +99,6 @@ def _name(value: Any) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError("a name that is not Unicode")
     return value[:80]
-
-
-def _told(problem: Exception) -> str:
-    return f"no field {problem}" if isinstance(problem, KeyError) else str(problem)
 
 
 def _list(plain: Any) -> list[Any]:

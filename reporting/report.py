@@ -13,11 +13,10 @@ from moec.manifests.errors import ManifestInvalid
 
 from .curves import Curve
 from .figures.caches import CacheRow, cache_section
-from .figures.losses import loss_section
+from .figures.losses import loss_section, trials_section
 from .figures.maps import map_section, maps_of
 from .figures.promise import promise_section
 from .figures.token_timeline import TokenTimeline, timeline_section
-from .figures.trials import trials_section
 from .page_files import page_file
 
 MAX_PAGE_BYTES = 400_000

@@ -153,7 +153,7 @@ class QualitySweep:
         """Return the sweep on the items that fit the context. policy: see `evaluation/long_items.py`."""
         with self._opened({}, is_partial=False) as engine:
             found = engine.fit_items(self.task, self.items, self.shots, policy)
-            for sentence in found.told(engine.engine.memory.context):
+            for sentence in found.changes(engine.engine.memory.context):
                 output.say(sentence)
         return replace(self, items=found.items)
 

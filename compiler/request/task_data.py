@@ -63,7 +63,7 @@ def fit_splits(
         sets = {"validation": split.validation, "test": split.test}
         for name, part in sets.items():
             found = fit_items(split.task, part.items, shots[split.task.name], context, policy)
-            for sentence in found.told(context.tokens):
+            for sentence in found.changes(context.tokens):
                 note(f"{split.task.name}, {name}: {sentence}")
             sets[name] = replace(part, items=found.items)
         fitted.append(replace(split, validation=sets["validation"], test=sets["test"]))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from moec.evaluation.statistics import LossEstimate
-from moec.evaluation.stored_losses import loss_from_json
+from moec.evaluation.statistics import loss_from_json
 
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan

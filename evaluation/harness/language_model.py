@@ -108,8 +108,8 @@ class BundleLM(TemplateLM):  # type: ignore[misc]
         """Return log-likelihood and greediness of each continuation. Texts become tokens when their turn comes."""
 
         def groups() -> Iterator[tuple[ContextGroup, list[int]]]:
-            for own in longest_first(requests):
-                yield from by_context([(index, *self._fitted(*self._pair(*requests[index].args))) for index in own])
+            for indices in longest_first(requests):
+                yield from by_context([(index, *self._fitted(*self._pair(*requests[index].args))) for index in indices])
 
         return self._all_scores(groups(), len(requests))
 
@@ -117,7 +117,7 @@ class BundleLM(TemplateLM):  # type: ignore[misc]
         """Return the same for requests as tokens, longest first."""
         pairs = [(at, *self._fitted(context, rest)) for at, (_, context, rest) in enumerate(requests)]
         groups = by_context(pairs)
-        groups.sort(key=lambda each: len(each[0].context) + max(map(len, each[0].continuations)), reverse=True)
+        groups.sort(key=lambda row: len(row[0].context) + max(map(len, row[0].continuations)), reverse=True)
         return self._all_scores(iter(groups), len(requests))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -126,19 +126,19 @@ class BundleLM(TemplateLM):  # type: ignore[misc]
 
         def windows(index: int) -> Iterator[tuple[ContextGroup, list[tuple[int, bool]]]]:
             (text,) = requests[index].args
-            found = get_rolling_token_windows(
+            rolling = get_rolling_token_windows(
                 token_list=self.tok_encode(text, add_special_tokens=False),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            ahead = next(found, None)
+            ahead = next(rolling, None)
             while ahead is not None:
                 context, rest = make_disjoint_window(ahead)
-                ahead = next(found, None)
+                ahead = next(rolling, None)
                 yield ContextGroup(context, [rest]), [(index, ahead is None)]
 
-        groups = (window for own in longest_first(requests) for index in own for window in windows(index))
+        groups = (window for indices in longest_first(requests) for index in indices for window in windows(index))
         with self._working(f"{len(requests)} texts") as progress:
             done = 0
             for (index, is_last), score in self._scores(groups):
@@ -158,9 +158,9 @@ class BundleLM(TemplateLM):  # type: ignore[misc]
         return [self.prefix_token_id], tokens
 
     def _fitted(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        kept = shortened(context, continuation, self.max_length, self.engine.has_encoder)
-        self.shortened += len(kept) < len(context)
-        return kept, continuation
+        end = shortened(context, continuation, self.max_length, self.engine.has_encoder)
+        self.shortened += len(end) < len(context)
+        return end, continuation
 
     def _all_scores(self, groups: Iterator[tuple[ContextGroup, list[int]]], count: int) -> list[tuple[float, bool]]:
         answers = [(0.0, True)] * count
@@ -186,11 +186,11 @@ class BundleLM(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the answer to each prompt, up to its stop texts. A prompt leaves room for the longest answer."""
-        order = [index for own in longest_first(requests) for index in own]
+        order = [index for indices in longest_first(requests) for index in indices]
         answers = [""] * len(requests)
         with self._working(f"{len(requests)} answers") as progress:
-            asked = (self._answer_request(index, *requests[index].args) for index in order)
-            for done, (place, text) in enumerate(self.engine.answers(asked), 1):
+            answer_requests = (self._answer_request(index, *requests[index].args) for index in order)
+            for done, (place, text) in enumerate(self.engine.answers(answer_requests), 1):
                 answers[order[place]] = text
                 progress(done, len(requests))
         return answers
@@ -206,9 +206,9 @@ class BundleLM(TemplateLM):  # type: ignore[misc]
             )
         stop, sampling = answer_settings(kwargs, self._seed + index)
         tokens = self.tok_encode(prompt) or [self.prefix_token_id]
-        kept = tokens[-(room if self.engine.has_encoder else room - most) :]
-        self.shortened += len(kept) < len(tokens)
-        return AnswerRequest(kept, most, stop, sampling)
+        end = tokens[-(room if self.engine.has_encoder else room - most) :]
+        self.shortened += len(end) < len(tokens)
+        return AnswerRequest(end, most, stop, sampling)
 
     @contextmanager
     def _working(self, name: str) -> Iterator[Progress]:

@@ -27,7 +27,7 @@ def longest_first(requests: Sequence[Any]) -> list[list[int]]:
     groups: dict[tuple[str, Hashable], list[int]] = {}
     for index, request in enumerate(requests):
         groups.setdefault((_task(request), request.args[0]), []).append(index)
-    sizes = {key: max(_size(requests[index].args) for index in own) for key, own in groups.items()}
+    sizes = {key: max(_size(requests[index].args) for index in indices) for key, indices in groups.items()}
     longest: dict[str, int] = {}
     for (task, _), size in sizes.items():
         longest[task] = max(size, longest.get(task, 0))
@@ -41,7 +41,7 @@ def _task(request: Any) -> str:
 
 def _size(arguments: Sequence[Any]) -> int:
     """Return the characters of a request."""
-    return sum(len(part) for part in arguments if isinstance(part, str))
+    return sum(len(argument) for argument in arguments if isinstance(argument, str))
 
 
 def by_context(pairs: Iterable[tuple[K, Sequence[int], Sequence[int]]]) -> list[tuple[ContextGroup, list[K]]]:
@@ -49,12 +49,12 @@ def by_context(pairs: Iterable[tuple[K, Sequence[int], Sequence[int]]]) -> list[
 
     pairs: name, context and continuation of each.
     """
-    found: dict[tuple[int, ...], tuple[list[Sequence[int]], list[K]]] = {}
+    groups: dict[tuple[int, ...], tuple[list[Sequence[int]], list[K]]] = {}
     for name, context, continuation in pairs:
-        continuations, names = found.setdefault(tuple(context), ([], []))
+        continuations, names = groups.setdefault(tuple(context), ([], []))
         continuations.append(continuation)
         names.append(name)
-    return [(ContextGroup(context, continuations), names) for context, (continuations, names) in found.items()]
+    return [(ContextGroup(context, continuations), names) for context, (continuations, names) in groups.items()]
 
 
 def shortened(context: Sequence[int], continuation: Sequence[int], most: int, has_encoder: bool) -> Sequence[int]:

@@ -74,12 +74,12 @@ def parse_gen_kwargs(text: str | None) -> dict[str, Any]:
         return {}
     parse = load("lm_eval.utils", PURPOSE, EXTRA).simple_parse_args_string
     try:
-        found: dict[str, Any] = parse(text)
+        settings: dict[str, Any] = parse(text)
     except (ValueError, IndexError) as error:
         raise OptionError(
             f"`--gen-kwargs {text[:60]}` are not settings", "write them like `temperature=0.7,max_gen_toks=64`"
         ) from error
-    return found
+    return settings
 
 
 def run_tasks(tasks: Mapping[str, Any], model: BundleLM, settings: HarnessSettings) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def run_tasks(tasks: Mapping[str, Any], model: BundleLM, settings: HarnessSettin
     np.random.seed(_NUMPY_SEED)
     evaluate = load("lm_eval.evaluator", PURPOSE, EXTRA).evaluate
     try:
-        found = evaluate(
+        evaluated = evaluate(
             lm=model,
             task_dict=dict(tasks),
             limit=settings.limit,
@@ -114,7 +114,7 @@ def run_tasks(tasks: Mapping[str, Any], model: BundleLM, settings: HarnessSettin
         reason = (text or type(error).__name__).splitlines()[0]
         names = ", ".join(list(tasks["tasks"])[:8])
         raise DataError(f"the items of {names} could not be evaluated: {reason}", "check the task files") from error
-    results: dict[str, Any] = plain(found)
+    results: dict[str, Any] = plain(evaluated)
     return results
 
 
@@ -135,13 +135,13 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, np.generic):
         return plain(value.item())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, (list, tuple, set, frozenset, np.ndarray)):
-        return [plain(each) for each in value]
+        return [plain(inner) for inner in value]
     return str(value)
 
 
@@ -151,23 +151,16 @@ def score_rows(results: Mapping[str, Any]) -> Iterator[tuple[str, str, int | str
     results: of `run_tasks`. A value that is missing is `-`.
     """
     shots = results.get("n-shot", {})
-    for part in ("results", "groups"):
-        for name, metrics in results.get(part, {}).items():
-            if part == "results" and name in results.get("groups", {}):
+    for section in ("results", "groups"):
+        for name, metrics in results.get(section, {}).items():
+            if section == "results" and name in results.get("groups", {}):
                 continue
             for key, value in metrics.items():
-                metric, comma, kept = key.partition(",")
+                metric, comma, filter_name = key.partition(",")
                 if not comma or metric.endswith("_stderr"):
                     continue
-                error = metrics.get(f"{metric}_stderr,{kept}")
-                yield (
-                    name,
-                    kept,
-                    shots.get(name, "-"),
-                    metric,
-                    _number(value),
-                    _number(error),
-                )
+                error = metrics.get(f"{metric}_stderr,{filter_name}")
+                yield name, filter_name, shots.get(name, "-"), metric, _number(value), _number(error)
 
 
 def _number(value: Any) -> float | str:

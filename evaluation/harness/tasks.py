@@ -37,7 +37,14 @@ def load_tasks(names: Sequence[str], folder: Path | None, say: Callable[[str], N
     manager = _manager(module, folder, has_own=True)
     unknown = next((name for name in names if not _is_known(manager, name)), None)
     if unknown is not None:
-        raise _unknown(unknown, local.all_tasks or manager.all_tasks, manager.all_tasks)
+        listed = local.all_tasks or manager.all_tasks
+        near = difflib.get_close_matches(unknown, manager.all_tasks, n=3) or listed[:_LISTED_NAMES]
+        raise OptionError(
+            f"there is no task `{unknown[:80]}`",
+            f"did you mean {', '.join(near)}? A folder of task files is named by `--include-path`"
+            if near
+            else "name the folder of its task file with `--include-path`",
+        )
     try:
         return _loaded(manager, names)
     except KeyError as error:
@@ -52,22 +59,12 @@ def _is_known(manager: Any, name: str) -> bool:
     return name in manager.task_index or (name.endswith((".yaml", ".yml")) and Path(name).is_file())
 
 
-def _unknown(name: str, listed: Sequence[str], known: Sequence[str]) -> OptionError:
-    near = difflib.get_close_matches(name, known, n=3) or listed[:_LISTED_NAMES]
-    return OptionError(
-        f"there is no task `{name[:80]}`",
-        f"did you mean {', '.join(near)}? A folder of task files is named by `--include-path`"
-        if near
-        else "name the folder of its task file with `--include-path`",
-    )
-
-
 def _loaded(manager: Any, names: Sequence[str]) -> dict[str, Any]:
     """Load tasks one after the other, so that an error names its task."""
     loaded: list[Any] = []
     for name in dict.fromkeys(names):
         try:
-            found = manager.load([name])
+            listed = manager.load([name])
         except (MoecError, KeyError):
             raise
         except (Exception, SystemExit) as error:  # task files hold code, and their data come from anywhere
@@ -75,7 +72,7 @@ def _loaded(manager: Any, names: Sequence[str]) -> dict[str, Any]:
                 f"the task `{name}` could not be loaded: {_reason(error)}",
                 "check its task file; without a network, it needs local data: see docs/guides/measure-and-tune.md",
             ) from error
-        loaded += found.get("groups", {}).values() or found["tasks"].values()
+        loaded += listed.get("groups", {}).values() or listed["tasks"].values()
     try:
         tasks: dict[str, Any] = manager.load(loaded)
     except ValueError as error:

@@ -74,14 +74,14 @@ def infer_task(row: Mapping[str, object], place: str) -> Task:
     best = [task for task in fits if len(task.row_fields) == most]
     if len(best) == 1:
         return best[0]
-    found = ", ".join(f"`{' '.join(name.split())[:_SHOWN_CHARACTERS]}`" for name in sorted(row)[:10]) or "none"
+    fields = ", ".join(f"`{' '.join(name.split())[:_SHOWN_CHARACTERS]}`" for name in sorted(row)[:10]) or "none"
     if not best:
         lines = "".join(f"\n- {line}" for line in _task_lines(row))
         raise DataError(
-            f"{place}: expected the fields of a known task, found {found}"
+            f"{place}: expected the fields of a known task, found {fields}"
             + (f"; a task file of these lines would do{lines}" if lines else ""),
             ("write them to `NAME.toml` and add `--task NAME.toml`, or " if lines else "")
             + f"rename the fields; the tasks and their fields are {_known()}",
         )
     names = " and ".join(task.name for task in best)
-    raise DataError(f"{place}: the fields {found} fit the tasks {names}", "choose one with `--task`")
+    raise DataError(f"{place}: the fields {fields} fit the tasks {names}", "choose one with `--task`")

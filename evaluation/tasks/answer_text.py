@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..metrics import Scores
-from .numbers import answer_number
 
 TEXT, NUMBER = "text", "number"
 COMPARISONS = (TEXT, NUMBER)
-
-
-class Pattern(Protocol):
-    """A regular expression of RE2."""
-
-    @property
-    def groups(self) -> int:
-        """Number of groups."""
-
-    def search(self, text: str, /) -> Any:
-        """Return the first match, or None."""
+_NUMBER = r"[+-]?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+_MARKED = re.compile(r"####[ \t]*\$?(" + _NUMBER + ")")
+_ANYWHERE = re.compile(r"(?:(?<![\w.)])[+-])?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerText:
     """The part of an answer that is compared.
 
-    pattern: the first match is the answer, or its first group if it has one. None: the whole text.
+    pattern: a regular expression of RE2, or None for the whole text. The first match is the answer, or its first group.
     compare: `text`, or `number` for the number after `####`, else the last number.
     """
 
-    pattern: Pattern | None = None
+    pattern: Any = None
     compare: str = TEXT
 
     def found(self, text: str) -> str | None:
@@ -58,20 +50,41 @@ class AnswerText:
 
     def reference(self, text: str) -> str:
         """Return the compared part of a reference; the whole text without a match."""
-        found = self.found(text)
-        return text if found is None else found
+        matched = self.found(text)
+        return text if matched is None else matched
 
     def exact_match(self, predictions: Sequence[str], references: Sequence[str]) -> Scores:
         """Return 1 where prediction and reference are equal, else 0; [n]. Without a number the score is 0."""
-        same: Callable[[str, str], bool] = _same_number if self.compare == NUMBER else _same_text
-        pairs = zip(predictions, references, strict=True)
-        return np.array([float(same(self.prediction(p), self.reference(r))) for p, r in pairs], dtype=np.float64)
+        scores = []
+        for prediction, reference in zip(
+            map(self.prediction, predictions), map(self.reference, references), strict=True
+        ):
+            if self.compare == NUMBER:
+                number = answer_number(prediction)
+                scores.append(float(number is not None and number == answer_number(reference)))
+            else:
+                scores.append(float(prediction.strip() == reference.strip()))
+        return np.array(scores, dtype=np.float64)
 
 
-def _same_text(prediction: str, reference: str) -> bool:
-    return prediction.strip() == reference.strip()
+def answer_number(text: str) -> str | None:
+    """Return the answer in a solution: the first number after `####`, else the last number of the text.
+
+    Equal numbers give equal strings: no commas, currency sign, plus, leading zeros, or trailing zeros after the point.
+    None if there is no number.
+    Digits and minus are ASCII, and digits in groups are joined by commas alone, as in the graders of GSM8K and of
+    lm-evaluation-harness. So scores compare with published ones.
+    """
+    marked = _MARKED.search(text)
+    if marked:
+        return _plain_number(marked.group(1))
+    numbers = _ANYWHERE.findall(text)
+    return _plain_number(numbers[-1]) if numbers else None
 
 
-def _same_number(prediction: str, reference: str) -> bool:
-    number = answer_number(prediction)
-    return number is not None and number == answer_number(reference)
+def _plain_number(text: str) -> str:
+    digits = text.replace(",", "").replace("$", "").lstrip("+-")
+    whole, _, fraction = digits.partition(".")
+    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
+    value = f"{whole}.{fraction}" if fraction else whole
+    return "-" + value if text.startswith("-") and value != "0" else value

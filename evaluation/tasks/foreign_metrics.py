@@ -35,7 +35,7 @@ class ForeignMetric:
 
     def scores(self, predictions: Sequence[str], references: Sequence[str]) -> Scores:
         """Return the value of each item, [n]. Raises DataError for an item without a finite value."""
-        found = []
+        values = []
         for at, (prediction, reference) in enumerate(zip(predictions, references, strict=True)):
             try:
                 value = float(self.compute(predictions=[prediction], references=[reference])[self.key])
@@ -49,8 +49,8 @@ class ForeignMetric:
                     f"item {at}: the metric `{self.name}` gives {value}, expected a finite value",
                     "take another `--metric`",
                 )
-            found.append(value)
-        return np.array(found, dtype=np.float64)
+            values.append(value)
+        return np.array(values, dtype=np.float64)
 
 
 def foreign_metric(name: str, trusts_code: bool) -> ForeignMetric:
@@ -80,7 +80,7 @@ def foreign_metric(name: str, trusts_code: bool) -> ForeignMetric:
             f"the metric `{place}` does not take texts as predictions and references: {_reason(error)}",
             "choose a metric of generated text",
         ) from error
-    numbers = [own for own, value in (values or {}).items() if isinstance(value, (int, float))]
+    numbers = [value_name for value_name, value in (values or {}).items() if isinstance(value, (int, float))]
     chosen = key or (short if short in numbers else numbers[0] if len(numbers) == 1 else "")
     if chosen not in numbers:
         raise OptionError(
@@ -93,7 +93,7 @@ def foreign_metric(name: str, trusts_code: bool) -> ForeignMetric:
 def _loaded(place: str) -> Any:
     """Load a metric by `evaluate.load`."""
     evaluate = load("evaluate", "this metric")
-    held, evaluate.config.HF_MODULES_CACHE = evaluate.config.HF_MODULES_CACHE, _code_folder().name
+    code_folder, evaluate.config.HF_MODULES_CACHE = evaluate.config.HF_MODULES_CACHE, _code_folder().name
     try:
         return evaluate.load(place, keep_in_memory=True, cache_dir=_code_folder().name)
     except BaseException as error:  # `evaluate` and code of others raise errors of many kinds
@@ -103,7 +103,7 @@ def _loaded(place: str) -> Any:
             "give a folder with `NAME.py`, or the name of a metric on the hub",
         ) from error
     finally:
-        evaluate.config.HF_MODULES_CACHE = held
+        evaluate.config.HF_MODULES_CACHE = code_folder
 
 
 @cache

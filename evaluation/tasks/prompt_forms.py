@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from moec.manifests.errors import OptionError
 
@@ -37,22 +36,6 @@ class Example:
     fields: Mapping[str, str]
 
 
-class PromptForm(Protocol):
-    """Makes the prompts of a task.
-
-    separator: text between the prompt and its answer.
-    """
-
-    @property
-    def separator(self) -> str:
-        """Text between the prompt and its answer."""
-        ...
-
-    def prompt(self, solved: Sequence[Example], asked: Example) -> str:
-        """Return the text that the model continues."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class TemplateForm:
     """Prompts by a user's template. It receives the fields of the item, and `shots`.
@@ -64,13 +47,13 @@ class TemplateForm:
     separator: str = " "
     uses_shots: bool = True
 
-    def prompt(self, solved: Sequence[Example], asked: Example) -> str:
+    def prompt(self, solved: Sequence[Example], question: Example) -> str:
         """Return the rendered template. Raises OptionError if it has no place for solved examples."""
         if solved and not self.uses_shots:
             raise OptionError(
                 "`--shots` has no effect: the template does not name `shots`", "use them, or drop `--shots`"
             )
-        return self.render({**asked.fields, "shots": [dict(example.fields) for example in solved]})
+        return self.render({**question.fields, "shots": [dict(example.fields) for example in solved]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +70,17 @@ class ChatForm:
     turn: TemplateForm | None = None
     separator: str = ""
 
-    def prompt(self, solved: Sequence[Example], asked: Example) -> RenderedPrompt:
+    def prompt(self, solved: Sequence[Example], question: Example) -> RenderedPrompt:
         """Return the text before the assistant's next message."""
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for example in solved:
             messages.append({"role": "user", "content": self._turn(example)})
             messages.append({"role": "assistant", "content": example.answer.strip()})
-        messages.append({"role": "user", "content": self._turn(asked)})
+        messages.append({"role": "user", "content": self._turn(question)})
         return RenderedPrompt(self.render(messages))
 
     def _turn(self, example: Example) -> str:
         return example.question.strip() if self.turn is None else self.turn.prompt((), example)
+
+
+PromptForm = TemplateForm | ChatForm

@@ -16,7 +16,7 @@ from moec.manifests.files.strict_toml import load_strict_toml
 
 from ..optional import load
 from .answer_metrics import EXACT_MATCH, PERPLEXITY, answer_metric
-from .answer_text import COMPARISONS, TEXT, AnswerText, Pattern
+from .answer_text import COMPARISONS, TEXT, AnswerText
 from .base import Item, Task, places
 from .choices import choices_of, listed_item
 
@@ -73,7 +73,7 @@ def _plain(path: Path, data: bytes) -> dict[str, Any]:
         if key not in KEYS:
             raise InputError(f"`{path}`: unknown key `{key[:80]}`", f"the keys are {', '.join(KEYS)}")
         kind, expected = KEYS[key]
-        is_right = all(isinstance(part, str) for part in value) if isinstance(value, list) else type(value) is kind
+        is_right = all(isinstance(text, str) for text in value) if isinstance(value, list) else type(value) is kind
         if not is_right or isinstance(value, list) is not (kind is list):
             raise _fault(path, key, expected, value)
     return plain
@@ -113,16 +113,8 @@ def _task(path: Path, plain: Mapping[str, Any], digest: str, trusts_code: bool) 
     text = AnswerText(_pattern(path, plain), plain.get("compare", TEXT))
     if text.compare not in COMPARISONS:
         raise _fault(path, "compare", " or ".join(COMPARISONS), text.compare)
-    own = answer_metric(metric, text, lower_is_better=plain.get("lower_is_better", False), trusts_code=trusts_code)
-    return Task(
-        **common,
-        metrics=own.metrics,
-        score=own.score,
-        higher_is_better=own.higher_is_better,
-        score_range=own.score_range,
-        max_new_tokens=length,
-        answer_text=text,
-    )
+    scoring = answer_metric(metric, text, lower_is_better=plain.get("lower_is_better", False), trusts_code=trusts_code)
+    return Task(**common, **scoring, max_new_tokens=length, answer_text=text)
 
 
 def _choice_task(path: Path, plain: Mapping[str, Any], common: dict[str, Any], metric: str) -> Task:
@@ -152,7 +144,7 @@ def _choice_task(path: Path, plain: Mapping[str, Any], common: dict[str, Any], m
     )
 
 
-def _pattern(path: Path, plain: Mapping[str, Any]) -> Pattern | None:
+def _pattern(path: Path, plain: Mapping[str, Any]) -> Any:
     """Return the compiled `filter`, or None. RE2 searches in time proportional to the length of an answer.
 
     Raises InputError, and MissingDependency without `re2`.
@@ -163,12 +155,12 @@ def _pattern(path: Path, plain: Mapping[str, Any]) -> Pattern | None:
     options = re2.Options()
     options.log_errors = False
     try:
-        pattern: Pattern = re2.compile(plain["filter"], options)
+        pattern = re2.compile(plain["filter"], options)
     except re2.error as error:
         reason = error.args[0]
-        told = reason.decode("utf-8", "replace") if isinstance(reason, bytes) else str(reason)
+        reason_text = reason.decode("utf-8", "replace") if isinstance(reason, bytes) else str(reason)
         raise InputError(
-            f"`{path}`: `filter` is no regular expression that RE2 takes: {told[:_SHOWN_CHARACTERS]}",
+            f"`{path}`: `filter` is no regular expression that RE2 takes: {reason_text[:_SHOWN_CHARACTERS]}",
             "repair it; RE2 has neither lookaround nor backreferences",
         ) from error
     if pattern.groups > 1:
@@ -182,6 +174,6 @@ def _refuse_keys(path: Path, plain: Mapping[str, Any], reason: str, *keys: str) 
             raise InputError(f"`{path}`: `{key}` has no effect with {reason}", "leave it out")
 
 
-def _fault(path: Path, key: str, expected: str, found: object) -> InputError:
-    shown = json.dumps(found, default=str, ensure_ascii=False)[:80]
+def _fault(path: Path, key: str, expected: str, value: object) -> InputError:
+    shown = json.dumps(value, default=str, ensure_ascii=False)[:80]
     return InputError(f"`{path}`: `{key}` must be {expected}, found {shown}", f"repair the key; {_SEE}")

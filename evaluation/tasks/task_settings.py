@@ -115,19 +115,19 @@ class TaskSettings:
         return replace(task, form=form, stop=stop, settings={**task.settings, **settings})
 
     def _form(self, templates: Templates) -> tuple[PromptForm, dict[str, str]]:
-        settings, own = dict[str, str](), None
+        settings, form = dict[str, str](), None
         if self.prompt_template is not None:
             template = templates.prompt(Path(self.prompt_template))
-            own = TemplateForm(template.render, _separator(template.content), b"shots" in template.content)
+            form = TemplateForm(template.render, _separator(template.content), b"shots" in template.content)
             settings["prompt_template_sha256"] = hashlib.sha256(template.content).hexdigest()
         if not self.chat:
-            assert own is not None  # one of the two is asked for
-            return own, settings
+            assert form is not None  # one of the two is asked for
+            return form, settings
         chat = templates.chat()
         settings["chat_template_sha256"] = hashlib.sha256(chat.content).hexdigest()
         if self.system is not None:
             settings["system"] = self.system
-        return ChatForm(chat.render, self.system, own), settings
+        return ChatForm(chat.render, self.system, form), settings
 
     def _with_metric(self, task: Task) -> Task:
         if self.metric is None:
@@ -149,13 +149,7 @@ class TaskSettings:
             lower_is_better=self.lower_is_better,
             trusts_code=self.trusts_metric_code,
         )
-        return replace(
-            task,
-            metrics=metric.metrics,
-            score=metric.score,
-            higher_is_better=metric.higher_is_better,
-            score_range=metric.score_range,
-        )
+        return replace(task, **metric)
 
 
 def _separator(template: bytes) -> str:

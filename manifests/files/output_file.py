@@ -226,7 +226,9 @@ def check_output(path: Path) -> None:
     if place.descriptor is not None:
         return
     if os.path.lexists(place.path) and not os.access(place.path, os.W_OK):
-        raise InputError(f"`{path}` cannot be written: {_access_reason(place.path)}", _REMEDY)
+        is_read_only = bool(os.statvfs(place.path).f_flag & os.ST_RDONLY)
+        reason = os.strerror(errno.EROFS if is_read_only else errno.EACCES)
+        raise InputError(f"`{path}` cannot be written: {reason}", _REMEDY)
     if not place.is_stream:
         if _is_mount_point(place.path):
             raise InputError(f"`{path}` is a mount point, so it cannot be replaced", "mount its folder instead")
@@ -262,17 +264,17 @@ def check_folder(path: Path, suffix: str = "") -> None:
 def made_folders(path: Path, system: FileSystem | None = None) -> Iterator[None]:
     """Make the missing folders above `path`. Folders that are empty at the end are removed. Raises OSError."""
     system = FileSystem() if system is None else system
-    made = list[Path]()
+    new_folders = list[Path]()
     try:
         for folder in reversed(path.parents):
             if not folder.is_dir():
                 with contextlib.suppress(FileExistsError):  # another process was first
                     system.make_directory(folder)
-                    made.append(folder)
+                    new_folders.append(folder)
                     system.sync_directory(folder.parent)
         yield
     finally:
-        for folder in reversed(made):
+        for folder in reversed(new_folders):
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -327,9 +329,9 @@ def _find_place(path: Path) -> _Place:
 
 def _own_descriptor(path: Path) -> int | None:
     """Return the descriptor of this process that a path like `/dev/stdout` or `/dev/fd/3` names. Raises OSError."""
-    own = f"/proc/{os.getpid()}/fd"
+    descriptors = f"/proc/{os.getpid()}/fd"
     for _ in range(_MAX_LINKS):
-        if path.name.isdecimal() and os.path.realpath(path.parent) == own:
+        if path.name.isdecimal() and os.path.realpath(path.parent) == descriptors:
             return int(path.name)
         if not path.is_symlink():
             return None
@@ -366,11 +368,6 @@ def _try_new_file(folder: Path) -> None:
     tried = temporary_path(folder / "moec")
     os.close(os.open(tried, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     tried.unlink()
-
-
-def _access_reason(path: Path) -> str:
-    is_read_only = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
-    return os.strerror(errno.EROFS if is_read_only else errno.EACCES)
 
 
 def _is_mount_point(path: Path) -> bool:

@@ -66,8 +66,8 @@ def check_structure(data: bytes, limits: JsonLimits) -> None:
     _check_depth(bytes(brackets), limits.depth)
 
 
-def _check_count(what: str, found: int, most: int) -> None:
-    if found > most:
+def _check_count(what: str, count: int, most: int) -> None:
+    if count > most:
         raise ValueError(f"it has more than {most} {what}")
 
 
@@ -97,10 +97,10 @@ def shown(value: Any) -> str:
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a field occurs twice")
-    return found
+    return members
 
 
 def _reject_constant(name: str) -> float:

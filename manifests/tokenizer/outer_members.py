@@ -71,12 +71,12 @@ def _has_plain_vocabulary(data: bytes, start: int) -> bool:
     return not any(_ends_name(data, at) for at in _places(data, b":", data.find(b"[", merges), len(data)))
 
 
-def _places(data: bytes, part: bytes, start: int, end: int) -> Iterator[int]:
+def _places(data: bytes, sought: bytes, start: int, end: int) -> Iterator[int]:
     """Yield the positions of a part in a range of bytes."""
-    at = data.find(part, start, end)
+    at = data.find(sought, start, end)
     while at >= 0:
         yield at
-        at = data.find(part, at + 1, end)
+        at = data.find(sought, at + 1, end)
 
 
 def _before(data: bytes, at: int) -> int:
@@ -95,18 +95,18 @@ def _ends_name(data: bytes, colon: int) -> bool:
 
 def _members(beginning: bytes) -> dict[str, Any] | None:
     """Return the members of an object that is cut before another name; None if the bytes are something else."""
-    kept = beginning.rstrip(_BLANKS)
-    kept = kept[:-1] if kept.endswith(b",") else kept
+    members = beginning.rstrip(_BLANKS)
+    members = members[:-1] if members.endswith(b",") else members
     try:
-        found = json.loads(kept + b"}", object_pairs_hook=without_duplicates)
+        plain = json.loads(members + b"}", object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return plain if isinstance(plain, dict) else None
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the members of an object, for json.loads. Raises ValueError if a name occurs twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a name occurs twice in one object")
-    return found
+    return members

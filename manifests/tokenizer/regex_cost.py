@@ -114,10 +114,10 @@ class _Parser:
         self._text, self._at, self._depth = pattern, 0, 0
 
     def parse(self) -> tuple[tuple[_Node, ...], ...]:
-        found = self._alternatives()
+        alternatives = self._alternatives()
         if self._at < len(self._text):
             raise self._error()
-        return found
+        return alternatives
 
     def _error(self) -> CostlyPattern:
         return CostlyPattern(f"is not understood at character {self._at}")
@@ -126,12 +126,12 @@ class _Parser:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise CostlyPattern(f"is nested more than {_MAX_DEPTH} deep")
-        found = [self._sequence()]
+        alternatives = [self._sequence()]
         while self._text.startswith("|", self._at):
             self._at += 1
-            found.append(self._sequence())
+            alternatives.append(self._sequence())
         self._depth -= 1
-        return tuple(found)
+        return tuple(alternatives)
 
     def _sequence(self) -> tuple[_Node, ...]:
         nodes = list[_Node]()
@@ -307,7 +307,7 @@ def _own_cost(node: _Node) -> _Count:
     total = _Count(0)
     for sequence in node.alternatives:
         total = total.plus(_cost_of(sequence, is_last=True))
-    if node.kind == "look" and any(_is_unbounded(inner) for part in node.alternatives for inner in part):
+    if node.kind == "look" and any(_is_unbounded(inner) for sequence in node.alternatives for inner in sequence):
         return total.plus(_Count(0, 1))  # the text it has read is read again at the next position
     return total
 

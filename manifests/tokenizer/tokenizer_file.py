@@ -8,7 +8,7 @@ The vocabulary, nearly all of the bytes, is not parsed here if the file has the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,6 @@ from ..files.limits import (
     MAX_WORD_CHARACTERS,
 )
 from .charsmap import DamagedCharsmap, check_charsmap
-from .empty_matches import check_empty_matches
 from .outer_members import outer_members, without_duplicates
 from .regex_cost import CostlyPattern, check_pattern
 
@@ -63,7 +62,7 @@ def check_tokenizer(data: bytes) -> TokenizerBounds:
     try:
         for name in _SECTIONS:
             growth[name] = _growth_of(name, sections.get(name))
-        check_empty_matches(sections)
+        _check_empty_matches(sections)
         _check_model(sections.get("model"))
         _check_added_tokens(sections.get("added_tokens"), len(data))
     except CostlyPattern as error:
@@ -86,12 +85,12 @@ def _parsed(data: bytes) -> dict[str, Any]:
     if containers > MAX_TOKENIZER_CONTAINERS:
         raise UnsafeTokenizer(f"{containers} lists and objects are more than the limit of {MAX_TOKENIZER_CONTAINERS}")
     try:
-        found = json.loads(data, object_pairs_hook=without_duplicates)
+        plain = json.loads(data, object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise UnsafeTokenizer(str(error)[:200]) from error
-    if not isinstance(found, dict):
+    if not isinstance(plain, dict):
         raise UnsafeTokenizer("expected an object")
-    return found
+    return plain
 
 
 # -- steps of the sections ---------------------------------------------------------------------------------------------
@@ -252,6 +251,35 @@ _STEPS: dict[str, dict[str, _Check]] = {
         "Fuse": 1, "Strip": _strip_decoder, "ByteFallback": 3,
     },
 }  # fmt: skip
+
+
+def _check_empty_matches(sections: Mapping[str, Any]) -> None:
+    """Refuse a normalizer that inserts text at an empty match before a byte-level pre-tokenizer.
+
+    The tokenizers library panics on such a text. With other pre-tokenizers the same normalizer works.
+
+    sections: `normalizer` and `pre_tokenizer` of a `tokenizer.json`, each None if it is missing.
+    Raises CostlyPattern.
+    """
+    if not any(step.get("type") == "ByteLevel" for step in _steps_of(sections.get("pre_tokenizer"))):
+        return
+    for step in _steps_of(sections.get("normalizer")):
+        pattern = step.get("pattern")
+        if step.get("type") != "Replace" or not step.get("content") or not isinstance(pattern, Mapping):
+            continue
+        regex = pattern.get("Regex")
+        if pattern.get("String") == "" or (isinstance(regex, str) and check_pattern(regex) == 0):
+            raise CostlyPattern("of a normalizer matches an empty text, and byte-level parts cannot follow it")
+
+
+def _steps_of(step: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of a section, also those inside sequences."""
+    if not isinstance(step, Mapping):
+        return
+    yield step
+    for name in ("normalizers", "pretokenizers"):
+        for inner in step.get(name) or ():
+            yield from _steps_of(inner)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

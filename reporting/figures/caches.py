@@ -77,8 +77,10 @@ def cache_chart(
     policies = list(dict.fromkeys(row.policy for row in rows))
     series = []
     for number, policy in enumerate(policies):
-        own = [row for row in rows if row.policy == policy]
-        points = [Point(row.share, value(row), f"{policy}, {row.share:.0%}: {text(value(row))}") for row in own]
+        rows_of_policy = [row for row in rows if row.policy == policy]
+        points = [
+            Point(row.share, value(row), f"{policy}, {row.share:.0%}: {text(value(row))}") for row in rows_of_policy
+        ]
         series.append(Series(policy, points, number % 7, "dot", is_line=True, is_dashed=policy == OPTIMUM))
     x = Scale(0.0, 1.0, "cache, share of all routed experts", short_share)
     y = Scale(0.0, 1.03 * most, label, tick, unit=unit)

@@ -1,4 +1,4 @@
-"""Loss and KL over bytes: the plans that the search measured, the baselines, and the bundle."""
+"""Loss and KL over bytes of measured plans, baselines and the bundle, and a table of the plans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ..curves import Curve
 from ..svg.chart import Chart, Point, Series
 from ..svg.scale import Scale, scale_of
-from ..text import figure, nats_text, note, number, section, share_text, size_text, size_unit, tick_share
+from ..text import figure, nats_text, note, number, section, share_text, size_text, size_unit, table, tick_share
 
 _OWN, _REFUSED, _SWAPS, _OTHERS = 0, 6, 5, 1
 _OF_THE_SEARCH = ("search", "swaps", "plan", "most precise", "sweep")
@@ -16,6 +16,7 @@ _SHOWN_TARGETS = 3.0
 """Losses above this multiple of the target are not drawn. They would hide the others."""
 _BASELINE_COLOURS = (1, 2, 3, 4)
 _LEAST_KL = 1e-9
+_MOST_ROWS = 1000
 
 
 def loss_section(quality: Mapping[str, Any], curves: Sequence[Curve]) -> str:
@@ -45,28 +46,28 @@ def loss_section(quality: Mapping[str, Any], curves: Sequence[Curve]) -> str:
 
 def loss_chart(quality: Mapping[str, Any], curves: Sequence[Curve] = ()) -> Chart | None:
     """Return the chart of losses of the first task; None without a measured loss."""
-    target, kept, refused, others = quality["target"], list[Point](), list[Point](), list[Point]()
+    target, accepted, refused, others = quality["target"], list[Point](), list[Point](), list[Point]()
     most = _SHOWN_TARGETS * number(target["value"]) if target["kind"] == "loss" else float("inf")
     for trial in quality["trials"]:
         for loss in list(trial["losses"].values())[:1]:
             size = int(number(trial["expert_packed_bytes"]))
-            point = _loss_point(size, loss, f"{trial['purpose']}, {'kept' if trial['accepted'] else 'refused'}")
+            point = _loss_point(size, loss, f"{trial['purpose']}, {'accepted' if trial['accepted'] else 'refused'}")
             if point.y <= most:
                 is_own = trial["purpose"] in _OF_THE_SEARCH
-                (others if not is_own else kept if trial["accepted"] else refused).append(point)
-    own = list[Point]()
+                (others if not is_own else accepted if trial["accepted"] else refused).append(point)
+    certified = list[Point]()
     for name, task in list(quality["tasks"].items())[:1]:
         if task.get("loss") is not None:
             size = int(number(quality["sizes"]["expert_packed_bytes"]))
-            own.append(_loss_point(size, task["loss"], f"this bundle, {name}, held-out items"))
+            certified.append(_loss_point(size, task["loss"], f"this bundle, {name}, held-out items"))
     series = [
         Series("plan of a baseline", others, _OTHERS, "square"),
         Series("plan of the search, refused", refused, _REFUSED, "ring"),
-        Series("plan of the search, kept", kept, _OWN, "dot"),
+        Series("plan of the search, kept", accepted, _OWN, "dot"),
         *_curve_series(curves, lambda point: point.loss),
-        Series("this bundle, certificate", own, _OWN, "diamond"),
+        Series("this bundle, certificate", certified, _OWN, "diamond"),
     ]
-    points = [point for each in series for point in each.points]
+    points = [point for row in series for point in row.points]
     if not points:
         return None
     level = None
@@ -82,27 +83,27 @@ def loss_chart(quality: Mapping[str, Any], curves: Sequence[Curve] = ()) -> Char
 
 def kl_chart(quality: Mapping[str, Any], curves: Sequence[Curve] = ()) -> Chart | None:
     """Return the chart of KL over bytes; None without a measured KL."""
-    found, swapped = list[Point](), list[Point]()
+    searched, swapped = list[Point](), list[Point]()
     for trial in quality["trials"]:
         if trial["kl"] is None or trial["purpose"] not in ("search", "swaps", "plan", "sweep"):
             continue
         point = _kl_point(int(number(trial["expert_packed_bytes"])), number(trial["kl"]["mean"]), trial["purpose"])
-        (swapped if trial["purpose"] == "swaps" else found).append(point)
-    series, own = list[Series](), list[Point]()
+        (swapped if trial["purpose"] == "swaps" else searched).append(point)
+    series, certified = list[Series](), list[Point]()
     comparison = quality.get("comparison")
     for colour, baseline in zip(_BASELINE_COLOURS, comparison["baselines"] if comparison else [], strict=False):
         points = [_kl_point(int(number(size)), number(kl), baseline["name"]) for size, kl in baseline["frontier"]]
         series.append(Series(str(baseline["name"]), points, colour, "square", is_line=True))
     if comparison is not None:
         size = int(number(quality["sizes"]["expert_packed_bytes"]))
-        own.append(_kl_point(size, number(comparison["plan_kl"]), "this bundle"))
+        certified.append(_kl_point(size, number(comparison["plan_kl"]), "this bundle"))
     series += [
         Series("swaps at equal bytes", swapped, _SWAPS, "cross"),
-        Series("plan of the search", found, _OWN, "dot"),
+        Series("plan of the search", searched, _OWN, "dot"),
         *_curve_series(curves, lambda point: point.kl),
-        Series("this bundle", own, _OWN, "diamond"),
+        Series("this bundle", certified, _OWN, "diamond"),
     ]
-    points = [point for each in series for point in each.points]
+    points = [point for row in series for point in row.points]
     if not points:
         return None
     x = _bytes_scale(points)
@@ -137,3 +138,30 @@ def _curve_series(curves: Sequence[Curve], value: Any) -> list[Series]:
         if points:
             series.append(Series(curve.name, points, (number_of + 1) % 7, "dot", is_line=True, is_dashed=True))
     return series
+
+
+def trials_section(quality: Mapping[str, Any]) -> str:
+    """Return the section with a table of all trials."""
+    trials = quality["trials"]
+    if not trials:
+        return section("trials", "Every plan that was measured", note("None: the target named the formats."))
+    rows = [_trial_row(at, trial) for at, trial in enumerate(trials[:_MOST_ROWS], 1)]
+    header = ("", "purpose", "expert bytes", "bits per weight", "KL", "loss", "items", "verdict")
+    more = "" if len(trials) <= _MOST_ROWS else note(f"{len(trials) - _MOST_ROWS} further trials are in quality.json.")
+    shown = f"<details><summary>{len(trials)} measurements</summary>{table(header, rows, 'trials')}{more}</details>"
+    return section("trials", "Every plan that was measured", shown)
+
+
+def _trial_row(at: int, trial: Mapping[str, Any]) -> tuple[str, ...]:
+    losses = list(trial["losses"].values())
+    accepted = trial["accepted"]
+    return (
+        str(at),
+        str(trial["purpose"]),
+        f"{int(number(trial['expert_packed_bytes'])):,}",
+        f"{number(trial['bits_per_weight']):.3f}",
+        "" if trial["kl"] is None else nats_text(number(trial["kl"]["mean"])),
+        ", ".join(share_text(number(loss["loss"])) for loss in losses),
+        ", ".join(f"{int(number(loss['n'])):,}" for loss in losses),
+        "" if accepted is None else "kept" if accepted else "refused",
+    )

@@ -43,12 +43,12 @@ class Maps:
             "leftOut": [list(row) for row in self.left_out],
             "maps": {
                 name: {
-                    "title": each.title,
-                    "unit": each.unit,
-                    "log": each.is_log,
-                    "values": [[rounded(value) for value in row] for row in each.values],
+                    "title": expert_map.title,
+                    "unit": expert_map.unit,
+                    "log": expert_map.is_log,
+                    "values": [[rounded(value) for value in row] for row in expert_map.values],
                 }
-                for name, each in self.maps.items()
+                for name, expert_map in self.maps.items()
             },
         }
 
@@ -96,7 +96,9 @@ def _grid(rows: Sequence[Sequence[Any]]) -> list[list[float]]:
 
 def map_section(maps: Maps) -> str:
     """Return the section with the canvas and its controls. The script fills it."""
-    choices = "".join(f'<option value="{name}">{escape(each.title)}</option>' for name, each in maps.maps.items())
+    choices = "".join(
+        f'<option value="{name}">{escape(expert_map.title)}</option>' for name, expert_map in maps.maps.items()
+    )
     return section(
         "maps",
         "Experts of every layer",

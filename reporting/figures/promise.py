@@ -45,7 +45,8 @@ def _parts(manifest: BundleManifest, quality: Mapping[str, Any] | None) -> list[
     if quality is None:
         return [paragraph(_VERDICTS["not measured"]), *parts]
     verdict = str(quality["verdict"])
-    parts.insert(0, f'<p class="verdict {_css(verdict)}">{_VERDICTS.get(verdict, "The verdict is unknown.")}</p>')
+    css = verdict.replace(" ", "-") if verdict in _VERDICTS else "unknown"
+    parts.insert(0, f'<p class="verdict {css}">{_VERDICTS.get(verdict, "The verdict is unknown.")}</p>')
     scope = verdict_scope(quality)
     parts[1:1] = [paragraph(f"{scope[0].upper()}{scope[1:]}.")] if scope else []
     rows = [_task_row(name, task) for name, task in quality["tasks"].items()]
@@ -72,10 +73,6 @@ def _parts(manifest: BundleManifest, quality: Mapping[str, Any] | None) -> list[
     return parts
 
 
-def _css(verdict: str) -> str:
-    return verdict.replace(" ", "-") if verdict in _VERDICTS else "unknown"
-
-
 def target_text(quality: Mapping[str, Any] | None) -> str:
     """Return the target in words."""
     if quality is None:
@@ -90,7 +87,8 @@ def target_text(quality: Mapping[str, Any] | None) -> str:
 
 def _task_row(name: str, task: Mapping[str, Any]) -> tuple[str, ...]:
     loss, verdict = task.get("loss"), task.get("verdict")
-    interval = "" if loss is None else _interval(loss["interval95"])
+    ends = [] if loss is None else loss["interval95"]
+    interval = " to ".join("no bound" if end is None else share_text(number(end)) for end in ends)
     kl = task.get("kl")
     return (
         name,
@@ -105,15 +103,10 @@ def _task_row(name: str, task: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _interval(ends: Any) -> str:
-    low, high = (("no bound" if end is None else share_text(number(end))) for end in ends)
-    return f"{low} to {high}"
-
-
 def _gain(quality: Mapping[str, Any]) -> str:
     """Return the bytes of the baselines of the search that keep the same target."""
-    own = int(number(quality["sizes"]["expert_packed_bytes"]))
-    rows = [("this bundle", f"{own:,}", "", "")]
+    bundle_bytes = int(number(quality["sizes"]["expert_packed_bytes"]))
+    rows = [("this bundle", f"{bundle_bytes:,}", "", "")]
     for baseline in quality["comparison"]["baselines"]:
         size, equal = baseline.get("expert_packed_bytes"), baseline.get("gain_at_equal_kl")
         at_target = baseline.get("gain_at_target")

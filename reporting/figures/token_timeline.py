@@ -104,7 +104,7 @@ def _x(scale: Scale, at_ns: float) -> float:
 def side_by_side(spans: Sequence[Span]) -> list[list[Span]]:
     """Return the spans in as few rows as needed, so that none overlaps another in its row."""
     rows = list[list[Span]]()
-    for span in sorted(spans, key=lambda each: (each.begin_ns, each.end_ns)):
+    for span in sorted(spans, key=lambda timed: (timed.begin_ns, timed.end_ns)):
         free = next((row for row in rows if row[-1].end_ns <= span.begin_ns), None)
         if free is None:
             rows.append([span])

@@ -66,13 +66,13 @@ class CellMap:
             share = (value - low) / span
             group = values.index(value) if is_exact else min(int(share * len(RAMP)), len(RAMP) - 1)
             groups.setdefault(group, []).append((value, at))
-        found = []
+        share_index = []
         for group in sorted(groups):
             least, most = min(groups[group])[0], max(groups[group])[0]
             text = f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
             colour = RAMP[round((least - low) / span * (len(RAMP) - 1)) if is_exact else group]
-            found.append(Level(text, "#{:02x}{:02x}{:02x}".format(*colour), [at for _, at in groups[group]]))
-        return found
+            share_index.append(Level(text, "#{:02x}{:02x}{:02x}".format(*colour), [at for _, at in groups[group]]))
+        return share_index
 
     def to_svg(self) -> str:
         """Return the map as an SVG element."""
@@ -80,10 +80,10 @@ class CellMap:
         cell = min(_LARGEST_CELL, max(_LEAST_CELL, _MAP_HEIGHT / layers))
         height, width = round(cell * layers, 1), WIDTH - _LEFT - _RIGHT
         levels, left_out = self.levels(), [at for value, at in self._cells() if value is None]
-        drawn = [f'<path stroke="{each.colour}" d="{_runs(each.cells)}"/>' for each in levels]
+        drawn = [f'<path stroke="{level.colour}" d="{_runs(level.cells)}"/>' for level in levels]
         if left_out:
             drawn.append(f'<path style="stroke:var(--c1)" stroke-width="0.3" d="{_runs(left_out)}"/>')
-        legend = [(each.text, f"fill:{each.colour}", 10.0) for each in levels]
+        legend = [(level.text, f"fill:{level.colour}", 10.0) for level in levels]
         legend += [("left out", "fill:var(--c1)", 3.0)] if left_out else []
         bottom = _TOP + height
         whole = round(bottom + _AXIS + _LEGEND_ROW * (1 + (len(legend) - 1) // _LEGEND_COLUMNS) + 8)

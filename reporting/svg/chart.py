@@ -77,7 +77,7 @@ class Chart:
         body = [*self._grid(), *self._level()]
         for series in self.series:
             body += self._line(series) if series.is_line else []
-            body += [part for point in series.points for part in self._point(series, point)]
+            body += [element for point in series.points for element in self._point(series, point)]
         body += self._legend()
         height = self.height + _LEGEND_ROW * ((len(self._named) + 2) // 3)
         return (
@@ -99,7 +99,7 @@ class Chart:
             at = self._py(value)
             parts.append(f'<path class="grid" d="M{_LEFT} {at}H{right}"/>')
             parts.append(
-                f'<text class="tick" x="{_LEFT - 8}" y="{at + 4}" text-anchor="end">{self._text_y(value)}</text>'
+                f'<text class="tick" x="{_LEFT - 8}" y="{at + 4}" text-anchor="end">{escape(self.y.text(value))}</text>'
             )
         for value in self.x.ticks():
             at = self._px(value)
@@ -117,9 +117,6 @@ class Chart:
             f"{escape(self.y.label)}</text>"
         )
         return parts
-
-    def _text_y(self, value: float) -> str:
-        return escape(self.y.text(value))
 
     def _level(self) -> list[str]:
         if self.level is None:

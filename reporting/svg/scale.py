@@ -34,9 +34,27 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
-        """Return the values that have a tick."""
+        """Return the values that have a tick.
+
+        A linear scale has multiples of 1, 2 or 5 times a power of ten. A logarithmic one has powers of ten, and
+        multiples of them where fewer than three powers lie inside.
+        """
         low, high = self.low / self.unit, self.high / self.unit
-        return [tick * self.unit for tick in (_log_ticks(low, high) if self.is_log else _linear_ticks(low, high))]
+        if not self.is_log:
+            raw = (high - low) / _TICKS
+            power = 10.0 ** math.floor(math.log10(raw))
+            step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))
+            first = math.ceil(low / step - 1e-9)
+            count = math.floor(high / step + 1e-9) - first + 1
+            return [(first + number) * step * self.unit for number in range(count)]
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        inside = list[float]()
+        for factors in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+            multiples = [factor * 10.0**power for power in powers for factor in factors]
+            inside = [tick * self.unit for tick in multiples if low <= tick <= high]
+            if len(inside) >= 3:
+                break
+        return inside
 
 
 def scale_of(
@@ -62,23 +80,3 @@ def scale_of(
         low, high = min(low, 0.0), max(high, 0.0)
     margin = 0.06 * (high - low) or abs(high) * 0.06 or 1.0
     return Scale(low - margin if low < 0 or not from_zero else low, high + margin, label, text, unit=unit)
-
-
-def _linear_ticks(low: float, high: float) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten."""
-    raw = (high - low) / _TICKS
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))
-    first = math.ceil(low / step - 1e-9)
-    return [(first + number) * step for number in range(math.floor(high / step + 1e-9) - first + 1)]
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten, and 2 and 5 times them where fewer than three powers lie inside."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for factors in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
-        found = [factor * 10.0**power for power in powers for factor in factors]
-        inside = [value for value in found if low <= value <= high]
-        if len(inside) >= 3:
-            return inside
-    return inside

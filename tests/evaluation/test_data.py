@@ -139,23 +139,6 @@ def test_texts_stay_as_they_are_written(write) -> None:
     assert set(items.items[0]) == {"text"}
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_dataset_object_has_the_same_texts(write, tmp_path, monkeypatch) -> None:
-    pytest.importorskip("datasets")
-    items, _ = load_items(write("a.jsonl", [{"text": "2020-01-01"}, {"text": "b"}]))
-    before = sorted(tmp_path.rglob("*"))
-    monkeypatch.chdir(tmp_path)
-    assert items.to_dataset()["text"][:] == ["2020-01-01", "b"]
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_dataset_object_needs_the_extra(write, monkeypatch) -> None:
-    items, _ = load_items(write("a.jsonl", [{"text": "a"}]))
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingDependency, match=r"`datasets`.*moec\[eval\]"):
-        items.to_dataset()
-
-
 def test_identity_follows_exact_texts_and_order(write, problems) -> None:
     items, _ = load_items(write("a.jsonl", problems(0, 3)))
     assert items.sha256 == items_sha256(GSM8K, problems(0, 3))

@@ -30,14 +30,14 @@ def test_a_document_loses_its_end_and_nothing_else() -> None:
     assert fitted.items[0] == items[0] and fitted.items[1]["summary"] == "a b c" and not fitted.left_out
     # 2 words of the prompt, 3 of the summary, and the end token.
     assert fitted.items[1]["dialogue"] == " ".join(f"w{n}" for n in range(14))
-    assert fitted.told(20) == ["1 items lose the end of their text: item 1 has 46 tokens; the context has 20"]
+    assert fitted.changes(20) == ["1 items lose the end of their text: item 1 has 46 tokens; the context has 20"]
 
 
 def test_a_question_is_never_cut() -> None:
     items = [{"question": "word " * 30, "answer": "#### 1"}, {"question": "short", "answer": "#### 2"}]
     fitted = fit_items(GSM8K, items, (), Context(20, words))
     assert fitted.items == (items[1],) and not fitted.shortened
-    assert fitted.told(20) == ["1 items are left out: item 0 has 35 tokens; the context has 20"]
+    assert fitted.changes(20) == ["1 items are left out: item 0 has 35 tokens; the context has 20"]
 
 
 def test_policies() -> None:

@@ -10,8 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.evaluation.statistics import distribution_summary, relative_loss
-from moec.evaluation.stored_losses import loss_from_json, summary_from_json
+from moec.evaluation.statistics import distribution_summary, loss_from_json, relative_loss, summary_from_json
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=30), st.sampled_from([0.05, 0.0125]))

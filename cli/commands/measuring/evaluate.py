@@ -151,7 +151,7 @@ def _evaluate(
 
     _say_items(items)
     fitted = engine.fit_items(items.task, items.items, shots, long_items)
-    for sentence in fitted.told(engine.engine.memory.context):
+    for sentence in fitted.changes(engine.engine.memory.context):
         output.say(sentence)
     with ProgressBar(f"{items.task.name}, {len(fitted.items)} items") as progress:
         result = evaluate(items.task, fitted.items, engine, shots=shots, progress=progress)
