@@ -57,7 +57,7 @@ def run_check(folder: Path, memory: str | None) -> str:
     from moec.manifests.self_test import SELF_TEST_NAME
     from moec.runtime import kernels
     from moec.runtime.bundle.device_file import device_of
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.engine.self_test import run_self_test, self_test_of
     from moec.runtime.options.runtime import RuntimeOptions

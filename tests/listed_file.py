@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moec.manifests.bundle import MANIFEST_NAME, FileEntry
 from moec.manifests.codec import encode_manifest
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 
 
 def add_listed(path: Path, name: str, content: bytes) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moec.runtime import load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from tests.observed_runs import begin_trace, check_took_effect, counts, forget_mappings, replayed
 
 WAYS: tuple[dict[str, Any], ...] = (

@@ -16,8 +16,8 @@ from moec.cli.simulation.traces import replayed_bundle
 from moec.manifests.bundle import LOOKAHEAD_NAME
 from moec.profiles.probe import available_threads
 from moec.runtime import Engine, RuntimeOptions, kernels
-from moec.runtime.bundle.opening import open_bundle
-from moec.runtime.expert_cache import opening
+from moec.runtime.bundle.open_bundle import open_bundle
+from moec.runtime.expert_cache import open_cache as choice_of_cache
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.expert_cache.interface import StreamingCache
 from moec.runtime.expert_cache.native_cache import NativeCache
@@ -72,7 +72,7 @@ def check_took_effect(engine: Engine, options: RuntimeOptions) -> None:
 
 def cache_kind(engine: Engine, options: RuntimeOptions) -> type[StreamingCache]:
     """Return the class of the cache: PythonCache for encoders and without the extension, else NativeCache."""
-    if isinstance(opening.why_not_native, mock.Mock):  # tests/runtime/cache_kinds.py
+    if isinstance(choice_of_cache.why_not_native, mock.Mock):  # tests/runtime/cache_kinds.py
         return PythonCache
     is_native = engine.model.spec.encoder is None and kernels.compiled() is not None
     return NativeCache if is_native else PythonCache

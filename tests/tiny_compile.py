@@ -19,7 +19,7 @@ from moec.compiler.walker.kept_layers import NOTHING_KEPT
 from moec.compiler.workspace.durable import Disk
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
-from moec.runtime.bundle.opening import open_bundle, verify_bundle
+from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 SPLITS = {"train": 8, "validation": 8, "test": 40}

@@ -24,7 +24,7 @@ from moec.compiler.stages.eviction import routed_texts
 from moec.evaluation.data import load_splits
 from moec.evaluation.statistics import mean_interval95
 from moec.evaluation.tasks import Item
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.options.runtime import EvictionWeights
 from moec.runtime.simulation.replay import replay
 

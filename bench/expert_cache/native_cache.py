@@ -13,14 +13,14 @@ from pathlib import Path
 from unittest import mock
 
 from moec.runtime import Engine, load
-from moec.runtime.expert_cache import opening
+from moec.runtime.expert_cache import open_cache as choice_of_cache
 
 from ..runs.turns import begin, decode_in_turns, print_turns
 
 
 def opened(path: Path, expert_cache: str, is_native: bool) -> Engine:
     """Return an engine whose cache is in the extension, or in Python."""
-    with mock.patch.object(opening, "why_not_native", return_value=None if is_native else "a comparison"):
+    with mock.patch.object(choice_of_cache, "why_not_native", return_value=None if is_native else "a comparison"):
         return load(path, expert_cache=expert_cache, context=1024)
 
 

@@ -19,7 +19,7 @@ import argparse
 from pathlib import Path
 
 from moec.cli.simulation.traces import ReplayedBundle, open_traces, replayed_bundle
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice
 from moec.runtime.simulation.timeline import Advice, DeviceRates, SimulatedMachine, Timeline, predict_steps, timed_pass
 from moec.runtime.trace.trace import Trace, TracedPass

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from moec.cli.simulation.traces import ReplayedBundle, open_traces, replayed_bundle
 from moec.manifests.errors import MemoryBudgetExceeded
-from moec.runtime.bundle.opening import Bundle, open_bundle
+from moec.runtime.bundle.open_bundle import Bundle, open_bundle
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.records import ExpertRecords

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from moec.cli.simulation.traces import open_traces
-from moec.runtime.bundle.opening import Bundle, open_bundle
+from moec.runtime.bundle.open_bundle import Bundle, open_bundle
 from moec.runtime.trace.trace import Trace
 from moec.runtime.tuning.tune_file import bundle_sha256
 

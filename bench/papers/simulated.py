@@ -16,7 +16,7 @@ from moec.manifests.bundle import ExpertEntry, unit_offsets
 from moec.manifests.quant import QuantSpec
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
-from moec.runtime.bundle.opening import Bundle
+from moec.runtime.bundle.open_bundle import Bundle
 from moec.runtime.expert_cache.policies import PolicyScore
 from moec.runtime.options.runtime import Prefetch
 from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice, table_advice

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import IO
 
 from moec.manifests.bundle import DENSE_NAME
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.shipping.channel import ChannelBundle
 from moec.shipping.signatures.keys import encode_public_key
 from tests.shipping.model_bundles import Shape, channel_of, described, put_bundle, put_channel, sha256_of, write_bundle

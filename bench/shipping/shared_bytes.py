@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from moec.manifests.bundle import DENSE_NAME, BundleManifest, DenseEntry, ExpertEntry, unit_offsets
 from moec.manifests.model import ExpertKey, UnitKey
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.shipping.pull.delta import plan_delta, source_of
 
 INDEX_BYTES_PER_UNIT = 16 + 4

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moec.manifests.errors import InputError, OptionError
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.text.template_process import Message, TemplateFiles
 
 

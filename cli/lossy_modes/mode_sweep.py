@@ -202,7 +202,7 @@ class QualitySweep:
     @contextmanager
     def _opened(self, setting: dict[str, str], is_partial: bool) -> Iterator[BundleEngine]:
         from moec.runtime import kernels
-        from moec.runtime.bundle.opening import open_bundle
+        from moec.runtime.bundle.open_bundle import open_bundle
         from moec.runtime.engine.engine import Engine
 
         from ..measuring.text_engines import BundleEngine
@@ -319,7 +319,7 @@ def speed_sweep(
 ) -> list[dict[str, Any]]:
     """Time every setting on the same forced tokens, each in a new engine. Compare its logits with the lossless ones."""
     from moec.evaluation.divergence import log_softmax, summarise_divergence
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.tuning.mode_records import calibrated_deciles, measured_rows
 
     from ..measuring.decode_speed import measure_decode

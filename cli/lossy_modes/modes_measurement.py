@@ -66,7 +66,7 @@ class ModesMeasurement:
         """Return the record for quality.json. Raises MemoryBudgetExceeded."""
         from moec.compiler.walker.memory import COMPILE_PROCESS_BYTES
         from moec.profiles.memory_floor import memory_option
-        from moec.runtime.bundle.opening import open_bundle
+        from moec.runtime.bundle.open_bundle import open_bundle
         from moec.runtime.memory.budget import plan_memory
         from moec.runtime.options.runtime import RuntimeOptions, parse_cache
 

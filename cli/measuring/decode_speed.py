@@ -15,7 +15,7 @@ from ..terminal.progress_bar import ProgressBar
 if TYPE_CHECKING:
     import numpy as np
 
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.kernels.profile import KernelTimes
     from moec.runtime.options.runtime import RuntimeOptions

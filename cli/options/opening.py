@@ -13,7 +13,7 @@ from ..terminal import output
 from .profile_defaults import device_facts, say_device
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.options.runtime import RuntimeOptions
 
@@ -48,7 +48,7 @@ def open_engine(
     """
     folder = bundle_folder(path)
     from moec.runtime import kernels as runtime_kernels
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.memory.budget import require_memory_for_manifest
 

@@ -20,7 +20,7 @@ from ..terminal import output
 
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.options.runtime import RuntimeOptions
 
 _META = "moec.device"

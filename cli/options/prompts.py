@@ -9,7 +9,7 @@ from moec.manifests.errors import ContextOverflow, InputError, OptionError
 from moec.manifests.files.limits import MAX_PROMPT_BYTES, MAX_PROMPT_BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.options.runtime import RuntimeOptions
 
 

@@ -167,7 +167,7 @@ def _was_given(name: str) -> bool:
 
 def _chosen_thresholds(bundle: Path, text: str) -> str:
     """Return the thresholds of `--dynamic-precision auto`. Raises OptionError if none was measured within the loss."""
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.tuning.mode_records import choose_thresholds, low_bytes_share, measured_rows
 
     match = re.fullmatch(r"([0-9]{1,2}(?:\.[0-9]{1,6})?)%", text.strip())

@@ -12,7 +12,7 @@ import click
 from ..terminal.help_sections import section_option
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.text.sampling import SamplingOptions
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -63,7 +63,7 @@ def planned_cache_bytes(bundle: Path, options: RuntimeOptions) -> int:
     Raises the errors of `open_engine`.
     """
     import moec.runtime.engine.batch  # noqa: F401  # a run imports it, so its memory counts
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.memory.budget import plan_memory, require_machine_memory
     from moec.runtime.memory.elastic_cache import CacheBudget
 

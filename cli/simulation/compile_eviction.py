@@ -70,7 +70,7 @@ def fit_to_texts(
     """Return what `FitEviction` says."""
     from moec.compiler.request.ports import FittedEviction
     from moec.evaluation.statistics import mean_interval95
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.simulation.fitting import fit_weights
 
     with open_bundle(bundle, allow_partial=True) as opened:

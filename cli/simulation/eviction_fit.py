@@ -15,7 +15,7 @@ from .lossy_replay import Decided, LossyReplay
 from .traces import ReplayedBundle
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.expert_cache.cache_stats import CacheStats
     from moec.runtime.expert_cache.policies import PolicyScore
     from moec.runtime.options.runtime import EvictionWeights

@@ -76,7 +76,7 @@ def _noted(each: TracedPass, little: TracedPass, sure: float | None) -> TracedPa
 
 def has_little_model(path: Path, little_k: str = HALF) -> bool:
     """Return whether a bundle's model has a little model. Raises OptionError if a given number is not possible."""
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
 
     if little_k != HALF and not re.fullmatch("[1-9][0-9]{0,5}", little_k):
         raise OptionError(f"`--trace-little {little_k[:20]}` is not a number of experts", "write it like `2`, or `K/2`")

@@ -12,7 +12,7 @@ from moec.manifests.errors import OptionError
 from ..lossy_modes.mode_sweep import modes_of
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.expert_cache.policies import PolicyScore
     from moec.runtime.modes.logical_cache import LogicalCache
     from moec.runtime.modes.mode_counts import ModeCounts

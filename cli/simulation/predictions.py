@@ -12,7 +12,7 @@ from ..terminal.progress_bar import ProgressBar
 from .lossy_replay import LossyReplay
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.expert_cache.policies import PolicyScore
     from moec.runtime.options.runtime import Prefetch
     from moec.runtime.simulation.accelerator_replay import ReplayedDevice

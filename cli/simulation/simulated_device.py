@@ -13,7 +13,7 @@ from moec.manifests.sizes import parse_bytes
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
     from moec.profiles.device_parts import Gpu
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.options.runtime import Cooperation
     from moec.runtime.simulation.accelerator_replay import ReplayedDevice
     from moec.runtime.simulation.timeline import DeviceRates

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from moec.profiles.device import DeviceProfile
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.expert_cache.cache_spec import CacheSpec
     from moec.runtime.expert_cache.records import ExpertRecords

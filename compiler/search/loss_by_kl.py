@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from moec.evaluation.statistics import LossEstimate
-from moec.evaluation.statistics import loss_from_json
+from moec.evaluation.statistics import LossEstimate, loss_from_json
 
 from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan

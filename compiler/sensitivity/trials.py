@@ -19,8 +19,7 @@ from moec.evaluation.data import ItemSet
 from moec.evaluation.engine import TextEngine, no_progress
 from moec.evaluation.results import EvaluationResult
 from moec.evaluation.run import evaluate, joined
-from moec.evaluation.statistics import DistributionSummary, LossEstimate
-from moec.evaluation.statistics import loss_from_json, summary_from_json
+from moec.evaluation.statistics import DistributionSummary, LossEstimate, loss_from_json, summary_from_json
 from moec.evaluation.tasks import Item, Task
 from moec.manifests.errors import OptionError
 from moec.manifests.progress import Progress

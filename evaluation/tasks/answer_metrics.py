@@ -29,9 +29,9 @@ def answer_metric(
     check_direction(name, lower_is_better)
     if name not in OWN_METRICS:
         metric = foreign_metric(name, trusts_code)
-        names, best = (metric.name,), None
+        names, best = [metric.name], None
     else:
-        names = (name, *(kind for kind in ROUGE_KINDS if kind != name)) if name != EXACT_MATCH else (name,)
+        names = [name] if name == EXACT_MATCH else [name, *(kind for kind in ROUGE_KINDS if kind != name)]
         best = 1.0
 
     def score(predictions: Sequence[str], references: Sequence[str]) -> dict[str, Scores]:
@@ -40,7 +40,7 @@ def answer_metric(
         compared = list(map(text.prediction, predictions)), list(map(text.reference, references))
         return rouge(*compared) if name in OWN_METRICS else {metric.name: metric.scores(*compared)}
 
-    return {"metrics": names, "score": score, "higher_is_better": not lower_is_better, "score_range": best}
+    return {"metrics": tuple(names), "score": score, "higher_is_better": not lower_is_better, "score_range": best}
 
 
 def check_direction(name: str, lower_is_better: bool) -> None:

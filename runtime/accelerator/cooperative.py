@@ -7,7 +7,7 @@ The split therefore changes only the rounding of each result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..options.runtime import Cooperation
 from .dense import DenseLatency, DenseOnDevice
 from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
 from .latency import LatencyModel
-from .placement import Placement
+from .placement import ResidentExperts
 from .planner import Action, ExpertLoad, LayerPlan, expert_loads, plan_layer
 
 
@@ -60,20 +60,6 @@ class HostExperts:
     is_in_host: Callable[[int], bool] = lambda index: False
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceExperts:
-    """Experts that stay on the device.
-
-    placement: which ones, and how they fill the budget.
-    residents: by index.
-    shared: shared experts, by layer.
-    """
-
-    placement: Placement
-    residents: dict[int, DeviceExpert]
-    shared: dict[int, DeviceExpert] = field(default_factory=dict)
-
-
 class CooperativeExperts:
     """Experts of one bundle, some of them on a device.
 
@@ -88,15 +74,18 @@ class CooperativeExperts:
         self,
         device: ExpertDevice,
         host: HostExperts,
-        on_device: DeviceExperts,
+        placement: ResidentExperts,
+        residents: dict[int, DeviceExpert],
+        shared: dict[int, DeviceExpert],
         latency: LatencyModel,
         cooperation: Cooperation,
     ) -> None:
-        self.device, self.latency, self.placement = device, latency, on_device.placement
+        """residents: experts that stay on the device, by index. shared: shared experts there, by layer."""
+        self.device, self.latency, self.placement = device, latency, placement
         self.counts = CooperationCounts()
         self.cooperation: Cooperation = cooperation
         self._host = host
-        self._residents, self._shared = dict(on_device.residents), dict(on_device.shared)
+        self._residents, self._shared = dict(residents), dict(shared)
         self.dense: DenseOnDevice | None = None
         self.dense_latency: DenseLatency | None = None
         self.uses_dense, self.dense_note, self.kernels_note = False, "", ""
@@ -105,16 +94,18 @@ class CooperativeExperts:
         """Return the experts that are not on the device. The host may have to read them."""
         return [index for index in experts if index not in self._residents]
 
-    def begin(self, asked: dict[int, np.ndarray], hidden_states: np.ndarray, top_k: int, layer: int) -> LayerSplit:
+    def begin(
+        self, places_by_expert: dict[int, np.ndarray], hidden_states: np.ndarray, top_k: int, layer: int
+    ) -> LayerSplit:
         """Plan a layer and start the work that the device can do at once.
 
-        asked: for each stored expert its results, as token * top_k + rank, int [n].
+        places_by_expert: for each stored expert its results, as token * top_k + rank, int [n].
         hidden_states: float32 [T, D].
         """
-        tokens = {index: len(places) for index, places in asked.items()}
+        tokens = {index: len(places) for index, places in places_by_expert.items()}
         loads = expert_loads(tokens, self._host.sizes, self._residents, self._host.is_in_host)
         plan = plan_layer(loads, self.latency, self.cooperation)
-        by_expert = {index: _at(places, top_k) for index, places in asked.items()}
+        by_expert = {index: _at(places, top_k) for index, places in places_by_expert.items()}
         has_shared = self.uses_dense and layer in self._shared
         shared = (self._shared[layer], top_k) if has_shared else None
         split = LayerSplit(self, plan, by_expert, hidden_states, shared)
@@ -139,21 +130,17 @@ class CooperativeExperts:
     @property
     def mode(self) -> str:
         """Text of the `mode:` line: where experts run, the measured latencies, and the counts so far."""
+        dense = "" if self.dense_latency is None else self.dense_latency.to_text()
+        notes = "".join(f", {text}" for text in (dense, self.dense_note, self.kernels_note) if text)
         done = f", experts computed: {self.counts.to_text()}" if self.counts != CooperationCounts() else ""
         return (
             f"accelerator {self.device.name} for {'dense weights and ' if self.uses_dense else ''}routed experts, "
             f"cooperation {self.cooperation}, "
             f"{len(self.placement.resident)} of {len(self._host.sizes)} experts on it in "
             f"{self.placement.resident_bytes / 2**20:.1f} of {self.placement.budget_bytes / 2**20:.1f} MiB, measured: "
-            f"{self.latency.to_text()}{self._dense_text()}{done}; its sums have another order, so logits are not the "
+            f"{self.latency.to_text()}{notes}{done}; its sums have another order, so logits are not the "
             f"CPU's to the bit"
         )
-
-    def _dense_text(self) -> str:
-        return "".join(f", {text}" for text in (self._latency_text(), self.dense_note, self.kernels_note) if text)
-
-    def _latency_text(self) -> str:
-        return "" if self.dense_latency is None else self.dense_latency.to_text()
 
     def to_plain(self) -> dict[str, Any]:
         """Return the state as plain values for `--json`."""

@@ -62,8 +62,8 @@ def dense_bytes(manifest: BundleManifest, tokens: int, slots: int, context: int)
     kinds = {layer.attention.rope for layer in model.layers}
     angles = sum(context * rope.rotary_size for rope in kinds if rope is not None)
     cached = model.kv_bytes_per_position * context * slots
-    kept = _FLOAT_BYTES * (attention + head + angles) + cached + shared_bytes(manifest)
-    return kept + max(_loading_bytes(model), _pass_bytes(model, tokens, context))
+    resident_bytes = _FLOAT_BYTES * (attention + head + angles) + cached + shared_bytes(manifest)
+    return resident_bytes + max(_loading_bytes(model), _pass_bytes(model, tokens, context))
 
 
 def shared_bytes(manifest: BundleManifest) -> int:

@@ -141,10 +141,10 @@ def measure_latency(
     )
 
 
-def mean_latency(found: Sequence[LatencyModel]) -> LatencyModel:
+def mean_latency(latencies: Sequence[LatencyModel]) -> LatencyModel:
     """Return the mean of each constant over the latencies of several experts, at least one."""
-    plain = [each.to_plain() for each in found]
-    return LatencyModel(**{name: statistics.fmean(each[name] for each in plain) for name in plain[0]})
+    plain = [latency.to_plain() for latency in latencies]
+    return LatencyModel(**{name: statistics.fmean(times[name] for times in plain) for name in plain[0]})
 
 
 def median_ns(call: Callable[[], object], clock_ns: Callable[[], int], repeats: int = REPEATS) -> float:
@@ -196,8 +196,8 @@ def _time_device(
         device.synchronize()
         started_ns = clock_ns()
         device.begin(rows)
-        for rank, each in enumerate(copied):
-            device.run(each, tokens, np.full_like(tokens, rank))
+        for rank, copy in enumerate(copied):
+            device.run(copy, tokens, np.full_like(tokens, rank))
         device.launch()
         begun.append(clock_ns() - started_ns)
         device.collect(parts)

@@ -29,7 +29,7 @@ They hold two forms of its codes (1 and 4 bytes and a copy of the latter), the w
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ResidentExperts:
     """Experts that stay on the device, and how they fill the budget.
 
     resident: indices of experts, most popular first.
@@ -48,7 +48,7 @@ class Placement:
 
 def place_experts(
     sizes: Sequence[int], order: Iterable[int], budget_bytes: int, copy_slots: int, working_bytes: int, dense_bytes: int
-) -> Placement:
+) -> ResidentExperts:
     """Fill a budget with experts. An expert that does not fit is skipped; smaller ones after it may still stay.
 
     sizes: bytes of each expert on the device, [N].
@@ -68,7 +68,7 @@ def place_experts(
         if sizes[index] <= free_bytes:
             resident.append(index)
             free_bytes -= sizes[index]
-    return Placement(tuple(resident), budget_bytes - fixed - free_bytes, fixed, budget_bytes)
+    return ResidentExperts(tuple(resident), budget_bytes - fixed - free_bytes, fixed, budget_bytes)
 
 
 def working_bytes(manifest: BundleManifest, tokens: int, may_group: bool) -> int:

@@ -74,7 +74,7 @@ class LayerPlan:
 
     def count(self, action: Action) -> int:
         """Return the number of experts with this action."""
-        return sum(each is action for each in self.actions.values())
+        return sum(planned is action for planned in self.actions.values())
 
 
 def expert_loads(
@@ -146,7 +146,7 @@ def schedule(
     computed: experts that the CPU computes.
     device_ns: time that the device needs before the first copy arrives.
     """
-    jobs = [[_job(load, latency) for load in part] for part in (copies, computed)]
+    jobs = [[_job(load, latency) for load in loads] for loads in (copies, computed)]
     return _run(jobs[0], jobs[1], device_ns, slots)
 
 
@@ -255,9 +255,9 @@ class _Layer:
 
     def _least_ns(self, copies: int, moved: int) -> float:
         """Return a lower bound of the end time: the work of each side, without any waiting."""
-        copied, own, last = self.missing[:copies], self.missing[copies:], self.movable[len(self.movable) - moved :]
+        copied, on_cpu, last = self.missing[:copies], self.missing[copies:], self.movable[len(self.movable) - moved :]
         cpu_ns = (
-            sum(job.staging_ns for job in copied) + sum(job.cpu_ns for job in own) + sum(job.cpu_ns for job in last)
+            sum(job.staging_ns for job in copied) + sum(job.cpu_ns for job in on_cpu) + sum(job.cpu_ns for job in last)
         )
         device_ns = self._resident_ns - sum(job.device_ns for job in last) + sum(job.device_ns for job in copied)
         has_work = self._residents - moved + copies > 0
@@ -274,12 +274,12 @@ class _Layer:
         device_ns += self._latency.layer_ns * has_work
         begun_ns = self._latency.launch_ns * has_work
         waiting = [job for job in self.missing if job.expert in copied]
-        own = [
+        on_cpu = [
             job
             for load, job in reversed(self._ranked)
             if (job.expert in moved if load.is_resident else job.expert not in copied)
         ]
-        return _Split(frozenset(copied), frozenset(moved), *_run(waiting, own, device_ns, self._slots, begun_ns))
+        return _Split(frozenset(copied), frozenset(moved), *_run(waiting, on_cpu, device_ns, self._slots, begun_ns))
 
     def plan(self, split: _Split) -> LayerPlan:
         """Return the plan of a split."""

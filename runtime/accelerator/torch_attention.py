@@ -64,8 +64,8 @@ class TorchLinear:
             raise ValueError("matrices of one product must read the same rows")
         shape = (sum(self._sizes), matrices[0].columns)
         self._weight = torch.empty(shape, dtype=torch.float32, device=device)
-        for part, matrix in zip(torch.split(self._weight, self._sizes), matrices, strict=True):
-            unpack_into(part, matrix)
+        for rows_of_matrix, matrix in zip(torch.split(self._weight, self._sizes), matrices, strict=True):
+            unpack_into(rows_of_matrix, matrix)
         self._bias: torch.Tensor | None = None
         if any(bias is not None for bias in biases):
             whole = [
@@ -156,21 +156,17 @@ class PlacesOnDevice:
         self.slots, self.positions = self._upload(places.slots), self._upload(places.positions)
         known = np.unique(places.slots)
         if len(known) == len(places.slots):
-            self.parts = [self._one_token_each(places)]
+            slots, positions = places.slots, places.positions
+            first, end, is_even = int(slots[0]), int(positions.max()) + 1, len(set(positions.tolist())) == 1
+            is_run = np.array_equal(slots, np.arange(first, first + len(slots)))
+            where = slice(first, first + len(slots)) if is_run else self.slots
+            self.parts = [Part(self._upload(np.arange(len(slots))), where, end, is_even)]
             return
         self.parts = []
         for slot in known.tolist():
             rows = np.flatnonzero(places.slots == slot)
             end = int(places.positions[rows].max()) + 1
             self.parts.append(Part(self._upload(rows), slice(slot, slot + 1), end))
-
-    def _one_token_each(self, places: kernels.TokenPlaces) -> Part:
-        """Return the part for a pass with one token in each of its slots."""
-        slots, positions = places.slots, places.positions
-        first, end, is_even = int(slots[0]), int(positions.max()) + 1, len(set(positions.tolist())) == 1
-        is_run = np.array_equal(slots, np.arange(first, first + len(slots)))
-        where = slice(first, first + len(slots)) if is_run else self.slots
-        return Part(self._upload(np.arange(len(slots))), where, end, is_even)
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
@@ -193,34 +189,34 @@ def attend(
     sinks: [H], or None.
     """
     out = torch.empty((*query.shape[:2], values.shape[3]), dtype=torch.float32, device=query.device)
-    for part in places.parts:
-        for rows, slots in _chunks(part, _rows_at_once(part, query, keys, values)):
+    for tokens in places.parts:
+        for rows, slots in _chunks(tokens, _rows_at_once(tokens, query, keys, values)):
             queries = query[rows]
             is_one_slot = isinstance(slots, slice) and slots.stop == slots.start + 1
             queries = queries.unsqueeze(0) if is_one_slot else queries.unsqueeze(1)
             positions = places.positions[rows].view(queries.shape[:2])
-            seen = _Seen(keys[slots, :, : part.end], values[slots, :, : part.end], positions, part.is_even)
+            seen = _Seen(keys[slots, :, : tokens.end], values[slots, :, : tokens.end], positions, tokens.is_even)
             mixed = _mix(queries, seen, scale, window, sinks)
             out[rows] = mixed.reshape(len(rows), *out.shape[1:])
             del seen, mixed  # free them before the next ones are made
     return out
 
 
-def _rows_at_once(part: Part, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> int:
+def _rows_at_once(tokens: Part, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> int:
     """Return the number of queries whose temporary values fit in CHUNK_FLOATS.
 
     These are the scores, and copies of keys and values where copies are made.
     """
-    is_copied = isinstance(part.slots, torch.Tensor) or not part.is_even
+    is_copied = isinstance(tokens.slots, torch.Tensor) or not tokens.is_even
     copied = keys.shape[1] * (keys.shape[3] + 2 * values.shape[3]) if is_copied else 0
-    return max(1, CHUNK_FLOATS // (part.end * (3 * query.shape[1] + copied)))
+    return max(1, CHUNK_FLOATS // (tokens.end * (3 * query.shape[1] + copied)))
 
 
-def _chunks(part: Part, step: int) -> Iterator[tuple[torch.Tensor, slice | torch.Tensor]]:
+def _chunks(tokens: Part, step: int) -> Iterator[tuple[torch.Tensor, slice | torch.Tensor]]:
     """Yield the rows of a part, `step` at a time, with their slots."""
-    slots = part.slots
-    for first in range(0, len(part.rows), step):
-        rows = part.rows[first : first + step]
+    slots = tokens.slots
+    for first in range(0, len(tokens.rows), step):
+        rows = tokens.rows[first : first + step]
         if isinstance(slots, torch.Tensor):
             yield rows, slots[first : first + step]
         elif slots.stop == slots.start + 1:
@@ -266,10 +262,10 @@ def _mix(query: torch.Tensor, seen: _Seen, scale: float, window: int, sinks: tor
     if sinks is None:
         shares = torch.softmax(scores, dim=-1)
     else:
-        own = sinks.view(1, groups, -1, 1, 1)
-        peak = torch.maximum(scores.amax(dim=-1, keepdim=True), own)
+        sink_scores = sinks.view(1, groups, -1, 1, 1)
+        peak = torch.maximum(scores.amax(dim=-1, keepdim=True), sink_scores)
         shares = scores.sub_(peak).exp_()
-        shares = shares / (shares.sum(dim=-1, keepdim=True) + torch.exp(own - peak))
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + torch.exp(sink_scores - peak))
     mixed = shares.view(batch, groups, -1, end) @ values
     return mixed.view(batch, heads, count, -1).transpose(1, 2)
 

@@ -57,9 +57,9 @@ class TorchKVCache(KVCache):
         """Allocate device memory."""
         return torch.zeros(shape, dtype=torch.float32, device=self._device)
 
-    def copied(self, part: torch.Tensor) -> torch.Tensor:
+    def copied(self, values: torch.Tensor) -> torch.Tensor:
         """Return a copy of a part."""
-        return part.clone()
+        return values.clone()
 
 
 class TorchHead:
@@ -72,8 +72,8 @@ class TorchHead:
         """Multiply float32 [n, D], some rows at a time. Returns logits, float32 [n, V]."""
         out = np.empty((len(normed), self._rows), np.float32)
         for first in range(0, len(normed), HEAD_ROWS):
-            part = torch.from_numpy(normed[first : first + HEAD_ROWS]).to(self._device)
-            out[first : first + HEAD_ROWS] = self._linear(part)[0].cpu().numpy()
+            rows = torch.from_numpy(normed[first : first + HEAD_ROWS]).to(self._device)
+            out[first : first + HEAD_ROWS] = self._linear(rows)[0].cpu().numpy()
         return out
 
 

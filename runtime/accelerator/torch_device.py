@@ -9,7 +9,7 @@ each matrix in many small steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -19,8 +19,7 @@ import torch
 
 from .. import kernels
 from .device import COPY_SLOTS
-from .expert_form import ExpertForm, Part, expert_form
-from .image import expert_bytes, write_image
+from .image import ExpertForm, Part, expert_bytes, expert_form, write_image
 from .torch_products import LayerRows, compute_expert
 
 if TYPE_CHECKING:
@@ -151,49 +150,38 @@ class TorchDevice:
         pending, self._pending = self._pending, []
         if not pending:
             return
+        slots = [expert.slot for expert, _, _ in pending if expert.slot is not None]
         try:
-            with self._current():
+            # Triton begins kernels on the current device.
+            with torch.cuda.device(self._device) if self._is_cuda else nullcontext():
                 self._begin(pending)
         finally:
-            self._mark_done([expert.slot for expert, _, _ in pending if expert.slot is not None])
+            if self._is_cuda and slots:  # they are free at the end of what was begun
+                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                done.record(torch.cuda.current_stream(self._device))
+                for slot in slots:
+                    self._done[slot] = done
 
     def _begin(self, added: Sequence[_Added]) -> None:
         if self._grouped is None:
             self._wait_for(added)
-            self._begin_each(added)
+            for expert, tokens, ranks in added:
+                if self._rows is None:
+                    self._rows = LayerRows(torch.from_numpy(self._hidden_states).to(self._device))
+                at = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
+                out = compute_expert(expert.image, expert.form, self._rows, at)
+                self._results.append((tokens, ranks, [partial(_read, out)]))
             return
         parts = [Part(expert.image, expert.form, tokens) for expert, tokens, _ in added]
         results = self._grouped.compute(parts, self._hidden_states, lambda: self._wait_for(added))
-        tokens, ranks = (np.concatenate([each[at] for each in added]) for at in (1, 2))
-        self._results.append((tokens, ranks, results))
-
-    def _current(self) -> AbstractContextManager[None]:
-        """Make this the device on which Triton begins kernels."""
-        return torch.cuda.device(self._device) if self._is_cuda else nullcontext()
+        all_tokens, all_ranks = (np.concatenate([row[at] for row in added]) for at in (1, 2))
+        self._results.append((all_tokens, all_ranks, results))
 
     def _wait_for(self, added: Sequence[_Added]) -> None:
         """Let the device wait until the bytes of experts are there."""
         for expert, _, _ in added:
             if expert.arrived is not None:
                 torch.cuda.current_stream(self._device).wait_event(expert.arrived)
-
-    def _begin_each(self, added: Sequence[_Added]) -> None:
-        """Begin to compute experts one after another, without Triton."""
-        for expert, tokens, ranks in added:
-            if self._rows is None:
-                self._rows = LayerRows(torch.from_numpy(self._hidden_states).to(self._device))
-            at = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
-            out = compute_expert(expert.image, expert.form, self._rows, at)
-            self._results.append((tokens, ranks, [partial(_read, out)]))
-
-    def _mark_done(self, slots: list[int]) -> None:
-        """Free copy slots at the end of what was begun."""
-        if not self._is_cuda or not slots:
-            return
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(self._device))
-        for slot in slots:
-            self._done[slot] = done
 
     def collect(self, parts: np.ndarray) -> None:
         """Wait for the results and write them into parts, float32 [T, K, D]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels.reference import SWIGLU_SLOPE
-from .expert_form import ExpertForm, MatrixForm
+from .image import ExpertForm, MatrixForm
 from .torch_weights import round_activations, unpack
 
 

@@ -12,7 +12,7 @@ from moec.profiles.device import DeviceProfile
 from moec.profiles.device_json import decode_device
 
 from .files import BundleFiles
-from .opening import Bundle
+from .open_bundle import Bundle
 
 
 def stated_device(folder: Path) -> DeviceProfile | None:

@@ -13,7 +13,7 @@ from moec.manifests.files.limits import EVICTION_JSON, MAX_EVICTION_BYTES
 from moec.manifests.files.strict_json import load_strict_json
 
 from ..options.runtime import EvictionWeights, RuntimeOptions, parse_weights
-from .opening import Bundle
+from .open_bundle import Bundle
 
 FITTED_POLICY = "hobbit"
 """The policy whose weights are fitted."""
@@ -40,8 +40,8 @@ def fitted_weights(bundle: Bundle, *, verify: bool = True) -> str | None:
             raise ValueError(f"`{FITTED_POLICY}`: expected numbers of 0 to 1")
         return parse_weights(EvictionWeights(**weights).to_text()).to_text()
     except (ValueError, OptionError) as error:
-        told = error.message if isinstance(error, OptionError) else str(error)
-        raise ManifestInvalid(f"{place}: {told}", "compile the bundle again") from error
+        reason = error.message if isinstance(error, OptionError) else str(error)
+        raise ManifestInvalid(f"{place}: {reason}", "compile the bundle again") from error
 
 
 def with_fitted_weights(bundle: Bundle, options: RuntimeOptions) -> RuntimeOptions:

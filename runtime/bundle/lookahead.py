@@ -16,7 +16,7 @@ from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
 from moec.manifests.safetensors_header import HeaderError, TensorEntry, header_of
 
-from .opening import Bundle
+from .open_bundle import Bundle
 
 MAX_AHEAD = 3
 """Most layers between the running one and the one that is foreseen."""

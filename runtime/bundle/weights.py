@@ -13,7 +13,7 @@ from moec.manifests.model import UnitKey
 
 from ..kernels.packed_matrix import unpack
 from .files import COPY_AGAIN
-from .opening import Bundle
+from .open_bundle import Bundle
 
 
 @dataclass(frozen=True)

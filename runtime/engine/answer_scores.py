@@ -58,9 +58,9 @@ def score_answers(
 
     def take(index: int, logits: np.ndarray) -> None:
         prompt, answer = pairs[index]
-        own = totals[index]
-        start = own.tokens + (not prompt)
-        own.add(logits, answer[start : start + len(logits)])
+        total = totals[index]
+        start = total.tokens + (not prompt)
+        total.add(logits, answer[start : start + len(logits)])
 
     totals.update((index, AnswerTotal()) for index in range(len(pairs)))
     for group in force_answers(engine, pairs, take, decodes):

@@ -87,7 +87,11 @@ def _answers(
     """Return the answers of `generate_many` to prompts that were checked."""
     ends = _Ends(engine)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(drafts[i]))
-    waiting = [_begin(engine, i, list(prompts[i]), list(drafts[i]), limits[i], stops[i]) for i in reversed(order)]
+    waiting = []
+    for i in reversed(order):
+        limit = engine.new_tokens_limit(prompts[i], limits[i])
+        draft = list(drafts[i])[: max(0, limit - 1)]  # not longer than the room that is left
+        waiting.append(RunningSequence(i, list(prompts[i]), draft, limit, stops[i]))
     results: list[list[int]] = [[] for _ in prompts]
     free, running, done = list(range(engine.options.slots)), list[RunningSequence](), 0
     while waiting or running:
@@ -107,7 +111,11 @@ def _answers(
             progress(done, len(prompts))
         running = still
         if running and not (waiting and len(free) * 2 >= engine.options.slots):
-            _decode_once(engine, running, ends)
+            tokens = [item.produced[-1] for item in running]
+            positions = [len(item.prompt) + len(item.produced) - 1 for item in running]
+            logits = engine.decode(tokens, [item.slot for item in running], positions)
+            for item, token in zip(running, np.argmax(logits, axis=1).tolist(), strict=True):
+                ends.add(item, token)
     return results
 
 
@@ -125,14 +133,6 @@ class _Ends:
         if item.stop and not item.has_ended:
             text = self._engine.tokenizer.decode(item.produced[-STOP_WINDOW_TOKENS:])
             item.has_ended = any(stop in text for stop in item.stop)
-
-
-def _begin(
-    engine: Engine, index: int, prompt: list[int], draft: list[int], limit: int, stop: Sequence[str]
-) -> RunningSequence:
-    limit = engine.new_tokens_limit(prompt, limit)
-    # The draft must not be longer than the room that is left.
-    return RunningSequence(index, prompt, draft[: max(0, limit - 1)], limit, stop)
 
 
 def _admit(waiting: list[RunningSequence], free: list[int]) -> list[RunningSequence]:
@@ -155,21 +155,17 @@ def _prefill(engine: Engine, items: list[RunningSequence], ends: _Ends) -> None:
     texts = engine.begin_texts([item.slot for item in items], [item.prompt for item in items])
     for item, text in zip(items, texts, strict=True):
         item.prompt = text
-    for parts, hidden in text_passes(engine, [TextPart(item.slot, item.prompt + item.draft) for item in items]):
-        for part in parts:
-            item = items[part.which]
-            predicting = [row for row in range(len(part.rows)) if part.first + row >= len(item.prompt) - 1]
-            if predicting:
-                greedy = _greedy(engine, hidden[part.rows[predicting]])
-                _accept(item, part.first + predicting[0], greedy, ends)
-
-
-def _greedy(engine: Engine, hidden: np.ndarray) -> list[int]:
-    tokens: list[int] = []
     step = LOGITS_ROWS_PER_SLOT * engine.options.slots
-    for start in range(0, len(hidden), step):
-        tokens += np.argmax(engine.model.logits(hidden[start : start + step]), axis=1).tolist()
-    return tokens
+    for parts, hidden in text_passes(engine, [TextPart(item.slot, item.prompt + item.draft) for item in items]):
+        for computed in parts:
+            item = items[computed.which]
+            predicting = [row for row in range(len(computed.rows)) if computed.first + row >= len(item.prompt) - 1]
+            greedy = list[int]()
+            for start in range(0, len(predicting), step):
+                rows = computed.rows[predicting[start : start + step]]
+                greedy += np.argmax(engine.model.logits(hidden[rows]), axis=1).tolist()
+            if predicting:
+                _accept(item, computed.first + predicting[0], greedy, ends)
 
 
 def _accept(item: RunningSequence, position: int, greedy: list[int], ends: _Ends) -> None:
@@ -184,14 +180,6 @@ def _accept(item: RunningSequence, position: int, greedy: list[int], ends: _Ends
         # The row was computed from the draft. It is valid only if the draft equals the produced tokens.
         if place and item.produced[-1] != item.draft[place - 1]:
             return
-        ends.add(item, token)
-
-
-def _decode_once(engine: Engine, running: list[RunningSequence], ends: _Ends) -> None:
-    tokens = [item.produced[-1] for item in running]
-    positions = [len(item.prompt) + len(item.produced) - 1 for item in running]
-    logits = engine.decode(tokens, [item.slot for item in running], positions)
-    for item, token in zip(running, np.argmax(logits, axis=1).tolist(), strict=True):
         ends.add(item, token)
 
 
@@ -253,12 +241,14 @@ def _force_together(
     texts = engine.begin_texts(range(len(group)), [pairs[index][0] for index in group])
     sequences = [TextPart(slot, [*texts[slot], *pairs[index][1]][:-1]) for slot, index in enumerate(group)]
     for parts, hidden in text_passes(engine, sequences):
-        for part in parts:
-            predicting = [row for row in range(len(part.rows)) if part.first + row >= len(texts[part.which]) - 1]
+        for computed in parts:
+            predicting = [
+                row for row in range(len(computed.rows)) if computed.first + row >= len(texts[computed.which]) - 1
+            ]
             step = LOGITS_ROWS_PER_SLOT * engine.options.slots
             for start in range(0, len(predicting), step):
-                chunk = part.rows[predicting[start : start + step]]
-                take(group[part.which], engine.model.logits(hidden[chunk]))
+                chunk = computed.rows[predicting[start : start + step]]
+                take(group[computed.which], engine.model.logits(hidden[chunk]))
 
 
 def _force_decoded(
@@ -270,14 +260,14 @@ def _force_decoded(
     answers = [list(pairs[index][1]) for index in group]
     starts = [max(len(text), 1) for text in texts]  # after an empty prompt the first token is not scored
     sequences = [[*text, *answer] for text, answer in zip(texts, answers, strict=True)]
-    prompts = [TextPart(at, each[: starts[at]]) for at, each in enumerate(sequences)]
+    prompts = [TextPart(at, sequence[: starts[at]]) for at, sequence in enumerate(sequences)]
     for parts, hidden in text_passes(engine, prompts):
-        for part in parts:
-            if part.first + len(part.rows) == starts[part.which] < len(sequences[part.which]):
-                take(group[part.which], engine.model.logits(hidden[part.rows[-1:]]))
-    longest = max((len(each) - start for each, start in zip(sequences, starts, strict=True)), default=0)
+        for computed in parts:
+            if computed.first + len(computed.rows) == starts[computed.which] < len(sequences[computed.which]):
+                take(group[computed.which], engine.model.logits(hidden[computed.rows[-1:]]))
+    longest = max((len(sequence) - start for sequence, start in zip(sequences, starts, strict=True)), default=0)
     for step in range(longest - 1):
-        running = [at for at, each in enumerate(sequences) if starts[at] + step < len(each) - 1]
+        running = [at for at, sequence in enumerate(sequences) if starts[at] + step < len(sequence) - 1]
         positions = [starts[at] + step for at in running]
         tokens = [sequences[at][place] for at, place in zip(running, positions, strict=True)]
         logits = engine.decode(tokens, running, positions)

@@ -69,7 +69,8 @@ def beam_search(engine: Engine, prompt: Sequence[int], max_new_tokens: int, opti
             f"load the bundle with slots={options.beams}",
         )
     limit = engine.new_tokens_limit(tokens, max_new_tokens)
-    return _Search(engine, tokens, limit, options).run()
+    with engine.exclusive:
+        return _Search(engine, tokens, limit, options).run()
 
 
 class _Search:
@@ -83,10 +84,6 @@ class _Search:
         self._finished: list[Beam] = []
 
     def run(self) -> list[Beam]:
-        with self._engine.exclusive:
-            return self._run()
-
-    def _run(self) -> list[Beam]:
         engine, beams = self._engine, self._options.beams
         engine.begin_sequence()
         (prompt,) = engine.begin_texts([0], [self._prompt])

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TypeAlias
 
-import numpy as np
-
 from moec.manifests.errors import ContextOverflow, InputError
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
@@ -34,22 +32,16 @@ def score_continuations(engine: Engine, groups: Iterable[Group]) -> Iterator[lis
     Raises InputError for an empty context or an id outside the vocabulary, ContextOverflow.
     """
     read = ((list(context), continuations) for context, continuations in groups)
-    return _SharedContexts(engine).run(read) if _shares(engine) else _separately(engine, read)
-
-
-def _shares(engine: Engine) -> bool:
-    """Return whether keys and values depend on nothing but the tokens before, so that they may be used again."""
-    routers = [layer.experts.router for layer in engine.model.spec.layers]
-    has_own_rows = not any(router.capacity for router in routers)
-    return engine.is_lossless and engine.model.spec.encoder is None and has_own_rows
-
-
-def _separately(engine: Engine, groups: Iterable[Group]) -> Iterator[list[AnswerTotal]]:
-    for context, continuations in groups:
+    spec = engine.model.spec
+    # Keys and values must depend on nothing but the tokens before, so that they may be used again.
+    if engine.is_lossless and spec.encoder is None and not any(layer.experts.router.capacity for layer in spec.layers):
+        yield from _SharedContexts(engine).run(read)
+        return
+    for context, continuations in read:
         if not context:
             raise InputError("a context to score after is empty", "give it at least one token")
-        found = dict(score_answers(engine, [(context, each) for each in continuations]))
-        yield [found[at] for at in range(len(continuations))]
+        scores = dict(score_answers(engine, [(context, continuation) for continuation in continuations]))
+        yield [scores[at] for at in range(len(continuations))]
 
 
 @dataclass(slots=True)
@@ -57,25 +49,16 @@ class _Running:
     """A group in progress.
 
     slot: holds the context, or will do so.
-    kept: tokens of the context that the slot has.
+    reused: tokens of the context that the slot has.
     left: indices of continuations of several tokens that were not computed.
     """
 
     context: Sequence[int]
     continuations: Sequence[Sequence[int]]
     slot: Slot
-    kept: int
+    reused: int
     scores: list[AnswerTotal] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
-
-    def take_context(self, logits: np.ndarray) -> None:
-        """Score the first token of every continuation. logits: float32 [V], after the context."""
-        firsts = [tokens[0] for tokens in self.continuations if tokens]
-        first_scores = iter(next_token_scores(logits, firsts))
-        for at, tokens in enumerate(self.continuations):
-            self.scores.append(next(first_scores) if tokens else AnswerTotal())
-            if len(tokens) > 1:
-                self.left.append(at)
 
 
 class _SharedContexts:
@@ -97,11 +80,11 @@ class _SharedContexts:
                     batch.append(self._placed(*waiting))
                     waiting = next(groups, None)
                 self._compute_contexts(batch)
-                while any(each.left for each in batch):
+                while any(group.left for group in batch):
                     self._compute_continuations(batch)
-            for each in batch:
-                self._pool.release(each.slot)
-                yield each.scores
+            for group in batch:
+                self._pool.release(group.slot)
+                yield group.scores
 
     def _take_engine(self) -> None:
         """Begin a sequence of the engine. If another caller has used it since, its slots hold other texts."""
@@ -115,13 +98,13 @@ class _SharedContexts:
         """Return whether a group may join a batch. One that shares much with the batch can copy it afterwards."""
         if not batch:
             return True
-        kept, _ = self._pool.longest(context)
-        shared = max(common_length(each.context, context) for each in batch)
-        tokens = sum(len(each.context) - each.kept for each in batch) + len(context) - kept
+        shared_with_slot, _ = self._pool.longest(context)
+        shared = max(common_length(group.context, context) for group in batch)
+        tokens = sum(len(group.context) - group.reused for group in batch) + len(context) - shared_with_slot
         return (
             bool(self._pool.free)
             and tokens <= MAX_PASS_TOKENS
-            and min(shared, len(context) - 1) < kept + _SHARED_TOKENS
+            and min(shared, len(context) - 1) < shared_with_slot + _SHARED_TOKENS
         )
 
     def _placed(self, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> _Running:
@@ -144,38 +127,44 @@ class _SharedContexts:
         return _Running(context, continuations, placement.slot, placement.kept)
 
     def _compute_contexts(self, batch: Sequence[_Running]) -> None:
-        parts = [TextPart(each.slot.index, each.context[each.kept :], each.kept) for each in batch]
+        parts = [TextPart(group.slot.index, group.context[group.reused :], group.reused) for group in batch]
         for computed, hidden in text_passes(self._engine, parts):
-            ended = [part for part in computed if part.first + len(part.rows) == len(batch[part.which].context)]
+            ended = [
+                ending for ending in computed if ending.first + len(ending.rows) == len(batch[ending.which].context)
+            ]
             if ended:
-                logits = self._engine.model.logits(hidden[[part.rows[-1] for part in ended]])
-                for part, row in zip(ended, logits, strict=True):
-                    batch[part.which].take_context(row)
-        for each in batch:
-            each.slot.held = list(each.context)
+                logits = self._engine.model.logits(hidden[[ending.rows[-1] for ending in ended]])
+                for ending, row in zip(ended, logits, strict=True):
+                    group = batch[ending.which]
+                    first_tokens = [tokens[0] for tokens in group.continuations if tokens]
+                    first_scores = iter(next_token_scores(row, first_tokens))
+                    group.scores += [next(first_scores) if tokens else AnswerTotal() for tokens in group.continuations]
+                    group.left += [at for at, tokens in enumerate(group.continuations) if len(tokens) > 1]
+        for group in batch:
+            group.slot.held = list(group.context)
 
     def _compute_continuations(self, batch: Sequence[_Running]) -> None:
         """Compute one continuation in the slot of each group, and others in slots that are free."""
-        running = [each for each in batch if each.left]
-        placed = [(each, each.slot, each.left.pop()) for each in running]
+        running = [group for group in batch if group.left]
+        placed = [(group, group.slot, group.left.pop()) for group in running]
         free = sorted((slot for slot in self._pool.slots if slot.is_free), key=lambda slot: slot.used, reverse=True)
-        for each in cycle(running):
+        for group in cycle(running):
             if not free or not any(other.left for other in running):
                 break
-            if each.left:
-                placed.append((each, self._copied(each, free.pop()), each.left.pop()))
-        parts = [TextPart(slot.index, each.continuations[at][:-1], len(each.context)) for each, slot, at in placed]
+            if group.left:
+                placed.append((group, self._copied(group, free.pop()), group.left.pop()))
+        parts = [TextPart(slot.index, group.continuations[at][:-1], len(group.context)) for group, slot, at in placed]
         for computed, hidden in text_passes(self._engine, parts):
-            for part in computed:
-                each, _, at = placed[part.which]
-                start = part.first - len(each.context) + 1
-                for first in range(0, len(part.rows), self._rows):
-                    rows = part.rows[first : first + self._rows]
-                    targets = each.continuations[at][start + first : start + first + len(rows)]
-                    each.scores[at].add(self._engine.model.logits(hidden[rows]), targets)
+            for computed_part in computed:
+                group, _, at = placed[computed_part.which]
+                start = computed_part.first - len(group.context) + 1
+                for first in range(0, len(computed_part.rows), self._rows):
+                    rows = computed_part.rows[first : first + self._rows]
+                    targets = group.continuations[at][start + first : start + first + len(rows)]
+                    group.scores[at].add(self._engine.model.logits(hidden[rows]), targets)
 
-    def _copied(self, each: _Running, slot: Slot) -> Slot:
+    def _copied(self, group: _Running, slot: Slot) -> Slot:
         """Copy a context to a slot. What the slot held is lost."""
-        self._engine.copy_prefix(each.slot.index, slot.index, len(each.context))
-        slot.held = list(each.context)
+        self._engine.copy_prefix(group.slot.index, slot.index, len(group.context))
+        slot.held = list(group.context)
         return slot

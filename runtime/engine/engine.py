@@ -22,7 +22,7 @@ from moec.manifests.files.strict_json import shown
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..bundle.eviction_weights import with_fitted_weights
-from ..bundle.opening import Bundle, open_bundle
+from ..bundle.open_bundle import Bundle, open_bundle
 from ..layers.kv_cache import KVCache
 from ..memory.budget import require_memory_for_manifest
 from ..modes.choice import PassChoice
@@ -34,8 +34,8 @@ from ..text.token_ids import checked_ids
 from .exclusive_use import ExclusiveUse, exclusively
 from .generation_step import FinishReason, GenerationStep
 from .held_text import HeldText
-from .mode_line import CacheUse, mode_line
-from .opening import open_parts
+from .mode_line import mode_line
+from .open_engine import open_parts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # type checkers bring it; Python has it from 3.11 on
@@ -152,8 +152,8 @@ class Engine:
         dense = None if self.accelerator is None else self.accelerator.dense
         if on_device and dense is None:
             raise OptionError("no accelerator holds the dense weights", "add `--accelerator-dense device`")
-        part, kv = (dense.part, dense.kv) if on_device and dense is not None else self.dense_on_host
-        self.model.dense_part, self.kv = part, kv
+        dense_part, kv = (dense.part, dense.kv) if on_device and dense is not None else self.dense_on_host
+        self.model.dense_part, self.kv = dense_part, kv
         if self.accelerator is not None:
             self.accelerator.uses_dense = on_device
         self._sequence = next(_SEQUENCES)
@@ -167,8 +167,8 @@ class Engine:
     @property
     def mode(self) -> str:
         """The `mode:` line: the options and code paths of this run."""
-        kind = CacheUse(self.storage.mode, self._experts.holds_all, self._elastic is not None)
-        line = mode_line(self.bundle.manifest, self.options, self.memory, kind, self.code_path)
+        io, holds_all, grows = self.storage.mode, self._experts.holds_all, self._elastic is not None
+        line = mode_line(self.bundle.manifest, self.options, self.memory, self.code_path, io, holds_all, grows)
         return line if self.accelerator is None else f"{line}; {self.accelerator.mode}"
 
     @property
@@ -332,8 +332,8 @@ class Engine:
 
         An encoder has a context of its own. The decoder's text then begins with one token.
         """
-        own = len(prompt) if self.model.spec.encoder is None else 1
-        return min(max_new_tokens, self.memory.context - own + 1)
+        used = len(prompt) if self.model.spec.encoder is None else 1
+        return min(max_new_tokens, self.memory.context - used + 1)
 
     @exclusively
     def prefill(self, tokens: Sequence[int], first: int = 0) -> np.ndarray:
@@ -343,8 +343,8 @@ class Engine:
         """
         hidden = np.empty((0, self.model.spec.hidden_size), np.float32)
         for start in range(0, len(tokens), MAX_PASS_TOKENS):
-            part = tokens[start : start + MAX_PASS_TOKENS]
-            hidden = self.step(part, [0] * len(part), range(first + start, first + start + len(part)))
+            chunk = tokens[start : start + MAX_PASS_TOKENS]
+            hidden = self.step(chunk, [0] * len(chunk), range(first + start, first + start + len(chunk)))
         return hidden
 
     def _step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -408,9 +408,9 @@ class Engine:
             self.begin_texts([0], [prompt])
         out = np.empty((len(tokens), self.model.spec.vocab_size), np.float32)
         for start in range(0, len(tokens), MAX_PASS_TOKENS):
-            part = tokens[start : start + MAX_PASS_TOKENS]
-            hidden = self.step(part, [0] * len(part), range(start, start + len(part)))
-            out[start : start + len(part)] = self.model.logits(hidden)
+            chunk = tokens[start : start + MAX_PASS_TOKENS]
+            hidden = self.step(chunk, [0] * len(chunk), range(start, start + len(chunk)))
+            out[start : start + len(chunk)] = self.model.logits(hidden)
         return out
 
     @exclusively

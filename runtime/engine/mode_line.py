@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from moec.manifests.bundle import LOOKAHEAD_NAME, BundleManifest
 
 from .. import kernels
@@ -12,32 +10,29 @@ from ..model.code_path import CodePath
 from ..options.runtime import RuntimeOptions
 
 
-@dataclass(frozen=True, slots=True)
-class CacheUse:
-    """The use of a run's expert cache.
+def mode_line(
+    manifest: BundleManifest,
+    options: RuntimeOptions,
+    memory: MemoryPlan,
+    path: CodePath,
+    io: str,
+    holds_all: bool,
+    grows: bool,
+) -> str:
+    """Return the `mode:` line.
 
     io: way of reading experts: `direct`, `buffered` or `mmap`.
-    holds_all: whether all experts fit.
-    grows: whether it uses the part of the budget that short sequences leave free.
+    holds_all: whether all experts fit into the cache.
+    grows: whether the cache uses the part of the budget that short sequences leave free.
     """
-
-    io: str
-    holds_all: bool
-    grows: bool
-
-
-def mode_line(
-    manifest: BundleManifest, options: RuntimeOptions, memory: MemoryPlan, use: CacheUse, path: CodePath
-) -> str:
-    """Return the `mode:` line."""
     share = min(memory.cache_bytes / max(resident_experts_bytes(manifest), 1), 1)
     weights = f" {options.policy_weights}" if options.policy_weights else ""
     has_learned = options.uses_learned_routers and any(entry.name == LOOKAHEAD_NAME for entry in manifest.files)
-    advice = "off (all fit)" if use.holds_all else options.prefetch_text + " by learned routers" * has_learned
+    advice = "off (all fit)" if holds_all else options.prefetch_text + " by learned routers" * has_learned
     return (
-        f"mode: {'resident' if use.holds_all else 'streaming'}, {_loss_text(options, memory)}; expert cache "
-        f"{'from ' if use.grows else ''}{memory.cache_bytes / 2**20:.1f} MiB ({share:.0%} of experts), "
-        f"policy {options.policy}{weights}, prefetch {advice}, io {use.io}, readers {options.readers}, "
+        f"mode: {'resident' if holds_all else 'streaming'}, {_loss_text(options, memory)}; expert cache "
+        f"{'from ' if grows else ''}{memory.cache_bytes / 2**20:.1f} MiB ({share:.0%} of experts), "
+        f"policy {options.policy}{weights}, prefetch {advice}, io {io}, readers {options.readers}, "
         f"kernels {kernels.active()}, threads {kernels.threads()}, {path.to_text()}"
     )
 
@@ -47,6 +42,6 @@ def _loss_text(options: RuntimeOptions, memory: MemoryPlan) -> str:
     rounded = "keys and values in 16 bits" if options.kv == "float16" else ""
     if modes.is_lossless:
         return f"LOSSY ({rounded}){cold}" if rounded else f"lossless{cold}"
-    held = f", deciding by a cache of {memory.logical_cache_bytes / 2**20:.1f} MiB" if modes.reads_cache else ""
-    named = " + ".join(part for part in (modes.to_text(), rounded) if part)
-    return f"LOSSY ({named}){held}{cold}"
+    cache_text = f", deciding by a cache of {memory.logical_cache_bytes / 2**20:.1f} MiB" if modes.reads_cache else ""
+    named = " + ".join(name for name in (modes.to_text(), rounded) if name)
+    return f"LOSSY ({named}){cache_text}{cold}"

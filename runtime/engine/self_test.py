@@ -22,7 +22,7 @@ from moec.manifests.self_test import (
 )
 
 from .. import kernels
-from ..bundle.opening import Bundle
+from ..bundle.open_bundle import Bundle
 from .engine import Engine
 
 ARITHMETIC = 1
@@ -80,10 +80,10 @@ def run_self_test(engine: Engine, test: SelfTest) -> None:
         raise KernelUnavailable(
             "the self-test needs the extension, because results of numpy differ in last bits", "install moec again"
         )
-    found = logits_digest(engine, test.texts)
-    if found != test.logits_sha256:
+    digest = logits_digest(engine, test.texts)
+    if digest != test.logits_sha256:
         raise ChecksumMismatch(
-            f"`{engine.bundle.path}`: the logits of the self-test have the digest {found[:12]}, those of the compile "
+            f"`{engine.bundle.path}`: the logits of the self-test have the digest {digest[:12]}, those of the compile "
             f"{test.logits_sha256[:12]}",
             "do not run it with this build; `--kernels scalar` shows whether an instruction set fails",
         )

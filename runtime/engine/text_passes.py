@@ -44,14 +44,14 @@ def text_passes(engine: Engine, parts: Sequence[TextPart]) -> Iterator[tuple[lis
     slots: list[int] = []
     positions: list[int] = []
     computed: list[ComputedPart] = []
-    for which, part in enumerate(parts):
-        start, count = 0, len(part.tokens)
+    for which, text in enumerate(parts):
+        start, count = 0, len(text.tokens)
         while start < count:
             taken = min(count - start, MAX_PASS_TOKENS - len(tokens))
-            first = part.first + start
+            first = text.first + start
             computed.append(ComputedPart(which, first, np.arange(len(tokens), len(tokens) + taken)))
-            tokens += part.tokens[start : start + taken]
-            slots += [part.slot] * taken
+            tokens += text.tokens[start : start + taken]
+            slots += [text.slot] * taken
             positions += range(first, first + taken)
             start += taken
             if len(tokens) == MAX_PASS_TOKENS:

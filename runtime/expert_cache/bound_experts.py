@@ -13,7 +13,7 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import PROJECTIONS
 
 from .. import kernels
-from ..bundle.opening import Bundle
+from ..bundle.open_bundle import Bundle
 from ..options.runtime import RuntimeOptions
 from ..storage.interface import ExpertStorage
 
@@ -38,7 +38,7 @@ class BoundExperts:
         """
         if self.experts[index] is None:
             return None, _NO_GATE, 0, 0
-        gate, up, down = (_NO_GATE if part is None else part[0] for part in self.parts[index])
+        gate, up, down = (_NO_GATE if ends is None else ends[0] for ends in self.parts[index])
         return self.experts[index].native, gate, up, down
 
 
@@ -60,8 +60,8 @@ def check_activations(manifest: BundleManifest, options: RuntimeOptions) -> None
     ):
         raise OptionError("no expert of the bundle has bfloat16 weights, which read bfloat16 activations", remedy)
     if not kernels.bfloat_kernels():
-        told = f"the kernels `{kernels.active()}` have no products of bfloat16"
-        raise OptionError(f"{told}, which need AVX-512 BF16 or AMX BF16", remedy)
+        reason = f"the kernels `{kernels.active()}` have no products of bfloat16"
+        raise OptionError(f"{reason}, which need AVX-512 BF16 or AMX BF16", remedy)
 
 
 def bind_experts(
@@ -100,7 +100,7 @@ def bind_experts(
         parts.append([ranges.get(projection) for projection in ("gate", "up", "down")])
 
     def rebind(index: int, block: np.ndarray) -> None:
-        gate, up, down = (None if part is None else block[part[0] : part[1]] for part in parts[index])
+        gate, up, down = (None if ends is None else block[ends[0] : ends[1]] for ends in parts[index])
         bound[index].move_to(gate, up, down)
 
     storage.on_place(rebind)
@@ -110,4 +110,4 @@ def bind_experts(
 def _expert_biases(dense: dict[str, Any], layer: int, expert: int, count: int) -> list[np.ndarray]:
     """Return the biases of gate, up and down of one expert. A layer stores those of all experts in a row."""
     whole = [dense[f"layers.{layer}.experts_{projection}_bias"] for projection in PROJECTIONS]
-    return [part.reshape(count, -1)[expert] for part in whole]
+    return [biases.reshape(count, -1)[expert] for biases in whole]

@@ -35,7 +35,7 @@ from .records import ExpertRecords
 
 
 class NativeCache(StreamingCache):
-    """The expert cache in C++. `opening.py` says which runs can have it.
+    """The expert cache in C++. `open_cache.py` says which runs can have it.
 
     experts: kernels over the bytes of each expert.
     options: policy and readers.

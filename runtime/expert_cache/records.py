@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from moec.manifests.bundle import ExpertEntry
 
-    from ..bundle.opening import Bundle
+    from ..bundle.open_bundle import Bundle
     from ..bundle.tables import Tables
 
 # After this many tokens a use counts half. Misses of the benchmark model on 600 tokens, 50 % of the experts in memory

@@ -364,5 +364,5 @@ def largest(values: np.ndarray, count: int) -> tuple[list[int], list[float]]:
     native = compiled()
     if native is None or values.dtype != np.float32:
         return lookahead.largest(values, count)
-    found: tuple[list[int], list[float]] = native.largest(values, count)
-    return found
+    indices_and_values: tuple[list[int], list[float]] = native.largest(values, count)
+    return indices_and_values

@@ -71,7 +71,10 @@ class AttentionLayer(StreamLayer):
 
 
 def _add_biases(rows: Sequence[Floats], biases: Sequence[Floats | None]) -> None:
-    for each, bias in zip(rows, biases, strict=True):
+    for product_rows, bias in zip(rows, biases, strict=True):
         if bias is not None:
-            require(bias.shape == each.shape[1:], f"bias: expected shape {each.shape[1:]}, found {bias.shape}")
-            np.add(each, bias, out=each)
+            require(
+                bias.shape == product_rows.shape[1:],
+                f"bias: expected shape {product_rows.shape[1:]}, found {bias.shape}",
+            )
+            np.add(product_rows, bias, out=product_rows)

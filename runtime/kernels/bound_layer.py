@@ -22,4 +22,4 @@ def bind(layer: StreamLayer, extension: ModuleType | None) -> Any:
 
 def _native(value: Any) -> Any:
     """Replace matrices, alone or in a tuple, by the extension's objects. Other values stay."""
-    return tuple(_native(each) for each in value) if isinstance(value, tuple) else getattr(value, "native", value)
+    return tuple(_native(item) for item in value) if isinstance(value, tuple) else getattr(value, "native", value)

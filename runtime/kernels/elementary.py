@@ -108,8 +108,8 @@ def sine_cosine(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     flat = np.ascontiguousarray(x, np.float32).reshape(-1)
     out = np.empty((2, len(flat)), np.float32)
     for start in range(0, len(flat), _AT_ONCE):
-        part = slice(start, start + _AT_ONCE)
-        out[0, part], out[1, part] = _sine_cosine(flat[part].astype(np.float64))
+        chunk = slice(start, start + _AT_ONCE)
+        out[0, chunk], out[1, chunk] = _sine_cosine(flat[chunk].astype(np.float64))
     return out[0].reshape(x.shape), out[1].reshape(x.shape)
 
 
@@ -120,13 +120,13 @@ def _sine_cosine(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     k = np.rint(x * _INVERSE_HALF_PI)
     r = x
-    for part in _HALF_PI:
-        r = r - k * part
+    for term in _HALF_PI:
+        r = r - k * term
     is_far = np.abs(k) > _NEAR_QUARTERS
     if is_far.any():
         far = x
-        for part in _HALF_PI_FAR:
-            far = far - k * part
+        for term in _HALF_PI_FAR:
+            far = far - k * term
         r = np.where(is_far, far, r)
     squared = r * r
     sine = r * _polynomial(squared, [(-1) ** n / math.factorial(2 * n + 1) for n in range(9)])

@@ -29,5 +29,5 @@ def experts_layer(
     6. How many different experts were chosen.
     7. How many of them had been predicted; -1 without a prediction.
     """
-    found: tuple[str, int, int, int, int, int, int] = layers.run(layer, hidden, sequences)
-    return found
+    outcome: tuple[str, int, int, int, int, int, int] = layers.run(layer, hidden, sequences)
+    return outcome

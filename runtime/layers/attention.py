@@ -160,4 +160,4 @@ def _by_head(matrix: kernels.PackedMatrix, heads: int) -> tuple[kernels.PackedMa
     """Return one matrix per head over the same memory. Rows are stored in blocks, and a head has whole blocks."""
     rows, size = matrix.rows // heads, len(matrix.data) // heads
     parts = [matrix.data[head * size : (head + 1) * size] for head in range(heads)]
-    return tuple(kernels.PackedMatrix(part, rows, matrix.columns, matrix.spec) for part in parts)
+    return tuple(kernels.PackedMatrix(data, rows, matrix.columns, matrix.spec) for data in parts)

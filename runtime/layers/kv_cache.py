@@ -84,12 +84,12 @@ class KVCache:
 
     def _copy_runs(self, array: Any, steps: Sequence[tuple[int | None, int | None]], positions: int) -> None:
         """Copy the first positions of an array [S, H, C, Dh], in the order of `_copies`."""
-        kept = array[0, :, :0]
+        spare = array[0, :, :0]
         for source, target in steps:
             if target is None:
-                kept = self.copied(array[source, :, :positions])
+                spare = self.copied(array[source, :, :positions])
             else:
-                array[target, :, :positions] = kept if source is None else array[source, :, :positions]
+                array[target, :, :positions] = spare if source is None else array[source, :, :positions]
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
         """Allocate zeroed memory that becomes resident when it is written."""
@@ -97,9 +97,9 @@ class KVCache:
         _, memory = map_anonymous(size_bytes, "keys and values", huge_pages=False)
         return memory.view(self._type).reshape(shape)
 
-    def copied(self, part: Any) -> Any:
+    def copied(self, values: Any) -> Any:
         """Return a copy of a part."""
-        return part.copy()
+        return values.copy()
 
 
 def _copies(parents: Sequence[int]) -> list[tuple[int | None, int | None]]:

@@ -37,7 +37,7 @@ def stack_routers(routers: Sequence[Router], norms: Sequence[Norm]) -> RouterSta
     matrices = [matrix for router in routers if (matrix := router.matrix) is not None]
     is_plain = all(router.rule.is_softmax for router in routers)
     is_plain = is_plain and all(norm.bias is None and norm.eps == norms[0].eps for norm in norms)
-    if not is_plain or not matrices or len(matrices) < len(routers) or len({each.rows for each in matrices}) > 1:
+    if not is_plain or not matrices or len(matrices) < len(routers) or len({stored.rows for stored in matrices}) > 1:
         return None
     biases = [router.bias_among_kept for router in routers]
     return RouterStack(matrices, [norm.weight for norm in norms], biases, norms[0].eps)

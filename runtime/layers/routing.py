@@ -98,15 +98,15 @@ class RoutingRule:
         best: np.ndarray = self._kept_experts[order]
         return best
 
-    def _replace_pruned(self, kept: np.ndarray, logits: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> None:
+    def _replace_pruned(self, stored: np.ndarray, logits: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> None:
         """Choose again for tokens that got a pruned expert, because the logits of the others are NaN or -inf.
 
         Weights of such tokens are NaN or 0. NaN reaches the logits of the model, where an error names it.
-        kept: experts that are not pruned, bool [E].
+        stored: experts that are not pruned, bool [E].
         logits: [T, E].
         chosen, weights: [T, K], changed in place.
         """
-        is_kept = kept[chosen]
+        is_kept = stored[chosen]
         if not is_kept.all():
             is_wrong = ~is_kept.all(axis=1)
             chosen[is_wrong], weights[is_wrong] = self._by_score(logits[is_wrong], None, chosen.shape[1])
@@ -249,12 +249,12 @@ def unimportance_of_token(chosen: Sequence[int], weights: np.ndarray) -> dict[in
     """
     total = weights.sum()
     shares = (weights / (total or np.float32(1))).tolist()
-    found, before = dict[int, float](), 0.0
+    unimportance, before = dict[int, float](), 0.0
     for rank in sorted(range(len(shares)), key=shares.__getitem__, reverse=True):
         if chosen[rank] != NO_EXPERT:
-            found[chosen[rank]] = float(np.float32(before))
+            unimportance[chosen[rank]] = float(np.float32(before))
         before += shares[rank]
-    return found
+    return unimportance
 
 
 class Router:
@@ -308,7 +308,7 @@ def _without_other_groups(scores: np.ndarray, router: RouterSpec) -> np.ndarray:
     grouped = scores.reshape(len(scores), router.groups, -1)
     best = 2 if router.group_score == "top2" else 1
     value = np.sort(grouped, axis=2)[:, :, -best:].sum(axis=2)
-    kept = np.argsort(-value, axis=1, kind="stable")[:, : router.kept_groups]
+    best_groups = np.argsort(-value, axis=1, kind="stable")[:, : router.kept_groups]
     mask = np.zeros(value.shape, bool)
-    np.put_along_axis(mask, kept, True, axis=1)
+    np.put_along_axis(mask, best_groups, True, axis=1)
     return np.where(mask[:, :, None], grouped, np.float32(-np.inf)).reshape(scores.shape)

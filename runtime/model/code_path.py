@@ -7,7 +7,7 @@ from typing import Any
 
 from moec.manifests.bundle import BundleManifest
 
-from ..expert_cache.opening import why_not_native
+from ..expert_cache.open_cache import why_not_native
 from ..options.runtime import RuntimeOptions
 from .one_call import why_not_one_call
 

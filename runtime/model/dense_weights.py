@@ -11,7 +11,7 @@ from moec.manifests.bundle import DENSE_NAME
 from moec.manifests.errors import ChecksumMismatch
 
 from .. import kernels
-from ..bundle.opening import Bundle
+from ..bundle.open_bundle import Bundle
 from ..storage.address_space import map_anonymous
 
 

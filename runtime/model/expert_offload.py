@@ -42,10 +42,12 @@ class ExpertOffload(Protocol):
         """Return the experts of a list that are not on the accelerator."""
         ...
 
-    def begin(self, asked: dict[int, np.ndarray], hidden_states: np.ndarray, top_k: int, layer: int) -> OffloadedLayer:
+    def begin(
+        self, places_by_expert: dict[int, np.ndarray], hidden_states: np.ndarray, top_k: int, layer: int
+    ) -> OffloadedLayer:
         """Plan a layer and start the experts that are on the accelerator.
 
-        asked: for each stored expert its results, as token * top_k + rank, int [n].
+        places_by_expert: for each stored expert its results, as token * top_k + rank, int [n].
         hidden_states: float32 [T, D].
         """
         ...

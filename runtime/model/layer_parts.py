@@ -53,17 +53,17 @@ def layer_parts(manifest: BundleManifest, dense: dict[str, Any], context: int) -
     cross: dict[int, CrossAttention] = {}
     routers: list[Router | None] = []
     shared_experts: dict[int, SharedExpert] = {}
-    for at, (layer, own) in enumerate(zip(model.layers, weights, strict=True)):
+    for at, (layer, layer_weights_at) in enumerate(zip(model.layers, weights, strict=True)):
         experts = layer.experts
         if layer.cross is not None:
-            cross[at] = CrossAttention(layer.cross, own)
+            cross[at] = CrossAttention(layer.cross, layer_weights_at)
         if experts.count:
             pruned = manifest.pruned_experts[at]
-            routers.append(Router(experts, own.get("router"), own.get("router_bias"), pruned))
+            routers.append(Router(experts, layer_weights_at.get("router"), layer_weights_at.get("router_bias"), pruned))
         else:
             routers.append(None)
         if layer.shared:
-            shared_experts[at] = SharedExpert(own, experts.activation)
+            shared_experts[at] = SharedExpert(layer_weights_at, experts.activation)
     head = partial(linear_rows, dense[model.head_name])
     return LayerParts(DensePart(blocks, head), cross, norms, routers, shared_experts)
 

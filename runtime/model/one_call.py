@@ -19,7 +19,7 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from .. import kernels
 from ..expert_cache.interface import StreamingCache
 from ..expert_cache.native_cache import NativeCache
-from ..expert_cache.opening import why_not_native
+from ..expert_cache.open_cache import why_not_native
 from ..layers.norms import Norm
 from ..layers.routing import Router
 from ..layers.shared_expert import SharedExpert
@@ -140,11 +140,11 @@ class PassExperts:
     def _foreseen(self, layer: int) -> list[np.ndarray]:
         """Return the scores [E] of the layers ahead, nearest first."""
         layers_ahead, native, predictor = self._layers_ahead(layer), self.native, self._predictor
-        known = [self._known(layer, each) for each in layers_ahead]
+        known = [self._known(layer, later) for later in layers_ahead]
         if isinstance(predictor, PathPredictor):
             shares = np.frombuffer(native.path_shares, np.float64)
-            by_path = [shares if shares.size else predictor.popularity(layer, each.ahead) for each in layers_ahead]
-            evaluated = [scores[: each.count] for scores, each in zip(by_path, layers_ahead, strict=True)]
+            by_path = [shares if shares.size else predictor.popularity(layer, later.ahead) for later in layers_ahead]
+            evaluated = [scores[: later.count] for scores, later in zip(by_path, layers_ahead, strict=True)]
         else:
             count = sum(scores is None for scores in known)
             evaluated = list(np.frombuffer(native.shares, np.float32).reshape(count, -1)) if count else []
@@ -156,9 +156,9 @@ class PassExperts:
         predictor = self._predictor
         if predictor is None:
             return []
-        layers_ahead = [each for each in self._advisor.layers_ahead(layer) if self._advisor.fixed_count(each)]
+        layers_ahead = [later for later in self._advisor.layers_ahead(layer) if self._advisor.fixed_count(later)]
         if isinstance(predictor, PathPredictor):
-            return [each for each in layers_ahead if predictor.is_next(layer, each.ahead)]
+            return [later for later in layers_ahead if predictor.is_next(layer, later.ahead)]
         return layers_ahead
 
     def _known(self, layer: int, later: LayerAhead) -> np.ndarray | None:
@@ -185,7 +185,7 @@ class PassExperts:
             "experts": [
                 None if expert is None else _native(expert) for expert in layers.experts[first : first + spec.count]
             ],
-            "ahead": [self._ahead(at, each) for each in self._layers_ahead(at)],
+            "ahead": [self._ahead(at, later) for later in self._layers_ahead(at)],
         }
 
     def _ahead(self, at: int, later: LayerAhead) -> tuple[Any, ...]:

@@ -321,12 +321,14 @@ class PassChoice:
         chosen = routed.chosen
         table = np.full(routed.logits.shape[1], NO_EXPERT, np.int32)
         table[list(versions)] = list(versions.values())
-        found = np.where(chosen == NO_EXPERT, np.int32(NO_EXPERT), table[chosen])
-        is_skipped = (found == NO_EXPERT) & (chosen != NO_EXPERT)
+        version_of_rank = np.where(chosen == NO_EXPERT, np.int32(NO_EXPERT), table[chosen])
+        is_skipped = (version_of_rank == NO_EXPERT) & (chosen != NO_EXPERT)
         if not is_skipped.any() or not routed.rule.can_weigh:
-            return replace(routed, chosen=found)
-        kept = np.where(found == NO_EXPERT, np.int32(NO_EXPERT), chosen)
-        return replace(routed, chosen=found, weights=routed.rule.weigh(routed.rule.scores(routed.logits), kept))
+            return replace(routed, chosen=version_of_rank)
+        computed = np.where(version_of_rank == NO_EXPERT, np.int32(NO_EXPERT), chosen)
+        return replace(
+            routed, chosen=version_of_rank, weights=routed.rule.weigh(routed.rule.scores(routed.logits), computed)
+        )
 
     def version(self, layer: int, expert: int, unimportance: float, dynamic: DynamicPrecision, is_missed: bool) -> int:
         """Return the version of an expert: on a miss high up to T1, low up to T2, else none.

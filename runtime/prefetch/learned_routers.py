@@ -33,11 +33,11 @@ def learned_routers(
     return {
         (layer, ahead): Router(
             model.layers[layer + ahead].experts,
-            kernels.PackedMatrix(own.data, len(own.bias), model.hidden_size, own.spec),
-            own.bias,
+            kernels.PackedMatrix(matrix.data, len(matrix.bias), model.hidden_size, matrix.spec),
+            matrix.bias,
             manifest.pruned_experts[layer + ahead],
         )
-        for (layer, ahead), own in matrices.items()
+        for (layer, ahead), matrix in matrices.items()
         if any(later.ahead == ahead for later in advisor.layers_ahead(layer))
     }
 

@@ -98,8 +98,8 @@ class PassState:
         """
         if len(self.hidden) == 1 or self.logits is None or self.weights is None:
             return []
-        own = least_unimportance(self.chosen[self.layer], self.weights, self.logits.shape[1])
-        return [own, *self.unimportance_ahead.values()]
+        least = least_unimportance(self.chosen[self.layer], self.weights, self.logits.shape[1])
+        return [least, *self.unimportance_ahead.values()]
 
     @property
     def asks_for_unimportance(self) -> bool:

@@ -112,12 +112,12 @@ class PathPredictor(Predictor):
         if following <= layer:
             return []
         start = first if following >= first else 0
-        return [each for each in self._model.expert_layers if start <= each <= layer][-2:]
+        return [earlier for earlier in self._model.expert_layers if start <= earlier <= layer][-2:]
 
     def is_next(self, layer: int, ahead: int) -> bool:
         """Return whether no layer routes between `layer` and the layer `ahead` layers after it."""
         following = self._model.layer_after(layer, ahead)
-        return not any(layer < each < following for each in self._model.expert_layers)
+        return not any(layer < between < following for between in self._model.expert_layers)
 
     def _token_scores(self, following: int, before: list[int], layer: int, chosen: list[int]) -> np.ndarray:
         """Return scores of the experts of layer `following` for one token.
@@ -128,10 +128,10 @@ class PathPredictor(Predictor):
         paths = self.paths
         scores = np.zeros(self._experts)
         for row in paths.rows(following, before, chosen):
-            part = slice(paths.offsets[row], paths.offsets[row + 1])
-            counts = paths.counts[part].astype(np.float64)
+            successors = slice(paths.offsets[row], paths.offsets[row + 1])
+            counts = paths.counts[successors].astype(np.float64)
             if counts.sum() >= MINIMUM_PAIR_COUNT:
-                scores[paths.experts[part]] += counts / counts.sum()
+                scores[paths.experts[successors]] += counts / counts.sum()
         if not scores.any():
             for last in chosen:
                 counts = paths.transitions[layer, last].astype(np.float64)

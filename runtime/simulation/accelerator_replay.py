@@ -64,10 +64,10 @@ class ReplayedSplit:
         self._device.now_ns = now_ns
         if any(action is not Action.CPU for action in plan.actions.values()):
             self._device.begin_layer()
-        kept = self._device.keep_bytes(0)
+        resident = self._device.keep_bytes(0)
         for index, action in plan.actions.items():
             if action is Action.RESIDENT:
-                self._device.run_tokens(kept, tokens[index])
+                self._device.run_tokens(resident, tokens[index])
         self.host_experts = list(plan.order)
         counts.add(plan, loads)
 
@@ -101,12 +101,12 @@ def traced_cpu_line(trace: Trace, scale: float = 1.0) -> tuple[float, float]:
     time per token is 0.
     """
     first, times = trace.header.first_expert, dict[float, list[float]]()
-    for each in trace.passes:
-        requested = sum(len(experts) for _, experts in each.accesses(first))
-        if requested and sum(each.experts_ns):
-            mean_tokens = round(sum(len(chosen) for chosen in each.chosen) / requested, 3)
-            times.setdefault(mean_tokens, []).append(scale * sum(each.experts_ns) / requested)
-    medians = [statistics.median(own) for own in times.values()]
+    for traced in trace.passes:
+        requested = sum(len(experts) for _, experts in traced.accesses(first))
+        if requested and sum(traced.experts_ns):
+            mean_tokens = round(sum(len(chosen) for chosen in traced.chosen) / requested, 3)
+            times.setdefault(mean_tokens, []).append(scale * sum(traced.experts_ns) / requested)
+    medians = [statistics.median(expert_ns) for expert_ns in times.values()]
     if len(times) < 2:
         return (medians[0] if medians else 0.0), 0.0
     return fit_line(list(times), medians)  # type: ignore[arg-type]

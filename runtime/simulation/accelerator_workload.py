@@ -66,12 +66,12 @@ def layer_ns(loads: Sequence[ExpertLoad], latency: LatencyModel, cooperation: Co
     """Return the time from the first begin to the last end of a layer's experts, on the clock of a device."""
     plan, by_index = plan_layer(loads, latency, cooperation), {load.index: load for load in loads}
     device = SimulatedDevice(latency, memory_bytes=1 << 62)
-    kept = device.keep_bytes(0)
+    resident = device.keep_bytes(0)
     if any(action is not Action.CPU for action in plan.actions.values()):
         device.begin_layer()
     for load in loads:
         if plan.actions[load.index] is Action.RESIDENT:
-            device.run_tokens(kept, load.tokens)
+            device.run_tokens(resident, load.tokens)
     for index in plan.order:
         load = by_index[index]
         if plan.actions[index] is Action.COPY:
@@ -97,9 +97,9 @@ def pass_ns(
     total: float = work.head_ns + layers * (work.dense_fixed_ns + work.dense_token_ns * tokens)
     for layer in range(layers):
         counts = work.draw(layer, tokens, source)
-        kept = residents[layer] if cooperation is not None else np.zeros(experts, bool)
+        resident = residents[layer] if cooperation is not None else np.zeros(experts, bool)
         loads = [
-            ExpertLoad(expert, int(counts[expert]), work.expert_bytes, bool(kept[expert]), is_in_host=True)
+            ExpertLoad(expert, int(counts[expert]), work.expert_bytes, bool(resident[expert]), is_in_host=True)
             for expert in range(experts)
             if counts[expert]
         ]

@@ -62,5 +62,5 @@ def _neighbours(point: Point, step: int, has_low_versions: bool) -> Iterator[Poi
 
 
 def _weights(point: Point) -> EvictionWeights:
-    lru, lfu, lhu, fld = (part / UNITS for part in point)
+    lru, lfu, lhu, fld = (units / UNITS for units in point)
     return EvictionWeights(lru, lfu, lhu, fld)

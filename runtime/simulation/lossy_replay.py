@@ -236,32 +236,32 @@ def replay_modes(
     model.unread = None if modes.reads_cache else cache
     predictor, first = model.advisor.predictor, trace.header.first_expert
     steps: list[tuple[TimedPass, ...]] = []
-    for number, each in enumerate(trace.passes):
+    for number, recorded in enumerate(trace.passes):
         is_prompt = number < trace.prompt_passes
         decides = not is_prompt or modes.dynamic_precision is not None
         if isinstance(predictor, RecordedPredictor):
-            predictor.begin(each)
-        if decides and each.scores is not None:
-            decoder.confidence = each.scores.confidence
-            model.begin(each, each.scores)
+            predictor.begin(recorded)
+        if decides and recorded.scores is not None:
+            decoder.confidence = recorded.scores.confidence
+            model.begin(recorded, recorded.scores)
             if is_prompt:
                 model.run(_ONE, _ONE, _ONE, decoder.prefill)
             else:
                 decoder.decode(model.run, _ONE, _ONE, _ONE)
             steps.append(tuple(model.passes))
-        elif decides and each.prompt_scores is not None:
-            steps.append((model.run_prompt(each, each.prompt_scores, decoder.prefill),))
+        elif decides and recorded.prompt_scores is not None:
+            steps.append((model.run_prompt(recorded, recorded.prompt_scores, decoder.prefill),))
         else:
-            own = timed_pass(each, first, advice)
-            for (layer, experts), ahead in zip(own.accesses, own.advice, strict=True):
+            as_recorded = timed_pass(recorded, first, advice)
+            for (layer, experts), ahead in zip(as_recorded.accesses, as_recorded.advice, strict=True):
                 cache.request(layer, experts, ahead)
-            steps.append((own,))
+            steps.append((as_recorded,))
     return steps, decoder.counts
 
 
 def missing_scores(trace: Trace, modes: LossyModes) -> str | None:
     """Return the scores that these modes need and a trace lacks, for an error; None if it has all."""
-    decoded = [each.scores for each in trace.passes[trace.prompt_passes :]]
+    decoded = [recorded_pass.scores for recorded_pass in trace.passes[trace.prompt_passes :]]
     if any(scores is None for scores in decoded):
         return "the scores of routers"
     if modes.big_little is None:

@@ -17,12 +17,12 @@ from ..trace.trace import Trace, TracedPass
 from .timeline import Advice
 
 
-def recorded_advice(each: TracedPass, layer: int) -> Sequence[int]:
+def recorded_advice(traced: TracedPass, layer: int) -> Sequence[int]:
     """Return the recorded advice."""
-    return each.advice[layer - each.first_layer]
+    return traced.advice[layer - traced.first_layer]
 
 
-def no_advice(each: TracedPass, layer: int) -> Sequence[int]:
+def no_advice(traced: TracedPass, layer: int) -> Sequence[int]:
     """Return no advice."""
     return ()
 
@@ -42,18 +42,20 @@ def table_advice(kind: Prefetch, tables: Tables, model: ModelSpec, trace: Trace)
         return no_advice
     # Computed once for all replays, because thresholds are learned from pass to pass. The reference to each pass keeps
     # its id unique.
-    by_pass = {id(each): (each, _advised(advisor, each)) for each in trace.passes}
+    by_pass = {id(traced): (traced, _advised(advisor, traced)) for traced in trace.passes}
 
-    def advise(each: TracedPass, layer: int) -> Sequence[int]:
-        return by_pass[id(each)][1][layer - each.first_layer]
+    def advise(traced: TracedPass, layer: int) -> Sequence[int]:
+        return by_pass[id(traced)][1][layer - traced.first_layer]
 
     return advise
 
 
-def _advised(advisor: Advisor, each: TracedPass) -> list[list[int]]:
+def _advised(advisor: Advisor, traced: TracedPass) -> list[list[int]]:
     """Return the advice after each layer of a pass."""
-    before = [np.empty((each.tokens, 0), np.int32)] * each.first_layer  # a decoder pass has no choices of the encoder
-    chosen = [*before, *(np.array(part, np.int32).reshape(each.tokens, -1) for part in each.chosen)]
-    hidden = np.empty((each.tokens, 0), np.float32)
-    layers = range(each.first_layer, each.first_layer + len(each.chosen))
+    before = [
+        np.empty((traced.tokens, 0), np.int32)
+    ] * traced.first_layer  # a decoder pass has no choices of the encoder
+    chosen = [*before, *(np.array(experts, np.int32).reshape(traced.tokens, -1) for experts in traced.chosen)]
+    hidden = np.empty((traced.tokens, 0), np.float32)
+    layers = range(traced.first_layer, traced.first_layer + len(traced.chosen))
     return [advisor.advise(PassState(layer, hidden, chosen[: layer + 1]))[1] for layer in layers]

@@ -134,9 +134,11 @@ class Timeline:
 
     def to_plain(self) -> dict[str, Any]:
         """Return the values for `--json`."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("cache", "cooperation")}
+        values = {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("cache", "cooperation")
+        }
         shared = None if self.cooperation is None else asdict(self.cooperation)
-        return {**own, **self.cache.replayable_counts(), "tokens_per_s": self.tokens_per_s, "experts": shared}
+        return {**values, **self.cache.replayable_counts(), "tokens_per_s": self.tokens_per_s, "experts": shared}
 
 
 def predict_timeline(
@@ -154,22 +156,24 @@ def predict_timeline(
     Raises MemoryBudgetExceeded if one layer's experts of a token do not fit, KeyError on an unknown policy.
     """
     first = trace.header.first_expert
-    steps = [(timed_pass(each, first, advice),) for each in trace.passes]
+    steps = [(timed_pass(traced, first, advice),) for traced in trace.passes]
     return predict_steps(steps, trace.prompt_passes, spec, policy, SimulatedMachine(rates), warm)
 
 
-def timed_pass(each: TracedPass, first_expert: Sequence[int], advice: Advice) -> TimedPass:
+def timed_pass(traced: TracedPass, first_expert: Sequence[int], advice: Advice) -> TimedPass:
     """Return a recorded pass with other advice. first_expert: offset of each layer's experts, [L + 1]."""
     return TimedPass(
-        tokens=each.tokens,
-        accesses=tuple(each.accesses(first_expert)),
-        advice=tuple(tuple(advice(each, layer)) for layer, _ in enumerate(each.chosen, each.first_layer)),
-        dense_ns=each.dense_ns,
-        experts_ns=each.experts_ns,
-        shared_ns=each.shared_ns,
-        head_ns=each.head_ns,
-        other_ns=each.other_ns,
-        loads=() if each.tokens == 1 else tuple(tuple(dict(sorted(Counter(c).items())).values()) for c in each.chosen),
+        tokens=traced.tokens,
+        accesses=tuple(traced.accesses(first_expert)),
+        advice=tuple(tuple(advice(traced, layer)) for layer, _ in enumerate(traced.chosen, traced.first_layer)),
+        dense_ns=traced.dense_ns,
+        experts_ns=traced.experts_ns,
+        shared_ns=traced.shared_ns,
+        head_ns=traced.head_ns,
+        other_ns=traced.other_ns,
+        loads=()
+        if traced.tokens == 1
+        else tuple(tuple(dict(sorted(Counter(c).items())).values()) for c in traced.chosen),
     )
 
 
@@ -188,7 +192,7 @@ def predict_steps(
     spec, policy, warm: as in `replay`.
     Raises what `predict_timeline` raises.
     """
-    flat = [access for step in steps for each in step for access in each.accesses]
+    flat = [access for step in steps for timed in step for access in timed.accesses]
     with_use, first_use = with_next_use(flat, len(spec.sizes))
     runs = None
     if machine.next_in_file is not None:
@@ -197,8 +201,8 @@ def predict_steps(
     cache.fill(warm)
     run, accesses, marks = _Run(cache, machine, spec.records.layer.tolist()), iter(with_use), []
     for step in steps:
-        for each in step:
-            run.run_pass(each, [next(accesses) for _ in each.accesses])
+        for timed in step:
+            run.run_pass(timed, [next(accesses) for _ in timed.accesses])
         marks.append((run.now_ns, run.stall_ns, run.storage.busy_ns, cache.stats.bytes_read))
     timeline = _summary(cache, policy if isinstance(policy, str) else "custom", prompt_steps, marks)
     return timeline if machine.accelerator is None else replace(timeline, cooperation=run.counts)
@@ -285,45 +289,45 @@ class _Run:
         self._watch, self._layer = machine.watch, 0
         self.now_ns = self.stall_ns = 0
 
-    def run_pass(self, each: TimedPass, accesses: Sequence[tuple[int, tuple[int, ...], np.ndarray]]) -> None:
+    def run_pass(self, timed: TimedPass, accesses: Sequence[tuple[int, tuple[int, ...], np.ndarray]]) -> None:
         """Run all layers, then the head.
 
         accesses: layer, experts and the positions of their next uses.
         """
-        other_ns = each.other_ns / len(accesses)
-        if preload := self._absent(each.preload):
+        other_ns = timed.other_ns / len(accesses)
+        if preload := self._absent(timed.preload):
             self._cache.advise(preload)
             self.storage.begin(self.now_ns)
         for at, (layer, experts, next_use) in enumerate(accesses):
             self._layer = layer
-            self._compute(each.dense_ns[at] + other_ns, "dense")
-            split = self._split(each, at)
+            self._compute(timed.dense_ns[at] + other_ns, "dense")
+            split = self._split(timed, at)
             requested = list(experts) if split is None else split.host_experts
             upcoming = next_use[[experts.index(expert) for expert in requested]]
             hits, misses = self._cache.request(layer, requested, upcoming)
             self._cache.queue_and_lease(misses)
             self.storage.begin(self.now_ns)
-            self._run_experts(each, at, hits, misses, split)
-        self._compute(each.head_ns, "head")
+            self._run_experts(timed, at, hits, misses, split)
+        self._compute(timed.head_ns, "head")
 
-    def _split(self, each: TimedPass, at: int) -> ReplayedSplit | None:
+    def _split(self, timed: TimedPass, at: int) -> ReplayedSplit | None:
         if self._shared is None:
             return None
-        return ReplayedSplit(self._shared, each.tokens_of(at), self._cache.is_resident, self.counts, self.now_ns)
+        return ReplayedSplit(self._shared, timed.tokens_of(at), self._cache.is_resident, self.counts, self.now_ns)
 
     def _absent(self, experts: Sequence[int]) -> list[int]:
         """Return the experts that are not resident on the accelerator."""
         return [index for index in experts if self._shared is None or index not in self._shared.resident]
 
     def _run_experts(
-        self, each: TimedPass, at: int, hits: list[int], misses: list[int], split: ReplayedSplit | None
+        self, timed: TimedPass, at: int, hits: list[int], misses: list[int], split: ReplayedSplit | None
     ) -> None:
         """Compute hits, then misses as they arrive. Experts of one token are computed at once, others one by one.
 
         The shared expert is computed after the first ones.
         """
-        times, shared_ns, advice = self._expert_times(each, at), each.shared_ns[at], self._absent(each.advice[at])
-        is_one = each.tokens == 1 and (split is None or split.comes_together)
+        times, shared_ns, advice = self._expert_times(timed, at), timed.shared_ns[at], self._absent(timed.advice[at])
+        is_one = timed.tokens == 1 and (split is None or split.comes_together)
         for ready in serve_layer(self, hits, misses, lambda: advice, is_one):
             self._take(ready, times, shared_ns, split)
             shared_ns = 0
@@ -331,17 +335,17 @@ class _Run:
         if split is not None:
             self._go_on(split.finish(self.now_ns))
 
-    def _expert_times(self, each: TimedPass, at: int) -> dict[int, float]:
+    def _expert_times(self, timed: TimedPass, at: int) -> dict[int, float]:
         """Return the time of each expert on the recording machine's processor.
 
         They have equal times. With an accelerator, which takes some of them, their times depend on their tokens.
         """
-        tokens = each.tokens_of(at)
+        tokens = timed.tokens_of(at)
         if self._shared is None:
-            return dict.fromkeys(tokens, each.experts_ns[at] / max(len(tokens), 1))
+            return dict.fromkeys(tokens, timed.experts_ns[at] / max(len(tokens), 1))
         cpu_ns = {expert: self._shared.latency.cpu_ns(count) for expert, count in tokens.items()}
         whole = sum(cpu_ns.values()) or 1.0
-        return {expert: each.experts_ns[at] * own / whole for expert, own in cpu_ns.items()}
+        return {expert: timed.experts_ns[at] * expert_ns / whole for expert, expert_ns in cpu_ns.items()}
 
     def _take(
         self, experts: Sequence[int], times: Mapping[int, float], shared_ns: float, split: ReplayedSplit | None

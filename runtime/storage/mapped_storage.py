@@ -22,7 +22,7 @@ from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
 
 from .. import kernels
 from ..bundle.files import COPY_AGAIN, BundleFile, remedy_of
-from ..bundle.opening import Bundle
+from ..bundle.open_bundle import Bundle
 from .interface import HandOvers, Rebind, closed_on_failure, page_bytes
 from .read_runs import NONE
 from .read_verifier import ReadVerifier

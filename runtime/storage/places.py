@@ -154,7 +154,7 @@ class Places:
             if not missing:
                 break
         target = self._empty.first(size)
-        if target is None or sum(self._memory.pieces(*part) for part in parts) > MAX_PIECES:
+        if target is None or sum(self._memory.pieces(*gap) for gap in parts) > MAX_PIECES:
             return self._renew(size, missing)
         self._empty.cut(target, target + size)
         filled = target

@@ -20,7 +20,7 @@ import numpy as np
 from moec.manifests.errors import StorageReadFailed
 
 from ..bundle.files import BundleFile, remedy_of
-from ..bundle.opening import Bundle
+from ..bundle.open_bundle import Bundle
 from ..options.runtime import IoMode
 from .arena import HUGE_PAGE_BYTES, Arena
 from .interface import HandOvers, Rebind, closed_on_failure, page_bytes

@@ -60,12 +60,12 @@ def _step_back(cpus: Collection[int]) -> None:
     """
     if not hasattr(os, "sched_setaffinity"):
         return
-    own = threading.get_native_id()
+    thread_id = threading.get_native_id()
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, own, max(LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, own)))
+        os.setpriority(os.PRIO_PROCESS, thread_id, max(LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, thread_id)))
     if cpus:
         with suppress(OSError):
-            os.sched_setaffinity(own, cpus)
+            os.sched_setaffinity(thread_id, cpus)
 
 
 class BusyClock:

@@ -14,7 +14,7 @@ from moec.manifests.errors import ManifestInvalid, OptionError
 from moec.manifests.files.limits import COMPANION_JSON, MAX_CONFIG_BYTES
 from moec.manifests.files.strict_json import load_strict_json, shown
 
-from ..bundle.opening import Bundle
+from ..bundle.open_bundle import Bundle
 from .sampling import SamplingOptions
 
 GENERATION_NAME = "generation_config.json"

@@ -107,8 +107,8 @@ class LimitedProcess:
         source, target = self.process.stdout, self.process.stdin
         assert source is not None and target is not None  # both are pipes
         try:
-            for part in parts:
-                target.write(part)
+            for message in parts:
+                target.write(message)
             target.flush()
         except BrokenPipeError:
             pass  # the process has ended; its status is read below

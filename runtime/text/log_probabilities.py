@@ -57,5 +57,5 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
     if count <= 1:
         return np.asarray([np.argmax(values)][:count], np.int64)
     least = np.partition(values, len(values) - count)[len(values) - count]
-    found = np.flatnonzero(values >= least)
-    return np.asarray(found[np.argsort(-values[found], kind="stable")][:count])
+    candidates = np.flatnonzero(values >= least)
+    return np.asarray(candidates[np.argsort(-values[candidates], kind="stable")][:count])

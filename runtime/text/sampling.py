@@ -114,11 +114,11 @@ class Sampler:
         weights /= weights.sum()
         if options.top_p < 1:
             # Keep the smallest set that reaches top_p; the first token always stays.
-            kept = int(np.searchsorted(np.cumsum(weights), options.top_p)) + 1
-            order, weights = order[:kept], weights[:kept] / weights[:kept].sum()
+            count = int(np.searchsorted(np.cumsum(weights), options.top_p)) + 1
+            order, weights = order[:count], weights[:count] / weights[:count].sum()
         if options.min_p:
-            kept = int((weights >= options.min_p * weights[0]).sum())
-            order, weights = order[:kept], weights[:kept] / weights[:kept].sum()
+            count = int((weights >= options.min_p * weights[0]).sum())
+            order, weights = order[:count], weights[:count] / weights[:count].sum()
         return order, weights
 
 
@@ -127,9 +127,11 @@ def penalised(logits: np.ndarray, tokens: Sequence[int], penalty: float) -> np.n
     if penalty == 1.0 or not len(tokens):
         return logits
     seen, changed = np.unique(tokens), logits.copy()
-    own = changed[seen]
+    logits_of_text = changed[seen]
     with np.errstate(over="ignore"):  # the sampler raises for infinite logits
-        changed[seen] = np.where(own > 0, own / np.float32(penalty), own * np.float32(penalty))
+        changed[seen] = np.where(
+            logits_of_text > 0, logits_of_text / np.float32(penalty), logits_of_text * np.float32(penalty)
+        )
     return np.asarray(changed)
 
 

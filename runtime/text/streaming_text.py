@@ -32,8 +32,8 @@ class StopTexts:
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Add a piece. Returns the text that can be shown now, and whether the text has ended."""
-        shown, found = self.push_found(piece)
-        return shown, found is not None
+        shown, stop_text = self.push_found(piece)
+        return shown, stop_text is not None
 
     def push_found(self, piece: str) -> tuple[str, str | None]:
         """Add a piece. Returns the text that can be shown now, and the stop text that ends it, or None."""
@@ -43,14 +43,14 @@ class StopTexts:
             self._held = ""
             end, start = min(matches)
             return text[:start], text[start:end]
-        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept], None
+        held_characters = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held_characters :]
+        return text[: len(text) - held_characters], None
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the stream."""
-        held, self._held = self._held, ""
-        return held
+        waiting, self._held = self._held, ""
+        return waiting
 
 
 def _overlap(text: str, stop: str) -> int:

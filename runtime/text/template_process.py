@@ -30,7 +30,7 @@ from moec.manifests.tokenizer.special_tokens import (
     with_special_tokens,
 )
 
-from ..bundle.opening import Bundle
+from ..bundle.open_bundle import Bundle
 from .limited_process import Answer, LimitedProcess, signal_name
 
 TEMPLATE_NAME = "chat_template.jinja"
@@ -158,8 +158,10 @@ class PromptRenderer(_TemplateProcess):
             self.content = read_input(path, MAX_TEMPLATE_FILE_BYTES)
             self.content.decode()
         except (UnreadableFile, UnicodeDecodeError) as error:
-            told = error if isinstance(error, UnreadableFile) else f"is not UTF-8 at byte {error.start}"
-            raise InputError(f"`{path}` {told}", "give a Jinja template of a prompt, like `{{ question }}`") from error
+            reason = error if isinstance(error, UnreadableFile) else f"is not UTF-8 at byte {error.start}"
+            raise InputError(
+                f"`{path}` {reason}", "give a Jinja template of a prompt, like `{{ question }}`"
+            ) from error
         self._path = path
         super().__init__()
 

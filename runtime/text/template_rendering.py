@@ -67,8 +67,8 @@ class Source:
         except (ValueError, RecursionError) as error:
             return "no-json", _reason(error)
         self._settings = settings if isinstance(settings, dict) else {}
-        own = self._template
-        source = _template_of(self._settings) if own is None else own.decode("utf-8", errors="replace")
+        template = self._template
+        source = _template_of(self._settings) if template is None else template.decode("utf-8", errors="replace")
         if source is None:
             return "missing", ""
         self._compiled = _environment(is_strict=self._kind == "prompt").from_string(source)
@@ -77,9 +77,9 @@ class Source:
     def _text(self, variables: Mapping[str, Any], characters: int) -> Answer:
         known = variables if self._kind == "prompt" else _chat_variables(variables, self._settings)
         parts, size = list[str](), 0
-        for part in self._compiled.generate(**known):
-            parts.append(part)
-            size += len(part)
+        for piece in self._compiled.generate(**known):
+            parts.append(piece)
+            size += len(piece)
             if size > characters:
                 return "long", ""
         return "text", "".join(parts)
@@ -125,9 +125,9 @@ def _environment(is_strict: bool) -> Any:
 def _chat_variables(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables of a chat template: messages and tools. There are no documents."""
     tokens = {name: _token_text(settings[name]) for name in _SPECIAL_TOKENS if settings.get(name) is not None}
-    own = {"messages": given["messages"], "tools": given.get("tools")}
+    variables = {"messages": given["messages"], "tools": given.get("tools")}
     more = given.get("more", {})
-    return {"add_generation_prompt": True, "documents": None, **tokens, **more, **own}
+    return {"add_generation_prompt": True, "documents": None, **tokens, **more, **variables}
 
 
 def _template_of(settings: Mapping[str, Any]) -> str | None:

@@ -22,9 +22,9 @@ def byte_level_values() -> dict[str, int]:
     Printable bytes stand for themselves. The others follow from U+0100 on, in their order.
     """
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    own = [byte for byte in range(256) if chr(byte) in alphabet]
+    printable = [byte for byte in range(256) if chr(byte) in alphabet]
     rest = [byte for byte in range(256) if chr(byte) not in alphabet]
-    return {chr(byte): byte for byte in own} | {chr(0x100 + at): byte for at, byte in enumerate(rest)}
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(rest)}
 
 
 class TokenBytes:
@@ -38,18 +38,20 @@ class TokenBytes:
         if not self._is_byte_level and not {"ByteFallback", "Metaspace"} & kinds:
             raise ValueError("its decoder is neither byte-level nor SentencePiece's")
         self._added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
-        self._special = {token for token, own in self._added.items() if own.special}
+        self._special = {token for token, added in self._added.items() if added.special}
         self._letters = {byte: letter for letter, byte in self._values.items()}
 
     def of_vocabulary(self, count: int) -> tuple[list[bytes], list[int]]:
         """Return the bytes of the tokens 0 to count - 1, and which of them are special or stand for nothing."""
-        found = [self.of_token(token) for token in range(count)]
-        return found, [token for token, data in enumerate(found) if not data or token in self._special]
+        bytes_of_tokens = [self.of_token(token) for token in range(count)]
+        return bytes_of_tokens, [
+            token for token, data in enumerate(bytes_of_tokens) if not data or token in self._special
+        ]
 
     def of_token(self, token: int) -> bytes:
         """Return the bytes of one token. A token that was added to the vocabulary has those of its name."""
-        own = self._added.get(token)
-        return self._bytes_of(self._tokenizer.id_to_token(token) or "") if own is None else own.content.encode()
+        added = self._added.get(token)
+        return self._bytes_of(self._tokenizer.id_to_token(token) or "") if added is None else added.content.encode()
 
     def ids(self, text: str) -> list[int]:
         """Return tokens whose bytes are those of a text, as the tokenizer splits it if that is possible.
@@ -58,27 +60,27 @@ class TokenBytes:
         """
         data = text.encode()
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        pieces = [self._bytes_of(self._tokenizer.id_to_token(each) or "") for each in ids]
+        pieces = [self._bytes_of(self._tokenizer.id_to_token(token) or "") for token in ids]
         is_plain = self._special.isdisjoint(ids) and b"".join(pieces) == data
         return ids if is_plain else self._greedy_ids(text, data)
 
     def _greedy_ids(self, text: str, data: bytes) -> list[int]:
         """Return the longest pieces from left to right, and single bytes for characters without a piece."""
         written = "".join(self._letters[byte] for byte in data) if self._is_byte_level else text.replace(" ", _MARK)
-        found, start = list[int](), 0
+        ids, start = list[int](), 0
         find: Callable[[str], int | None] = self._tokenizer.token_to_id
         while start < len(written):
             for size in range(min(_LONGEST_PIECE, len(written) - start), 0, -1):
                 token = find(written[start : start + size])
                 if token is not None and token not in self._special:
-                    found.append(token)
+                    ids.append(token)
                     start += size
                     break
             else:
                 character = written[start].replace(_MARK, " ")
-                found += [each for byte in character.encode() if (each := find(f"<0x{byte:02X}>")) is not None]
+                ids += [fallback for byte in character.encode() if (fallback := find(f"<0x{byte:02X}>")) is not None]
                 start += 1
-        return found
+        return ids
 
     def _bytes_of(self, piece: str) -> bytes:
         if self._is_byte_level:
@@ -98,4 +100,4 @@ def _kinds(tokenizer: Tokenizer) -> set[str]:
     if decoder is None:
         return set()
     plain = json.loads(decoder.__getstate__())
-    return {str(part.get("type")) for part in (plain, *plain.get("decoders", ()))}
+    return {str(decoder_part.get("type")) for decoder_part in (plain, *plain.get("decoders", ()))}

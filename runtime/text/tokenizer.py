@@ -25,7 +25,7 @@ from moec.manifests.files.limits import (
 from moec.manifests.tokenizer.tokenizer_file import TokenizerBounds, UnsafeTokenizer, check_tokenizer
 from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
 
-from ..bundle.opening import Bundle
+from ..bundle.open_bundle import Bundle
 from ..memory.budget import MemoryPlan
 from .token_bytes import TokenBytes
 
@@ -111,8 +111,8 @@ class BundleTokenizer:
 
     def id_of(self, piece: str) -> int | None:
         """Return the token of a vocabulary's entry; None if there is none."""
-        found: int | None = self._tokenizer.token_to_id(piece)
-        return found
+        token: int | None = self._tokenizer.token_to_id(piece)
+        return token
 
     def token_bytes(self) -> TokenBytes:
         """Return what tells the bytes of each token. Raises ValueError for a decoder whose tokens have none."""

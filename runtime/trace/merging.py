@@ -48,8 +48,8 @@ def merge_traces(paths: Sequence[Path], progress: Progress) -> ExpertUse:
         with opened_trace(path, MERGED_LINE_JSON) as opened:
             merge = merge or _Merge(path, opened.header)
             merge.begin(path, opened.header, digest)
-            for each in opened.passes:
-                merge.add(each)
+            for traced in opened.passes:
+                merge.add(traced)
         progress(number, len(paths))
     if merge is None:
         raise InputError("there is no trace to merge", "name at least one")
@@ -108,14 +108,14 @@ class _Merge:
         for stack in self._stacks:
             stack.begin(digest, is_whole=not any(header.left_out))
 
-    def add(self, each: TracedPass) -> None:
+    def add(self, traced: TracedPass) -> None:
         """Add a pass of the trace that was begun last."""
-        for layer, chosen in enumerate(each.chosen, each.first_layer):
-            self._tokens[layer] += each.tokens
+        for layer, chosen in enumerate(traced.chosen, traced.first_layer):
+            self._tokens[layer] += traced.tokens
             self._chosen[layer] += np.bincount(np.array(chosen, np.int64), minlength=len(self._chosen[layer]))
-            self._offered[layer] += each.tokens * self._is_held[layer]
+            self._offered[layer] += traced.tokens * self._is_held[layer]
         for stack in self._stacks:
-            stack.add(each)
+            stack.add(traced)
 
     def result(self) -> ExpertUse:
         """Return the sums."""
@@ -170,20 +170,23 @@ class _Sample:
     def add(self, routes: np.ndarray, priorities: np.ndarray, trace: int) -> None:
         """Add routes [T, M, K] of a trace."""
         for start in range(0, len(routes), self.most):
-            part = slice(start, start + self.most)
-            rows = len(routes[part])
+            chunk = slice(start, start + self.most)
+            rows = len(routes[chunk])
             if self.count + rows > len(self.routes):
                 self.reduce()
             here = slice(self.count, self.count + rows)
-            self.routes[here], self.priorities[here], self.traces[here] = routes[part], priorities[part], trace
+            self.routes[here], self.priorities[here], self.traces[here] = routes[chunk], priorities[chunk], trace
             self.count += rows
 
     def reduce(self) -> None:
         """Keep the routes of the smallest priorities."""
-        kept = np.argsort(self.priorities[: self.count], kind="stable")[: self.most]
-        self.routes[: len(kept)] = self.routes[kept]
-        self.priorities[: len(kept)], self.traces[: len(kept)] = self.priorities[kept], self.traces[kept]
-        self.count = len(kept)
+        smallest = np.argsort(self.priorities[: self.count], kind="stable")[: self.most]
+        self.routes[: len(smallest)] = self.routes[smallest]
+        self.priorities[: len(smallest)], self.traces[: len(smallest)] = (
+            self.priorities[smallest],
+            self.traces[smallest],
+        )
+        self.count = len(smallest)
 
 
 @dataclass(slots=True)
@@ -215,20 +218,24 @@ class _Stack:
 
     def _top_k(self) -> int:
         """Return the experts per token of all layers that route; 0 if they differ, or none routes."""
-        found = {self.header.top_k[layer] for layer in self._layers()}
-        return found.pop() if len(found) == 1 else 0
+        counts = {self.header.top_k[layer] for layer in self._layers()}
+        return counts.pop() if len(counts) == 1 else 0
 
-    def add(self, each: TracedPass) -> None:
+    def add(self, traced: TracedPass) -> None:
         """Add a pass, if it is of this stack."""
-        if self._random is None or each.first_layer != self.first:
+        if self._random is None or traced.first_layer != self.first:
             return
         layers, top_k = self._layers(), self._top_k()
         if self._sample is None:
             route_bytes = ROUTE_ITEM_BYTES * len(layers) * top_k
             most = max(1, min(MAX_ROUTES, MAX_ROUTE_BYTES // self.stacks // route_bytes))
             self._sample = _Sample.of(most, len(layers), top_k)
-        own = [np.array(each.chosen[layer - self.first], np.uint16).reshape(-1, top_k) for layer in layers]
-        self._sample.add(np.stack(own, axis=1), self._random.random_raw(each.tokens), len(self._digests) - 1)
+        routes_by_layer = [
+            np.array(traced.chosen[layer - self.first], np.uint16).reshape(-1, top_k) for layer in layers
+        ]
+        self._sample.add(
+            np.stack(routes_by_layer, axis=1), self._random.random_raw(traced.tokens), len(self._digests) - 1
+        )
 
     def routes(self) -> SampledRoutes:
         """Return the sample. Sorting removes the order of the tokens."""

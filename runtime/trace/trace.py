@@ -178,15 +178,15 @@ class Trace:
         Raises ValueError if the passes are not in the order of `PassOrder`.
         """
         order = PassOrder(self.header)
-        for each in self.passes:
-            order.add(each)
+        for traced in self.passes:
+            order.add(traced)
         order.check_end()
         return order.prompt_passes
 
     def accesses(self) -> list[Access]:
         """Return the requests to the cache, pass by pass and layer by layer."""
         first = self.header.first_expert
-        return [access for each in self.passes for access in each.accesses(first)]
+        return [access for traced in self.passes for access in traced.accesses(first)]
 
 
 class PassOrder:
@@ -200,27 +200,27 @@ class PassOrder:
         self._header, self._prompt_tokens, self.prompt_passes = header, 0, 0
         self._count, self._is_decoding = 0, False
 
-    def add(self, each: TracedPass) -> None:
+    def add(self, traced: TracedPass) -> None:
         """Take the next pass. Raises ValueError."""
         self._count += 1
         if self._header.first_decoder_layer:
-            self._add_with_encoder(each)
+            self._add_with_encoder(traced)
         elif self._is_decoding:
-            _require_one_token(each)
+            _require_one_token(traced)
         else:
-            self._prompt_tokens += each.tokens
+            self._prompt_tokens += traced.tokens
             self.prompt_passes = self._count
             self._is_decoding = self._prompt_tokens == self._header.prompt_tokens
 
-    def _add_with_encoder(self, each: TracedPass) -> None:
+    def _add_with_encoder(self, traced: TracedPass) -> None:
         is_encoder = self._count == 1
         expected = 0 if is_encoder else self._header.first_decoder_layer
-        if each.first_layer != expected or (is_encoder and each.tokens != self._header.prompt_tokens):
+        if traced.first_layer != expected or (is_encoder and traced.tokens != self._header.prompt_tokens):
             raise ValueError(self._expected_stacks())
-        if self._count == 2 and each.tokens != 1:
-            raise ValueError(f"expected a first pass of the decoder over 1 token, found {each.tokens}")
+        if self._count == 2 and traced.tokens != 1:
+            raise ValueError(f"expected a first pass of the decoder over 1 token, found {traced.tokens}")
         if self._is_decoding:
-            _require_one_token(each)
+            _require_one_token(traced)
         self.prompt_passes, self._is_decoding = min(self._count, 2), self._count >= 2
 
     def check_end(self) -> None:
@@ -236,8 +236,8 @@ class PassOrder:
         return f"expected one pass of the encoder, over {tokens} tokens, then passes of the decoder"
 
 
-def _require_one_token(each: TracedPass) -> None:
-    if each.tokens != 1:
+def _require_one_token(traced: TracedPass) -> None:
+    if traced.tokens != 1:
         raise ValueError("expected passes of one token after the prompt")
 
 
@@ -281,16 +281,18 @@ def _scores_of(layers: Sequence[_Layer]) -> PassScores | None:
 
     There are none for passes of several tokens, models with an encoder, and layers where tokens alone decide.
     """
-    logits = b"".join(each.logits for each in layers)
-    return PassScores(logits, tuple(each.ahead for each in layers)) if logits else None
+    logits = b"".join(layer.logits for layer in layers)
+    return PassScores(logits, tuple(layer.ahead for layer in layers)) if logits else None
 
 
 def _prompt_scores_of(layers: Sequence[_Layer]) -> PromptScores | None:
     """Return the scores of a pass of several tokens; None for one token, and for models with an encoder."""
-    own = b"".join(unimportance for each in layers for unimportance in each.unimportance[:1])
-    if not own:
+    unimportance = b"".join(unimportance for layer in layers for unimportance in layer.unimportance[:1])
+    if not unimportance:
         return None
-    return PromptScores(own, tuple(each.ahead for each in layers), tuple(each.unimportance[1:] for each in layers))
+    return PromptScores(
+        unimportance, tuple(layer.ahead for layer in layers), tuple(layer.unimportance[1:] for layer in layers)
+    )
 
 
 class TraceRecorder:
@@ -351,29 +353,29 @@ class TraceRecorder:
             self.end()
         has_scores = self.keeps_scores and not self._has_encoder
         is_one = len(chosen) == 1 and has_scores
-        own = _float_bytes(scores.logits) if is_one and scores.logits is not None else b""
+        logits = _float_bytes(scores.logits) if is_one and scores.logits is not None else b""
         least = tuple(map(_float_bytes, scores.unimportance)) if has_scores else ()
         ahead = tuple(map(_float_bytes, scores.foreseen)) if is_one or least else ()
-        self._layers.append(_Layer(layer, chosen, tuple(advice), times or self._times.copy(), own, ahead, least))
+        self._layers.append(_Layer(layer, chosen, tuple(advice), times or self._times.copy(), logits, ahead, least))
 
     def end(self) -> None:
         """End the pass, including the head if it ran."""
         if not self._layers:
             return
         layers = self._layers
-        marks = [*(each.times for each in layers), self._times.copy()]
+        marks = [*(recorded.times for recorded in layers), self._times.copy()]
         # Between two marks lie the routed experts and the shared expert of one layer, and the dense part of the next
         # one.
         gained = [later.since(earlier) for earlier, later in pairwise(marks)]
-        dense = [marks[0].since(self._start_times).dense_ns, *(each.dense_ns - each.shared_ns for each in gained)]
+        dense = [marks[0].since(self._start_times).dense_ns, *(gain.dense_ns - gain.shared_ns for gain in gained)]
         self._take(
             TracedPass(
                 tokens=len(layers[0].chosen),
-                chosen=tuple(tuple(each.chosen.reshape(-1).tolist()) for each in layers),
-                advice=tuple(each.advice for each in layers),
+                chosen=tuple(tuple(recorded.chosen.reshape(-1).tolist()) for recorded in layers),
+                advice=tuple(recorded.advice for recorded in layers),
                 dense_ns=tuple(dense[:-1]),
-                experts_ns=tuple(each.experts_ns for each in gained),
-                shared_ns=tuple(each.shared_ns for each in gained),
+                experts_ns=tuple(gain.experts_ns for gain in gained),
+                shared_ns=tuple(gain.shared_ns for gain in gained),
                 head_ns=dense[-1],
                 elapsed_ns=time.perf_counter_ns() - self._started_ns,
                 stall_ns=self._cache().stall_ns - self._stall_ns,

@@ -51,8 +51,8 @@ def write_trace(path: Path, trace: Trace) -> None:
     Raises ValueError if passes begin at a decoder but the header has no encoder.
     """
     with growing_trace(path, trace.header) as add:
-        for each in trace.passes:
-            add(each)
+        for traced in trace.passes:
+            add(traced)
 
 
 @contextmanager
@@ -67,13 +67,13 @@ def growing_trace(path: Path, header: TraceHeader) -> Iterator[Callable[[TracedP
     with output_file(path) as file:
 
         def write(plain: dict[str, Any]) -> None:
-            kept = plain if has_encoder else _without(plain, _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY)
-            file.write(json.dumps(kept, separators=(",", ":")).encode() + b"\n")
+            written = plain if has_encoder else _without(plain, _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY)
+            file.write(json.dumps(written, separators=(",", ":")).encode() + b"\n")
 
-        def add(each: TracedPass) -> None:
-            if each.first_layer and not has_encoder:
+        def add(traced: TracedPass) -> None:
+            if traced.first_layer and not has_encoder:
                 raise ValueError("the header has no encoder, but passes begin after one")
-            write(_pass_plain(each))
+            write(_pass_plain(traced))
 
         write({"format": FORMAT, "version": FORMAT_VERSION, **asdict(header)})
         yield add
@@ -157,19 +157,19 @@ class _Lines:
                 if plain is None:
                     order.check_end()
                     return
-                found = _pass(plain, header, version)
-                order.add(found)
-            yield found
+                traced = _pass(plain, header, version)
+                order.add(traced)
+            yield traced
 
 
 def _without(plain: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if name not in keys}
 
 
-def _pass_plain(each: TracedPass) -> dict[str, Any]:
-    plain = asdict(each)
-    plain["scores"] = None if each.scores is None else scores_plain(each.scores)
-    plain["prompt_scores"] = None if each.prompt_scores is None else prompt_scores_plain(each.prompt_scores)
+def _pass_plain(traced: TracedPass) -> dict[str, Any]:
+    plain = asdict(traced)
+    plain["scores"] = None if traced.scores is None else scores_plain(traced.scores)
+    plain["prompt_scores"] = None if traced.prompt_scores is None else prompt_scores_plain(traced.prompt_scores)
     return plain
 
 
@@ -222,10 +222,10 @@ def _header(plain: dict[str, Any]) -> TraceHeader:
 
 
 def _architecture(plain: dict[str, Any]) -> str:
-    found = plain["architecture"]
-    if not isinstance(found, str) or not re.fullmatch(f"({_DIGEST})?", found):
-        raise ValueError(f"`architecture`: expected a SHA-256, found {shown(found)}")
-    return found
+    digest = plain["architecture"]
+    if not isinstance(digest, str) or not re.fullmatch(f"({_DIGEST})?", digest):
+        raise ValueError(f"`architecture`: expected a SHA-256, found {shown(digest)}")
+    return digest
 
 
 def _left_out(plain: dict[str, Any], header: TraceHeader) -> tuple[tuple[int, ...], ...]:
@@ -233,11 +233,11 @@ def _left_out(plain: dict[str, Any], header: TraceHeader) -> tuple[tuple[int, ..
     layers = _list(plain, "left_out")
     if len(layers) not in (0, len(header.experts)):
         raise ValueError(f"`left_out`: expected a list of {len(header.experts)}")
-    found = tuple(_experts(f"left_out[{at}]", each, header.experts[at]) for at, each in enumerate(layers))
-    for layer, (experts, count, top_k) in enumerate(zip(found, header.experts, header.top_k, strict=False)):
+    left_out = tuple(_experts(f"left_out[{at}]", experts, header.experts[at]) for at, experts in enumerate(layers))
+    for layer, (experts, count, top_k) in enumerate(zip(left_out, header.experts, header.top_k, strict=False)):
         if len(set(experts)) != len(experts) or len(experts) > count - top_k:
             raise ValueError(f"`left_out[{layer}]`: expected at most {count - top_k} different experts")
-    return found
+    return left_out
 
 
 def _advice_options(plain: dict[str, Any]) -> dict[str, Any]:
@@ -262,8 +262,8 @@ def _pass(plain: dict[str, Any], header: TraceHeader, version: int) -> TracedPas
     if tokens > MAX_TOKENS:
         raise ValueError(f"`tokens`: expected at most {MAX_TOKENS}, found {tokens}")
     chosen = [
-        _experts(f"chosen[{layer}]", found, header.experts[first + layer])
-        for layer, found in enumerate(_list(plain, "chosen", layers))
+        _experts(f"chosen[{layer}]", experts, header.experts[first + layer])
+        for layer, experts in enumerate(_list(plain, "chosen", layers))
     ]
     for layer, (experts, top_k) in enumerate(zip(chosen, header.top_k[first:end], strict=True)):
         _check_choice(layer, experts, tokens, top_k)
@@ -271,7 +271,9 @@ def _pass(plain: dict[str, Any], header: TraceHeader, version: int) -> TracedPas
         if left_out and not set(left_out).isdisjoint(chosen[layer]):
             raise ValueError(f"`chosen[{layer}]`: a token chooses an expert that the bundle leaves out")
     total = sum(header.experts)
-    advice = [_experts(f"advice[{layer}]", found, total) for layer, found in enumerate(_list(plain, "advice", layers))]
+    advice = [
+        _experts(f"advice[{layer}]", experts, total) for layer, experts in enumerate(_list(plain, "advice", layers))
+    ]
     return TracedPass(
         tokens=tokens,
         chosen=tuple(chosen),
@@ -331,14 +333,14 @@ def _numbers(plain: dict[str, Any], name: str, most: int, length: int | None = N
     return _checked(name, _list(plain, name, length), most)
 
 
-def _experts(name: str, found: object, count: int) -> tuple[int, ...]:
-    if not isinstance(found, list):
+def _experts(name: str, values: object, count: int) -> tuple[int, ...]:
+    if not isinstance(values, list):
         raise ValueError(f"`{name}`: expected a list of experts")
-    return _checked(name, found, count - 1)
+    return _checked(name, values, count - 1)
 
 
-def _checked(name: str, found: Iterable[Any], most: int) -> tuple[int, ...]:
-    numbers = tuple(found)
+def _checked(name: str, values: Iterable[Any], most: int) -> tuple[int, ...]:
+    numbers = tuple(values)
     wrong = next((number for number in numbers if type(number) is not int or not 0 <= number <= most), None)
     if wrong is not None or None in numbers:
         raise ValueError(f"`{name}`: expected whole numbers of 0 to {most}, found {shown(wrong)}")

@@ -91,19 +91,19 @@ def as_floats(data: bytes) -> np.ndarray:
 def _ahead(name: str, plain: object, experts: Sequence[int]) -> tuple[tuple[bytes, ...], ...]:
     if not isinstance(plain, list) or len(plain) != len(experts):
         raise ValueError(f"`{name}`: expected a list of {len(experts)}")
-    return tuple(_layers_ahead(name, layer, found, experts) for layer, found in enumerate(plain))
+    return tuple(_layers_ahead(name, layer, scores, experts) for layer, scores in enumerate(plain))
 
 
-def _layers_ahead(name: str, layer: int, found: object, experts: Sequence[int]) -> tuple[bytes, ...]:
+def _layers_ahead(name: str, layer: int, texts: object, experts: Sequence[int]) -> tuple[bytes, ...]:
     """Read the scores of the layers after this one that route, nearest first.
 
     After the last of them they are the scores of the next token's first layer.
     """
     routed = [at for at, count in enumerate(experts) if count]
     following = [at for at in routed if at > layer] or routed[:1]
-    if not isinstance(found, list) or len(found) > len(following):
+    if not isinstance(texts, list) or len(texts) > len(following):
         raise ValueError(f"`{name}[{layer}]`: expected a list of at most {len(following)}")
-    return tuple(_floats(f"{name}[{layer}]", text, experts[at]) for text, at in zip(found, following, strict=False))
+    return tuple(_floats(f"{name}[{layer}]", text, experts[at]) for text, at in zip(texts, following, strict=False))
 
 
 def _floats(name: str, text: object, count: int) -> bytes:
@@ -121,7 +121,7 @@ def _floats(name: str, text: object, count: int) -> bytes:
 
 
 def _texts(layers: Sequence[Sequence[bytes]]) -> list[list[str]]:
-    return [[_text(each) for each in layer] for layer in layers]
+    return [[_text(data) for data in layer] for layer in layers]
 
 
 def _text(data: bytes) -> str:

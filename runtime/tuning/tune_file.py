@@ -121,7 +121,7 @@ def read_tuning(bundle: Path) -> Tuning | None:
         raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(plain, dict) or plain.pop("format_version", None) != FORMAT_VERSION:
         raise ValueError(f"is not of version {FORMAT_VERSION}")
-    if set(plain) != {each.name for each in fields(Tuning)} or not isinstance(plain["options"], dict):
+    if set(plain) != {item.name for item in fields(Tuning)} or not isinstance(plain["options"], dict):
         raise ValueError("lacks a field, or has one too many")
     if type(plain["expert_cache_bytes"]) is not int or plain["expert_cache_bytes"] < 0:
         raise ValueError("has an expert cache of no size")

@@ -12,7 +12,7 @@ from moec.manifests.errors import InputError, SignatureInvalid
 from moec.manifests.files.limits import MAX_DEVICE_BYTES, MAX_MANIFEST_BYTES
 from moec.manifests.progress import Progress
 from moec.runtime.bundle.device_file import device_of
-from moec.runtime.bundle.opening import Bundle, open_bundle, verify_bundle
+from moec.runtime.bundle.open_bundle import Bundle, open_bundle, verify_bundle
 from moec.runtime.memory.budget import nominal_memory
 
 from ..channel import ChannelBundle

@@ -10,7 +10,7 @@ A signature is a Sigstore bundle v0.3. Its DSSE envelope holds an in-toto statem
   `check_files` (step 3). A caller can decode the manifest after step 2.
 
 The steps are those of docs/design/shipping.md, Signatures. Step 4, every file against its digest, is
-`runtime/bundle/opening.py`, `verify_bundle`.
+`runtime/bundle/open_bundle.py`, `verify_bundle`.
 Sources: model_signing 1.1.1 (github.com/sigstore/model-transparency), docs/model_signing_format.md; Sigstore bundle
 v0.3 (github.com/sigstore/protobuf-specs), sigstore_bundle.proto; in-toto Statement v1.
 """

@@ -10,7 +10,7 @@ import torch
 from moec.runtime.accelerator.device import COPY_SLOTS
 from moec.runtime.accelerator.image import entry_bytes
 from moec.runtime.accelerator.placement import working_bytes
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 

@@ -11,13 +11,13 @@ import torch
 
 from moec.manifests.errors import AcceleratorUnavailable, MemoryBudgetExceeded, OptionError
 from moec.runtime import kernels, load
-from moec.runtime.accelerator.cooperative import CooperativeExperts, DeviceExperts, HostExperts
+from moec.runtime.accelerator.cooperative import CooperativeExperts, HostExperts
 from moec.runtime.accelerator.device import COPY_SLOTS
 from moec.runtime.accelerator.image import entry_bytes
 from moec.runtime.accelerator.latency import LatencyModel
-from moec.runtime.accelerator.opening import bring
+from moec.runtime.accelerator.open_device import bring
 from moec.runtime.accelerator.placement import place_experts, working_bytes
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.options.runtime import COOPERATIONS
@@ -74,8 +74,8 @@ def simulate_on(engine: Engine, cooperation: Any) -> SimulatedDevice:
     device = SimulatedDevice(EVEN, budget)
     placement = place_experts(sizes, range(0, len(sizes)), budget, COPY_SLOTS, 0, 0)
     residents = bring(device, placement, experts, storage)
-    host, on_device = HostExperts(experts, sizes), DeviceExperts(placement, residents)
-    engine.model.accelerator = CooperativeExperts(device, host, on_device, EVEN, cooperation)
+    host = HostExperts(experts, sizes)
+    engine.model.accelerator = CooperativeExperts(device, host, placement, residents, {}, EVEN, cooperation)
     return device
 
 

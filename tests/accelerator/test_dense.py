@@ -21,7 +21,7 @@ from moec.runtime.accelerator.dense import DenseLatency, dense_bytes, shared_byt
 from moec.runtime.accelerator.torch_attention import products_of, unpacked
 from moec.runtime.accelerator.torch_dense import dense_on
 from moec.runtime.accelerator.torch_device import TorchDevice
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.batch import generate_many
 from moec.runtime.engine.beam import BeamOptions, beam_search
 from moec.runtime.engine.engine import Engine
@@ -193,7 +193,7 @@ def test_both_sides_may_take_turns_between_sequences(bundle: Path, device: torch
 
 def test_auto_takes_the_side_that_was_measured_to_be_faster(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for latency, expected in ((DenseLatency(9e9, 1.0, 1.0, 1.0), True), (DenseLatency(1.0, 1.0, 9e9, 1.0), False)):
-        monkeypatch.setattr("moec.runtime.accelerator.opening.measure_dense", lambda *_, found=latency: found)
+        monkeypatch.setattr("moec.runtime.accelerator.open_device.measure_dense", lambda *_, found=latency: found)
         with load(bundle, **on(torch.device("cpu"), accelerator_dense="auto")) as engine:
             assert dense_on_device(engine) == expected
             assert latency.to_text() in engine.mode

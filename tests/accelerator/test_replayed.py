@@ -17,7 +17,7 @@ from moec.profiles.loading import load_profile
 from moec.runtime.accelerator.latency import LatencyModel
 from moec.runtime.accelerator.placement import LIBRARY_BYTES
 from moec.runtime.accelerator.planner import ExpertLoad
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.records import expert_records

@@ -20,7 +20,7 @@ from bench.papers.twiddler.popularity import hit_rate
 from bench.prefetch.learned_routers import PASS_TOKENS
 from moec.cli.simulation.traces import ReplayedBundle
 from moec.manifests.quant import QuantSpec
-from moec.runtime.bundle.opening import Bundle, open_bundle
+from moec.runtime.bundle.open_bundle import Bundle, open_bundle
 from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.trace.trace import Access, Trace, TracedPass, TraceHeader
 

@@ -12,7 +12,7 @@ import pytest
 from moec.cli.measuring.ceiling import predict, run_ceiling_ns
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.trace.statistics import DecodeShares, RunRecorder
 from moec.runtime.trace.trace import TraceRecorder

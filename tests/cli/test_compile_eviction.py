@@ -10,7 +10,7 @@ import pytest
 from moec.cli.simulation.compile_eviction import EvictionReplays, fit_to_texts, requests_of
 from moec.cli.simulation.traces import replayed_bundle
 from moec.compiler.request.ports import RoutedText
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.policies import DEFAULT_WEIGHTS
 from moec.runtime.options.runtime import EvictionWeights
 

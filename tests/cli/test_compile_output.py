@@ -227,7 +227,7 @@ def test_a_complete_bundle_is_finished_by_a_resumed_run(
 
 
 def test_the_plan_of_a_bundle_is_the_one_that_was_compiled(model: Path, tmp_path: Path) -> None:
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from tests.tiny_compile import compile_tiny
 
     plan = compile_tiny(model, tmp_path / "out", "uniform", 8, fallback_bits=2).plan

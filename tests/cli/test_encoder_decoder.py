@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moec.runtime import load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.trace.trace import Trace, TracedPass, TraceHeader
 from moec.runtime.trace.trace_file import read_trace, write_trace
 from tests.tiny_compile import compile_tiny, save_dialogues, save_texts

@@ -133,7 +133,7 @@ def test_slots_shrink_to_fit_unless_they_are_asked_for(
     invoke: Invoke, bundle: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moec.manifests.bundle import BundleManifest
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.memory.budget import plan_memory
     from moec.runtime.options.runtime import RuntimeOptions
 

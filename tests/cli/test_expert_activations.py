@@ -10,7 +10,7 @@ import pytest
 from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
 from moec.manifests.errors import OptionError
 from moec.runtime import kernels
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.tuning.mode_records import measured_rows
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral

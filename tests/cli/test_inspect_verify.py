@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from moec.cli.documents import schema_text
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 
 from .conftest import Invoke
 

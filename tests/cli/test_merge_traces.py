@@ -9,7 +9,7 @@ import pytest
 
 from moec.manifests.errors import InputError, OptionError
 from moec.manifests.expert_use import architecture_digest, read_use
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.trace.trace_file import read_trace
 from tests.gates.bundles import emit_bundle
 from tests.tiny_switch import TinySwitch, save_tiny_switch

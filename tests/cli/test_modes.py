@@ -19,7 +19,7 @@ from moec.evaluation import run
 from moec.evaluation.data import load_items
 from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.tuning.mode_records import calibrated_deciles, calibrated_lower_half, measured_rows, record_path
 from tests.gates.bundles import emit_bundle

@@ -17,7 +17,7 @@ import pytest
 from moec.manifests.bundle import MANIFEST_NAME, FileEntry
 from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.runtime import load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 
 from .conftest import Invoke
 

@@ -90,7 +90,7 @@ def test_another_key_is_refused_before_a_file_is_hashed(
     def fail(*_: object) -> None:
         raise AssertionError("a file was hashed")
 
-    monkeypatch.setattr("moec.runtime.bundle.opening.verify_bundle", fail)
+    monkeypatch.setattr("moec.runtime.bundle.open_bundle.verify_bundle", fail)
     result = invoke("verify", folder / "tiny", "--key", folder / "next.pub")
     assert (result.exit_code, result.stdout) == (3, "") and "is signed by none of the accepted keys" in result.stderr
 

@@ -24,7 +24,7 @@ from moec.manifests.errors import MoecError
 from moec.profiles.loading import load_profile
 from moec.profiles.probe import machine_sha256
 from moec.profiles.storage_identity import storage_sha256
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine, load
 from moec.runtime.memory.budget import plan_memory
 from moec.runtime.options.runtime import RuntimeOptions, parse_cache

@@ -21,7 +21,7 @@ from moec.manifests.bundle import EVICTION_NAME
 from moec.manifests.errors import BundleError
 from moec.runtime import load
 from moec.runtime.bundle.eviction_weights import fitted_weights
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.policies import DEFAULT_WEIGHTS
 from tests.listed_file import add_listed
 from tests.tiny_compile import check_bundle, compile_tiny, save_model, save_texts

@@ -18,7 +18,7 @@ from moec.compiler.families import lower
 from moec.compiler.quantization.own_codes import held_units
 from moec.compiler.request.options import Talk
 from moec.manifests.model import UnitKey
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.bundle.weights import BundleWeights
 from tests.tiny_compile import check_bundle, compile_tiny, contents, little_memory
 

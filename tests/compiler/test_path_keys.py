@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moec.runtime import load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from tests.tiny_compile import check_bundle, compile_tiny, contents, save_model, save_texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

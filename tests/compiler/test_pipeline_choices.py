@@ -14,7 +14,7 @@ from moec.compiler.preflight.preparation import prepare
 from moec.compiler.request.targets import TargetKind
 from moec.compiler.walker.kept_layers import LARGE_TEXTS, SMALL_TEXTS, TextLimits
 from moec.manifests.errors import OptionError
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.options.runtime import RuntimeOptions
 from tests.tiny_compile import check_bundle, compile_tiny, make_request, save_model

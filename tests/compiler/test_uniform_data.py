@@ -10,7 +10,7 @@ import pytest
 
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.request.options import Talk
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from tests.tiny_compile import check_bundle, compile_tiny, contents, make_request, names, save_model, save_texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

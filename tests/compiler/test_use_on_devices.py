@@ -19,7 +19,7 @@ from moec.manifests.errors import InputError
 from moec.manifests.expert_use import ExpertUse, architecture_digest, encode_use
 from moec.manifests.model import ExpertKey
 from moec.runtime import load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.trace.merging import merge_traces
 from moec.runtime.trace.trace import TraceRecorder
 from moec.runtime.trace.trace_file import growing_trace

@@ -17,7 +17,7 @@ from moec.manifests.files.limits import MANIFEST_JSON
 from moec.manifests.files.strict_json import load_strict_json
 from moec.manifests.safetensors_header import build_header
 from moec.runtime import load
-from moec.runtime.bundle.opening import open_bundle, verify_bundle
+from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
 
 PROMPT = [5, 6, 200, 7, 90, 33, 8]
 IO_MODES = ("direct", "buffered", "mmap")

@@ -38,7 +38,7 @@ from moec.manifests.quant import QuantSpec
 from moec.manifests.router import RouterSpec, StaticRouting
 from moec.runtime import kernels, load
 from moec.runtime.bundle.archive import pack_bundle
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.kernels import reference
 from tests.gates.bundles import DEVICE
 from tests.tiny_compile import compile_tiny, save_texts

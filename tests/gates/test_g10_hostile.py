@@ -18,7 +18,7 @@ import pytest
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
 from moec.manifests.errors import BundleError, BundleIncomplete, ManifestInvalid, MoecError
 from moec.manifests.safetensors_header import read_header
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.trace.statistics import peak_memory_bytes, reset_peak_memory
 from tests.gates.bundles import emit_bundle
 from tests.gates.damage import IO_MODES, check, flip, places, plain_manifest, run, seal, seal_files, write_tables

@@ -27,7 +27,7 @@ from moec.manifests.self_test import SELF_TEST_NAME
 from moec.runtime import kernels, load
 from moec.runtime.bundle.archive import unpack_bundle
 from moec.runtime.bundle.eviction_weights import fitted_weights
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.self_test import ARITHMETIC, run_self_test, self_test_of
 from tests.gates.damage import plain_manifest, seal
 from tests.gates.released_bundles import LOSSLESS, TOLERANCE, differ, logits_of

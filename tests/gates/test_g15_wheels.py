@@ -30,7 +30,7 @@ ARM_KERNELS = {"max": ("neon-i8mm", "neon-dot", "neon", "scalar"), "cortex-a72":
 """Kernels by processor of qemu. The Cortex-A72 is that of a Raspberry Pi 4."""
 RESIDENT = """
 import json
-import moec.cli.commands.running.run, moec.cli.options.opening, moec.runtime.engine.opening
+import moec.cli.commands.running.run, moec.cli.options.opening, moec.runtime.engine.open_engine
 from moec.profiles.probe import resident_set_bytes
 from moec.runtime import kernels, load
 names = kernels.available()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import UNIT_ALIGNMENT_BYTES
 from moec.runtime import load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from tests.gates.bundles import emit_bundle
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import (

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from moec.runtime import RuntimeOptions, kernels, load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.options.runtime import POLICIES
 from tests.gates.bundles import emit_bundle

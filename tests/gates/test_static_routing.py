@@ -28,7 +28,7 @@ from moec.manifests.errors import OptionError
 from moec.manifests.model import RouterSpec, StaticRouting
 from moec.profiles.loading import load_profile
 from moec.runtime import load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.simulation.recorded_advice import recorded_advice

@@ -30,7 +30,7 @@ from moec.manifests.errors import (
 from moec.manifests.model import ModelSpec
 from moec.manifests.runtime_limits import IO_MODES
 from moec.runtime import kernels, load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.batch import generate_many
 from moec.runtime.engine.beam import BeamOptions, beam_search
 from moec.runtime.engine.engine import Engine

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moec.manifests.errors import StoreFailed
-from moec.runtime.bundle.opening import open_bundle, verify_bundle
+from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
 from moec.shipping.channel import Channel, ChannelBundle
 from moec.shipping.pull.fetch import FetchOptions
 from moec.shipping.pull.observer import PullObserver, PullPlan

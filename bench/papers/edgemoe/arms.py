@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from moec.cli.simulation.traces import replayed_bundle
-from moec.runtime.bundle.opening import Bundle
+from moec.runtime.bundle.open_bundle import Bundle
 from moec.runtime.options.runtime import Prefetch
 from moec.runtime.simulation.timeline import SimulatedMachine, Timeline, predict_steps, timed_pass
 from moec.runtime.trace.trace import Trace

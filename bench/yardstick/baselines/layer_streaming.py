@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from moec.cli.measuring.decode_speed import measure_decode, sequence_of
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.interface import StreamingCache
 from moec.runtime.options.runtime import RuntimeOptions

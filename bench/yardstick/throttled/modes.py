@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.options.runtime import parse_cache
 
 from ..limits import drop_caches, run_limited

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from moec.cli.measuring.decode_speed import measure_decode, sequence_of
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.layers.routing import NO_EXPERT, RoutingRule
 from moec.runtime.modes.choice import DecisionState, PassChoice, best_cached

@@ -15,7 +15,7 @@ from ...terminal.report import heat_map, loss_table, verdict_line
 
 if TYPE_CHECKING:
     from moec.manifests.bundle import BundleManifest, ExpertEntry
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
 
 
 @click.command("inspect", short_help="Show the content of a bundle: shape, formats, sizes, quality.")
@@ -32,7 +32,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
     moec inspect mixtral-moec --json | jq .sizes.expert_packed_bytes
     """
     folder = bundle_folder(bundle)
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
 
     opened = open_bundle(folder)
     facts = describe(opened)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moec.manifests.bundle import BundleManifest
     from moec.reporting.card import CardPicture
     from moec.reporting.report import Replayed
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
 
 _ELSEWHERE = "move it, or name another file: -o FILE"
 
@@ -79,7 +79,7 @@ def report_command(
         check_implied(_implied_page(folder), REPORT_MARK, _ELSEWHERE)
     from moec.reporting.curves import read_curves
     from moec.reporting.report import Report, report_page
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
 
     curves = [curve for path in curve_paths for curve in read_curves(_curve_bytes(path), path)]
     with open_bundle(folder) as opened:
@@ -108,7 +108,7 @@ def _implied_page(folder: Path) -> Path:
 def report_beside(bundle: Path) -> None:
     """Write the report of a fresh bundle next to it. Raises BundleError, DoesNotFit, InputError."""
     from moec.reporting.report import Report, report_page
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
 
     with open_bundle(bundle) as opened:
         page = report_page(Report(opened.manifest, read_quality(opened)))

@@ -19,7 +19,7 @@ from ...terminal.progress_bar import ProgressBar
 if TYPE_CHECKING:
     from moec.manifests.bundle import BundleManifest
     from moec.manifests.self_test import SelfTest
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.shipping.signatures.keys import PublicKey
 
 
@@ -61,7 +61,7 @@ def verify_command(
     """
     _check_options((memory, kernels), self_test, signature_path is not None and not key_files)
     folder, keys = bundle_folder(bundle), read_accepted_keys(key_files)
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.engine.self_test import self_test_of
 
     opened = open_bundle(folder)
@@ -91,7 +91,7 @@ def _check_options(self_test_options: Sequence[str | None], self_test: bool, is_
 def _check_content(bundle: Bundle) -> None:
     """Read the tables and the device, and compare every byte. Raises BundleError."""
     from moec.runtime.bundle.device_file import device_of
-    from moec.runtime.bundle.opening import verify_bundle
+    from moec.runtime.bundle.open_bundle import verify_bundle
 
     bundle.tables()
     device_of(bundle)

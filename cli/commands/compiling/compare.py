@@ -54,7 +54,7 @@ def compare_command(
     from moec.manifests.files.implied_names import check_implied
     from moec.manifests.sizes import parse_bytes
     from moec.profiles.loading import load_profile
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
 
     from ..bundles.inspect import read_quality
     from .output_checks import check_measurements

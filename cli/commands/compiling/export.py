@@ -47,7 +47,7 @@ def export_command(bundle: Path, target: Path, dtype: str, as_json: bool) -> Non
     from moec.compiler.workspace.durable import Disk
     from moec.manifests.errors import BundleIncomplete, OptionError
     from moec.manifests.files.limits import MAX_COMPANION_BYTES
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.bundle.weights import BundleWeights
 
     if os.path.lexists(target):

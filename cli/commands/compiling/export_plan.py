@@ -23,7 +23,7 @@ from ...terminal.plan_tables import plan_page
 if TYPE_CHECKING:
     from moec.compiler.export.coarse_plan import EnginePlan
     from moec.compiler.export.plan_cost import PlanCost
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
 
 _USES = {
     LLAMA_CPP: "llama-quantize --tensor-type-file {file} MODEL-F16.gguf TARGET.gguf Q8_0",
@@ -70,7 +70,7 @@ def export_plan_command(
     from moec.compiler.export.engine_files import engine_file
     from moec.compiler.export.plan_summary import summary
     from moec.compiler.preflight.finished import plan_of
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
 
     _check_target(target)
     is_measured = model is not None or data is not None

@@ -21,7 +21,7 @@ def open_partial(path: Path, memory_bytes: int = 0, threads: int = 0) -> Iterato
     threads: threads that compute; 0: all processors of the process.
     """
     from moec.manifests.runtime_limits import ANSWER_SLOTS
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.options.runtime import RuntimeOptions
 

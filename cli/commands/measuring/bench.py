@@ -29,7 +29,7 @@ from ...terminal.run_statistics import statistics_block
 
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.kernels.profile import KernelTimes
     from moec.runtime.options.runtime import RuntimeOptions
@@ -106,7 +106,7 @@ def bench_command(
     moec bench mixtral-moec --expert-cache 25% --prefetch off --policies all --json
     moec bench mixtral-moec --memory 4GiB --profile
     """
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
 
     opened, kernels = open_bundle(bundle_folder(bundle)), values["kernels"]
     is_traced = trace_out is not None or policies != "none"

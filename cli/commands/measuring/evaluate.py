@@ -173,7 +173,7 @@ def _sweep(
     as_json: bool,
 ) -> None:
     """Measure lossy modes. Print the table, and write the record next to the bundle."""
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.tuning.mode_records import calibrated_deciles, check_record, record_path, write_record
 
     from ...lossy_modes.mode_sweep import QualitySweep, quality_page, settings_of, sweep_options

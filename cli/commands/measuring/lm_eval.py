@@ -170,7 +170,7 @@ def _chat(processes: TemplateProcesses, folder: Path) -> ChatTemplate:
 
 def _check_memory(bundle: Path, options: RuntimeOptions, is_fixed: bool) -> None:
     """Refuse a budget that cannot do before tasks are loaded. Raises the errors of `open_engine`."""
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.memory.budget import plan_memory, require_memory_for_manifest
 
     folder = bundle_folder(bundle)

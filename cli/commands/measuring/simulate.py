@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from moec.profiles.device import DeviceProfile
     from moec.profiles.device_parts import Gpu, Power
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.expert_cache.policies import PolicyScore
     from moec.runtime.options.runtime import Cooperation, Prefetch, PrefetchRule
     from moec.runtime.simulation.accelerator_replay import ReplayedDevice
@@ -139,7 +139,7 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     moec simulate mixtral-moec --trace held-out.trace --accelerator memory=8GiB,expert=600us,token=2us,link=12GB
     """
     from moec.profiles.loading import load_profile
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
 
     opened = open_bundle(bundle_folder(bundle))
     profile = load_profile(values["profile"], opened.path) if values["profile"] is not None else None

@@ -31,7 +31,7 @@ from ...terminal.help_sections import SectionCommand
 from ...terminal.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.options.runtime import RuntimeOptions
     from moec.runtime.trace.trace import Trace
 
@@ -129,7 +129,7 @@ def _time(
     folder: Path, options: RuntimeOptions, kernels: str | None, tokens: int, text_path: Path | None, as_json: bool
 ) -> None:
     """Decode the same tokens with every alternative. Write the fastest options."""
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
 
     say_device(open_bundle(folder), options)
     cache_bytes = planned_cache_bytes(folder, options)
@@ -167,7 +167,7 @@ def fit_policy(
 ) -> None:
     """Fit the weights of the policy, print the comparison, and write them if they read less at the size in use."""
     from moec.runtime.bundle.eviction_weights import with_fitted_weights
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
 
     say_device(open_bundle(folder), options)
     in_use = planned_cache_bytes(folder, options)  # before the traces take memory, which a run does not read

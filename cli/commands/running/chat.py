@@ -24,7 +24,7 @@ from ...terminal import output
 from ...terminal.help_sections import SectionCommand
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.text.sampling import SamplingOptions
 
 _WITHOUT_TEMPLATE = "no chat template: the model continues the text as it is written"

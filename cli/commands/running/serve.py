@@ -27,7 +27,7 @@ from ...terminal.help_sections import SectionCommand, section_option
 from ...terminal.memory_table import memory_table
 
 if TYPE_CHECKING:
-    from moec.runtime.bundle.opening import Bundle
+    from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.options.runtime import RuntimeOptions
     from moec.runtime.text.sampling import SamplingOptions
@@ -168,7 +168,7 @@ def _server_memory(bundle: Path) -> Callable[[RuntimeOptions], int]:
 
     Raises InputError, BundleError.
     """
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.serving.api.fields import server_bytes
     from moec.serving.grammar.masks import grammar_bytes, is_installed
 
@@ -189,7 +189,7 @@ def _checked_name(bundle: Path, name: str | None) -> str:
 
     Raises OptionError, BundleError.
     """
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
 
     if name is None:
         if not bundle.is_symlink():

@@ -38,7 +38,7 @@ def sign_command(bundle: Path, key_file: Path, passphrase_variable: str | None, 
     folder = bundle_folder(bundle)
     from moec.manifests.bundle import MANIFEST_NAME
     from moec.manifests.files.limits import MAX_MANIFEST_BYTES
-    from moec.runtime.bundle.opening import open_bundle, verify_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
     from moec.shipping.signatures.model_signature import SIGNATURE_MARK, sign_bundle, signature_file
 
     key = read_signing_key(key_file, passphrase_variable)

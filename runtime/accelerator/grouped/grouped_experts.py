@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..expert_form import Part
+from ..image import Part
 from . import triton_kernels
 from .bounds import (
     FLOAT_BYTES,
@@ -71,8 +71,8 @@ def _begin(plan: Plan, memory: _Buffers) -> None:
     activation = ACTIVATIONS[plan.activation]
     prepare(memory.between, memory.activated, memory.table[2 * pairs : at], activation, plan.limit)
     for call in plan.last:
-        made = Jobs(jobs, number, call.jobs, themselves, plan.pairs_per_job)
-        multiply(shape_of(*call.matrix), made, memory.activated, memory.out)
+        last_jobs = Jobs(jobs, number, call.jobs, themselves, plan.pairs_per_job)
+        multiply(shape_of(*call.matrix), last_jobs, memory.activated, memory.out)
         number += call.jobs
 
 
@@ -187,20 +187,13 @@ class Recorder:
         self._given = torch.empty(given, dtype=torch.uint8, pin_memory=self._is_cuda)
         self._given_there = torch.empty(given, dtype=torch.uint8, device=device)
         self._out = torch.empty((RECORDED_PAIRS, hidden), dtype=torch.float32, pin_memory=self._is_cuda)
-        self._memory = self._scratch()
+        rows, pairs = RECORDED_ROWS, RECORDED_PAIRS
+        shapes = ((rows, hidden), (2 * pairs, width), (pairs, width), (pairs, hidden))
+        self._memory = tuple(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
         self._recordings = OrderedDict[Plan, Callable[[], None]]()
         self._end = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
         self.is_busy = False
         self.plan: Plan
-
-    def _scratch(self) -> tuple[torch.Tensor, ...]:
-        shapes = (
-            (RECORDED_ROWS, self._hidden),
-            (2 * RECORDED_PAIRS, self._width),
-            (RECORDED_PAIRS, self._width),
-            (RECORDED_PAIRS, self._hidden),
-        )
-        return tuple(torch.empty(shape, dtype=torch.float32, device=self._device) for shape in shapes)
 
     def holds(self, plan: Plan) -> bool:
         """Return whether the memory is large enough for a plan."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from moec.manifests.quant import QuantSpec
 
-from ..expert_form import ExpertForm, Part
+from ..image import ExpertForm, Part
 from . import bounds
 from .bounds import JOB_FIELDS
 
@@ -74,15 +74,15 @@ class LayerWork:
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        counts = np.array([len(part.tokens) for part in parts])
+        counts = np.array([len(expert.tokens) for expert in parts])
         most = int(counts.max())
         self.pairs_per_job = _ONE if most < 4 else _SOME if most <= _SOME else _MANY
-        self.sources = np.concatenate([part.tokens for part in parts]).astype(np.int64)
-        self.width = max(part.form.up.rows for part in parts)
+        self.sources = np.concatenate([expert.tokens for expert in parts]).astype(np.int64)
+        self.width = max(expert.form.up.rows for expert in parts)
         owner, starts = self._jobs_of(counts)
-        bases = np.array([part.image.data_ptr() for part in parts], np.int64)
-        forms = list(dict.fromkeys(part.form for part in parts))
-        form_of = np.array([forms.index(part.form) for part in parts]) if len(forms) > 1 else np.zeros_like(counts)
+        bases = np.array([expert.image.data_ptr() for expert in parts], np.int64)
+        forms = list(dict.fromkeys(expert.form for expert in parts))
+        form_of = np.array([forms.index(expert.form) for expert in parts]) if len(forms) > 1 else np.zeros_like(counts)
         self.is_rounded = np.array([form.down.reads_rounded for form in forms])[form_of].repeat(counts)
         sizes = np.minimum(self.pairs_per_job, (np.cumsum(counts)[owner]) - starts)
         jobs = np.stack((bases[owner], np.zeros_like(starts), starts, sizes, np.zeros_like(starts)), axis=1)
@@ -115,14 +115,17 @@ class LayerWork:
             key = (matrix.rows, matrix.columns, matrix.spec)
             calls[key] = np.concatenate((calls[key], matrix_jobs)) if key in calls else matrix_jobs
 
-    def plan(self, part: Part, rows: int, hidden: int, padded: bool) -> Plan:
+    def plan(self, expert: Part, rows: int, hidden: int, padded: bool) -> Plan:
         """Return the plan of this work; `padded` rounds numbers up to powers of two."""
-        rounded = _power_of_two if padded else int
+
+        def rounded(count: int) -> int:
+            return max(8, 1 << (count - 1).bit_length()) if padded else count
+
         first, last = (
             tuple(Call(matrix, rounded(len(calls[matrix]))) for matrix in sorted(calls, key=str))
             for calls in (self.first, self.last)
         )
-        rows, pairs, form = rounded(rows), rounded(len(self.sources)), part.form
+        rows, pairs, form = rounded(rows), rounded(len(self.sources)), expert.form
         return Plan(rows, pairs, hidden, self.width, self.pairs_per_job, first, last, form.activation, form.limit)
 
     def write_table(self, plan: Plan, table: np.ndarray) -> None:
@@ -144,16 +147,12 @@ class LayerWork:
                 at += call.jobs * JOB_FIELDS
 
 
-def _power_of_two(count: int) -> int:
-    return max(8, 1 << (count - 1).bit_length())
-
-
 def groups_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Yield parts of one activation with at most MOST_PAIRS pairs at a time. An expert of more pairs is divided."""
     group, pairs = list[Part](), 0
-    for part in parts:
-        for start in range(0, len(part.tokens), bounds.MOST_PAIRS):
-            piece = Part(part.image, part.form, part.tokens[start : start + bounds.MOST_PAIRS])
+    for expert in parts:
+        for start in range(0, len(expert.tokens), bounds.MOST_PAIRS):
+            piece = Part(expert.image, expert.form, expert.tokens[start : start + bounds.MOST_PAIRS])
             is_same = not group or _activation(group[0]) == _activation(piece)
             if group and (not is_same or pairs + len(piece.tokens) > bounds.MOST_PAIRS):
                 yield group
@@ -164,5 +163,5 @@ def groups_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
         yield group
 
 
-def _activation(part: Part) -> tuple[str, float]:
-    return part.form.activation, part.form.limit
+def _activation(expert: Part) -> tuple[str, float]:
+    return expert.form.activation, expert.form.limit

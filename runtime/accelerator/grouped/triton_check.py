@@ -10,7 +10,7 @@ import torch
 
 from moec.manifests.quant import QuantSpec
 
-from ..expert_form import ExpertForm, MatrixForm, Part
+from ..image import ExpertForm, MatrixForm, Part
 from ..torch_products import LayerRows, compute_expert
 
 _SIZE = 64

@@ -17,7 +17,7 @@ from moec.manifests.files.limits import MAX_CHUNKS, MAX_MANIFEST_BYTES
 from moec.manifests.files.output_file import put_in_place
 from moec.manifests.progress import Progress
 from moec.runtime.bundle.files import BundleFile
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 
 from .files import file_errors, require_free_bytes
 from .layout import (

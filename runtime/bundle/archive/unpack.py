@@ -26,7 +26,7 @@ from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.input_file import UnreadableFile, open_input
 from moec.manifests.files.output_file import AtomicFile, FileSystem
 from moec.manifests.progress import Progress
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 
 from .files import file_errors, require_free_bytes
 from .layout import (
@@ -123,8 +123,8 @@ def _read_front(file: BinaryIO, place: str, max_bytes: int | None) -> tuple[Inde
     index = read_index(file, place, file_bytes)
     _check_size(place, index.manifest_bytes, max_bytes)
     check_file_bytes(index, place, file_bytes)
-    own = Member(MANIFEST_NAME, index.manifest_bytes, None)
-    parts = [decode_chunk(_read_at(file, item), item) for item in places_of(index, [own])]
+    manifest_member = Member(MANIFEST_NAME, index.manifest_bytes, None)
+    parts = [decode_chunk(_read_at(file, item), item) for item in places_of(index, [manifest_member])]
     raw_manifest = b"".join(parts)
     return index, raw_manifest, decode_manifest(raw_manifest, f"{place}: {MANIFEST_NAME}")
 

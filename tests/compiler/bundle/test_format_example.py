@@ -24,7 +24,7 @@ from moec.manifests.bundle import ExpertEntry, unit_offsets
 from moec.manifests.codec import to_plain
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
-from moec.runtime.bundle.opening import Bundle, open_bundle
+from moec.runtime.bundle.open_bundle import Bundle, open_bundle
 from moec.runtime.kernels.packed_matrix import unpack
 from tests.tiny_models import NO_DEVICE, TinyMixtral, save_tiny_mixtral
 

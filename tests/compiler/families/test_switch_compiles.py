@@ -24,7 +24,7 @@ from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import InputError, OptionError
 from moec.manifests.model import UnitKey
 from moec.runtime import load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.options.runtime import RuntimeOptions
 from tests.compiler.configured import lowered
 from tests.compiler.swept import swept

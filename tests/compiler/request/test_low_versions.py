@@ -19,7 +19,7 @@ from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.manifests.errors import ChecksumMismatch, ManifestInvalid, PlanError
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
-from moec.runtime.bundle.opening import open_bundle, verify_bundle
+from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 

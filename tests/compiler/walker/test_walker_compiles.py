@@ -15,7 +15,7 @@ from moec.evaluation.run import evaluate
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from tests.tiny_compile import check_bundle, compile_tiny, contents, save_model, save_texts
 from tests.transformers_oracle import TransformersOracle
 

@@ -11,7 +11,7 @@ import pytest
 
 from moec.manifests.bundle import DENSE_NAME
 from moec.manifests.errors import BundleIncomplete
-from moec.runtime.bundle.opening import open_bundle, verify_bundle
+from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
 
 
 @pytest.mark.parametrize("flag", [getattr(os, "O_DIRECT", 0), 0])
@@ -39,7 +39,7 @@ def test_verify_reads_every_byte_once(tiny_bundle: Path, monkeypatch: pytest.Mon
         return data
 
     monkeypatch.setattr(os, "pread", read_counted)
-    monkeypatch.setattr("moec.runtime.bundle.opening.CHUNK_BYTES", piece_bytes)
+    monkeypatch.setattr("moec.runtime.bundle.open_bundle.CHUNK_BYTES", piece_bytes)
     verify_bundle(bundle, lambda *done: seen.append(done))
     files = bundle.manifest.files
     assert read == {bundle.files[entry.name].descriptor: entry.size_bytes for entry in files}

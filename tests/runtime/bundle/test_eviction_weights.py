@@ -9,7 +9,7 @@ import pytest
 from moec.manifests.bundle import EVICTION_NAME
 from moec.manifests.errors import ChecksumMismatch
 from moec.runtime.bundle.eviction_weights import fitted_weights
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from tests.gates.bundles import emit_bundle
 from tests.listed_file import add_listed
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral

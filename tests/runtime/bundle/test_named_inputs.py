@@ -12,7 +12,7 @@ import pytest
 from moec.manifests.errors import InputError
 from moec.runtime.bundle.archive.pack import pack_bundle
 from moec.runtime.bundle.archive.unpack import unpack_bundle
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.trace import trace_file
 from moec.runtime.trace.trace import Trace, TracedPass, TraceHeader
 from moec.runtime.tuning.tune_file import bundle_sha256, read_tuning, tuning_path

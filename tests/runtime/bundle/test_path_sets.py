@@ -12,7 +12,7 @@ import pytest
 
 from moec.manifests.bundle import TABLES_NAME, BundleManifest
 from moec.manifests.errors import ManifestInvalid
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from tests.gates.bundles import emit_bundle
 from tests.gates.damage import check, plain_manifest, run, seal, write_tables
 from tests.manifests.examples import BF16, build_manifest, layer_spec, model_spec

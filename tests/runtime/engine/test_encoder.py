@@ -14,7 +14,7 @@ from moec.manifests.errors import ContextOverflow, ExecutionError, InputError
 from moec.manifests.quant import QuantSpec
 from moec.profiles.probe import resident_set_bytes
 from moec.runtime import kernels, load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.batch import forced_logits, generate_many
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.eviction import eviction_order

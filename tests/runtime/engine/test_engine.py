@@ -24,7 +24,7 @@ from moec.manifests.errors import (
     OptionError,
 )
 from moec.runtime import Engine, kernels, load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine import engine as engine_module
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.storage.interface import page_bytes

@@ -15,7 +15,7 @@ import pytest
 from moec.manifests.bundle import DENSE_NAME, TABLES_NAME
 from moec.manifests.errors import ChecksumMismatch, ContextOverflow, MemoryBudgetExceeded, OptionError
 from moec.runtime import Engine, RuntimeOptions, load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.beam import BeamOptions, beam_search
 from moec.runtime.memory.budget import nominal_memory
 from moec.runtime.text.sampling import Sampler, SamplingOptions

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import OptionError
 from moec.runtime import load
-from moec.runtime.expert_cache import opening
+from moec.runtime.expert_cache import open_cache as choice_of_cache
 from moec.runtime.expert_cache.eviction import eviction_order
 from moec.runtime.expert_cache.policies import MultidimensionalScore, lfu_score, lru_score, policy_score
 from moec.runtime.expert_cache.records import expert_records
@@ -148,7 +148,7 @@ def test_a_flat_penalty_keeps_the_first_point() -> None:
 
 def test_every_generation_is_a_sequence_of_its_own(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the cache in Python. test_native_residency.py compares the other one with it."""
-    monkeypatch.setattr(opening, "why_not_native", lambda *options: "a test")
+    monkeypatch.setattr(choice_of_cache, "why_not_native", lambda *options: "a test")
     with load(tiny_bundle, expert_cache="60%", context=32, policy="hobbit", policy_weights="0.5,0.5,0,0") as engine:
         for _ in range(2):
             list(engine.generate([5, 6, 7], max_new_tokens=4))

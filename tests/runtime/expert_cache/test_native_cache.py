@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudgetExceeded, StorageReadFailed
 from moec.runtime import kernels, load
-from moec.runtime.bundle.opening import Bundle, open_bundle
+from moec.runtime.bundle.open_bundle import Bundle, open_bundle
 from moec.runtime.expert_cache.bound_experts import BoundExperts, bind_experts
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.native_cache import NativeCache
-from moec.runtime.expert_cache.opening import open_cache
+from moec.runtime.expert_cache.open_cache import open_cache
 from moec.runtime.expert_cache.records import bundle_records
 from moec.runtime.model.dense_weights import load_dense
 from moec.runtime.options.runtime import POLICIES, IoMode, Policy, RuntimeOptions
 from moec.runtime.storage.interface import page_bytes
-from moec.runtime.storage.opening import open_storage
+from moec.runtime.storage.open_storage import open_storage
 from moec.runtime.storage.read_storage import ReadStorage
 from tests.runtime.faulty_source import PATIENCE_S, InTime, after, each, wait_for
 from tests.runtime.settled import wait_until_settled

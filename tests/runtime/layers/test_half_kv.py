@@ -9,7 +9,7 @@ import pytest
 
 from moec.manifests.errors import OptionError
 from moec.runtime import load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.kernels.reference import as_cached
 from moec.runtime.layers.kv_cache import KVCache
 from moec.runtime.memory.elastic_cache import ElasticCache

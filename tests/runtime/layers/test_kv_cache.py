@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.layers.kv_cache import KVCache
 
 SLOTS, CONTEXT, COPIED = 6, 8, 5

@@ -38,7 +38,7 @@ def engine(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
         return replace(own(manifest, options, accelerator_bytes), cache_bytes=manifest.cost.expert_padded_bytes // 4)
 
-    monkeypatch.setattr("moec.runtime.engine.opening.plan_memory", small)
+    monkeypatch.setattr("moec.runtime.engine.open_engine.plan_memory", small)
     return load(bundle, memory="100GB", context=CONTEXT)  # whatever the process of the tests holds
 
 

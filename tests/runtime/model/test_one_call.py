@@ -16,7 +16,7 @@ import pytest
 from moec.manifests.errors import ExecutionError
 from moec.manifests.model import ModelSpec
 from moec.runtime import Engine, kernels, load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.bundle.tables import PathTables, Tables
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.expert_cache.native_cache import NativeCache

@@ -14,7 +14,7 @@ import pytest
 
 from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudgetExceeded
 from moec.runtime import Engine, kernels, load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.model.one_call import PASS_RULES
 from moec.runtime.storage.readers import ReaderThreads

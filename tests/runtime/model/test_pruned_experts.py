@@ -18,7 +18,7 @@ from moec.cli.main import cli
 from moec.manifests.model import ExpertKey, ExpertsSpec, RouterSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import load
-from moec.runtime.bundle.opening import open_bundle, verify_bundle
+from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
 from moec.runtime.layers.routing import RoutingRule
 from tests.gates.bundles import emit_bundle
 from tests.pruned_mixtral import PRUNED, save_whole, save_without

@@ -15,7 +15,7 @@ from moec.cli.simulation.lossy_replay import LossyReplay
 from moec.cli.simulation.predictions import Simulation
 from moec.cli.simulation.traces import recorded_trace, replayed_bundle
 from moec.profiles.loading import load_profile
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.policies import lru_score
 from moec.runtime.options.lossy import parse_modes

@@ -14,7 +14,7 @@ from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec, StaticRouting
 from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
 from moec.runtime import load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.batch import forced_logits, generate_many
 from moec.runtime.memory.budget import nominal_process_bytes
 from moec.runtime.modes.decoder import check_modes

@@ -21,13 +21,13 @@ import xxhash
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, TABLES_NAME
 from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ExecutionError, MoecError, StorageReadFailed
 from moec.runtime import kernels, load
-from moec.runtime.bundle.opening import open_bundle, verify_bundle
+from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.storage import read_verifier as read_verifier_module
-from moec.runtime.storage.opening import open_storage
+from moec.runtime.storage.open_storage import open_storage
 from tests.runtime.cache_kinds import Kind, caches_of
 from tests.runtime.faulty_source import InTime
 from tests.runtime.settled import wait_until_settled

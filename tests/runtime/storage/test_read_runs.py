@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.quant import PRUNED, QuantSpec
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.storage.read_runs import MAX_RUN_BYTES, NONE, ReadRuns, next_in_file, previous_in_file
 
 QUARTER = MAX_RUN_BYTES // 4

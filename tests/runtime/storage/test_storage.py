@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
 from moec.runtime import kernels
-from moec.runtime.bundle.opening import Bundle, open_bundle
+from moec.runtime.bundle.open_bundle import Bundle, open_bundle
 from moec.runtime.expert_cache.bound_experts import bind_experts
 from moec.runtime.model.dense_weights import load_dense
 from moec.runtime.options.runtime import IoMode
 from moec.runtime.storage import arena as arena_module
 from moec.runtime.storage.address_space import find_page_maker
 from moec.runtime.storage.mapped_storage import resident_bytes
-from moec.runtime.storage.opening import open_storage
+from moec.runtime.storage.open_storage import open_storage
 from moec.runtime.storage.read_storage import ReadStorage
 from tests.runtime.faulty_source import PATIENCE_S, InTime, wait_for
 

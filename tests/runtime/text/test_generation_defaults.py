@@ -14,7 +14,7 @@ import pytest
 from moec.manifests.bundle import MANIFEST_NAME, FileEntry
 from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.manifests.errors import ChecksumMismatch, ManifestInvalid, OptionError
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.text.generation_defaults import (
     GENERATION_NAME,
     PLAIN,

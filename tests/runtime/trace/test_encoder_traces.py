@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moec.runtime import load
-from moec.runtime.bundle.opening import open_bundle
+from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.records import bundle_records, warm_order

@@ -385,7 +385,7 @@ def test_two_pulls_at_once(device: Device) -> None:
 
 
 def test_an_open_bundle_outlives_its_folder(device: Device, bundles: list[Path]) -> None:
-    from moec.runtime.bundle.opening import open_bundle, verify_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
 
     device.pull()
     opened = open_bundle(device.folder / "current")

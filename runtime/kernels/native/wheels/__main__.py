@@ -52,13 +52,17 @@ def headers_or_none(target: Target, given: dict[str, Path], debian: Path | None,
 def main() -> None:
     """Build, check and list the wheels."""
     options = parse_options()
-    named = [each.partition("=") for each in options.headers]
+    named = [header.partition("=") for header in options.headers]
     given = {version: Path(folder).resolve() for version, _, folder in named}
     build, debian = options.build.resolve(), None if options.offline else options.build.resolve() / "debian"
-    targets = [Target(python, each) for each in options.processor or PROCESSORS for python in options.python or PYTHONS]
-    found = [(target, headers_or_none(target, given, debian, bool(options.python))) for target in targets]
+    targets = [
+        Target(python, processor)
+        for processor in options.processor or PROCESSORS
+        for python in options.python or PYTHONS
+    ]
+    headers_of_targets = [(target, headers_or_none(target, given, debian, bool(options.python))) for target in targets]
     plain = plain_wheel(PROJECT, build)
-    for target, headers in found:
+    for target, headers in headers_of_targets:
         if headers is None:
             continue
         start = time.monotonic()

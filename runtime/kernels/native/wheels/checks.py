@@ -28,10 +28,10 @@ def check_wheel(wheel: Path, target: Target) -> Iterator[str]:
     if size > MAX_BYTES:
         raise WheelRefused(f"`{wheel.name}` has {size} bytes, expected at most {MAX_BYTES}")
     platform = target.tag.split("-")[2]
-    found = json.loads(_output("auditwheel", "show", "--json", str(wheel)))["overall_tag"]
-    if _glibc(found) > _glibc(platform):
-        raise WheelRefused(f"`{wheel.name}` needs {found}")
-    yield f"auditwheel: {found}"
+    platform_of_wheel = json.loads(_output("auditwheel", "show", "--json", str(wheel)))["overall_tag"]
+    if _glibc(platform_of_wheel) > _glibc(platform):
+        raise WheelRefused(f"`{wheel.name}` needs {platform_of_wheel}")
+    yield f"auditwheel: {platform_of_wheel}"
     if target.is_stable:
         last = _output("abi3audit", "--strict", "--summary", str(wheel)).strip().splitlines()[-1]
         yield f"abi3audit: {last.strip()}"

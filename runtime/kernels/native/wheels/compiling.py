@@ -64,11 +64,11 @@ def _build(folder: Path, product: str, settings: Mapping[str, str | Path], tools
 def find_gcc(processor: str) -> str:
     """Return the path of GCC for a processor. Raises CompileFailed."""
     names = [f"{processor}-linux-gnu-g++", *(["g++"] if platform.machine() == processor else [])]
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
         package = f"g++-{processor.replace('_', '-')}-linux-gnu"
         raise CompileFailed(f"{names[0]} is missing; on Debian: apt-get install {package}")
-    return found
+    return compiler
 
 
 def _zig(path: Path, *words: str) -> Path:

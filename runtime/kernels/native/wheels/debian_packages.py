@@ -78,10 +78,12 @@ def _mirror() -> str:
     """Return the address from which this system has its packages. Raises PackagesUnavailable."""
     try:
         command = ["apt-get", "indextargets", "--format", "$(CODENAME) $(REPO_URI)", "Created-By: Packages"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         raise PackagesUnavailable("apt-get is missing: packages of Debian need Debian's tools") from error
-    mirrors = [line.split()[1] for line in told.splitlines() if "security" not in line and "-" not in line.split()[0]]
+    mirrors = [
+        line.split()[1] for line in listing.splitlines() if "security" not in line and "-" not in line.split()[0]
+    ]
     if not mirrors or not Path(_KEYRING).exists():
         raise PackagesUnavailable("this system is not Debian: it has neither its mirror nor its keys")
     return mirrors[0]
@@ -91,5 +93,5 @@ def _run(command: Sequence[str], environment: dict[str, str], folder: Path) -> N
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        told = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise PackagesUnavailable(f"{' '.join(command[:2])} failed: {told}")
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise PackagesUnavailable(f"{' '.join(command[:2])} failed: {reason}")

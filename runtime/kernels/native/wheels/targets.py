@@ -78,9 +78,9 @@ def find_headers(target: Target, given: dict[str, Path], debian: Path | None) ->
         if version in given:
             return _checked(Headers(given[version], version, str(given[version])), target.processor)
     for version in versions:
-        found = _of_interpreter(version)
-        if found is not None and _fits(found.folder, target.processor):
-            return found
+        headers = _of_interpreter(version)
+        if headers is not None and _fits(headers.folder, target.processor):
+            return headers
     for version in versions:
         if version in _DEBIAN_RELEASES and debian is not None:
             return _of_debian(version, target.processor, debian)
@@ -93,8 +93,8 @@ def _of_interpreter(version: str) -> Headers | None:
     program = sys.executable if version == here else shutil.which(f"python{version}")
     if program is None:
         return None
-    told = subprocess.run([program, "-c", _PRINT_HEADERS], capture_output=True, text=True, check=False).stdout
-    return Headers(Path(told.strip()), version, program)
+    printed = subprocess.run([program, "-c", _PRINT_HEADERS], capture_output=True, text=True, check=False).stdout
+    return Headers(Path(printed.strip()), version, program)
 
 
 def _of_debian(version: str, processor: str, folder: Path) -> Headers:

@@ -12,13 +12,12 @@ from moec.manifests.bundle import LOOKAHEAD_NAME, TABLES_NAME, BundleManifest
 from moec.profiles.probe import available_threads
 
 from .. import kernels
-from ..accelerator import HostParts, open_accelerator, start_cooperation
 from ..bundle.lookahead import read_lookahead
-from ..bundle.opening import Bundle, verify_files
+from ..bundle.open_bundle import Bundle, verify_files
 from ..expert_cache.bound_experts import bind_experts, check_activations
 from ..expert_cache.cache_spec import CacheSpec
 from ..expert_cache.interface import StreamingCache
-from ..expert_cache.opening import open_cache
+from ..expert_cache.open_cache import open_cache
 from ..expert_cache.policies import policy_score
 from ..expert_cache.records import ExpertRecords, bundle_records, warm_order
 from ..layers.kv_cache import KVCache
@@ -34,7 +33,7 @@ from ..options.runtime import MAX_THREADS, RuntimeOptions
 from ..prefetch.learned_routers import learned_routers
 from ..prefetch.predictors import make_predictor
 from ..storage.interface import ExpertStorage, page_bytes
-from ..storage.opening import open_storage
+from ..storage.open_storage import open_storage
 from ..text.streaming_text import load_tokenizer
 from ..text.tokenizer import BundleTokenizer
 
@@ -103,32 +102,51 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
     if options.verify:
         verify_files(bundle, (TABLES_NAME, LOOKAHEAD_NAME))
     check_activations(manifest, options)
-    device = open_accelerator(manifest, options)  # before the plan: it takes memory of the host
-    tokenizer, memory = _plan(bundle, options, 0 if device is None else device.host_bytes)
+    device, host_bytes = None, 0
+    if options.accelerator is not None:
+        from ..accelerator.open_device import cooperate, open_device
+
+        device = open_device(manifest, options, options.accelerator)
+        host_bytes = device.host_bytes
+    require_machine_memory(bundle.path, manifest, options, host_bytes)
+    plan_memory(manifest, options, host_bytes)  # with the size of the tokenizer's file, before it is loaded
+    tokenizer = load_tokenizer(bundle, options.verify)
+    memory = plan_memory(manifest, options, host_bytes)  # with the memory that the tokenizer uses
     kernels.set_threads(options.threads or min(MAX_THREADS, available_threads()))
     check_modes(options.modes, manifest.model, len(manifest.low_experts))
-    experts = _sizes(manifest, memory)
-    decided = _logical_sizes(manifest, memory) if options.modes.reads_cache else experts
+    count, stored = len(manifest.experts), manifest.stored_experts
+    page_sizes = np.array([page_bytes(entry.size_bytes) for entry in stored], np.int64)
+    experts = ExpertSizes(page_sizes, count, memory.cache_bytes, memory.minimum_expert_bytes)
+    decided = experts
+    if options.modes.reads_cache:
+        # Lossy modes depend neither on the pages of this machine nor on the memory that this process happens to use.
+        sizes = np.array([entry.size_bytes for entry in stored], np.int64)
+        decided = ExpertSizes(sizes, count, memory.logical_cache_bytes, manifest.cost.minimum_expert_bytes)
     reads_ahead = not decided.holds_all
     tables = bundle.tables(has_paths=reads_ahead and options.prefetch == "path")
-    records = bundle_records(bundle, tables, manifest.stored_experts)
+    records = bundle_records(bundle, tables, stored)
     with ExitStack() as on_failure:
         storage = open_storage(bundle, options.io, options.verify, memory.cache_bytes)
         on_failure.callback(storage.close)
         with storage.made_ready(is_wanted=options.cache_state == "warm"):  # a warm start fills all of it
             dense = load_dense(bundle, options.verify)
             reads_bfloats = options.expert_activations == "bfloat16"
-            bound = bind_experts(bundle, manifest.stored_experts, storage, dense, reads_bfloats)
+            bound = bind_experts(bundle, stored, storage, dense, reads_bfloats)
             cache = open_cache(storage, bound, experts.cache_spec(records), options)
             on_failure.callback(cache.close)
             kv = KVCache(manifest.model, options.slots, memory.context, options.kv)
             model = Model(manifest, dense, bound.experts, cache, memory.context)
         path = _look_ahead(model, bundle, options, reads_ahead, tables)
-        elastic = ElasticCache(manifest, memory, options, cache) if _is_elastic(memory, options, experts) else None
-        host = HostParts(model, kv, storage, records, is_in_host=cache.is_resident)
-        accelerator = start_cooperation(device, manifest, options, host)  # the cache must not read yet
+        # The cache takes the part of the budget that short sequences leave free.
+        is_elastic = memory.budget_bytes is not None and options.expert_cache is None and not experts.holds_all
+        elastic = ElasticCache(manifest, memory, options, cache) if is_elastic else None
+        accelerator = None
+        if device is not None:  # the cache must not read yet
+            accelerator = cooperate(device, manifest, options, model, kv, storage, records, cache.is_resident)
         model.accelerator = accelerator
-        warm = _warm_up(cache, model, records, options, experts)
+        order = warm_order(records).tolist() if options.cache_state == "warm" else []
+        warm = model.absent_first([index for index in order if index < count])  # low versions are read at a miss
+        cache.warm(warm)
         lossy = _open_modes(manifest, options, decided, records, model, accelerator, warm)
         on_failure.pop_all()
     return EngineParts(
@@ -145,38 +163,6 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
         accelerator=accelerator,
         lossy=lossy,
     )
-
-
-def _plan(bundle: Bundle, options: RuntimeOptions, host_bytes: int) -> tuple[BundleTokenizer, MemoryPlan]:
-    """Load the tokenizer and divide the budget.
-
-    host_bytes: host memory that an accelerator uses.
-    """
-    require_machine_memory(bundle.path, bundle.manifest, options, host_bytes)
-    plan_memory(bundle.manifest, options, host_bytes)  # with the size of the tokenizer's file, before it is loaded
-    tokenizer = load_tokenizer(bundle, options.verify)
-    return tokenizer, plan_memory(bundle.manifest, options, host_bytes)  # with the memory that the tokenizer uses
-
-
-def _sizes(manifest: BundleManifest, memory: MemoryPlan) -> ExpertSizes:
-    """Return the memory of the experts, in whole pages of this machine."""
-    sizes = np.array([page_bytes(entry.size_bytes) for entry in manifest.stored_experts], np.int64)
-    return ExpertSizes(sizes, len(manifest.experts), memory.cache_bytes, memory.minimum_expert_bytes)
-
-
-def _logical_sizes(manifest: BundleManifest, memory: MemoryPlan) -> ExpertSizes:
-    """Return the sizes by which lossy modes decide: those of the bundle.
-
-    They depend neither on the pages of this machine nor on the memory that this process happens to use.
-    """
-    sizes = np.array([entry.size_bytes for entry in manifest.stored_experts], np.int64)
-    count, minimum_bytes = len(manifest.experts), manifest.cost.minimum_expert_bytes
-    return ExpertSizes(sizes, count, memory.logical_cache_bytes, minimum_bytes)
-
-
-def _is_elastic(memory: MemoryPlan, options: RuntimeOptions, experts: ExpertSizes) -> bool:
-    """Return whether the cache uses the part of the budget that short sequences leave free."""
-    return memory.budget_bytes is not None and options.expert_cache is None and not experts.holds_all
 
 
 def _look_ahead(model: Model, bundle: Bundle, options: RuntimeOptions, reads_ahead: bool, tables: Tables) -> CodePath:
@@ -196,16 +182,6 @@ def _look_ahead(model: Model, bundle: Bundle, options: RuntimeOptions, reads_ahe
     if path.why_not_one_call is None:
         model.bind_one_call()
     return path
-
-
-def _warm_up(
-    cache: StreamingCache, model: Model, records: ExpertRecords, options: RuntimeOptions, experts: ExpertSizes
-) -> list[int]:
-    """Begin to fill the cache with the most popular experts, and return them. Low versions are read at a miss."""
-    order = warm_order(records).tolist() if options.cache_state == "warm" else []
-    warm = model.absent_first([index for index in order if index < experts.count])
-    cache.warm(warm)
-    return warm
 
 
 def _open_modes(

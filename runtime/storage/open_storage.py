@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..bundle.opening import Bundle
+from ..bundle.open_bundle import Bundle
 from ..options.runtime import IoMode
 from .interface import NativeStorage
 from .read_storage import ReadStorage

@@ -247,9 +247,11 @@ def verify_bundle(bundle: Bundle, progress: Callable[[int, int], None] | None = 
             progress(before + done, total)
 
     for entry in bundle.manifest.files:
-        path, own = bundle.path / entry.name, sorted(parts[entry.name])
-        sha256, checksums = _digests(bundle.files[entry.name], own, report)
-        wrong = [part.name for part, checksum in zip(own, checksums, strict=True) if checksum != part.xxh3]
+        path, parts_of_file = bundle.path / entry.name, sorted(parts[entry.name])
+        sha256, checksums = _digests(bundle.files[entry.name], parts_of_file, report)
+        wrong = [
+            checked.name for checked, checksum in zip(parts_of_file, checksums, strict=True) if checksum != checked.xxh3
+        ]
         place = f"`{path}`, {wrong[0]}," if wrong else f"`{path}`"
         if sha256 != entry.sha256:
             raise ChecksumMismatch(f"{place} differs from its digest", "copy the bundle again")

@@ -8,7 +8,7 @@ torch is imported here and not earlier.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,20 +23,20 @@ from .. import kernels
 from ..memory.budget import chosen_context
 from ..options.runtime import TORCH_CPU, RuntimeOptions
 from ..storage.interface import ExpertStorage
-from .cooperative import CooperativeExperts, DeviceExperts, HostExperts
+from .cooperative import CooperativeExperts, HostExperts
 from .dense import AttentionSide, DenseLatency, DenseOnDevice, dense_bytes, measure_dense, shared_bytes
 from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
 from .grouped.bounds import pinned_bytes
 from .image import entry_bytes
 from .latency import LatencyModel, mean_latency, measure_latency
-from .placement import LIBRARY_BYTES, Placement, place_experts, working_bytes
+from .placement import LIBRARY_BYTES, ResidentExperts, place_experts, working_bytes
 
 if TYPE_CHECKING:
     import torch
 
+    from ..expert_cache.records import ExpertRecords
     from ..layers.kv_cache import KVCache
     from ..model.forward import Model
-    from . import HostParts
 
 _SAMPLES = 3
 """Number of experts that are timed: the smallest, the median and the largest."""
@@ -147,22 +147,33 @@ def _cuda(name: str) -> torch.device:
 
 
 def cooperate(
-    opened: OpenedAccelerator, manifest: BundleManifest, options: RuntimeOptions, host: HostParts
+    opened: OpenedAccelerator,
+    manifest: BundleManifest,
+    options: RuntimeOptions,
+    model: Model,
+    kv: KVCache,
+    storage: ExpertStorage,
+    records: ExpertRecords,
+    is_in_host: Callable[[int], bool],
 ) -> CooperativeExperts:
     """Measure latencies, then upload dense weights and the most popular experts.
+
+    records: calibration frequencies of the experts.
+    is_in_host: returns whether the bytes of a stored expert are in memory now.
 
     Call it before the cache begins to read.
     Raises MemoryBudgetExceeded, and the errors of `ExpertStorage.load`.
     Raises AcceleratorUnavailable if the device has less memory than it reported.
     """
-    model, storage, experts = host.model, host.storage, host.model.experts
-    count = len(manifest.experts)
-    ranked = np.argsort(-host.records.frequency[:count], kind="stable").tolist()
+    experts, count = model.experts, len(manifest.experts)
+    ranked = np.argsort(-records.frequency[:count], kind="stable").tolist()
     order = [index for index in ranked if opened.sizes[index]]  # experts of size 0 are not stored
-    dense, dense_latency = _bring_dense(opened, options, model, host.kv)
+    dense, dense_latency = _bring_dense(opened, options, model, kv)
     try:
-        kept, shared = (0, 0) if dense is None else (opened.dense_bytes, shared_bytes(manifest))
-        placement = place_experts(opened.sizes, order, opened.memory_bytes, COPY_SLOTS, opened.working_bytes, kept)
+        dense_share, shared = (0, 0) if dense is None else (opened.dense_bytes, shared_bytes(manifest))
+        placement = place_experts(
+            opened.sizes, order, opened.memory_bytes, COPY_SLOTS, opened.working_bytes, dense_share
+        )
         from .grouped.triton_check import why_no_triton
         from .torch_device import TorchDevice
 
@@ -175,19 +186,23 @@ def cooperate(
     kernels_note = kernels_note or device.note
     residents = bring(device, placement, experts, storage)
     shared_experts = (
-        {} if dense is None else {layer: device.keep(each.expert) for layer, each in model.shared_experts.items()}
+        {}
+        if dense is None
+        else {layer: device.keep(shared_expert.expert) for layer, shared_expert in model.shared_experts.items()}
     )
-    in_host = HostExperts(experts, opened.sizes, host.is_in_host)
-    on_device = DeviceExperts(placement, residents, shared_experts)
-    cooperative = CooperativeExperts(device, in_host, on_device, latency, options.cooperation)
+    in_host = HostExperts(experts, opened.sizes, is_in_host)
+    cooperative = CooperativeExperts(
+        device, in_host, placement, residents, shared_experts, latency, options.cooperation
+    )
     cooperative.dense, cooperative.dense_latency, cooperative.dense_note = dense, dense_latency, opened.dense_note
     cooperative.kernels_note = kernels_note
     return cooperative
 
 
 def _full(opened: OpenedAccelerator, error: RuntimeError) -> AcceleratorUnavailable:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
     return AcceleratorUnavailable(
-        f"`{opened.name}` does not give the {opened.memory_bytes} bytes of its budget: {_first_line(error)}",
+        f"`{opened.name}` does not give the {opened.memory_bytes} bytes of its budget: {reason}",
         "lower `--accelerator-memory`",
     )
 
@@ -231,10 +246,6 @@ def _bring_dense(
     return None, latency
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def measure_bundle(
     device: ExpertDevice, experts: Sequence[kernels.Expert], sizes: Sequence[int], storage: ExpertStorage
 ) -> LatencyModel:
@@ -252,7 +263,7 @@ def measure_bundle(
 
 
 def bring(
-    device: ExpertDevice, placement: Placement, experts: Sequence[kernels.Expert], storage: ExpertStorage
+    device: ExpertDevice, placement: ResidentExperts, experts: Sequence[kernels.Expert], storage: ExpertStorage
 ) -> dict[int, DeviceExpert]:
     """Read the residents one after the other and upload them. None of them stays in host memory."""
     residents = dict[int, DeviceExpert]()
