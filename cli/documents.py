@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Sequence
 
 import click
 
@@ -15,8 +16,8 @@ from .terminal import output
 
 HEAD = """# The command line
 
-`make docs` writes this page from the commands. Text and results go to stdout. Messages and progress go to stderr.
-With `--json` a command prints one JSON object.
+`make docs` writes this page from the commands. `moec COMMAND --help` explains more, `--help-all` shows all options.
+Text and results go to stdout. Messages and progress go to stderr. With `--json` a command prints one JSON object.
 
 `eval "$(_MOEC_COMPLETE=bash_source moec)"` in `~/.bashrc` completes commands, options and files. For other shells it is
 `zsh_source` or `fish_source`.
@@ -36,6 +37,10 @@ With `--json` a command prints one JSON object.
 """
 
 
+_RUNS = ("run", "chat", "generate", "serve", "eval", "lm-eval", "bench")
+_HEADER = "| Option | Meaning |\n|---|---|"
+
+
 def schema_text() -> str:
     """Return the JSON Schema of `moec.json`, as it is published."""
     from moec.manifests.codec import canonical_json, manifest_schema
@@ -44,24 +49,60 @@ def schema_text() -> str:
 
 
 def commands_page() -> str:
-    """Return the text of `docs/cli.md`: every command with its arguments, options and examples."""
+    """Return the text of `docs/cli.md`: every command with its arguments, options and examples.
+
+    Options that several commands have alike stand once.
+    """
+    from .commands.running.settings import setting_rows
     from .main import cli
+    from .options.set_option import COMPILE_SETTINGS, RUN_SETTINGS
 
     ctx = click.Context(cli, info_name="moec")
+    commands = {name: command for name in cli.list_commands(ctx) if (command := cli.get_command(ctx, name))}
+    users: dict[str, list[str]] = {}
+    for name, command in commands.items():
+        for row in _rows(command):
+            users.setdefault(row, []).append(name)
+    shared = {row: names for row, names in users.items() if len(names) > 1}
     parts = [HEAD]
-    for name in cli.list_commands(ctx):
-        command = cli.get_command(ctx, name)
-        if command is not None:
-            parts.append(_section(f"moec {name}", command))
+    for name, command in commands.items():
+        rows = _rows(command)
+        parts.append(_section(f"moec {name}", command, [row for row in rows if row not in shared], len(rows)))
+    parts.append(f"## Shared options\n\n*Runs* are {', '.join(_RUNS[:-1])} and {_RUNS[-1]}.\n")
+    parts.append("| Option | Of | Meaning |\n|---|---|---|")
+    for row, names in sorted(shared.items(), key=lambda entry: -len(entry[1])):
+        option, _, meaning = row.removeprefix("| ").partition(" | ")
+        parts.append(f"| {option} | {_users_text(names)} | {meaning}")
+    parts.append("")
+    parts.append("## Settings\n\n`--set NAME=VALUE` takes these, as `moec settings` lists them.\n")
+    for kind, table in (("of a run", RUN_SETTINGS), ("of a compile", COMPILE_SETTINGS)):
+        parts.append(f"| Setting {kind} | Meaning |\n|---|---|")
+        for row in setting_rows(table):
+            values = row["values"].replace("|", "\\|")
+            parts.append(f"| `{row['name']}` {values} | {row['text']} [default: {row['default']}] |")
+        parts.append("")
     return "\n".join(parts)
 
 
-def _section(title: str, command: click.Command) -> str:
+def _users_text(names: Sequence[str]) -> str:
+    """Return the commands that have an option; runs under one name."""
+    others = [name for name in names if name not in _RUNS]
+    return ", ".join(["runs", *others] if set(_RUNS) <= set(names) else names)
+
+
+def _rows(command: click.Command) -> list[str]:
+    """Return the options of a command as rows of a table."""
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    options = [option for option in options if option.name not in ("help_all", "as_json")]
+    return [f"| {_option_name(option)} | {_meaning(option)} |" for option in options]
+
+
+def _section(title: str, command: click.Command, rows: list[str], count: int) -> str:
+    """Return the section of a command. rows: options that no other command has alike. count: of all its options."""
     arguments = [_argument(p) for p in command.params if isinstance(p, click.Argument)]
-    options = [p for p in command.params if isinstance(p, click.Option)]
-    lines = [f"## {title}", "", f"`{' '.join([title, *arguments])} [OPTIONS]`", "", _prose(command.help or ""), ""]
-    lines += ["| Option | Meaning |", "|---|---|"]
-    lines += [f"| {_option_name(option)} | {_meaning(option)} |" for option in options]
+    lines = [f"## {title}", "", f"`{' '.join([title, *arguments])} [OPTIONS]`", "", _prose(command.help or "")]
+    lines += ["", *_HEADER.splitlines(), *rows] if rows else []
+    lines += ["", f"It has {count - len(rows)} [shared options](#shared-options)."] if len(rows) < count else []
     return "\n".join(lines) + "\n"
 
 
@@ -90,12 +131,10 @@ def _meaning(option: click.Option) -> str:
 
 
 def _prose(text: str) -> str:
-    """Return the help of a command as Markdown, with examples in fenced blocks."""
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(
-        "```\n" + paragraph.removeprefix("\b\n") + "\n```" if paragraph.startswith("\b") else paragraph
-        for paragraph in paragraphs
-    )
+    """Return the first paragraph of a help text as Markdown, and its examples in fenced blocks."""
+    first, *others = inspect.cleandoc(text).split("\n\n")
+    examples = [paragraph.removeprefix("\b\n") for paragraph in others if paragraph.startswith("\b")]
+    return "\n\n".join([first, *(f"```\n{example}\n```" for example in examples)])
 
 
 if __name__ == "__main__":

@@ -14,35 +14,48 @@ from .exit_codes import exit_code
 from .options.paths import refuse_lost_inputs
 from .terminal import output
 
-_COMMANDS = {
-    "compile": "compiling.compile:compile_command",
-    "compare": "compiling.compare:compare_command",
-    "run": "running.run:run_command",
-    "chat": "running.chat:chat_command",
-    "generate": "running.generate:generate_command",
-    "serve": "running.serve:serve_command",
-    "eval": "measuring.evaluate:eval_command",
-    "lm-eval": "measuring.lm_eval:lm_eval_command",
-    "inspect": "bundles.inspect:inspect_command",
-    "report": "bundles.report:report_command",
-    "verify": "bundles.verify:verify_command",
-    "keygen": "shipping.keygen:keygen_command",
-    "sign": "shipping.sign:sign_command",
-    "push": "shipping.push:push_command",
-    "pull": "shipping.pull:pull_command",
-    "rollback": "shipping.rollback:rollback_command",
-    "installed": "shipping.installed:installed_command",
-    "export": "compiling.export:export_command",
-    "export-plan": "compiling.export_plan:export_plan_command",
-    "pack": "bundles.pack:pack_command",
-    "unpack": "bundles.unpack:unpack_command",
-    "bench": "measuring.bench:bench_command",
-    "simulate": "measuring.simulate:simulate_command",
-    "tune": "measuring.tune:tune_command",
-    "merge-traces": "measuring.merge_traces:merge_traces_command",
-    "demo": "compiling.demo:demo_command",
-    "profile-device": "compiling.profile_device:profile_device_command",
+_SECTIONS = {
+    "Compile a bundle": {
+        "compile": "compiling.compile:compile_command",
+        "compare": "compiling.compare:compare_command",
+        "export": "compiling.export:export_command",
+        "export-plan": "compiling.export_plan:export_plan_command",
+        "profile-device": "compiling.profile_device:profile_device_command",
+        "demo": "compiling.demo:demo_command",
+    },
+    "Look at it": {
+        "inspect": "bundles.inspect:inspect_command",
+        "report": "bundles.report:report_command",
+        "verify": "bundles.verify:verify_command",
+    },
+    "Run it": {
+        "run": "running.run:run_command",
+        "chat": "running.chat:chat_command",
+        "generate": "running.generate:generate_command",
+        "serve": "running.serve:serve_command",
+        "settings": "running.settings:settings_command",
+    },
+    "Ship it": {
+        "keygen": "shipping.keygen:keygen_command",
+        "sign": "shipping.sign:sign_command",
+        "push": "shipping.push:push_command",
+        "pull": "shipping.pull:pull_command",
+        "rollback": "shipping.rollback:rollback_command",
+        "installed": "shipping.installed:installed_command",
+        "pack": "bundles.pack:pack_command",
+        "unpack": "bundles.unpack:unpack_command",
+    },
+    "Measure it": {
+        "eval": "measuring.evaluate:eval_command",
+        "lm-eval": "measuring.lm_eval:lm_eval_command",
+        "bench": "measuring.bench:bench_command",
+        "simulate": "measuring.simulate:simulate_command",
+        "tune": "measuring.tune:tune_command",
+        "merge-traces": "measuring.merge_traces:merge_traces_command",
+    },
 }
+"""Commands by the way of a bundle, with the places of their functions."""
+_COMMANDS = {name: place for commands in _SECTIONS.values() for name, place in commands.items()}
 
 
 class _Guarded:
@@ -78,6 +91,24 @@ class MoecGroup(click.Group):
         if not isinstance(command, click.Command):
             raise TypeError(f"`{name}:{attribute}` is not a command")
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands of each section with their short help."""
+        for title, commands in _SECTIONS.items():
+            loaded = [(name, self.get_command(ctx, name)) for name in commands]
+            with formatter.section(title):
+                formatter.write_dl([(name, command.get_short_help_str(80)) for name, command in loaded if command])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Raises click.UsageError with the present spelling of an option of earlier versions."""
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as problem:
+            from .options.set_option import present_spelling
+
+            if (spelling := present_spelling(problem.option_name)) is None:
+                raise
+            raise click.UsageError(f"`{problem.option_name}` is now {spelling}.", problem.ctx) from None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

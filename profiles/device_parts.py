@@ -134,7 +134,7 @@ class Run(_Part):
     """Settings of a run that suit the storage. They are defaults of `moec run` on such a device.
 
     io: how experts are read, as `--io`; None: not stated.
-    readers: expert reads under way at once, as `--readers`; None: not stated.
+    readers: expert reads under way at once, as the setting `readers`; None: not stated.
     Raises ValueError, with the key first, if a value is out of range or none is stated.
     """
 

@@ -62,7 +62,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Leave the numpy kernels after a test whose command had `--kernels numpy`: their bits differ from all others."""
+    """Leave the numpy kernels after a test whose command chose them: their bits differ from all others."""
     from moec.runtime.kernels import extension
 
     state = extension.state

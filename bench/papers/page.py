@@ -10,6 +10,13 @@ from .models import DESCRIBED, NATURAL, RANDOM, Model, named
 
 WIDTH = 110
 VERDICTS = {"same": "same", "partly": "partly the same", "different": "different"}
+COMMANDS: dict[Paper, str] = {
+    "edgemoe": "`moec compile MODEL --as edgemoe` searches as EdgeMoE does, and `moec run BUNDLE --as edgemoe` runs as it "
+    "does.",
+    "hobbit": "`moec compile MODEL --as hobbit` adds low versions, and `moec run BUNDLE --as hobbit` runs as HOBBIT does.",
+    "twiddler": "`moec run BUNDLE --as twiddler` runs as Twiddler does.",
+    "mobile": "`moec run BUNDLE --as mobile` runs as MoBiLE does.",
+}
 INTRODUCTIONS: dict[Paper, str] = {
     "edgemoe": "EdgeMoE chooses a bitwidth for every expert, keeps some experts in a buffer, and reads the likeliest "
     "next experts ahead. Its models are Switch Transformers, GPTSAN and MiniCPM-MoE. Its devices are a Jetson TX2, a "
@@ -48,7 +55,7 @@ def page(
     missing: what is not measured here.
     """
     name = PAPERS[paper]
-    parts = [f"# The figures of {name}, measured here", _paragraph(INTRODUCTIONS[paper])]
+    parts = [f"# The figures of {name}, measured here", COMMANDS[paper], _paragraph(INTRODUCTIONS[paper])]
     has_natural = any(found.natural is not None for found in measured.values())
     note = NOTE if paper == NOTE_PAPER else f"[{PAPERS[NOTE_PAPER]}]({NOTE_PAPER}.md) says how the figures are made."
     parts += [_paragraph(note), _models(figures, has_natural)]

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     same: dict[str, Any] = {"context": 2048, "threads": options.threads, "expert_cache": "100%"}
-    engines = {name: load(options.bundle, **{**same, "expert_activations": name}) for name in TYPES}
+    engines = {name: load(options.bundle, **same, lossy=f"expert-activations {name}") for name in TYPES}
     tokens = engines["float32"].encode(options.text.read_text(encoding="utf-8"))
     for engine in engines.values():
         engine.cache.finish_warming()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 SUGGESTED_LOSS = 0.01
-"""Largest measured loss of a suggestion: the default of `--mode-loss`."""
+"""Largest measured loss of a suggestion: a share of the score."""
 LEAST_SAVED = 0.01
 """Least share of the bytes of missed experts that a suggestion leaves unread."""
 
@@ -53,7 +53,7 @@ def suggestion(bundle: Path, engine: Engine) -> str | None:
     saved = saved_share(row, low) / missed
     if saved < LEAST_SAVED:
         return None
-    run.suggestion = f"--{modes_of_row(row).to_text()}"
+    run.suggestion = f"--lossy '{modes_of_row(row).to_text()}'"
     return (
         f"suggestion: {run.suggestion} reads {saved:.0%} less of missed experts, at a measured loss of "
         f"{loss_text(row['loss'])} of {row['task']} on {row['n']} items, cache {row['expert_cache']}"

@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from moec.manifests.errors import OptionError
-from moec.runtime.options.lossy import MODE_OPTIONS, DynamicPrecision, LossyModes, parse_mode_list, parse_modes
+from moec.runtime.options.lossy import (
+    MODE_OPTIONS,
+    DynamicPrecision,
+    LossyModes,
+    parse_mode_list,
+    parse_modes,
+    setting_text,
+)
 
 from ..options.runtime_options import with_missing_experts
 from ..terminal import output
+from ..terminal.help_sections import SectionOption
 from ..terminal.progress_bar import ProgressBar
 from ..terminal.run_statistics import decisions_text
 from .mode_costs import loss_text
@@ -52,13 +60,14 @@ _BIG_LITTLE = ("gamma=0.9", "gamma=0.7", "gamma=0.5")
 _CACHE_ROUTING = ("margin=0.2", "margin=0.5", "drop=0.1", "drop=0.25", "margin=0.2,drop=0.1")
 
 
-def mode_sweep_option(effect: str) -> Callable[[F], F]:
-    """Return the option `--modes`: `sweep`, `dynamic-precision`, or a list of settings.
-
-    effect: the help text of `sweep` and of settings.
-    """
-    told = f"{effect} `{DYNAMIC}` takes the settings of a sweep that have this mode alone."
-    return click.option("--modes", metavar=f"sweep|{DYNAMIC}|SETTING;...", help=told)
+mode_sweep_option = click.option(
+    "--modes",
+    cls=SectionOption,
+    section="Lossy modes",
+    metavar=f"sweep|{DYNAMIC}|SETTING;...",
+    help=f"Measure or predict all lossy modes, or these settings, against the exact run. `{DYNAMIC}` takes the "
+    "settings of a sweep with this mode alone.",
+)
 
 
 def settings_of(
@@ -91,7 +100,7 @@ def allowed_settings(
     for setting in chosen:
         try:
             check_modes(modes_of(setting), model, int(has_low))
-            replace(options or RuntimeOptions(), **setting)  # type: ignore[arg-type]
+            replace(options or RuntimeOptions(), lossy=setting_text(setting))
         except OptionError as error:
             if not is_sweep:
                 raise
@@ -119,7 +128,7 @@ def _all_settings(has_low: bool, deciles: Sequence[float]) -> list[dict[str, str
 
 
 def thresholds_text(low_above: float, skip_above: float) -> str:
-    """Return `T1,T2` with three digits, as `--dynamic-precision` takes it."""
+    """Return `T1,T2` with three digits, as `dynamic-precision` takes it."""
     return DynamicPrecision(round(low_above, 3), round(skip_above, 3)).to_text()
 
 
@@ -134,7 +143,7 @@ def sweep_options(options: RuntimeOptions) -> RuntimeOptions:
     Raises OptionError if a mode is given.
     """
     if not options.modes.is_lossless:
-        raise OptionError("`--modes` sets the modes itself", f"leave out {', '.join(options.modes.parts())}")
+        raise OptionError("`--modes` sets the modes itself", "leave out `--lossy`")
     return replace(with_missing_experts(options), slots=1)
 
 
@@ -210,7 +219,7 @@ class QualitySweep:
         if self.kernels is not None:
             kernels.select(self.kernels)
         bundle = open_bundle(self.path, allow_partial=is_partial)
-        with Engine(bundle, replace(self.options, **setting)) as engine:  # type: ignore[arg-type]
+        with Engine(bundle, replace(self.options, lossy=setting_text(setting))) as engine:
             engine.cache.finish_warming()
             yield BundleEngine(engine, decodes=True)
 
@@ -333,7 +342,7 @@ def speed_sweep(
     for number, setting in enumerate(settings, 1):
         output.say(f"{number} of {len(settings)}, {modes_of(setting).to_text() or LOSSLESS}")
         logits: list[np.ndarray] = []
-        with open_engine(path, replace(options, **setting), kernels) as engine:  # type: ignore[arg-type]
+        with open_engine(path, replace(options, lossy=setting_text(setting)), kernels) as engine:
             output.say(engine.mode)
             engine.check_tokens(sequence, room=0)
             engine.cache.finish_warming()

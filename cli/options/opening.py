@@ -69,10 +69,10 @@ def _say_without_statistics(bundle: Bundle, options: RuntimeOptions) -> None:
 
     if bundle.manifest.calibration is not None:
         if options.prefetch == "path" and (no_paths := why_no_paths(bundle.manifest.model)):
-            output.say(f"warning: `--prefetch path` has nothing to go by: {no_paths}")
+            output.say(f"warning: `prefetch=path` has nothing to go by: {no_paths}")
         return
-    used = [f"`--prefetch {options.prefetch}`"] if options.prefetch in ("path", "popularity") else []
-    used += [f"`--policy {options.policy}`"] if options.policy == "edgemoe" else []
+    used = [f"`prefetch={options.prefetch}`"] if options.prefetch in ("path", "popularity") else []
+    used += [f"`policy={options.policy}`"] if options.policy == "edgemoe" else []
     if used:
         output.say(
             f"warning: `{bundle.path}` was compiled without data and has no statistics, so {' and '.join(used)} "

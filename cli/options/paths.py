@@ -15,6 +15,8 @@ from moec.manifests.bundle import MANIFEST_NAME
 from moec.manifests.errors import InputError
 from moec.manifests.files.output_file import STDOUT, check_output, output_file
 
+from ..terminal.help_sections import SectionOption
+
 MAX_PATH_BYTES = 4095
 """Length of a path, bytes: the system's limit without the zero at its end."""
 MAX_NAME_BYTES = 255
@@ -116,8 +118,53 @@ PLACE = PlaceType()
 bundle_argument = click.argument("bundle", type=PATH)
 file_option = partial(click.option, type=PATH, metavar="FILE")
 output_option = partial(click.option, type=OUTPUT_FILE, metavar="FILE")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+work_memory_option = click.option(
+    "--memory",
+    cls=SectionOption,
+    section="Machine",
+    metavar="SIZE",
+    help="Memory for the work. It loads one layer at a time, and keeps as many as fit.  "
+    "[default: 7/8 of the machine's]",
+)
+test_memory_option = click.option(
+    "--memory", metavar="SIZE", help="Memory of the self-test.  [default: 7/8 of what is free]"
+)
+slots_option = click.option(
+    "--slots", type=int, metavar="N", help="Sequences decoded at once.  [default: 32, in a server 4, or fewer that fit]"
+)
+shots_option = click.option(
+    "--shots",
+    cls=SectionOption,
+    section="Task",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Solved examples before each item.",
+)
+limit_option = click.option(
+    "--limit",
+    cls=SectionOption,
+    section="Task",
+    type=int,
+    metavar="N",
+    help="Take N items of each split, chosen by hash.  [default: all]",
+)
+item_seed_option = click.option(
+    "--seed",
+    cls=SectionOption,
+    section="Task",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of the choice of items and examples.",
+)
+per_item_option = output_option("--per-item", help="Write JSONL, a line per item.")
 long_items_option = click.option(
     "--long-items",
+    cls=SectionOption,
+    section="Task",
     type=click.Choice(["truncate", "skip", "refuse"]),
     default="truncate",
     show_default=True,

@@ -17,6 +17,7 @@ from moec.manifests.errors import ChecksumMismatch
 from moec.manifests.sizes import exact_bytes
 
 from ..terminal import output
+from .set_option import as_arguments
 
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
@@ -125,7 +126,7 @@ def run_settings(profile: DeviceProfile) -> dict[str, Any]:
 
 def run_text(settings: Mapping[str, Any], cache_bytes: int) -> str:
     """Return options as on a command line, with the expert cache that they leave if they set the memory."""
-    told = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+    told = as_arguments(settings)
     return f"{told} (expert cache {output.human_bytes(cache_bytes)})" if "memory" in settings else told
 
 

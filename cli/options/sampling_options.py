@@ -21,8 +21,8 @@ _generation = section_option("Generation")
 _DRAWN_SEED_BITS = 31
 
 
-def _options(temperature: str, others: str, seed: str, *, has_values: bool) -> tuple[Callable[[F], F], ...]:
-    """Return the options with texts of their defaults. has_values: whether an absent option has its neutral value."""
+def _options(*, has_values: bool) -> tuple[Callable[[F], F], ...]:
+    """Return the options. has_values: whether an absent option has its neutral value."""
 
     def default(value: float) -> dict[str, Any]:
         return {"default": value if has_values else None}
@@ -32,53 +32,53 @@ def _options(temperature: str, others: str, seed: str, *, has_values: bool) -> t
             "--temperature",
             type=float,
             metavar="X",
-            help=f"Draw tokens, the higher the more varied. 0 takes the likeliest token.  [default: {temperature}]",
+            help="Draw tokens, the higher the more varied. 0 takes the likeliest token.  "
+            "[default: 0; in chat as the bundle recommends, else 1]",
             **default(0.0),
         ),
         _generation(
             "--top-k",
             type=int,
             metavar="N",
-            help=f"Draw from the N most probable tokens.  [default: {others or 'all'}]",
+            help="Draw from the N most probable tokens.  [default: all; in chat as the bundle recommends]",
             **default(0),
         ),
         _generation(
             "--top-p",
             type=float,
             metavar="P",
-            help=f"Draw from the most probable tokens that sum to P.  [default: {others or '1'}]",
+            help="Draw from the most probable tokens that sum to P.  [default: 1; in chat as the bundle recommends]",
             **default(1.0),
         ),
         _generation(
             "--min-p",
             type=float,
             metavar="P",
-            help=f"Leave out tokens below P times the highest.  [default: {others or '0'}]",
+            help="Leave out tokens below P times the highest.  [default: 0; in chat as the bundle recommends]",
             **default(0.0),
         ),
         _generation(
             "--repetition-penalty",
             type=float,
             metavar="X",
-            help=f"Above 1: lower scores of tokens in the text.  [default: {others or '1'}]",
+            help="Above 1: lower scores of tokens in the text.  [default: 1; in chat as the bundle recommends]",
             **default(1.0),
         ),
         _generation("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
         click.option(
-            "--seed", type=int, metavar="N", help=f"Seed of the drawn tokens.  [default: {seed}]", **default(0)
+            "--seed", type=int, metavar="N", help="Seed of the drawn tokens.  [default: 0; in chat drawn]", **default(0)
         ),
     )
 
 
 def sampling_options(command: F) -> F:
     """Add the options to a command: the fields of SamplingOptions, and `stop`. Without them a run is greedy."""
-    return _with(command, _options("0, so that a run gives the same text again", "", "0", has_values=True))
+    return _with(command, _options(has_values=True))
 
 
 def recommended_sampling_options(command: F) -> F:
     """Add the options to a command. Absent ones are None, for `chosen_sampling`."""
-    told = "as the bundle recommends, else 1"
-    return _with(command, _options(told, "as the bundle recommends", "drawn", has_values=False))
+    return _with(command, _options(has_values=False))
 
 
 def _with(command: F, options: tuple[Callable[[F], F], ...]) -> F:

@@ -8,34 +8,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import click
-
-from .paths import PLACE, file_option
+from ..terminal.help_sections import section_option
+from .paths import PATH, PLACE
 
 if TYPE_CHECKING:
     from moec.evaluation.tasks.task_settings import TaskSettings
     from moec.runtime.text.template_process import ChatRenderer, PromptRenderer, TemplateFiles
 
 F = TypeVar("F", bound=Callable[..., Any])
+_task = section_option("Task")
 _OPTIONS = (
-    click.option(
+    _task(
         "--chat",
         is_flag=True,
         help="Ask by the model's chat template. Solved examples are earlier turns, an answer ends with its turn.",
     ),
-    click.option("--system", metavar="TEXT", help="With --chat: the system message."),
-    file_option(
+    _task("--system", metavar="TEXT", help="With --chat: the system message."),
+    _task(
         "--prompt-template",
+        type=PATH,
+        metavar="FILE",
         help="A Jinja file that makes the prompt from the fields, or with --chat the user's message.",
     ),
-    click.option(
+    _task(
         "--metric",
         type=PLACE,
         metavar="NAME_OR_FOLDER",
         help="Score generated answers by exact_match, rouge1, rouge2, rougeL, or a metric of `evaluate`.",
     ),
-    click.option("--lower-is-better", is_flag=True, help="With --metric: lower values are better, as of `wer`."),
-    click.option(
+    _task("--lower-is-better", is_flag=True, help="With --metric: lower values are better, as of `wer`."),
+    _task(
         "--trust-metric-code", is_flag=True, help="Run the code of a metric that is not part of moec. Read it first."
     ),
 )

@@ -54,8 +54,8 @@ def with_little_model(
     """
     if not has_little_model(path, little_k):
         return trace
-    big_little = f"{_BIG_LITTLE}{little_k}"
-    with open_engine(path, replace(options, big_little=big_little), kernels) as engine:
+    lossy = f"big-little {_BIG_LITTLE}{little_k}"
+    with open_engine(path, replace(options, lossy=lossy), kernels) as engine:
         if engine.lossy is None:
             return trace
         engine.lossy = witness = _Witness(engine.lossy)

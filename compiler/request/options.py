@@ -72,7 +72,7 @@ _OPTION_NAMES = {
     "tasks": "task",
     "comparisons": "comparisons/--no-comparisons",
     "long_items": "long-items",
-    "path_keys": "path-keys",
+    "path_keys": "set path-keys",
     "prune": "prune-experts/--keep-experts",
     "torch_device": "torch-device",
 }

@@ -178,7 +178,7 @@ WORK_JSON = JsonLimits(MAX_WORK_BYTES, containers=1 << 24, values=1 << 27, texts
 """Values in a work folder."""
 
 MAX_PATH_KEYS = 1 << 24
-"""Rows of three columns of `path.keys` in `tables.safetensors`: 512 MiB of memory for `--prefetch path`.
+"""Rows of three columns of `path.keys` in `tables.safetensors`: 512 MiB of memory for `prefetch=path`.
 
 Wider rows are fewer in proportion.
 
@@ -186,7 +186,7 @@ Wider rows are fewer in proportion.
 """
 
 MAX_PATH_SUCCESSORS = 1 << 26
-"""Rows of `path.experts` in `tables.safetensors`: 384 MiB of memory for `--prefetch path`."""
+"""Rows of `path.experts` in `tables.safetensors`: 384 MiB of memory for `prefetch=path`."""
 
 MAX_CHUNK_BYTES = 64 << 20
 """Raw size of one chunk of an archive, bytes; also the window of a compressed chunk."""

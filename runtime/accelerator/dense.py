@@ -38,7 +38,7 @@ UNPACKED_AT_ONCE = 1 << 22
 _FLOAT_BYTES = 4
 _SAMPLE_TOKENS = (1, 32, 128)
 PROMPT_TOKENS, NEW_TOKENS = 512, 128
-"""Tokens of the workload that `--accelerator-dense auto` compares: a prompt in one pass, then token by token."""
+"""Tokens of the workload that `accelerator-dense=auto` compares: a prompt in one pass, then token by token."""
 
 
 def row_floats(layer: LayerSpec, positions: int) -> int:

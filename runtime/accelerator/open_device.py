@@ -127,7 +127,7 @@ def wants_dense(manifest: BundleManifest, options: RuntimeOptions) -> bool:
         return options.accelerator_dense != "host"
     if options.accelerator_dense == "device":
         raise OptionError(
-            "the dense weights of a model with an encoder are computed by the CPU", "leave out `--accelerator-dense`"
+            "the dense weights of a model with an encoder are computed by the CPU", "leave out `accelerator-dense`"
         )
     return False
 
@@ -212,7 +212,7 @@ def _bring_dense(
 ) -> tuple[DenseOnDevice | None, DenseLatency | None]:
     """Build attention and head on the device, and keep them there if they are faster or requested.
 
-    They are requested by `--accelerator-dense device`, or by lossy modes that decide by the state of the cache.
+    They are requested by `accelerator_dense="device"`, or by lossy modes that decide by the state of the cache.
     Returns the parts on the device and the measured times; either may be None.
     Raises AcceleratorUnavailable if they are requested and the device is full.
     """

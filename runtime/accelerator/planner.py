@@ -3,7 +3,7 @@
 An expert on the device runs there. For another expert there is a choice.
 Either the CPU computes it, or its weights are copied and the device computes it. Four rules exist:
 
-* `published` is the rule of Twiddler (section 3.3, algorithm 1), applied to each expert.
+* `twiddler` is the rule of Twiddler (section 3.3, algorithm 1), applied to each expert.
   It copies if cpu_lat(s) > gpu_lat(s) + transfer_lat(). It adds times as if the steps ran one after the other.
 * `auto` minimises the end time of the layer. CPU, link and device work at the same time.
   Copies wait for each other on the link, and for a slot.
@@ -118,8 +118,8 @@ def _plan_kinds(
     layer = _Layer([ExpertLoad(at, *kind) for at, kind in enumerate(kinds)], latency, slots)
     if cooperation == "auto":
         return layer.plan(layer.best())
-    if cooperation == "published":
-        return layer.plan(layer.published())
+    if cooperation == "twiddler":
+        return layer.plan(layer.twiddler_split())
     return layer.plan(layer.split(len(layer.missing) if cooperation == "gpu" else 0, 0))
 
 
@@ -222,7 +222,7 @@ class _Layer:
         self._resident_ns = sum(job.device_ns for load, job in self._ranked if load.is_resident)
         self._residents = sum(load.is_resident for load in loads)
 
-    def published(self) -> _Split:
+    def twiddler_split(self) -> _Split:
         """Return the split that copies each expert for which a copy alone is faster."""
         copied = {load.index for load in self._loads if not load.is_resident and pays_alone(load, self._latency)}
         return self._split(copied, set())
@@ -234,7 +234,7 @@ class _Layer:
 
     def best(self) -> _Split:
         """Return the fastest split. First choose how many to copy, then how many to move, with these copies or none."""
-        best = self._better(self.published(), [(copies, 0) for copies in _counts(len(self.missing))])
+        best = self._better(self.twiddler_split(), [(copies, 0) for copies in _counts(len(self.missing))])
         if not self.movable:
             return best
         best_copies = len(best.copied)

@@ -20,7 +20,7 @@ FITTED_POLICY = "hobbit"
 
 
 def fitted_weights(bundle: Bundle, *, verify: bool = True) -> str | None:
-    """Return the weights as `--policy-weights` takes them; None if the bundle has none.
+    """Return the weights as `policy-weights` takes them; None if the bundle has none.
 
     verify: whether to compare the file with its digest.
     Raises BundleError, StorageReadFailed.

@@ -46,7 +46,8 @@ _Ints: TypeAlias = Sequence[int]
 _Result = TypeVar("_Result")
 _RunStack: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _Result]
 # An option of the command line, and its value if it is a number or the rest of a text between backticks.
-_OPTION = re.compile(r"--([a-z][a-z-]*)(?: ([^` ]+(?=`)|[0-9][0-9A-Za-z]*))?")
+_OPTION = re.compile(r"--(?:set )?([a-z][a-z-]*)(?:[ =]([^` ]+(?=`)|[0-9][0-9A-Za-z]*))?")
+_SETTING = re.compile(r"(?<=`)[a-z]+(?:-[a-z]+)+(?=[`=])")
 # Numbers of the sequences of all engines, so that a number tells an engine too.
 _SEQUENCES = itertools.count(1)
 
@@ -61,6 +62,10 @@ def load(path: str | Path, **options: Unpack[RuntimeSettings]) -> Engine:
     if type(options.get("memory")) is int:
         values["memory"] = str(options["memory"])
     try:
+        if options.get("lossy"):
+            from ..tuning.mode_records import recorded_setting
+
+            values["lossy"] = recorded_setting(Path(path), str(options["lossy"]))
         chosen = RuntimeOptions(**values)
         require_memory_for_manifest(Path(path), chosen)
         return Engine(open_bundle(Path(path)), chosen, closes_bundle=True)
@@ -85,7 +90,7 @@ def _with_keywords(text: str) -> str:
         is_number = RuntimeSettings.__annotations__[name].__forward_arg__ == "int"
         return f"{name}=" if value is None else f"{name}={value if is_number else json.dumps(value)}"
 
-    return _OPTION.sub(keyword, text)
+    return _SETTING.sub(lambda match: match[0].replace("-", "_"), _OPTION.sub(keyword, text))
 
 
 class Engine:
@@ -151,7 +156,7 @@ class Engine:
         """
         dense = None if self.accelerator is None else self.accelerator.dense
         if on_device and dense is None:
-            raise OptionError("no accelerator holds the dense weights", "add `--accelerator-dense device`")
+            raise OptionError("no accelerator holds the dense weights", "add `--set accelerator-dense=device`")
         dense_part, kv = (dense.part, dense.kv) if on_device and dense is not None else self.dense_on_host
         self.model.dense_part, self.kv = dense_part, kv
         if self.accelerator is not None:

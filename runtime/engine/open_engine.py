@@ -130,7 +130,7 @@ def open_parts(bundle: Bundle, options: RuntimeOptions) -> EngineParts:
         on_failure.callback(storage.close)
         with storage.made_ready(is_wanted=options.cache_state == "warm"):  # a warm start fills all of it
             dense = load_dense(bundle, options.verify)
-            reads_bfloats = options.expert_activations == "bfloat16"
+            reads_bfloats = options.modes.expert_activations == "bfloat16"
             bound = bind_experts(bundle, stored, storage, dense, reads_bfloats)
             cache = open_cache(storage, bound, experts.cache_spec(records), options)
             on_failure.callback(cache.close)

@@ -85,5 +85,5 @@ def run_self_test(engine: Engine, test: SelfTest) -> None:
         raise ChecksumMismatch(
             f"`{engine.bundle.path}`: the logits of the self-test have the digest {digest[:12]}, those of the compile "
             f"{test.logits_sha256[:12]}",
-            "do not run it with this build; `--kernels scalar` shows whether an instruction set fails",
+            "do not run it with this build; `moec verify --self-test --kernels scalar` tries others",
         )

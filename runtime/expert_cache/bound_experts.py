@@ -44,14 +44,14 @@ class BoundExperts:
 
 def check_activations(manifest: BundleManifest, options: RuntimeOptions) -> None:
     """Check that the experts of a run can read activations of its type. Raises OptionError."""
-    if options.expert_activations == "float32":
+    if options.modes.expert_activations is None:
         return
     if options.accelerator is not None:
         raise OptionError(
             "an accelerator reads the activations of experts as float32",
-            "leave out `--accelerator` or `--expert-activations`",
+            "leave out `--accelerator` or `expert-activations`",
         )
-    remedy = "leave out `--expert-activations`"
+    remedy = "leave out `expert-activations`"
     entries = (entry for entry in manifest.stored_experts if not entry.is_pruned)
     if not any(
         entry.spec(projection).float_type == "bfloat16"

@@ -171,7 +171,7 @@ def check_modes(modes: LossyModes, model: ModelSpec, low_versions: int) -> None:
         )
     if modes.cache_routing is not None and any(router.scoring == "sparsemixer" for router in routers):
         raise OptionError(
-            "`--cache-routing` needs a weight for every expert, and this router weighs the two it chose",
+            "`cache-routing` needs a weight for every expert, and this router weighs the two it chose",
             "leave it out; the other modes work",
         )
     most = max(layer.experts.top_k for layer in model.layers)
@@ -188,6 +188,6 @@ def check_modes(modes: LossyModes, model: ModelSpec, low_versions: int) -> None:
     dynamic = modes.dynamic_precision
     if dynamic is not None and dynamic.needs_low_versions and not low_versions:
         raise OptionError(
-            f"`--dynamic-precision {dynamic.to_text()}` asks for low versions, and the bundle has none",
+            f"`dynamic-precision {dynamic.to_text()}` asks for low versions, and the bundle has none",
             "compile it with `--fallback-bits 2`, or take T1 = T2, which skips only",
         )

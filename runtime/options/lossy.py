@@ -17,7 +17,9 @@ _NUMBER = re.compile(r"[01]|[01]?\.[0-9]{1,9}")
 _COUNT = re.compile(r"[1-9][0-9]{0,5}")
 HALF = "K/2"
 MODE_OPTIONS = ("dynamic_precision", "big_little", "cache_routing", "expert_activations")
-"""Options of the modes, in the order of `parse_modes`."""
+"""Names of the modes in records, in the order of `parse_modes`."""
+AUTO, PUBLISHED = "auto", "published"
+"""Values of `--lossy` that take thresholds from the records of a bundle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,27 +140,46 @@ def parse_modes(
     )
 
 
+def parse_lossy(text: str | None) -> LossyModes:
+    """Return the modes of one setting, like `big-little gamma=0.7 + cache-routing margin=0.2`. Raises OptionError."""
+    if text is None:
+        return LossyModes()
+    if text.split(" ")[0] in (AUTO, PUBLISHED):
+        raise OptionError(
+            f"`--lossy {text[:60]}` takes thresholds from the records of a bundle, and here is none",
+            "write them, like `--lossy 'dynamic-precision 0.6,0.9'`",
+        )
+    return parse_modes(*(_parse_setting(text, "lossy").get(name) for name in MODE_OPTIONS))
+
+
 def parse_mode_list(text: str) -> list[dict[str, str]]:
-    """Return the options of each setting in a list.
+    """Return each setting of `--modes`: the text of each of its modes, by name in records.
 
     Settings are separated by `;`, the modes of a setting by `+`. A mode is written as by `LossyModes.to_text`.
     Two settings: `big-little gamma=0.7; dynamic-precision 0.6,1 + cache-routing margin=0.2`.
     Raises OptionError.
     """
+    return [_parse_setting(setting, "modes") for setting in text.split(";")]
+
+
+def _parse_setting(text: str, option: str) -> dict[str, str]:
     names = {name.replace("_", "-"): name for name in MODE_OPTIONS}
-    settings = []
-    for setting in text.split(";"):
-        options: dict[str, str] = {}
-        for part in setting.split("+"):
-            name, _, value = part.strip().partition(" ")
-            if name not in names or names[name] in options:
-                raise OptionError(
-                    f"`--modes {text[:60]}`: `{part.strip()[:40]}` is not a mode",
-                    "write `sweep`, or settings like `big-little gamma=0.7; dynamic-precision 0.6,1`",
-                )
-            options[names[name]] = value.strip()
-        settings.append(options)
-    return settings
+    modes: dict[str, str] = {}
+    for mode in text.split("+"):
+        name, _, value = mode.strip().partition(" ")
+        if name not in names or names[name] in modes:
+            others = "`auto`, `published`" if option == "lossy" else "`sweep`"
+            raise OptionError(
+                f"`--{option} {text[:60]}`: `{mode.strip()[:40]}` is not a mode",
+                f"write {others}, or a setting like `big-little gamma=0.7` or `dynamic-precision 0.6,1`",
+            )
+        modes[names[name]] = value.strip()
+    return modes
+
+
+def setting_text(setting: Mapping[str, str]) -> str | None:
+    """Return a setting of `parse_mode_list` as `--lossy` takes it; None for one without modes. Raises OptionError."""
+    return parse_modes(*(setting.get(name) for name in MODE_OPTIONS)).to_text() or None
 
 
 def parse_dynamic_precision(text: str) -> DynamicPrecision:
@@ -166,10 +187,10 @@ def parse_dynamic_precision(text: str) -> DynamicPrecision:
     remedy = "write T1,T2 with 0 <= T1 <= T2 <= 1, like `0.6,0.9`"
     parts = text.split(",")
     if len(parts) != 2:
-        raise OptionError(f"`--dynamic-precision {text[:60]}` is not two thresholds", remedy)
+        raise OptionError(f"`dynamic-precision {text[:60]}` is not two thresholds", remedy)
     low_above, skip_above = (_share("dynamic-precision", part, remedy) for part in parts)
     if low_above > skip_above:
-        raise OptionError(f"`--dynamic-precision {text[:60]}`: T1 is above T2", remedy)
+        raise OptionError(f"`dynamic-precision {text[:60]}`: T1 is above T2", remedy)
     return DynamicPrecision(low_above, skip_above)
 
 
@@ -178,7 +199,7 @@ def parse_big_little(text: str) -> BigLittle:
     remedy = "write it like `gamma=0.7,k=K/2`"
     given = _assignments("big-little", text, {"gamma": "0.7", "k": HALF}, remedy)
     if given["k"] != HALF and not _COUNT.fullmatch(given["k"]):
-        raise OptionError(f"`--big-little`: k is `{given['k'][:20]}`, expected K/2 or a number of experts", remedy)
+        raise OptionError(f"`big-little`: k is `{given['k'][:20]}`, expected K/2 or a number of experts", remedy)
     return BigLittle(_share("big-little", given["gamma"], remedy), 0 if given["k"] == HALF else int(given["k"]))
 
 
@@ -188,14 +209,14 @@ def parse_cache_routing(text: str) -> CacheRouting:
     given = _assignments("cache-routing", text, {"margin": "0", "drop": "0"}, remedy)
     routing = CacheRouting(*(_share("cache-routing", given[name], remedy) for name in ("margin", "drop")))
     if not (routing.margin or routing.drop):
-        raise OptionError("`--cache-routing` with neither margin nor drop changes nothing", remedy)
+        raise OptionError("`cache-routing` with neither margin nor drop changes nothing", remedy)
     return routing
 
 
 def parse_expert_activations(text: str) -> ExpertActivations | None:
     """Return `bfloat16`, or None for `float32`, which is no lossy mode. Raises OptionError."""
     if text not in EXPERT_ACTIVATIONS:
-        raise OptionError(f"`--expert-activations {text[:60]}` is not a type", "write `bfloat16`")
+        raise OptionError(f"`expert-activations {text[:60]}` is not a type", "write `bfloat16`")
     return "bfloat16" if text == "bfloat16" else None
 
 
@@ -205,12 +226,12 @@ def _assignments(option: str, text: str, defaults: Mapping[str, str], remedy: st
     for part in text.split(","):
         name, sign, value = part.strip().partition("=")
         if not sign or name not in defaults or name in given:
-            raise OptionError(f"`--{option} {text[:60]}`: `{part[:30]}` is not one of {', '.join(defaults)}", remedy)
+            raise OptionError(f"`{option} {text[:60]}`: `{part[:30]}` is not one of {', '.join(defaults)}", remedy)
         given[name] = value.strip()
     return {**defaults, **given}
 
 
 def _share(option: str, text: str, remedy: str) -> float:
     if not _NUMBER.fullmatch(text.strip()) or not 0 <= float(text) <= 1:
-        raise OptionError(f"`--{option}`: `{text.strip()[:30]}` is not a number from 0 to 1", remedy)
+        raise OptionError(f"`{option}`: `{text.strip()[:30]}` is not a number from 0 to 1", remedy)
     return float(text)

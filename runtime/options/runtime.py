@@ -11,7 +11,7 @@ from moec.manifests.runtime_limits import IO_MODES, MAX_READERS
 from moec.manifests.sizes import parse_bytes
 
 from .field_types import check_field_types
-from .lossy import CACHE_STATES, EXPERT_ACTIVATIONS, CacheState, ExpertActivations, LossyModes, parse_modes
+from .lossy import CACHE_STATES, CacheState, LossyModes, parse_lossy
 from .readers import Readers
 from .setting import check_settings, docstring_of, setting
 
@@ -31,9 +31,9 @@ Prefetch = Literal["lookahead", "path", "popularity", "off"]
 PrefetchRule = Literal["likely", "spread", "first-miss", "until-routed"]
 KvType = Literal["float32", "float16"]
 IoMode = Literal["auto", "direct", "buffered", "mmap"]
-Cooperation = Literal["auto", "published", "gpu", "cpu"]
+Cooperation = Literal["auto", "twiddler", "gpu", "cpu"]
 DensePlace = Literal["auto", "device", "host"]
-COOPERATIONS = ("auto", "published", "gpu", "cpu")
+COOPERATIONS = ("auto", "twiddler", "gpu", "cpu")
 DENSE_PLACES = ("auto", "device", "host")
 TORCH_CPU = "torch-cpu"
 _ACCELERATOR = re.compile(r"cuda(?::[0-9]{1,3})?")
@@ -78,7 +78,7 @@ def _parse_cpus(text: str) -> tuple[int, ...]:
     numbers = {int(part) for part in parts if re.fullmatch(r"[0-9]{1,4}", part)}
     if len(numbers) != len(parts) or not numbers <= allowed:
         raise OptionError(
-            f"`--reader-cpus {text[:60]}`: expected different numbers out of {sorted(allowed)[:64]}",
+            f"`reader-cpus={text[:60]}`: expected different numbers out of {sorted(allowed)[:64]}",
             "write the processors of the reader, like `0,1`",
         )
     return tuple(sorted(numbers))
@@ -129,6 +129,7 @@ class RuntimeOptions:
         "`edgemoe`, `hobbit` and `hobbit-printed` are the rules of the papers EdgeMoE and HOBBIT, for comparison.",
         group="memory and cache",
         choices=POLICIES,
+        place="set",
     )
     policy_weights: str | None = setting(
         None,
@@ -137,6 +138,7 @@ class RuntimeOptions:
         group="memory and cache",
         metavar="LRU,LFU,LHU,FLD",
         default_text="those of the bundle, else measured ones",
+        place="set",
     )
     prefetch: Prefetch = setting(
         "lookahead",
@@ -146,6 +148,7 @@ class RuntimeOptions:
         group="reading ahead",
         choices=PREFETCHERS,
         is_tuned=True,
+        place="set",
     )
     io: IoMode = setting(
         "auto",
@@ -170,19 +173,17 @@ class RuntimeOptions:
         default_text="all processors of the process, or as many as its quota pays for",
         is_tuned=True,
     )
-    slots: int = setting(1, "Sequences decoded side by side.", bounds=(1, None), is_on_command_line=False)
+    slots: int = setting(1, "Sequences decoded side by side.", bounds=(1, None), place="internal")
     other_bytes: int = setting(
         0,
         "Memory of this process for other things than the run, in bytes, for example for a server.",
         bounds=(0, None),
-        is_on_command_line=False,
+        place="internal",
     )
     verify: bool = setting(
         True,
         "Compare experts and files with their digests.",
-        flag="no_verify",
-        flag_text="Do not compare what is read with its digest.",
-        is_on_command_line=False,
+        place="set",
     )
     readers: int = setting(
         2,
@@ -191,6 +192,7 @@ class RuntimeOptions:
         metavar="N",
         bounds=(1, MAX_READERS),
         is_tuned=True,
+        place="set",
     )
     prefetch_layers: int = setting(
         2,
@@ -200,24 +202,24 @@ class RuntimeOptions:
         metavar="N",
         bounds=(1, MAX_PREFETCH_LAYERS),
         is_tuned=True,
+        place="set",
     )
     prefetch_experts: int = setting(
         0,
-        "Most experts of the next layer to read ahead for each token. `--prefetch-rule until-routed` reads all.",
+        "Most experts of the next layer to read ahead for each token. The rule `until-routed` reads all.",
         group="reading ahead",
         noun="experts to prefetch",
         metavar="N",
         bounds=(0, MAX_PREFETCH_EXPERTS),
         default_text="as many as the rule says",
         is_tuned=True,
+        place="set",
     )
     learned_routers: bool = setting(
         True,
         "Let `lookahead` use the routers that the compile learned for it, if the bundle has some.",
-        flag="no_learned_routers",
-        flag_text="Let `lookahead` use the model's own routers, even if the compile learned better ones.",
         group="reading ahead",
-        is_on_command_line=False,
+        place="set",
     )
     prefetch_rule: PrefetchRule = setting(
         "likely",
@@ -228,58 +230,34 @@ class RuntimeOptions:
         group="reading ahead",
         choices=PREFETCH_RULES,
         is_tuned=True,
+        place="set",
     )
     reader_cpus: str | None = setting(
         None,
-        "Processors of the reader of `--prefetch-rule until-routed`, like `0,1`.",
+        "Processors of the reader of the rule `until-routed`, like `0,1`.",
         group="reading ahead",
         metavar="N,N",
         default_text="little cores of the profile, or any",
+        place="set",
     )
     cache_state: CacheState = setting(
         "warm",
         "Start with the most popular experts in memory, or with none.",
         group="memory and cache",
         choices=CACHE_STATES,
+        place="set",
     )
-    dynamic_precision: str | None = setting(
+    lossy: str | None = setting(
         None,
-        "LOSSY: read a less important missed expert with fewer bits, and skip an unimportant one. T1 and T2 are from 0 "
-        "to 1: an expert's unimportance is the weight share of the token's experts that rank before it. Above T1 the "
-        "expert's low version is read (the bundle needs `--fallback-bits`), above T2 none. In a prompt, the token "
-        "decides for which the expert is most important. "
-        "`auto` takes the thresholds that were measured to read least within `--mode-loss`, `published` those at which "
-        "calibration has HOBBIT's shares: 67 % high, 30 % low, 3 % skipped.",
+        "LOSSY: one or more modes, joined by `+`. `dynamic-precision T1,T2`: a missed expert above T1 is read with "
+        "fewer bits, above T2 not at all. `big-little gamma=G,k=N`: use N experts per token, and all if no next "
+        "token has a probability of G. `cache-routing margin=M,drop=D`: use an expert in memory in place of a missed "
+        "one, or drop that. `expert-activations bfloat16`: round what bfloat16 experts read. `auto` takes the measured "
+        "thresholds that read least within the loss target of the bundle, `auto 1%` within another loss, `published` "
+        "those with HOBBIT's shares.",
         group="lossy modes",
-        metavar="T1,T2",
+        metavar="SETTING",
         default_text="off",
-    )
-    big_little: str | None = setting(
-        None,
-        "LOSSY: use only N experts per token, and compute a token again with all of them if the model is unsure. It "
-        "is unsure if the likeliest next token has a probability below G. N is a number, or `K/2` for half of the "
-        "experts. Without them, G is 0.7 and N is `K/2`.",
-        group="lossy modes",
-        metavar="gamma=G,k=N",
-        default_text="off",
-    )
-    cache_routing: str | None = setting(
-        None,
-        "LOSSY: use an expert that is in memory in place of a missed one, if its router score is lower by at most the "
-        "share M. Otherwise, drop the missed one if it has less than the share D of the token's weight. M and D are "
-        "from 0 to 1, and 0 if left out.",
-        group="lossy modes",
-        metavar="margin=M,drop=D",
-        default_text="off",
-    )
-    expert_activations: ExpertActivations = setting(
-        "float32",
-        "Type of the activations that routed experts with bfloat16 weights read. `bfloat16` is LOSSY, because it "
-        "rounds them to 8 bits of precision. It needs AVX-512 BF16, where prompts take less time, or AMX BF16, "
-        "where short prompts take more.",
-        group="lossy modes",
-        noun="type of activations",
-        choices=EXPERT_ACTIVATIONS,
     )
     accelerator: str | None = setting(
         None,
@@ -301,6 +279,7 @@ class RuntimeOptions:
         "alone (`published`), all (`gpu`), none (`cpu`).",
         group="accelerator",
         choices=COOPERATIONS,
+        place="set",
     )
     accelerator_dense: DensePlace = setting(
         "auto",
@@ -309,6 +288,7 @@ class RuntimeOptions:
         group="accelerator",
         noun="place of dense weights",
         choices=DENSE_PLACES,
+        place="set",
     )
 
     def __post_init__(self) -> None:
@@ -329,7 +309,7 @@ class RuntimeOptions:
             raise OptionError(f"`{TORCH_CPU}` shares the host's memory", "set it: `--accelerator-memory SIZE`")
         if self.modes.reads_cache and self.accelerator_memory is None:
             raise OptionError(
-                "`--dynamic-precision` and `--cache-routing` decide by the experts in memory. How many an accelerator "
+                "`dynamic-precision` and `cache-routing` decide by the experts in memory. How many an accelerator "
                 "holds would depend on its free memory",
                 "set it: `--accelerator-memory SIZE`",
             )
@@ -337,7 +317,7 @@ class RuntimeOptions:
     @property
     def modes(self) -> LossyModes:
         """Lossy modes of the run. Raises OptionError for values that are not valid."""
-        return parse_modes(self.dynamic_precision, self.big_little, self.cache_routing, self.expert_activations)
+        return parse_lossy(self.lossy)
 
     @property
     def uses_learned_routers(self) -> bool:
@@ -355,8 +335,8 @@ class RuntimeOptions:
         if not self.has_own_reader:
             if self.reader_cpus is not None:
                 raise OptionError(
-                    "`--reader-cpus` has no effect without a reader of its own for what is read ahead",
-                    "add `--prefetch-rule until-routed`",
+                    "`reader-cpus` has no effect without a reader of its own for what is read ahead",
+                    "add `--set prefetch-rule=until-routed`",
                 )
             return Readers(self.readers)
         return Readers(self.readers, () if self.reader_cpus is None else _parse_cpus(self.reader_cpus))
@@ -372,13 +352,13 @@ class RuntimeOptions:
 
     def lossless(self) -> RuntimeOptions:
         """Return these options without lossy modes."""
-        return replace(self, dynamic_precision=None, big_little=None, cache_routing=None, expert_activations="float32")
+        return replace(self, lossy=None)
 
     def _check_weights(self) -> None:
         if self.policy_weights is None:
             return
         if self.policy not in WEIGHTED_POLICIES:
-            raise OptionError(f"weights have no effect on the policy `{self.policy}`", "add `--policy hobbit`")
+            raise OptionError(f"weights have no effect on the policy `{self.policy}`", "add `--set policy=hobbit`")
         parse_weights(self.policy_weights)
 
 
@@ -412,10 +392,7 @@ class RuntimeSettings(TypedDict, total=False):
     prefetch_rule: PrefetchRule
     reader_cpus: str | None
     cache_state: CacheState
-    dynamic_precision: str | None
-    big_little: str | None
-    cache_routing: str | None
-    expert_activations: ExpertActivations
+    lossy: str | None
     accelerator: str | None
     accelerator_memory: str | None
     cooperation: Cooperation

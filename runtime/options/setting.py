@@ -12,6 +12,7 @@ from typing import Any, Literal
 from moec.manifests.errors import OptionError
 
 Group = Literal["common", "memory and cache", "reading ahead", "lossy modes", "accelerator", "machine"]
+Place = Literal["option", "set", "internal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,8 @@ class Setting:
     bounds: least whole number, and largest one or None; None: not a number.
 
     default_text: description of the default; empty: the value itself.
-    flag, flag_text: name and text of the switch that turns it off on the command line.
-
     is_tuned: whether `moec tune` measures it.
-    is_on_command_line: whether commands have it under its own name.
+    place: how commands take it: as an option of its own, as a name of `--set`, or not at all.
     """
 
     text: str
@@ -40,10 +39,8 @@ class Setting:
     choices: tuple[str, ...] = ()
     bounds: tuple[int, int | None] | None = None
     default_text: str = ""
-    flag: str = ""
-    flag_text: str = ""
     is_tuned: bool = False
-    is_on_command_line: bool = True
+    place: Place = "option"
 
     def check(self, name: str, value: Any) -> None:
         """Check choices and bounds. Raises OptionError."""

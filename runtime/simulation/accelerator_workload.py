@@ -24,7 +24,7 @@ STRATEGIES: dict[str, Cooperation | None] = {
     "CPU only": None,
     "copy only": "gpu",
     "static placement": "cpu",
-    "published rule": "published",
+    "published rule": "twiddler",
     "planner": "auto",
 }
 """Rule for experts that are not resident, by name of the strategy; None: no device. The others have equal residents."""

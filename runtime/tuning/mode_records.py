@@ -18,11 +18,13 @@ from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import MAX_QUALITY_BYTES, QUALITY_JSON
 from moec.manifests.files.strict_json import load_strict_json
 
-from ..options.lossy import MODE_OPTIONS, LossyModes, parse_dynamic_precision, parse_modes
+from ..bundle.opening import open_bundle
+from ..options.lossy import AUTO, MODE_OPTIONS, PUBLISHED, LossyModes, parse_dynamic_precision, parse_modes
 from .tune_file import bundle_sha256, file_next_to
 
 SUFFIX = ".modes.json"
 FORMAT_VERSION = 1
+_SHARE = re.compile(r"([0-9]{1,2}(?:\.[0-9]{1,6})?)%")
 _MARK = re.compile(rb'\A\{\s*"format_version": [0-9]+,\s*"bundle": "')
 
 
@@ -104,20 +106,73 @@ def modes_of_row(row: dict[str, Any]) -> LossyModes:
     return parse_modes(*(row["options"].get(name) for name in MODE_OPTIONS))
 
 
-def published_thresholds(bundle: Path) -> str | None:
-    """Return the `T1,T2` at which calibration has HOBBIT's shares of versions, from quality.json; None without them."""
+def recorded_setting(bundle: Path, text: str) -> str:
+    """Return the setting of `auto`, `auto SHARE` or `published` from the records of a bundle; other texts unchanged.
+
+    `auto` allows the loss target of the bundle.
+    Raises OptionError if no thresholds are recorded that fit, and the errors of `open_bundle`.
+    """
+    word, _, share = text.strip().partition(" ")
+    if word == PUBLISHED and not share:
+        return f"dynamic-precision {_published_thresholds(bundle)}"
+    if word != AUTO:
+        return text
+    allowed, rows = _allowed_loss(bundle, share.strip()), measured_rows(bundle)
+    best = best_thresholds(rows, allowed, low_bytes_share(open_bundle(bundle).manifest))
+    if best is not None:
+        return str(best["mode"])
+    message = f"no thresholds were measured to cost at most {allowed:.2%} of the score of `{bundle}`"
+    dynamic = [row["loss"] for row in rows if set(row["options"]) == {"dynamic_precision"}]
+    if not dynamic:
+        raise OptionError(message, "measure them: moec eval BUNDLE --data DATA --modes sweep")
+    least = min(row["upper95"] for row in dynamic)
+    message += f": the least 95 % bound of them is {least:.2%}"
+    smallest = max(_smallest_bound(row) for row in dynamic)
+    if smallest > allowed:
+        message += f", and their items can show no bound below {smallest:.2%}"
+        raise OptionError(message, "measure on more items: moec eval BUNDLE --data DATA --modes sweep")
+    raise OptionError(message, f"allow more: --lossy 'auto {100 * least:.2g}%'")
+
+
+def _allowed_loss(bundle: Path, share: str) -> float:
+    """Return the share after `auto`, or the loss target of the bundle. Raises OptionError."""
+    if share:
+        match = _SHARE.fullmatch(share)
+        if match is None:
+            raise OptionError(f"`--lossy auto {share[:20]}` is not a share", "write it like `auto 1%`")
+        return float(match[1]) / 100
+    target = load_record(bundle / QUALITY_NAME).get("target")
+    value = target.get("value") if isinstance(target, dict) and target.get("kind") == "loss" else None
+    if not isinstance(value, int | float):
+        raise OptionError(f"`{bundle}` has no loss target that `--lossy auto` could keep", "write one: `auto 1%`")
+    return float(value)
+
+
+def _smallest_bound(loss: dict[str, Any]) -> float:
+    """Return the 95 % bound of a loss on its items if no answer differed; 0 without a limit for one item.
+
+    Bounds are of resampled items and a further one that loses the most. It is drawn at most three times in 95 % of
+    the samples: the quantile of a Poisson distribution of mean 1.
+    """
+    largest, count = loss.get("largest_item_loss"), loss.get("n")
+    if not isinstance(largest, int | float) or not isinstance(count, int):
+        return 0.0
+    return 3 * largest / (count + 1)
+
+
+def _published_thresholds(bundle: Path) -> str:
+    """Return the `T1,T2` at which calibration has HOBBIT's shares of versions. Raises OptionError without them."""
     record = load_record(bundle / QUALITY_NAME).get("modes")
     text = record.get("published") if isinstance(record, dict) else None
     try:
-        return parse_dynamic_precision(text).to_text() if isinstance(text, str) else None
+        if isinstance(text, str):
+            return parse_dynamic_precision(text).to_text()
     except OptionError:
-        return None
-
-
-def choose_thresholds(rows: list[dict[str, Any]], loss: float, low_share: float) -> str | None:
-    """Return the `T1,T2` of `best_thresholds`; None without one."""
-    best = best_thresholds(rows, loss, low_share)
-    return None if best is None else str(best["options"]["dynamic_precision"])
+        pass
+    raise OptionError(
+        f"`{bundle}` does not record the thresholds that HOBBIT's shares have on its calibration",
+        "compile it with `--as hobbit` and `--data`, or write them: `--lossy 'dynamic-precision T1,T2'`",
+    )
 
 
 def best_thresholds(rows: list[dict[str, Any]], loss: float, low_share: float) -> dict[str, Any] | None:

@@ -182,7 +182,7 @@ def identity_of(engine: Engine) -> bytes:
     """Return a digest of all that decides the bits of keys and values: bundle, their type, and activations."""
     options = engine.options
     digest = sha256(encode_manifest(engine.bundle.manifest))
-    digest.update(f"{options.kv} {options.expert_activations}".encode())
+    digest.update(f"{options.kv} {options.modes.expert_activations}".encode())
     return digest.digest()
 
 

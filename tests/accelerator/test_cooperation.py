@@ -167,7 +167,7 @@ def test_a_device_that_is_slow_for_one_token_leaves_it_to_the_cpu(bundle: Path, 
         used.latency = LatencyModel(1000.0, 10.0, 1e9, 0.0, 1.0, 1.0)
         assert np.array_equal(logits_of(engine), on_cpu)
         assert used.counts.cpu > 0 and used.counts.resident == used.counts.copied == 0
-        used.cooperation = "published"
+        used.cooperation = "twiddler"
         engine.logits(TOKENS[:PREFILL])
         assert used.counts.resident > 0
 
@@ -189,7 +189,7 @@ def test_what_is_on_the_device_is_never_read_ahead(bundle: Path) -> None:
 
 def test_big_little_runs_with_it(bundle: Path) -> None:
     options: dict[str, Any] = {"accelerator": "torch-cpu", "accelerator_memory": third(bundle), **HERE}
-    with load(bundle, context=128, big_little="gamma=0.9,k=1", **options) as engine:
+    with load(bundle, context=128, lossy="big-little gamma=0.9,k=1", **options) as engine:
         steps = list(engine.generate(TOKENS[:5], 4))
         assert steps and engine.mode_counts is not None and engine.mode_counts.tokens > 0
 

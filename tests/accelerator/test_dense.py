@@ -356,7 +356,7 @@ def test_what_an_earlier_sequence_left_is_never_read(bundle: Path, device: torch
 
 def test_many_prompts_and_little_models_decode_there(bundle: Path, device: torch.device) -> None:
     prompts = [TOKENS[:7], TOKENS[7:20], TOKENS[20:22], TOKENS[22:40]]
-    for modes in ({}, {"big_little": "gamma=0.5,k=1"}):
+    for modes in ({}, {"lossy": "big-little gamma=0.5,k=1"}):
         with load(bundle, context=CONTEXT, slots=3, **modes) as engine:
             expected = generate_many(engine, prompts, [[]] * 4, [6] * 4)
         with load(bundle, **on(device, slots=3, **modes)) as engine:

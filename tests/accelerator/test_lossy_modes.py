@@ -17,7 +17,7 @@ from .conftest import memory_for
 
 TOKENS = np.random.default_rng(3).integers(4, 260, 40).tolist()
 PROMPT_TOKENS = 20
-LOSSY: list[dict[str, Any]] = [{"dynamic_precision": "0,0.5"}, {"cache_routing": "margin=0.9,drop=0.2"}]
+LOSSY: list[dict[str, Any]] = [{"lossy": "dynamic-precision 0,0.5"}, {"lossy": "cache-routing margin=0.9,drop=0.2"}]
 
 
 def device_options(bundle: Path, share: float) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def test_with_all_experts_on_the_device_nothing_is_given_up(two_version_bundle: 
     on_device = device_options(two_version_bundle, 1)
     found, counts = decoded(two_version_bundle, **on_device, **modes)
     assert counts.ranks and (counts.missed, counts.low, counts.skipped, counts.replaced, counts.dropped) == (0,) * 5
-    again, _ = decoded(two_version_bundle, **on_device, big_little="gamma=1,k=3")
+    again, _ = decoded(two_version_bundle, **on_device, lossy="big-little gamma=1,k=3")
     assert np.array_equal(found, again)
 
 

@@ -41,7 +41,7 @@ def test_the_planner_is_never_worse_than_either_end_or_the_published_rule(
     loads: list[ExpertLoad], latency: LatencyModel
 ) -> None:
     times_ns = {name: plan_layer(loads, latency, name).predicted_ns for name in COOPERATIONS}  # type: ignore[arg-type]
-    assert times_ns["auto"] <= min(times_ns["gpu"], times_ns["cpu"], times_ns["published"])
+    assert times_ns["auto"] <= min(times_ns["gpu"], times_ns["cpu"], times_ns["twiddler"])
 
 
 @given(layers(), latencies)
@@ -59,7 +59,7 @@ def test_small_experts_stay_on_the_processor_where_kernels_start_slowly() -> Non
     loads = [ExpertLoad(index, 1, SIZE, index < 3, index < 3) for index in range(8)]
     plan = plan_layer(loads, latency, "auto")
     assert plan.count(Action.RESIDENT) == 1 and plan.predicted_ns == 7 * 150
-    assert plan_layer(loads, latency, "published").predicted_ns == 3 * 600
+    assert plan_layer(loads, latency, "twiddler").predicted_ns == 3 * 600
     elsewhere = [replace(load, is_in_host=False) for load in loads]
     assert plan_layer(elsewhere, latency, "auto").count(Action.RESIDENT) == 3
 
@@ -81,7 +81,7 @@ def test_every_plan_says_where_each_expert_runs(loads: list[ExpertLoad], latency
 @given(layers(), latencies)
 def test_the_published_rule_is_that_of_the_paper(loads: list[ExpertLoad], latency: LatencyModel) -> None:
     """Algorithm 1, written once more from the page."""
-    plan = plan_layer(loads, latency, "published")
+    plan = plan_layer(loads, latency, "twiddler")
     for load in loads:
         cpu_lat = latency.cpu_fixed_ns + latency.cpu_token_ns * load.tokens
         begun = latency.launch_ns + latency.device_layer_ns
@@ -99,7 +99,7 @@ def test_one_missing_expert_alone_is_where_planner_and_published_rule_are_one(
     """They differ only where a copy travels while the device begins the layer."""
     latency = replace(latency, launch_ns=0.0, device_layer_ns=0.0)
     load = ExpertLoad(0, tokens, SIZE, is_resident=False)
-    assert plan_layer([load], latency, "auto").actions == plan_layer([load], latency, "published").actions
+    assert plan_layer([load], latency, "auto").actions == plan_layer([load], latency, "twiddler").actions
 
 
 @given(layers(), latencies, st.sampled_from(COOPERATIONS))
@@ -137,10 +137,10 @@ def test_decode_prefers_the_cpu_and_prefill_the_copy() -> None:
     one = [ExpertLoad(index, 1, SIZE, index == 0) for index in range(2)]
     assert plan_layer(one, latency, "auto").count(Action.COPY) == 0
     many = [ExpertLoad(index, 256, SIZE, index < 2) for index in range(8)]
-    assert plan_layer(many, latency, "published").count(Action.COPY) == 6
+    assert plan_layer(many, latency, "twiddler").count(Action.COPY) == 6
     shared = plan_layer(many, latency, "auto")
     assert 0 < shared.count(Action.CPU) < 6
-    assert shared.predicted_ns < 0.9 * plan_layer(many, latency, "published").predicted_ns
+    assert shared.predicted_ns < 0.9 * plan_layer(many, latency, "twiddler").predicted_ns
 
 
 def test_pays_alone_is_decided_by_the_transfer() -> None:

@@ -21,6 +21,7 @@ from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.records import expert_records
+from moec.runtime.options.lossy import setting_text
 from moec.runtime.options.runtime import COOPERATIONS, Cooperation, RuntimeOptions
 from moec.runtime.simulation.accelerator_replay import ReplayedDevice, traced_cpu_line
 from moec.runtime.simulation.accelerator_workload import layer_ns
@@ -117,7 +118,7 @@ def test_decisions_and_places_are_those_of_a_run(two_version_bundle: Path, modes
     memory = str(memory_for(two_version_bundle, 0.4, 64, may_group=False))
     device = RuntimeOptions(
         expert_cache="50%", context=64, readers=1, prefetch="off", accelerator="torch-cpu",
-        accelerator_memory=memory, accelerator_dense="host", cooperation="cpu", **modes,
+        accelerator_memory=memory, accelerator_dense="host", cooperation="cpu", lossy=setting_text(modes),
     )  # fmt: skip
     with Engine(opened, device) as engine:
         engine.cache.finish_warming()

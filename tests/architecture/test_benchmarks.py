@@ -25,7 +25,7 @@ RATIOS = [name for name in CONDITIONS if name != "all in memory, 32 + 64"]
 ARMS = {
     "moec": ("moec",),
     "moec `--kv float16`": ("moec --kv float16",),
-    "moec `--prefetch off`": ("moec --prefetch off",),
+    "moec `--set prefetch=off`": ("moec --prefetch off",),
     "llama.cpp": ("llama.cpp repacked", "llama.cpp mmap 128 KiB"),
     "ik_llama.cpp": ("ik_llama.cpp repacked", "ik_llama.cpp mmap 128 KiB"),
 }

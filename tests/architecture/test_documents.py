@@ -363,7 +363,7 @@ def test_named_paths_are_found(text: str, paths: list[str]) -> None:
         ("`moec bench --trace-out`, `moec compile --fallback-bits` and `moec COMMAND --help`", False),
         ("```\n$ moec inspect x y\n```\n", True),
         ("```\nmoec run x --promt y\n```\n", True),
-        ("```\nmoec run x --policy newest\n```\n", True),
+        ("```\nmoec run x --set policy=newest\n```\n", True),
         ("```\nmoec run x --memory\n```\n", True),
         ("```\nmoec start x\n```\n", True),
         ("`moec bench --trace-to`", True),

@@ -14,7 +14,8 @@ from .conftest import Invoke
 
 PROMPT = ("--prompt", "Once upon a time", "--max-new-tokens", 6)
 ON_TORCH = (
-    "--accelerator", "torch-cpu", "--accelerator-memory", "20MiB", "--cooperation", "gpu", "--accelerator-dense", "host"
+    "--accelerator", "torch-cpu", "--accelerator-memory", "20MiB", "--set", "cooperation=gpu",
+    "--set", "accelerator-dense=host",
 )  # fmt: skip
 WITHOUT_TORCH = """
 import sys
@@ -37,18 +38,22 @@ def test_a_run_tells_where_experts_were_computed(invoke: Invoke, bundle: Path) -
 
 def test_dense_weights_may_be_computed_there(invoke: Invoke, bundle: Path) -> None:
     alone = invoke("run", bundle, *PROMPT)
-    told = invoke("run", bundle, *PROMPT, *ON_TORCH, "--accelerator-memory", "200MiB", "--accelerator-dense", "device")
+    told = invoke(
+        "run", bundle, *PROMPT, *ON_TORCH, "--accelerator-memory", "200MiB", "--set", "accelerator-dense=device"
+    )
     assert told.exit_code == 0 and told.stdout == alone.stdout
     mode = told.stderr.splitlines()[0]
     assert "; accelerator torch-cpu for dense weights and routed experts, cooperation gpu" in mode
     assert "attention of a layer CPU " in mode
-    refused = invoke("run", bundle, *PROMPT, *ON_TORCH, "--accelerator-memory", "1MiB", "--accelerator-dense", "device")
+    refused = invoke(
+        "run", bundle, *PROMPT, *ON_TORCH, "--accelerator-memory", "1MiB", "--set", "accelerator-dense=device"
+    )
     assert refused.exit_code == 1 and "under its floor" in refused.stderr
 
 
-@pytest.mark.parametrize("cooperation", ["gpu", "cpu", "published"])
+@pytest.mark.parametrize("cooperation", ["gpu", "cpu", "twiddler"])
 def test_json_has_counts_and_measured_constants(invoke: Invoke, bundle: Path, cooperation: str) -> None:
-    told = json.loads(invoke("run", bundle, *PROMPT, *ON_TORCH, "--cooperation", cooperation, "--json").stdout)
+    told = json.loads(invoke("run", bundle, *PROMPT, *ON_TORCH, "--set", f"cooperation={cooperation}", "--json").stdout)
     found = told["accelerator"]
     assert found["device"] == "torch-cpu" and found["cooperation"] == cooperation
     assert found["experts"]["resident"] > 0 and found["placement"]["budget_bytes"] == 20 << 20
@@ -87,7 +92,7 @@ def test_what_an_accelerator_cannot_do_is_refused(invoke: Invoke, bundle: Path, 
         ),
         "shares the host's memory": ("run", bundle, *PROMPT, "--accelerator", "torch-cpu"),
         "under its floor": ("run", bundle, *PROMPT, "--accelerator", "torch-cpu", "--accelerator-memory", "1KiB"),
-        "have no effect without one": ("run", bundle, *PROMPT, "--cooperation", "gpu"),
+        "have no effect without one": ("run", bundle, *PROMPT, "--set", "cooperation=gpu"),
     }  # fmt: skip
     for message, arguments in refused.items():
         result = invoke(*arguments)

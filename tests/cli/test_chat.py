@@ -239,7 +239,7 @@ class Terminal:
 
 
 def test_a_person_stops_an_answer_and_goes_on() -> None:
-    terminal = Terminal("--kernels", "numpy", "--temperature", "2", "--max-new-tokens", "480")
+    terminal = Terminal("--set", "kernels=numpy", "--temperature", "2", "--max-new-tokens", "480")
     terminal.wait_for("no chat template")
     terminal.wait_for("> ")
     terminal.wait_for("Ctrl-D or /exit ends the chat", "\x03")

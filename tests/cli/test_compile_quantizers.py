@@ -67,7 +67,7 @@ def test_bundles_of_five_and_six_bits_run_and_verify(
     assert invoke("verify", out).exit_code == 0
     assert json.loads(invoke("inspect", out, "--json").stdout)["format_version"] == version
     said = [
-        invoke("run", out, "--prompt", "a pen", "--max-new-tokens", "3", "--kernels", name).stdout
+        invoke("run", out, "--prompt", "a pen", "--max-new-tokens", "3", "--set", f"kernels={name}").stdout
         for name in ("scalar", kernels.available()[0])
     ]
     assert said[0] and said[0] == said[1]

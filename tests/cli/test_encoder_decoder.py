@@ -54,7 +54,7 @@ def test_an_empty_path_table_is_told(invoke: Invoke, made: Path) -> None:
     assert told in invoke("inspect", made / "bundle").stdout and told not in invoke("inspect", made / "plain").stdout
     assert told.partition(": ")[2] in invoke("report", made / "bundle", "-o", "-").stdout
     run = ("run", made / "bundle", "--prompt", PROMPT, "--max-new-tokens", 1, "--expert-cache", "50%")
-    assert f"`--prefetch path` has nothing to go by: {told}" in invoke(*run, "--prefetch", "path").stderr
+    assert f"`--set prefetch=path` has nothing to go by: {told}" in invoke(*run, "--set", "prefetch=path").stderr
     assert told not in invoke(*run).stderr
 
 
@@ -112,7 +112,7 @@ def test_traces_are_recorded_simulated_and_fitted_to(invoke: Invoke, made: Path,
     assert trace.header.first_decoder_layer == first > 0
     assert [each.first_layer for each in trace.passes] == [0, *[first] * 6] and trace.prompt_passes == 2
     for prefetch in ("lookahead", "path", "popularity", "off"):
-        result = invoke("simulate", bundle, "--trace", paths[0], "--prefetch", prefetch, "--json")
+        result = invoke("simulate", bundle, "--trace", paths[0], "--set", f"prefetch={prefetch}", "--json")
         assert result.exit_code == 0, result.stderr
         told = json.loads(result.stdout)
         assert told["recorded"]["tokens"] == 6 and told["rows"] and all(row["ttft_ns"] > 0 for row in told["rows"])

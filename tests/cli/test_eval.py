@@ -162,7 +162,7 @@ def test_shots_come_from_the_data(invoke: Invoke, bundle: Path, tmp_path: Path) 
 
 
 def test_options_of_the_runtime_work_for_a_checkpoint(invoke: Invoke, checkpoint: Path, texts: Path) -> None:
-    options = ("--memory", "4GiB", "--slots", 3, "--threads", 1, "--kernels", "scalar", "--context", 64)
+    options = ("--memory", "4GiB", "--slots", 3, "--threads", 1, "--set", "kernels=scalar", "--context", 64)
     values = evaluate(invoke, checkpoint, "--data", texts, *options)
     assert values["slots"] == 3 and "kernels scalar, threads 1" in values["mode"]
     result = invoke("eval", checkpoint, "--data", texts, "--memory", "1MiB")
@@ -173,8 +173,8 @@ def test_options_of_the_runtime_work_for_a_checkpoint(invoke: Invoke, checkpoint
     ("option", "sentence"),
     [
         (("--mode-loss", "2%"), "`--mode-loss` has no effect"),
-        (("--dynamic-precision", "auto"), "`--dynamic-precision auto` takes thresholds from the compile of a bundle"),
-        (("--dynamic-precision", "0.5,0.9"), "asks for low versions"),
+        (("--lossy", "auto"), "`--lossy auto` takes thresholds from the compile of a bundle"),
+        (("--lossy", "dynamic-precision 0.5,0.9"), "asks for low versions"),
         (("--modes", "sweep"), "holds no bundle"),
     ],
 )

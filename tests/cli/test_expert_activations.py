@@ -1,4 +1,4 @@
-"""`--expert-activations` on the command line: LOSSY with its measured price, in `mode:` lines and in sweeps."""
+"""`expert-activations` on the command line: LOSSY with its measured price, in `mode:` lines and in sweeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 from .conftest import Invoke
 
 SETTING = "expert-activations bfloat16"
-RUN = ("--prompt", "a", "--max-new-tokens", 2, "--expert-activations", "bfloat16")
+RUN = ("--prompt", "a", "--max-new-tokens", 2, "--lossy", "expert-activations bfloat16")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_its_price_is_measured_and_quoted(invoke: Invoke, bundle: Path) -> None:
 
 
 def test_kernels_that_lack_it_refuse_it_in_one_sentence(invoke: Invoke, bundle: Path) -> None:
-    found = invoke("run", bundle, *RUN, "--kernels", "numpy", exit_code=None)
+    found = invoke("run", bundle, *RUN, "--set", "kernels=numpy", exit_code=None)
     assert found.exit_code != 0 and "the kernels `numpy` have no products of bfloat16" in found.stderr
 
 

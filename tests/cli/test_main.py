@@ -63,7 +63,7 @@ def test_usage_errors_leave_with_2(invoke: Invoke) -> None:
     assert invoke("unknown").exit_code == 2
     result = invoke("run")
     assert result.exit_code == 2 and result.stdout == "" and "Usage: moec run" in result.stderr
-    assert invoke("run", "x", "--prompt", "p", "--policy", "fifo").exit_code == 2
+    assert invoke("run", "x", "--prompt", "p", "--set", "policy=fifo").exit_code == 2
 
 
 def test_an_error_is_a_sentence_and_a_hint(invoke: Invoke, failing) -> None:  # type: ignore[no-untyped-def]

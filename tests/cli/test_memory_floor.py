@@ -70,7 +70,7 @@ def test_what_inspect_prints_runs_and_less_is_refused(bundles: dict[str, Path], 
 
 @pytest.mark.parametrize(
     "options",
-    [("--context", "64"), ("--kv", "float16"), ("--prefetch", "path"), ("--prefetch", "off"), ("--beams", "4")],
+    [("--context", "64"), ("--kv", "float16"), ("--set", "prefetch=path"), ("--set", "prefetch=off"), ("--beams", "4")],
 )
 def test_what_the_refusal_prints_runs_with_the_same_options(bundles: dict[str, Path], options: tuple[str, ...]) -> None:
     run = ("run", bundles["many"], "--prompt", "Question: 12?", "--max-new-tokens", 3, *options)
@@ -95,13 +95,13 @@ def test_a_run_at_the_floor_stays_inside_a_control_group(bundles: dict[str, Path
     least = least_of(json.loads(moec("inspect", bundles["many"], "--json").stdout)["memory"]["option"])
     with memory_group((least << 20) + MARGIN_BYTES) as group:
         run = ("run", bundles["many"], "--prompt", "Question: 12?" * 8, "--max-new-tokens", 16)
-        done = moec(*run, "--memory", f"{least}MiB", "--prefetch", "popularity", group=group.processes)
+        done = moec(*run, "--memory", f"{least}MiB", "--set", "prefetch=popularity", group=group.processes)
         assert done.returncode == 0, done.stderr
         assert group.kills() == 0
 
 
 def test_path_tables_are_read_where_they_are_asked_for_alone(bundles: dict[str, Path], tmp_path: Path) -> None:
-    """`verify` and `--prefetch path` refuse a dictionary that contradicts itself. Other runs do not read it."""
+    """`verify` and `--set prefetch=path` refuse a dictionary that contradicts itself. Other runs do not read it."""
     bundle = Path(shutil.copytree(bundles["many"], tmp_path / "many"))
     zeros = {"popularity": np.zeros((4, 96), np.uint32), "transitions": np.zeros((3, 96, 96), np.uint32)}
     numbers = np.arange(2 * 96 * 96, dtype=np.int32)

@@ -21,12 +21,20 @@ from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.options.runtime import RuntimeOptions
-from moec.runtime.tuning.mode_records import calibrated_deciles, calibrated_lower_half, measured_rows, record_path
+from moec.runtime.tuning.mode_records import (
+    calibrated_deciles,
+    calibrated_lower_half,
+    measured_rows,
+    record_path,
+    recorded_setting,
+)
+from moec.runtime.tuning.tune_file import bundle_sha256
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import little_memory, save_model, save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 from .conftest import Invoke
+from .test_run import add_file
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +85,13 @@ def test_a_sweep_of_quality_is_kept_and_quoted(
     assert all(row["ttft_ns"] is None for row in rows.values())
     assert record["task"] == "perplexity" and record["n"] == 3 and record["cache_state"] == "warm"
     assert [row["mode"] for row in measured_rows(own)] == [mode for mode in rows if mode]
-    told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "0,1")
+    told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--lossy", "dynamic-precision 0,1")
     assert f"measured to cost {low['loss']['loss']:.2%}" in told.stderr and "decisions" in told.stderr
     assert "router is flat" not in told.stderr
     monkeypatch.setattr("moec.runtime.modes.mode_counts.FLAT_SHARE", 0.01)
-    told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "0,1")
+    told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--lossy", "dynamic-precision 0,1")
     assert "the router is flat: the lower half of its choice has" in told.stderr
-    told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "0,0.3")
+    told = invoke("run", own, "--prompt", "a", "--max-new-tokens", 2, "--lossy", "dynamic-precision 0,0.3")
     assert "its cost was not measured" in told.stderr
     assert "measured" not in invoke("run", own, "--prompt", "a", "--max-new-tokens", 2).stderr
 
@@ -108,7 +116,7 @@ def test_flatness_in_calibration_is_the_mean_of_layers_that_route(
 def test_modes_that_nobody_measured_are_checked_against_calibration(
     invoke: Invoke, own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ("run", own, "--prompt", "a", "--max-new-tokens", 2, "--cache-routing", "margin=0.1")
+    asked = ("run", own, "--prompt", "a", "--max-new-tokens", 2, "--lossy", "cache-routing margin=0.1")
     told = invoke(*asked)
     assert "its cost was not measured" in told.stderr and "is flat" not in told.stderr
     for share, is_flat in ((0.43, True), (0.3, False)):
@@ -121,8 +129,8 @@ def test_modes_that_nobody_measured_are_checked_against_calibration(
 def test_thresholds_are_chosen_from_what_was_measured(
     invoke: Invoke, own: Path, request: pytest.FixtureRequest
 ) -> None:
-    auto = ("run", own, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision", "auto", "--mode-loss")
-    refused = invoke(*auto, "5%")
+    auto = ("run", own, "--prompt", "a", "--max-new-tokens", 2, "--lossy")
+    refused = invoke(*auto, "auto 5%")
     assert refused.exit_code != 0 and "--modes sweep" in refused.stderr
     request.getfixturevalue("recorded")
     path = record_path(own)
@@ -134,19 +142,32 @@ def test_thresholds_are_chosen_from_what_was_measured(
             row["loss"]["upper95"] = costs.get(thresholds, 1.0)
             row["decisions"] |= {"skipped_share": 0.0, "low_share": 10 * costs.get(thresholds, 0)}
     path.write_text(json.dumps(record))
-    assert "dynamic-precision 0.75,1)" in invoke(*auto, "1%").stderr
-    assert "dynamic-precision 0,1)" in invoke(*auto, "2%").stderr
-    assert "no thresholds were measured to cost at most 0.05%" in invoke(*auto, "0.05%").stderr
-    assert "is not a share" in invoke(*auto, "much").stderr
+    assert "dynamic-precision 0.75,1)" in invoke(*auto, "auto 1%").stderr
+    assert "dynamic-precision 0,1)" in invoke(*auto, "auto 2%").stderr
+    told = invoke(*auto, "auto 0.05%").stderr
+    assert (
+        "no thresholds were measured to cost at most 0.05%" in told and "the least 95 % bound of them is 0.10%" in told
+    )
+    assert "allow more: --lossy 'auto 0.1%'" in told
+    assert "is not a share" in invoke(*auto, "auto much").stderr
+    assert "has no loss target" in invoke(*auto, "auto").stderr
+    add_file(own, "quality.json", json.dumps({"target": {"kind": "loss", "value": 0.005}}))
+    record["bundle"] = bundle_sha256(own)
+    path.write_text(json.dumps(record))
+    assert "dynamic-precision 0.75,1)" in invoke(*auto, "auto").stderr, "the share that the compile was asked for"
 
 
-def test_auto_is_alone_and_its_loss_is_its_own(invoke: Invoke, recorded: Path) -> None:
-    run = ("run", recorded, "--prompt", "a", "--max-new-tokens", 2)
-    for other in (("--big-little", "gamma=0.5"), ("--cache-routing", "margin=0.1")):
-        assert "measured without other modes" in invoke(*run, "--dynamic-precision", "auto", *other).stderr
-    for modes in ((), ("--dynamic-precision", "0,1")):
-        refused = invoke(*run, *modes, "--mode-loss", "2%")
-        assert refused.exit_code == 1 and "has no effect without `auto`" in refused.stderr
+def test_auto_says_the_smallest_bound_that_its_items_can_show(recorded: Path) -> None:
+    """With one further item that loses everything, drawn at most three times in 95 % of the samples."""
+    path = record_path(recorded)
+    record = json.loads(path.read_text())
+    for row in record["rows"]:
+        row["loss"] |= {"upper95": 0.0121, "n": 500, "largest_item_loss": 2.0}
+    path.write_text(json.dumps(record))
+    with pytest.raises(OptionError, match=r"their items can show no bound below 1\.20%") as caught:
+        recorded_setting(recorded, "auto 1%")
+    assert "measure on more items" in str(caught.value.hint)
+    assert recorded_setting(recorded, "auto 1.3%").startswith("dynamic-precision ")
 
 
 def test_what_was_measured_before_stays(invoke: Invoke, recorded: Path, texts: Path) -> None:
@@ -275,7 +296,7 @@ def test_a_sweep_of_chosen_settings(invoke: Invoke, two_versions: Path) -> None:
 
 
 def test_decisions_are_told(invoke: Invoke, two_versions: Path, texts: Path) -> None:
-    modes = ("--big-little", "gamma=0.5", "--cache-routing", "margin=0.5", "--expert-cache", "50%")
+    modes = ("--lossy", "big-little gamma=0.5 + cache-routing margin=0.5", "--expert-cache", "50%")
     told = json.loads(invoke("eval", two_versions, "--data", texts, *modes, "--json").stdout)
     assert told["decisions"]["fallback_share"] == 1 and "LOSSY" in told["mode"]
     bench = json.loads(invoke("bench", two_versions, "--tokens", 4, "--prompt", "abc", *modes, "--json").stdout)
@@ -307,11 +328,11 @@ def test_decisions_are_told(invoke: Invoke, two_versions: Path, texts: Path) -> 
     ("arguments", "told"),
     [
         (("eval", "--modes", "sweep", "--slots", 2), "`--slots` has no effect"),
-        (("eval", "--modes", "sweep", "--big-little", "gamma=0.5"), "sets the modes itself"),
-        (("bench", "--modes", "sweep", "--big-little", "gamma=0.5"), "sets the modes itself"),
+        (("eval", "--modes", "sweep", "--lossy", "big-little gamma=0.5"), "sets the modes itself"),
+        (("bench", "--modes", "sweep", "--lossy", "big-little gamma=0.5"), "sets the modes itself"),
         (("eval", "--modes", "big-little gamma=0.5; more"), "`more` is not a mode"),
         (("eval", "--modes", "big-little gamma=0.5 + big-little gamma=0.6"), "is not a mode"),
-        (("bench", "--big-little", "gamma=0.5", "--trace-out", "x.trace"), "is of a lossless run"),
+        (("bench", "--lossy", "big-little gamma=0.5", "--trace-out", "x.trace"), "is of a lossless run"),
         (("bench", "--modes", "sweep", "--trace-out", "x.trace"), "is of one run, not of a sweep of modes"),
         (("bench", "--modes", "sweep", "--policies", "all"), "is of one run, not of a sweep of modes"),
     ],
@@ -326,13 +347,13 @@ def test_what_does_not_go_together(
 
 
 def test_a_checkpoint_takes_modes_and_has_no_record_of_them(invoke: Invoke, checkpoint: Path, texts: Path) -> None:
-    result = invoke("eval", checkpoint, "--data", texts, "--cache-routing", "margin=0.5", "--json")
+    result = invoke("eval", checkpoint, "--data", texts, "--lossy", "cache-routing margin=0.5", "--json")
     assert result.exit_code == 0 and "LOSSY" in result.stderr and json.loads(result.stdout)["decisions"]
     result = invoke("eval", checkpoint, "--data", texts, "--modes", "sweep")
     assert result.exit_code != 0 and "holds no bundle" in result.stderr
     for asked in ("auto", "published"):
-        result = invoke("eval", checkpoint, "--data", texts, "--dynamic-precision", asked)
-        assert result.exit_code == 1 and f"`{checkpoint}` is a checkpoint\nhint: name a bundle" in result.stderr
+        result = invoke("eval", checkpoint, "--data", texts, "--lossy", asked)
+        assert result.exit_code == 1 and "records of a bundle, and here is none\nhint: write them" in result.stderr
 
 
 @pytest.mark.parametrize("holds_model", [True, False])
@@ -373,10 +394,10 @@ def test_a_compile_with_low_versions_fits_thresholds(invoke: Invoke, tmp_path: P
     settings = [row["options"] for row in modes["rows"]]
     assert settings[0] == {} and {"dynamic_precision": modes["published"]} in settings
     assert all(set(each) <= {"dynamic_precision"} for each in settings)
-    run = ("run", target, "--prompt", "a", "--max-new-tokens", 2, "--dynamic-precision")
+    run = ("run", target, "--prompt", "a", "--max-new-tokens", 2, "--lossy")
     assert f"LOSSY (dynamic-precision {first:g},{second:g})" in invoke(*run, "published").stderr
-    assert "LOSSY (dynamic-precision" in invoke(*run, "auto", "--mode-loss", "99%").stderr
-    refused = invoke("run", two_versions, "--prompt", "a", "--dynamic-precision", "published")
+    assert "LOSSY (dynamic-precision" in invoke(*run, "auto 99%").stderr
+    refused = invoke("run", two_versions, "--prompt", "a", "--lossy", "published")
     assert refused.exit_code == 1 and "HOBBIT's shares" in refused.stderr
 
 

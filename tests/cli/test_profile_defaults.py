@@ -142,11 +142,11 @@ def test_the_line_and_the_entry_of_json(make: Callable[..., Path]) -> None:
     assert "io buffered, readers 3, " in told["mode"] and f", threads {threads}, " in told["mode"]
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("device: ")]
     start = "device: board, for which the bundle was compiled: "
-    assert line.startswith(f"{start}--memory 100MiB --threads {threads} --io buffered --readers 3 (expert cache ")
-    given = ("--memory", "200MiB", "--threads", "1", "--io", "auto", "--readers", "2")
+    assert line.startswith(f"{start}--memory 100MiB --threads {threads} --io buffered --set readers=3 (expert cache ")
+    given = ("--memory", "200MiB", "--threads", "1", "--io", "auto", "--set", "readers=2")
     assert f"{start}other options replace its settings\n" in call(bundle, *given).stderr
     line = call(bundle, "--expert-cache", "50%").stderr
-    assert f"{start}--threads {threads} --io buffered --readers 3\n" in line
+    assert f"{start}--threads {threads} --io buffered --set readers=3\n" in line
 
 
 def test_a_profile_without_settings_of_a_run(make: Callable[..., Path], chosen: list[RuntimeOptions]) -> None:
@@ -164,7 +164,7 @@ def with_capacities(folder: Path, *capacities: int) -> Callable[..., tuple[int, 
 
 
 LITTLE = "moec.profiles.processor.little_processors"
-UNTIL_ROUTED = ("--prefetch-rule", "until-routed")
+UNTIL_ROUTED = ("--set", "prefetch-rule=until-routed")
 needs_two_processors = pytest.mark.skipif(PROCESSORS < 2, reason="NOT RUN: one processor is of one kind")
 
 
@@ -181,15 +181,16 @@ def test_a_reader_of_its_own_runs_on_the_little_cores(
     monkeypatch.setattr(LITTLE, with_capacities(tmp_path, 446, *[1024] * (PROCESSORS - 1)))
     bundle = make(little_board())
     assert (
-        "--reader-cpus" not in call(bundle).stderr and "--reader-cpus" not in call(bundle, "--prefetch", "off").stderr
+        "--reader-cpus" not in call(bundle).stderr
+        and "--reader-cpus" not in call(bundle, "--set", "prefetch=off").stderr
     )
     told = call(bundle, *UNTIL_ROUTED).stderr
-    assert f" --readers 3 --reader-cpus {first} (expert cache " in told
-    told = call(bundle, *UNTIL_ROUTED, "--reader-cpus", str(second)).stderr
-    assert "--reader-cpus" not in told
-    assert "--reader-cpus" not in call(bundle, *UNTIL_ROUTED, "--prefetch", "off").stderr
+    assert f" --set readers=3 --set reader-cpus={first} (expert cache " in told
+    told = call(bundle, *UNTIL_ROUTED, "--set", f"reader-cpus={second}").stderr
+    assert "reader-cpus" not in told
+    assert "reader-cpus" not in call(bundle, *UNTIL_ROUTED, "--set", "prefetch=off").stderr
     tune(bundle, prefetch_rule="until-routed")
-    assert f"--reader-cpus {first}" in call(bundle).stderr, "the rule of the tuning"
+    assert f"--set reader-cpus={first}" in call(bundle).stderr, "the rule of the tuning"
     assert [options.reader_cpus for options in chosen] == [None, None, str(first), str(second), None, str(first)]
 
 
@@ -324,7 +325,7 @@ def test_inspect_shows_the_settings(make: Callable[..., Path]) -> None:
     assert run["options"] == {"memory": "100MiB", "threads": PROCESSORS, "io": "buffered", "readers": 3}
     assert run["difference"] is None and run["expert_cache_bytes"] > 0
     page = call(bundle, command=("inspect",)).stdout
-    assert "--io buffered --readers 3 (expert cache " in page and "this machine is one" in page
+    assert "--io buffered --set readers=3 (expert cache " in page and "this machine is one" in page
 
 
 def test_a_floor_above_all_memory_is_refused(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +362,7 @@ def record(bundle: Path, loss: float, skipped: float = 0.2) -> None:
         (0.02, 0.2, 1000, (), False),
         (0.004, 0.0029, 1000, (), False),  # not even 1 % less
         (0.004, 0.2, 40_000_000_000, (), False),
-        (0.004, 0.2, 1000, ("--big-little", "gamma=0.5"), False),
+        (0.004, 0.2, 1000, ("--lossy", "big-little gamma=0.5"), False),
         (None, 0.2, 1000, (), False),
     ],
 )
@@ -382,9 +383,11 @@ def test_a_lossy_mode_is_suggested_and_never_on(
         record(bundle, loss, skipped)
     result = call(bundle, "--json", *more)
     told = json.loads(result.stdout)
-    text = "suggestion: --dynamic-precision 0.6,1 reads 67% less of missed experts, at a measured loss of 0.40% "
+    text = (
+        "suggestion: --lossy 'dynamic-precision 0.6,1' reads 67% less of missed experts, at a measured loss of 0.40% "
+    )
     assert (text in result.stderr) is is_suggested and result.stderr.count("suggestion") == is_suggested
-    assert told["device"]["suggestion"] == ("--dynamic-precision 0.6,1" if is_suggested else None)
+    assert told["device"]["suggestion"] == ("--lossy 'dynamic-precision 0.6,1'" if is_suggested else None)
     assert ("lossless" in told["mode"]) is not bool(more)
 
 

@@ -85,10 +85,10 @@ def test_the_plan_of_a_budget_adds_up(invoke: Invoke, bundle: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--expert-cache", "30%", "--policy", "lru"),
-        ("--expert-cache", "30%", "--policy", "lfu", "--prefetch", "path"),
+        ("--expert-cache", "30%", "--set", "policy=lru"),
+        ("--expert-cache", "30%", "--set", "policy=lfu", "--set", "prefetch=path"),
         ("--expert-cache", "60%", "--io", "mmap", "--threads", 1),
-        ("--expert-cache", "60%", "--io", "buffered", "--prefetch", "off", "--no-verify"),
+        ("--expert-cache", "60%", "--io", "buffered", "--set", "prefetch=off", "--set", "verify=no"),
         ("--context", 64),
     ],
 )
@@ -196,7 +196,7 @@ def test_forced_kernels_are_reported(invoke: Invoke, bundle: Path) -> None:
         (("--threads", 100_000), 1, "threads must be 0 to 256", "leave it out"),
         (("--accelerator", "cuda:999"), 1, "`--accelerator cuda:999`: torch", "leave it out"),
         (("--temperature", 1, "--repetition-penalty", 1e-40), 1, "must be 0.01 to 100, found 1e-40", "try 1.1"),
-        (("--kernels", "mmx"), 1, "no kernels `mmx` here", ""),
+        (("--set", "kernels=mmx"), 1, "no kernels `mmx` here", ""),
     ],
 )
 def test_bad_options(

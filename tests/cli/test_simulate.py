@@ -53,7 +53,16 @@ def simulated(invoke: Invoke, bundle: Path, trace: Path, *more: object) -> dict[
 def test_counts_are_those_of_the_run_that_was_recorded(
     invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path, policy: str, cache_state: str
 ) -> None:
-    chosen = ("--policy", policy, "--expert-cache", "40%", "--prefetch", "off", "--cache-state", cache_state)
+    chosen = (
+        "--set",
+        f"policy={policy}",
+        "--expert-cache",
+        "40%",
+        "--set",
+        "prefetch=off",
+        "--set",
+        f"cache-state={cache_state}",
+    )
     trace, bench = recorded(invoke, mixed_bundle, tmp_path, *chosen)
     measured, told = bench["measured"], simulated(invoke, mixed_bundle, trace, *chosen)
     (row,) = told["rows"]
@@ -70,7 +79,7 @@ def test_a_profile_scales_computing_and_brings_its_storage(
 ) -> None:
     trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%")
     device = load_profile("raspberry-pi-4b-sd")
-    arguments = ("--profile", device.name, "--policy", "lru", "--expert-cache", "50%", "--readers", 1)
+    arguments = ("--profile", device.name, "--set", "policy=lru", "--expert-cache", "50%", "--set", "readers=1")
     told = simulated(invoke, mixed_bundle, trace, *arguments)
     assert told["device"]["compute_scale"] == pytest.approx(8e9 / device.memory_bytes_per_s)
     assert told["device"]["storage_latency_ns"] == device.storage_latency_ns and told["prefetch"] == "lookahead"
@@ -86,7 +95,7 @@ def test_people_get_a_table_of_budgets_and_policies(
 ) -> None:
     trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%")
     for prefetch in ("lookahead", "path", "popularity", "off"):
-        done = invoke("simulate", mixed_bundle, "--trace", trace, "--prefetch", prefetch)
+        done = invoke("simulate", mixed_bundle, "--trace", trace, "--set", f"prefetch={prefetch}")
         assert done.exit_code == 0 and "tokens/s" in done.stdout and f"prefetch  {prefetch}" in done.stdout
     assert "under the" in done.stderr and "left out" in done.stderr, "10 % is less than a layer needs"
     rows = [line.split()[:2] for line in done.stdout.splitlines() if line.strip().endswith(("B", "iB"))]
@@ -98,22 +107,22 @@ def test_all_experts_in_memory_read_nothing(
     invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
 ) -> None:
     trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%")
-    told = simulated(invoke, mixed_bundle, trace, "--expert-cache", "100%", "--policy", "lru")
+    told = simulated(invoke, mixed_bundle, trace, "--expert-cache", "100%", "--set", "policy=lru")
     assert told["rows"][0]["bytes_read"] == 0 and told["rows"][0]["stall"] == 0
 
 
 def test_weights_change_what_is_kept(invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path) -> None:
-    trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%", "--prefetch", "off")
-    chosen = ("--policy", "hobbit", "--policy", "lru", "--expert-cache", "40%")
-    rows = simulated(invoke, mixed_bundle, trace, *chosen, "--policy-weights", "1,0,0,0")["rows"]
+    trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%", "--set", "prefetch=off")
+    chosen = ("--set", "policy=hobbit,lru", "--expert-cache", "40%")
+    rows = simulated(invoke, mixed_bundle, trace, *chosen, "--set", "policy-weights=1,0,0,0")["rows"]
     assert rows[0]["policy"] == "hobbit" and rows[0]["misses"] == rows[1]["misses"], "recency alone is LRU"
 
 
 def test_weights_of_the_bundle_are_used(invoke: Invoke, own_bundle: Path, host: DeviceProfile, tmp_path: Path) -> None:
     fitted = b'{"hobbit":{"fld":0,"lfu":0,"lhu":0,"lru":1}}'
     add_listed(own_bundle, EVICTION_NAME, fitted)
-    trace, _ = recorded(invoke, own_bundle, tmp_path, "--expert-cache", "40%", "--prefetch", "off")
-    chosen = ("--policy", "hobbit", "--policy", "lru", "--expert-cache", "40%")
+    trace, _ = recorded(invoke, own_bundle, tmp_path, "--expert-cache", "40%", "--set", "prefetch=off")
+    chosen = ("--set", "policy=hobbit,lru", "--expert-cache", "40%")
     rows = simulated(invoke, own_bundle, trace, *chosen)["rows"]
     assert rows[0]["policy"] == "hobbit" and rows[0]["misses"] == rows[1]["misses"], "recency alone is LRU"
 
@@ -121,7 +130,7 @@ def test_weights_of_the_bundle_are_used(invoke: Invoke, own_bundle: Path, host: 
 def test_what_cannot_be_replayed_is_refused(
     invoke: Invoke, bundle: Path, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
 ) -> None:
-    trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%", "--prefetch", "off")
+    trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%", "--set", "prefetch=off")
     damaged, other = tmp_path / "damaged.trace", tmp_path / "other.trace"
     damaged.write_bytes(trace.read_bytes()[:-40])
     lines = trace.read_text().splitlines()
@@ -135,20 +144,20 @@ def test_what_cannot_be_replayed_is_refused(
             "of 3 layers (9 experts, top-2), the bundle has 3 layers (8 experts, top-2)",
         ),
         (("--trace", tmp_path / "none"), "cannot be read: No such file"),
-        (("--prefetch", "lookahead"), "lacks what routers would have guessed"),
+        (("--set", "prefetch=lookahead"), "lacks what routers would have guessed"),
         (("--profile", "toaster"), "no device profile is called `toaster`"),
-        (("--readers", 0), "readers must be 1 to 32, found 0"),
+        (("--set", "readers=0"), "readers must be 1 to 32, found 0"),
         (("--read-rate", "0MB"), "`--read-rate` must be at least 1 byte"),
         (("--read-rate", "fast"), "`fast` is not a size"),
         (("--read-latency", "8"), "`8` is not a time"),
-        (("--policy", "lru", "--policy-weights", "1,0,0,0"), "`--policy-weights` has no effect"),
-        (("--policy-weights", "1,1,0,0"), "is not four weights"),
+        (("--set", "policy=lru", "--set", "policy-weights=1,0,0,0"), "`policy-weights` has no effect"),
+        (("--set", "policy-weights=1,1,0,0"), "is not four weights"),
         (("--expert-cache", "0%"), "is not a share of the experts"),
     ):
         refused = invoke("simulate", mixed_bundle, "--trace", trace, *more)
         assert refused.exit_code == 1 and message in refused.stderr, (more, refused.stderr)
         assert refused.stdout == ""
-    other_compile = invoke("simulate", bundle, "--trace", trace, "--policy", "lru")
+    other_compile = invoke("simulate", bundle, "--trace", trace, "--set", "policy=lru")
     assert other_compile.exit_code == 0 and "was recorded on another compile" in other_compile.stderr
 
 
@@ -174,7 +183,7 @@ def test_modes_are_predicted_beside_the_lossless_run(
     assert both["decisions"]["fallback_tokens"] == both["decisions"]["tokens"] == 24 and both["decisions"]["dropped"]
     assert dynamic["x_lossless"] == pytest.approx(lossless["tpot_mean_ns"] / dynamic["tpot_mean_ns"])
     assert dynamic["x_lossless"] > 1 < little["x_lossless"] and lossless["x_lossless"] == 1
-    alone = simulated(invoke, bundle, trace, *arguments, "--policy", "lrfu")["rows"][0]
+    alone = simulated(invoke, bundle, trace, *arguments, "--set", "policy=lrfu")["rows"][0]
     assert alone == lossless, "the lossless row is what it was"
     done = invoke("simulate", bundle, "--trace", trace, *arguments, "--modes", "sweep")
     assert done.exit_code == 0 and "x lossless" in done.stdout and "fallback" in done.stdout
@@ -184,24 +193,24 @@ def test_modes_are_predicted_beside_the_lossless_run(
 def test_the_rule_of_lookahead_can_be_changed_where_the_trace_says_enough(
     invoke: Invoke, two_version_bundle: Path, host: DeviceProfile, tmp_path: Path
 ) -> None:
-    trace, _ = recorded(invoke, two_version_bundle, tmp_path, "--expert-cache", "50%", "--prefetch-layers", 2)
+    trace, _ = recorded(invoke, two_version_bundle, tmp_path, "--expert-cache", "50%", "--set", "prefetch-layers=2")
     at_once = ("--read-rate", "900GB", "--read-latency", "0s")  # so that all advice is read
-    arguments = ("--policy", "lru", "--expert-cache", "50%", "--expert-cache", "80%", *at_once)
+    arguments = ("--set", "policy=lru", "--expert-cache", "50%", "--expert-cache", "80%", *at_once)
     likely = simulated(invoke, two_version_bundle, trace, *arguments)
-    walked = simulated(invoke, two_version_bundle, trace, *arguments, "--prefetch-rule", "first-miss")
-    assert simulated(invoke, two_version_bundle, trace, *arguments, "--prefetch-rule", "likely") == likely
+    walked = simulated(invoke, two_version_bundle, trace, *arguments, "--set", "prefetch-rule=first-miss")
+    assert simulated(invoke, two_version_bundle, trace, *arguments, "--set", "prefetch-rule=likely") == likely
     assert all(row["prefetch_reads"] for row in walked["rows"])
     assert all(row["decisions"] is None and row["mode"] == "" for row in walked["rows"])
     for more, message in (
-        (("--prefetch", "off"), "not the prefetcher `off`"),
-        (("--prefetch", "path"), "not the prefetcher `path`"),
+        (("--set", "prefetch=off"), "not the prefetcher `off`"),
+        (("--set", "prefetch=path"), "not the prefetcher `path`"),
     ):
-        refused = invoke("simulate", two_version_bundle, "--trace", trace, "--prefetch-rule", "first-miss", *more)
+        refused = invoke("simulate", two_version_bundle, "--trace", trace, "--set", "prefetch-rule=first-miss", *more)
         assert refused.exit_code == 1 and message in refused.stderr
     walking, _ = recorded(
-        invoke, two_version_bundle, tmp_path, "--expert-cache", "50%", "--prefetch-rule", "first-miss"
+        invoke, two_version_bundle, tmp_path, "--expert-cache", "50%", "--set", "prefetch-rule=first-miss"
     )
-    refused = invoke("simulate", two_version_bundle, "--trace", walking, "--prefetch-rule", "spread")
+    refused = invoke("simulate", two_version_bundle, "--trace", walking, "--set", "prefetch-rule=spread")
     assert refused.exit_code == 1 and "lacks what `spread` would ask" in refused.stderr
 
 
@@ -231,7 +240,7 @@ def test_modes_that_the_trace_cannot_decide_are_refused(
             "the confidence of the little model",
         ),
         (trace, ("--modes", "big-little gamma=0.5,k=1"), "a little model of this size"),
-        (trace, ("--modes", "big-little gamma=0.5", "--policy", "optimum"), "knows the future"),
+        (trace, ("--modes", "big-little gamma=0.5", "--set", "policy=optimum"), "knows the future"),
         (trace, ("--modes", "magic 1"), "`magic 1` is not a mode"),
     ):
         refused = invoke("simulate", two_version_bundle, "--trace", path, *more)
@@ -277,11 +286,11 @@ def test_an_accelerator_holds_the_most_popular_experts(
     invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
 ) -> None:
     trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%")
-    arguments = ("--policy", "lru", "--expert-cache", "40%", "--read-rate", "1MB")
+    arguments = ("--set", "policy=lru", "--expert-cache", "40%", "--read-rate", "1MB")
     alone = simulated(invoke, mixed_bundle, trace, *arguments)
     assert alone["device"]["accelerator"] is None and alone["rows"][0]["experts"] is None
     times = "expert=5us,token=100ns,link=12GB"
-    there = ("--accelerator", f"memory=1GiB,{times}", "--cooperation", "cpu")
+    there = ("--accelerator", f"memory=1GiB,{times}", "--set", "cooperation=cpu")
     whole = simulated(invoke, mixed_bundle, trace, *arguments, *there)
     (row,), (before,) = whole["rows"], alone["rows"]
     assert row["experts"]["resident"] > 0 and row["experts"]["copied"] == row["experts"]["cpu"] == 0
@@ -291,7 +300,7 @@ def test_an_accelerator_holds_the_most_popular_experts(
     little = invoke("simulate", mixed_bundle, "--trace", trace, "--accelerator", f"memory=1KiB,{times}")
     assert little.exit_code != 0 and "is under its floor of" in little.stderr
     assert "raise `memory` of `--accelerator`" in little.stderr
-    lost = invoke("simulate", mixed_bundle, "--trace", trace, "--cooperation", "gpu")
+    lost = invoke("simulate", mixed_bundle, "--trace", trace, "--set", "cooperation=gpu")
     assert lost.exit_code == 1 and "has no effect without a device" in lost.stderr
 
 
@@ -299,7 +308,7 @@ def test_the_gpu_of_a_profile_brings_its_memory_and_its_link(
     invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
 ) -> None:
     trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%")
-    arguments = ("--policy", "lru", "--expert-cache", "40%", "--profile", "quadro-rtx-6000-host")
+    arguments = ("--set", "policy=lru", "--expert-cache", "40%", "--profile", "quadro-rtx-6000-host")
     gpu = load_profile("quadro-rtx-6000-host").gpu
     assert gpu is not None
     short = simulated(invoke, mixed_bundle, trace, *arguments, "--accelerator", "expert=5us")
@@ -317,7 +326,7 @@ def test_energy_is_told_where_the_profile_states_a_draw(
     invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
 ) -> None:
     trace, _ = recorded(invoke, mixed_bundle, tmp_path, "--expert-cache", "40%")
-    arguments = ("--policy", "lru", "--expert-cache", "40%")
+    arguments = ("--set", "policy=lru", "--expert-cache", "40%")
     told = simulated(invoke, mixed_bundle, trace, *arguments, "--profile", "raspberry-pi-4b-sd")
     (row,), power = told["rows"], told["device"]["power"]
     watts = (1 - row["stall"]) * power["load_watts"] + row["stall"] * power["idle_watts"]
@@ -344,4 +353,4 @@ def test_a_trace_that_asks_for_what_the_bundle_leaves_out_is_refused(
     part = emit_bundle(folder, tmp_path / "part", bitwidth=4, pruned=(ExpertKey(1, asked),))
     done = invoke("simulate", part, "--trace", trace)
     assert done.exit_code != 0 and f"chooses expert {asked} of layer 1, which the bundle leaves out" in done.stderr
-    assert invoke("simulate", whole, "--trace", trace, "--policy", "lru").exit_code == 0
+    assert invoke("simulate", whole, "--trace", trace, "--set", "policy=lru").exit_code == 0

@@ -115,7 +115,7 @@ def test_the_file_lies_beside_the_bundle_and_is_used(
 
     write_tuning(bundle, replace(found, options={"readers": 5, "prefetch": "path"}))
     assert "prefetch path" in mode(bundle) and "readers 5" in mode(bundle)
-    assert "readers 1" in mode(bundle, "--readers", "1"), "the command line comes first"
+    assert "readers 1" in mode(bundle, "--set", "readers=1"), "the command line comes first"
 
 
 def test_no_engine_takes_memory_from_the_next(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,4 +365,4 @@ def test_a_fitted_policy_is_used_unless_the_command_line_names_one(bundle: Path)
     options: dict[str, str | int] = {"policy": "hobbit", "policy_weights": "0.25,0.5,0,0.25"}
     write_tuning(bundle, tuning_of(bundle, options))
     assert "policy hobbit 0.25,0.5,0,0.25," in mode(bundle)
-    assert "policy lru," in mode(bundle, "--policy", "lru"), "a policy and its weights are one choice"
+    assert "policy lru," in mode(bundle, "--set", "policy=lru"), "a policy and its weights are one choice"

@@ -14,8 +14,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "bundle"
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--prefetch", "path"), "`--prefetch path` begins"),
-        (("--prefetch", "popularity", "--policy", "edgemoe"), "`--prefetch popularity` and `--policy edgemoe` begins"),
+        (("--set", "prefetch=path"), "`prefetch=path` begins"),
+        (
+            ("--set", "prefetch=popularity", "--set", "policy=edgemoe"),
+            "`prefetch=popularity` and `policy=edgemoe` begins",
+        ),
         ((), ""),
     ],
 )

@@ -147,7 +147,16 @@ class TuneScene:
     arguments: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        few = ["--tokens", "2", "--expert-cache", "40%", "--threads", "1", "--prefetch", "off"]  # 30 engines, else 90
+        few = [
+            "--tokens",
+            "2",
+            "--expert-cache",
+            "40%",
+            "--threads",
+            "1",
+            "--set",
+            "prefetch=off",
+        ]  # 30 engines, else 90
         self.arguments = ["tune", str(self.folder / INPUT), *few]
         self._file = self.folder / f"{INPUT}.tune.json"
         self._before = b'{"format_version": 0, "of": "an older release"}\n'
@@ -259,6 +268,6 @@ def scene_of(name: str, folder: Path) -> Scene:
     """name: run-direct, run-buffered, run-mmap, run-numpy, unpack, pack, tune, compile or pull."""
     if name.startswith("run-"):
         way = name.removeprefix("run-")
-        return RunScene(folder, ["--kernels", "numpy"] if way == "numpy" else ["--io", way, "--threads", "2"])
+        return RunScene(folder, ["--set", "kernels=numpy"] if way == "numpy" else ["--io", way, "--threads", "2"])
     others = {"unpack": UnpackScene, "pack": PackScene, "tune": TuneScene, "compile": CompileScene, "pull": PullScene}
     return others[name](folder)

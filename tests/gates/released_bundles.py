@@ -54,7 +54,7 @@ NOISE, TRIALS = 1e-6, 12  # share of activations; the order of sums changes them
 LEAST_CHANGE = 1e-3  # share of the largest logit, by which a second run must differ
 LARGE_BITWIDTH = 8  # wider formats occur once in a bundle
 LOSSLESS = {"expert_cache": "1MiB", "context": 64}
-LOW = {**LOSSLESS, "cache_state": "cold", "prefetch": "off", "policy": "lru", "dynamic_precision": "0,1"}
+LOW = {**LOSSLESS, "cache_state": "cold", "prefetch": "off", "policy": "lru", "lossy": "dynamic-precision 0,1"}
 _SMALL: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_attention_heads": 2,
     "tie_word_embeddings": True,

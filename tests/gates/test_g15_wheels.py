@@ -136,7 +136,7 @@ def test_built_wheels_compute_the_same_on_both_processors(
         for name in names:
             told = json.loads(installed.moec("verify", BUNDLE, "--self-test", "--kernels", name, "--json"))
             assert told["self_test"]["kernels"] == name
-            assert answer(installed, "--kernels", name) == expected
+            assert answer(installed, "--set", f"kernels={name}") == expected
 
 
 @full

@@ -43,9 +43,9 @@ from tests.manifests.examples import get, paths, put
 
 ADDRESS_BYTES, CPU_S_PER_SEED = 4 << 30, 60
 LOSSY: tuple[dict[str, str], ...] = (
-    {"dynamic_precision": "0,0.4"}, {"dynamic_precision": "0.6,1"}, {"dynamic_precision": "0.3,0.3"},
-    {"big_little": "gamma=0.9"}, {"big_little": "gamma=0.3,k=1"}, {"cache_routing": "margin=0.9"},
-    {"cache_routing": "margin=0.2,drop=0.5", "dynamic_precision": "0,1"},
+    {"lossy": "dynamic-precision 0,0.4"}, {"lossy": "dynamic-precision 0.6,1"}, {"lossy": "dynamic-precision 0.3,0.3"},
+    {"lossy": "big-little gamma=0.9"}, {"lossy": "big-little gamma=0.3,k=1"}, {"lossy": "cache-routing margin=0.9"},
+    {"lossy": "cache-routing margin=0.2,drop=0.5 + dynamic-precision 0,1"},
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 3, 5, 16, 64, 2**31, 2**63 - 1, 0.5, -0.0, 1e-300, 1e308, "", "x", "q8g32", "bf16",

@@ -246,7 +246,7 @@ BUDGETS = (
     ),
     Seed(
         "tables larger than the budget",
-        (*RUN, "--memory", "120MiB", "--expert-cache", "10KiB", "--prefetch", "path"),
+        (*RUN, "--memory", "120MiB", "--expert-cache", "10KiB", "--set", "prefetch=path"),
         frozenset({1, 3}),
         _tables_of_many_paths,
     ),
@@ -271,7 +271,10 @@ def _pipe_instead_of(name: str) -> Callable[[Path], None]:
 PIPES = (
     Seed("a pipe where the tuning lies", RUN, frozenset({0, 1}), _pipe_next_to(".tune.json")),
     Seed(
-        "a pipe where modes lie", (*RUN, "--big-little", "gamma=0.5"), frozenset({0, 1}), _pipe_next_to(".modes.json")
+        "a pipe where modes lie",
+        (*RUN, "--lossy", "big-little gamma=0.5"),
+        frozenset({0, 1}),
+        _pipe_next_to(".modes.json"),
     ),
     Seed("a pipe as the manifest", RUN, DAMAGED, _pipe_instead_of(MANIFEST_NAME)),
     Seed("a pipe as the tokenizer", RUN, DAMAGED, _pipe_instead_of("tokenizer.json")),

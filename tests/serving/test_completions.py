@@ -292,7 +292,7 @@ def test_every_name_stands_for_the_one_model(server: LiveServer, name: str) -> N
 
 
 def test_a_lossy_run_says_so(tiny_bundle: Path) -> None:
-    options = {"expert_cache": "60%", "context": 96, "big_little": "gamma=0.9,k=1"}
+    options = {"expert_cache": "60%", "context": 96, "lossy": "big-little gamma=0.9,k=1"}
     with load(tiny_bundle, **options) as lossy, live_server(lossy) as server:
         props = server.ask("GET", "/props").json
     assert (props["is_lossless"], props["answers_depend_on_other_requests"]) == (False, True)

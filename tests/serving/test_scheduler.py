@@ -261,7 +261,7 @@ def alone_after(engine: Engine, prompt: list[int], step: Any, monkeypatch: pytes
 
 
 def test_lossy_runs_answer_and_go_token_by_token(tiny_bundle: Path) -> None:
-    options = {"expert_cache": "60%", "context": CONTEXT, "big_little": "gamma=0.9,k=1"}
+    options = {"expert_cache": "60%", "context": CONTEXT, "lossy": "big-little gamma=0.9,k=1"}
     with load(tiny_bundle, slots=2, **options) as engine:
         expected = [alone(engine, prompt) for prompt in prompts()[4:8]]
         with Scheduler(engine) as scheduler:

@@ -132,7 +132,7 @@ FIGURES = (
         reported="Experts of a layer are used about equally often. With two earlier layers known, one expert of "
         "layer 3 is chosen by 87.1 % of the tokens. More known layers raise the share of the top k experts.",
         models=MODELS,
-        how=f"The predictor of `--prefetch path` foretells the first {PREDICTED_TOKENS:,} held-out tokens. Its counts "
+        how=f"The predictor of `prefetch=path` foretells the first {PREDICTED_TOKENS:,} held-out tokens. Its counts "
         "are those of pairs of experts in the train texts.",
         why="In the trained examples, earlier layers foretell later ones as published. A token has several experts per "
         "layer, so one pair of experts says less than a single path of Switch.",

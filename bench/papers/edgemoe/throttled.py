@@ -20,7 +20,7 @@ MOST_RATE_ERROR = 0.1
 """Largest relative difference of direct reads from the limit."""
 PROMPT_TOKENS, TOKENS = 8, 48
 CONTEXT = 256
-AS_EDGEMOE = ("--prefetch-rule", "until-routed", "--prefetch-layers", 1)
+AS_EDGEMOE = ("--set", "prefetch-rule=until-routed", "--set", "prefetch-layers=1")
 
 
 def command(inputs: Inputs, runtime: Runtime, tokens: int = TOKENS) -> list[str]:
@@ -31,9 +31,9 @@ def command(inputs: Inputs, runtime: Runtime, tokens: int = TOKENS) -> list[str]
         return [sys.executable, "-m", module, str(bundle), str(text), "--tokens", str(tokens)]
     held = runtime.held_bytes(inputs)
     size = least_bytes(inputs, runtime.bundle) if held is None else held
-    options = ["--expert-cache", size, "--policy", runtime.policy, "--prefetch", runtime.prefetch]
+    options = ["--expert-cache", size, "--set", f"policy={runtime.policy}", "--set", f"prefetch={runtime.prefetch}"]
     options += [*AS_EDGEMOE] if runtime.prefetch == "path" else []
-    options += [] if runtime.is_warm else ["--cache-state", "cold"]
+    options += [] if runtime.is_warm else ["--set", "cache-state=cold"]
     common = (
         "--text",
         text,
@@ -100,7 +100,7 @@ FIGURES = (
         models=(PLANTED,),
         how=f"`moec bench` decodes {TOKENS} tokens of a held-out text on this machine. A control group limits the "
         "reads of storage, and the page cache is dropped before each run. The arms are those of the simulated chart. "
-        "EdgeMoE reads by `--prefetch path --prefetch-rule until-routed`. One run each.",
+        "EdgeMoE reads by `--set prefetch=path --set prefetch-rule=until-routed`. One run each.",
         why="The gain is larger than published, because 2 bits keep the loss on this example. Experts read "
         "ahead but not used delay others at 90 MB/s. moec is 1.6 and 6.8 times as fast as EdgeMoE.",
         measure=tpot,

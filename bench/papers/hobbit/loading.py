@@ -21,7 +21,7 @@ ITEMS, TEXTS = 60, 2
 SHARE = 0.25
 ACCURACY_SOURCE = "bench/results/2026-11-22-modes-mixed.jsonl"
 DEPTHS = (0, 1, 2, 3, 4)
-MOST_DEPTH = ("--prefetch-rule", "first-miss", "--prefetch-layers", 4)
+MOST_DEPTH = ("--set", "prefetch-rule=first-miss", "--set", "prefetch-layers=4")
 
 
 def mode_rows(inputs: Inputs) -> dict[str | None, dict[str, Any]]:

@@ -15,7 +15,7 @@ from .little_models import BUNDLE, DEVICE, GAMMAS, ITEMS, PUBLISHED_GAMMA, SHARE
 
 SKIPPED = (0.7, 0.8, 0.9)
 """Thresholds of unimportance above which a missed expert is skipped."""
-PRE_GATED = ("--prefetch-rule", "spread", "--prefetch-layers", 1, "--prefetch-experts", 4)
+PRE_GATED = ("--set", "prefetch-rule=spread", "--set", "prefetch-layers=1", "--set", "prefetch-experts=4")
 """Reads all experts that the next layer is foreseen to choose."""
 Mode = tuple[tuple[str, str], ...]
 
@@ -119,7 +119,7 @@ FIGURES = (
         how=f"Speed: simulated from {TEXTS} held-out texts, half of the experts in memory, computing times of the "
         "ceiling. Offloading reads on demand. The Pre-gated type reads the four experts ahead that the next layer is "
         "foreseen to choose. Its gates are not trained anew, so it reads what they missed and loses nothing. The "
-        f"AdapMoE type skips missed experts of little weight (`--dynamic-precision T,T`, {len(SKIPPED)} thresholds) "
+        f"AdapMoE type skips missed experts of little weight (`dynamic-precision T,T`, {len(SKIPPED)} thresholds) "
         f"and reads ahead as moec does. MoBiLE has gamma {PUBLISHED_GAMMA} and K/2. Answers: {ITEMS} held-out "
         "problems by `moec eval --modes`. The other programs themselves were not run.",
         why="MoBiLE is faster than the Pre-gated type by about as much as published. The finding on AdapMoE "

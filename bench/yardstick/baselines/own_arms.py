@@ -67,7 +67,9 @@ def run_own_arm(folder: Path, arm: OwnArm) -> dict[str, Any]:
     else:
         command = command_line("bench", bundle, "--text", text)
         command += ["--tokens", str(arm.tokens), "--prompt-tokens", "8", "--context", "512", "--threads", "2"]
-        command += ["--expert-cache", ALL] if arm.keeps == ALL else ["--expert-cache", str(least), "--prefetch", "off"]
+        command += (
+            ["--expert-cache", ALL] if arm.keeps == ALL else ["--expert-cache", str(least), "--set", "prefetch=off"]
+        )
     drop_caches()
     done = run_limited(command, place=folder)
     if done.status:

@@ -49,8 +49,8 @@ RATE_ERROR = 0.1  # largest relative difference of direct reads from the wanted 
 OWN_OPTIONS = {
     OWN: [],
     OWN_HALF: ["--kv", "float16"],
-    COLD: ["--cache-state", "cold"],
-    NO_ADVICE: ["--prefetch", "off"],
+    COLD: ["--set", "cache-state=cold"],
+    NO_ADVICE: ["--set", "prefetch=off"],
 }
 AS_FOUND, TUNED, WARM = "llama.cpp mmap as found", "llama.cpp mmap 128 KiB", "llama.cpp mmap 128 KiB, warm"
 REPACKED = "llama.cpp repacked"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 OWN, OWN_HALF = "moec", "moec --kv float16"
-COLD, NO_ADVICE = "moec, cold start", "moec --prefetch off"
+COLD, NO_ADVICE = "moec, cold start", "moec --set prefetch=off"
 SHARES = ("cache-25", "cache-50", "cache-75")
 COLUMNS = (
     "compute_ms",

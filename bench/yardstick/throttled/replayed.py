@@ -25,7 +25,7 @@ from moec.runtime.engine.engine import Engine
 from moec.runtime.layers.routing import NO_EXPERT, RoutingRule
 from moec.runtime.modes.choice import DecisionState, PassChoice, best_cached
 from moec.runtime.modes.decoder import LossyDecoder
-from moec.runtime.options.lossy import DynamicPrecision
+from moec.runtime.options.lossy import DynamicPrecision, setting_text
 from moec.runtime.options.runtime import RuntimeOptions
 
 OPTION_NAMES = ("dynamic_precision", "big_little", "cache_routing")
@@ -133,7 +133,7 @@ def main() -> None:
     bundle = open_bundle(chosen.bundle)
     sequence = sequence_of(bundle, chosen.text, chosen.prompt_tokens, chosen.tokens)
     modes = {name: chosen.row["options"][name] for name in OPTION_NAMES if name in chosen.row.get("options", {})}
-    options = RuntimeOptions(expert_cache=chosen.expert_cache, context=512, threads=2, **modes)
+    options = RuntimeOptions(expert_cache=chosen.expert_cache, context=512, threads=2, lossy=setting_text(modes))
     with Engine(bundle, options) as engine:
         engine.cache.finish_warming()
         if engine.lossy is not None and not chosen.own_scores:

@@ -21,8 +21,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from moec.runtime.options.lossy import parse_mode_list
-
 from ..commands import command_line, moec
 from ..limits import drop_caches, run_limited
 
@@ -40,9 +38,8 @@ class Setting:
 
     def options(self) -> list[str]:
         """Options of `moec bench`."""
-        modes = parse_mode_list(self.modes)[0] if self.modes else {}
-        chosen = [text for name, value in modes.items() for text in (f"--{name.replace('_', '-')}", value)]
-        return ["--policy", self.policy, "--prefetch", self.prefetch, *chosen]
+        chosen = ["--lossy", self.modes] if self.modes else []
+        return ["--set", f"policy={self.policy}", "--set", f"prefetch={self.prefetch}", *chosen]
 
 
 SETTINGS = (Setting("lrfu", "lookahead"), Setting("lrfu", "off"), Setting("lru", "lookahead"))
@@ -82,7 +79,7 @@ class Comparison:
 
     def predict(self, trace: Path, rate: int, share: str, setting: Setting) -> dict[str, Any]:
         """Predict the figures of `measure` by replaying the trace."""
-        chosen = ["--expert-cache", share, "--policy", setting.policy, "--prefetch", setting.prefetch]
+        chosen = ["--expert-cache", share, "--set", f"policy={setting.policy}", "--set", f"prefetch={setting.prefetch}"]
         chosen += ["--read-rate", f"{rate}B"] if rate else []
         chosen += ["--modes", setting.modes] if setting.modes else []
         told = moec("simulate", self._bundle, "--trace", trace, *chosen)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...options.opening import bundle_folder
-from ...options.paths import bundle_argument
+from ...options.paths import bundle_argument, json_option
 from ...terminal import output
 from ...terminal.report import heat_map, loss_table, verdict_line
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command("inspect", short_help="Show the content of a bundle: shape, formats, sizes, quality.")
 @bundle_argument
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option
 def inspect_command(bundle: Path, as_json: bool) -> None:
     """Show the content of the bundle in folder BUNDLE. The command reads the manifest and headers, and no weights.
 

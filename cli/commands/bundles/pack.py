@@ -8,7 +8,7 @@ import click
 
 from ...options.archives import check_target, held_target, report_archive
 from ...options.opening import bundle_folder
-from ...options.paths import PATH, bundle_argument
+from ...options.paths import PATH, bundle_argument, json_option
 from ...terminal.progress_bar import ProgressBar
 
 SUFFIX = ".moec"
@@ -17,7 +17,7 @@ SUFFIX = ".moec"
 @click.command("pack", short_help="Put a bundle into one file.")
 @bundle_argument
 @click.argument("file", required=False, type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+@json_option
 def pack_command(bundle: Path, file: Path | None, as_json: bool) -> None:
     """Pack the bundle in folder BUNDLE into FILE, by default BUNDLE.moec.
 

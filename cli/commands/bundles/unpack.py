@@ -9,7 +9,7 @@ import click
 from moec.manifests.errors import InputError
 
 from ...options.archives import check_target, held_target, report_archive
-from ...options.paths import PATH
+from ...options.paths import PATH, json_option
 from ...terminal import output
 from ...terminal.progress_bar import ProgressBar
 
@@ -22,7 +22,7 @@ from ...terminal.progress_bar import ProgressBar
     metavar="SIZE",
     help="Refuse an archive that unpacks to more than SIZE, like `8GiB`.  [default: free bytes of the disk]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+@json_option
 def unpack_command(file: Path, folder: Path | None, max_size: str | None, as_json: bool) -> None:
     """Unpack FILE into the new folder DIR, and check every byte. DIR is FILE without its suffix by default.
 

@@ -12,7 +12,7 @@ from moec.manifests.errors import OptionError
 
 from ...options.keys import accepted_keys_option, read_accepted_keys
 from ...options.opening import bundle_folder, open_engine
-from ...options.paths import bundle_argument, file_option
+from ...options.paths import bundle_argument, file_option, json_option, test_memory_option
 from ...terminal import output
 from ...terminal.progress_bar import ProgressBar
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 @accepted_keys_option()
 @file_option("--signature", "signature_path", help="With --key: the signature.  [default: BUNDLE.sig]")
 @click.option("--self-test", is_flag=True, help="Also compute a few texts. Their logits must be those of the compile.")
-@click.option("--memory", metavar="SIZE", help="With --self-test: memory budget.  [default: 7/8 of what is free]")
+@test_memory_option
 @click.option("--kernels", metavar="NAME", help="With --self-test: instruction set, for example `scalar`.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+@json_option
 def verify_command(
     bundle: Path,
     key_files: tuple[Path, ...],

@@ -11,7 +11,7 @@ import click
 
 from ...measuring.bundle_inputs import measurement_inputs
 from ...options.opening import bundle_folder
-from ...options.paths import PATH
+from ...options.paths import PATH, json_option, work_memory_option
 from ...terminal import output
 from ...terminal.compile_log import CompileLog
 from ...terminal.report import comparison_table
@@ -23,7 +23,7 @@ _MARK = re.compile(rb'\A\{\s*"manifest_sha256": "[0-9a-f]{64}",\s*"comparison"')
 @click.argument("bundle", type=PATH)
 @click.option("--model", metavar="FOLDER", help="The checkpoint.  [default: from the log next to the bundle]")
 @click.option("--data", metavar="DATA", help="The task items.  [default: from the log next to the bundle]")
-@click.option("--memory", metavar="SIZE", help="Memory for the comparison.  [default: 7/8 of the machine's]")
+@work_memory_option
 @click.option(
     "--measurements",
     type=click.Path(path_type=Path),
@@ -32,7 +32,7 @@ _MARK = re.compile(rb'\A\{\s*"manifest_sha256": "[0-9a-f]{64}",\s*"comparison"')
     "comparison is added.",
 )
 @click.option("--resume", is_flag=True, help="Continue an interrupted comparison.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def compare_command(
     bundle: Path, model: str | None, data: str | None, memory: str | None, measurements: Path | None, resume: bool,
     as_json: bool,

@@ -16,12 +16,23 @@ from ...companions import companion_problems
 from ...compile_devices import MakeRequest, compile_all, run_on
 from ...lossy_modes.mode_sweep import mode_sweep_option
 from ...options.compile_options import compile_options
-from ...options.paths import PATH, PLACE, file_option, long_items_option
+from ...options.paths import (
+    PATH,
+    PLACE,
+    item_seed_option,
+    limit_option,
+    long_items_option,
+    shots_option,
+    work_memory_option,
+)
+from ...options.set_option import COMPILE_SETTINGS, set_option
+from ...options.systems import COMPILED_SYSTEMS, as_option, prescribed_compile
 from ...options.task_options import TemplateProcesses, task_options
 from ...simulation.compile_eviction import fit_to_texts
 from ...terminal import output
 from ...terminal.compile_log import LOG_MARK, LOG_SUFFIX, CompileLog, stage_table
 from ...terminal.compile_result import print_curve, print_forecast, print_result
+from ...terminal.help_sections import SectionCommand, section_option
 from ..bundles.report import draw_card, report_beside
 from .output_checks import check_measurements, check_outputs
 from .partial_bundle import open_partial, torch_threads
@@ -33,7 +44,18 @@ if TYPE_CHECKING:
     from moec.compiler.request.result import CompileResult
 
 
-@click.command("compile", short_help="Find the fewest bytes that keep a target; write a bundle.")
+_task = section_option("Task")
+_machine = section_option("Machine")
+_search = section_option("Formats and search")
+_planned = section_option("Plans and measurements")
+
+
+@click.command(
+    "compile",
+    cls=SectionCommand,
+    shown=("", "Machine"),
+    short_help="Find the fewest bytes that keep a target; write a bundle.",
+)
 @click.argument("model", type=PLACE)
 @click.option("-o", "--output", "target_path", type=PATH, help="Bundle folder.  [default: NAME-moec]")
 @click.option("--loss", metavar="SHARE", help="Target: relative loss of the task's metric, like `2%` or `0.02`.")
@@ -59,7 +81,7 @@ if TYPE_CHECKING:
 @click.option(
     "--task", "tasks", multiple=True, metavar="NAME_OR_FILE", help="gsm8k, mmlu, ..., or a TOML file; repeatable."
 )
-@click.option(
+@_machine(
     "--device",
     "devices",
     type=PLACE,
@@ -69,36 +91,36 @@ if TYPE_CHECKING:
     metavar="PROFILE,...",
     help="Device profile: a name or a TOML file. Several (with commas) give one bundle each, `NAME-DEVICE`.",
 )
-@click.option(
+@_search(
     "--dense-bits",
     type=int,
     metavar="16|8|6|5|4",
     help="Bits of attention, embedding, lm_head.  [default: searched; 8 with --uniform]",
 )
-@click.option(
+@_search(
     "--bits",
     metavar="LIST",
     help="Bitwidths offered to experts, 5 and 6 too.  [default: 1,1.6,2,3,4,8,16]",
 )
-@click.option(
+@_search(
     "--group-size",
     metavar="LIST",
     help="Columns per scale; 0: one scale per row.  [default: 32,64,128; at 1.6 bits 0,128]",
 )
-@click.option(
+@_search(
     "--symmetric/--asymmetric",
     default=None,
     help="With --uniform: formats without minima, or with.  "
     "[default: without minima at 4 to 8 bits in groups of 32, so half a bit less]",
 )
-@click.option(
+@_search(
     "--sensitivity",
     type=click.Choice(["auto", "fisher", "proxy", "exact"]),
     default="auto",
     show_default=True,
     help="Loss prediction. fisher (auto): gradients; proxy: output errors; exact: one expert at a time, as EdgeMoE.",
 )
-@click.option(
+@_search(
     "--search",
     type=click.Choice(["knapsack", "edgemoe", "edgemoe-popularity"]),
     default="knapsack",
@@ -106,14 +128,14 @@ if TYPE_CHECKING:
     help="knapsack: every unit its own format; edgemoe: importance list and count; edgemoe-popularity: the list weighs "
     "how often tokens use an expert.",
 )
-@click.option(
+@_search(
     "--objective",
     type=click.Choice(["tpot", "bytes-per-token", "size"]),
     help="What the search minimises. size: bytes; bytes-per-token: bytes that a token reads; tpot: the longer time, "
     "reading or computing.  [default: by the device: size if all experts fit, bytes-per-token if reading takes much "
     "longer than computing, else tpot]",
 )
-@click.option(
+@_search(
     "--quantizer",
     type=click.Choice(["gptq", "rtn", "quanto", "auto-gptq"]),
     default="gptq",
@@ -121,64 +143,47 @@ if TYPE_CHECKING:
     help="gptq: with calibration data; rtn: round to nearest; quanto: optimum-quanto's optimizers; auto-gptq: the "
     "archived package's GPTQ.",
 )
-@click.option("--shots", type=int, default=0, show_default=True, help="Solved examples before each item.")
+@shots_option
 @long_items_option
 @task_options
-@click.option(
+@_task(
     "--confidence",
     type=float,
     metavar="SHARE",
     help="With --loss: certify only until a verdict has this confidence, after 500, 1,000, 2,000, ... items.",
 )
-@click.option(
+@_search(
     "--fallback-bits",
     type=int,
     metavar="BITS",
-    help="Store a second version of every larger expert in 1 to 6 bits, for `moec run --dynamic-precision`.",
+    help="Store a second version of every larger expert in 1 to 6 bits, for `moec run --as hobbit`.",
 )
-@click.option(
+@_search(
     "--prune-experts/--keep-experts",
     "prune",
     default=None,
     help="Let the search leave out experts, or keep all.  "
     "[default: leave out with --loss and --kl, if losses come from gradients]",
 )
-@click.option(
+@_search(
     "--swaps",
     type=int,
     metavar="N",
     help="Plans of equal bytes that the search measures to find a better one.  "
     "[default: 24; 0 if memory does not hold the model]",
 )
-@click.option(
-    "--path-keys",
-    type=click.Choice(["pairs", "best"]),
-    default="best",
-    show_default=True,
-    help="Keys of the tables of `--prefetch path`. best: exact sets of experts, as EdgeMoE, where they predict "
-    "held-out tokens better than pairs do. A bundle with sets has format 2, which older readers refuse.",
-)
-@mode_sweep_option("Measure all lossy modes, or these settings, on up to 500 held-out items, for quality.json.")
-@click.option("--limit", type=int, metavar="N", help="Use N items of each split.")
-@click.option(
-    "--seed", type=int, default=0, show_default=True, help="Seed of the choice of items and the order of calibration."
-)
-@click.option(
+@mode_sweep_option
+@limit_option
+@item_seed_option
+@_search(
     "--comparisons/--no-comparisons",
     default=None,
     help="Compare with the best uniform format and EdgeMoE's search, or not.  [default: all comparisons if they are "
     "cheap, else up to a third of all measurements; none if memory does not hold the model]",
 )
-@click.option(
-    "--memory",
-    metavar="SIZE",
-    help="Memory for the compile. It loads one layer at a time, and keeps as many as fit.  "
-    "[default: 7/8 of the machine's]",
-)
-@click.option(
-    "--threads", type=int, metavar="N", help="Threads that compute.  [default: all processors of the process]"
-)
-@click.option(
+@work_memory_option
+@_machine("--threads", type=int, metavar="N", help="Threads that compute.  [default: all processors of the process]")
+@_machine(
     "--torch-device",
     default="cpu",
     show_default=True,
@@ -186,25 +191,29 @@ if TYPE_CHECKING:
     help="Where calibration, second moments, quantization, gradients and KL of plans are computed. Tested on the CPU; "
     "no run on a GPU is recorded. Answers of plans come from the runtime on the CPU.",
 )
-@click.option(
+@_machine(
     "--cluster", metavar="ADDRESS", help="Use the workers of a Ray cluster: `auto`, or an address like `10.0.0.1:6379`."
 )
-@file_option(
+@_task(
     "--popularity",
+    type=PATH,
+    metavar="FILE",
     help="How often experts are used on devices, from `moec merge-traces`, instead of what the data says.",
 )
-@click.option("--plan-only", is_flag=True, help="Print the plan and the cost of each stage. Write no bundle.")
-@click.option("--estimate", is_flag=True, help="Print the predicted time, memory and disk of each stage, and stop.")
-@click.option(
+@_planned("--plan-only", is_flag=True, help="Print the plan and the cost of each stage. Write no bundle.")
+@_planned("--estimate", is_flag=True, help="Print the predicted time, memory and disk of each stage, and stop.")
+@_planned(
     "--sweep", metavar="RANGE", help="Print the fewest bytes at each loss, like `0.5%..20%` or `1%,2%`. No bundle."
 )
-@click.option(
+@_planned(
     "--measurements",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
     help="Keep all measurements in FOLDER, and take those of earlier compiles. Another loss of the same checkpoint and "
     "data then calibrates and quantizes nothing again. Implies --resume.",
 )
+@as_option(COMPILED_SYSTEMS)
+@set_option(COMPILE_SETTINGS)
 @click.option("--resume", is_flag=True, help="Continue an interrupted compile of the same inputs.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle when the new one is complete.")
 @click.option("--json", "as_json", is_flag=True, help="Print the content of quality.json.")
@@ -231,6 +240,9 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     """
     from moec.manifests.errors import OptionError
 
+    context, source = click.get_current_context(), click.core.ParameterSource.COMMANDLINE
+    given = {name for name in values if context.get_parameter_source(name) is source}
+    values |= prescribed_compile(values["preset"], given)
     sweep = _sweep(values)
     _check_before_imports(values)
     options = compile_options(values)
@@ -330,7 +342,7 @@ def _request(
         profile=_profile(values["device"], destination),
         open_runtime=partial(open_partial, threads=values["threads"]) if values["threads"] else open_partial,
         measure_modes=_modes_measurement(values, options),
-        fit_eviction=fit_to_texts,
+        fit_eviction=fit_to_texts if values["preset"] == "hobbit" else None,
         draw_card=draw_card,
         check_companions=companion_problems,
         talk=Talk(log.note, log.progress),

@@ -15,7 +15,6 @@ from moec.manifests.files.output_file import check_folder, made_folders
 
 from ...options.paths import PATH
 from ...own_process import own_command
-from ...simulation.compile_eviction import fit_to_texts
 from ...terminal import output
 from ...terminal.compile_log import CompileLog
 from ...terminal.progress_bar import ProgressBar
@@ -113,7 +112,6 @@ def _compile(model: Path, options: CompileOptions, target_path: Path) -> tuple[C
         open_runtime=open_partial,
         talk=Talk(log.note, log.progress),
         overwrite=True,
-        fit_eviction=fit_to_texts,
         draw_card=draw_card,
     )
     with log:

@@ -11,7 +11,7 @@ from moec.manifests.files.output_file import check_folder
 
 from ...options.archives import held_target
 from ...options.opening import bundle_folder
-from ...options.paths import PATH, bundle_argument
+from ...options.paths import PATH, bundle_argument, json_option
 from ...terminal import output
 from ...terminal.progress_bar import ProgressBar
 
@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16")
     show_default=True,
     help="Type of the weights. float32 holds every value exactly; the others round.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+@json_option
 def export_command(bundle: Path, target: Path, dtype: str, as_json: bool) -> None:
     """Write the dequantized weights of BUNDLE as a Hugging Face folder, for transformers and other engines.
 

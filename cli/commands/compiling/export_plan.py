@@ -15,7 +15,7 @@ from moec.manifests.files.output_file import STDOUT, write_output
 
 from ...measuring.bundle_inputs import measurement_inputs
 from ...options.opening import bundle_folder
-from ...options.paths import OUTPUT_FILE, bundle_argument
+from ...options.paths import OUTPUT_FILE, bundle_argument, json_option, work_memory_option
 from ...terminal import output
 from ...terminal.compile_log import CompileLog
 from ...terminal.plan_tables import plan_page
@@ -38,9 +38,9 @@ _USES = {
 @click.option("-o", "--output", "target", type=OUTPUT_FILE, required=True, metavar="FILE", help="The new file.")
 @click.option("--model", metavar="FOLDER", help="Measure the plan: the checkpoint of the compile.")
 @click.option("--data", metavar="DATA", help="Measure the plan: the task items of the compile.")
-@click.option("--memory", metavar="SIZE", help="Memory for the measurement.  [default: 7/8 of the machine's]")
+@work_memory_option
 @click.option("--resume", is_flag=True, help="Continue an interrupted measurement.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_option
 def export_plan_command(
     bundle: Path,
     engine: str,

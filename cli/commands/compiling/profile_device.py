@@ -10,7 +10,7 @@ import click
 from moec.manifests.errors import OptionError, ProfileError
 from moec.manifests.files.output_file import STDOUT, write_output
 
-from ...options.paths import OUTPUT_FILE, PATH
+from ...options.paths import OUTPUT_FILE, PATH, json_option
 from ...terminal import output
 
 
@@ -24,7 +24,7 @@ from ...terminal import output
     help="A file of 8 MiB or more, or a folder, on the disk that will hold bundles.  [default: this folder]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option
 def profile_device_command(target: Path | None, name: str, storage: Path, overwrite: bool, as_json: bool) -> None:
     """Measure memory, storage, threads and instruction sets of this machine, in about two seconds.
 

@@ -18,9 +18,9 @@ from ...lossy_modes.mode_sweep import mode_sweep_option, say_decisions, speed_pa
 from ...measuring.ceiling import measured_host, predict, run_ceiling_ns
 from ...measuring.decode_speed import DEFAULT_PROMPT, continuation, measure_decode, new_tracer, sequence_of
 from ...options.opening import accelerator_facts, bundle_folder, mode_facts, open_engine
-from ...options.paths import bundle_argument, file_option, output_option
+from ...options.paths import bundle_argument, file_option, json_option, output_option
 from ...options.profile_defaults import device_facts
-from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ...options.runtime_options import build_options, runtime_options
 from ...simulation.traces import check_traceable, recorded_trace, replayed_bundle
 from ...terminal import output
 from ...terminal.help_sections import SectionCommand
@@ -70,12 +70,10 @@ SHARES = (0.25, 0.5, 0.75)
     show_default=True,
     help="With `--trace-out`: experts per token and layer of the little model.",
 )
-@mode_sweep_option("Measure every lossy mode, or these settings, against the lossless run.")
+@mode_sweep_option
 @click.option("--profile", is_flag=True, help="Divide the time of a token among kernels, waiting and Python.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option
 @runtime_options
-@mode_options
-@accelerator_options
 def bench_command(
     bundle: Path,
     tokens: int,
@@ -103,7 +101,7 @@ def bench_command(
 
     \b
     moec bench mixtral-moec --expert-cache 50%
-    moec bench mixtral-moec --expert-cache 25% --prefetch off --policies all --json
+    moec bench mixtral-moec --expert-cache 25% --set prefetch=off --policies all --json
     moec bench mixtral-moec --memory 4GiB --profile
     """
     from moec.runtime.bundle.open_bundle import open_bundle

@@ -16,15 +16,20 @@ from moec.manifests.errors import InputError, OptionError
 from ...lossy_modes.mode_costs import say_mode_cost
 from ...lossy_modes.mode_sweep import mode_sweep_option
 from ...options.opening import accelerator_facts, bundle_folder, is_bundle, mode_facts
-from ...options.paths import PATH, PLACE, long_items_option, output_option, write_json_lines
-from ...options.profile_defaults import say_device
-from ...options.runtime_options import (
-    accelerator_options,
-    build_options,
-    mode_options,
-    refuse_given,
-    runtime_options,
+from ...options.paths import (
+    PATH,
+    PLACE,
+    item_seed_option,
+    json_option,
+    limit_option,
+    long_items_option,
+    per_item_option,
+    shots_option,
+    slots_option,
+    write_json_lines,
 )
+from ...options.profile_defaults import say_device
+from ...options.runtime_options import build_options, runtime_options
 from ...options.task_options import TemplateProcesses, task_options, task_settings
 from ...terminal import output
 from ...terminal.help_sections import SectionCommand
@@ -41,7 +46,7 @@ if TYPE_CHECKING:
 DEFAULT_SLOTS = 32
 
 
-@click.command("eval", cls=SectionCommand, short_help="Score a bundle or a checkpoint on a task.")
+@click.command("eval", cls=SectionCommand, shown=("", "Task"), short_help="Score a bundle or a checkpoint on a task.")
 @click.argument("model", metavar="BUNDLE_OR_MODEL_DIR", type=PATH)
 @click.option(
     "--data",
@@ -59,24 +64,17 @@ DEFAULT_SLOTS = 32
 @click.option(
     "--split", metavar="NAME", help="train, validation or test.  [default: test; a single file is taken whole]"
 )
-@click.option("--shots", type=int, default=0, show_default=True, metavar="N", help="Solved examples before each item.")
-@click.option("--limit", type=int, metavar="N", help="Take N items, chosen by hash.  [default: all]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the choice of items and examples.")
-@click.option("--slots", type=int, metavar="N", help="Sequences decoded at once.  [default: 32, or fewer that fit]")
+@shots_option
+@limit_option
+@item_seed_option
+@slots_option
 @long_items_option
 @task_options
-@output_option("--per-item", help="Write JSONL, a line per item.")
-@mode_sweep_option(
-    "Measure every lossy mode, or these settings, against the lossless run, and write `NAME.modes.json`."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@per_item_option
+@mode_sweep_option
+@json_option
 @runtime_options
-@mode_options
-@accelerator_options
-@click.pass_context
 def eval_command(
-    ctx: click.Context,
-    /,
     model: Path,
     source: str,
     task: str | None,
@@ -118,7 +116,7 @@ def eval_command(
             _refuse_with_modes({"slots": slots, "per-item": per_item})
             _sweep(model, modes, items, examples, long_items, values, as_json)
             return
-        with _engine(ctx, model, slots, values) as engine:
+        with _engine(model, slots, values) as engine:
             result, facts = _evaluate(engine, items, examples, long_items)
     if per_item is not None:
         _write_items(per_item, result)
@@ -195,13 +193,11 @@ def _sweep(
 
 
 @contextmanager
-def _engine(ctx: click.Context, model: Path, slots: int | None, values: dict[str, Any]) -> Iterator[BundleEngine]:
+def _engine(model: Path, slots: int | None, values: dict[str, Any]) -> Iterator[BundleEngine]:
     """Open the runtime on a bundle or on a checkpoint."""
     from ...measuring.text_engines import bundle_engine, checkpoint_engine
 
     is_own, count, kernels = is_bundle(model), DEFAULT_SLOTS if slots is None else slots, values["kernels"]
-    if not is_own:
-        refuse_records_of_a_bundle(ctx, model, values["dynamic_precision"])
     options = build_options(values, count, model if is_own else None)
     opened = (bundle_engine if is_own else checkpoint_engine)(model, options, kernels, shrinks=slots is None)
     with opened as engine:
@@ -209,17 +205,6 @@ def _engine(ctx: click.Context, model: Path, slots: int | None, values: dict[str
         if is_own:
             say_mode_cost(model, engine.engine)
         yield engine
-
-
-def refuse_records_of_a_bundle(ctx: click.Context, checkpoint: Path, dynamic_precision: str | None) -> None:
-    """Raise OptionError for options of a checkpoint that take what only a bundle records."""
-    refuse_given(ctx, ["mode_loss"], f"`{checkpoint}` is a checkpoint, for which no lossy mode was measured")
-    if dynamic_precision in ("auto", "published"):
-        raise OptionError(
-            f"`--dynamic-precision {dynamic_precision}` takes thresholds from the compile of a bundle, and "
-            f"`{checkpoint}` is a checkpoint",
-            "name a bundle, or write equal thresholds, like `0.9,0.9`",
-        )
 
 
 def _runtime_facts(running: BundleEngine) -> dict[str, Any]:

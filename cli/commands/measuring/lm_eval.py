@@ -20,13 +20,12 @@ from moec.manifests.files.output_file import write_output
 from ...lossy_modes.mode_costs import say_mode_cost
 from ...lossy_modes.mode_sweep import say_decisions
 from ...options.opening import accelerator_facts, bundle_folder, is_bundle, mode_facts
-from ...options.paths import PATH, output_option, write_json_lines
-from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ...options.paths import PATH, json_option, output_option, per_item_option, slots_option, write_json_lines
+from ...options.runtime_options import build_options, runtime_options
 from ...options.task_options import TemplateProcesses
 from ...terminal import output
 from ...terminal.help_sections import SectionCommand
 from ...terminal.progress_bar import ProgressBar
-from .evaluate import refuse_records_of_a_bundle
 
 if TYPE_CHECKING:
     from moec.evaluation.harness.run import HarnessSettings
@@ -50,22 +49,17 @@ _ENVIRONMENT = {"HF_UPDATE_DOWNLOAD_COUNTS": "0", "TQDM_DISABLE": "1", "DISABLE_
     "--num-fewshot", type=int, metavar="N", help="Solved examples before each item.  [default: as each task says]"
 )
 @click.option("--seed", type=int, default=1234, show_default=True, help="Seed of examples and of sampled answers.")
-@click.option("--slots", type=int, metavar="N", help="Sequences computed at once.  [default: 32, or fewer that fit]")
+@slots_option
 @click.option(
     "--apply-chat-template", is_flag=True, help="Ask by the model's chat template. Solved examples are earlier turns."
 )
 @click.option("--system", metavar="TEXT", help="With --apply-chat-template: the system message.")
 @click.option("--gen-kwargs", metavar="NAME=VALUE,...", help="Settings of generation tasks, like `max_gen_toks=64`.")
 @output_option("-o", "--output", "out", help="JSON file to write: all results, as `--json` prints them.")
-@output_option("--per-item", help="Write JSONL, a line per item: prompt, answers, scores.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@per_item_option
+@json_option
 @runtime_options
-@mode_options
-@accelerator_options
-@click.pass_context
 def lm_eval_command(
-    ctx: click.Context,
-    /,
     model: Path,
     tasks: str,
     include_path: Path | None,
@@ -104,7 +98,7 @@ def lm_eval_command(
     settings = HarnessSettings(
         limit, num_fewshot, seed, apply_chat_template, system, parse_gen_kwargs(gen_kwargs), per_item is not None
     )
-    run = _opened_later(ctx, model, slots, values)
+    run = _opened_later(model, slots, values)
     with contextlib.redirect_stdout(sys.stderr):
         loaded = load_tasks(names, include_path, output.say)
     from moec.evaluation.harness.language_model import BundleLM
@@ -128,7 +122,7 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _opened_later(ctx: click.Context, model: Path, slots: int | None, values: dict[str, Any]) -> _Run:
+def _opened_later(model: Path, slots: int | None, values: dict[str, Any]) -> _Run:
     """Check model, options and budget, so far as that is possible before tasks are loaded.
 
     Raises InputError, and the errors of `open_engine`.
@@ -139,10 +133,8 @@ def _opened_later(ctx: click.Context, model: Path, slots: int | None, values: di
     options = build_options(values, DEFAULT_SLOTS if slots is None else slots, model if is_own else None)
     if is_own:
         _check_memory(model, options, is_fixed=slots is not None)
-    else:
-        refuse_records_of_a_bundle(ctx, model, values["dynamic_precision"])
-        if not (model / "config.json").is_file():
-            raise InputError(f"`{model}` holds neither a bundle nor a model", "name a bundle or a model folder")
+    elif not (model / "config.json").is_file():
+        raise InputError(f"`{model}` holds neither a bundle nor a model", "name a bundle or a model folder")
     return _Run(model, is_own, options, values["kernels"], shrinks=slots is None)
 
 

@@ -9,7 +9,7 @@ import click
 
 from moec.manifests.files.output_file import write_output
 
-from ...options.paths import PATH, output_option
+from ...options.paths import PATH, json_option, output_option
 from ...terminal import output
 from ...terminal.progress_bar import ProgressBar
 
@@ -22,7 +22,7 @@ _MOST_NAMED = 8
 @click.command("merge-traces", short_help="Merge traces of devices for `compile --popularity`.")
 @click.argument("traces", nargs=-1, required=True, type=PATH, metavar="TRACE...")
 @output_option("-o", "--output", "target_path", required=True, help="The popularity file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option
 def merge_traces_command(traces: tuple[Path, ...], target_path: Path, as_json: bool) -> None:
     """Merge routing traces of `moec run --trace-out` into one popularity file.
 

@@ -9,20 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moec.manifests.errors import DoesNotFit, OptionError
-from moec.runtime.options.runtime import (
-    COOPERATIONS,
-    POLICIES,
-    PREFETCH_RULES,
-    PREFETCHERS,
-    WEIGHTED_POLICIES,
-    parse_cache,
-    parse_weights,
-)
+from moec.runtime.options.runtime import POLICIES, WEIGHTED_POLICIES, parse_cache, parse_weights
 
 from ...lossy_modes.mode_sweep import LOSSLESS, mode_sweep_option, settings_of
 from ...options.opening import bundle_folder
-from ...options.paths import PLACE, bundle_argument, file_option
-from ...options.runtime_options import cache_state_option
+from ...options.paths import PLACE, bundle_argument, file_option, json_option
+from ...options.set_option import RUN_SETTINGS, Table, set_option
+from ...options.systems import as_option, prescribed
 from ...simulation.energy import joules_text, power_text, token_joules
 from ...simulation.lossy_replay import require_scores
 from ...simulation.predictions import Row, Simulation, has_static_routers
@@ -45,6 +38,13 @@ if TYPE_CHECKING:
 
 OPTIMUM = "optimum"
 DEFAULT_CACHES = ("10%", "25%", "50%", "75%")
+_FROM_TRACE = ("policy", "policy_weights", "prefetch", "prefetch_rule", "prefetch_layers")
+SIMULATED: Table = {
+    **{name: (None, replace(RUN_SETTINGS[name][1], default_text="that of the trace")) for name in _FROM_TRACE},
+    **{name: RUN_SETTINGS[name] for name in ("cache_state", "readers", "cooperation")},
+    "policy": (None, replace(RUN_SETTINGS["policy"][1], choices=(), metavar="NAME,...")),
+}
+"""Settings of a simulation. Several policies are compared."""
 DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
 
 
@@ -70,26 +70,6 @@ DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
     help="Memory for routed experts; repeatable.  [default: 10, 25, 50 and 75 %]",
 )
 @click.option(
-    "--policy",
-    "policies",
-    type=click.Choice((*POLICIES, OPTIMUM)),
-    multiple=True,
-    help="Which expert is evicted first; repeatable.  [default: most of them, and the offline optimum]",
-)
-@click.option("--policy-weights", metavar="LRU,LFU,LHU,FLD", help="Weights of `hobbit` and `hobbit-printed`.")
-@click.option(
-    "--prefetch",
-    type=click.Choice(PREFETCHERS),
-    help="Prediction of the next experts; `lookahead` must be in the trace.  [default: that of the trace]",
-)
-@click.option(
-    "--prefetch-rule",
-    type=click.Choice(PREFETCH_RULES),
-    help="With `lookahead`: `first-miss` is decided again, others must be in the trace.  [default: that of the trace]",
-)
-@cache_state_option
-@click.option("--readers", type=int, default=2, show_default=True, metavar="N", help="Expert reads at once.")
-@click.option(
     "--read-rate", metavar="SIZE", help="Storage bandwidth per second, like `90MB`.  [default: the profile's]"
 )
 @click.option(
@@ -101,15 +81,10 @@ DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
     help="Accelerator: its memory, the fixed time of an expert, its time per token, and the link in bytes/s.  "
     "[default of memory and link: the GPU of the profile]",
 )
-@click.option(
-    "--cooperation",
-    type=click.Choice(COOPERATIONS),
-    default="auto",
-    show_default=True,
-    help="Which experts are copied to the accelerator: by measured times, by Twiddler's rule, all, or none.",
-)
-@mode_sweep_option("Predict every lossy mode, or these settings, and the lossless run.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@as_option()
+@set_option(SIMULATED)
+@mode_sweep_option
+@json_option
 def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: Any) -> None:
     """Replay a trace of the bundle in folder BUNDLE on a device, event by event. Predict the time per token.
 
@@ -117,8 +92,9 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     latency, and its bytes over the bandwidth. Layers compute as long as in the trace, scaled by the memory bandwidths
     of both machines. The cache starts with the most popular experts, or empty.
 
-    A trace holds the advice of lookahead if its run had a cache that does not hold all experts. The advice of tables
-    is computed again, and so is that of `--prefetch-rule first-miss`, which depends on the cache.
+    --set takes policy (several, with commas, also `optimum`), policy-weights, prefetch, prefetch-rule, prefetch-layers,
+    cache-state, readers and cooperation. A trace holds the advice of lookahead if its run had a cache that does not
+    hold all experts. The advice of tables is computed again, and so is that of the rule `first-miss`.
 
     With --modes the trace is decided again under lossy modes, by the same code as in a run. The decisions come from
     the router scores of each token and from the confidence of the little model. They are those of a run with equal
@@ -134,7 +110,7 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     \b
     moec bench mixtral-moec --text held-out.txt --expert-cache 50% --trace-out held-out.trace
     moec simulate mixtral-moec --trace held-out.trace --profile raspberry-pi-4b-sd
-    moec simulate mixtral-moec --trace held-out.trace --read-rate 90MB --policy lrfu --expert-cache 25%
+    moec simulate mixtral-moec --trace held-out.trace --read-rate 90MB --set policy=lrfu --expert-cache 25%
     moec simulate mixtral-moec --trace held-out.trace --modes "big-little gamma=0.7; dynamic-precision 0.6,1"
     moec simulate mixtral-moec --trace held-out.trace --accelerator memory=8GiB,expert=600us,token=2us,link=12GB
     """
@@ -142,12 +118,13 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     from moec.runtime.bundle.open_bundle import open_bundle
 
     opened = open_bundle(bundle_folder(bundle))
+    _apply_system(values, opened.path)
     profile = load_profile(values["profile"], opened.path) if values["profile"] is not None else None
     simulation = _simulation(opened, trace_path, profile, values)
     total_bytes = simulation.replayed.total_bytes
     capacities = [parse_cache(text, total_bytes) for text in values["caches"] or DEFAULT_CACHES]
     settings = _settings(values["modes"], trace_path, simulation.trace, opened)
-    policies = _scores(_policies(values["policies"], settings), values["policy_weights"], opened)
+    policies = _scores(_policies(values["policy"], settings), values["policy_weights"], opened)
     rows = simulation.rows(capacities, policies, settings)
     if as_json:
         output.data_json(_plain(simulation, profile, rows))
@@ -162,12 +139,28 @@ def _simulation(bundle: Bundle, trace_path: Path, profile: DeviceProfile | None,
     rates = device_rates(trace.header, profile, values["readers"], values["read_rate"], values["read_latency"])
     prefetch = values["prefetch"] or trace.header.prefetch
     trace = with_prefetch_rule(trace, trace_path, bundle, prefetch, values["prefetch_rule"])
+    trace = with_prefetch_layers(trace, trace_path, prefetch, values["prefetch_layers"])
     replayed = replayed_bundle(bundle)
     if values["cache_state"] == "cold":
         replayed = replace(replayed, warm=[])
     gpu = None if profile is None else profile.gpu
     shared = _shared(values["accelerator"], gpu, values["cooperation"], bundle, trace, rates)
     return Simulation(bundle, trace, replayed, rates, prefetch, _advice(bundle, trace, prefetch), shared)
+
+
+def _apply_system(values: dict[str, Any], bundle: Path) -> None:
+    """Set what the system of `--as` prescribes for a simulation, except what the command line sets."""
+    from moec.runtime.tuning.mode_records import recorded_setting
+
+    if values["preset"] is None:
+        return
+    source, context = click.core.ParameterSource.COMMANDLINE, click.get_current_context()
+    given = {name for name in SIMULATED if context.get_parameter_source(name) is source}
+    given |= {"lossy"} if values["modes"] is not None else set()
+    chosen = prescribed(values["preset"], given, bundle, (*SIMULATED, "lossy"))
+    if "lossy" in chosen:
+        values["modes"] = recorded_setting(bundle, chosen.pop("lossy"))
+    values |= chosen
 
 
 def _plain(simulation: Simulation, profile: DeviceProfile | None, rows: list[Row]) -> dict[str, Any]:
@@ -210,7 +203,7 @@ def _shared(
     if accelerator is not None:
         return shared_device(bundle, trace, rates, parse_accelerator(accelerator, gpu), cooperation)
     if cooperation != "auto":
-        raise OptionError("`--cooperation` has no effect without a device", "add `--accelerator`")
+        raise OptionError("`cooperation` has no effect without a device", "add `--accelerator`")
     return None
 
 
@@ -235,19 +228,37 @@ def with_prefetch_rule(
 
     if rule is None or rule == trace.header.prefetch_rule:
         return trace
-    if prefetch != "lookahead":
-        raise OptionError(f"`--prefetch-rule` decides lookahead again, not the prefetcher `{prefetch}`", "leave it out")
+    if prefetch in ("path", "popularity"):  # the advice of tables is computed again
+        return replace(trace, header=replace(trace.header, prefetch_rule=rule))
+    if prefetch == "off":
+        raise OptionError(f"`prefetch-rule={rule}` has no effect on the prefetcher `off`", "leave it out")
     if has_static_routers(bundle):
         raise OptionError(
-            f"`--prefetch-rule {rule}` is decided again from scores, and here experts follow from the token",
+            f"`prefetch-rule={rule}` is decided again from scores, and here experts follow from the token",
             "leave it out",
         )
     if rule != "first-miss" or missing_scores(trace, LossyModes()) is not None:
         raise OptionError(
             f"`{path}` was recorded with the rule `{trace.header.prefetch_rule}` and lacks what `{rule}` would ask",
-            f"record it with `moec bench BUNDLE --prefetch-rule {rule} --trace-out FILE`",
+            f"record it with `moec bench BUNDLE --set prefetch-rule={rule} --trace-out FILE`",
         )
     return replace(trace, header=replace(trace.header, prefetch_rule=rule))
+
+
+def with_prefetch_layers(trace: Trace, path: Path, prefetch: Prefetch, layers: int | None) -> Trace:
+    """Return the trace as if later layers than these had not been asked; None keeps it.
+
+    path: for messages.
+    Raises OptionError if lookahead recorded fewer layers.
+    """
+    if layers is None or layers == trace.header.prefetch_layers:
+        return trace
+    if prefetch == "lookahead" and layers > trace.header.prefetch_layers:
+        raise OptionError(
+            f"`{path}` was recorded with {trace.header.prefetch_layers} layers of lookahead, fewer than {layers}",
+            f"record it with `moec bench BUNDLE --set prefetch-layers={layers} --trace-out FILE`",
+        )
+    return replace(trace, header=replace(trace.header, prefetch_layers=layers))
 
 
 def _settings(modes: str | None, path: Path, trace: Trace, bundle: Bundle) -> list[dict[str, str]]:
@@ -272,13 +283,16 @@ def _settings(modes: str | None, path: Path, trace: Trace, bundle: Bundle) -> li
     return found
 
 
-def _policies(asked: Sequence[str], settings: Sequence[dict[str, str]]) -> Sequence[str]:
+def _policies(names: str | None, settings: Sequence[dict[str, str]]) -> Sequence[str]:
+    """Return the policies of a list with commas, or the default ones. Raises OptionError."""
+    asked = [] if names is None else [name.strip() for name in names.split(",")]
+    for name in asked:
+        if name not in (*POLICIES, OPTIMUM):
+            raise OptionError(f"unknown policy `{name[:40]}`", f"choose from {', '.join((*POLICIES, OPTIMUM))}")
     if len(settings) == 1:
         return asked or DEFAULT_POLICIES
     if OPTIMUM in asked:
-        raise OptionError(
-            "`--policy optimum` knows the future, and lossy modes decide without", "leave one of them out"
-        )
+        raise OptionError("`policy=optimum` knows the future, and lossy modes decide without", "leave one of them out")
     return asked or DEFAULT_POLICIES[:1]
 
 
@@ -292,7 +306,7 @@ def _scores(policies: Sequence[str], weights: str | None, bundle: Bundle) -> dic
         return {policy: fitted_score if policy == FITTED_POLICY else policy for policy in policies}
     fitted = parse_weights(weights)
     if not set(policies) & set(WEIGHTED_POLICIES):
-        raise OptionError("`--policy-weights` has no effect on these policies", "add `--policy hobbit`")
+        raise OptionError("`policy-weights` has no effect on these policies", "add `--set policy=hobbit`")
     return {
         policy: MultidimensionalScore(fitted, policy == "hobbit-printed") if policy in WEIGHTED_POLICIES else policy
         for policy in policies
@@ -307,8 +321,8 @@ def _advice(bundle: Bundle, trace: Trace, prefetch: Prefetch) -> Advice:
         return recorded_advice
     if prefetch == "lookahead":
         raise OptionError(
-            f"the trace, recorded with `--prefetch {trace.header.prefetch}`, lacks what routers would have guessed",
-            "record it with `moec bench --prefetch lookahead` and a cache that does not hold all experts",
+            f"the trace, recorded with `prefetch={trace.header.prefetch}`, lacks what routers would have guessed",
+            "record it with `moec bench --set prefetch=lookahead` and a cache that does not hold all experts",
         )
     return table_advice(prefetch, bundle.tables(), bundle.manifest.model, trace)
 

@@ -21,7 +21,7 @@ from ...measuring.decode_speed import DEFAULT_PROMPT, continuation, measure_deco
 from ...options.opening import bundle_folder, open_engine
 from ...options.paths import bundle_argument, file_option
 from ...options.profile_defaults import device_facts, say_device, with_reader_cpus
-from ...options.runtime_options import TUNED, build_options, refuse_given, runtime_options
+from ...options.runtime_options import TUNED, build_options, refuse_given, tunable_options
 from ...options.tuned_options import made_elsewhere, planned_cache_bytes
 from ...simulation.eviction_fit import SHARES, FittedRow, PolicyFit, fit_plain, fit_table
 from ...simulation.lossy_replay import require_scores
@@ -61,7 +61,7 @@ POLICY_OPTIONS = ("policy", "policy_weights")
     help="With `--trace`: fit to the decisions of these lossy modes, like `dynamic-precision 0.6,1`. Writes nothing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the content of the file.")
-@runtime_options
+@tunable_options
 def tune_command(
     bundle: Path,
     tokens: int,
@@ -187,7 +187,7 @@ def fit_policy(
             output.data_json({"modes": modes_of(setting).to_text(), "rows": fit_plain(rows)})
             return
         output.data(fit_table(rows, replayed.total_bytes))
-        output.say("nothing is kept: add `--policy hobbit --policy-weights` of the size in use to runs with this mode")
+        output.say("nothing is kept: runs with this mode take the weights by `--set policy-weights=...`")
         return
     kept, trials = _choose(fit, [row for row in rows if row.capacity_bytes == in_use], options)
     path, kept = _write(folder, in_use, TUNED, kept, trials)

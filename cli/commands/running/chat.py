@@ -16,9 +16,9 @@ from ...chat.session import ChatSession
 from ...lossy_modes.mode_costs import say_mode_cost
 from ...lossy_modes.mode_sweep import say_decisions
 from ...options.opening import open_engine, verdict_of
-from ...options.paths import bundle_argument
+from ...options.paths import bundle_argument, json_option
 from ...options.prompts import prompt_limit_bytes
-from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ...options.runtime_options import build_options, runtime_options
 from ...options.sampling_options import chosen_sampling, recommended_sampling_options
 from ...terminal import output
 from ...terminal.help_sections import SectionCommand
@@ -36,10 +36,8 @@ _WITHOUT_TEMPLATE = "no chat template: the model continues the text as it is wri
 @recommended_sampling_options
 @click.option("--system", metavar="TEXT", help="A system message before the conversation.")
 @click.option("--plain", is_flag=True, help="Use no chat template: the model continues the text as it is written.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per answer, with its statistics.")
+@json_option
 @runtime_options
-@mode_options
-@accelerator_options
 def chat_command(
     bundle: Path,
     max_new_tokens: int,

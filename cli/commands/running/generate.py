@@ -13,8 +13,8 @@ from moec.manifests.errors import DataError, OptionError
 
 from ...lossy_modes.mode_costs import say_mode_cost
 from ...lossy_modes.mode_sweep import say_decisions
-from ...options.paths import bundle_argument, file_option, output_option, write_json_lines
-from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ...options.paths import bundle_argument, file_option, output_option, slots_option, write_json_lines
+from ...options.runtime_options import build_options, runtime_options
 from ...terminal import output
 from ...terminal.help_sections import SectionCommand, SectionOption
 from ...terminal.progress_bar import ProgressBar
@@ -49,13 +49,11 @@ class OutputOption(SectionOption):
     help="JSONL file to write: `completion`, and `task_id` if the prompt has one.",
 )
 @click.option("--field", default="prompt", show_default=True, metavar="NAME", help="Field of the prompt.")
-@click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Longest continuation.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End a continuation before this text; repeatable.")
+@click.option("--max-new-tokens", type=int, default=256, show_default=True, metavar="N", help="Stop after N tokens.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--code", is_flag=True, help="End a continuation at the end of a Python function, as HumanEval does.")
-@click.option("--slots", type=int, metavar="N", help="Prompts decoded at once.  [default: 32, or fewer that fit]")
+@slots_option
 @runtime_options
-@mode_options
-@accelerator_options
 def generate_command(
     bundle: Path,
     prompts: Path,

@@ -13,9 +13,9 @@ from moec.manifests.files.output_file import STDOUT
 from ...lossy_modes.mode_costs import say_mode_cost
 from ...lossy_modes.mode_sweep import say_decisions
 from ...options.opening import accelerator_facts, mode_facts, open_engine
-from ...options.paths import OUTPUT_FILE, bundle_argument
+from ...options.paths import OUTPUT_FILE, bundle_argument, json_option
 from ...options.prompts import RunPrompt
-from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ...options.runtime_options import build_options, runtime_options
 from ...options.sampling_options import sampling_options
 from ...simulation.traces import check_traceable, written_trace
 from ...terminal import output
@@ -44,7 +44,7 @@ generation = section_option("Generation")
 @generation(
     "--length-penalty", type=float, default=1.0, show_default=True, help="With `--beams`: above 0 favours long answers."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text and statistics instead.")
+@json_option
 @generation(
     "--trace-out",
     type=OUTPUT_FILE,
@@ -52,8 +52,6 @@ generation = section_option("Generation")
     help="Write the experts that each token uses, for `merge-traces`. The file has no text; treat it like text.",
 )
 @runtime_options
-@mode_options
-@accelerator_options
 def run_command(
     bundle: Path,
     prompt: str,

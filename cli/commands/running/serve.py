@@ -19,8 +19,8 @@ from moec.manifests.sizes import parse_bytes
 
 from ...lossy_modes.mode_costs import say_mode_cost
 from ...options.opening import bundle_folder, open_engine, verdict_of, with_fitting_slots
-from ...options.paths import bundle_argument
-from ...options.runtime_options import accelerator_options, build_options, mode_options, runtime_options
+from ...options.paths import bundle_argument, slots_option
+from ...options.runtime_options import build_options, runtime_options
 from ...options.sampling_options import chosen_sampling
 from ...terminal import output
 from ...terminal.help_sections import SectionCommand, section_option
@@ -45,7 +45,7 @@ server = section_option("Server")
 @bundle_argument
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free port.")
-@click.option("--slots", type=int, metavar="N", help="Answers at once.  [default: 4, or fewer that fit]")
+@slots_option
 @server("--name", metavar="NAME", help="Name of the model in the API.  [default: that of the folder]")
 @server("--queue", type=int, default=32, show_default=True, metavar="N", help="Most requests that wait for a slot.")
 @server(
@@ -75,8 +75,6 @@ server = section_option("Server")
 @server("--allowed-host", multiple=True, metavar="NAME", help="A name of this server in Host headers; repeatable.")
 @server("--cors-origin", multiple=True, metavar="ORIGIN", help="Let pages of this origin ask; repeatable.")
 @runtime_options
-@mode_options
-@accelerator_options
 def serve_command(
     bundle: Path,
     host: str,

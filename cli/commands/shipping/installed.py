@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...options.paths import PATH
+from ...options.paths import PATH, json_option
 from ...terminal import output
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.command("installed", short_help="List the bundles on a device.")
 @click.argument("folder", metavar="DIR", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@json_option
 def installed_command(folder: Path, as_json: bool) -> None:
     """List the bundles in DIR, the folder that `moec pull` installs into: the current one first.
 

@@ -9,7 +9,7 @@ import click
 from moec.manifests.errors import OptionError
 
 from ...options.keys import ask_passphrase, passphrase_of
-from ...options.paths import PATH
+from ...options.paths import PATH, json_option
 from ...terminal import output
 
 
@@ -22,7 +22,7 @@ from ...terminal import output
     metavar="NAME",
     help="Encrypt it with the passphrase in this environment variable.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
+@json_option
 def keygen_command(file: Path, passphrase: bool, passphrase_variable: str | None, as_json: bool) -> None:
     """Write a private key on NIST P-256 to FILE, and its public key next to it with the suffix `.pub`.
 

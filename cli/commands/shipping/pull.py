@@ -13,7 +13,7 @@ import click
 
 from ...exit_codes import EXIT_ROLLED_BACK
 from ...options.keys import accepted_keys_option, read_accepted_keys
-from ...options.paths import PATH, PLACE
+from ...options.paths import PATH, PLACE, json_option
 from ...options.stores import opened_store
 from ...terminal import output
 from ...terminal.progress_bar import ProgressBar
@@ -46,7 +46,7 @@ _OUTCOMES = {
     help="Bundles to keep in addition to the current one.",
 )
 @click.option("--plan-only", is_flag=True, help="Tell what would be fetched, and change nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for every event.")
+@json_option
 def pull_command(
     source: str,
     folder: Path,

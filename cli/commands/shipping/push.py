@@ -11,7 +11,7 @@ import click
 
 from ...options.keys import passphrase_option, read_accepted_keys, read_signing_key, signing_key_option
 from ...options.opening import bundle_folder
-from ...options.paths import PATH, PLACE, file_option
+from ...options.paths import PATH, PLACE, file_option, json_option
 from ...options.stores import opened_store
 from ...terminal import output
 from ...terminal.progress_bar import ProgressBar
@@ -69,7 +69,7 @@ def _version(ctx: click.Context, parameter: click.Parameter, text: str | None) -
     help="Number of the channel; devices never go back to a lower one.  [default: the next one]",
 )
 @click.option("--again", is_flag=True, help="Send all files, whatever the store has.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
+@json_option
 def push_command(
     bundles: tuple[Path, ...],
     destination: str,

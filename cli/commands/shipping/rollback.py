@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from ...options.paths import PATH
+from ...options.paths import PATH, json_option, test_memory_option
 from ...terminal import output
 
 
 @click.command("rollback", short_help="Return to the previous bundle.")
 @click.argument("folder", metavar="DIR", type=PATH)
-@click.option("--memory", metavar="SIZE", help="Memory of the self-test.  [default: 7/8 of what is free]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+@test_memory_option
+@json_option
 def rollback_command(folder: Path, memory: str | None, as_json: bool) -> None:
     """Let DIR/current name the bundle that was current before. DIR is the folder that `moec pull` installs into.
 

@@ -10,7 +10,7 @@ from moec.manifests.files.implied_names import check_implied, write_implied
 
 from ...options.keys import passphrase_option, read_signing_key, signing_key_option
 from ...options.opening import bundle_folder
-from ...options.paths import bundle_argument
+from ...options.paths import bundle_argument, json_option
 from ...terminal import output
 from ...terminal.progress_bar import ProgressBar
 
@@ -20,7 +20,7 @@ from ...terminal.progress_bar import ProgressBar
 @signing_key_option
 @passphrase_option
 @click.option("--check", is_flag=True, help="First compare every byte with its digest, as `moec verify` does.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+@json_option
 def sign_command(bundle: Path, key_file: Path, passphrase_variable: str | None, check: bool, as_json: bool) -> None:
     """Write the signature of the bundle in folder BUNDLE to BUNDLE.sig next to the folder.
 

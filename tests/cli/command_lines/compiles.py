@@ -49,7 +49,7 @@ COMPILES = {
             "fallback_bits": Given("--fallback-bits 2", f"{OPTIONS}.fallback_bits", 2),
             "prune": Given("--keep-experts", f"{OPTIONS}.prune", False),
             "swaps": Given("--swaps 12", f"{OPTIONS}.swaps", 12),
-            "path_keys": Given("--path-keys pairs", f"{OPTIONS}.path_keys", "pairs"),
+            "path_keys": Given("--set path-keys=pairs", f"{OPTIONS}.path_keys", "pairs"),
             "modes": Given(f"--modes '{MODES}'", "request.measure_modes", ModesMeasurement(MODES)),
             "limit": Given("--limit 13", f"{OPTIONS}.limit", 13),
             "seed": Given("--seed 4", f"{OPTIONS}.seed", 4),
@@ -65,7 +65,18 @@ COMPILES = {
         },
     ),
     "compile, templates": Line("compile", COMPILE, {"": Given("", "request.templates.__name__", "of_model")}, UNIFORM),
-    "compile, eviction": Line("compile", COMPILE, {"": Given("", "request.fit_eviction", fit_to_texts)}, UNIFORM),
+    "compile, as edgemoe": Line(
+        "compile",
+        COMPILE,
+        {"preset": Given("--as edgemoe", f"{OPTIONS}.search", "edgemoe")},
+        f"--loss 2% --data x {LAPTOP}",
+    ),
+    "compile, as hobbit": Line(
+        "compile",
+        COMPILE,
+        {"": Given("--as hobbit", "request.fit_eviction", fit_to_texts)},
+        f"--kl 0.25 --data x {LAPTOP}",
+    ),
     "compile, card": Line("compile", COMPILE, {"": Given("", "request.draw_card", draw_card)}, UNIFORM),
     "compile, pruned": Line(
         "compile",

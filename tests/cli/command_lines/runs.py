@@ -19,46 +19,38 @@ RUNTIME = {
     "memory": Given("--memory 64GiB", "options.memory", "64GiB"),
     "expert_cache": Given("--expert-cache 40%", "options.expert_cache", "40%"),
     "context": Given("--context 77", "options.context", 77),
-    "policy": Given("--policy hobbit", "options.policy", "hobbit"),
-    "policy_weights": Given(f"--policy-weights {WEIGHTS}", "options.policy_weights", WEIGHTS),
-    "prefetch": Given("--prefetch path", "options.prefetch", "path"),
-    "prefetch_layers": Given("--prefetch-layers 3", "options.prefetch_layers", 3),
-    "prefetch_experts": Given("--prefetch-experts 5", "options.prefetch_experts", 5),
-    "prefetch_rule": Given("--prefetch-rule until-routed", "options.prefetch_rule", "until-routed"),
-    "reader_cpus": Given(f"--reader-cpus {PROCESSOR}", "options.reader_cpus", PROCESSOR),
+    "policy": Given("--set policy=hobbit", "options.policy", "hobbit"),
+    "policy_weights": Given(f"--set policy-weights={WEIGHTS}", "options.policy_weights", WEIGHTS),
+    "prefetch": Given("--set prefetch=path", "options.prefetch", "path"),
+    "prefetch_layers": Given("--set prefetch-layers=3", "options.prefetch_layers", 3),
+    "prefetch_experts": Given("--set prefetch-experts=5", "options.prefetch_experts", 5),
+    "prefetch_rule": Given("--set prefetch-rule=until-routed", "options.prefetch_rule", "until-routed"),
+    "reader_cpus": Given(f"--set reader-cpus={PROCESSOR}", "options.reader_cpus", PROCESSOR),
     "io": Given("--io buffered", "options.io", "buffered"),
     "kv": Given("--kv float16", "options.kv", "float16"),
-    "readers": Given("--readers 6", "options.readers", 6),
+    "readers": Given("--set readers=6", "options.readers", 6),
     "threads": Given("--threads 7", "options.threads", 7),
-    "kernels": Given("--kernels scalar", "kernels", "scalar"),
-    "no_verify": Given("--no-verify", "options.verify", False),
-    "no_learned_routers": Given("--no-learned-routers", "options.learned_routers", False),
+    "kernels": Given("--set kernels=scalar", "kernels", "scalar"),
+    "verify": Given("--set verify=no", "options.verify", False),
+    "learned_routers": Given("--set learned-routers=no", "options.learned_routers", False),
+    "cache_state": Given("--set cache-state=cold", "options.cache_state", "cold"),
 }
 LOSSY = {
-    "dynamic_precision": Given("--dynamic-precision 0.5,0.9", "options.dynamic_precision", "0.5,0.9"),
-    "big_little": Given("--big-little gamma=0.6,k=2", "options.big_little", "gamma=0.6,k=2"),
-    "cache_routing": Given("--cache-routing margin=0.2", "options.cache_routing", "margin=0.2"),
-    "expert_activations": Given("--expert-activations bfloat16", "options.expert_activations", "bfloat16"),
-    "cache_state": Given("--cache-state cold", "options.cache_state", "cold"),
+    "lossy": Given("--lossy 'big-little gamma=0.6,k=2'", "options.lossy", "big-little gamma=0.6,k=2"),
 }
 ACCELERATOR = {
     "accelerator": Given("--accelerator torch-cpu", "options.accelerator", "torch-cpu"),
     "accelerator_memory": Given("--accelerator-memory 9MiB", "options.accelerator_memory", "9MiB"),
-    "cooperation": Given("--cooperation gpu", "options.cooperation", "gpu"),
-    "accelerator_dense": Given("--accelerator-dense host", "options.accelerator_dense", "host"),
+    "cooperation": Given("--set cooperation=gpu", "options.cooperation", "gpu"),
+    "accelerator_dense": Given("--set accelerator-dense=host", "options.accelerator_dense", "host"),
 }
 ALL = {**RUNTIME, **LOSSY, **ACCELERATOR}
 SLOTS = {"slots": Given("--slots 5", "options.slots", 5)}
 
 
-def of_auto(command: str, more: str) -> Line:
-    """Return the line that shows the effect of `--mode-loss`."""
-    return Line(
-        command,
-        "moec.runtime.tuning.mode_records.choose_thresholds",
-        {"mode_loss": Given("--mode-loss 2%", "loss", 0.02)},
-        f"--dynamic-precision auto {more}",
-    )
+def as_mobile(command: str, more: str) -> Line:
+    """Return the line that shows the effect of `--as`."""
+    return Line(command, ENGINE, {"preset": Given("--as mobile", "options.lossy", "big-little gamma=0.7,k=K/2")}, more)
 
 
 RUNS = {
@@ -180,11 +172,11 @@ RUNS = {
         {"modes": Given(f"--modes '{MODES}'", "modes", MODES)},
         "--text {folder}/text.txt --tokens 4 --prompt-tokens 3",
     ),
-    "run, auto": of_auto("run", "--prompt x"),
-    "chat, auto": of_auto("chat", ""),
-    "generate, auto": of_auto("generate", "--prompts {folder}/prompts.jsonl --field asked -o out"),
-    "eval, auto": of_auto("eval", "--data {folder}/texts.jsonl"),
-    "bench, auto": of_auto("bench", ""),
+    "run, as": as_mobile("run", "--prompt x"),
+    "chat, as": as_mobile("chat", ""),
+    "generate, as": as_mobile("generate", "--prompts {folder}/prompts.jsonl --field asked -o out"),
+    "eval, as": as_mobile("eval", "--data {folder}/texts.jsonl"),
+    "bench, as": as_mobile("bench", "--text {folder}/text.txt --tokens 4 --prompt-tokens 3"),
     "tune": Line("tune", ENGINE, RUNTIME, "--text {folder}/text.txt --tokens 4"),
     "tune, text": Line(
         "tune",
@@ -208,22 +200,22 @@ RUNS = {
         "moec.cli.commands.measuring.simulate.Simulation",
         {
             "profile": Given("--profile laptop", "rates.compute_scale", 8 / 40),
-            "prefetch": Given("--prefetch popularity", "prefetch", "popularity"),
-            "readers": Given("--readers 6", "rates.readers", 6),
+            "prefetch": Given("--set prefetch=popularity", "prefetch", "popularity"),
+            "readers": Given("--set readers=6", "rates.readers", 6),
             "read_rate": Given("--read-rate 90MB", "rates.storage_bytes_per_s", 90_000_000),
             "read_latency": Given("--read-latency 8ms", "rates.storage_latency_ns", 8_000_000),
             "accelerator": Given(
                 "--accelerator memory=1GiB,expert=600us,token=2us,link=12GB", "shared.latency.device_fixed_ns", 600_000
             ),
-            "cooperation": Given("--cooperation gpu", "shared.cooperation", "gpu"),
-            "cache_state": Given("--cache-state cold", "replayed.warm", []),
+            "cooperation": Given("--set cooperation=gpu", "shared.cooperation", "gpu"),
+            "cache_state": Given("--set cache-state=cold", "replayed.warm", []),
         },
         "--trace {folder}/run.trace",
     ),
     "simulate, rule": Line(
         "simulate",
         "moec.cli.commands.measuring.simulate.Simulation",
-        {"prefetch_rule": Given("--prefetch-rule first-miss", "trace.header.prefetch_rule", "first-miss")},
+        {"prefetch_rule": Given("--set prefetch-rule=first-miss", "trace.header.prefetch_rule", "first-miss")},
         "--trace {folder}/run.trace",
     ),
     "simulate, rows": Line(
@@ -231,14 +223,26 @@ RUNS = {
         "moec.cli.simulation.predictions.Simulation.rows",
         {
             "caches": Given("--expert-cache 400000", "capacities", [400_000]),
-            "policies": Given("--policy hobbit-printed", "policies.hobbit-printed.as_printed", True),
+            "policy": Given("--set policy=hobbit-printed", "policies.hobbit-printed.as_printed", True),
             "policy_weights": Given(
-                f"--policy-weights {WEIGHTS}",
+                f"--set policy-weights={WEIGHTS}",
                 "policies.hobbit-printed",
                 MultidimensionalScore(parse_weights(WEIGHTS), as_printed=True),
             ),
             "modes": Given(f"--modes '{MODES}'", "settings.1.big_little", "gamma=0.5"),
         },
+        "--trace {folder}/run.trace",
+    ),
+    "simulate, as": Line(
+        "simulate",
+        "moec.cli.simulation.predictions.Simulation.rows",
+        {"preset": Given("--as mobile", "settings.1.big_little", "gamma=0.7,k=K/2")},
+        "--trace {folder}/run.trace",
+    ),
+    "simulate, layers": Line(
+        "simulate",
+        "moec.cli.commands.measuring.simulate.Simulation",
+        {"prefetch_layers": Given("--set prefetch-layers=1", "trace.header.prefetch_layers", 1)},
         "--trace {folder}/run.trace",
     ),
 }

@@ -124,7 +124,9 @@ def test_another_use_of_the_engine_in_between_changes_nothing() -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("options", [{"cache_routing": "margin=0.5"}, {"big_little": "gamma=0.5,k=1"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"lossy": "cache-routing margin=0.5"}, {"lossy": "big-little gamma=0.5,k=1"}], ids=str
+)
 def test_lossy_modes_decide_as_in_an_evaluation(options: dict[str, str]) -> None:
     context, rest = SHOTS, [tokens(5), tokens(2)]
     with load(EXAMPLE, expert_cache="40%", cache_state="cold", context=CONTEXT, slots=2, **options) as engine:

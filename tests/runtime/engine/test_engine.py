@@ -283,7 +283,7 @@ def test_memory_is_made_ready_for_a_warm_start(
         {"memory": "4GiB"},
         {"expert_cache": "50%", "policy": "edgemoe", "prefetch_rule": "first-miss"},
         {"expert_cache": "50%", "io": "mmap"},
-        {"expert_cache": "50%", "dynamic_precision": "0.6,0.6"},
+        {"expert_cache": "50%", "lossy": "dynamic-precision 0.6,0.6"},
     ],
 )
 def test_a_closed_engine_is_freed_at_once(tiny_bundle: Path, options: dict[str, str], new_tokens: int) -> None:

@@ -139,7 +139,7 @@ def test_what_a_failed_pass_wrote_is_not_held(tiny_bundle: Path, monkeypatch: py
 
 def test_a_lossy_run_computes_every_prompt(tiny_bundle: Path) -> None:
     held = HeldText()
-    with load(tiny_bundle, context=64, expert_cache="40%", cache_routing="margin=0.2,drop=0.1") as engine:
+    with load(tiny_bundle, context=64, expert_cache="40%", lossy="cache-routing margin=0.2,drop=0.1") as engine:
         assert not engine.is_lossless
         answer(engine, FIRST, held)
         answer(engine, FIRST, held)

@@ -136,10 +136,10 @@ EFFECTS: dict[str, Effect] = {
     "expert_cache": Effect("40%", {}, lambda engine: (counted(engine)["evictions"], engine.cache.capacity_bytes)),
     "context": Effect(30, {"expert_cache": "40%"}, lambda engine: refusal(engine, ContextOverflow, long_prompt)),
     "policy": Effect("lru", SMALL, counted),
-    "policy, of decisions": Effect("lru", {**SMALL, "cache_routing": "margin=0.05"}, decided),
+    "policy, of decisions": Effect("lru", {**SMALL, "lossy": "cache-routing margin=0.05"}, decided),
     "policy_weights": Effect("0,0,0,1", {**SMALL, "policy": "hobbit"}, counted),
     "policy_weights, of decisions": Effect(
-        "0,0,0,1", {**SMALL, "policy": "hobbit", "cache_routing": "margin=0.05"}, decided
+        "0,0,0,1", {**SMALL, "policy": "hobbit", "lossy": "cache-routing margin=0.05"}, decided
     ),
     "prefetch": Effect("path", AHEAD, advised),
     "io": Effect("mmap", SMALL, lambda engine: how_read(engine.bundle.path / engine.bundle.manifest.experts[0].file)),
@@ -155,9 +155,9 @@ EFFECTS: dict[str, Effect] = {
     "reader_cpus": Effect(str(min(os.sched_getaffinity(0))), {**AHEAD, "prefetch_rule": "until-routed"}, advice_cpus),
     "learned_routers": Effect(False, {"expert_cache": "60%", "context": 64}, advised),
     "cache_state": Effect("cold", SMALL, lambda engine: (counted(engine), engine.cache.stats.warm_reads)),
-    "dynamic_precision": Effect("0,1", SMALL, decided),
-    "big_little": Effect("gamma=0.9", SMALL, decided),
-    "cache_routing": Effect("margin=0.9", SMALL, decided),
+    "lossy": Effect("dynamic-precision 0,1", SMALL, decided),
+    "lossy, a little model": Effect("big-little gamma=0.9", SMALL, decided),
+    "lossy, the cache": Effect("cache-routing margin=0.9", SMALL, decided),
     "accelerator": Effect("torch-cpu", SMALL, shared, {"accelerator_memory": "1MiB"}),
     "accelerator_memory": Effect("2MiB", BESIDE, shared),
     "cooperation": Effect("cpu", BESIDE, shared),
@@ -169,12 +169,8 @@ EFFECTS: dict[str, Effect] = {
 }
 
 
-ELSEWHERE = {"expert_activations"}
-"""It needs 16-bit experts and a processor: tests/runtime/modes/test_expert_activations.py."""
-
-
 def test_every_field_has_an_effect() -> None:
-    assert {name.partition(",")[0] for name in EFFECTS} | ELSEWHERE == {field.name for field in fields(RuntimeOptions)}
+    assert {name.partition(",")[0] for name in EFFECTS} == {field.name for field in fields(RuntimeOptions)}
 
 
 @pytest.mark.parametrize("field", EFFECTS)

@@ -163,7 +163,7 @@ def test_lossy_decisions_beside_an_accelerator_allow_for_torch() -> None:
     """The memory is equal. All experts fit next to the nominal process, none fit next to that of torch."""
     bare, least = plan(context=100), MANIFEST.cost.minimum_expert_bytes
     torch = TORCH_PROCESS_BYTES - PROCESS_BYTES
-    lossy: dict[str, Any] = {"context": 100, "cache_routing": "drop=0.1"}
+    lossy: dict[str, Any] = {"context": 100, "lossy": "cache-routing drop=0.1"}
     lossy["memory"] = str(bare.fixed_bytes + torch + least)
     alone = plan(**lossy)
     with_device = plan(**lossy, accelerator="cuda", accelerator_memory="1GB")

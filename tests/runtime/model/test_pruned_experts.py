@@ -82,7 +82,11 @@ def test_lossy_modes_never_see_what_is_left_out(checkpoint: Path) -> None:
     manifest = open_bundle(bundle).manifest
     assert not {entry.key for entry in manifest.low_experts} & set(PRUNED) and len(manifest.low_experts) == 15
     half: dict[str, Any] = {"expert_cache": "60%", "cache_state": "cold", "prefetch": "off"}
-    for modes in ({"dynamic_precision": "0,0.4"}, {"cache_routing": "margin=0.9"}, {"big_little": "gamma=0.9"}):
+    for modes in (
+        {"lossy": "dynamic-precision 0,0.4"},
+        {"lossy": "cache-routing margin=0.9"},
+        {"lossy": "big-little gamma=0.9"},
+    ):
         with load(bundle, context=64, **half, **modes) as engine:
             engine.begin_sequence()
             engine.prefill(TOKENS[:PROMPT_TOKENS])

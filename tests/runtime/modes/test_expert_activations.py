@@ -14,7 +14,7 @@ from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 TOKENS = np.random.default_rng(8).integers(3, 250, 40).tolist()
-ON = {"expert_activations": "bfloat16"}
+ON = {"lossy": "expert-activations bfloat16"}
 UNIT = 2.0**-8
 
 
@@ -61,7 +61,7 @@ def test_a_pass_computes_what_its_tokens_compute_one_by_one(
 
 
 def test_it_goes_together_with_modes_that_decide(bundles: tuple[Path, ...], has_products: None) -> None:
-    with load(bundles[0], context=64, big_little="gamma=0.5,k=1", **ON) as engine:
+    with load(bundles[0], context=64, lossy=f"big-little gamma=0.5,k=1 + {ON['lossy']}") as engine:
         engine.logits(TOKENS)
         assert "LOSSY (big-little gamma=0.5,k=1 + expert-activations bfloat16)" in engine.mode
 
@@ -87,12 +87,12 @@ def test_it_is_refused_by_kernels_that_lack_it(bundles: tuple[Path, ...], name: 
 def test_options_that_do_not_fit_are_refused(bundles: tuple[Path, ...]) -> None:
     with pytest.raises(OptionError, match="an accelerator reads the activations of experts as float32"):
         load(bundles[0], accelerator="torch-cpu", accelerator_memory="1MiB", **ON)
-    with pytest.raises(OptionError, match="type of activations"):
-        RuntimeOptions(expert_activations="float16")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="is not a type"):
+        RuntimeOptions(lossy="expert-activations float16")
 
 
 def test_it_is_off_by_default_and_in_lossless_options() -> None:
-    assert RuntimeOptions().expert_activations == "float32" and RuntimeOptions().modes.is_lossless
-    on = RuntimeOptions(**ON)  # type: ignore[arg-type]
+    assert RuntimeOptions().modes.is_lossless
+    on = RuntimeOptions(lossy=ON["lossy"])
     assert not on.modes.is_lossless and not on.modes.decides and on.modes.to_text() == "expert-activations bfloat16"
     assert on.lossless() == RuntimeOptions()

@@ -18,7 +18,7 @@ from moec.profiles.loading import load_profile
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.policies import lru_score
-from moec.runtime.options.lossy import parse_modes
+from moec.runtime.options.lossy import parse_modes, setting_text
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.simulation.lossy_replay import missing_scores
 from moec.runtime.simulation.recorded_advice import recorded_advice
@@ -69,7 +69,7 @@ def test_decisions_are_those_of_the_run_that_was_recorded(
     """The trace is of the lossy run itself, so that its routers said the very same: every decision and byte agrees."""
     if prefetch == "off" and rule != "likely":
         pytest.skip("there is nothing to look for")
-    trace, counts, cache = run(two_version_bundle, prefetch=prefetch, prefetch_rule=rule, **modes)
+    trace, counts, cache = run(two_version_bundle, prefetch=prefetch, prefetch_rule=rule, lossy=setting_text(modes))
     found = simulated(two_version_bundle, trace, modes)
     assert counts is not None and found["decisions"] == counts
     assert counts["low"] + counts["replaced"] + counts["dropped"] + counts["skipped"] > 0
@@ -80,7 +80,7 @@ def test_decisions_are_those_of_the_run_that_was_recorded(
 
 def test_the_little_models_word_is_that_of_a_run(two_version_bundle: Path) -> None:
     """Falling back each time, so that the text is the whole model's: also what was foretold, and what it was worth."""
-    _, counts, _ = run(two_version_bundle, big_little="gamma=0.99")
+    _, counts, _ = run(two_version_bundle, lossy="big-little gamma=0.99")
     assert counts is not None and counts["fallback_share"] == 1
     lossless = with_little(two_version_bundle, run(two_version_bundle)[0])
     found = simulated(two_version_bundle, lossless, {"big_little": "gamma=0.99"})
@@ -96,7 +96,7 @@ def test_the_little_models_word_is_that_of_a_run(two_version_bundle: Path) -> No
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_little_model_of_another_size(two_version_bundle: Path, count: int) -> None:
     mode = {"big_little": f"gamma=0.99,k={count}"}
-    _, counts, _ = run(two_version_bundle, **mode)
+    _, counts, _ = run(two_version_bundle, lossy=setting_text(mode))
     told = with_little(two_version_bundle, run(two_version_bundle)[0], str(count))
     assert told.header.little_experts == count
     assert simulated(two_version_bundle, told, mode)["decisions"] == counts

@@ -19,16 +19,12 @@ from moec.runtime.engine.batch import forced_logits, generate_many
 from moec.runtime.memory.budget import nominal_process_bytes
 from moec.runtime.modes.decoder import check_modes
 from moec.runtime.modes.mode_counts import ModeCounts
-from moec.runtime.options.lossy import parse_modes
+from moec.runtime.options.lossy import parse_lossy
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 Decoded = Callable[..., tuple[np.ndarray, ModeCounts | None]]
-ALL_MODES = {
-    "big_little": "gamma=0.055,k=K/2",
-    "cache_routing": "margin=0.3,drop=0.1",
-    "dynamic_precision": "0.4,0.8",
-}
+ALL_MODES = {"lossy": "big-little gamma=0.055,k=K/2 + cache-routing margin=0.3,drop=0.1 + dynamic-precision 0.4,0.8"}
 PROMPTS = [[5, 60, 31, 7], [90, 2, 8], [17, 33, 4, 9, 12]]
 
 
@@ -48,7 +44,7 @@ def lossless(decoded: Decoded) -> np.ndarray:
     return logits
 
 
-@pytest.mark.parametrize("modes", [{"dynamic_precision": "0,0.5"}, {"cache_routing": "margin=1,drop=1"}])
+@pytest.mark.parametrize("modes", [{"lossy": "dynamic-precision 0,0.5"}, {"lossy": "cache-routing margin=1,drop=1"}])
 def test_where_nothing_is_missed_nothing_changes(decoded: Decoded, lossless: np.ndarray, modes: dict[str, str]) -> None:
     logits, counts = decoded(expert_cache="100%", **modes)
     assert same(logits, lossless)
@@ -58,7 +54,7 @@ def test_where_nothing_is_missed_nothing_changes(decoded: Decoded, lossless: np.
 
 def test_a_token_computed_again_is_the_models_own(decoded: Decoded, lossless: np.ndarray) -> None:
     """Its keys and values are, too: all tokens after it are equal as well."""
-    logits, counts = decoded(expert_cache="60%", big_little="gamma=1")
+    logits, counts = decoded(expert_cache="60%", lossy="big-little gamma=1")
     assert same(logits, lossless)
     found = counts_of(counts)
     assert found.fallback_tokens == found.tokens == 20
@@ -66,28 +62,28 @@ def test_a_token_computed_again_is_the_models_own(decoded: Decoded, lossless: np
 
 
 def test_the_little_model_has_half_the_experts(decoded: Decoded, two_version_bundle: Path) -> None:
-    with load(two_version_bundle, context=64, expert_cache="100%", big_little="gamma=0") as engine:
+    with load(two_version_bundle, context=64, expert_cache="100%", lossy="big-little gamma=0") as engine:
         engine.prefill([5, 6, 7])
         before = engine.cache.stats.copy()
         engine.decode([9], [0], [3])
         assert engine.cache.stats.since(before).lookups == 3 * 2
-    one, counts = decoded(expert_cache="100%", big_little="gamma=0,k=1")
+    one, counts = decoded(expert_cache="100%", lossy="big-little gamma=0,k=1")
     assert counts_of(counts).ranks == 20 * 3 and counts_of(counts).fallback_tokens == 0
-    three, counts = decoded(expert_cache="100%", big_little="gamma=0,k=3")
+    three, counts = decoded(expert_cache="100%", lossy="big-little gamma=0,k=3")
     assert counts_of(counts).ranks == 20 * 3 * 3 and not np.array_equal(one, three)
 
 
 def test_misses_become_low_versions_or_nothing(decoded: Decoded, lossless: np.ndarray) -> None:
     start = {"expert_cache": "50%", "cache_state": "cold", "prefetch": "off"}
-    low, counts = decoded(**start, dynamic_precision="0,1")
+    low, counts = decoded(**start, lossy="dynamic-precision 0,1")
     found = counts_of(counts)
     assert found.low > 20 and found.skipped == 0
-    skipping, counts = decoded(**start, dynamic_precision="0,0")
+    skipping, counts = decoded(**start, lossy="dynamic-precision 0,0")
     found = counts_of(counts)
     assert found.low == 0 and found.skipped > 20
     distance = [float(np.abs(logits - lossless).mean()) for logits in (low, skipping)]
     assert 0 < distance[0] < distance[1]
-    high, counts = decoded(**start, dynamic_precision="1,1")
+    high, counts = decoded(**start, lossy="dynamic-precision 1,1")
     assert counts_of(counts).low == counts_of(counts).skipped == 0 and same(high, lossless)
 
 
@@ -110,22 +106,22 @@ def prompted(path: Path, kernels_name: str | None = None, **options: Any) -> tup
 @pytest.mark.parametrize("prefetch", ["off", "lookahead"])
 def test_a_prompt_reads_fewer_bytes(two_version_bundle: Path, prefetch: str) -> None:
     lossless, _, all_bytes = prompted(two_version_bundle, prefetch=prefetch)
-    found, counts, some_bytes = prompted(two_version_bundle, prefetch=prefetch, dynamic_precision="0.2,0.7")
+    found, counts, some_bytes = prompted(two_version_bundle, prefetch=prefetch, lossy="dynamic-precision 0.2,0.7")
     assert some_bytes < 0.9 * all_bytes and not np.array_equal(found, lossless)
     told = counts_of(counts)
     assert told.prompt_low and told.prompt_skipped and told.ranks == told.low == 0
-    high, counts, _ = prompted(two_version_bundle, prefetch=prefetch, dynamic_precision="1,1")
+    high, counts, _ = prompted(two_version_bundle, prefetch=prefetch, lossy="dynamic-precision 1,1")
     assert same(high, lossless) and counts_of(counts).prompt_low == 0
 
 
 def test_other_modes_leave_a_prompt_alone(two_version_bundle: Path) -> None:
     lossless, _, _ = prompted(two_version_bundle)
-    found, counts, _ = prompted(two_version_bundle, big_little="gamma=0.5", cache_routing="margin=0.9,drop=0.3")
+    found, counts, _ = prompted(two_version_bundle, lossy="big-little gamma=0.5 + cache-routing margin=0.9,drop=0.3")
     assert same(found, lossless) and counts_of(counts).prompt_experts == 0
 
 
 def test_numpy_decides_a_prompt_as_the_extension(two_version_bundle: Path) -> None:
-    options = {"dynamic_precision": "0.2,0.7", "prefetch": "lookahead", "readers": 1}
+    options = {"lossy": "dynamic-precision 0.2,0.7", "prefetch": "lookahead", "readers": 1}
     native, counts, _ = prompted(two_version_bundle, **options)
     plain, again, _ = prompted(two_version_bundle, "numpy", **options)
     assert counts_of(counts).prompt_low and counts == again
@@ -134,7 +130,7 @@ def test_numpy_decides_a_prompt_as_the_extension(two_version_bundle: Path) -> No
 
 def test_sequences_of_a_pass_share_a_version(two_version_bundle: Path) -> None:
     """Decoded side by side, an expert is read in one version: the one that the most important token asks for."""
-    options: dict[str, Any] = {"cache_state": "cold", "prefetch": "off", "slots": 3, "dynamic_precision": "0.3,1"}
+    options: dict[str, Any] = {"cache_state": "cold", "prefetch": "off", "slots": 3, "lossy": "dynamic-precision 0.3,1"}
     with load(two_version_bundle, context=64, expert_cache="60%", **options) as engine:
         seen, stream = list[list[int]](), engine.cache.stream
 
@@ -150,18 +146,18 @@ def test_sequences_of_a_pass_share_a_version(two_version_bundle: Path) -> None:
 
 def test_misses_become_cached_experts_or_nothing(decoded: Decoded, lossless: np.ndarray) -> None:
     start = {"expert_cache": "50%", "prefetch": "off"}
-    replaced, counts = decoded(**start, cache_routing="margin=0.9")
+    replaced, counts = decoded(**start, lossy="cache-routing margin=0.9")
     found = counts_of(counts)
     assert found.replaced > 10 and found.dropped == 0 and not np.array_equal(replaced, lossless)
-    _, counts = decoded(**start, cache_routing="drop=0.2")
+    _, counts = decoded(**start, lossy="cache-routing drop=0.2")
     assert counts_of(counts).dropped > 5 and counts_of(counts).replaced == 0
-    _, counts = decoded(**start, cache_routing="margin=0.01,drop=0.01")
+    _, counts = decoded(**start, lossy="cache-routing margin=0.01,drop=0.01")
     assert counts_of(counts).replaced < found.replaced
 
 
 def test_fewer_misses_are_what_it_is_for(two_version_bundle: Path) -> None:
     reads = {}
-    for name, modes in {"lossless": {}, "routing": {"cache_routing": "margin=0.9,drop=0.3"}}.items():
+    for name, modes in {"lossless": {}, "routing": {"lossy": "cache-routing margin=0.9,drop=0.3"}}.items():
         with load(two_version_bundle, context=64, expert_cache="50%", prefetch="off", **modes) as engine:
             engine.cache.finish_warming()
             engine.begin_sequence()
@@ -195,7 +191,7 @@ def test_a_run_repeats_whatever_the_machine_does(decoded: Decoded, other: dict[s
 def test_a_cold_start_misses_more(two_version_bundle: Path) -> None:
     low = {}
     for state in ("warm", "cold"):
-        options: dict[str, Any] = {"dynamic_precision": "0,1", "prefetch": "off", "cache_state": state}
+        options: dict[str, Any] = {"lossy": "dynamic-precision 0,1", "prefetch": "off", "cache_state": state}
         with load(two_version_bundle, context=64, expert_cache="90%", **options) as engine:
             engine.prefill([5])
             engine.decode([9], [0], [1])
@@ -205,7 +201,12 @@ def test_a_cold_start_misses_more(two_version_bundle: Path) -> None:
 
 def test_the_logical_cache_is_the_cache_without_luck(two_version_bundle: Path) -> None:
     """With one reader and nothing read ahead, arrival has no part in it: both hold the same after every pass."""
-    options: dict[str, Any] = {"expert_cache": "50%", "prefetch": "off", "readers": 1, "dynamic_precision": "0.2,0.6"}
+    options: dict[str, Any] = {
+        "expert_cache": "50%",
+        "prefetch": "off",
+        "readers": 1,
+        "lossy": "dynamic-precision 0.2,0.6",
+    }
     with load(two_version_bundle, context=64, **options) as engine:
         engine.cache.finish_warming()
         engine.begin_sequence()
@@ -224,7 +225,7 @@ def test_the_logical_cache_is_the_cache_without_luck(two_version_bundle: Path) -
 def test_side_by_side_is_as_alone(two_version_bundle: Path) -> None:
     """Big-little reads no cache. The tokens of a sequence, forced or free, do not depend on other sequences."""
     alone: list[list[int]] = []
-    options: dict[str, Any] = {"context": 64, "expert_cache": "60%", "big_little": "gamma=0.055"}
+    options: dict[str, Any] = {"context": 64, "expert_cache": "60%", "lossy": "big-little gamma=0.055"}
     with load(two_version_bundle, **options) as engine:
         for prompt in PROMPTS:
             alone += [[step.token_id for step in engine.generate(prompt, 10)]]
@@ -239,7 +240,12 @@ def test_side_by_side_is_as_alone(two_version_bundle: Path) -> None:
 
 def test_forced_answers_are_decoded(two_version_bundle: Path) -> None:
     prompt, answer = PROMPTS[2], [7, 8, 9, 10]
-    options: dict[str, Any] = {"context": 64, "expert_cache": "50%", "dynamic_precision": "0,1", "prefetch": "off"}
+    options: dict[str, Any] = {
+        "context": 64,
+        "expert_cache": "50%",
+        "lossy": "dynamic-precision 0,1",
+        "prefetch": "off",
+    }
     with load(two_version_bundle, **options) as engine:
         engine.cache.finish_warming()
         engine.begin_sequence()
@@ -268,16 +274,16 @@ def test_the_mode_line_names_what_is_lossy(two_version_bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("modes", "told"),
     [
-        ({"big_little": "gamma=2"}, "`2` is not a number from 0 to 1"),
-        ({"big_little": "alpha=1"}, "`alpha=1` is not one of gamma, k"),
-        ({"big_little": "gamma=.5,gamma=.6"}, "is not one of"),
-        ({"big_little": "k=0"}, "k is `0`"),
-        ({"big_little": "k=4"}, "is the whole one, which has 4"),
-        ({"cache_routing": "margin=0"}, "changes nothing"),
-        ({"cache_routing": "0.5"}, "is not one of margin, drop"),
-        ({"dynamic_precision": "0.9"}, "is not two thresholds"),
-        ({"dynamic_precision": "0.9,0.5"}, "T1 is above T2"),
-        ({"dynamic_precision": "a,b"}, "is not a number"),
+        ({"lossy": "big-little gamma=2"}, "`2` is not a number from 0 to 1"),
+        ({"lossy": "big-little alpha=1"}, "`alpha=1` is not one of gamma, k"),
+        ({"lossy": "big-little gamma=.5,gamma=.6"}, "is not one of"),
+        ({"lossy": "big-little k=0"}, "k is `0`"),
+        ({"lossy": "big-little k=4"}, "is the whole one, which has 4"),
+        ({"lossy": "cache-routing margin=0"}, "changes nothing"),
+        ({"lossy": "cache-routing 0.5"}, "is not one of margin, drop"),
+        ({"lossy": "dynamic-precision 0.9"}, "is not two thresholds"),
+        ({"lossy": "dynamic-precision 0.9,0.5"}, "T1 is above T2"),
+        ({"lossy": "dynamic-precision a,b"}, "is not a number"),
         ({"cache_state": "hot"}, "unknown cache state"),
     ],
 )
@@ -288,13 +294,13 @@ def test_modes_that_mean_nothing_are_refused(two_version_bundle: Path, modes: di
 
 def test_low_versions_must_be_there(tiny_bundle: Path) -> None:
     with pytest.raises(OptionError, match="the bundle has none"):
-        load(tiny_bundle, dynamic_precision="0.5,0.9")
-    with load(tiny_bundle, context=64, expert_cache="50%", dynamic_precision="0.5,0.5") as engine:
+        load(tiny_bundle, lossy="dynamic-precision 0.5,0.9")
+    with load(tiny_bundle, context=64, expert_cache="50%", lossy="dynamic-precision 0.5,0.5") as engine:
         assert not engine.is_lossless, "skipping needs none"
 
 
 def test_a_budget_holds_both_versions(two_version_bundle: Path) -> None:
-    options: dict[str, Any] = {"expert_cache": "100%", "dynamic_precision": "0,1", "cache_state": "cold"}
+    options: dict[str, Any] = {"expert_cache": "100%", "lossy": "dynamic-precision 0,1", "cache_state": "cold"}
     with load(two_version_bundle, context=64, **options) as engine:
         engine.begin_sequence()
         engine.prefill([5, 6, 7])
@@ -316,9 +322,9 @@ def test_a_flat_router_is_seen() -> None:
 @pytest.mark.parametrize(
     ("router", "modes", "told"),
     [
-        ({"scoring": "uniform", "static": True}, {"big_little": "gamma=0.5"}, "experts follow from the token"),
-        ({"scoring": "sparsemixer", "margin": 0.01}, {"cache_routing": "margin=0.5"}, "weighs the two it chose"),
-        ({"scoring": "sparsemixer", "margin": 0.01}, {"big_little": "gamma=0.5"}, None),
+        ({"scoring": "uniform", "static": True}, {"lossy": "big-little gamma=0.5"}, "experts follow from the token"),
+        ({"scoring": "sparsemixer", "margin": 0.01}, {"lossy": "cache-routing margin=0.5"}, "weighs the two it chose"),
+        ({"scoring": "sparsemixer", "margin": 0.01}, {"lossy": "big-little gamma=0.5"}, None),
     ],
 )
 def test_routers_that_a_mode_cannot_weigh_are_refused(
@@ -328,7 +334,7 @@ def test_routers_that_a_mode_cannot_weigh_are_refused(
     static = StaticRouting(tuple([0, 1] * model.vocab_size)) if router.pop("static", False) else None
     spec = RouterSpec(renormalize=False, static=static, **router)
     layers = [replace(layer, experts=replace(layer.experts, top_k=2, router=spec)) for layer in model.layers]
-    asked = parse_modes(*(modes.get(name) for name in ("dynamic_precision", "big_little", "cache_routing")))
+    asked = parse_lossy(modes["lossy"])
     if told is None:
         check_modes(asked, replace(model, layers=tuple(layers)), 0)
         return
@@ -344,7 +350,7 @@ def test_decisions_under_a_budget_do_not_go_by_what_the_process_takes(
         plan, experts = engine.memory, engine.bundle.manifest.cost.expert_padded_bytes
         nominal = nominal_process_bytes(engine.bundle.manifest, engine.options)
     budget = nominal + plan.fixed_bytes - plan.process_bytes + experts // 2
-    options = {"memory": str(budget), "dynamic_precision": "0,1"}
+    options = {"memory": str(budget), "lossy": "dynamic-precision 0,1"}
     found = []
     for more_bytes in (-32 << 20, 0, experts // 8):
         taken_bytes = nominal - PROCESS_SLACK_BYTES + more_bytes
@@ -359,7 +365,7 @@ def test_decisions_under_a_budget_do_not_go_by_what_the_process_takes(
     assert 0 < counts_of(found[0][1]).missed < counts_of(found[0][1]).ranks
 
 
-@pytest.mark.parametrize("mode", [{"dynamic_precision": "0,1"}, {"cache_routing": "margin=0.5,drop=0.3"}])
+@pytest.mark.parametrize("mode", [{"lossy": "dynamic-precision 0,1"}, {"lossy": "cache-routing margin=0.5,drop=0.3"}])
 def test_larger_pages_change_no_decision(
     decoded: Decoded, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]
 ) -> None:
@@ -390,7 +396,7 @@ def test_experts_that_are_weighed_as_a_pair_are_halved_for_several_texts_at_once
     path = emit_bundle(save_tiny_family(tmp_path / "model", TINY_FAMILIES["phimoe"]), tmp_path / "bundle")
     rows = []
     for slots in ([0, 1, 2], [1]):
-        with load(path, context=32, slots=3, expert_cache="60%", big_little="gamma=0.5") as engine:
+        with load(path, context=32, slots=3, expert_cache="60%", lossy="big-little gamma=0.5") as engine:
             for slot in slots:
                 engine.step([5, 9, 40, 41, 17, 8], [slot] * 6, range(6))
             rows.append(engine.decode([20 + slot for slot in slots], slots, [6] * len(slots)))

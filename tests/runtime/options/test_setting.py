@@ -15,7 +15,7 @@ from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.options.setting import settings_of
 
 SETTINGS = settings_of(RuntimeOptions)
-ON_COMMAND_LINE = [name for name, (_, shown) in SETTINGS.items() if shown.is_on_command_line]
+OPTIONS = [name for name, (_, shown) in SETTINGS.items() if shown.place == "option"]
 
 
 def option(name: str) -> click.Option:
@@ -23,7 +23,7 @@ def option(name: str) -> click.Option:
     return found
 
 
-@pytest.mark.parametrize("name", ON_COMMAND_LINE)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_the_command_line_shows_the_text_and_the_default(name: str) -> None:
     default, shown = SETTINGS[name]
     found = option(name)

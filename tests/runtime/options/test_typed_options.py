@@ -19,7 +19,7 @@ CHECKED = ("moec.runtime", "moec.runtime.engine.engine", "moec.runtime.options.r
 CALLS = """
 from moec.runtime import load
 
-load("x", memory="2GiB", threads=2, policy="lru", verify=False, kv="float16", expert_activations="bfloat16")
+load("x", memory="2GiB", threads=2, policy="lru", verify=False, kv="float16", lossy="expert-activations bfloat16")
 load("x", memory=2 << 30)
 load("x", memory=None)
 load("x", memry="2GiB")

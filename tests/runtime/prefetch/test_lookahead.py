@@ -261,7 +261,7 @@ def test_a_lossy_run_that_walks_repeats(tiny_bundle: Path) -> None:
     runs = []
     for readers in (1, 4):
         options: dict[str, Any] = {"prefetch_rule": "first-miss", "prefetch_layers": 3, "readers": readers}
-        options |= {"dynamic_precision": "0.3,0.3"}  # the bundle has no low versions: skipping alone
+        options |= {"lossy": "dynamic-precision 0.3,0.3"}  # the bundle has no low versions: skipping alone
         with load(tiny_bundle, expert_cache="50%", context=64, **options) as engine:
             engine.cache.finish_warming()
             engine.begin_sequence()

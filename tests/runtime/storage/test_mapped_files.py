@@ -170,7 +170,7 @@ main()
 
 
 def test_the_command_ends_with_a_sentence(own: Path) -> None:
-    options = ["--prompt", "-", "--io", "mmap", "--expert-cache", "25%", "--cache-state", "cold"]
+    options = ["--prompt", "-", "--io", "mmap", "--expert-cache", "25%", "--set", "cache-state=cold"]
     done = child(COMMAND, "run", own, *options, given="a b")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-600:]
     assert "experts-" in done.stderr and "has become shorter" in done.stderr
