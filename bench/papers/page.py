@@ -11,11 +11,10 @@ from .models import DESCRIBED, NATURAL, RANDOM, Model, named
 WIDTH = 110
 VERDICTS = {"same": "same", "partly": "partly the same", "different": "different"}
 COMMANDS: dict[Paper, str] = {
-    "edgemoe": "`moec compile MODEL --as edgemoe` searches as EdgeMoE does, and `moec run BUNDLE --as edgemoe` runs as it "
-    "does.",
-    "hobbit": "`moec compile MODEL --as hobbit` adds low versions, and `moec run BUNDLE --as hobbit` runs as HOBBIT does.",
-    "twiddler": "`moec run BUNDLE --as twiddler` runs as Twiddler does.",
-    "mobile": "`moec run BUNDLE --as mobile` runs as MoBiLE does.",
+    "edgemoe": "`moec compile MODEL --as edgemoe` searches as EdgeMoE, and `moec run BUNDLE --as edgemoe` runs as it.",
+    "hobbit": "`moec compile MODEL --as hobbit` adds low versions, and `moec run BUNDLE --as hobbit` runs as HOBBIT.",
+    "twiddler": "`moec run BUNDLE --as twiddler` runs as Twiddler.",
+    "mobile": "`moec run BUNDLE --as mobile` runs as MoBiLE.",
 }
 INTRODUCTIONS: dict[Paper, str] = {
     "edgemoe": "EdgeMoE chooses a bitwidth for every expert, keeps some experts in a buffer, and reads the likeliest "

@@ -25,7 +25,7 @@ _FOLDER = Path(__file__).parents[1] / "systems"
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What a paper prescribes.
+    """Prescriptions of a paper.
 
     needs: what a bundle must have, `statistics` or `low-versions`, and the option of a compile that adds it.
     run, compile: options by field.

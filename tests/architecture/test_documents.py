@@ -21,6 +21,7 @@ import yaml
 from click.testing import CliRunner
 
 from moec.cli.main import cli
+from moec.cli.options.set_option import SetOption, parse_setting
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -141,6 +142,9 @@ def command_error(words: list[str]) -> str:
             if isinstance(option.type, click.Choice) and given is not None:
                 for value in given if isinstance(given, list) else [given]:
                     option.type.convert(value, option, context)
+            if isinstance(option, SetOption):
+                for text in given or ():
+                    parse_setting(option.table, text)
     except click.UsageError as error:
         return error.format_message()
     return f"unexpected {' '.join(left)}" if left else ""

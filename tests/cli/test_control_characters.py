@@ -102,7 +102,7 @@ def test_a_bundle_cannot_drive_the_terminal(invoke: Invoke, own_bundle: Path, fi
         (TITLE,),
         ("run", f"--{TITLE}"),
         ("run", TITLE, "--prompt", "x"),
-        ("run", "b", "--policy", TITLE),
+        ("run", "b", "--set", TITLE),
         ("run", "b", "--threads", TITLE),
         ("verify", "b", TITLE),
         ("eval", "b", "--data", TITLE),

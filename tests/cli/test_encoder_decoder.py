@@ -54,7 +54,7 @@ def test_an_empty_path_table_is_told(invoke: Invoke, made: Path) -> None:
     assert told in invoke("inspect", made / "bundle").stdout and told not in invoke("inspect", made / "plain").stdout
     assert told.partition(": ")[2] in invoke("report", made / "bundle", "-o", "-").stdout
     run = ("run", made / "bundle", "--prompt", PROMPT, "--max-new-tokens", 1, "--expert-cache", "50%")
-    assert f"`--set prefetch=path` has nothing to go by: {told}" in invoke(*run, "--set", "prefetch=path").stderr
+    assert f"`prefetch=path` has nothing to go by: {told}" in invoke(*run, "--set", "prefetch=path").stderr
     assert told not in invoke(*run).stderr
 
 

@@ -172,8 +172,7 @@ def test_options_of_the_runtime_work_for_a_checkpoint(invoke: Invoke, checkpoint
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        (("--mode-loss", "2%"), "`--mode-loss` has no effect"),
-        (("--lossy", "auto"), "`--lossy auto` takes thresholds from the compile of a bundle"),
+        (("--lossy", "auto"), "`--lossy auto` takes thresholds from the records of a bundle"),
         (("--lossy", "dynamic-precision 0.5,0.9"), "asks for low versions"),
         (("--modes", "sweep"), "holds no bundle"),
     ],

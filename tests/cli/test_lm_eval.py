@@ -108,8 +108,8 @@ def command_lines(folder: Path, started: Path) -> dict[str, list[object]]:
         "lossy": line(
             EXAMPLE,
             "choices",
-            "--cache-routing",
-            "margin=0.5",
+            "--lossy",
+            "cache-routing margin=0.5",
             "--expert-cache",
             "40%",
             "--json",

@@ -112,11 +112,11 @@ def test_path_tables_are_read_where_they_are_asked_for_alone(bundles: dict[str, 
         "path_experts": np.zeros(len(keys), np.uint16),
         "path_counts": np.ones(len(keys), np.uint32),
     }
-    run = ("run", bundle, "--prompt", "a", "--max-new-tokens", 2, "--expert-cache", "20%", "--prefetch")
+    run = ("run", bundle, "--prompt", "a", "--max-new-tokens", 2, "--expert-cache", "20%", "--set")
     write_tables(bundle, **zeros, **good)
-    assert moec(*run, "path").returncode == 0
+    assert moec(*run, "prefetch=path").returncode == 0
     keys[-1] = keys[0]
     write_tables(bundle, **zeros, **good)
-    assert moec(*run, "lookahead").returncode == moec(*run, "off").returncode == 0
-    for refused in (moec(*run, "path"), moec("verify", bundle)):
+    assert moec(*run, "prefetch=lookahead").returncode == moec(*run, "prefetch=off").returncode == 0
+    for refused in (moec(*run, "prefetch=path"), moec("verify", bundle)):
         assert refused.returncode == 3 and "path dictionary" in refused.stderr

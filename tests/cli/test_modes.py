@@ -21,20 +21,20 @@ from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.options.runtime import RuntimeOptions
+from moec.runtime.tuning import mode_records
 from moec.runtime.tuning.mode_records import (
     calibrated_deciles,
     calibrated_lower_half,
+    load_record,
     measured_rows,
     record_path,
     recorded_setting,
 )
-from moec.runtime.tuning.tune_file import bundle_sha256
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import little_memory, save_model, save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 from .conftest import Invoke
-from .test_run import add_file
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_modes_that_nobody_measured_are_checked_against_calibration(
 
 
 def test_thresholds_are_chosen_from_what_was_measured(
-    invoke: Invoke, own: Path, request: pytest.FixtureRequest
+    invoke: Invoke, own: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     auto = ("run", own, "--prompt", "a", "--max-new-tokens", 2, "--lossy")
     refused = invoke(*auto, "auto 5%")
@@ -151,9 +151,8 @@ def test_thresholds_are_chosen_from_what_was_measured(
     assert "allow more: --lossy 'auto 0.1%'" in told
     assert "is not a share" in invoke(*auto, "auto much").stderr
     assert "has no loss target" in invoke(*auto, "auto").stderr
-    add_file(own, "quality.json", json.dumps({"target": {"kind": "loss", "value": 0.005}}))
-    record["bundle"] = bundle_sha256(own)
-    path.write_text(json.dumps(record))
+    told = load_record(own / "quality.json") | {"target": {"kind": "loss", "value": 0.005}}
+    monkeypatch.setattr(mode_records, "load_record", lambda path: told if path.name == "quality.json" else record)
     assert "dynamic-precision 0.75,1)" in invoke(*auto, "auto").stderr, "the share that the compile was asked for"
 
 

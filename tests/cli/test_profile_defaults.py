@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from moec.cli.commands.measuring.tune import changed
 from moec.cli.main import cli
+from moec.cli.options.set_option import RUN_SETTINGS
 from moec.cli.options.tuned_options import planned_cache_bytes
 from moec.manifests.bundle import DEVICE_NAME
 from moec.manifests.errors import ChecksumMismatch, MemoryBudgetExceeded
@@ -115,9 +116,9 @@ def test_the_order_of_the_levels(
         tune(bundle, **{name: tuned})
         assert "warning" not in call(bundle).stderr
         assert getattr(chosen.pop(), name) == tuned
-    told = call(bundle, f"--{name}", str(given))
+    told = call(bundle, *(("--set", f"{name}={given}") if name in RUN_SETTINGS else (f"--{name}", str(given))))
     assert [getattr(options, name) for options in chosen] == [of_profile, given]
-    assert f"--{name}" not in told.stderr
+    assert f"--{name}" not in told.stderr and f"{name}=" not in told.stderr
     for path in (bundle, bundle.with_name("board-moec.tune.json")):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     call(make(board(threads=PROCESSORS + 1)))

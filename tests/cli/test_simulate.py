@@ -202,8 +202,8 @@ def test_the_rule_of_lookahead_can_be_changed_where_the_trace_says_enough(
     assert all(row["prefetch_reads"] for row in walked["rows"])
     assert all(row["decisions"] is None and row["mode"] == "" for row in walked["rows"])
     for more, message in (
-        (("--set", "prefetch=off"), "not the prefetcher `off`"),
-        (("--set", "prefetch=path"), "not the prefetcher `path`"),
+        (("--set", "prefetch=off"), "not for the prefetcher `off`"),
+        (("--set", "prefetch=path"), "not for the prefetcher `path`"),
     ):
         refused = invoke("simulate", two_version_bundle, "--trace", trace, "--set", "prefetch-rule=first-miss", *more)
         assert refused.exit_code == 1 and message in refused.stderr

@@ -335,7 +335,7 @@ def test_weights_are_fitted_to_what_a_lossy_mode_decides(
     assert all(row["decisions"]["low_share"] > 0 and row["gap_closed"] is None for row in by_policy.values())
     assert by_policy["hobbit, lhu 0"]["weights"].split(",")[2] == "0"
     table = fitted("--modes", "dynamic-precision 0.2,0.7")
-    assert "low" in table.stdout and "--policy-weights" in table.stderr
+    assert "low" in table.stdout and "policy-weights" in table.stderr
     for modes, message in [
         ("big-little gamma=0.5", "does not depend on the cache"),
         ("sweep", "weights are fitted to one setting"),

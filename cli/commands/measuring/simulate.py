@@ -228,10 +228,10 @@ def with_prefetch_rule(
 
     if rule is None or rule == trace.header.prefetch_rule:
         return trace
-    if prefetch in ("path", "popularity"):  # the advice of tables is computed again
+    if prefetch in ("path", "popularity") and rule != "first-miss":  # the advice of tables is computed again
         return replace(trace, header=replace(trace.header, prefetch_rule=rule))
-    if prefetch == "off":
-        raise OptionError(f"`prefetch-rule={rule}` has no effect on the prefetcher `off`", "leave it out")
+    if prefetch != "lookahead":
+        raise OptionError(f"`prefetch-rule={rule}` is not for the prefetcher `{prefetch}`", "leave it out")
     if has_static_routers(bundle):
         raise OptionError(
             f"`prefetch-rule={rule}` is decided again from scores, and here experts follow from the token",

@@ -17,6 +17,10 @@ def settings_command(as_json: bool) -> None:
     """List the names and values of `--set`, for commands that run a bundle and for `moec compile`.
 
     Defaults are the fastest values that were measured. Others are for comparisons and unusual machines.
+
+    \b
+    moec settings --json
+    moec run mixtral-moec --prompt "Question:" --set policy=lru --set prefetch=off
     """
     tables = {"run": RUN_SETTINGS, "compile": COMPILE_SETTINGS}
     if as_json:
