@@ -77,9 +77,9 @@ def commands_page() -> str:
     parts.append("## Settings\n\n`--set NAME=VALUE` takes these, as `moec settings` lists them.\n")
     for kind, table in (("of a run", RUN_SETTINGS), ("of a compile", COMPILE_SETTINGS)):
         parts.append(f"| Setting {kind} | Meaning |\n|---|---|")
-        for row in setting_rows(table):
-            values = row["values"].replace("|", "\\|")
-            parts.append(f"| `{row['name']}` {values} | {row['text']} [default: {row['default']}] |")
+        for setting in setting_rows(table):
+            values = setting["values"].replace("|", "\\|")
+            parts.append(f"| `{setting['name']}` {values} | {setting['text']} [default: {setting['default']}] |")
         parts.append("")
     return "\n".join(parts)
 
@@ -102,7 +102,7 @@ def _section(title: str, command: click.Command, rows: list[str], count: int) ->
     arguments = [_argument(p) for p in command.params if isinstance(p, click.Argument)]
     lines = [f"## {title}", "", f"`{' '.join([title, *arguments])} [OPTIONS]`", "", _prose(command.help or "")]
     lines += ["", *_HEADER.splitlines(), *rows] if rows else []
-    lines += ["", f"It has {count - len(rows)} [shared options](#shared-options)."] if len(rows) < count else []
+    lines += ["", f"[Shared options](#shared-options): {count - len(rows)}."] if len(rows) < count else []
     return "\n".join(lines) + "\n"
 
 

@@ -276,7 +276,7 @@ class RuntimeOptions:
     cooperation: Cooperation = setting(
         "auto",
         "Which other experts are copied to the accelerator: as many as end the layer first (`auto`), each that pays "
-        "alone (`published`), all (`gpu`), none (`cpu`).",
+        "alone (`twiddler`), all (`gpu`), none (`cpu`).",
         group="accelerator",
         choices=COOPERATIONS,
         place="set",
