@@ -89,7 +89,7 @@ def prescribed_compile(name: str | None, given: Collection[str]) -> dict[str, An
 
 
 def _require(system: System, name: str, bundle: Path) -> None:
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
 
     from .opening import bundle_folder
 

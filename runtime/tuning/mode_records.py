@@ -18,7 +18,7 @@ from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import MAX_QUALITY_BYTES, QUALITY_JSON
 from moec.manifests.files.strict_json import load_strict_json
 
-from ..bundle.opening import open_bundle
+from ..bundle.open_bundle import open_bundle
 from ..options.lossy import AUTO, MODE_OPTIONS, PUBLISHED, LossyModes, parse_dynamic_precision, parse_modes
 from .tune_file import bundle_sha256, file_next_to
 
