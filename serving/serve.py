@@ -15,30 +15,27 @@ from .api.service import Service, ServiceOptions
 from .app import make_app
 from .engine.scheduler import Scheduler, ServingOptions
 from .http_server import HttpOptions, HttpServer
-from .prefixes.prefix_store import PrefixStore
+from .saved_slots.saved_slots import SavedSlots
 from .security import SecurityOptions
 
 STALLED_S = 30.0
-"""At the end the server waits so long for a pass to end, and for each prefix to be saved."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixOptions:
-    """A folder for keys and values of conversations, and the most bytes that it takes."""
-
-    folder: Path
-    limit_bytes: int
+"""At the end the server waits so long for a pass to end, and for each slot to be saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """All options of a server. prefixes: None keeps them in memory alone."""
+    """All options of a server.
+
+    saved_slots: folder for keys and values of conversations; None keeps them in memory alone.
+    saved_slots_bytes: most bytes of that folder.
+    """
 
     service: ServiceOptions
     security: SecurityOptions
     engine: ServingOptions = field(default_factory=ServingOptions)
     http: HttpOptions = field(default_factory=HttpOptions)
-    prefixes: PrefixOptions | None = None
+    saved_slots: Path | None = None
+    saved_slots_bytes: int = 0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -74,12 +71,12 @@ def serve(
     say: called with sentences for the log.
     give_up: called if the engine finishes nothing for STALLED_S at the end. It cannot be closed before its pass ends,
         so the process should end instead. If `give_up` returns, the pass is waited for.
-    Raises InputError and OptionError for a folder of prefixes that cannot be used.
+    Raises InputError and OptionError for a folder of saved slots that cannot be used.
     """
-    chosen = options.prefixes
+    folder, limit_bytes = options.saved_slots, options.saved_slots_bytes
     with bound:
-        prefixes = None if chosen is None else PrefixStore(engine, chosen.folder, chosen.limit_bytes, say)
-        with Scheduler(engine, options.engine, report, prefixes) as scheduler:
+        saved_slots = None if folder is None else SavedSlots(engine, folder, limit_bytes, say)
+        with Scheduler(engine, options.engine, report, saved_slots) as scheduler:
             _serve(scheduler, bound, options, on_ready)
             if not scheduler.stop(STALLED_S):
                 give_up(

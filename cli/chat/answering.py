@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -14,7 +14,6 @@ from ..terminal import output
 
 if TYPE_CHECKING:
     from moec.runtime.engine.engine import Engine
-    from moec.runtime.engine.held_text import HeldText
     from moec.runtime.text.sampling import SamplingOptions
     from moec.runtime.trace.statistics import RunStatistics
 
@@ -62,10 +61,8 @@ class Answer:
         }
 
 
-def answer(
-    engine: Engine, tokens: list[int], options: AnswerOptions, held: HeldText, *, is_shown: bool, can_stop: bool
-) -> Answer:
-    """Return the answer to a prompt.
+def answer(engine: Engine, tokens: list[int], options: AnswerOptions, *, is_shown: bool, can_stop: bool) -> Answer:
+    """Return the answer to a prompt. What the engine's slot holds of the prompt is not computed again.
 
     is_shown: print the text as it is decoded.
     can_stop: let an interrupt end the answer instead of the program.
@@ -75,12 +72,20 @@ def answer(
 
     recorder, pieces, ids = RunRecorder(len(tokens)), list[str](), list[int]()
     reason: str | None = None
-    with _stopped_by_interrupt(held, can_stop):
-        for step in engine.generate(tokens, options.max_new_tokens, options.sampling, options.stop, held):
+    reused = 0
+    with _stopped_by_interrupt(can_stop) as is_stopped:
+        for step in engine.generate(
+            tokens,
+            options.max_new_tokens,
+            options.sampling,
+            options.stop,
+            reuses_prefix=True,
+            is_stopped=is_stopped,
+        ):
             recorder.add(step.elapsed_ns, step.cache)
             pieces.append(step.text)
             ids.append(step.token_id)
-            reason = step.finish_reason
+            reason, reused = step.finish_reason, step.reused_tokens
             if is_shown and step.text:
                 show(step.text)
             if reason is None and repeated_tokens(ids):
@@ -89,7 +94,7 @@ def answer(
     if is_shown:
         output.data("")
     statistics = recorder.finish(engine.model.prefetch_quality.recall)
-    return Answer("".join(pieces), ids, reason, len(tokens), held.reused, statistics)
+    return Answer("".join(pieces), ids, reason, len(tokens), reused, statistics)
 
 
 def repeated_tokens(ids: list[int]) -> int:
@@ -115,22 +120,21 @@ def show(text: str) -> None:
 
 
 @contextmanager
-def _stopped_by_interrupt(held: HeldText, can_stop: bool) -> Iterator[None]:
-    """Let an interrupt end the answer before its next pass. A pass is never torn, so the engine stays sound."""
-    if not can_stop:
-        yield
-        return
+def _stopped_by_interrupt(can_stop: bool) -> Iterator[Callable[[], bool]]:
+    """Yield what says whether an interrupt has ended the answer. A pass is never torn, so the engine stays sound."""
     count = 0
+    if not can_stop:
+        yield lambda: False
+        return
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal count
         count += 1
-        held.stop()
         if count >= _FORCED_AFTER:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, stop)
     try:
-        yield
+        yield lambda: count > 0
     finally:
         signal.signal(signal.SIGINT, before)

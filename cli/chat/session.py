@@ -51,11 +51,9 @@ class ChatSession:
         name: str,
         as_json: bool,
     ) -> None:
-        from moec.runtime.engine.held_text import HeldText
-
         self._engine, self._conversation, self._reader = engine, conversation, reader
         self._options, self._name, self._as_json = options, name, as_json
-        self._held, self._saved = HeldText(), set[Path]()
+        self._saved = set[Path]()
         self._last: Answer | None = None
         self._answers = 0
 
@@ -124,7 +122,6 @@ class ChatSession:
             self._engine,
             tokens,
             replace(self._options, sampling=sampling),
-            self._held,
             is_shown=not self._as_json,
             can_stop=self._reader.is_terminal,
         )

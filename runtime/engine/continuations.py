@@ -13,7 +13,7 @@ from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 
 from .answer_scores import AnswerTotal, next_token_scores, score_answers
 from .engine import Engine
-from .slots import Slot, SlotPool, common_length
+from .slots import Slot, common_length
 from .text_passes import TextPart, text_passes
 
 Group: TypeAlias = tuple[Sequence[int], Sequence[Sequence[int]]]
@@ -32,9 +32,7 @@ def score_continuations(engine: Engine, groups: Iterable[Group]) -> Iterator[lis
     Raises InputError for an empty context or an id outside the vocabulary, ContextOverflow.
     """
     read = ((list(context), continuations) for context, continuations in groups)
-    spec = engine.model.spec
-    # Keys and values must depend on nothing but the tokens before, so that they may be used again.
-    if engine.is_lossless and spec.encoder is None and not any(layer.experts.router.capacity for layer in spec.layers):
+    if engine.is_lossless and engine.slots.can_reuse:
         yield from _SharedContexts(engine).run(read)
         return
     for context, continuations in read:
@@ -65,8 +63,7 @@ class _SharedContexts:
     """Scores groups with shared contexts. One object is for one call."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._sequence = engine, 0
-        self._pool = SlotPool(engine.options.slots, can_reuse=True)
+        self._engine, self._pool = engine, engine.slots
         self._rows = LOGITS_ROWS_PER_SLOT * engine.options.slots
 
     def run(self, groups: Iterator[Group]) -> Iterator[list[AnswerTotal]]:
@@ -75,7 +72,7 @@ class _SharedContexts:
         while waiting is not None:
             batch: list[_Running] = []
             with self._engine.exclusive:
-                self._take_engine()
+                self._engine.begin_sequence(keeps_slots=True)
                 while waiting is not None and self._has_room(batch, waiting[0]):
                     batch.append(self._placed(*waiting))
                     waiting = next(groups, None)
@@ -83,16 +80,7 @@ class _SharedContexts:
                 while any(group.left for group in batch):
                     self._compute_continuations(batch)
             for group in batch:
-                self._pool.release(group.slot)
                 yield group.scores
-
-    def _take_engine(self) -> None:
-        """Begin a sequence of the engine. If another caller has used it since, its slots hold other texts."""
-        number = self._engine.begin_sequence()
-        if number != self._sequence + 1:
-            for slot in self._pool.slots:
-                self._pool.forget(slot)
-        self._sequence = number
 
     def _has_room(self, batch: Sequence[_Running], context: Sequence[int]) -> bool:
         """Return whether a group may join a batch. One that shares much with the batch can copy it afterwards."""
@@ -120,11 +108,9 @@ class _SharedContexts:
                 "shorten them or raise `--context`",
             )
         placement = self._pool.place(context)
-        if placement is None:
-            raise AssertionError("a group has a slot")
         if placement.source is not None:
-            engine.copy_prefix(placement.source.index, placement.slot.index, placement.kept)
-        return _Running(context, continuations, placement.slot, placement.kept)
+            engine.copy_prefix(placement.source, placement.slot, placement.reused)
+        return _Running(context, continuations, placement.slot, placement.reused)
 
     def _compute_contexts(self, batch: Sequence[_Running]) -> None:
         parts = [TextPart(group.slot.index, group.context[group.reused :], group.reused) for group in batch]
@@ -141,7 +127,7 @@ class _SharedContexts:
                     group.scores += [next(first_scores) if tokens else AnswerTotal() for tokens in group.continuations]
                     group.left += [at for at, tokens in enumerate(group.continuations) if len(tokens) > 1]
         for group in batch:
-            group.slot.held = list(group.context)
+            group.slot.tokens = list(group.context)
 
     def _compute_continuations(self, batch: Sequence[_Running]) -> None:
         """Compute one continuation in the slot of each group, and others in slots that are free."""
@@ -152,7 +138,9 @@ class _SharedContexts:
             if not free or not any(other.left for other in running):
                 break
             if group.left:
-                placed.append((group, self._copied(group, free.pop()), group.left.pop()))
+                slot = free.pop()  # what it holds is lost
+                self._engine.copy_prefix(group.slot, slot, len(group.context))
+                placed.append((group, slot, group.left.pop()))
         parts = [TextPart(slot.index, group.continuations[at][:-1], len(group.context)) for group, slot, at in placed]
         for computed, hidden in text_passes(self._engine, parts):
             for computed_part in computed:
@@ -162,9 +150,3 @@ class _SharedContexts:
                     rows = computed_part.rows[first : first + self._rows]
                     targets = group.continuations[at][start + first : start + first + len(rows)]
                     group.scores[at].add(self._engine.model.logits(hidden[rows]), targets)
-
-    def _copied(self, group: _Running, slot: Slot) -> Slot:
-        """Copy a context to a slot. What the slot held is lost."""
-        self._engine.copy_prefix(group.slot.index, slot.index, len(group.context))
-        slot.held = list(group.context)
-        return slot

@@ -5,7 +5,6 @@ Prefill and decode are the same pass over a flat batch of tokens. They differ on
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import time
@@ -33,9 +32,9 @@ from ..text.streaming_text import StopTexts, TextStream
 from ..text.token_ids import checked_ids
 from .exclusive_use import ExclusiveUse, exclusively
 from .generation_step import FinishReason, GenerationStep
-from .held_text import HeldText
 from .mode_line import mode_line
 from .open_engine import open_parts
+from .slots import Slot, SlotPool
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # type checkers bring it; Python has it from 3.11 on
@@ -48,8 +47,6 @@ _RunStack: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _
 # An option of the command line, and its value if it is a number or the rest of a text between backticks.
 _OPTION = re.compile(r"--(?:set )?([a-z][a-z-]*)(?:[ =]([^` ]+(?=`)|[0-9][0-9A-Za-z]*))?")
 _SETTING = re.compile(r"(?<=`)[a-z]+(?:-[a-z]+)+(?=[`=])")
-# Numbers of the sequences of all engines, so that a number tells an engine too.
-_SEQUENCES = itertools.count(1)
 
 
 def load(path: str | Path, **options: Unpack[RuntimeSettings]) -> Engine:
@@ -98,6 +95,7 @@ class Engine:
 
     Threads may take turns. A call raises ExecutionError while another thread is in a call, or holds `exclusive`.
     A caller holds `exclusive` around several calls that must not be interrupted.
+    slots: what each slot of the keys and values holds.
     """
 
     def __init__(self, bundle: Bundle, options: RuntimeOptions, closes_bundle: bool = False) -> None:
@@ -121,6 +119,8 @@ class Engine:
         self._experts, self._elastic = parts.experts, parts.elastic
         self.code_path = parts.path
         self._sequence, self.dense_on_host = 0, (self.model.dense_part, self.kv)
+        has_capacities = any(layer.experts.router.capacity for layer in self.model.spec.layers)
+        self.slots = SlotPool(self.options.slots, self.model.spec.encoder is None and not has_capacities)
         if self.accelerator is not None:
             self.place_dense(on_device=self.accelerator.dense is not None)
 
@@ -161,7 +161,8 @@ class Engine:
         self.model.dense_part, self.kv = dense_part, kv
         if self.accelerator is not None:
             self.accelerator.uses_dense = on_device
-        self._sequence = next(_SEQUENCES)
+        self.slots.begin(keeps_tokens=False)
+        self._sequence += 1
 
     def decoding_cache_bytes(self, positions: int) -> int:
         """Return the bytes of the expert cache while one sequence of so many positions is decoded."""
@@ -203,14 +204,16 @@ class Engine:
         max_new_tokens: int = 256,
         sampling: SamplingOptions | None = None,
         stop: Sequence[str] = (),
-        held: HeldText | None = None,
+        reuses_prefix: bool = False,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[GenerationStep]:
         """Decode one sequence. Yields one step per token, including the eos token.
 
         The generation stops at the end of the context.
         stop: texts that end the generation. They are not part of the steps' texts.
-        held: the text of the generation before, whose common beginning is not computed again. It is updated. With a
-            lossy mode or an encoder, the whole prompt is computed.
+        reuses_prefix: do not compute again the beginning of the prompt that a slot holds from a generation before. No
+            bit of the logits changes. With a lossy mode or an encoder, the whole prompt is computed.
+        is_stopped: asked before each pass. True ends the generation.
         Raises ContextOverflow if the prompt leaves no room.
         """
         tokens = self.encode(prompt) if isinstance(prompt, str) else checked_ids(prompt)
@@ -219,7 +222,7 @@ class Engine:
             raise OptionError(f"max_new_tokens must be a whole number of 1 or more, found {max_new_tokens}")
         limit = self.new_tokens_limit(tokens, max_new_tokens)
         sampler = Sampler(sampling or SamplingOptions())
-        return self._decode(tokens, limit, sampler, StopTexts(stop), HeldText() if held is None else held)
+        return self._decode(tokens, limit, sampler, StopTexts(stop), reuses_prefix, is_stopped)
 
     def chat(
         self,
@@ -227,7 +230,7 @@ class Engine:
         max_new_tokens: int = 256,
         sampling: SamplingOptions | None = None,
         stop: Sequence[str] = (),
-        held: HeldText | None = None,
+        reuses_prefix: bool = False,
     ) -> Iterator[GenerationStep]:
         """Decode the assistant's next message, by the chat template of the bundle. Yields steps as `generate` does.
 
@@ -244,21 +247,32 @@ class Engine:
                 text = renderer.render(template_files(self.bundle, self.options.verify), messages)
         except OptionError as error:
             raise OptionError(error.message, "give `generate` the prompt as the model reads it") from error
-        return self.generate(self.encode(text, False), max_new_tokens, sampling, stop, held)
+        return self.generate(self.encode(text, False), max_new_tokens, sampling, stop, reuses_prefix)
 
     def _decode(
-        self, tokens: list[int], limit: int, sampler: Sampler, stop: StopTexts, held: HeldText
+        self,
+        tokens: list[int],
+        limit: int,
+        sampler: Sampler,
+        stop: StopTexts,
+        reuses_prefix: bool,
+        is_stopped: Callable[[], bool],
     ) -> Iterator[GenerationStep]:
         eos = self.bundle.manifest.model.eos_token_ids
         with self.exclusive:
-            is_kept = held.sequence == self._sequence and self.is_lossless and self.model.spec.encoder is None
-            mine = self.begin_sequence()
+            mine = self.begin_sequence(keeps_slots=reuses_prefix and self.is_lossless)
             before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
-            (known,) = self.begin_texts([0], [tokens])
-            held.begin(known, mine, is_kept)
-            hidden = held.read(known, self.prefill)
-            if hidden is None:
-                return
+            placement = self.slots.place(tokens)
+            slot, reused = placement.slot, placement.reused
+            if placement.source is not None:
+                self.copy_prefix(placement.source, slot, reused)
+            (known,) = self.begin_texts([slot.index], [tokens])
+            for first in range(reused, len(known), MAX_PASS_TOKENS):
+                if is_stopped():
+                    return
+                chunk = known[first : first + MAX_PASS_TOKENS]
+                hidden = self.step(chunk, [slot.index] * len(chunk), range(first, first + len(chunk)))
+                slot.tokens += chunk
             logits, position = self.model.logits(hidden[-1:])[0], len(known)
         stream, prompt_tokens = TextStream(self.tokenizer, known), len(known)
         for count in range(1, limit + 1):
@@ -272,8 +286,8 @@ class Engine:
             elif reason is not None:
                 text += stop.flush()
             now_ns, stats = time.perf_counter_ns(), self.cache.stats.copy()
-            yield GenerationStep(token, text, position, now_ns - start_ns, stats.since(before), reason)
-            if reason is not None or held.is_stopped:
+            yield GenerationStep(token, text, position, now_ns - start_ns, stats.since(before), reason, reused)
+            if reason is not None or is_stopped():
                 return
             before, start_ns = stats, time.perf_counter_ns()
             if not self.exclusive.acquire(False):
@@ -281,22 +295,24 @@ class Engine:
             try:
                 if self._sequence != mine:
                     raise self.exclusive.taken_over()
-                logits = self.decode([token], [0], [position])[0]
-                held.tokens.append(token)
+                logits = self.decode([token], [slot.index], [position])[0]
+                slot.tokens.append(token)
             finally:
                 self.exclusive.release()
             position += 1
 
     @exclusively
-    def begin_sequence(self) -> int:
+    def begin_sequence(self, keeps_slots: bool = False) -> int:
         """Take over the KV cache. A generation that has begun cannot continue. Returns the number of the sequence.
 
         Eviction policies that count uses within a sequence begin again, also if other slots continue.
+        keeps_slots: the caller writes only to slots that `slots.place` gives it, so they may keep what they hold.
         """
+        self.slots.begin(keeps_slots)
         self.cache.begin_sequence()
         if self.lossy is not None:
             self.lossy.begin_sequence()
-        self._sequence = next(_SEQUENCES)
+        self._sequence += 1
         return self._sequence
 
     @exclusively
@@ -427,13 +443,19 @@ class Engine:
         self.kv.copy_slots(parents, positions)
 
     @exclusively
-    def copy_prefix(self, source: int, target: int, positions: int) -> None:
-        """Copy the first positions of one slot to another slot. A model with an encoder copies the prompt, too."""
-        if self._elastic is not None:
-            self._elastic.before_pass([target], [positions - 1])
+    def copy_prefix(self, source: Slot, target: Slot, positions: int) -> None:
+        """Copy the first positions of one slot to another slot."""
+        self.make_room(target, positions)
         parents = list(range(self.options.slots))
-        parents[target] = source
+        parents[target.index] = source.index
         self.kv.copy_slots(parents, positions)
+        target.tokens = source.tokens[:positions]
+
+    @exclusively
+    def make_room(self, slot: Slot, positions: int) -> None:
+        """Let the expert cache leave memory for the first positions of a slot."""
+        if self._elastic is not None:
+            self._elastic.before_pass([slot.index], [positions - 1])
 
     def check_tokens(self, tokens: Sequence[int], room: int = 1) -> None:
         """Check a prompt.

@@ -19,6 +19,7 @@ class GenerationStep:
     elapsed_ns: time since the step before. For the first step it includes prefill.
     cache: counts of the expert cache for this token.
     finish_reason: set on the last step.
+    reused_tokens: tokens of the prompt that were not computed, as a slot had their keys and values.
     """
 
     token_id: int
@@ -27,3 +28,4 @@ class GenerationStep:
     elapsed_ns: int
     cache: CacheStats
     finish_reason: FinishReason | None
+    reused_tokens: int = 0

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 class Slot:
     """One slot of the engine's keys and values.
 
-    held: tokens whose keys and values are in the slot, from position 0. They stay when a request ends.
+    tokens: tokens whose keys and values are in the slot, from position 0. They stay when a request ends.
     used: number of the request that took the slot last; 0 for none.
     """
 
     index: int
-    held: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     used: int = 0
     is_free: bool = True
 
@@ -25,22 +25,31 @@ class Placement:
     """A slot for a request.
 
     slot: the slot, no longer free.
-    kept: tokens at the beginning of the request that need not be computed.
+    reused: tokens at the beginning of the request that need not be computed.
     source: slot from which they must be copied; None if they are in place.
     """
 
     slot: Slot
-    kept: int
+    reused: int
     source: Slot | None
 
 
 class SlotPool:
-    """All slots. A request gets the keys and values of the longest common beginning, from its slot or by a copy."""
+    """All slots. A request gets the keys and values of the longest common beginning, from its slot or by a copy.
+
+    can_reuse: whether keys and values depend on nothing but the tokens before, so that they may be used again.
+    """
 
     def __init__(self, count: int, can_reuse: bool) -> None:
-        """can_reuse: whether keys and values may be used again."""
         self.slots = [Slot(index) for index in range(count)]
-        self._can_reuse, self._requests = can_reuse, 0
+        self.can_reuse, self._requests = can_reuse, 0
+
+    def begin(self, keeps_tokens: bool) -> None:
+        """Make all slots free. They hold nothing then, unless `keeps_tokens`."""
+        for slot in self.slots:
+            slot.is_free = True
+            if not (keeps_tokens and self.can_reuse):
+                slot.tokens, slot.used = [], 0
 
     @property
     def free(self) -> int:
@@ -49,38 +58,27 @@ class SlotPool:
 
     def longest(self, tokens: Sequence[int]) -> tuple[int, Slot | None]:
         """Return the most tokens at the beginning of a text that a slot holds, and the slot. One token is left over."""
-        if not self._can_reuse:
+        if not self.can_reuse:
             return 0, None
-        found = max(self.slots, key=lambda slot: (common_length(slot.held, tokens), slot.is_free, slot.used))
-        length = min(common_length(found.held, tokens), len(tokens) - 1)
-        return (length, found) if length > 0 else (0, None)
+        closest = max(self.slots, key=lambda slot: (common_length(slot.tokens, tokens), slot.is_free, slot.used))
+        length = min(common_length(closest.tokens, tokens), len(tokens) - 1)
+        return (length, closest) if length > 0 else (0, None)
 
-    def place(self, tokens: Sequence[int], reuses: bool = True) -> Placement | None:
-        """Take a slot for a text; None if there is no free one.
+    def place(self, tokens: Sequence[int], reuses: bool = True) -> Placement:
+        """Take one of the free slots for a text. There must be one.
 
         The slot with the longest common beginning is taken, if this is at least half of what the slot holds. Otherwise
         the beginning is copied into the least recently used slot, so that the other text stays.
         """
-        free = [slot for slot in self.slots if slot.is_free]
-        if not free:
-            return None
         length, source = self.longest(tokens) if reuses else (0, None)
-        oldest = min(free, key=lambda slot: slot.used)
+        oldest = min((slot for slot in self.slots if slot.is_free), key=lambda slot: slot.used)
         slot = oldest
-        if source is not None and source.is_free and (2 * length >= len(source.held) or source is oldest):
+        if source is not None and source.is_free and (2 * length >= len(source.tokens) or source is oldest):
             slot, source = source, None
         self._requests += 1
         slot.is_free, slot.used = False, self._requests
-        slot.held = list(tokens[:length]) if source is not None else slot.held[:length]
+        slot.tokens = [] if source is not None else slot.tokens[:length]
         return Placement(slot, length, source)
-
-    def release(self, slot: Slot) -> None:
-        """Make a slot free. It keeps what it holds."""
-        slot.is_free = True
-
-    def forget(self, slot: Slot) -> None:
-        """Drop what a slot holds."""
-        slot.held = []
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:

@@ -43,11 +43,6 @@ class PassRunner:
         routers = [layer.experts.router for layer in engine.model.spec.layers]
         self._divides_prompts = not any(router.capacity for router in routers)
 
-    @property
-    def keeps_prefixes(self) -> bool:
-        """True if keys and values do not depend on the pass that computed them, so that they may be used again."""
-        return self._divides_prompts and self._engine.model.spec.encoder is None
-
     def run(self, running: Sequence[RunningSequence]) -> None:
         """Run the next pass. Under lossy modes, prompts and tokens take one pass each."""
         prompts = [each for each in running if each.is_prefilling]
@@ -78,12 +73,12 @@ class PassRunner:
 
     def _run_parts(self, parts: list[Part]) -> None:
         """Run a pass. If it fails, run each sequence alone, so that only those fail that cannot go on."""
-        held = [len(part.sequence.slot.held) for part in parts]
+        lengths = [len(part.sequence.slot.tokens) for part in parts]
         try:
             self._run_pass(parts)
         except Exception as error:
-            for part, before in zip(parts, held, strict=True):
-                if len(parts) == 1 or len(part.sequence.slot.held) != before:  # the second: there were no logits
+            for part, before in zip(parts, lengths, strict=True):
+                if len(parts) == 1 or len(part.sequence.slot.tokens) != before:  # the second: there were no logits
                     self._fail(part.sequence, error)
                 else:
                     self._run_parts([part])
@@ -93,11 +88,11 @@ class PassRunner:
         tokens, slots, positions = list[int](), list[int](), list[int]()
         wanted: list[tuple[Part, int]] = []
         for part in parts:
-            held, known = len(part.sequence.slot.held), part.sequence.known
+            first, known = len(part.sequence.slot.tokens), part.sequence.known
             wanted += [(part, len(tokens) + row) for row in part.sequence.logits_rows(part.count)]
-            tokens += known[held : held + part.count]
+            tokens += known[first : first + part.count]
             slots += [part.sequence.slot.index] * part.count
-            positions += range(held, held + part.count)
+            positions += range(first, first + part.count)
         if not engine.is_lossless and not parts[0].sequence.is_prefilling:
             logits = engine.decode(tokens, slots, positions)
             self._finish(parts, time.perf_counter_ns() - started_ns, before)

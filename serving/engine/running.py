@@ -20,7 +20,7 @@ from .request import Ended, FinishReason, GenerationRequest, PromptScored, Timin
 class RunningSequence:
     """One request between its slot and its last token.
 
-    known: tokens of the decoder's text so far. Those after the slot's `held` have not been computed.
+    known: tokens of the decoder's text so far. Those after the slot's `tokens` have not been computed.
     prompt_length: number of tokens in `known` before the answer.
     has_ended: the last event was delivered.
     """
@@ -43,7 +43,7 @@ class RunningSequence:
         self._limit = engine.new_tokens_limit(request.tokens, request.max_new_tokens)
         self._scores: list[TokenLogProb] = []
         self._characters = 0
-        self._kept, self._started_ns = placement.kept, time.perf_counter_ns()
+        self._reused, self._started_ns = placement.reused, time.perf_counter_ns()
         self._first_ns: int | None = None
         self._last_ns = self._passes_ns = 0
         self._cache = CacheStats()
@@ -51,16 +51,16 @@ class RunningSequence:
     @property
     def is_prefilling(self) -> bool:
         """True until all tokens of the prompt have been computed."""
-        return len(self.slot.held) < self.prompt_length
+        return len(self.slot.tokens) < self.prompt_length
 
     @property
     def waiting_tokens(self) -> int:
         """Number of known tokens that have not been computed."""
-        return len(self.known) - len(self.slot.held)
+        return len(self.known) - len(self.slot.tokens)
 
     def logits_rows(self, count: int) -> range:
         """Return which of the next `count` tokens need logits."""
-        start = len(self.slot.held)
+        start = len(self.slot.tokens)
         if self.request.scores_prompt and start < self.prompt_length:
             return range(count)
         return range(count - 1, count) if start + count == len(self.known) else range(0)
@@ -72,8 +72,8 @@ class RunningSequence:
 
     def advance(self, count: int) -> None:
         """Note that the next `count` tokens were computed."""
-        start = len(self.slot.held)
-        self.slot.held += self.known[start : start + count]
+        start = len(self.slot.tokens)
+        self.slot.tokens += self.known[start : start + count]
 
     def take_row(self, position: int, logits: np.ndarray) -> None:
         """Take the logits after the token at a position: score the prompt's next token, or choose a token.
@@ -133,7 +133,7 @@ class RunningSequence:
         return Timings(
             prompt_tokens=len(self.request.tokens),
             answer_tokens=count,
-            cached_tokens=self._kept,
+            cached_tokens=self._reused,
             queue_ns=self._started_ns - arrived,
             ttft_ns=None if first is None else first - arrived,
             tpot_ns=(self._last_ns - first) / (count - 1) if first is not None and count > 1 else None,

@@ -7,12 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from moec.manifests.errors import MoecError, OptionError
 from moec.runtime.engine.engine import Engine
-from moec.runtime.engine.slots import Placement, SlotPool, common_length
+from moec.runtime.engine.slots import Placement, common_length
 
+from ..saved_slots.saved_slots import SavedSlots
 from .activity import Activity
 from .passes import PassRunner
 from .request import Failed, GenerationRequest
@@ -22,7 +22,7 @@ _SHARED_TOKENS = 16
 """A request waits for a prompt in progress if it can then copy so many tokens more."""
 
 _SAVE_AFTER_S = 0.2
-"""Time without work after which prefixes are saved."""
+"""Time without work after which slots are saved."""
 
 
 class QueueFull(Exception):
@@ -56,24 +56,11 @@ class ServingOptions:
             raise OptionError(f"`--prefill-tokens` must be 1 or more, found {self.prefill_tokens}", "try 256")
 
 
-class Prefixes(Protocol):
-    """Prefixes on disk."""
-
-    def longest(self, tokens: Sequence[int]) -> int:
-        """Return the most tokens at the beginning of a text that are there."""
-
-    def load(self, slot: int, tokens: Sequence[int]) -> list[int]:
-        """Fill a slot with the longest beginning, and return its tokens; none if it is damaged."""
-
-    def save(self, slot: int, tokens: Sequence[int]) -> None:
-        """Save what a slot holds."""
-
-
 class Scheduler:
     """Runs requests on one engine. `start` starts its thread; the end of the `with` block ends it.
 
     report: called with errors that are no MoecError, for the log. It must not raise.
-    prefixes: prefixes on disk, or None. They are saved while nothing else is to do, and at the end.
+    saved_slots: slots on disk, or None. They are saved while nothing else is to do, and at the end.
     after_events: called after the events of a pass, and after those of ended requests. It must neither raise nor block.
     """
 
@@ -82,17 +69,17 @@ class Scheduler:
         engine: Engine,
         options: ServingOptions | None = None,
         report: Callable[[BaseException], None] = lambda error: None,
-        prefixes: Prefixes | None = None,
+        saved_slots: SavedSlots | None = None,
     ) -> None:
         self.engine, self.options, self.activity = engine, options or ServingOptions(), Activity()
-        self._prefixes, self._unsaved = prefixes, set[int]()
+        self._saved_slots, self._unsaved = saved_slots, set[int]()
         self._report = report
         self.after_events: Callable[[], None] = lambda: None
         self._runner = PassRunner(engine, self.options.prefill_tokens, self._fail, self.activity)
-        self.pool = SlotPool(engine.options.slots, self._runner.keeps_prefixes)
+        self.pool = engine.slots
         self._waiting = deque[GenerationRequest]()
         self._running: list[RunningSequence] = []
-        self._changed, self._sequence, self._steps_done = threading.Condition(), 0, 0
+        self._changed, self._steps_done = threading.Condition(), 0
         self._is_draining = self._ends_running = self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -160,7 +147,7 @@ class Scheduler:
     def stop(self, patience_s: float | None = None) -> bool:
         """End all requests and the thread, and wait for the end of its pass. Returns whether the thread has ended.
 
-        patience_s: most seconds in which neither a pass ends nor a prefix is saved; None: no limit. A pass that waits
+        patience_s: most seconds in which neither a pass ends nor a slot is saved; None: no limit. A pass that waits
             for its storage cannot be interrupted.
         """
         self.drain(ends_running=True)
@@ -191,10 +178,10 @@ class Scheduler:
             self._drop_ended()
             self.after_events()
             while self._unsaved:
-                self._save_prefix()
+                self._save_slot()
 
     def _wait_for_work(self) -> bool:
-        """Block until there is work, and save prefixes meanwhile. Returns False at the end."""
+        """Block until there is work, and save slots meanwhile. Returns False at the end."""
         while True:
             with self._changed:
                 if self._waiting or self._running:
@@ -203,19 +190,17 @@ class Scheduler:
                     return False
                 has_news = self._changed.wait(_SAVE_AFTER_S if self._unsaved else None)
             if not has_news:
-                self._save_prefix()
+                self._save_slot()
 
-    def _save_prefix(self) -> None:
+    def _save_slot(self) -> None:
         """Save what one free slot holds."""
         self._steps_done += 1
         slot = self.pool.slots[self._unsaved.pop()]
-        if self._prefixes is None or not slot.is_free or not slot.held:
-            return
         try:
-            self._take_engine()
-            if slot.held:
-                self._prefixes.save(slot.index, slot.held)
-        except Exception as error:  # a server without saved prefixes still answers
+            with self.engine.exclusive:
+                if self._saved_slots is not None and slot.is_free:
+                    self._saved_slots.save(slot)
+        except Exception as error:  # a server without saved slots still answers
             self._report(error)
 
     def _drop_ended(self) -> None:
@@ -244,7 +229,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Give waiting requests slots, in their order, except for those that wait for a prompt they share."""
         if self._waiting and not self._running:
-            self._take_engine()
+            self.engine.begin_sequence(keeps_slots=True)
         with self._changed:
             waiting = list(self._waiting)
         for request in waiting:
@@ -252,9 +237,7 @@ class Scheduler:
                 return
             if self._shares_prompt_in_progress(request) or not self._take(request):
                 continue
-            placement = self.pool.place(request.tokens, reuses=not request.scores_prompt)
-            if placement is not None:  # this thread alone takes slots
-                self._begin(request, placement)
+            self._begin(request, self.pool.place(request.tokens, reuses=not request.scores_prompt))
 
     def _take(self, request: GenerationRequest) -> bool:
         """Take a request out of the queue. Returns False if `drain` has ended it since the queue was read."""
@@ -264,24 +247,16 @@ class Scheduler:
             self._waiting.remove(request)
         return True
 
-    def _take_engine(self) -> None:
-        """Begin a sequence of the engine. If another caller has used it since, its slots hold other texts."""
-        number = self.engine.begin_sequence()
-        if number != self._sequence + 1:
-            for slot in self.pool.slots:
-                self.pool.forget(slot)
-        self._sequence = number
-
     def _shares_prompt_in_progress(self, request: GenerationRequest) -> bool:
         """Return whether a running prompt will soon hold much more of this request than any slot does now."""
-        if request.scores_prompt or not self._runner.keeps_prefixes:
+        if request.scores_prompt or not self.pool.can_reuse:
             return False
-        held, _ = self.pool.longest(request.tokens)
+        reusable, _ = self.pool.longest(request.tokens)
         for sequence in self._running:
             if not sequence.is_prefilling:
                 continue
             prompt = sequence.known[: sequence.prompt_length]
-            if common_length(prompt, request.tokens) > max(held, len(sequence.slot.held)) + _SHARED_TOKENS:
+            if common_length(prompt, request.tokens) > max(reusable, len(sequence.slot.tokens)) + _SHARED_TOKENS:
                 return True
         return False
 
@@ -290,33 +265,31 @@ class Scheduler:
         try:
             placement = self._with_saved(request, placement)
             if placement.source is not None:
-                engine.copy_prefix(placement.source.index, slot.index, placement.kept)
+                engine.copy_prefix(placement.source, slot, placement.reused)
             (text,) = engine.begin_texts([slot.index], [request.tokens])
             sequence = RunningSequence(engine, request, placement, text, self.activity)
         except Exception as error:
-            self.pool.forget(slot)
-            self.pool.release(slot)
+            slot.tokens, slot.is_free = [], True
             self._tell(request, self._failure(error))
             return
         self.activity.prompt_tokens += len(request.tokens)
-        self.activity.cached_tokens += placement.kept
+        self.activity.cached_tokens += placement.reused
         with self._changed:
             self._running.append(sequence)
             if self._ends_running:  # since the request was taken
                 request.cancel()
 
     def _with_saved(self, request: GenerationRequest, placement: Placement) -> Placement:
-        """Return a placement whose slot holds a prefix from disk, if that is much longer than what is in memory."""
-        if self._prefixes is None or request.scores_prompt or not self._runner.keeps_prefixes:
+        """Return a placement whose slot was read from disk, if that has much more of the request than the memory."""
+        if self._saved_slots is None or request.scores_prompt:
             return placement
-        if self._prefixes.longest(request.tokens) < placement.kept + _SHARED_TOKENS:
+        if self._saved_slots.longest(request.tokens) < placement.reused + _SHARED_TOKENS:
             return placement
-        slot, kept = placement.slot, placement.slot.held
-        slot.held = self._prefixes.load(slot.index, request.tokens)
-        if not slot.held and placement.source is not None:
-            slot.held = kept
+        slot = placement.slot
+        self._saved_slots.load(slot, request.tokens)
+        if not slot.tokens and placement.source is not None:
             return placement
-        return Placement(slot, len(slot.held), None)
+        return Placement(slot, len(slot.tokens), None)
 
     def _release_ended(self) -> None:
         ended = [each for each in self._running if each.has_ended]
@@ -325,8 +298,8 @@ class Scheduler:
         with self._changed:
             self._running = [each for each in self._running if not each.has_ended]
         for sequence in ended:
-            self.pool.release(sequence.slot)
-            if self._prefixes is not None and self._runner.keeps_prefixes:
+            sequence.slot.is_free = True
+            if self._saved_slots is not None:
                 self._unsaved.add(sequence.slot.index)
 
     def _fail(self, sequence: RunningSequence, error: Exception) -> None:

@@ -166,7 +166,7 @@ def test_what_is_no_repetition() -> None:
 def test_an_answer_that_repeats_itself_ends(
     invoke: Invoke, bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def generate(self: Engine, *options: object) -> Iterator[GenerationStep]:
+    def generate(self: Engine, *values: object, **options: object) -> Iterator[GenerationStep]:
         for count in range(400):
             yield GenerationStep(60 + count % 3, "abc"[count % 3], count, 1, CacheStats(), None)
 

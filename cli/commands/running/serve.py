@@ -69,7 +69,7 @@ server = section_option("Server")
     "--prefix-cache",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Keep keys and values of conversations in this folder, for the next start. It tells what was said.",
+    help="Save slots, the keys and values of conversations, in this folder for the next start. It tells what was said.",
 )
 @server("--prefix-cache-size", default="1GiB", show_default=True, metavar="SIZE", help="Most bytes of that folder.")
 @server("--allowed-host", multiple=True, metavar="NAME", help="A name of this server in Host headers; repeatable.")
@@ -108,7 +108,9 @@ def serve_command(
     options = build_options(values, _checked_slots(slots), bundle)
     server_memory, security = _server_memory(bundle), _security(host, allowed_host, cors_origin, api_key_file)
     settings = _settings(_checked_name(bundle, name), security, ServingOptions(queue, prefill_tokens), deadline)
-    settings = _with_prefixes(settings, prefix_cache, prefix_cache_size)
+    if prefix_cache is not None:
+        limit_bytes = parse_bytes(prefix_cache_size, "--prefix-cache-size")
+        settings = replace(settings, saved_slots=prefix_cache, saved_slots_bytes=limit_bytes)
     bound = bind(host, port)  # before the weights are read
     samplings: list[tuple[SamplingOptions, str]] = []
 
@@ -211,15 +213,6 @@ def _settings(name: str, security: SecurityOptions, engine: ServingOptions, dead
     if not 0 < deadline <= 1e6:
         raise OptionError(f"`--deadline` must be more than 0 and at most 1000000, found {deadline:g}", "try 600")
     return ServeOptions(ServiceOptions(name, deadline_s=deadline), security, engine, HttpOptions(drain_s=deadline))
-
-
-def _with_prefixes(settings: ServeOptions, folder: Path | None, size: str) -> ServeOptions:
-    """Return the options with a folder of prefixes, if there is one. Raises OptionError."""
-    from moec.serving.serve import PrefixOptions
-
-    if folder is None:
-        return settings
-    return replace(settings, prefixes=PrefixOptions(folder, parse_bytes(size, "--prefix-cache-size")))
 
 
 def _end_process(error: MoecError) -> None:

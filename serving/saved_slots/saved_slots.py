@@ -1,4 +1,4 @@
-"""A folder of prefixes: which texts it has, how many bytes it may take, and what is saved and loaded."""
+"""A folder of saved slots: which texts it has, how many bytes it may take, and what is saved and loaded."""
 
 from __future__ import annotations
 
@@ -15,17 +15,9 @@ import numpy as np
 from moec.manifests.codec import encode_manifest
 from moec.manifests.errors import InputError, OptionError
 from moec.runtime.engine.engine import Engine
+from moec.runtime.engine.slots import Slot
 
-from .prefix_file import (
-    SUFFIX,
-    UNFINISHED_SUFFIX,
-    DamagedPrefix,
-    file_bytes,
-    name_of,
-    read_prefix,
-    read_tokens,
-    write_prefix,
-)
+from .slot_file import SUFFIX, UNFINISHED_SUFFIX, DamagedSlot, file_bytes, name_of, read_slot, read_tokens, write_slot
 
 LEAST_TOKENS = 32
 """Shorter beginnings are computed as fast as they are read."""
@@ -33,7 +25,7 @@ MOST_FILES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _SavedSlot:
     path: Path
     tokens: np.ndarray
 
@@ -44,8 +36,8 @@ class _Saved:
         return int(differing[0]) if len(differing) else most
 
 
-class PrefixStore:
-    """Prefixes of one bundle in one folder. Only the engine's thread uses it.
+class SavedSlots:
+    """Saved slots of one bundle in one folder. Only the engine's thread uses it.
 
     A file that is damaged, that another bundle wrote, or that does not fit is never used.
     Files go when the bytes exceed the limit: first those that are not used, then the least recently used.
@@ -60,7 +52,7 @@ class PrefixStore:
         Raises InputError for a folder that others can write to, OptionError for a run whose keys and values may differ
         from those of another run.
         """
-        if not engine.is_lossless or engine.accelerator is not None or engine.model.spec.encoder is not None:
+        if not engine.is_lossless or engine.accelerator is not None or not engine.slots.can_reuse:
             raise OptionError(
                 "`--prefix-cache` is for lossless runs on the CPU of models without an encoder", "leave it out"
             )
@@ -78,59 +70,60 @@ class PrefixStore:
     @property
     def used_bytes(self) -> int:
         """Bytes of all files, those of other bundles included."""
-        own = sum(file_bytes(len(each.tokens), self._token_bytes) for each in self._files)
-        return own + sum(size for _, size in self._others)
+        own_bytes = sum(file_bytes(len(saved.tokens), self._token_bytes) for saved in self._files)
+        return own_bytes + sum(size for _, size in self._others)
 
     def longest(self, tokens: Sequence[int]) -> int:
         """Return the most tokens at the beginning of a text that a file has. One token is left over."""
         text = np.asarray(tokens, np.int32)
-        return max((min(each.common(text), len(tokens) - 1) for each in self._files), default=0)
+        return max((min(saved.common(text), len(tokens) - 1) for saved in self._files), default=0)
 
-    def load(self, slot: int, tokens: Sequence[int]) -> list[int]:
-        """Fill a slot from the file with the longest common beginning. Returns the tokens that the slot then holds.
+    def load(self, slot: Slot, tokens: Sequence[int]) -> None:
+        """Fill a slot from the file with the longest common beginning.
 
         The slot must hold nothing that is needed. Without a sound file it holds nothing.
         """
+        slot.tokens = []
         text = np.asarray(tokens, np.int32)
         while self.longest(tokens) > 0:
-            found = max(self._files, key=lambda each: each.common(text))
-            count = len(found.tokens)
-            self._engine.copy_prefix(slot, slot, count)  # copies nothing, and makes room for the positions
+            saved = max(self._files, key=lambda file: file.common(text))
+            count = len(saved.tokens)
+            self._engine.make_room(slot, count)
+            parts = self._engine.kv.prefix_parts(slot.index, count)
             try:
-                read_prefix(
-                    found.path, self._identity, found.tokens.tolist(), self._engine.kv.prefix_parts(slot, count)
-                )
-            except DamagedPrefix as error:
-                self._refuse(found, error)
+                read_slot(saved.path, self._identity, saved.tokens.tolist(), parts)
+            except DamagedSlot as error:
+                self._report(f"`{saved.path}` is removed: it {error}")
+                self._remove(saved)
                 continue
-            self._files.remove(found)
-            self._files.append(found)
+            self._files.remove(saved)
+            self._files.append(saved)
             with contextlib.suppress(OSError):
-                os.utime(found.path)
+                os.utime(saved.path)
             self.loaded += count
-            return list(tokens[: min(found.common(text), len(tokens) - 1)])
-        return []
+            slot.tokens = list(tokens[: min(saved.common(text), len(tokens) - 1)])
+            return
 
-    def save(self, slot: int, tokens: Sequence[int]) -> None:
+    def save(self, slot: Slot) -> None:
         """Save what a slot holds, unless a file has it. Files with beginnings of it are removed."""
-        size = file_bytes(len(tokens), self._token_bytes)
-        if len(tokens) < LEAST_TOKENS or size > self._limit:
+        size = file_bytes(len(slot.tokens), self._token_bytes)
+        if len(slot.tokens) < LEAST_TOKENS or size > self._limit:
             return
-        text = np.asarray(tokens, np.int32)
-        if any(each.common(text) == len(text) for each in self._files):
+        text = np.asarray(slot.tokens, np.int32)
+        if any(saved.common(text) == len(text) for saved in self._files):
             return
-        path = self._folder / name_of(tokens)
-        parts = self._engine.kv.prefix_parts(slot, len(tokens))
-        for each in [each for each in self._files if each.common(text) == len(each.tokens)]:
-            self._remove(each)
+        path = self._folder / name_of(slot.tokens)
+        parts = self._engine.kv.prefix_parts(slot.index, len(text))
+        for beginning in [saved for saved in self._files if saved.common(text) == len(saved.tokens)]:
+            self._remove(beginning)
         self._make_room(size)
         try:
-            write_prefix(path, self._identity, tokens, parts)
+            write_slot(path, self._identity, slot.tokens, parts)
         except OSError as error:
-            self._report(f"a prefix cannot be saved in `{self._folder}`: {error.strerror or error}")
+            self._report(f"a slot cannot be saved in `{self._folder}`: {error.strerror or error}")
             return
-        self._files.append(_Saved(path, text))
-        self.saved += len(tokens)
+        self._files.append(_SavedSlot(path, text))
+        self.saved += len(text)
 
     def _remove_unfinished(self) -> None:
         """Remove what a server that was killed has left half-written, and say how many files there were."""
@@ -140,24 +133,24 @@ class PrefixStore:
                 path.unlink()
                 removed += 1
         if removed:
-            self._report(f"unfinished prefixes in `{self._folder}` are removed: {removed}")
+            self._report(f"unfinished files in `{self._folder}` are removed: {removed}")
 
-    def _known_files(self) -> list[_Saved]:
+    def _known_files(self) -> list[_SavedSlot]:
         """Return the files of this bundle, least recently used first, and note the other ones."""
         paths = [path for path in self._folder.iterdir() if path.name.endswith(SUFFIX)]
         ordered = sorted((path for path in paths if not path.is_symlink()), key=_used_s, reverse=True)
-        found = list[_Saved]()
+        known = list[_SavedSlot]()
         for path in ordered:
             try:
-                if len(found) == MOST_FILES:
-                    raise DamagedPrefix("is one too many")
+                if len(known) == MOST_FILES:
+                    raise DamagedSlot("is one too many")
                 tokens = read_tokens(path, self._identity, self._context, self._token_bytes)
-            except DamagedPrefix as error:
+            except DamagedSlot as error:
                 self._report(f"`{path}` is not used: it {error}")
                 self._others.append((path, path.lstat().st_size))
                 continue
-            found.append(_Saved(path, np.asarray(tokens, np.int32)))
-        return found[::-1]
+            known.append(_SavedSlot(path, np.asarray(tokens, np.int32)))
+        return known[::-1]
 
     def _make_room(self, size: int) -> None:
         """Remove files until one more of this size fits: those of other bundles first, then the least recently used."""
@@ -168,11 +161,7 @@ class PrefixStore:
         while self._files and (len(self._files) >= MOST_FILES or self.used_bytes + size > self._limit):
             self._remove(self._files[0])
 
-    def _refuse(self, saved: _Saved, error: DamagedPrefix) -> None:
-        self._report(f"`{saved.path}` is removed: it {error}")
-        self._remove(saved)
-
-    def _remove(self, saved: _Saved) -> None:
+    def _remove(self, saved: _SavedSlot) -> None:
         self._files.remove(saved)
         with contextlib.suppress(OSError):
             saved.path.unlink()
@@ -191,10 +180,10 @@ def _check_folder(folder: Path) -> None:
     remedy = "name a folder of your own: mkdir -m 700 DIR"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        status = folder.stat()
     except OSError as error:
-        raise InputError(f"`{folder}` cannot be used for prefixes: {error.strerror}", remedy) from error
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise InputError(f"`{folder}` cannot be used for saved slots: {error.strerror}", remedy) from error
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise InputError(f"`{folder}` can be changed by other users", remedy)
 
 

@@ -15,8 +15,8 @@ from moec.manifests.errors import InputError, OptionError
 from moec.runtime import Engine, load
 from moec.serving.engine.request import TokenMade
 from moec.serving.engine.scheduler import Scheduler
-from moec.serving.prefixes import prefix_file
-from moec.serving.prefixes.prefix_store import PrefixStore
+from moec.serving.saved_slots import slot_file
+from moec.serving.saved_slots.saved_slots import SavedSlots
 from tests.serving.engine_requests import Asked, ask
 
 CONTEXT, LIMIT = 96, 1 << 30
@@ -31,12 +31,12 @@ def opened(tiny_bundle: Path) -> Iterator[Engine]:
 
 
 @contextmanager
-def started(engine: Engine, folder: Path, limit: int = LIMIT) -> Iterator[tuple[Scheduler, PrefixStore, list[str]]]:
+def started(engine: Engine, folder: Path, limit: int = LIMIT) -> Iterator[tuple[Scheduler, SavedSlots, list[str]]]:
     """A server's engine after a start: its slots hold nothing."""
     engine.begin_sequence()
     said = list[str]()
-    store = PrefixStore(engine, folder, limit, said.append)
-    with Scheduler(engine, prefixes=store) as scheduler:
+    store = SavedSlots(engine, folder, limit, said.append)
+    with Scheduler(engine, saved_slots=store) as scheduler:
         yield scheduler, store, said
 
 
@@ -52,7 +52,7 @@ def made(asked: Asked) -> list[TokenMade]:
 
 @pytest.fixture
 def folder(opened: Engine, tmp_path: Path) -> Path:
-    """A folder with the prefix of one conversation."""
+    """A folder with the slot of one conversation."""
     with started(opened, tmp_path / "kv") as (scheduler, _, _):
         answer(scheduler, TEXT)
     (only,) = (tmp_path / "kv").iterdir()
@@ -71,7 +71,7 @@ def test_the_next_start_goes_on_with_the_same_bits(opened: Engine, folder: Path)
     assert found.ended.timings.cached_tokens >= len(TEXT) and store.loaded >= len(TEXT) and said == []
 
 
-def test_prefixes_are_saved_while_nothing_else_is_to_do(opened: Engine, tmp_path: Path) -> None:
+def test_slots_are_saved_while_nothing_else_is_to_do(opened: Engine, tmp_path: Path) -> None:
     with started(opened, tmp_path / "kv") as (scheduler, store, _):
         answer(scheduler, TEXT)
         for _ in range(600):
@@ -150,7 +150,7 @@ def test_what_a_killed_server_left_half_written_is_removed(opened: Engine, folde
     with started(opened, folder) as (_, store, said):
         assert store.used_bytes == only.stat().st_size
     assert sorted(path.name for path in folder.iterdir()) == sorted(["2.kv.partial", only.name])
-    assert said == [f"unfinished prefixes in `{folder}` are removed: 2"]
+    assert said == [f"unfinished files in `{folder}` are removed: 2"]
 
 
 def test_values_that_are_no_numbers_are_refused(opened: Engine, folder: Path) -> None:
@@ -158,10 +158,10 @@ def test_values_that_are_no_numbers_are_refused(opened: Engine, folder: Path) ->
     with started(opened, folder) as (_, store, _):
         saved = store.longest([*TURN, 1, 2, 3])
     (path,) = folder.iterdir()
-    text = prefix_file.read_tokens(path, path.read_bytes()[8:40], CONTEXT, token_bytes(opened))
+    text = slot_file.read_tokens(path, path.read_bytes()[8:40], CONTEXT, token_bytes(opened))
     parts = [part.copy() for part in opened.kv.prefix_parts(0, len(text))]
     parts[0][0] = float("nan")
-    prefix_file.write_prefix(path, path.read_bytes()[8:40], text, parts)
+    slot_file.write_slot(path, path.read_bytes()[8:40], text, parts)
     with started(opened, folder) as (scheduler, store, said):
         found = answer(scheduler, TURN)
     assert (
@@ -188,7 +188,7 @@ def test_links_and_other_kinds_are_left_alone(opened: Engine, folder: Path, tmp_
 
 
 def test_the_bytes_are_bounded(opened: Engine, tmp_path: Path) -> None:
-    limit = 3 * prefix_file.file_bytes(50, token_bytes(opened))
+    limit = 3 * slot_file.file_bytes(50, token_bytes(opened))
     for start in range(8):
         with started(opened, tmp_path, limit) as (scheduler, store, _):
             answer(scheduler, [start + 3, *TEXT])
@@ -209,7 +209,7 @@ def test_files_of_other_bundles_count_and_go_first(opened: Engine, folder: Path)
     assert list(folder.iterdir()) == [path]
 
 
-def test_another_bundle_or_type_has_other_prefixes(tiny_bundle: Path, folder: Path) -> None:
+def test_another_bundle_or_type_has_other_slots(tiny_bundle: Path, folder: Path) -> None:
     with load(tiny_bundle, context=CONTEXT, slots=2, kv="float16") as engine:
         with started(engine, folder) as (scheduler, _, said):
             assert answer(scheduler, TURN).ended.timings.cached_tokens == 0
@@ -219,23 +219,23 @@ def test_another_bundle_or_type_has_other_prefixes(tiny_bundle: Path, folder: Pa
 def test_a_folder_of_others_is_refused(opened: Engine, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(InputError, match="other users"):
-        PrefixStore(opened, tmp_path, LIMIT, print)
+        SavedSlots(opened, tmp_path, LIMIT, print)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be used"):
-        PrefixStore(opened, tmp_path / "file", LIMIT, print)
+        SavedSlots(opened, tmp_path / "file", LIMIT, print)
 
 
-def test_lossy_runs_have_no_prefixes_on_disk(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_lossy_runs_have_no_saved_slots(tiny_bundle: Path, tmp_path: Path) -> None:
     lossy = load(tiny_bundle, context=CONTEXT, lossy="big-little gamma=0.9,k=1", expert_cache="60%")
     with lossy as engine, pytest.raises(OptionError, match="lossless"):
-        PrefixStore(engine, tmp_path / "kv", LIMIT, print)
+        SavedSlots(engine, tmp_path / "kv", LIMIT, print)
 
 
-def test_a_full_disk_costs_the_prefix_only(opened: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_the_file_only(opened: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*values: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prefix_file.FileSystem, "sync", full)
+    monkeypatch.setattr(slot_file.FileSystem, "sync", full)
     with started(opened, tmp_path / "kv") as (scheduler, store, said):
         answer(scheduler, TEXT)
     assert list((tmp_path / "kv").iterdir()) == [] and store.saved == 0

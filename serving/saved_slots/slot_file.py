@@ -1,4 +1,4 @@
-"""One file with the keys and values of a text's beginning: written at once, and checked when it is read.
+"""One file with the keys and values of a text: written at once, and checked when it is read.
 
 The layout, in the byte order of the machine: a fixed head, the token ids (int32), then the arrays of
 `KVCache.prefix_parts`. The head has a mark, the identity of bundle and options, the number of tokens, and the SHA-256
@@ -26,8 +26,8 @@ SUFFIX, UNFINISHED_SUFFIX = ".kv", ".kv.partial"
 """File names are the first 32 digits of the digest of the tokens, and this."""
 
 
-class DamagedPrefix(Exception):
-    """A file that is no sound prefix of this bundle. The message follows its name."""
+class DamagedSlot(Exception):
+    """A file that is no sound slot of this bundle. The message follows its name."""
 
 
 def name_of(tokens: Sequence[int]) -> str:
@@ -40,7 +40,7 @@ def file_bytes(tokens: int, token_bytes: int) -> int:
     return _HEAD.size + tokens * (4 + token_bytes)
 
 
-def write_prefix(path: Path, identity: bytes, tokens: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+def write_slot(path: Path, identity: bytes, tokens: Sequence[int], parts: Sequence[np.ndarray]) -> None:
     """Write a file, whole or not at all. Raises OSError."""
     ids = np.asarray(tokens, np.int32)
     digest = hashlib.sha256(ids.tobytes())
@@ -67,30 +67,30 @@ def read_tokens(path: Path, identity: bytes, most: int, token_bytes: int) -> lis
     """Return the token ids of a file, after a check of its head and length. Its content is not checked yet.
 
     most: most tokens, the context of the run.
-    Raises DamagedPrefix.
+    Raises DamagedSlot.
     """
     with _opened(path) as file:
         return _read_head(file, identity, most, token_bytes)[0]
 
 
-def read_prefix(path: Path, identity: bytes, tokens: Sequence[int], parts: Sequence[np.ndarray]) -> None:
-    """Fill arrays with the content of a file. Raises DamagedPrefix; the arrays then hold anything.
+def read_slot(path: Path, identity: bytes, tokens: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+    """Fill arrays with the content of a file. Raises DamagedSlot; the arrays then hold anything.
 
     tokens: token ids that the file must have.
     """
     token_bytes = sum(part.nbytes for part in parts) // len(tokens)
     with _opened(path) as file:
-        found, digest = _read_head(file, identity, len(tokens), token_bytes)
-        if not np.array_equal(found, tokens):
-            raise DamagedPrefix("has changed")
-        actual = hashlib.sha256(np.asarray(found, np.int32).tobytes())
+        ids, digest = _read_head(file, identity, len(tokens), token_bytes)
+        if not np.array_equal(ids, tokens):
+            raise DamagedSlot("has changed")
+        actual = hashlib.sha256(np.asarray(ids, np.int32).tobytes())
         for part in parts:
             _fill(file, part.data.cast("B"))
             actual.update(part.data)
         if actual.digest() != digest:
-            raise DamagedPrefix("differs from its digest")
+            raise DamagedSlot("differs from its digest")
         if not all(bool(np.isfinite(part).all()) for part in parts):
-            raise DamagedPrefix("has values that are no numbers")
+            raise DamagedSlot("has values that are no numbers")
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -99,18 +99,18 @@ def _opened(path: Path) -> FileIO:
     try:
         return FileIO(open_input(path), "rb")
     except UnreadableFile as error:
-        raise DamagedPrefix(str(error)) from error
+        raise DamagedSlot(str(error)) from error
 
 
 def _read_head(file: FileIO, identity: bytes, most: int, token_bytes: int) -> tuple[list[int], bytes]:
     head = bytearray(_HEAD.size)
     _fill(file, memoryview(head))
-    mark, found, count, digest = _HEAD.unpack(head)
-    if mark != _MARK or found != identity:
-        raise DamagedPrefix("belongs to another bundle or to other options")
+    mark, identity_in_file, count, digest = _HEAD.unpack(head)
+    if mark != _MARK or identity_in_file != identity:
+        raise DamagedSlot("belongs to another bundle or to other options")
     size = os.fstat(file.fileno()).st_size
     if not 0 < count <= most or size != file_bytes(count, token_bytes):
-        raise DamagedPrefix(f"has {size} bytes, which no prefix of {count} tokens has")
+        raise DamagedSlot(f"has {size} bytes, which no slot of {count} tokens has")
     ids = np.empty(count, np.int32)
     _fill(file, ids.data.cast("B"))
     return ids.tolist(), digest
@@ -122,7 +122,7 @@ def _fill(file: FileIO, target: memoryview) -> None:
         try:
             count = file.readinto(target[done:])
         except OSError as error:
-            raise DamagedPrefix(f"cannot be read: {error.strerror}") from error
+            raise DamagedSlot(f"cannot be read: {error.strerror}") from error
         if not count:
-            raise DamagedPrefix("ends too early")
+            raise DamagedSlot("ends too early")
         done += count

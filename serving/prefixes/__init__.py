@@ -1,1 +1,0 @@
-"""Keys and values of the beginnings of conversations, in files."""

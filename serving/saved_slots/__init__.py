@@ -1,0 +1,1 @@
+"""Slots on disk: keys and values of conversations, in files."""
