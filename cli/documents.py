@@ -19,8 +19,7 @@ HEAD = """# The command line
 `make docs` writes this page from the commands. `moec COMMAND --help` explains more, `--help-all` shows all options.
 Text and results go to stdout. Messages and progress go to stderr. With `--json` a command prints one JSON object.
 
-`eval "$(_MOEC_COMPLETE=bash_source moec)"` in `~/.bashrc` completes commands, options and files. For other shells it is
-`zsh_source` or `fish_source`.
+`eval "$(_MOEC_COMPLETE=bash_source moec)"` in `~/.bashrc` completes commands and options (`zsh_source`, `fish_source`).
 
 | Exit code | Meaning |
 |---|---|
@@ -38,7 +37,6 @@ Text and results go to stdout. Messages and progress go to stderr. With `--json`
 
 
 _RUNS = ("run", "chat", "generate", "serve", "eval", "lm-eval", "bench")
-_HEADER = "| Option | Meaning |\n|---|---|"
 
 
 def schema_text() -> str:
@@ -69,17 +67,16 @@ def commands_page() -> str:
         rows = _rows(command)
         parts.append(_section(f"moec {name}", command, [row for row in rows if row not in shared], len(rows)))
     parts.append(f"## Shared options\n\n*Runs* are {', '.join(_RUNS[:-1])} and {_RUNS[-1]}.\n")
-    parts.append("| Option | Of | Meaning |\n|---|---|---|")
-    for row, names in sorted(shared.items(), key=lambda entry: -len(entry[1])):
-        option, _, meaning = row.removeprefix("| ").partition(" | ")
-        parts.append(f"| {option} | {_users_text(names)} | {meaning}")
-    parts.append("")
+    groups: dict[str, list[str]] = {}
+    for row, names in shared.items():
+        groups.setdefault(_users_text(names), []).append(row)
+    for text, rows in groups.items():
+        parts.append(f"Of {text}:\n\n" + "\n".join(rows) + "\n")
     parts.append("## Settings\n\n`--set NAME=VALUE` takes these, as `moec settings` lists them.\n")
-    for kind, table in (("of a run", RUN_SETTINGS), ("of a compile", COMPILE_SETTINGS)):
-        parts.append(f"| Setting {kind} | Meaning |\n|---|---|")
+    for kind, table in (("run", RUN_SETTINGS), ("compile", COMPILE_SETTINGS)):
+        parts.append(f"Of a {kind}:\n")
         for setting in setting_rows(table):
-            values = setting["values"].replace("|", "\\|")
-            parts.append(f"| `{setting['name']}` {values} | {setting['text']} [default: {setting['default']}] |")
+            parts.append(f"* `{setting['name']}={setting['values']}` {setting['text']} [default: {setting['default']}]")
         parts.append("")
     return "\n".join(parts)
 
@@ -91,17 +88,17 @@ def _users_text(names: Sequence[str]) -> str:
 
 
 def _rows(command: click.Command) -> list[str]:
-    """Return the options of a command as rows of a table."""
+    """Return the options of a command as items of a list."""
     options = [option for option in command.params if isinstance(option, click.Option)]
     options = [option for option in options if option.name not in ("help_all", "as_json")]
-    return [f"| {_option_name(option)} | {_meaning(option)} |" for option in options]
+    return [f"* {_option_name(option)} {_meaning(option)}" for option in options]
 
 
 def _section(title: str, command: click.Command, rows: list[str], count: int) -> str:
     """Return the section of a command. rows: options that no other command has alike. count: of all its options."""
     arguments = [_argument(p) for p in command.params if isinstance(p, click.Argument)]
-    lines = [f"## {title}", "", f"`{' '.join([title, *arguments])} [OPTIONS]`", "", _prose(command.help or "")]
-    lines += ["", *_HEADER.splitlines(), *rows] if rows else []
+    lines = [f"## {title}", "", f"`{' '.join([title, *arguments])}`", "", _prose(command.help or "")]
+    lines += ["", *rows] if rows else []
     lines += ["", f"[Shared options](#shared-options): {count - len(rows)}."] if len(rows) < count else []
     return "\n".join(lines) + "\n"
 
@@ -114,16 +111,15 @@ def _argument(argument: click.Argument) -> str:
 
 def _option_name(option: click.Option) -> str:
     """Return the names of an option and its value. A switch with two forms has both: `--this / --that`."""
-    names = f"`{' / '.join(', '.join(forms) for forms in (option.opts, option.secondary_opts) if forms)}`"
+    names = " / ".join(", ".join(forms) for forms in (option.opts, option.secondary_opts) if forms)
     if option.is_flag:
-        return names
+        return f"`{names}`"
     choices = option.type.choices if isinstance(option.type, click.Choice) else ()
-    value = option.metavar or "|".join(map(str, choices)) or option.type.name.upper()
-    return f"{names} {value}".replace("|", "\\|")
+    return f"`{names} {option.metavar or '|'.join(map(str, choices)) or option.type.name.upper()}`"
 
 
 def _meaning(option: click.Option) -> str:
-    text = (option.help or "").replace("|", "\\|").replace("  [default", " [default")
+    text = (option.help or "").replace("  [default", " [default")
     if option.required:
         return f"{text} Required."
     default = ",".join(option.default) if isinstance(option.default, tuple) else option.default
@@ -131,10 +127,10 @@ def _meaning(option: click.Option) -> str:
 
 
 def _prose(text: str) -> str:
-    """Return the first paragraph of a help text as Markdown, and its examples in fenced blocks."""
+    """Return the first paragraph of a help text as Markdown, and its first examples in a fenced block."""
     first, *others = inspect.cleandoc(text).split("\n\n")
     examples = [paragraph.removeprefix("\b\n") for paragraph in others if paragraph.startswith("\b")]
-    return "\n\n".join([first, *(f"```\n{example}\n```" for example in examples)])
+    return "\n\n".join([first, *(f"```\n{example}\n```" for example in examples[:1])])
 
 
 if __name__ == "__main__":

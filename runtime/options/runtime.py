@@ -126,15 +126,14 @@ class RuntimeOptions:
     policy: Policy = setting(
         "lrfu",
         "Which expert leaves a full cache first: one that was used long ago (`lru`), rarely (`lfu`), or both (`lrfu`). "
-        "`edgemoe`, `hobbit` and `hobbit-printed` are the rules of the papers EdgeMoE and HOBBIT, for comparison.",
+        "`edgemoe`, `hobbit` and `hobbit-printed` are the rules of these papers.",
         group="memory and cache",
         choices=POLICIES,
         place="set",
     )
     policy_weights: str | None = setting(
         None,
-        "What `hobbit` and `hobbit-printed` go by: shares of recent use, of the number of uses, of uses at full "
-        "precision, and of how soon the layer comes again. They add up to 1.",
+        "Shares of recency, uses, uses at full precision, and nearness of the layer, for `hobbit`. Their sum is 1.",
         group="memory and cache",
         metavar="LRU,LFU,LHU,FLD",
         default_text="those of the bundle, else measured ones",
@@ -142,9 +141,9 @@ class RuntimeOptions:
     )
     prefetch: Prefetch = setting(
         "lookahead",
-        "How the experts of later layers are predicted, so that they are read early. `lookahead` asks the routers of "
+        "How experts of later layers are predicted, to be read early. `lookahead` asks the routers of "
         "these layers before their turn. `path` goes by which experts followed each other in calibration, "
-        "`popularity` by which were used most. It never changes a result.",
+        "`popularity` by which were used most.",
         group="reading ahead",
         choices=PREFETCHERS,
         is_tuned=True,
@@ -217,16 +216,15 @@ class RuntimeOptions:
     )
     learned_routers: bool = setting(
         True,
-        "Let `lookahead` use the routers that the compile learned for it, if the bundle has some.",
+        "Let `lookahead` use routers that the compile learned.",
         group="reading ahead",
         place="set",
     )
     prefetch_rule: PrefetchRule = setting(
         "likely",
-        "Which of the predicted experts are read ahead. `likely` reads those whose predictions proved right often "
-        "enough. `spread` reads 3/8 of the next layer's top-k, fewer of later layers. `first-miss` is `spread` up to "
-        "the first layer that lacks an expert. `until-routed` reads all experts of the next layer, likeliest first, "
-        "until that layer has chosen, with a reader of its own.",
+        "Which of the predicted experts are read ahead. `likely`: those whose predictions proved right often enough. "
+        "`spread`: 3/8 of the next layer's top-k, fewer of later layers. `first-miss`: the same, up to the first layer "
+        "that lacks an expert. `until-routed`: all of the next layer, until it has chosen, by a reader of its own.",
         group="reading ahead",
         choices=PREFETCH_RULES,
         is_tuned=True,
@@ -283,8 +281,7 @@ class RuntimeOptions:
     )
     accelerator_dense: DensePlace = setting(
         "auto",
-        "Where attention, shared experts and head are computed: where it is measured to be faster, on the device, "
-        "or on the host.",
+        "Where attention, shared experts and head are computed. `auto`: where it is measured to be faster.",
         group="accelerator",
         noun="place of dense weights",
         choices=DENSE_PLACES,

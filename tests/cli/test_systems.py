@@ -89,7 +89,7 @@ def test_settings_are_listed_once(invoke: Invoke) -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
     for row in (*told["run"], *told["compile"]):
         assert row["text"] in page and f"{row['name']}=" in invoke("settings").stdout
-        assert len(re.findall(rf"^\| `{row['name']}` ", page, re.MULTILINE)) == 1
+        assert len(re.findall(rf"^\* `{row['name']}=", page, re.MULTILINE)) == 1
 
 
 @pytest.mark.parametrize(("name", "rows"), [("run", 50), ("compile", 70)])
@@ -103,4 +103,4 @@ def test_help_fits_on_a_screen(invoke: Invoke, name: str, rows: int) -> None:
 
 def test_the_reference_stays_short() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
-    assert len(re.findall(r"^\| `-", page, re.MULTILINE)) <= 180
+    assert len(re.findall(r"^\* `-", page, re.MULTILINE)) <= 180

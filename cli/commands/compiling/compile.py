@@ -188,8 +188,7 @@ _planned = section_option("Plans and measurements")
     default="cpu",
     show_default=True,
     metavar="cpu|cuda|cuda:N",
-    help="Where calibration, second moments, quantization, gradients and KL of plans are computed. Tested on the CPU; "
-    "no run on a GPU is recorded. Answers of plans come from the runtime on the CPU.",
+    help="Where calibration, quantization, gradients and KL of plans are computed. No run on a GPU is recorded.",
 )
 @_machine(
     "--cluster", metavar="ADDRESS", help="Use the workers of a Ray cluster: `auto`, or an address like `10.0.0.1:6379`."
@@ -209,8 +208,8 @@ _planned = section_option("Plans and measurements")
     "--measurements",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Keep all measurements in FOLDER, and take those of earlier compiles. Another loss of the same checkpoint and "
-    "data then calibrates and quantizes nothing again. Implies --resume.",
+    help="Keep all measurements in FOLDER, and take those of earlier compiles of the same checkpoint and data. "
+    "Implies --resume.",
 )
 @as_option(COMPILED_SYSTEMS)
 @set_option(COMPILE_SETTINGS)
