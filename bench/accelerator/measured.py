@@ -33,12 +33,12 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
+from bench.accelerator.workload import STRATEGIES
 from moec.runtime import load
 from moec.runtime.accelerator.cooperative import CooperationCounts
 from moec.runtime.engine.beam import BeamOptions, beam_search
 from moec.runtime.engine.engine import Engine
 from moec.runtime.options.runtime import Cooperation
-from moec.runtime.simulation.accelerator_workload import STRATEGIES
 
 BEAM_PROMPT = 32
 DENSE_HERE = "planner, dense weights on the CPU"

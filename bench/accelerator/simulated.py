@@ -25,12 +25,12 @@ from functools import partial
 
 import numpy as np
 
+from bench.accelerator.workload import STRATEGIES, Workload, decode_ns, prefill_ns
 from moec.manifests.quant import QuantSpec
 from moec.profiles.loading import load_profile
 from moec.runtime import kernels
 from moec.runtime.accelerator.image import expert_bytes, write_image
 from moec.runtime.accelerator.latency import SAMPLE_TOKENS, LatencyModel, fit_line
-from moec.runtime.simulation.accelerator_workload import STRATEGIES, Workload, decode_ns, prefill_ns
 
 PROMPTS, BEAMS = (512, 1024, 2048, 4096), (4, 8, 12)
 DECODED = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moec.runtime.text.streaming_text import load_tokenizer
+from moec.runtime.text.tokenizer import load_tokenizer
 from moec.runtime.trace.trace import Trace
 
 from ..expert_cache.eviction import texts

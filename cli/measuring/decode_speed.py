@@ -62,7 +62,7 @@ MAX_TEXT_BYTES = 64 << 20
 
 def sequence_of(bundle: Bundle, path: Path, prompt_tokens: int, tokens: int) -> list[int]:
     """Return the first tokens of a text: a prompt and `tokens` more. Raises InputError; OptionError for too few."""
-    from moec.runtime.text.streaming_text import load_tokenizer
+    from moec.runtime.text.tokenizer import load_tokenizer
 
     if prompt_tokens < 1:
         raise OptionError(f"`--prompt-tokens` must be at least 1, found {prompt_tokens}", "leave it out for 32")

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from moec.runtime.expert_cache.policies import PolicyScore
     from moec.runtime.options.runtime import Prefetch
     from moec.runtime.simulation.accelerator_replay import ReplayedDevice
-    from moec.runtime.simulation.events import Watch
-    from moec.runtime.simulation.timeline import Advice, DeviceRates, TimedPass, Timeline
+    from moec.runtime.simulation.timeline import Advice, DeviceRates, TimedPass, Timeline, Watch
     from moec.runtime.trace.trace import Trace
 
     from .traces import ReplayedBundle

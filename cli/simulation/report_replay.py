@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moec.reporting.figures.token_timeline import TokenTimeline
     from moec.reporting.report import Replayed
     from moec.runtime.bundle.open_bundle import Bundle
-    from moec.runtime.simulation.events import Event
+    from moec.runtime.simulation.timeline import Event
 
 CACHE_SHARES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 POLICIES = ("lrfu", "lru", "lfu", "hobbit", "edgemoe", "optimum")

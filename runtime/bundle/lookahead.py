@@ -54,8 +54,19 @@ def read_lookahead(bundle: Bundle) -> dict[tuple[int, int], ForeseeingMatrix]:
         raise StorageReadFailed(f"{place} cannot be read: {error.strerror}", "check the disk") from error
     weights, biases = dict[tuple[int, int], tuple[QuantSpec, TensorEntry]](), dict[tuple[int, int], TensorEntry]()
     for name, entry in header.items():
-        key, spec = _key_of(place, name)
-        _check(place, name, entry, _expected(place, name, model, key, spec))
+        match = _NAME.fullmatch(name)
+        try:
+            if match is None:
+                raise ValueError
+            key = int(match[1]), int(match[2])
+            spec = None if match[4] is None else QuantSpec.parse(match[4])  # a bias has no format
+        except ValueError:
+            raise ManifestInvalid(f"{place}: unknown tensor `{name[:80]}`", _COMPILE_AGAIN) from None
+        expected = _expected(place, name, model, key, spec)
+        if (entry.dtype, entry.shape) != expected:
+            raise ManifestInvalid(
+                f"{place}, tensor `{name[:80]}`: expected {expected}, found {entry.dtype, entry.shape}", _COMPILE_AGAIN
+            )
         if spec is None:
             biases[key] = entry
         else:
@@ -72,17 +83,6 @@ def read_lookahead(bundle: Bundle) -> dict[tuple[int, int], ForeseeingMatrix]:
     }
 
 
-def _key_of(place: str, name: str) -> tuple[tuple[int, int], QuantSpec | None]:
-    """Return layer and distance of a tensor, and the format of a weight; None for a bias. Raises ManifestInvalid."""
-    match = _NAME.fullmatch(name)
-    try:
-        if match is not None:
-            return (int(match[1]), int(match[2])), None if match[4] is None else QuantSpec.parse(match[4])
-    except ValueError:
-        pass
-    raise ManifestInvalid(f"{place}: unknown tensor `{name[:80]}`", _COMPILE_AGAIN)
-
-
 def _expected(
     place: str, name: str, model: ModelSpec, key: tuple[int, int], spec: QuantSpec | None
 ) -> tuple[str, tuple[int, ...]]:
@@ -94,10 +94,3 @@ def _expected(
     if not count or model.encoder is not None or not is_format:
         raise ManifestInvalid(f"{place}: `{name[:80]}` is for no router of the model", _COMPILE_AGAIN)
     return ("F32", (count,)) if spec is None else ("U8", (spec.packed_bytes(count, model.hidden_size),))
-
-
-def _check(place: str, name: str, entry: TensorEntry, expected: tuple[str, tuple[int, ...]]) -> None:
-    if (entry.dtype, entry.shape) != expected:
-        raise ManifestInvalid(
-            f"{place}, tensor `{name[:80]}`: expected {expected}, found {entry.dtype, entry.shape}", _COMPILE_AGAIN
-        )

@@ -278,7 +278,16 @@ def _digests(file: BundleFile, parts: Sequence[_Part], progress: Callable[[int],
     """
     digest, checksums = hashlib.sha256(), [xxhash.xxh3_128() for _ in parts]
     done, first = 0, 0
-    while chunk := _chunk(file, done):
+    while True:
+        try:  # a byte more than the manifest states shows that a file has grown
+            chunk = os.pread(file.descriptor, min(CHUNK_BYTES, file.size_bytes + 1 - done), done)
+        except OSError as error:
+            place = f"`{file.path}` at byte {done}"
+            raise StorageReadFailed(
+                f"{place}: {error.strerror}", "check the disk, and copy the bundle again"
+            ) from error
+        if not chunk:
+            return digest.hexdigest(), [checksum.hexdigest() for checksum in checksums]
         digest.update(chunk)
         end = done + len(chunk)
         while first < len(parts) and parts[first].offset_bytes < end:
@@ -289,16 +298,6 @@ def _digests(file: BundleFile, parts: Sequence[_Part], progress: Callable[[int],
             first += 1
         done = end
         progress(done)
-    return digest.hexdigest(), [checksum.hexdigest() for checksum in checksums]
-
-
-def _chunk(file: BundleFile, offset_bytes: int) -> bytes:
-    """Return at most CHUNK_BYTES of a file. Empty after its end, and after the end that the manifest states."""
-    try:
-        return os.pread(file.descriptor, min(CHUNK_BYTES, file.size_bytes + 1 - offset_bytes), offset_bytes)
-    except OSError as error:
-        place = f"`{file.path}` at byte {offset_bytes}"
-        raise StorageReadFailed(f"{place}: {error.strerror}", "check the disk, and copy the bundle again") from error
 
 
 def verify_files(bundle: Bundle, names: Sequence[str]) -> None:

@@ -46,7 +46,11 @@ class PathTables:
         Pairs: those with keys (layer, one of `before`, one of `chosen`). Exact sets: the one of both sets.
         """
         if self.has_sets:
-            return self._row_of_sets(layer, before, chosen)
+            wanted = [layer, *sorted(before), *sorted(chosen)]
+            if len(before) != len(chosen) or len(wanted) != self.keys.shape[1]:  # fewer experts than in the calibration
+                return []
+            row = bisect_left(range(len(self.keys)), wanted, key=lambda at: self.keys[at].tolist())
+            return [row] if row < len(self.keys) and self.keys[row].tolist() == wanted else []
         experts, known_keys = self.transitions.shape[1], self.keys.data
         first = layer * experts * experts
         wanted_keys = [first + one * experts + last for last in chosen for one in before]
@@ -61,13 +65,6 @@ class PathTables:
     def has_sets(self) -> bool:
         """True if keys are exact sets."""
         return self.keys.ndim == 2
-
-    def _row_of_sets(self, layer: int, before: Sequence[int], chosen: Sequence[int]) -> list[int]:
-        wanted = [layer, *sorted(before), *sorted(chosen)]
-        if len(before) != len(chosen) or len(wanted) != self.keys.shape[1]:  # fewer experts than in the calibration
-            return []
-        row = bisect_left(range(len(self.keys)), wanted, key=lambda at: self.keys[at].tolist())
-        return [row] if row < len(self.keys) and self.keys[row].tolist() == wanted else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from moec.manifests.bundle import DENSE_NAME, ExpertEntry, unit_offsets
+from moec.manifests.bundle import DENSE_NAME, unit_offsets
 from moec.manifests.errors import ChecksumMismatch
 from moec.manifests.model import UnitKey
 
@@ -29,9 +29,7 @@ class BundleWeights:
         self._check(data, entry.xxh3, f"`{self.bundle.path / DENSE_NAME}`, `{name}`")
         if len(entry.shape) == 2:
             return unpack(data, *entry.shape, entry.spec)
-        if entry.spec.float_type == "float16":
-            return data.view(np.float16).astype(np.float32)
-        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return widened(data, entry.spec.float_type)
 
     def unit(self, key: UnitKey) -> np.ndarray:
         """Return one projection of an expert that is not left out, float32 [N, K].
@@ -39,7 +37,7 @@ class BundleWeights:
         Raises ChecksumMismatch, StorageReadFailed.
         """
         manifest = self.bundle.manifest
-        entry = self._entry(key)
+        entry = next(entry for entry in manifest.experts if entry.key == (key.layer, key.expert))
         data = np.empty(entry.size_bytes, np.uint8)
         self.bundle.read_into(entry.file, entry.offset_bytes, data)
         self._check(data, entry.xxh3, f"`{self.bundle.path / entry.file}`, expert {key.expert} of layer {key.layer}")
@@ -49,10 +47,13 @@ class BundleWeights:
         spec, start = specs[key.projection], unit_offsets(manifest.model, key.layer, specs)[0][key.projection]
         return unpack(data[start : start + spec.packed_bytes(rows, columns)], rows, columns, spec)
 
-    def _entry(self, key: UnitKey) -> ExpertEntry:
-        experts = self.bundle.manifest.experts
-        return next(entry for entry in experts if (entry.layer, entry.expert) == (key.layer, key.expert))
-
     def _check(self, data: np.ndarray, digest: str, place: str) -> None:
         if xxhash.xxh3_128_hexdigest(data.data) != digest:
             raise ChecksumMismatch(f"{place}: bytes differ from their checksum", COPY_AGAIN)
+
+
+def widened(raw: np.ndarray, float_type: str) -> np.ndarray:
+    """Return 16-bit floats, stored as uint8 [2 n], as float32 [n]."""
+    if float_type == "float16":
+        return raw.view(np.float16).astype(np.float32)
+    return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

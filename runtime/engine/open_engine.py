@@ -34,8 +34,7 @@ from ..prefetch.learned_routers import learned_routers
 from ..prefetch.predictors import make_predictor
 from ..storage.interface import ExpertStorage, page_bytes
 from ..storage.open_storage import open_storage
-from ..text.streaming_text import load_tokenizer
-from ..text.tokenizer import BundleTokenizer
+from ..text.tokenizer import BundleTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from ..accelerator.cooperative import CooperativeExperts

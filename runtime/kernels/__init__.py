@@ -9,14 +9,14 @@ specification is the model that calls it. `native/README.md` says which file of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from moec.manifests.quant import QuantSpec
 
-from . import attention_layer, bound_layer, latent_layer, lookahead, packed_matrix, reference
+from . import attention_layer, latent_layer, lookahead, packed_matrix, reference
 from .attention_call import AttentionRule, TokenPlaces
-from .expert_layers import experts_layer
 from .extension import (
     MAX_THREADS,
     NUMPY,
@@ -30,6 +30,7 @@ from .extension import (
     threads,
 )
 from .packed_matrix import Bytes, Floats, Int32s, Int64s, check_array
+from .stream_layer import StreamLayer
 
 __all__ = [
     "MAX_THREADS",
@@ -129,7 +130,7 @@ class AttentionLayer(attention_layer.AttentionLayer):
     """
 
     def __post_init__(self) -> None:
-        self.native = bound_layer.bind(self, loaded())
+        self.native = _bound(self)
 
 
 class LatentLayer(latent_layer.LatentLayer):
@@ -139,7 +140,7 @@ class LatentLayer(latent_layer.LatentLayer):
     """
 
     def __post_init__(self) -> None:
-        self.native = bound_layer.bind(self, loaded())
+        self.native = _bound(self)
 
 
 def linear(matrix: PackedMatrix, x: Floats, out: Floats) -> None:
@@ -314,6 +315,30 @@ def attend(
         layer.native.attend(hidden, k_cache, v_cache, places.slots, places.positions, places.ends)
 
 
+def experts_layer(
+    layers: Any, layer: int, hidden: Floats, sequences: int = 1
+) -> tuple[str, int, int, int, int, int, int]:
+    """Add the output of a layer's experts to the hidden states of T tokens. Waits for experts that are not in memory.
+
+    The specification is `Model._experts_layer` in runtime/model/forward.py. There is no numpy version.
+    layers: the extension's `ExpertLayers`.
+    hidden: [T, D], read and written.
+    sequences: number of sequences that the tokens belong to.
+    Raises ValueError.
+
+    Returns seven values:
+    1. How it ended: `done`, `failed`, `too large` or `closed`.
+    2. The expert that stopped it.
+    3. Nanoseconds in norm, router and shared expert.
+    4. Nanoseconds in routed experts.
+    5. Nanoseconds in the shared expert alone.
+    6. How many different experts were chosen.
+    7. How many of them had been predicted; -1 without a prediction.
+    """
+    outcome: tuple[str, int, int, int, int, int, int] = layers.run(layer, hidden, sequences)
+    return outcome
+
+
 def route(logits: Floats, top_k: int, renormalize: bool) -> tuple[Int32s, Floats]:
     """Choose experts: softmax over all experts, then the top_k of each token, best first.
 
@@ -366,3 +391,21 @@ def largest(values: np.ndarray, count: int) -> tuple[list[int], list[float]]:
         return lookahead.largest(values, count)
     indices_and_values: tuple[list[int], list[float]] = native.largest(values, count)
     return indices_and_values
+
+
+def _bound(layer: StreamLayer) -> Any:
+    """Return the extension's object for this layer, from the class of the same name; None without an extension.
+
+    Raises ValueError if shapes do not fit each other.
+    """
+    extension = loaded()
+    if extension is None:
+        return None
+    fields = {name: _native(value) for name, value in vars(layer).items()}
+    fields["norm"] = (fields["norm"], fields.pop("norm_bias"))
+    return getattr(extension, type(layer).__name__)(**fields)
+
+
+def _native(value: Any) -> Any:
+    """Replace matrices, alone or in a tuple, by the extension's objects. Other values stay."""
+    return tuple(_native(item) for item in value) if isinstance(value, tuple) else getattr(value, "native", value)

@@ -16,6 +16,7 @@ from moec.manifests.model import AttentionSpec, LatentSpec, ModelSpec
 
 from .. import kernels
 from .norms import Norm
+from .relative_bias import bias_by_distance
 from .rotary import RotaryTables
 
 Weights = Mapping[str, Any]
@@ -161,3 +162,31 @@ def _by_head(matrix: kernels.PackedMatrix, heads: int) -> tuple[kernels.PackedMa
     rows, size = matrix.rows // heads, len(matrix.data) // heads
     parts = [matrix.data[head * size : (head + 1) * size] for head in range(heads)]
     return tuple(kernels.PackedMatrix(data, rows, matrix.columns, matrix.spec) for data in parts)
+
+
+def attention_blocks(
+    model: ModelSpec, dense: Weights, weights: Sequence[Weights], norms: Mapping[str, Norm], context: int
+) -> list[AttentionBlock]:
+    """Return the attention of each layer. Layers with the same rotary embedding share its tables.
+
+    dense: all dense weights by name. weights: those of each layer.
+    context: positions of the cache, C.
+    """
+    ropes = {layer.attention.rope for layer in model.layers if layer.attention.rope is not None}
+    rotary = {rope: RotaryTables(rope, context) for rope in ropes}
+    # Biases by distance of the encoder (True) and of the decoder (False), as far as there are any.
+    biases = {}
+    for sees_ahead in (True, False) if model.encoder is not None else (False,):
+        first = 0 if sees_ahead else model.first_decoder_layer
+        spec = model.layers[first].attention.relative_bias
+        if spec is not None:
+            table = dense[f"layers.{first}.relative_bias"]
+            biases[sees_ahead] = bias_by_distance(table, spec, context, sees_ahead)
+    blocks = []
+    for at, layer in enumerate(model.layers):
+        tables = None if layer.attention.rope is None else rotary[layer.attention.rope]
+        bias = biases.get(at < model.first_decoder_layer)
+        blocks.append(
+            make_block(model, layer.attention, weights[at], norms[f"layers.{at}.attention_norm"], tables, bias)
+        )
+    return blocks

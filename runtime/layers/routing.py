@@ -36,7 +36,8 @@ class RoutingRule:
             self._kept[list(pruned)] = False
             self._kept_experts = np.flatnonzero(self._kept).astype(np.int32)
         router = experts.router
-        self._is_plain = router.is_plain
+        self.is_softmax = router.is_plain
+        """True if the score of an expert is its softmax share over all experts that are not pruned."""
         self._correction = np.array(router.correction, np.float32) if router.correction else None
         self.static: np.ndarray | None = None
         """Experts of each token id, int32 [V, K]; set only for static routing."""
@@ -61,7 +62,7 @@ class RoutingRule:
             chosen, weights = sparsemixer(logits, router.margin)
             # The kernels take no strides, so both are copied.
             return np.ascontiguousarray(chosen[:, :top_k]), np.ascontiguousarray(weights[:, :top_k])
-        if self._is_plain:
+        if self.is_softmax:
             chosen, weights = kernels.route(logits, top_k, router.renormalize)
             if self._kept is not None:
                 self._replace_pruned(self._kept, logits, chosen, weights)
@@ -124,11 +125,6 @@ class RoutingRule:
         """Return for each expert whether a token may choose it, by its best groups: scores [E] -> bool [E]."""
         allowed: np.ndarray = self._ranked(scores[None])[0] > -np.inf
         return allowed
-
-    @property
-    def is_softmax(self) -> bool:
-        """True if the score of an expert is its softmax share over all experts that are not pruned."""
-        return self._is_plain
 
     @property
     def can_weigh(self) -> bool:

@@ -29,11 +29,6 @@ class SharedExpert:
         self.expert = kernels.Expert(gate=gate, up=up, down=down, activation=activation)
         self._router = weights.get("shared_router")
 
-    @property
-    def is_weighed(self) -> bool:
-        """True if its weight depends on the token."""
-        return self._router is not None
-
     def weights(self, normed: np.ndarray) -> np.ndarray:
         """Return the weight of its output for each token, [T, 1]."""
         if self._router is None:

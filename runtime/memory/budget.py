@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -66,15 +65,6 @@ class MemoryPlan(FixedMemory):
 def resident_experts_bytes(manifest: BundleManifest) -> int:
     """Return the memory that all experts take, without low versions: whole pages of this machine."""
     return sum(page_bytes(entry.size_bytes) for entry in manifest.experts)
-
-
-def _layer_experts_bytes(manifest: BundleManifest) -> int:
-    """Return the memory of the largest experts that a token needs in a layer, in whole pages of this machine."""
-    sizes: list[list[int]] = [[] for _ in manifest.model.layers]
-    for entry in manifest.experts:
-        sizes[entry.layer].append(page_bytes(entry.size_bytes))
-    chosen = zip(sizes, manifest.model.layers, strict=True)
-    return max(sum(sorted(layer)[-block.experts.top_k :]) for layer, block in chosen)
 
 
 def default_budget_bytes() -> int:
@@ -183,64 +173,74 @@ def plan_memory(manifest: BundleManifest, options: RuntimeOptions, accelerator_b
     """
     context = _checked_context(manifest.model, options)
     nominal = nominal_memory(manifest, options, accelerator_bytes)
-    # An engine may be loaded into a process that is larger already.
-    taken = max(nominal.process_bytes, resident_set_bytes() + PROCESS_SLACK_BYTES)
-    fixed: dict[str, Any] = {**asdict(nominal), "process_bytes": taken, "context": context}
-    experts_bytes, minimum_bytes = resident_experts_bytes(manifest), _layer_experts_bytes(manifest)
-    fixed["minimum_expert_bytes"] = minimum_bytes  # more than in the bundle if pages are larger than 4096 bytes
-    bare = MemoryPlan(cache_bytes=0, budget_bytes=None, **fixed)
+    # Experts take whole pages of this machine, which may be larger than 4096 bytes.
+    page_sizes: list[list[int]] = [[] for _ in manifest.model.layers]
+    for entry in manifest.experts:
+        page_sizes[entry.layer].append(page_bytes(entry.size_bytes))
+    top_ks = [layer.experts.top_k for layer in manifest.model.layers]
+    largest = (sum(sorted(sizes)[-top_k:]) for sizes, top_k in zip(page_sizes, top_ks, strict=True))
+    needs = replace(
+        nominal,
+        # An engine may be loaded into a process that is larger already.
+        process_bytes=max(nominal.process_bytes, resident_set_bytes() + PROCESS_SLACK_BYTES),
+        minimum_expert_bytes=max(largest),
+    )
+    all_experts_bytes = sum(map(sum, page_sizes))
     budget = parse_bytes(options.memory) if options.memory is not None else None
     if options.expert_cache is not None:
-        cache = parse_cache(options.expert_cache, experts_bytes)
-        if cache < minimum_bytes:
-            least = memory_option(minimum_bytes)
-            share = f"; a share is written `{options.expert_cache}%`" if options.expert_cache.isdigit() else ""
-            raise MemoryBudgetExceeded(
-                f"`--expert-cache {options.expert_cache}` is under the floor of {least}",
-                f"--expert-cache {least}{share}",
-            )
-        if budget is not None and bare.fixed_bytes + cache > budget:
-            least = memory_option(bare.fixed_bytes + cache)
-            raise MemoryBudgetExceeded(
-                f"`--expert-cache {options.expert_cache}` needs a budget of {least}, "
-                f"`--memory {options.memory}` is less",
-                f"give one of the two, or --memory {least}",
-            )
+        cache_bytes = parse_cache(options.expert_cache, all_experts_bytes)
+        logical_bytes = parse_cache(options.expert_cache, manifest.cost.expert_padded_bytes)
+        _check_cache(options, needs, cache_bytes, budget)
     else:
         if budget is None:
             budget = default_budget_bytes()
-        cache = budget - bare.fixed_bytes
-        if cache < minimum_bytes:
-            raise _under_floor(bare, options, budget, nominal.process_bytes)
-    padded_bytes = manifest.cost.expert_padded_bytes
-    logical = cache
-    if options.expert_cache is not None:
-        logical = parse_cache(options.expert_cache, padded_bytes)
-    elif options.memory is not None:
-        logical = max(cache + taken - nominal.process_bytes, nominal.minimum_expert_bytes)
+        cache_bytes = logical_bytes = budget - needs.fixed_bytes
+        if cache_bytes < needs.minimum_expert_bytes:
+            raise _under_floor(needs, options, context, budget, nominal.process_bytes)
+        if options.memory is not None:
+            logical_bytes = max(budget - nominal.fixed_bytes, nominal.minimum_expert_bytes)
     return MemoryPlan(
-        cache_bytes=min(cache, experts_bytes),
-        logical_cache_bytes=min(logical, padded_bytes),
+        **asdict(needs),
+        cache_bytes=min(cache_bytes, all_experts_bytes),
+        logical_cache_bytes=min(logical_bytes, manifest.cost.expert_padded_bytes),
         budget_bytes=budget,
-        **fixed,
+        context=context,
     )
 
 
-def _under_floor(bare: MemoryPlan, options: RuntimeOptions, budget: int, nominal_bytes: int) -> MemoryBudgetExceeded:
+def _check_cache(options: RuntimeOptions, needs: FixedMemory, cache_bytes: int, budget: int | None) -> None:
+    """Raise MemoryBudgetExceeded for an `--expert-cache` under its floor, or over `--memory`."""
+    asked_for = f"`--expert-cache {options.expert_cache}`"
+    if cache_bytes < needs.minimum_expert_bytes:
+        least = memory_option(needs.minimum_expert_bytes)
+        is_number = options.expert_cache is not None and options.expert_cache.isdigit()
+        share = f"; a share is written `{options.expert_cache}%`" if is_number else ""
+        raise MemoryBudgetExceeded(f"{asked_for} is under the floor of {least}", f"--expert-cache {least}{share}")
+    if budget is not None and needs.fixed_bytes + cache_bytes > budget:
+        least = memory_option(needs.fixed_bytes + cache_bytes)
+        raise MemoryBudgetExceeded(
+            f"{asked_for} needs a budget of {least}, `--memory {options.memory}` is less",
+            f"give one of the two, or --memory {least}",
+        )
+
+
+def _under_floor(
+    needs: FixedMemory, options: RuntimeOptions, context: int, budget: int, nominal_bytes: int
+) -> MemoryBudgetExceeded:
     """Return the error for a budget under the floor, with an option that works.
 
     nominal_bytes: memory of a process that holds nothing else.
     """
-    least = memory_option(bare.floor_bytes)
+    least = memory_option(needs.floor_bytes)
     if options.memory is not None:
         already = resident_set_bytes()
         share = f", and this process already holds {already >> 20}MiB of it" if already > nominal_bytes else ""
         return MemoryBudgetExceeded(
-            f"`--memory {options.memory}` is under the floor of {least} for a context of {bare.context}{share}",
+            f"`--memory {options.memory}` is under the floor of {least} for a context of {context}{share}",
             f"--memory {least}, or {'fewer `--slots`' if options.slots > 1 else 'a shorter `--context`'}",
         )
     return MemoryBudgetExceeded(
         f"this machine's free memory, {budget >> 20}MiB of it usable, is under the floor of {least} for a context of "
-        f"{bare.context}",
+        f"{context}",
         f"free memory, shorten `--context`, or take the risk with --memory {least}",
     )

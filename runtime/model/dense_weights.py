@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from moec.manifests.bundle import DENSE_NAME
@@ -12,17 +11,8 @@ from moec.manifests.errors import ChecksumMismatch
 
 from .. import kernels
 from ..bundle.open_bundle import Bundle
+from ..bundle.weights import widened
 from ..storage.address_space import map_anonymous
-
-
-def _widen(raw: np.ndarray, float_type: str) -> np.ndarray:
-    """Convert 16-bit floats to float32.
-
-    raw: uint8 [2 n].
-    """
-    if float_type == "float16":
-        return raw.view(np.float16).astype(np.float32)
-    return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
@@ -46,7 +36,7 @@ def load_dense(bundle: Bundle, verify: bool) -> dict[str, Any]:
                 f"`{bundle.path / DENSE_NAME}`, `{name}`: bytes differ from their checksum", "copy the bundle again"
             )
         if len(entry.shape) == 1:
-            weights[name] = _widen(raw, entry.spec.float_type)
+            weights[name] = widened(raw, entry.spec.float_type)
         else:
             weights[name] = kernels.PackedMatrix(raw, entry.shape[0], entry.shape[1], entry.spec)
     return weights

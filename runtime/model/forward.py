@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ from moec.manifests.bundle import BundleManifest
 
 from .. import kernels
 from ..expert_cache.interface import StreamingCache
+from ..expert_cache.native_cache import NativeCache
+from ..layers.attention import DensePart, attention_blocks, layer_weights, linear_rows
+from ..layers.cross_attention import CrossAttention
 from ..layers.kv_cache import KVCache
-from ..layers.norms import Norm
+from ..layers.norms import Norm, stream_norms
 from ..layers.routing import Router
 from ..layers.shared_expert import SharedExpert
 from ..prefetch.advisor import Advisor
@@ -25,8 +29,7 @@ from ..trace.statistics import PhaseTimes
 from ..trace.trace import LayerScores, TraceRecorder
 from .expert_offload import ExpertOffload
 from .expert_requests import choose_experts
-from .layer_parts import layer_parts
-from .one_call import ModelLayers, PassExperts, bind_pass_experts
+from .one_call import PassExperts
 
 
 class Model:
@@ -47,12 +50,23 @@ class Model:
         self._head_bias: np.ndarray | None = dense.get("lm_head_bias")
         self._is_head_plain = self._head_bias is None and self.spec.logits_scale == 1.0
         self._first_decoder = self.spec.first_decoder_layer
-        parts = layer_parts(manifest, dense, context)
-        self.dense_part = parts.dense_part
-        self.shared_experts = parts.shared_experts
-        self._cross = parts.cross
-        self._norms = parts.norms
-        self._routers = parts.routers
+        self._norms = stream_norms(self.spec, dense)
+        weights = [layer_weights(dense, at) for at in range(self.spec.num_layers)]
+        blocks = attention_blocks(self.spec, dense, weights, self._norms, context)
+        self.dense_part = DensePart(blocks, partial(linear_rows, dense[self.spec.head_name]))
+        self._cross: dict[int, CrossAttention] = {}
+        self._routers: list[Router | None] = []
+        self.shared_experts: dict[int, SharedExpert] = {}
+        pruned = manifest.pruned_experts
+        for at, (layer, named) in enumerate(zip(self.spec.layers, weights, strict=True)):
+            router = None
+            if layer.experts.count:
+                router = Router(layer.experts, named.get("router"), named.get("router_bias"), pruned[at])
+            self._routers.append(router)
+            if layer.cross is not None:
+                self._cross[at] = CrossAttention(layer.cross, named)
+            if layer.shared:
+                self.shared_experts[at] = SharedExpert(named, layer.experts.activation)
         self._first_expert: list[int] = np.cumsum([0, *(layer.experts.count for layer in self.spec.layers)]).tolist()
         rules = {at: router.rule for at, router in enumerate(self._routers) if router is not None}
         static = {at: rule.static for at, rule in rules.items() if rule.static is not None}
@@ -87,8 +101,9 @@ class Model:
 
         The caller has checked that `why_not_one_call` names no reason. A cache in Python keeps the steps.
         """
-        layers = ModelLayers(self.spec, self.router_norms(), self._routers, self.experts, self.shared_experts)
-        self.pass_experts = bind_pass_experts(layers, self.cache, self.advisor)
+        if isinstance(self.cache, NativeCache):
+            norms, routers, shared = self.router_norms(), self._routers, self.shared_experts
+            self.pass_experts = PassExperts(self.spec, norms, routers, self.experts, shared, self.cache, self.advisor)
 
     def needs_no_read(self, index: int) -> bool:
         """Return whether a stored expert is in memory, on its way, or on an accelerator."""

@@ -7,8 +7,7 @@ prefetching that the extension does not know take the steps. So do passes of sev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,27 +32,34 @@ from ..trace.trace import LayerScores, TraceRecorder
 
 MAX_ROUTERS = 8
 """Most routers of later layers that the extension evaluates at once."""
-_NO_PATH = (-1, -1)
-"""Layers of a prediction that no path makes."""
 PASS_RULES = RULES | {"most_tokens": MAX_PASS_TOKENS, "choices_for_all": CHOICES_FOR_ALL}
 """Constants of what is read ahead, for the extension."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLayers:
-    """Parts that the layers of a model need to choose and compute experts.
+class PredictedLayer(NamedTuple):
+    """A layer that is predicted while another one runs, as the extension takes it.
 
-    norms: norm before the experts of each layer.
-    routers: router of each layer; None for a layer without routed experts.
-    experts: kernels.Expert, counted over all layers.
-    shared: shared experts by layer.
+    rank: its place among the later layers that route, from 1.
+    layer, first_expert, top_k, experts: its index, the index of its first expert over all layers, and its numbers.
+    rule: experts to read ahead for one token, -1 if thresholds are learned; the most that count as predicted; whether a
+        missing one ends the advice; experts to read ahead for each of several tokens.
+    router, norm, bias: the router that predicts it, if one does.
+    path: the last layers whose experts predict it, and the one before, if a path does; else -1.
+    known_experts, known_scores: experts that no token changes, largest score first.
     """
 
-    spec: ModelSpec
-    norms: Sequence[Norm]
-    routers: Sequence[Router | None]
-    experts: Sequence[Any]
-    shared: Mapping[int, SharedExpert]
+    rank: int
+    layer: int
+    first_expert: int
+    top_k: int
+    experts: int
+    rule: tuple[int, int, bool, int]
+    router: Any = None
+    norm: np.ndarray | None = None
+    bias: np.ndarray | None = None
+    path: tuple[int, int] = (-1, -1)
+    known_experts: Sequence[int] = ()
+    known_scores: Sequence[float] = ()
 
 
 class PassExperts:
@@ -63,13 +69,28 @@ class PassExperts:
     Raises ValueError if shapes do not fit each other.
     """
 
-    def __init__(self, layers: ModelLayers, cache: NativeCache, advisor: Advisor) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        norms: Sequence[Norm],
+        routers: Sequence[Router | None],
+        experts: Sequence[Any],
+        shared: Mapping[int, SharedExpert],
+        cache: NativeCache,
+        advisor: Advisor,
+    ) -> None:
+        """Bind the layers.
+
+        norms, routers: norm before the experts and router of each layer; None for a layer without routed experts.
+        experts: kernels.Expert, counted over all layers.
+        shared: shared experts by layer.
+        """
         self._cache, self._predictor, self._advisor = cache, advisor.predictor, advisor
         self._bound = _bound_to(cache, advisor)
-        self._layers, self._specs = layers, layers.spec.layers
-        fields = [self.fields(at) for at in range(layers.spec.num_layers)]
+        self._spec, self._norms, self._routers, self._experts, self._shared = spec, norms, routers, experts, shared
+        fields = [self.fields(at) for at in range(spec.num_layers)]
         paths = _paths_of(advisor.predictor)
-        self.native = cache.bind_layers(fields, layers.spec.hidden_size, layers.norms[0].eps, PASS_RULES, paths)
+        self.native = cache.bind_layers(fields, spec.hidden_size, norms[0].eps, PASS_RULES, paths)
 
     def fits(self, cache: StreamingCache, advisor: Advisor) -> bool:
         """Return whether the layers are bound to this cache and advisor, and no layer is running.
@@ -168,52 +189,44 @@ class PassExperts:
 
     def fields(self, at: int) -> dict[str, Any]:
         """Return a layer in the form that the extension takes: a dictionary of `_native.ExpertLayers`."""
-        layers, spec, first = self._layers, self._specs[at].experts, self._advisor.first_expert[at]
-        router, shared = layers.routers[at], layers.shared.get(at)
+        spec, first = self._spec.layers[at].experts, self._advisor.first_expert[at]
+        router, shared, norm = self._routers[at], self._shared.get(at), self._norms[at]
+        experts = self._experts[first : first + spec.count]
         return {
-            "norm": layers.norms[at].weight,
-            "norm_eps": layers.norms[at].eps,
-            "router": None if router is None else _native(router.matrix),
+            "norm": norm.weight,
+            "norm_eps": norm.eps,
+            "router": None if router is None or router.matrix is None else router.matrix.native,
             "router_bias": None if router is None else router.bias,
-            "shared": None if shared is None else _native(shared.expert),
+            "shared": None if shared is None else shared.expert.native,
             "layer": at,
             "first_expert": first,
             "top_k": spec.top_k,
             "renormalizes": spec.router.renormalize,
             "weight_scale": spec.router.scale,
-            "residual_scale": layers.spec.residual_scale,
-            "experts": [
-                None if expert is None else _native(expert) for expert in layers.experts[first : first + spec.count]
-            ],
+            "residual_scale": self._spec.residual_scale,
+            "experts": [None if expert is None else expert.native for expert in experts],
             "ahead": [self._ahead(at, later) for later in self._layers_ahead(at)],
         }
 
-    def _ahead(self, at: int, later: LayerAhead) -> tuple[Any, ...]:
-        """Return a layer that is predicted while layer `at` runs, in the form that the extension takes."""
+    def _ahead(self, at: int, later: LayerAhead) -> PredictedLayer:
+        """Return a layer that is predicted while layer `at` runs."""
         layer, predictor, advisor = later.layer, self._predictor, self._advisor
-        counts = advisor.fixed_count(later), advisor.most_predicted(later.top_k, later)
-        rule = (*counts, advisor.rule == "first-miss", advisor.count_for_each(later.top_k, later))
-        place = (later.rank, layer, advisor.first_expert[layer], later.top_k, later.count, rule)
-        scores = self._known(at, later)
-        if scores is not None:
-            return *place, None, None, None, _NO_PATH, *kernels.largest(scores, later.count)
-        if isinstance(predictor, PathPredictor):
+        most, for_each = advisor.most_predicted(later.top_k, later), advisor.count_for_each(later.top_k, later)
+        rule = advisor.fixed_count(later), most, advisor.rule == "first-miss", for_each
+        predicted = PredictedLayer(later.rank, layer, advisor.first_expert[layer], later.top_k, later.count, rule)
+        scores, path = self._known(at, later), (-1, -1)
+        if scores is None and isinstance(predictor, PathPredictor):
             before, last = [-1, *predictor.source_layers(at, later.ahead)][-2:]
-            popularity = predictor.popularity(at, later.ahead)[: later.count]
-            return *place, None, None, None, (last, before), *kernels.largest(popularity, later.count)
+            scores, path = predictor.popularity(at, later.ahead)[: later.count], (last, before)
+        if scores is not None:
+            experts, largest = kernels.largest(scores, later.count)
+            return predicted._replace(path=path, known_experts=experts, known_scores=largest)
         source = predictor.source(at, later.ahead) if isinstance(predictor, LookaheadPredictor) else None
-        if source is None:
+        matrix = None if source is None else source[0].matrix
+        if source is None or matrix is None:
             raise ValueError(f"no router predicts layer {layer} while layer {at} runs")
         router, norm = source
-        return *place, _native(router.matrix), norm.weight, router.bias_among_kept, _NO_PATH, [], []
-
-
-def bind_pass_experts(layers: ModelLayers, cache: StreamingCache, advisor: Advisor) -> PassExperts | None:
-    """Bind layers to a cache of the extension. Returns None if the cache is in Python.
-
-    Raises ValueError if shapes do not fit each other.
-    """
-    return PassExperts(layers, cache, advisor) if isinstance(cache, NativeCache) else None
+        return predicted._replace(router=matrix.native, norm=norm.weight, bias=router.bias_among_kept)
 
 
 def why_not_one_call(manifest: BundleManifest, options: RuntimeOptions, reads_ahead: bool) -> str | None:
@@ -272,8 +285,3 @@ def _paths_of(predictor: Predictor | None) -> dict[str, Any] | None:
         "sets": tables.keys if tables.has_sets else None,
         "least_count": float(MINIMUM_PAIR_COUNT),
     }
-
-
-def _native(part: Any) -> Any:
-    """Return the extension's object of a matrix or an expert."""
-    return part.native

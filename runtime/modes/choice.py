@@ -8,7 +8,7 @@ The best expert of a token has the largest weight. A router that corrects its sc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -81,26 +81,10 @@ def _unimportance(routed: Routed) -> dict[int, float]:
     return unimportance_by_expert(least_unimportance(routed.chosen, routed.weights, routed.logits.shape[1]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DecisionState:
-    """State that all passes of one engine decide with.
-
-    modes: lossy modes that are on.
-    versions: stored versions of the experts.
-    cache: logical cache; None if no mode reads it.
-    counts: decisions so far.
-    """
-
-    modes: LossyModes
-    versions: Versions
-    cache: LogicalCache | None
-    counts: ModeCounts
-
-
 class PassChoice:
     """Changes to the choice in one kind of pass: how many experts a token has, and which are computed.
 
-    state: what all passes share.
+    modes, versions, cache, counts: what all passes of an engine share. The cache is None if no mode reads it.
     is_prompt: whether the pass computes a prompt. Then only dynamic precision acts.
 
     is_little: whether the pass uses the number of experts of the little model.
@@ -111,13 +95,16 @@ class PassChoice:
 
     def __init__(
         self,
-        state: DecisionState,
+        modes: LossyModes,
+        versions: Versions,
+        cache: LogicalCache | None,
+        counts: ModeCounts,
         is_prompt: bool = False,
         is_little: bool = False,
         recorded: dict[int, np.ndarray] | None = None,
         foretold: Mapping[int, np.ndarray] | None = None,
     ) -> None:
-        self._modes, self._versions, self._cache, self._counts = state.modes, state.versions, state.cache, state.counts
+        self._modes, self._versions, self._cache, self._counts = modes, versions, cache, counts
         self._is_prompt, self._is_little = is_prompt, is_little
         self._recorded, self._foretold = recorded, foretold
 
@@ -145,7 +132,10 @@ class PassChoice:
         if not self._is_little:
             self._counts.count_weights(routed.weights)
         if self._foretold is not None:
-            self._count_foretold(self._foretold[routed.layer], routed.chosen)
+            foretold = self._foretold[routed.layer]
+            self._counts.foretold += foretold.size
+            is_right = (foretold[:, :, None] == routed.chosen[:, None, :]).any(axis=2)
+            self._counts.foretold_right += int(is_right.sum())
         if self._cache is None:
             return routed.chosen, routed.weights
         all_chosen = routed.chosen.reshape(-1).tolist()
@@ -342,7 +332,3 @@ class PassChoice:
         if unimportance <= dynamic.skip_above:
             return expert if low is None else low
         return low if low is not None and self._holds(layer, low) else NO_EXPERT
-
-    def _count_foretold(self, foretold: np.ndarray, chosen: np.ndarray) -> None:
-        self._counts.foretold += foretold.size
-        self._counts.foretold_right += int((foretold[:, :, None] == chosen[:, None, :]).any(axis=2).sum())

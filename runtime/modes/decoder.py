@@ -17,7 +17,7 @@ from ..options.lossy import LossyModes
 from ..prefetch.advisor import Advisor
 from ..prefetch.pass_state import PassState
 from ..prefetch.predictors import Predictor, foresee_unimportance
-from .choice import DecisionState, PassChoice, Versions
+from .choice import PassChoice, Versions
 from .logical_cache import LogicalCache
 from .mode_counts import ModeCounts
 
@@ -78,7 +78,7 @@ class LossyDecoder:
     ) -> None:
         self.modes, self.model, self.versions, self.cache = modes, model, versions, cache
         self.counts = ModeCounts()
-        self._choice = partial(choices, DecisionState(modes, versions, cache, self.counts))
+        self._choice = partial(choices, modes, versions, cache, self.counts)
         self.prefill = self._choice(is_prompt=True)
 
     def begin_sequence(self) -> None:
@@ -132,16 +132,14 @@ class LossyDecoder:
             advisor.predictor = ForetoldPredictor(model, recorded)
             advisor.experts = max(layer.experts.top_k for layer in spec.layers)
             first = min(foretold)
-            self._read_ahead([full.index(first, expert) for expert in np.unique(foretold[first]).tolist()])
+            known = [full.index(first, expert) for expert in np.unique(foretold[first]).tolist()]
+            model.prefetch(known)
+            if self.cache is not None:
+                self.cache.advise(known)
         try:
             return run(tokens, slots, positions, full)
         finally:
             advisor.predictor, advisor.experts = before
-
-    def _read_ahead(self, experts: list[int]) -> None:
-        self.model.prefetch(experts)
-        if self.cache is not None:
-            self.cache.advise(experts)
 
 
 def confidence(logits: np.ndarray) -> np.ndarray:

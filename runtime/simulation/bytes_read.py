@@ -20,20 +20,16 @@ from .replay import REMEDY, replay
 
 def replayed_bytes(trace: Sequence[Access], spec: CacheSpec, score: MultidimensionalScore, warm: Sequence[int]) -> int:
     """Return `replay(...).bytes_read`. The parameters and errors are those of `replay`."""
-    if spec.records.encoder_layers or spec.records.expert is not None or _waits_for_reads(trace, spec):
+    runs = ReadRuns(spec.sizes.tolist(), [NONE] * len(spec.sizes))
+    # One access may keep the readers so busy that further reads are queued later.
+    waits = any(map(runs.keep_busy, {experts for _, experts in trace}))
+    if spec.records.encoder_layers or spec.records.expert is not None or waits:
         return replay(trace, spec, score, warm).bytes_read
     cache = _Cache(spec, score)
     cache.fill(warm)
     for layer, experts in trace:
         cache.serve(layer, experts)
     return cache.bytes_read
-
-
-def _waits_for_reads(trace: Sequence[Access], spec: CacheSpec) -> bool:
-    """Return whether one access may keep the readers so busy that further reads are queued later."""
-    sizes: list[int] = spec.sizes.tolist()
-    runs = ReadRuns(sizes, [NONE] * len(sizes))
-    return any(map(runs.keep_busy, {experts for _, experts in trace}))
 
 
 class _Cache:
@@ -83,10 +79,13 @@ class _Cache:
 
     def _read(self, layer: int, waiting: Sequence[int]) -> None:
         """Read the waiting experts until one does not fit. They stay leased."""
-        victims = self._victims(layer)
+        victims: Iterator[int] | None = None  # first to evict first; the order is computed when it is needed
         for index in waiting:
             lacking, taken = self._used + self._sizes[index] - self._capacity, list[int]()
             while lacking > 0:
+                if victims is None:
+                    evictable = np.flatnonzero(self._evictable)
+                    victims = iter(eviction_order(self._records, self._score, layer, evictable).tolist())
                 victim = next(victims, None)
                 if victim is None:
                     return
@@ -98,7 +97,3 @@ class _Cache:
             self._used += self._sizes[index]
             self.bytes_read += self._sizes[index]
             self._is_resident[index] = 1
-
-    def _victims(self, layer: int) -> Iterator[int]:
-        """Yield the experts that may be evicted, first to evict first. The order is computed when it is needed."""
-        yield from eviction_order(self._records, self._score, layer, np.flatnonzero(self._evictable)).tolist()

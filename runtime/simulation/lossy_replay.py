@@ -25,7 +25,7 @@ from ..options.lossy import BigLittle, LossyModes
 from ..prefetch.advisor import Advisor, routed_ahead
 from ..prefetch.pass_state import PassState
 from ..prefetch.predictors import Predictor
-from ..trace.trace import PassScores, PromptScores, Trace, TracedPass, TraceHeader
+from ..trace.trace import PassScores, PromptScores, Trace, TracedPass
 from ..trace.trace_scores import as_floats, layer_logits
 from .timeline import Advice, TimedPass, timed_pass
 
@@ -268,13 +268,8 @@ def missing_scores(trace: Trace, modes: LossyModes) -> str | None:
         return None
     if any(scores is None or scores.confidence is None for scores in decoded):
         return "the confidence of the little model"
-    if not _is_recorded(modes.big_little, trace.header):
+    little, top_ks = BigLittle(modes.big_little.gamma, trace.header.little_experts), set(trace.header.top_k) - {0}
+    if any(modes.big_little.little_top_k(top_k) != little.little_top_k(top_k) for top_k in top_ks):
         recorded = trace.header.little_experts or "half of each layer's"
         return f"a little model of this size: the recorded one has {recorded} experts"
     return None
-
-
-def _is_recorded(little: BigLittle, header: TraceHeader) -> bool:
-    """Return whether the trace's little model has the same number of experts in every layer."""
-    recorded = BigLittle(little.gamma, header.little_experts)
-    return all(little.little_top_k(top_k) == recorded.little_top_k(top_k) for top_k in header.top_k if top_k)

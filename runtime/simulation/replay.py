@@ -15,18 +15,12 @@ from ..expert_cache.cache_spec import CacheSpec
 from ..expert_cache.cache_stats import CacheStats
 from ..expert_cache.instant_cache import InstantCache
 from ..expert_cache.policies import SCORES, PolicyScore
-from ..expert_cache.records import ExpertRecords
 from ..trace.trace import Access
 
 OPTIMUM = "optimum"
 POPULARITY = "popularity"
 NEVER = np.iinfo(np.int64).max
 REMEDY = "simulate a larger cache"
-
-
-def popularity_score(records: ExpertRecords, running_layer: int) -> np.ndarray:
-    """The expert with the lowest calibration frequency is evicted first, in any layer."""
-    return records.frequency
 
 
 def replay(
@@ -45,7 +39,8 @@ def replay(
     Raises MemoryBudgetExceeded if one expert does not fit. Raises KeyError for another name.
     """
     accesses, first_use = with_next_use(trace, len(spec.sizes))
-    cache = _ReplayedCache(spec, named_score(policy), first_use)
+    cache = InstantCache(spec, named_score(policy), first_use)
+    cache.remedy = REMEDY
     cache.fill(warm)
     for layer, experts, next_use in accesses:
         cache.serve(layer, experts, next_use=next_use, all_at_once=False)
@@ -56,12 +51,8 @@ def named_score(policy: str | PolicyScore) -> PolicyScore | None:
     """Return the score of a policy of `replay`; None for the optimum. Raises KeyError."""
     if not isinstance(policy, str):
         return policy
-    scores = {**dict[str, PolicyScore](SCORES.items()), POPULARITY: popularity_score}
+    scores = {**dict[str, PolicyScore](SCORES.items()), POPULARITY: lambda records, layer: records.frequency}
     return None if policy == OPTIMUM else scores[policy]
-
-
-class _ReplayedCache(InstantCache):
-    remedy = REMEDY
 
 
 def with_next_use(

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,12 +25,31 @@ from ..storage.read_runs import ReadRuns
 from ..trace.statistics import quantile
 from ..trace.trace import Access, Trace, TracedPass
 from .accelerator_replay import ReplayedDevice, ReplayedSplit
-from .events import Event, EventKind, Watch
 from .replay import named_score, with_next_use
 
 _NS_PER_S = 10**9
 Advice = Callable[[TracedPass, int], Sequence[int]]
 """Maps a pass and a layer to the stored experts that are read ahead while the layer runs, likeliest first."""
+EventKind = Literal["dense", "experts", "shared", "head", "wait", "read", "ahead"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that takes simulated time.
+
+    kind: `read` brings an expert that a layer waits for, `ahead` one that is read ahead.
+    begin_ns, end_ns: simulated times.
+    layer: layer that computes or waits, or whose expert is read; None for the head.
+    """
+
+    kind: EventKind
+    begin_ns: int
+    end_ns: int
+    layer: int | None
+
+
+Watch = Callable[[Event], None]
+"""Receives every event, in the order of its begin or end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +320,10 @@ class _Run:
         for at, (layer, experts, next_use) in enumerate(accesses):
             self._layer = layer
             self._compute(timed.dense_ns[at] + other_ns, "dense")
-            split = self._split(timed, at)
+            split = None
+            if self._shared is not None:
+                is_in_host, tokens = self._cache.is_resident, timed.tokens_of(at)
+                split = ReplayedSplit(self._shared, tokens, is_in_host, self.counts, self.now_ns)
             requested = list(experts) if split is None else split.host_experts
             upcoming = next_use[[experts.index(expert) for expert in requested]]
             hits, misses = self._cache.request(layer, requested, upcoming)
@@ -309,11 +331,6 @@ class _Run:
             self.storage.begin(self.now_ns)
             self._run_experts(timed, at, hits, misses, split)
         self._compute(timed.head_ns, "head")
-
-    def _split(self, timed: TimedPass, at: int) -> ReplayedSplit | None:
-        if self._shared is None:
-            return None
-        return ReplayedSplit(self._shared, timed.tokens_of(at), self._cache.is_resident, self.counts, self.now_ns)
 
     def _absent(self, experts: Sequence[int]) -> list[int]:
         """Return the experts that are not resident on the accelerator."""

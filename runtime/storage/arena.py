@@ -108,7 +108,12 @@ class Arena:
             else:
                 self._divide(start, end)
                 self._divide(place, place + end - start)
-                self._unite(place, place + end - start)
+                # The borders within the range are gone.
+                first, last = (
+                    bisect.bisect_right(self._borders, place),
+                    bisect.bisect_left(self._borders, place + end - start),
+                )
+                del self._borders[first:last]
 
     def _pieces(self, start: int, end: int) -> list[tuple[int, int]]:
         """Return a range, divided at the borders in it."""
@@ -120,11 +125,6 @@ class Arena:
             at = bisect.bisect_left(self._borders, place)
             if at == len(self._borders) or self._borders[at] != place:
                 self._borders.insert(at, place)
-
-    def _unite(self, start: int, end: int) -> None:
-        """Remove the borders within a range."""
-        borders = self._borders
-        del borders[bisect.bisect_right(borders, start) : bisect.bisect_left(borders, end)]
 
     def _advise(self, advice: int, start: int, end: int) -> None:
         with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from moec.manifests.errors import ExecutionError, MissingDependency
 
@@ -144,14 +144,10 @@ def _package_folders(packages: Mapping[str, str], purpose: str) -> list[str]:
     for name, requirement in packages.items():
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
-            _refuse_without(name, requirement, purpose)
+            raise MissingDependency(
+                f"{purpose} need the package `{name}`, which is not installed", f"pip install {requirement}"
+            )
         folder = str(Path(spec.origin).parent.parent)
         if folder not in folders:
             folders.append(folder)
     return folders
-
-
-def _refuse_without(name: str, requirement: str, purpose: str) -> NoReturn:
-    raise MissingDependency(
-        f"{purpose} need the package `{name}`, which is not installed", f"pip install {requirement}"
-    )

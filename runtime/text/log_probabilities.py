@@ -46,16 +46,12 @@ def token_log_prob(logits: np.ndarray, token: int, count: int) -> TokenLogProb:
     logits: float32 [V].
     """
     shifted, total = shifted_and_total(logits)
-    chosen = _largest(shifted, count)
+    count = min(count, len(shifted))
+    if count <= 1:
+        chosen = np.asarray([np.argmax(shifted)][:count], np.int64)
+    else:
+        least = np.partition(shifted, len(shifted) - count)[len(shifted) - count]
+        candidates = np.flatnonzero(shifted >= least)
+        chosen = np.asarray(candidates[np.argsort(-shifted[candidates], kind="stable")][:count])
     ids, values = array("i", chosen.astype(np.int32).tobytes()), array("d", (shifted[chosen] - total).tobytes())
     return TokenLogProb(token, float(shifted[token] - total), ids, values)
-
-
-def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Return the indices of the largest values, largest first, then the lowest index."""
-    count = min(count, len(values))
-    if count <= 1:
-        return np.asarray([np.argmax(values)][:count], np.int64)
-    least = np.partition(values, len(values) - count)[len(values) - count]
-    candidates = np.flatnonzero(values >= least)
-    return np.asarray(candidates[np.argsort(-values[candidates], kind="stable")][:count])

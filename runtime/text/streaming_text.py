@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from .tokenizer import BundleTokenizer, load_tokenizer
-
-__all__ = ["BundleTokenizer", "Decoder", "StopTexts", "TextStream", "load_tokenizer"]
 _REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8
 

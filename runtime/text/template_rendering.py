@@ -56,8 +56,12 @@ class Source:
         except RecursionError:
             return "endless", ""
         except Exception as error:
+            import jinja2
+
+            kinds = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+            is_refusal = isinstance(error, kinds) and not isinstance(error, jinja2.TemplateSyntaxError)
             # jinja2 passes on errors of Python's own compiler, and its code for a constant may use an undefined name.
-            is_refusal = self._compiled is not None and _is_refusal(error)
+            is_refusal = is_refusal and self._compiled is not None
             return "refused" if is_refusal else "damaged", _reason(error)
 
     def _compile(self) -> Answer | None:
@@ -75,7 +79,13 @@ class Source:
         return None
 
     def _text(self, variables: Mapping[str, Any], characters: int) -> Answer:
-        known = variables if self._kind == "prompt" else _chat_variables(variables, self._settings)
+        known = dict(variables)
+        if self._kind == "chat":  # messages and tools; there are no documents
+            settings = self._settings
+            tokens = {name: _token_text(settings[name]) for name in _SPECIAL_TOKENS if settings.get(name) is not None}
+            given = {"messages": variables["messages"], "tools": variables.get("tools")}
+            more = variables.get("more", {})
+            known = {"add_generation_prompt": True, "documents": None, **tokens, **more, **given}
         parts, size = list[str](), 0
         for piece in self._compiled.generate(**known):
             parts.append(piece)
@@ -83,14 +93,6 @@ class Source:
             if size > characters:
                 return "long", ""
         return "text", "".join(parts)
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Return whether an error says that a sound template does not take the variables."""
-    import jinja2
-
-    kinds = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-    return isinstance(error, kinds) and not isinstance(error, jinja2.TemplateSyntaxError)
 
 
 def _environment(is_strict: bool) -> Any:
@@ -120,14 +122,6 @@ def _environment(is_strict: bool) -> Any:
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_refuse, strftime_now=_now)
     return environment
-
-
-def _chat_variables(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of a chat template: messages and tools. There are no documents."""
-    tokens = {name: _token_text(settings[name]) for name in _SPECIAL_TOKENS if settings.get(name) is not None}
-    variables = {"messages": given["messages"], "tools": given.get("tools")}
-    more = given.get("more", {})
-    return {"add_generation_prompt": True, "documents": None, **tokens, **more, **variables}
 
 
 def _template_of(settings: Mapping[str, Any]) -> str | None:

@@ -5,7 +5,6 @@ Failures of the tokenizers library become errors of moec.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from moec.manifests.files.limits import (
     MAX_TOKENIZER_BYTES,
 )
 from moec.manifests.tokenizer.tokenizer_file import TokenizerBounds, UnsafeTokenizer, check_tokenizer
+from moec.profiles.freed_memory import give_back_freed_memory
 from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
 
 from ..bundle.open_bundle import Bundle
@@ -92,7 +92,7 @@ class BundleTokenizer:
         call = _Encoding(self._tokenizer, texts, add_special_tokens)
         call.run_for(ENCODING_CPU_S + ENCODING_CPU_S_PER_BYTE * 4 * size)
         if size > _TRIM_BYTES:
-            _return_memory()
+            give_back_freed_memory()
         return call.encoded
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -213,10 +213,3 @@ class _Encoding(threading.Thread):
 def _is_fault(error: BaseException) -> bool:
     """Return whether the tokenizers library raised this: Exception, or a panic, which is not an Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _return_memory() -> None:
-    """Return the allocator's free memory to the system, if the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -45,10 +45,10 @@ def merge_traces(paths: Sequence[Path], progress: Progress) -> ExpertUse:
         if digest in known:
             raise InputError(f"`{path}` has the same content as `{known[digest]}`", "name each trace once")
         known[digest] = path
-        with opened_trace(path, MERGED_LINE_JSON) as opened:
-            merge = merge or _Merge(path, opened.header)
-            merge.begin(path, opened.header, digest)
-            for traced in opened.passes:
+        with opened_trace(path, MERGED_LINE_JSON) as (header, passes):
+            merge = merge or _Merge(path, header)
+            merge.begin(path, header, digest)
+            for traced in passes:
                 merge.add(traced)
         progress(number, len(paths))
     if merge is None:

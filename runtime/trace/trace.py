@@ -276,25 +276,6 @@ def _float_bytes(values: np.ndarray) -> bytes:
     return values.astype("<f4").tobytes()
 
 
-def _scores_of(layers: Sequence[_Layer]) -> PassScores | None:
-    """Return the scores of a pass, or None without router logits.
-
-    There are none for passes of several tokens, models with an encoder, and layers where tokens alone decide.
-    """
-    logits = b"".join(layer.logits for layer in layers)
-    return PassScores(logits, tuple(layer.ahead for layer in layers)) if logits else None
-
-
-def _prompt_scores_of(layers: Sequence[_Layer]) -> PromptScores | None:
-    """Return the scores of a pass of several tokens; None for one token, and for models with an encoder."""
-    unimportance = b"".join(unimportance for layer in layers for unimportance in layer.unimportance[:1])
-    if not unimportance:
-        return None
-    return PromptScores(
-        unimportance, tuple(layer.ahead for layer in layers), tuple(layer.unimportance[1:] for layer in layers)
-    )
-
-
 class TraceRecorder:
     """Records passes while they run.
 
@@ -368,6 +349,11 @@ class TraceRecorder:
         # one.
         gained = [later.since(earlier) for earlier, later in pairwise(marks)]
         dense = [marks[0].since(self._start_times).dense_ns, *(gain.dense_ns - gain.shared_ns for gain in gained)]
+        # There are no logits of passes of several tokens, of models with an encoder, and where tokens alone decide.
+        # There is no unimportance of one token, and of models with an encoder.
+        logits, ahead = b"".join(layer.logits for layer in layers), tuple(layer.ahead for layer in layers)
+        least = b"".join(values for layer in layers for values in layer.unimportance[:1])
+        later_least = tuple(layer.unimportance[1:] for layer in layers)
         self._take(
             TracedPass(
                 tokens=len(layers[0].chosen),
@@ -380,8 +366,8 @@ class TraceRecorder:
                 elapsed_ns=time.perf_counter_ns() - self._started_ns,
                 stall_ns=self._cache().stall_ns - self._stall_ns,
                 first_layer=layers[0].index,
-                scores=_scores_of(layers),
-                prompt_scores=_prompt_scores_of(layers),
+                scores=PassScores(logits, ahead) if logits else None,
+                prompt_scores=PromptScores(least, ahead, later_least) if least else None,
             )
         )
         self.begin()

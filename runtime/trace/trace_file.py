@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -67,13 +67,18 @@ def growing_trace(path: Path, header: TraceHeader) -> Iterator[Callable[[TracedP
     with output_file(path) as file:
 
         def write(plain: dict[str, Any]) -> None:
-            written = plain if has_encoder else _without(plain, _ENCODER_HEADER_KEY, _ENCODER_PASS_KEY)
+            left_out = () if has_encoder else (_ENCODER_HEADER_KEY, _ENCODER_PASS_KEY)
+            written = {name: value for name, value in plain.items() if name not in left_out}
             file.write(json.dumps(written, separators=(",", ":")).encode() + b"\n")
 
         def add(traced: TracedPass) -> None:
             if traced.first_layer and not has_encoder:
                 raise ValueError("the header has no encoder, but passes begin after one")
-            write(_pass_plain(traced))
+            plain = asdict(traced)
+            plain["scores"] = None if traced.scores is None else scores_plain(traced.scores)
+            prompt_scores = traced.prompt_scores
+            plain["prompt_scores"] = None if prompt_scores is None else prompt_scores_plain(prompt_scores)
+            write(plain)
 
         write({"format": FORMAT, "version": FORMAT_VERSION, **asdict(header)})
         yield add
@@ -81,25 +86,17 @@ def growing_trace(path: Path, header: TraceHeader) -> Iterator[Callable[[TracedP
 
 def read_trace(path: Path) -> Trace:
     """Read a trace. Raises InputError with the file, the line, and what was expected and found."""
-    with opened_trace(path) as opened:
-        return Trace(opened.header, tuple(opened.passes))
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedTrace:
-    """A trace that is read pass by pass.
-
-    header: the header.
-    passes: the passes, each checked when it is read; their order is checked, too. Raises InputError as `read_trace`.
-    """
-
-    header: TraceHeader
-    passes: Iterator[TracedPass]
+    with opened_trace(path) as (header, passes):
+        return Trace(header, tuple(passes))
 
 
 @contextmanager
-def opened_trace(path: Path, line_limits: JsonLimits = TRACE_LINE_JSON) -> Iterator[OpenedTrace]:
+def opened_trace(
+    path: Path, line_limits: JsonLimits = TRACE_LINE_JSON
+) -> Iterator[tuple[TraceHeader, Iterator[TracedPass]]]:
     """Open a trace for reading. Memory holds one line at a time.
+
+    Yields the header, and the passes, each checked when it is read, in their order.
 
     line_limits: bounds of a line.
     Raises InputError as `read_trace`.
@@ -112,7 +109,7 @@ def opened_trace(path: Path, line_limits: JsonLimits = TRACE_LINE_JSON) -> Itera
             file = stack.enter_context(path.open("rb"))
             plain = lines.following(file) or {}
             header = _header(plain)
-        yield OpenedTrace(header, lines.passes(file, header, plain["version"]))
+        yield header, lines.passes(file, header, plain["version"])
 
 
 class _Lines:
@@ -162,17 +159,6 @@ class _Lines:
             yield traced
 
 
-def _without(plain: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {name: value for name, value in plain.items() if name not in keys}
-
-
-def _pass_plain(traced: TracedPass) -> dict[str, Any]:
-    plain = asdict(traced)
-    plain["scores"] = None if traced.scores is None else scores_plain(traced.scores)
-    plain["prompt_scores"] = None if traced.prompt_scores is None else prompt_scores_plain(traced.prompt_scores)
-    return plain
-
-
 def _object(data: bytes, limits: JsonLimits) -> dict[str, Any]:
     if len(data) > limits.size_bytes:
         raise ValueError(f"expected at most {limits.size_bytes} bytes in a line")
@@ -217,15 +203,10 @@ def _header(plain: dict[str, Any]) -> TraceHeader:
     if "little_experts" in plain:
         header = replace(header, little_experts=_number(plain, "little_experts"))
     if "left_out" in plain:
-        header = replace(header, architecture=_architecture(plain), left_out=_left_out(plain, header))
+        if not isinstance(plain["architecture"], str) or not re.fullmatch(f"({_DIGEST})?", plain["architecture"]):
+            raise ValueError(f"`architecture`: expected a SHA-256, found {shown(plain['architecture'])}")
+        header = replace(header, architecture=plain["architecture"], left_out=_left_out(plain, header))
     return header if plain["version"] == 1 else replace(header, **_advice_options(plain))
-
-
-def _architecture(plain: dict[str, Any]) -> str:
-    digest = plain["architecture"]
-    if not isinstance(digest, str) or not re.fullmatch(f"({_DIGEST})?", digest):
-        raise ValueError(f"`architecture`: expected a SHA-256, found {shown(digest)}")
-    return digest
 
 
 def _left_out(plain: dict[str, Any], header: TraceHeader) -> tuple[tuple[int, ...], ...]:

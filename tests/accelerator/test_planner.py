@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.accelerator.workload import layer_ns
 from moec.runtime.accelerator.latency import LatencyModel
 from moec.runtime.accelerator.planner import Action, ExpertLoad, pays_alone, plan_layer, schedule
 from moec.runtime.options.runtime import COOPERATIONS
-from moec.runtime.simulation.accelerator_workload import layer_ns
 
 times = st.floats(0, 1e7, allow_nan=False, width=32)
 latencies = st.builds(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.accelerator.workload import layer_ns
 from moec.cli.measuring.decode_speed import measure_decode, new_tracer
 from moec.cli.simulation.predictions import Simulation
 from moec.cli.simulation.simulated_device import AcceleratorRates, parse_accelerator, shared_device
@@ -24,7 +25,6 @@ from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.options.lossy import setting_text
 from moec.runtime.options.runtime import COOPERATIONS, Cooperation, RuntimeOptions
 from moec.runtime.simulation.accelerator_replay import ReplayedDevice, traced_cpu_line
-from moec.runtime.simulation.accelerator_workload import layer_ns
 from moec.runtime.simulation.recorded_advice import recorded_advice
 from moec.runtime.simulation.timeline import DeviceRates, SimulatedMachine, TimedPass, Timeline, predict_steps
 from tests.runtime.simulation.test_timeline import RATES, one_token, trace_of

@@ -35,7 +35,6 @@ ALLOWED = {
     "prefetch/thresholds.py": "how many experts are read ahead changes no logit of a lossless run",
     "kernels/native/experts/residency.cpp": "eviction scores, as in expert_cache/records.py",
     "kernels/native/prefetch/thresholds.cpp": "experts to read ahead, as in prefetch/thresholds.py",
-    "simulation/accelerator_workload.py": "draws the loads of a simulated accelerator",
     "accelerator/": "products of torch on a device; runs with an accelerator make no promise across machines",
 }
 """Files and folders of runtime/ that may use them. docs/design/lossy-modes.md says what follows for lossy runs."""

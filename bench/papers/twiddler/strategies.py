@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bench.accelerator.workload import STRATEGIES, Workload, decode_ns, prefill_ns
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
 from moec.runtime.accelerator.latency import LatencyModel
-from moec.runtime.simulation.accelerator_workload import STRATEGIES, Workload, decode_ns, prefill_ns
 
 from ..figure import Figure, Measured, Panel, Verdict, significant
 from ..inputs import Inputs, mean

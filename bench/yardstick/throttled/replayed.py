@@ -23,7 +23,7 @@ from moec.cli.measuring.decode_speed import measure_decode, sequence_of
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.layers.routing import NO_EXPERT, RoutingRule
-from moec.runtime.modes.choice import DecisionState, PassChoice, best_cached
+from moec.runtime.modes.choice import PassChoice, best_cached
 from moec.runtime.modes.decoder import LossyDecoder
 from moec.runtime.options.lossy import DynamicPrecision, setting_text
 from moec.runtime.options.runtime import RuntimeOptions
@@ -107,8 +107,8 @@ class ReplayedDecoder(LossyDecoder):
     def __init__(self, lossy: LossyDecoder, engine: Engine, shares: Shares) -> None:
         draws = random.Random(0)
 
-        def choices(state: DecisionState, **kind: Any) -> ReplayedChoice:
-            choice = ReplayedChoice(state, **kind)
+        def choices(*shared: Any, **kind: Any) -> ReplayedChoice:
+            choice = ReplayedChoice(*shared, **kind)
             choice.shares, choice.draws = shares, draws
             return choice
 

@@ -16,16 +16,27 @@ Everything that a reader needs comes before its use, so an archive can be unpack
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import shutil
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 
 import zstandard
 
 from moec.manifests.bundle import MANIFEST_NAME, BundleManifest
-from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, ManifestInvalid, UnknownFormatVersion
+from moec.manifests.errors import (
+    BundleIncomplete,
+    ChecksumMismatch,
+    DiskFull,
+    InputError,
+    ManifestInvalid,
+    UnknownFormatVersion,
+)
 from moec.manifests.files.limits import MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_MANIFEST_BYTES
 
 MAGIC = b"moecpack"
@@ -220,3 +231,25 @@ def decode_chunk(stored: bytes, place: Place) -> bytes:
     if hashlib.sha256(raw).digest() != place.chunk.sha256:
         raise ChecksumMismatch(f"{place} differs from its digest", AGAIN)
     return raw
+
+
+@contextmanager
+def file_errors(place: Path) -> Iterator[None]:
+    """Turn a full disk into DiskFull and other refusals of the system into InputError, both naming the place."""
+    try:
+        yield
+    except OSError as error:
+        name = error.filename or place
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(f"the disk of `{place}` is full", "free space and run the command again") from error
+        raise InputError(f"`{name}`: {error.strerror or error}", "check path and permissions") from error
+
+
+def require_free_bytes(folder: Path, need_bytes: int) -> None:
+    """Raise DiskFull if the file system of an existing folder has less than need_bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < need_bytes:
+        raise DiskFull(
+            f"the disk of `{folder}` has {free} bytes free, {need_bytes} are needed",
+            "free space, or choose another disk",
+        )

@@ -19,7 +19,6 @@ from moec.manifests.progress import Progress
 from moec.runtime.bundle.files import BundleFile
 from moec.runtime.bundle.open_bundle import open_bundle
 
-from .files import file_errors, require_free_bytes
 from .layout import (
     CHUNK_BYTES,
     COMPRESSED,
@@ -36,7 +35,9 @@ from .layout import (
     encode_index,
     encode_record,
     encode_unfinished,
+    file_errors,
     members_of,
+    require_free_bytes,
 )
 
 # A sample has a few pieces spread over a member. For packed codes the first piece shows that they do not shrink.

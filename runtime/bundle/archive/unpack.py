@@ -28,7 +28,6 @@ from moec.manifests.files.output_file import AtomicFile, FileSystem
 from moec.manifests.progress import Progress
 from moec.runtime.bundle.open_bundle import open_bundle
 
-from .files import file_errors, require_free_bytes
 from .layout import (
     AGAIN,
     Index,
@@ -36,9 +35,11 @@ from .layout import (
     Place,
     check_file_bytes,
     decode_chunk,
+    file_errors,
     members_of,
     places_of,
     read_index,
+    require_free_bytes,
 )
 
 _UNFINISHED_MANIFEST = f".{MANIFEST_NAME}.writing"
@@ -87,13 +88,21 @@ def unpack_bundle(
             pass
         kept_on_disk = _look_through(partial, manifest)
         require_free_bytes(target.parent, max(0, total - kept_on_disk))
-        _prepare(partial)
+        partial.mkdir(exist_ok=True)
+        for name in (MANIFEST_NAME, _UNFINISHED_MANIFEST):  # without a manifest it is not a valid bundle
+            (partial / name).unlink(missing_ok=True)
         unpacker = _Unpacker(file, index.chunk_bytes, partial, total, progress)
         remaining = islice(places_of(index, members), members[0].chunk_count(index.chunk_bytes), None)
         for member in members[1:]:
             unpacker.write(member, remaining)
         unpacker.finish(raw_manifest)
-        _publish(partial, target)
+        try:  # as a runtime would
+            open_bundle(partial, allow_partial=True).close()
+        except BundleError:
+            shutil.rmtree(partial)
+            raise
+        os.rename(partial, target)
+        FileSystem().sync_directory(target.parent)
     return Unpacked(target, total, unpacker.kept_bytes)
 
 
@@ -150,24 +159,6 @@ def _look_through(partial: Path, manifest: BundleManifest) -> int:
             raise OptionError(f"`{path}` is not part of this archive", f"remove `{partial}`")
         kept_bytes += path.stat().st_size
     return kept_bytes
-
-
-def _prepare(partial: Path) -> None:
-    """Make the folder. It has no manifest until the end, so it is not a valid bundle."""
-    partial.mkdir(exist_ok=True)
-    for name in (MANIFEST_NAME, _UNFINISHED_MANIFEST):
-        (partial / name).unlink(missing_ok=True)
-
-
-def _publish(partial: Path, target: Path) -> None:
-    """Check the folder as a runtime would, then give it its name. A bundle that does not open is removed."""
-    try:
-        open_bundle(partial, allow_partial=True).close()
-    except BundleError:
-        shutil.rmtree(partial)
-        raise
-    os.rename(partial, target)
-    FileSystem().sync_directory(target.parent)
 
 
 class _Unpacker:

@@ -20,7 +20,7 @@ from moec.runtime.layers.routing import (
     unimportance_by_expert,
     unimportance_of_token,
 )
-from moec.runtime.modes.choice import DecisionState, PassChoice, Versions
+from moec.runtime.modes.choice import PassChoice, Versions
 from moec.runtime.modes.mode_counts import ModeCounts
 from moec.runtime.options.lossy import parse_modes
 
@@ -48,7 +48,7 @@ def decided(
     names = ("dynamic_precision", "big_little", "cache_routing")
     counts, low = ModeCounts(), np.arange(LOW, 2 * LOW)
     parsed = parse_modes(*(modes.get(name) for name in names))
-    choice = PassChoice(DecisionState(parsed, Versions([0, EXPERTS], low), cast(Any, Holding(held)), counts))
+    choice = PassChoice(parsed, Versions([0, EXPERTS], low), cast(Any, Holding(held)), counts)
     found, shares = choice.select(Routed(0, rule, rows, chosen, weights))
     return found[0].tolist(), shares[0].tolist(), counts
 
@@ -100,8 +100,10 @@ def prompted(logits: list[list[float]], held: Collection[int], thresholds: str) 
     chosen, weights = rule.route(rows)
     counts, low = ModeCounts(), np.arange(LOW, 2 * LOW)
     modes = parse_modes(thresholds, None, None)
-    state = DecisionState(modes, Versions([0, EXPERTS], low), cast(Any, Holding(held)), counts)
-    found, shares = PassChoice(state, is_prompt=True).select(Routed(0, rule, rows, chosen, weights))
+    versions, cache = Versions([0, EXPERTS], low), cast(Any, Holding(held))
+    found, shares = PassChoice(modes, versions, cache, counts, is_prompt=True).select(
+        Routed(0, rule, rows, chosen, weights)
+    )
     return Routed(0, rule, rows, found, shares), counts
 
 
@@ -164,7 +166,7 @@ def advised(unimportance: list[float] | None, thresholds: str | None, held: Coll
     """Stored experts that are read ahead for several tokens: 3, 1, 2 and 0 were predicted, likeliest first."""
     modes = parse_modes(thresholds, None, None if thresholds else "drop=0.1")
     versions = Versions([0, EXPERTS], np.arange(LOW, 2 * LOW))
-    choice = PassChoice(DecisionState(modes, versions, cast(Any, Holding(held)), ModeCounts()), is_prompt=True)
+    choice = PassChoice(modes, versions, cast(Any, Holding(held)), ModeCounts(), is_prompt=True)
     foreseen = None if unimportance is None else np.array(unimportance, np.float32)
     return choice.advised_to_many(0, foreseen, [3, 1, 2, 0])
 

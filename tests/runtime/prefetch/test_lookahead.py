@@ -20,7 +20,7 @@ from moec.runtime.expert_cache.simulated_cache import SimulatedCache
 from moec.runtime.layers.norms import Norm
 from moec.runtime.layers.router_stack import stack_routers
 from moec.runtime.layers.routing import Router
-from moec.runtime.modes.choice import DecisionState, PassChoice, Versions
+from moec.runtime.modes.choice import PassChoice, Versions
 from moec.runtime.modes.logical_cache import LogicalCache
 from moec.runtime.modes.mode_counts import ModeCounts
 from moec.runtime.options.lossy import parse_modes
@@ -247,8 +247,7 @@ def test_experts_are_prefetched_in_the_precision_that_their_scores_ask_for(
     sizes = np.ones(48, np.int64)
     records = expert_records(np.tile(np.repeat(np.arange(4), 6), 2), np.zeros(48), 4)
     cache = LogicalCache(CacheSpec(sizes, 48, records, 40), SCORES["lru"], held_versions)
-    state = DecisionState(parse_modes("0.5,0.8", None, None), Versions(FIRST, low), cache, ModeCounts())
-    choice = PassChoice(state)
+    choice = PassChoice(parse_modes("0.5,0.8", None, None), Versions(FIRST, low), cache, ModeCounts())
     advisor = Advisor(SPEC, FIRST, Foreseen(), 1, 4)
     assert advisor.advise(PassState(0, ONE, [], choice=choice))[1] == expected
 

@@ -16,11 +16,11 @@ from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.expert_cache.records import expert_records, warm_order
-from moec.runtime.simulation.events import Event
 from moec.runtime.simulation.recorded_advice import no_advice, recorded_advice
 from moec.runtime.simulation.replay import replay
 from moec.runtime.simulation.timeline import (
     DeviceRates,
+    Event,
     SimulatedMachine,
     Timeline,
     predict_steps,

@@ -75,8 +75,8 @@ def test_a_trace_grows_pass_by_pass_and_a_failure_leaves_nothing(tmp_path: Path)
 def test_lines_within_limits_of_their_own(tmp_path: Path) -> None:
     path = written(tmp_path / "a.trace", HEADER, PROMPT, TOKEN)
     few = JsonLimits(1 << 10, containers=20, values=60, texts=60)
-    with opened_trace(path, few) as opened:
-        assert len(list(opened.passes)) == 2
+    with opened_trace(path, few) as (_, passes):
+        assert len(list(passes)) == 2
     narrow = JsonLimits(1 << 10, containers=20, values=20, texts=60)
-    with opened_trace(path, narrow) as opened, pytest.raises(InputError, match=r"line 2 .* more than 20 values"):
-        list(opened.passes)
+    with opened_trace(path, narrow) as (_, passes), pytest.raises(InputError, match=r"line 2 .* more than 20 values"):
+        list(passes)

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
-
-from ..accelerator.latency import LatencyModel
-from ..accelerator.planner import Action, ExpertLoad, plan_layer
-from ..options.runtime import Cooperation
-from .accelerator_device import SimulatedDevice
+from moec.runtime.accelerator.latency import LatencyModel
+from moec.runtime.accelerator.planner import Action, ExpertLoad, plan_layer
+from moec.runtime.options.runtime import Cooperation
+from moec.runtime.simulation.accelerator_device import SimulatedDevice
 
 STRATEGIES: dict[str, Cooperation | None] = {
     "CPU only": None,
