@@ -401,11 +401,13 @@ def _bound(layer: StreamLayer) -> Any:
     extension = loaded()
     if extension is None:
         return None
-    fields = {name: _native(value) for name, value in vars(layer).items()}
+    fields = {name: _extension_form(value) for name, value in vars(layer).items()}
     fields["norm"] = (fields["norm"], fields.pop("norm_bias"))
     return getattr(extension, type(layer).__name__)(**fields)
 
 
-def _native(value: Any) -> Any:
+def _extension_form(value: Any) -> Any:
     """Replace matrices, alone or in a tuple, by the extension's objects. Other values stay."""
-    return tuple(_native(item) for item in value) if isinstance(value, tuple) else getattr(value, "native", value)
+    return (
+        tuple(_extension_form(item) for item in value) if isinstance(value, tuple) else getattr(value, "native", value)
+    )
