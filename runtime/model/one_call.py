@@ -41,8 +41,8 @@ class PredictedLayer(NamedTuple):
 
     rank: its place among the later layers that route, from 1.
     layer, first_expert, top_k, experts: its index, the index of its first expert over all layers, and its numbers.
-    rule: experts to read ahead for one token, -1 if thresholds are learned; the most that count as predicted; whether a
-        missing one ends the advice; experts to read ahead for each of several tokens.
+    rule: four values. Experts to read ahead for one token, -1 if thresholds are learned. The most that count as
+        predicted. Whether a missing one ends the advice. Experts to read ahead for each of several tokens.
     router, norm, bias: the router that predicts it, if one does.
     path: the last layers whose experts predict it, and the one before, if a path does; else -1.
     known_experts, known_scores: experts that no token changes, largest score first.
