@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import click
 import pytest
 
+from moec.cli.commands.compiling.compile import compile_command
 from moec.cli.main import cli
 from moec.cli.options.set_option import COMPILE_SETTINGS, RUN_SETTINGS, spelled
 from moec.cli.options.systems import COMPILED_SYSTEMS, SYSTEMS, load_system
-from moec.compiler.request.options import CompileOptions
 from moec.runtime.options.lossy import PUBLISHED
 from moec.runtime.options.runtime import RuntimeOptions
 
@@ -30,7 +29,7 @@ def test_each_prescription_is_an_option_with_its_section(name: str) -> None:
     system = load_system(name)
     run = {field: None if (field, value) == ("lossy", PUBLISHED) else value for field, value in system.run.items()}
     assert RuntimeOptions(**run) != RuntimeOptions()
-    names = {field.name for field in fields(CompileOptions)}
+    names = {str(parameter.name) for parameter in compile_command.params} | set(COMPILE_SETTINGS)
     assert set(system.compile) <= names and bool(system.compile) == (name in COMPILED_SYSTEMS)
     lines = (ROOT / "cli" / "systems" / f"{name}.toml").read_text().splitlines()
     prescribed = [line for line in lines if " = " in line and not line.startswith("title")]
