@@ -6,56 +6,54 @@ repeated: what is on the store with the right content is not sent again.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 
-from moec.manifests.errors import BundleError, DoesNotFit, StoreFailed
+from moec.manifests.bundle import MANIFEST_NAME
+from moec.manifests.codec import decode_manifest
+from moec.manifests.errors import BundleError, DoesNotFit, InputError, OptionError, SignatureInvalid, StoreFailed
 from moec.manifests.progress import Progress
 
-from ..channel import MAX_CHANNEL_BYTES, MAX_SIGNATURE_BYTES, Channel, bundle_path, channel_path, signature_path
+from ..channel import (
+    CHANNEL_VERSION,
+    DEFAULT_CHANNEL,
+    MAX_CHANNEL_BYTES,
+    MAX_SIGNATURE_BYTES,
+    Channel,
+    bundle_path,
+    encode_moment,
+    signature_path,
+    version_numbers,
+)
 from ..signatures.keys import PrivateKey, PublicKey
 from ..signatures.model_signature import read_signature
-from ..signed_channel import sign_channel
+from ..signed_channel import named_channel_path, sign_channel, verify_channel
 from ..store.interface import Store
 from .bundles import ReadyBundle, prepare_bundles, verify_bundles
-from .next_channel import (
-    ChannelRequest,
-    find_channel,
-    next_channel,
-    note_stored_files,
-    other_bundles,
-    require_same_model,
-)
+
+LEAST_MOEC = {1: "0.2.0", 2: "0.2.0"}
+"""Oldest moec that pulls and runs bundles of each format version."""
 
 
 @dataclass(frozen=True, slots=True)
-class PushKeys:
-    """Keys of a push.
+class ChannelRequest:
+    """Content of the next channel.
 
-    signing: signs the channel, and bundles without a signature.
-    accepted: further keys whose signatures may be on the channel before, and on bundles.
+    name: name of the channel.
+    lasting: time until it expires.
+    minimum_moec: oldest moec that may install its bundles; None: what their formats need.
+    sequence: its sequence; None: one more than that of the channel on the store.
+    only: whether it names the pushed bundles alone. False: bundles for other devices stay in it.
     """
 
-    signing: PrivateKey
-    accepted: Sequence[PublicKey] = ()
-
-    @property
-    def public(self) -> list[PublicKey]:
-        return [self.signing.public, *self.accepted]
-
-
-@dataclass(frozen=True, slots=True)
-class PushObserver:
-    """Callables for the bytes done and the bytes in all.
-
-    verifying: while bundles are checked.
-    sending: while files are sent or found on the store.
-    """
-
-    verifying: Progress | None = None
-    sending: Progress | None = None
+    name: str = DEFAULT_CHANNEL
+    lasting: timedelta = timedelta(days=90)
+    minimum_moec: str | None = None
+    sequence: int | None = None
+    only: bool = False
 
 
 @dataclass(slots=True)
@@ -75,98 +73,170 @@ class Pushed:
     """Result of a push."""
 
     channel: Channel
-    bundles: list[SentBundle] = field(default_factory=list)
+    bundles: list[SentBundle]
 
 
 def push_bundles(
     paths: Sequence[Path],
     store: Store,
-    keys: PushKeys,
+    key: PrivateKey,
     request: ChannelRequest,
     now: datetime,
-    observer: PushObserver | None = None,
+    accepted: Sequence[PublicKey] = (),
     again: bool = False,
+    verifying: Progress | None = None,
+    sending: Progress | None = None,
 ) -> Pushed:
     """Put bundles on a store and name them in a channel.
 
     paths: folders of the bundles, of one model, at most one for each device.
+    key: signs the channel, and bundles without a signature.
     now: moment in UTC.
+    accepted: further keys whose signatures may be on the channel before, and on bundles.
     again: send all files, whatever is on the store.
+    verifying: called with the bytes done and the bytes in all, while bundles are checked.
+    sending: the same, while files are sent or found on the store.
     Raises BundleError, InputError, OptionError before anything is sent. Raises StoreFailed, DoesNotFit.
     """
-    observer = observer or PushObserver()
-    ready = prepare_bundles(paths, keys.signing, keys.accepted)
-    found = find_channel(store, request.name, keys.public)
-    channels = other_bundles(store, found, request, keys.public)
-    require_same_model(store, channels, ready[0].model)
-    channel = next_channel(found.channel, ready, request, now)
-    data = sign_channel(channel, keys.signing)
+    ready = prepare_bundles(paths, key, accepted)
+    keys = [key.public, *accepted]
+    data_before, before = _channel_on(store, request.name, keys)
+    known_channels = [] if before is None else [before]
+    if request.name != DEFAULT_CHANNEL:
+        try:
+            _, default = _channel_on(store, DEFAULT_CHANNEL, keys)
+        except BundleError:  # of other keys
+            default = None
+        known_channels += [] if default is None else [default]
+    for known in known_channels:
+        if known.model != ready[0].model:
+            raise InputError(
+                f"`{store.address}` has bundles of `{known.model[:80]}`, these are of `{ready[0].model[:80]}`",
+                "push each model to a place of its own",
+            )
+    channel = _next_channel(before, ready, request, now)
+    data = sign_channel(channel, key)
     if len(data) > MAX_CHANNEL_BYTES:
         raise DoesNotFit(f"the channel has {len(data)} bytes, at most {MAX_CHANNEL_BYTES}", "push fewer devices")
-    verify_bundles(ready, observer.verifying)
+    verify_bundles(ready, verifying)
     if not again:
-        note_stored_files(store, channels)
-    sent = _Sending(store, ready, observer.sending, again).run()
+        _note_stored_files(store, known_channels)
+    sent = _send(store, ready, sending, again)
     for bundle in ready:
-        _put_signature(store, bundle, keys.signing.public)
-    path = channel_path(request.name)
-    if store.read_small(path, MAX_CHANNEL_BYTES) != found.data:
+        _put_signature(store, bundle, key.public)
+    path = named_channel_path(request.name)
+    if store.read_small(path, MAX_CHANNEL_BYTES) != data_before:
         raise StoreFailed(f"`{store.address}/{path}` has changed during the push", "push again: no file is sent twice")
     store.replace(path, data)
     return Pushed(channel, sent)
 
 
-class _Sending:
-    """Puts the files of bundles on a store and reports the bytes."""
+def _channel_on(store: Store, name: str, keys: Sequence[PublicKey]) -> tuple[bytes | None, Channel | None]:
+    """Return the file of a channel on a store and its content, or None for both.
 
-    def __init__(self, store: Store, ready: Sequence[ReadyBundle], progress: Progress | None, again: bool) -> None:
-        self._store, self._ready, self._progress, self._again = store, ready, progress, again
-        self._total = sum(bundle.entry.total_bytes for bundle in ready)
-        self._done = self._end = 0
+    Raises SignatureInvalid if none of the keys signed it. Raises InputError for a name that is no channel's.
+    Raises StoreFailed, ChannelRefused.
+    """
+    path = named_channel_path(name)
+    data = store.read_small(path, MAX_CHANNEL_BYTES)
+    if data is None:
+        return None, None
+    place = f"{store.address}/{path}"
+    try:
+        channel = verify_channel(data, keys, place)
+    except SignatureInvalid as error:
+        raise SignatureInvalid(error.message, "name the key that it was signed with: --accept-key FILE.pub") from error
+    if channel.channel != name:
+        raise InputError(f"`{place}` is the channel `{channel.channel}`", "put the right file there, or remove it")
+    return data, channel
 
-    def run(self) -> list[SentBundle]:
-        """Send what the store does not have."""
-        return [self._send(bundle) for bundle in self._ready]
 
-    def _send(self, bundle: ReadyBundle) -> SentBundle:
+def _next_channel(
+    before: Channel | None, ready: Sequence[ReadyBundle], request: ChannelRequest, now: datetime
+) -> Channel:
+    """Return the channel after a push.
+
+    Raises OptionError for a sequence that is not higher than the present one, and for too long a time.
+    """
+    pushed = {bundle.entry.device: bundle.entry for bundle in ready}
+    remaining = [] if before is None or request.only else [b for b in before.bundles if b.device not in pushed]
+    present = 0 if before is None else before.sequence
+    sequence = present + 1 if request.sequence is None else request.sequence
+    if sequence <= present:
+        raise OptionError(
+            f"`--sequence {sequence}` is not higher than {present}, which the channel has on the store",
+            f"give {present + 1} or more, or leave it out",
+        )
+    needs = [LEAST_MOEC[bundle.format_version] for bundle in ready]
+    needs += [before.minimum_moec] if before and remaining else []
+    try:
+        return Channel(
+            version=CHANNEL_VERSION,
+            model=ready[0].model,
+            channel=request.name,
+            sequence=sequence,
+            created=encode_moment(now),
+            expires=encode_moment(now + request.lasting),
+            minimum_moec=request.minimum_moec or max(needs, key=lambda text: version_numbers(text) or ()),
+            bundles=tuple(sorted([*pushed.values(), *remaining], key=lambda bundle: bundle.device)),
+        )
+    except (ValueError, OverflowError) as error:
+        raise OptionError(f"there is no such channel: {error}", "give other options") from error
+
+
+def _note_stored_files(store: Store, channels: Sequence[Channel]) -> None:
+    """Tell a store the contents of the bundles that it has, so that equal files are not sent. Raises StoreFailed."""
+    for digest, size_bytes in {(b.manifest_sha256, b.manifest_bytes) for channel in channels for b in channel.bundles}:
+        path = bundle_path(digest, MANIFEST_NAME)
+        data = store.read_small(path, size_bytes) if store.size_bytes(path) == size_bytes else None
+        if data is None or hashlib.sha256(data).hexdigest() != digest:
+            continue
+        try:
+            files = decode_manifest(data, path).files
+        except BundleError:  # of a newer format
+            continue
+        for file in files:
+            store.note(bundle_path(digest, file.name), file.size_bytes, file.sha256)
+
+
+def _send(store: Store, ready: Sequence[ReadyBundle], progress: Progress | None, again: bool) -> list[SentBundle]:
+    """Send the files that a store does not have, bundle by bundle, and report the bytes."""
+    total_bytes = sum(bundle.entry.total_bytes for bundle in ready)
+    done_bytes = end_bytes = 0
+    results = list[SentBundle]()
+
+    def advance(sent_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes = min(done_bytes + sent_bytes, end_bytes)  # a repeated request sends bytes again
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+
+    for bundle in ready:
         result, folder = SentBundle(bundle), bundle.entry.manifest_sha256
         for file in bundle.files:
-            self._end += file.size_bytes
-            is_new = self._store.put(
-                bundle_path(folder, file.name),
-                bundle.path / file.name,
-                file.size_bytes,
-                file.sha256,
-                self._advance,
-                self._again,
-            )
-            if is_new:
+            end_bytes += file.size_bytes
+            source = bundle.path / file.name
+            if store.put(bundle_path(folder, file.name), source, file.size_bytes, file.sha256, advance, again):
                 result.sent_files += 1
                 result.sent_bytes += file.size_bytes
-            self._done = self._end
-            self._advance(0)
-        self._store.commit(folder)
-        return result
-
-    def _advance(self, sent_bytes: int) -> None:
-        # A repeated request sends bytes again.
-        self._done = min(self._done + sent_bytes, self._end)
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+            done_bytes = end_bytes
+            advance(0)
+        store.commit(folder)
+        results.append(result)
+    return results
 
 
 def _put_signature(store: Store, bundle: ReadyBundle, key: PublicKey) -> None:
     """Write the signature of a bundle, unless the store has it, or another one by the same key."""
     path = signature_path(bundle.entry.manifest_sha256)
     stored = store.read_small(path, MAX_SIGNATURE_BYTES)
-    if stored == bundle.signature or (stored is not None and bundle.is_signed_now and _is_valid(stored, bundle, key)):
+    if stored == bundle.signature:
         return
+    if stored is not None and bundle.is_signed_now:
+        try:
+            signed = read_signature(stored, [key], str(bundle.path)).digests
+        except BundleError:
+            signed = {}
+        if signed == {file.name: file.sha256 for file in bundle.files}:
+            return
     store.replace(path, bundle.signature)
-
-
-def _is_valid(signature: bytes, bundle: ReadyBundle, key: PublicKey) -> bool:
-    try:
-        digests = read_signature(signature, [key], str(bundle.path)).digests
-    except BundleError:
-        return False
-    return digests == {file.name: file.sha256 for file in bundle.files}

@@ -103,19 +103,18 @@ def push_command(
     moec push mixtral-pi s3://models/mixtral --channel beta --key fleet.pem --expires 30d
     """
     folders = [bundle_folder(path) for path in bundles]
-    from moec.shipping.push.next_channel import ChannelRequest
-    from moec.shipping.push.push import PushKeys, PushObserver, push_bundles
+    from moec.shipping.push.push import ChannelRequest, push_bundles
 
     accepted = read_accepted_keys(accepted_files, "--accept-key", others=1)
-    keys = PushKeys(read_signing_key(key_file, passphrase_variable), accepted)
+    key = read_signing_key(key_file, passphrase_variable)
     request = ChannelRequest(channel, lasting, minimum_moec, sequence, only)
     with (
         opened_store(destination, for_writing=True) as store,
         ProgressBar("verifying") as verifying,
         ProgressBar("pushing") as sending,
     ):
-        observer = PushObserver(verifying, sending)
-        pushed = push_bundles(folders, store, keys, request, datetime.now(timezone.utc), observer, again)
+        now = datetime.now(timezone.utc)
+        pushed = push_bundles(folders, store, key, request, now, accepted, again, verifying, sending)
         address = store.address
     _print(address, pushed, as_json)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +20,12 @@ from moec.manifests.errors import (
     SignatureInvalid,
     StoreFailed,
 )
+from moec.manifests.progress import Progress
 from moec.profiles.loading import load_profile
 from moec.runtime.memory.budget import nominal_memory
 from moec.shipping.channel import Channel, channel_path, decode_moment, encode_moment, signature_path
-from moec.shipping.push.next_channel import LEAST_MOEC, ChannelRequest
-from moec.shipping.push.push import Pushed, PushKeys, PushObserver, push_bundles
+from moec.shipping.push.push import LEAST_MOEC, ChannelRequest, Pushed, push_bundles
+from moec.shipping.signatures.keys import PrivateKey, PublicKey
 from moec.shipping.signatures.model_signature import sign_bundle, signature_file, verify_signature
 from moec.shipping.signed_channel import verify_channel
 from moec.shipping.store.file_store import FileStore
@@ -102,14 +103,16 @@ class WatchedStore(FileStore):
 def push(
     store: Path | Store,
     *bundles: Path,
-    keys: PushKeys | None = None,
-    observer: PushObserver | None = None,
+    key: PrivateKey = KEY,
+    accepted: Sequence[PublicKey] = (),
+    verifying: Progress | None = None,
+    sending: Progress | None = None,
     **request: object,
 ) -> Pushed:
     opened = FileStore(store, for_writing=True) if isinstance(store, Path) else store
     try:
         asked = replace(ChannelRequest(), **request)  # type: ignore[arg-type]
-        return push_bundles(bundles, opened, keys or PushKeys(KEY), asked, NOW, observer)
+        return push_bundles(bundles, opened, key, asked, NOW, accepted, verifying=verifying, sending=sending)
     finally:
         opened.close()
 
@@ -209,7 +212,7 @@ def test_a_signature_next_to_the_folder_is_pushed(tmp_path: Path) -> None:
         push(tmp_path / "store", folder)
     assert caught.value.hint == f"sign the bundle again: moec sign {folder}"
     assert not (tmp_path / "store").exists()
-    push(tmp_path / "store", folder, keys=PushKeys(KEY, [OTHER.public]))
+    push(tmp_path / "store", folder, accepted=[OTHER.public])
     stored = tmp_path / "store" / signature_path(sha256_of(folder))
     assert stored.read_bytes() == signature_file(folder).read_bytes()
     signature_file(folder).unlink()
@@ -222,14 +225,14 @@ def test_a_signature_next_to_the_folder_is_pushed(tmp_path: Path) -> None:
 
 def test_a_channel_of_another_key(tmp_path: Path, boards: list[Path]) -> None:
     store = tmp_path / "store"
-    push(store, boards[0], keys=PushKeys(OTHER))
+    push(store, boards[0], key=OTHER)
     before = (store / channel_path("stable")).read_bytes()
     with pytest.raises(SignatureInvalid) as caught:
         push(store, boards[1])
     assert caught.value.hint == "name the key that it was signed with: --accept-key FILE.pub"
     assert (store / channel_path("stable")).read_bytes() == before
     assert not (store / sha256_of(boards[1])).exists()
-    assert push(store, boards[1], keys=PushKeys(KEY, [OTHER.public])).channel.sequence == 2
+    assert push(store, boards[1], accepted=[OTHER.public]).channel.sequence == 2
 
 
 def test_wrong_bundles_are_refused_before_anything_is_sent(tmp_path: Path, boards: list[Path], phone: Path) -> None:
@@ -315,12 +318,15 @@ def test_two_pushes_at_once(tmp_path: Path, boards: list[Path]) -> None:
 
 def test_progress_goes_up_to_the_end(tmp_path: Path, boards: list[Path], phone: Path) -> None:
     verified, sent = list[tuple[int, int]](), list[tuple[int, int]]()
-    observer = PushObserver(
-        lambda done, total: verified.append((done, total)), lambda done, total: sent.append((done, total))
-    )
     total = sum(path.stat().st_size for bundle in (boards[0], phone) for path in bundle.iterdir())
     for _ in range(2):
-        push(tmp_path / "store", boards[0], phone, observer=observer)
+        push(
+            tmp_path / "store",
+            boards[0],
+            phone,
+            verifying=lambda done, total: verified.append((done, total)),
+            sending=lambda done, total: sent.append((done, total)),
+        )
         assert sent == sorted(sent) and sent[-1] == (total, total)
         assert verified == sorted(verified) and verified[-1][0] <= verified[-1][1] == total
         verified.clear()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moec.shipping.push.next_channel import ChannelRequest
-from moec.shipping.push.push import PushKeys, push_bundles
+from moec.shipping.push.push import ChannelRequest, push_bundles
 from tests.shipping.devices import Device
 from tests.shipping.model_bundles import NOW, digests, write_bundle
 from tests.shipping.signing_keys import signing_key
@@ -17,7 +16,7 @@ def test_what_is_pushed_is_pulled(place: Place, tmp_path: Path) -> None:
     device = Device(tmp_path / "device", tmp_path)
     for sequence, bundle in enumerate(bundles, 1):
         store = place.open()
-        pushed = push_bundles([bundle], store, PushKeys(signing_key()), ChannelRequest(), NOW)
+        pushed = push_bundles([bundle], store, signing_key(), ChannelRequest(), NOW)
         store.close()
         assert pushed.channel.sequence == sequence
         store = place.open(for_writing=False)
