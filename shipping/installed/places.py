@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from moec.manifests.bundle import PARTIAL_SUFFIX
-from moec.manifests.errors import InputError
+from moec.manifests.errors import InputError, TryAgain
 from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.output_file import FileSystem
 
@@ -103,6 +106,26 @@ class Places:
         """Name of the bundle that `rollback` returns to."""
         found = self.linked(PREVIOUS)
         return None if found == self.current else found
+
+
+@contextmanager
+def locked(places: Places) -> Iterator[None]:
+    """Hold the lock of an existing folder. The system gives it back when the process ends in any way.
+
+    Raises TryAgain if another process holds it. Raises OSError.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(places.lock, flags, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise TryAgain(
+                f"another `moec pull` or `moec rollback` works in `{places.folder}`", "wait until it has ended"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def set_link(places: Places, link: str, name: str, system: FileSystem) -> None:

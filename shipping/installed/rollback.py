@@ -9,8 +9,7 @@ from pathlib import Path
 from moec.manifests.errors import InputError
 from moec.manifests.files.output_file import FileSystem, write_errors
 
-from .lock import locked
-from .places import CURRENT, PREVIOUS, Places, check_device_folder, remove_link, set_link
+from .places import CURRENT, PREVIOUS, Places, check_device_folder, locked, remove_link, set_link
 from .prune import kept_names, tidy
 from .recheck import recheck
 from .state import read_state, write_state

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moec.manifests.errors import ChecksumMismatch, StorageReadFailed, StoreFailed
 from moec.manifests.progress import Progress
@@ -21,7 +21,6 @@ from ..channel import bundle_path
 from ..store.interface import Store
 from .copying import write_at
 from .partial_bundle import PartialBundle
-from .rate import RateLimit
 
 CONNECTIONS = 4
 MAX_RANGE_BYTES = 8 << 20
@@ -66,16 +65,33 @@ def split_ranges(start: int, end: int, most_bytes: int) -> list[tuple[int, int]]
     return [(at, min(end, at + most_bytes)) for at in range(start, end, most_bytes)]
 
 
-@dataclass
-class _Failure:
-    """The first error of any thread."""
+class RateLimit:
+    """Bound of the bytes per second that all connections read together. The thread that takes more waits.
 
-    error: BaseException | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    bytes_per_s: the rate; None: no bound.
+    pause: waits for a number of seconds, or until the pull ends.
+    clock: seconds.
+    """
 
-    def note(self, error: BaseException) -> None:
-        with self.lock:
-            self.error = self.error or error
+    def __init__(
+        self,
+        bytes_per_s: int | None,
+        pause: Callable[[float], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bytes_per_s, self._pause, self._clock = bytes_per_s, pause, clock
+        self._lock = threading.Lock()
+        self._free_at = clock()
+
+    def take(self, size_bytes: int) -> None:
+        """Wait until these bytes, which were read, fit the rate."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            now = self._clock()
+            self._free_at = max(self._free_at, now) + size_bytes / self._bytes_per_s
+            wait_s = self._free_at - now
+        self._pause(wait_s)
 
 
 class Fetch:
@@ -91,8 +107,8 @@ class Fetch:
     ) -> None:
         self._store, self._folder, self._partial, self._options = store, folder, partial, options
         self._numbers = [number for number in range(len(partial.entries)) if number not in linked]
-        self._ended, self._left = threading.Event(), threading.Event()
-        self._failure = _Failure()
+        self._ended, self._left, self._lock = threading.Event(), threading.Event(), threading.Lock()
+        self._failure: BaseException | None = None  # the first one of any thread
         self._wrong: list[int] = []
         self._rate = RateLimit(options.most_bytes_per_s, self._ended.wait)
         self._waiting: deque[tuple[int, int, int]] = deque()
@@ -159,15 +175,16 @@ class Fetch:
             try:
                 work(*values)
             except BaseException as error:
-                self._failure.note(error)
+                with self._lock:
+                    self._failure = self._failure or error
 
         thread = threading.Thread(target=guarded, daemon=True)
         thread.start()
         return thread
 
     def _check_failure(self) -> None:
-        if self._failure.error is not None:
-            raise self._failure.error
+        if self._failure is not None:
+            raise self._failure
 
     def _wait(self, hashing: threading.Thread, progress: Progress) -> None:
         """Report progress until all files are hashed or a thread has failed."""

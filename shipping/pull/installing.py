@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +24,14 @@ from ..installed.receipt import is_unchanged, make_receipt, read_receipt, write_
 from ..store.interface import Store
 from .copying import copy_all
 from .delta import Copy, Delta, Source, plan_delta, source_of
-from .exchange import exchange
 from .fetch import Fetch, FetchOptions
 from .intervals import Intervals
 from .observer import PullObserver, PullPlan
 from .partial_bundle import PartialBundle, kept_ranges
-from .remote_manifest import SignedManifest
+from .remote import SignedManifest
 
+_HERE, _EXCHANGE = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE of Linux."""
 _SPARE_BYTES = 4 << 20
 """Disk for journal, receipt and folders."""
 
@@ -172,3 +175,26 @@ def _publish(installation: Installation, partial: PartialBundle, system: FileSys
         put_in_place(partial.folder, places.bundle(name), system)
     with contextlib.suppress(FileNotFoundError):
         system.remove(places.journal(name))
+
+
+def exchange(new: Path, old: Path, aside: Path, system: FileSystem) -> None:
+    """Exchange the names of two folders.
+
+    Where the system cannot, `old` gets the name `aside` for a moment, in which there is nothing under its name.
+    Raises OSError.
+    """
+    if not _in_one_step(new, old):
+        system.rename(old, aside)
+        system.rename(new, old)
+        system.rename(aside, new)
+    system.sync_directory(old.parent)
+
+
+def _in_one_step(first: Path, second: Path) -> bool:
+    """Return whether the system exchanged two names."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    result: int = call(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _EXCHANGE)
+    return result == 0

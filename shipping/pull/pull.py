@@ -14,8 +14,7 @@ from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.output_file import FileSystem, made_folders, write_errors
 
 from ..channel import DEFAULT_CHANNEL, Channel, ChannelBundle, encode_moment
-from ..installed.lock import locked
-from ..installed.places import CURRENT, PREVIOUS, Places, bundle_id, check_device_folder, check_links, set_link
+from ..installed.places import CURRENT, PREVIOUS, Places, bundle_id, check_device_folder, check_links, locked, set_link
 from ..installed.prune import make_room, prune, tidy
 from ..installed.receipt import read_receipt
 from ..installed.recheck import recheck
@@ -27,8 +26,7 @@ from .fetch import FetchOptions
 from .installing import Installation, delta_of, install, plan_of
 from .observer import PullObserver, PullPlan
 from .partial_bundle import growing_manifest
-from .remote_channel import check_channel, read_channel
-from .remote_manifest import read_signed_manifest
+from .remote import check_channel, read_channel, read_signed_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,131 +95,119 @@ def pull(
     installed. Raises DeviceRefused, DoesNotFit, StoreFailed, InputError, and the errors of `check`. After any error,
     `current` names the bundle that it named before.
     """
-    work = _Pull(store, keys, request, check, machine, observer or PullObserver(), system or FileSystem())
-    return work.run()
+    places, observer, system = Places(request.folder), observer or PullObserver(), system or FileSystem()
+    check_device_folder(request.folder)
+    state = read_state(places)
+    channel = read_channel(store, request.channel, keys, machine.now, observer.warning)
+    check_channel(channel, state)
+    check_version(channel, machine.version)
+    bundle = choose_bundle(channel, request.device, request.memory_bytes, machine.system)
+    name = bundle_id(bundle.manifest_sha256)
+    observer.chosen(channel, bundle, name)
+    work = _Pull(store, keys, request, machine.now, observer, system, places, channel, bundle, name)
+    if request.plan_only:
+        outcome = work.plan(state)
+    else:
+        with write_errors(request.folder), made_folders(places.state, system), locked(places):
+            state = read_state(places)  # another pull may have ended meanwhile
+            check_channel(channel, state)
+            outcome = work.install(state, check)
+    return Pulled(name, places.bundle(name), channel, bundle, outcome)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pull:
+    """The pull of one bundle of a channel. name: of the bundle's folder."""
+
     store: Store
     keys: Sequence[PublicKey]
     request: PullRequest
-    check: Callable[[Path], object]
-    machine: Machine
+    now: datetime
     observer: PullObserver
     system: FileSystem
+    places: Places
+    channel: Channel
+    bundle: ChannelBundle
+    name: str
 
-    @property
-    def places(self) -> Places:
-        return Places(self.request.folder)
-
-    def run(self) -> Pulled:
-        """Do all steps."""
-        check_device_folder(self.request.folder)
-        state = read_state(self.places)
-        channel = read_channel(self.store, self.request.channel, self.keys, self.machine.now, self.observer.warning)
-        check_channel(channel, state)
-        check_version(channel, self.machine.version)
-        bundle = choose_bundle(channel, self.request.device, self.request.memory_bytes, self.machine.system)
-        name = bundle_id(bundle.manifest_sha256)
-        result = Pulled(name, self.places.bundle(name), channel, bundle, "")
-        self.observer.chosen(channel, bundle, result.name)
-        if self.request.plan_only:
-            return replace(result, outcome=self._plan(result))
-        with write_errors(self.request.folder), made_folders(self.places.state, self.system), locked(self.places):
-            state = read_state(self.places)  # another pull may have ended meanwhile
-            check_channel(channel, state)
-            return replace(result, outcome=self._work(result, state))
-
-    def _plan(self, result: Pulled) -> str:
+    def plan(self, state: DeviceState | None) -> str:
         """Tell the plan. Return the outcome."""
-        if self._is_installed(result) and self.places.current == result.name:
+        is_installed = self._is_installed()
+        if is_installed and self.places.current == self.name:
             return "unchanged"
-        if self._is_rolled_back(result, read_state(self.places)):
+        if self._is_rolled_back(state):
             return "rolled back"
-        if self._is_installed(result):
-            total = result.bundle.total_bytes - result.bundle.manifest_bytes
+        if is_installed:
+            total = self.bundle.total_bytes - self.bundle.manifest_bytes
             self.observer.planned(PullPlan(total, 0, total, 0, 0))
         else:
-            installation = self._installation(result)
+            installation = self._installation()
             self.observer.planned(plan_of(installation, delta_of(installation)))
         return "planned"
 
-    def _work(self, result: Pulled, state: DeviceState | None) -> str:
-        """Install and switch. Return the outcome."""
-        if self.places.current != result.name:
-            check_links(self.places, self.system)
-        tidy(self.places, self.system)
-        channel = result.channel
-        state = state or DeviceState(STATE_VERSION, channel.model)
-        known = state.channel(channel.channel)
-        if channel.sequence > known.highest_sequence:
-            state = state.with_channel(replace(known, highest_sequence=channel.sequence))
-            write_state(self.places, state, self.system)
-        if self._is_rolled_back(result, state):
+    def install(self, state: DeviceState | None, check: Callable[[Path], object]) -> str:
+        """Bring all bytes to their place and let `current` name the bundle. Return the outcome."""
+        places, system, keep = self.places, self.system, self.request.keep
+        if places.current != self.name:
+            check_links(places, system)
+        tidy(places, system)
+        state = state or DeviceState(STATE_VERSION, self.channel.model)
+        known = state.channel(self.channel.channel)
+        if self.channel.sequence > known.highest_sequence:
+            state = state.with_channel(replace(known, highest_sequence=self.channel.sequence))
+            write_state(places, state, system)
+        if self._is_rolled_back(state):
             return "rolled back"
-        for name in self.places.ids():
-            recheck(self.places, name, self.system)
-        if not self._is_installed(result):
-            state = prune(self.places, state, self.request.keep, self.system, spared=result.name)
-            self._install(result, state)
-            state = read_state(self.places) or state  # room may have been made
-        elif self.places.current == result.name:
-            state = self._note_installed(result, state)
-            prune(self.places, state, self.request.keep, self.system)
+        for name in places.ids():
+            recheck(places, name, system)
+        if not self._is_installed():
+            state = prune(places, state, keep, system, spared=self.name)
+
+            def make_room_for(missing_bytes: int, state: DeviceState = state) -> bool:
+                return make_room(places, state, keep, missing_bytes, system, self.name)
+
+            install(self.store, self._installation(), self.request.fetch, self.observer, system, make_room_for)
+            state = read_state(places) or state  # room may have been made
+        elif places.current == self.name:
+            prune(places, self._note_installed(state), keep, system)
             return "unchanged"
         self.observer.testing()
-        self.check(result.path)
-        self._switch(result, state)
+        check(places.bundle(self.name))
+        state = self._note_installed(state)
+        before = places.current
+        if before is not None and before != self.name:
+            set_link(places, PREVIOUS, before, system)
+        set_link(places, CURRENT, self.name, system)
+        prune(places, state, keep, system)
         return "installed"
 
-    def _install(self, result: Pulled, state: DeviceState) -> None:
-        """Bring all bytes to their place. If the disk is short, what the switch would remove is removed before."""
-
-        def make_room_for(missing_bytes: int) -> bool:
-            return make_room(self.places, state, self.request.keep, missing_bytes, self.system, result.name)
-
-        installation = self._installation(result)
-        install(self.store, installation, self.request.fetch, self.observer, self.system, make_room_for)
-
-    def _is_installed(self, result: Pulled) -> bool:
+    def _is_installed(self) -> bool:
         """Return whether the bundle is there, and unchanged since it was checked."""
-        receipt = read_receipt(self.places.receipt(result.name))
-        if receipt is None or receipt.manifest_sha256 != result.bundle.manifest_sha256:
+        receipt = read_receipt(self.places.receipt(self.name))
+        if receipt is None or receipt.manifest_sha256 != self.bundle.manifest_sha256:
             return False
-        if not is_implied_folder(result.path):
+        if not is_implied_folder(self.places.bundle(self.name)):
             return False
-        return recheck(self.places, result.name, None if self.request.plan_only else self.system) is None
+        return recheck(self.places, self.name, None if self.request.plan_only else self.system) is None
 
-    def _is_rolled_back(self, result: Pulled, state: DeviceState | None) -> bool:
-        channel = result.channel
-        return state is not None and channel.sequence <= state.channel(channel.channel).rolled_back_sequence
+    def _is_rolled_back(self, state: DeviceState | None) -> bool:
+        rolled_back = 0 if state is None else state.channel(self.channel.channel).rolled_back_sequence
+        return self.channel.sequence <= rolled_back
 
-    def _installation(self, result: Pulled) -> Installation:
+    def _installation(self) -> Installation:
         """Return the bundle with its verified manifest. Raises StoreFailed, BundleError, DeviceRefused."""
-        kept = growing_manifest(self.places.partial(result.name))
-        signed = read_signed_manifest(self.store, result.channel, result.bundle, self.keys, kept)
-        return Installation(self.places, result.name, result.bundle.manifest_sha256, signed)
+        left_manifest = growing_manifest(self.places.partial(self.name))
+        signed = read_signed_manifest(self.store, self.channel, self.bundle, self.keys, left_manifest)
+        return Installation(self.places, self.name, self.bundle.manifest_sha256, signed)
 
-    def _note_installed(self, result: Pulled, state: DeviceState) -> DeviceState:
+    def _note_installed(self, state: DeviceState) -> DeviceState:
         """Remember the bundle with its sequence, unless that is known. Raises OSError."""
-        known, channel = state.bundle(result.name), result.channel
-        origin = (channel.channel, channel.sequence)
-        if known is not None and (known.channel, known.sequence) == origin and self.places.current == result.name:
-            return state
-        installed = encode_moment(self.machine.now)
-        if known is not None and self.places.current == result.name:
+        known, installed = state.bundle(self.name), encode_moment(self.now)
+        origin = (self.channel.channel, self.channel.sequence)
+        if known is not None and self.places.current == self.name:
+            if (known.channel, known.sequence) == origin:
+                return state
             installed = known.installed
-        bundle = BundleState(result.bundle.manifest_sha256, result.bundle.device, *origin, installed)
-        state = state.with_bundle(bundle)
+        state = state.with_bundle(BundleState(self.bundle.manifest_sha256, self.bundle.device, *origin, installed))
         write_state(self.places, state, self.system)
         return state
-
-    def _switch(self, result: Pulled, state: DeviceState) -> None:
-        """Let `current` name the bundle, and remove what is not kept. Raises OSError."""
-        state = self._note_installed(result, state)
-        before = self.places.current
-        if before is not None and before != result.name:
-            set_link(self.places, PREVIOUS, before, self.system)
-        set_link(self.places, CURRENT, result.name, self.system)
-        prune(self.places, state, self.request.keep, self.system)

@@ -17,8 +17,7 @@ from moec.manifests.bundle import MANIFEST_NAME
 from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudgetExceeded
 from moec.manifests.self_test import SELF_TEST_NAME
 from moec.profiles.probe import resident_set_bytes
-from moec.shipping.installed.lock import locked
-from moec.shipping.installed.places import Places
+from moec.shipping.installed.places import Places, locked
 from moec.shipping.pull import pull as pulling
 from moec.shipping.pull.pull import PullRequest
 from tests.gates.damage import seal_files

@@ -24,8 +24,7 @@ from moec.manifests.errors import (
     StoreFailed,
     TryAgain,
 )
-from moec.shipping.installed.lock import locked
-from moec.shipping.installed.places import Places
+from moec.shipping.installed.places import Places, locked
 from moec.shipping.installed.rollback import roll_back
 from moec.shipping.store.file_store import FileStore
 from tests.shipping.devices import CountingStore, Device, Events

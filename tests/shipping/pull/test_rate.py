@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moec.shipping.pull.fetch import MAX_RANGE_BYTES, FetchOptions, split_ranges
-from moec.shipping.pull.rate import RateLimit
+from moec.shipping.pull.fetch import MAX_RANGE_BYTES, FetchOptions, RateLimit, split_ranges
 
 
 def test_bytes_take_the_time_of_the_rate() -> None:

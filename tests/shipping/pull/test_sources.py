@@ -12,7 +12,7 @@ import pytest
 
 from moec.manifests.bundle import DENSE_NAME, experts_file_name
 from moec.manifests.files.output_file import FileSystem
-from moec.shipping.pull.exchange import exchange
+from moec.shipping.pull.installing import exchange
 from moec.shipping.store.file_store import FileStore
 from tests.shipping.devices import CountingStore, Device
 from tests.shipping.model_bundles import Shape, digests, push, sha256_of, write_bundle

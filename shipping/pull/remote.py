@@ -1,10 +1,11 @@
-"""Read `moec.json` and the signature of a bundle from a store, and check both before anything else is fetched."""
+"""Read a channel from a store, then `moec.json` and the signature of its bundle. Both are checked before use."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from moec.manifests.bundle import MANIFEST_NAME, BundleManifest
 from moec.manifests.codec import decode_manifest
@@ -17,13 +18,74 @@ from moec.manifests.errors import (
     UnknownFormatVersion,
 )
 
-from ..channel import MAX_SIGNATURE_BYTES, Channel, ChannelBundle, bundle_path, signature_path
+from ..channel import (
+    MAX_CHANNEL_BYTES,
+    MAX_SIGNATURE_BYTES,
+    Channel,
+    ChannelBundle,
+    bundle_path,
+    decode_moment,
+    signature_path,
+)
+from ..installed.state import DeviceState
 from ..signatures.keys import PublicKey
 from ..signatures.model_signature import verify_signature
+from ..signed_channel import named_channel_path, verify_channel
 from ..store.interface import Store
 
 _PUSH_AGAIN = "push the bundle again"
 _SEND_AGAIN = "send the files again: moec push BUNDLE DEST --again"
+
+
+def read_channel(
+    store: Store, name: str, keys: Sequence[PublicKey], now: datetime, warn: Callable[[str], object]
+) -> Channel:
+    """Return a channel whose signature, name and expiry were checked.
+
+    now: moment in UTC. A clock before the date of the channel is told, and the sequence decides.
+    Raises StoreFailed if there is none. Raises SignatureInvalid, ChannelRefused, InputError.
+    """
+    path = named_channel_path(name)
+    place = f"{store.address}/{path}"
+    data = store.read_small(path, MAX_CHANNEL_BYTES)
+    if data is None:
+        raise StoreFailed(f"`{store.address}` has no channel `{name}`", "name another channel, or push it first")
+    channel = verify_channel(data, keys, place)
+    if channel.channel != name:
+        raise ChannelRefused(
+            f"`{place}` is the channel `{channel.channel}`, expected `{name}`", "get it from another store"
+        )
+    if now >= decode_moment(channel.expires):
+        raise ChannelRefused(
+            f"the channel `{name}` with sequence {channel.sequence} expired at {channel.expires}",
+            "push it again, and check the clock of this device",
+        )
+    if now < decode_moment(channel.created):
+        warn(
+            f"the clock of this device is before {channel.created}, when the channel `{name}` was signed; "
+            "its sequence decides, but nobody notices if it has expired"
+        )
+    return channel
+
+
+def check_channel(channel: Channel, state: DeviceState | None) -> None:
+    """Compare a channel with what a device remembers.
+
+    Raises ChannelRefused for another model, and for a lower sequence than the device has seen.
+    """
+    if state is None:
+        return
+    if channel.model != state.model:
+        raise ChannelRefused(
+            f"the channel has bundles of `{channel.model[:80]}`, this folder those of `{state.model[:80]}`",
+            "name another folder",
+        )
+    highest = state.channel(channel.channel).highest_sequence
+    if channel.sequence < highest:
+        raise ChannelRefused(
+            f"the channel `{channel.channel}` has sequence {channel.sequence}, this device has seen {highest}",
+            "the store is out of date, or someone replays an old channel: use another store, or push again",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +121,7 @@ def read_signed_manifest(
     except UnknownFormatVersion as error:
         raise DeviceRefused(error.message, "install a newer moec on this device") from error
     verify_signature(signature, data, manifest, keys, f"{store.address}/{signature_path(digest)}")
-    _check_channel(channel, bundle, manifest, len(data))
+    _check_described(channel, bundle, manifest, len(data))
     return SignedManifest(manifest, data, signature)
 
 
@@ -68,7 +130,7 @@ def _is_named(data: bytes, bundle: ChannelBundle) -> bool:
     return len(data) == bundle.manifest_bytes and hashlib.sha256(data).hexdigest() == bundle.manifest_sha256
 
 
-def _check_channel(channel: Channel, bundle: ChannelBundle, manifest: BundleManifest, manifest_bytes: int) -> None:
+def _check_described(channel: Channel, bundle: ChannelBundle, manifest: BundleManifest, manifest_bytes: int) -> None:
     """Raise ChannelRefused if a channel describes another bundle than its manifest does."""
     total = manifest_bytes + sum(entry.size_bytes for entry in manifest.files)
     for what, stated, found in (
