@@ -63,12 +63,28 @@ _INDEX = "index.html"
 def make_app(service: Service, security: SecurityOptions) -> ASGIApp:
     """Return the application of one served bundle, with its guard. The files of the page are read once."""
     page = _page_files()
-    routes = [Route(path, _posted(service, path, handler), methods=["POST"]) for path, handler in HANDLERS.items()]
+    routes = [Route(path, _posted(service, handler), methods=["POST"]) for path, handler in HANDLERS.items()]
     routes += [Route(path, _fact(service, fact), methods=["GET"]) for path, fact in FACTS.items()]
-    routes.append(Route("/v1/moec/events", _feed(LiveFeed(service)), methods=["GET"]))
-    routes.append(Route("/v1/models/{name:path}", _one_model(service), methods=["GET"]))
-    routes += [Route(path, _file(data, kind), methods=["GET"]) for path, (data, kind) in page.items()]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _fault})
+    feed = LiveFeed(service)
+
+    async def events(request: Request) -> Any:
+        feed.require_place()
+        return feed
+
+    async def model(request: Request) -> Any:
+        if not request.path_params["name"]:
+            raise RequestError(404, "this path does not exist; ask `/v1/models`", None, "not_found")
+        return _json(facts.model(service))
+
+    async def file(request: Request) -> Any:
+        data, kind = page[request.url.path]
+        return Response(data, 200, {"cache-control": "no-cache", "content-type": kind})
+
+    routes.append(Route("/v1/moec/events", events, methods=["GET"]))
+    routes.append(Route("/v1/models/{name:path}", model, methods=["GET"]))
+    routes += [Route(path, file, methods=["GET"]) for path in page]
+    handlers = {RequestError: _refusal, HTTPException: _http_error, Exception: _fault}
+    app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False  # a proxy with TLS would be left for http
     return Guard(app, security, _error_body, page)
 
@@ -76,18 +92,11 @@ def make_app(service: Service, security: SecurityOptions) -> ASGIApp:
 def _page_files() -> dict[str, tuple[bytes, str]]:
     """Return path -> content and type of the files of the page."""
     files = sorted(path for path in PAGE.glob("*") if path.suffix in _KINDS)
-    found = {f"/{path.name}": (path.read_bytes(), _KINDS[path.suffix]) for path in files}
-    return ({"/": found[f"/{_INDEX}"]} if f"/{_INDEX}" in found else {}) | found
+    page = {f"/{path.name}": (path.read_bytes(), _KINDS[path.suffix]) for path in files}
+    return ({"/": page[f"/{_INDEX}"]} if f"/{_INDEX}" in page else {}) | page
 
 
-def _file(data: bytes, kind: str) -> Callable[[Request], Awaitable[Any]]:
-    async def endpoint(request: Request) -> Any:
-        return Response(data, 200, {"cache-control": "no-cache", "content-type": kind})
-
-    return endpoint
-
-
-def _posted(service: Service, path: str, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
+def _posted(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
     """Return the endpoint of a handler that reads a body."""
 
     async def endpoint(request: Request) -> Any:
@@ -95,15 +104,13 @@ def _posted(service: Service, path: str, handler: Handler) -> Callable[[Request]
             data = await asyncio.wait_for(read_body(request, service), service.options.body_s)
             is_small = len(data) <= _PARSED_HERE_BYTES
             body = parse_body(data) if is_small else await service.in_thread(lambda: parse_body(data))
-            found = await handler(service, body)
-        except asyncio.TimeoutError:
-            late = RequestError(408, f"the body took more than {service.options.body_s:g} s", code="timeout")
-            return _error(late, _error_body(path, late))
+            answer = await handler(service, body)
+        except asyncio.TimeoutError as error:
+            message = f"the body took more than {service.options.body_s:g} s"
+            raise RequestError(408, message, code="timeout") from error
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
-        except RequestError as error:
-            return _error(error, _error_body(path, error))
-        return _json(found) if isinstance(found, dict) else found
+        return _json(answer) if isinstance(answer, dict) else answer
 
     return endpoint
 
@@ -115,31 +122,8 @@ def _error_body(path: str, error: RequestError) -> dict[str, Any]:
 
 def _fact(service: Service, fact: Fact) -> Callable[[Request], Awaitable[Any]]:
     async def endpoint(request: Request) -> Any:
-        try:
-            found = fact(service)
-        except RequestError as error:
-            return _error(error)
-        return _json(found) if isinstance(found, dict) else found
-
-    return endpoint
-
-
-def _feed(feed: LiveFeed) -> Callable[[Request], Awaitable[Any]]:
-    async def endpoint(request: Request) -> Any:
-        try:
-            feed.require_place()
-        except RequestError as error:
-            return _error(error)
-        return feed
-
-    return endpoint
-
-
-def _one_model(service: Service) -> Callable[[Request], Awaitable[Any]]:
-    async def endpoint(request: Request) -> Any:
-        if not request.path_params["name"]:
-            return _error(RequestError(404, "this path does not exist; ask `/v1/models`", None, "not_found"))
-        return _json(facts.model(service))
+        answer = fact(service)
+        return _json(answer) if isinstance(answer, dict) else answer
 
     return endpoint
 
@@ -160,8 +144,8 @@ async def read_body(request: Request, service: Service) -> bytes:
             if size > limit:
                 raise too_long
             if service.body_bytes > 2 * limit:
-                told = {"Retry-After": "2"}
-                raise RequestError(429, "too many long bodies arrive at the same time", None, "bodies_too_large", told)
+                message, later = "too many long bodies arrive at the same time", {"Retry-After": "2"}
+                raise RequestError(429, message, None, "bodies_too_large", later)
             parts.append(part)
         return b"".join(parts)
     finally:
@@ -172,8 +156,11 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
     return Response(json_bytes(value), status, headers, "application/json")
 
 
-def _error(error: RequestError, body: dict[str, Any] | None = None) -> Response:
-    return _json(body or error.to_plain(), error.status, error.headers)
+async def _refusal(request: Request, error: Exception) -> Response:
+    """Answer a request that gets an error, in the form of its API."""
+    if not isinstance(error, RequestError):
+        raise error
+    return _json(_error_body(request.url.path, error), error.status, error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -188,21 +175,18 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if status == 404:
         message = _remedy_of_path(path) or message
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    found = RequestError(status, message, None, code, headers)
-    return _error(found, _error_body(request.url.path, found))
+    return await _refusal(request, RequestError(status, message, None, code, headers))
 
 
 def _remedy_of_path(path: str) -> str | None:
     """Return what to ask instead of a path that does not exist; None for an unknown one."""
     if path.endswith("/embeddings"):
         return "this server gives no embeddings; ask `/v1/chat/completions` or `/v1/completions`"
-    known = (*HANDLERS, *FACTS)
-    instead = next((each for each in known if each in (path, f"/v1{path}")), None)
+    instead = next((known for known in (*HANDLERS, *FACTS) if known in (path, f"/v1{path}")), None)
     instead = "/v1/models" if path in ("/api/tags", "/v1/models") else instead
     return None if instead is None else f"this path does not exist; ask `{instead}`"
 
 
 async def _fault(request: Request, error: Exception) -> Response:
     """Answer a fault of the server. It is logged where it is raised again."""
-    found = RequestError(500, "a fault in the server ended this request", None, "server_fault")
-    return _error(found, _error_body(request.url.path, found))
+    return await _refusal(request, RequestError(500, "a fault in the server ended this request", None, "server_fault"))

@@ -10,7 +10,7 @@ from moec.manifests.errors import OptionError
 from moec.runtime.text.generation_defaults import with_given, without_limits
 from moec.runtime.text.sampling import LEAST_PENALTY, MOST_PENALTY, SamplingOptions
 
-from .errors import RequestError, bad_field, error_of
+from .errors import bad_field, error_of
 from .fields import Fields
 
 MAX_ANSWERS = 16
@@ -132,13 +132,3 @@ def _biases(fields: Fields, vocabulary: int) -> tuple[tuple[int, float], ...]:
             raise bad_field("logit_bias", f"must map token ids under {vocabulary} to numbers of -100 to 100")
         found.append((int(name), float(bias)))
     return tuple(found)
-
-
-def too_long(tokens: int, context: int, param: str) -> RequestError:
-    """Return the error of a prompt that leaves no room for an answer."""
-    return RequestError(
-        400,
-        f"the prompt has {tokens} tokens, and the context of {context} tokens must have room for an answer",
-        param,
-        "context_length_exceeded",
-    )

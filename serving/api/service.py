@@ -13,7 +13,7 @@ from moec.manifests.errors import InputError, MoecError, OptionError
 from moec.runtime.engine.engine import Engine
 from moec.runtime.text.generation_defaults import PLAIN, sampling_fields
 from moec.runtime.text.sampling import SamplingOptions
-from moec.runtime.text.template_process import ChatRenderer, TemplateFiles, template_files
+from moec.runtime.text.template_process import ChatRenderer, template_files
 from moec.runtime.text.tokenizer_settings import named_texts
 
 from ..engine.request import Failed
@@ -24,7 +24,6 @@ from ..tools.chat_form import chat_form_of
 from .errors import RequestError, error_of, error_of_failure
 from .event_post import EventPost
 from .log_probs import LogProbMemory
-from .sampling_fields import too_long
 from .token_texts import TokenTexts
 
 R = TypeVar("R")
@@ -73,7 +72,7 @@ class Service:
         self._texts, self._rendering = ThreadPoolExecutor(1, "texts"), ThreadPoolExecutor(1, "template")
         self._compiling, self._waiting_grammars = ThreadPoolExecutor(1, "grammars"), 0
         self._renderer: ChatRenderer | None = None
-        self._template = self._template_files()
+        self._template = template_files(self.engine.bundle, self.engine.options.verify)
         files = [data for data in (self._template.config, self._template.template) if data]
         self.chat_form = chat_form_of(files, self.engine.tokenizer)
         self._tokens = TokenTexts(self.engine.tokenizer)
@@ -159,7 +158,9 @@ class Service:
         """Refuse a prompt that is empty, outside the vocabulary, or too long. Raises RequestError."""
         context = self.engine.memory.context
         if len(tokens) > context:
-            raise too_long(len(tokens), context, param)
+            message = f"the context of {context} tokens must have room for an answer"
+            message = f"the prompt has {len(tokens)} tokens, and {message}"
+            raise RequestError(400, message, param, "context_length_exceeded")
         try:
             self.engine.check_tokens(tokens, room=1 if has_answer else 0)
         except MoecError as error:
@@ -175,9 +176,6 @@ class Service:
         if self._template.template is not None:
             found["chat_template"] = self._template.template.decode("utf-8", errors="replace")
         return found
-
-    def _template_files(self) -> TemplateFiles:
-        return template_files(self.engine.bundle, self.engine.options.verify)
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]

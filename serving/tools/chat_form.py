@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from . import harmony
-from .answer_parts import AnswerParts, HarmonyParts, TaggedParts
 from .calls import ToolsOfRequest
-from .reasoning import PlainText, ThinkingSplitter
-from .splitter import CallSplitter
+from .harmony import HarmonyParts
 from .syntax import ToolSyntax, is_in, syntax_of, takes_tools
+from .tagged_parts import CallSplitter, TaggedParts, ThinkingSplitter
 
 _THINKING_MARKS = ("<think>", "</think>")
 
@@ -43,14 +42,13 @@ class ChatForm:
     syntax: ToolSyntax | None
     marks: dict[int, str]
 
-    def parts(self, starts_thinking: bool, tools: ToolsOfRequest) -> AnswerParts:
+    def parts(self, starts_thinking: bool, tools: ToolsOfRequest) -> HarmonyParts | TaggedParts:
         """Return what splits one answer. starts_thinking: the prompt ends inside `<think>`."""
         most = None if tools.is_parallel else 1
         if self.is_harmony:
             return HarmonyParts(most)
-        thinking = ThinkingSplitter(starts_thinking) if self.thinks else PlainText()
-        has_calls = self.syntax is not None and tools.described
-        calls = CallSplitter(self.syntax, tools.parameters) if self.syntax is not None and has_calls else None
+        thinking = ThinkingSplitter(starts_thinking) if self.thinks else None
+        calls = CallSplitter(self.syntax, tools.parameters) if self.syntax is not None and tools.described else None
         return TaggedParts(thinking, calls, most)
 
 
@@ -62,6 +60,6 @@ def chat_form_of(files: Sequence[bytes], vocabulary: Vocabulary) -> ChatForm:
     marks = list(harmony.MARKS) if is_harmony else []
     marks += _THINKING_MARKS if thinks else ()
     marks += syntax.marks if syntax is not None else ()
-    found = {token: mark for mark in marks if (token := vocabulary.id_of(mark)) is not None}
-    hidden = {token: mark for token, mark in found.items() if not vocabulary.decode([token])}
+    known = {token: mark for mark in marks if (token := vocabulary.id_of(mark)) is not None}
+    hidden = {token: mark for token, mark in known.items() if not vocabulary.decode([token])}
     return ChatForm(thinks, takes_tools(files), is_harmony, syntax, hidden)

@@ -17,53 +17,54 @@ _RECIPIENT, _CHANNEL = re.compile(r"to=functions\.([\w.\-]+)"), re.compile(r"<\|
 _LONGEST_MARK = max(map(len, MARKS))
 
 
-class HarmonySplitter:
-    """Splits a streamed answer into thinking (`analysis`), text (`final`, `commentary`), and calls of tools."""
+class HarmonyParts:
+    """Splits a streamed answer into thinking (`analysis`), text (`final`, `commentary`), and calls of tools.
 
-    def __init__(self) -> None:
-        self._held, self._head = "", ""
+    most_calls, calls, thoughts: as in `TaggedParts`.
+    """
+
+    def __init__(self, most_calls: int | None = None) -> None:
+        self.calls, self.thoughts, self._most_calls = list[ToolCall](), 0, most_calls
+        self._unread = ""
         self._is_in_body, self._is_thought = False, False
         self._tool: str | None = None
         self._arguments = list[str]()
 
-    @property
-    def is_thinking(self) -> bool:
-        """True inside the thinking."""
-        return self._is_in_body and self._is_thought
-
-    def push(self, piece: str) -> tuple[list[tuple[bool, str]], list[ToolCall]]:
-        """Add a piece. Returns texts that can be shown now, as (is thinking, text), and calls that are complete."""
-        texts, calls = list[tuple[bool, str]](), list[ToolCall]()
-        self._held += piece
-        while self._held:
+    def push(self, piece: str) -> list[tuple[bool, str]]:
+        """Add a piece. Returns texts that can be shown now, as (is thinking, text)."""
+        was_thinking = self._is_in_body and self._is_thought
+        texts = list[tuple[bool, str]]()
+        self._unread += piece
+        while self._unread:
             if not self._is_in_body:
-                head, mark, after = self._held.partition(_HEAD_END)
+                head, mark, after = self._unread.partition(_HEAD_END)
                 if not mark:
                     break
                 self._begin(head)
-                self._held = after
+                self._unread = after
                 continue
-            end = _ENDS.search(self._held)
+            end = _ENDS.search(self._unread)
             if end is None:
-                kept = self._kept()
-                self._body(self._held[: len(self._held) - kept], texts)
-                self._held = self._held[len(self._held) - kept :]
+                shown = len(self._unread) - self._overlap()
+                self._body(self._unread[:shown], texts)
+                self._unread = self._unread[shown:]
                 break
-            self._body(self._held[: end.start()], texts)
-            self._held = self._held[end.end() :]
-            self._close(calls)
-        return texts, calls
+            self._body(self._unread[: end.start()], texts)
+            self._unread = self._unread[end.end() :]
+            self._close()
+        self.thoughts += was_thinking or (self._is_in_body and self._is_thought)
+        return texts
 
-    def flush(self) -> tuple[list[tuple[bool, str]], list[ToolCall]]:
+    def flush(self) -> list[tuple[bool, str]]:
         """Return what was held back. A call ends with the answer, because `<|call|>` is an end token."""
-        texts, calls = list[tuple[bool, str]](), list[ToolCall]()
+        texts = list[tuple[bool, str]]()
         if self._is_in_body:
-            self._body(self._held, texts)
-            self._close(calls)
-        elif self._held and not any(mark in self._held for mark in MARKS):  # an answer without channels
-            texts.append((False, self._held))
-        self._held = ""
-        return texts, calls
+            self._body(self._unread, texts)
+            self._close()
+        elif self._unread and not any(mark in self._unread for mark in MARKS):  # an answer without channels
+            texts.append((False, self._unread))
+        self._unread = ""
+        return texts
 
     def _begin(self, head: str) -> None:
         recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
@@ -77,14 +78,15 @@ class HarmonySplitter:
         elif text:
             texts.append((self._is_thought, text))
 
-    def _close(self, calls: list[ToolCall]) -> None:
+    def _close(self) -> None:
         if self._tool is not None:
-            calls.append(ToolCall(self._tool, "".join(self._arguments).strip() or "{}"))
+            call = ToolCall(self._tool, "".join(self._arguments).strip() or "{}")
+            self.calls = [*self.calls, call][: self._most_calls]
         self._tool, self._is_in_body = None, False
 
-    def _kept(self) -> int:
-        """Return the length of the end of the held text that may begin a mark."""
-        for size in range(min(_LONGEST_MARK - 1, len(self._held)), 0, -1):
-            if any(mark.startswith(self._held[-size:]) for mark in MARKS):
+    def _overlap(self) -> int:
+        """Return the length of the end of the text that may begin a mark."""
+        for size in range(min(_LONGEST_MARK - 1, len(self._unread)), 0, -1):
+            if any(mark.startswith(self._unread[-size:]) for mark in MARKS):
                 return size
         return 0

@@ -20,7 +20,7 @@ from moec.serving.api.errors import error_of_failure
 from moec.serving.engine.scheduler import Scheduler
 from moec.serving.grammar import masks
 from moec.serving.grammar.masks import Grammars, grammar_bytes, json_grammar
-from moec.serving.grammar.thinking import AfterThinking, ThinkingMarks
+from moec.serving.grammar.thinking import AfterThinking
 from tests.serving.engine_requests import Asked, ask
 from tests.serving.live_server import LiveServer
 
@@ -210,15 +210,14 @@ class Only:
 
 
 def test_the_grammar_begins_after_the_thinking() -> None:
-    marks = ThinkingMarks(6, (5,), 0, 2)
-    mask = AfterThinking(Only(), Letters(), is_open=False, marks=marks)
+    mask = AfterThinking(Only(), Letters(), False, 6, (5,), opening=0, closing=2)
     assert np.flatnonzero(mask.allowed()).tolist() == [0, 3]
     assert not mask.take(0)
     assert np.flatnonzero(mask.allowed()).tolist() == [0, 1, 2, 3, 4]  # the end token is not allowed
     assert not mask.take(1) and not mask.take(2)
     assert np.flatnonzero(mask.allowed()).tolist() == [3]
     assert mask.take(3)
-    opened = AfterThinking(Only(), Letters(), is_open=True, marks=ThinkingMarks(6, (5,), None, None))
+    opened = AfterThinking(Only(), Letters(), True, 6, (5,))
     assert not opened.take(1) and not opened.take(2)
     assert np.flatnonzero(opened.allowed()).tolist() == [3]
 

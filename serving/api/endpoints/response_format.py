@@ -9,7 +9,7 @@ from moec.manifests.errors import InputError, MissingDependency
 
 from ...engine.request import AnswerMask
 from ...grammar.masks import CompiledGrammar, json_between, json_grammar
-from ...grammar.thinking import CLOSE, OPEN, AfterThinking, ThinkingMarks
+from ...grammar.thinking import CLOSE, OPEN, AfterThinking
 from ...tools.calls import NO_TOOLS, ToolsOfRequest
 from ..errors import RequestError, bad_field, shown
 from ..fields import Fields
@@ -98,8 +98,8 @@ async def answer_masks(
     if not service.chat_form.thinks:
         return masks
     tokenizer, ends = service.engine.tokenizer, service.engine.bundle.manifest.model.eos_token_ids
-    marks = ThinkingMarks(service.vocabulary, ends, tokenizer.id_of(OPEN), tokenizer.id_of(CLOSE))
-    return [AfterThinking(mask, tokenizer, starts_thinking, marks) for mask in masks]
+    marks = tokenizer.id_of(OPEN), tokenizer.id_of(CLOSE)
+    return [AfterThinking(mask, tokenizer, starts_thinking, service.vocabulary, ends, *marks) for mask in masks]
 
 
 def forced_call(tools: ToolsOfRequest, around: tuple[str, str, bool], special: Mapping[str, int]) -> str:
