@@ -244,9 +244,8 @@ sanitize: $(READY)  ## Tests of the kernels and the native cache under AddressSa
 	    tests/runtime/expert_cache/test_native_residency.py tests/runtime/model/test_one_call.py tests/runtime/model/test_one_call_faults.py
 	$(SANITIZERS) $(SANITIZED)/bin/python -m tests.fuzz.native $(or $(SECONDS),60) 1 build/sanitize/call
 
-gates-full: $(READY) page-driver  ## Every gate with its full counts, all slow tests, the kept inputs and all faults: hours
-	MOEC_FULL_GATES=1 MOEC_SLOW=1 $(BIN)/python -m pytest -m "gate or slow"
-	MOEC_FULL_GATES=1 $(BIN)/python -m pytest tests/fuzz tests/faults
+gates-full: $(READY) page-driver  ## Every test with its full counts, the slow ones, the kept inputs and all faults: hours
+	MOEC_FULL_GATES=1 MOEC_SLOW=1 $(BIN)/python -m pytest
 
 gate-seconds:  ## The table of docs/ci.md, from the report of the last .ci/run
 	$(BIN)/python -m tests.gate_seconds

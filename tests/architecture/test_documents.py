@@ -1,12 +1,7 @@
-"""Documents point to files that exist. Commands parse.
-
-Python blocks print what the page shows. Outputs in the guides have the figures of the commands, as far as these do not
-depend on time.
-"""
+"""Documents point to files that exist. Commands parse. Python blocks print what the page shows."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -18,7 +13,6 @@ from typing import Any
 import click
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from moec.cli.main import cli
 from moec.cli.options.set_option import SetOption, parse_setting
@@ -26,7 +20,6 @@ from moec.cli.options.set_option import SetOption, parse_setting
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 EXPERIMENTS = DOCS / "experiments"
-GUIDES = [DOCS / "tutorial.md", *(DOCS / "guides").glob("*.md")]
 # Records of their date: they name files as they were.
 RECORDS = ("bench/results/", "docs/experiments/2026", "CHANGELOG.md")
 # Stands for any name in an instruction: `compiler/families/NAME.py`.
@@ -39,27 +32,6 @@ FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 NAMED_PATH = re.compile(r"(?:\./)?((?:docs|bench)/[^\s:]*|(?:runtime|compiler)/[^\s:]*\.py)(?::\d+)?[.,;)]*")
 MODULE = re.compile(r"bench(?:\.\w+)+")
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
-# Figures of an output that depend neither on time nor on which read ends first.
-STEADY = re.compile(
-    r"^(?:bundle|model|files|experts|  padded|  left out|dense|bits per weight|memory floor|calibration)  .*"
-    r"|^read per token .* cold cache|^bits per layer.*|^layer \d.*|^tokens .*|^supported: .*"
-    r"|expert cache (?:from )?[\d.]+ MiB(?: \(\d+% of experts\))?|(?<=in )\d+ lookups|recall [\d.]+ %"
-    r"|^items: .*|^exact_match .*|[\d.]+ MiB a token(?=:)|[\d.]+ [KM]iB a token expected with a cache of [\d.]+ [KM]iB"
-    r"|^ *\d+%  [a-z-]+ +\d+ +[\d.]+ % +[\d.]+ MiB +[\d.]+$"
-    r"|^(?:lossless|dynamic-precision|big-little|cache-routing)[^|]*? 0\.\d{4}  .*? \d\.\d{4}(?= )"
-    r"|^trace +.*decoded|^memory +leaves .*|(?:replaced|dropped|skipped) +[\d.]+ %"
-    r"|^llama\.cpp  .*|^ {4}\d  iq\d.*|^ <<.*|^####.*|^packed .*|^unpacked .*|.* is whole: .*",
-    re.MULTILINE,
-)
-# Figures that a page shows at least.
-LEAST_FIGURES = {"tutorial.md": 20, "run-under-a-budget.md": 8, "measure-and-tune.md": 10, "choose-lossy-modes.md": 2}
-# Minutes of work: `MOEC_SLOW=1` runs it too.
-SLOW_COMMAND = "--modes sweep"
-# Appended to an evaluation whose output a page does not show: few items show that it succeeds.
-FEW_ITEMS = " --limit 8"
-# They load torch, which this process has. What they refuse does not depend on the memory of the process.
-COMMANDS_WITH_TORCH = ("moec compile ", "moec export ")
-TIMED_COMMANDS = ("moec tune", "moec compile", "moec profile-device")  # they time alternatives, or compile
 # Generated from the commands: its command lines have explanations and placeholders.
 GENERATED = "docs/cli.md"
 BETWEEN_BLOCKS = "# next block"
@@ -171,34 +143,6 @@ def python_blocks(text: str) -> list[tuple[str, str | None]]:
     return [(code, output or None) for code, output in PYTHON_BLOCK.findall(text)]
 
 
-def failing_blocks(text: str) -> list[str]:
-    """Return the fenced blocks that show a command and its error."""
-    return [block for block in FENCED.findall(text) if re.search(r"^error: ", block, re.MULTILINE)]
-
-
-def shown_outputs(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the commands of a page that work on the shipped bundle or a copy, each with the output that is shown."""
-    for block in FENCED.findall(text):
-        if block in failing_blocks(block):
-            continue
-        for part in re.split(r"^\$ ", block.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
-            command, _, output = part.partition("\n")
-            uses_bundle = "examples/bundle" in command or "example-moec" in command
-            if uses_bundle and not command.startswith(TIMED_COMMANDS):
-                yield command, output.removesuffix("```").rstrip()
-
-
-def steady_figures(text: str) -> list[str]:
-    """Return the figures of an output that do not depend on time, with white space collapsed."""
-    return [" ".join(found[0].split()) for found in STEADY.finditer(text)]
-
-
-def messages(text: str) -> list[str]:
-    """Return errors, hints and warnings, also of several lines. Numbers become 0: bytes depend on the machine."""
-    found = re.findall(r"^(?:error|hint|warning): .*(?:\n(?!\w+: |\$ |\[|```).+)*", text, re.MULTILINE)
-    return [re.sub(r"\d+", "0", " ".join(message.split())) for message in found]
-
-
 def pages_of(navigation: Any) -> Iterator[str]:
     """Yield the pages of a navigation of mkdocs.yml."""
     if isinstance(navigation, str):
@@ -268,63 +212,6 @@ def test_python_blocks_print_what_the_page_shows(page: str) -> None:
     assert printed == shown
 
 
-@pytest.mark.parametrize("page", sorted(GUIDES), ids=lambda path: path.name)
-def test_errors_in_the_guides_are_those_of_the_commands(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Commands of a block that shows an error run in a folder with the examples. Their messages are compared."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
-    for block in failing_blocks(page.read_text(encoding="utf-8")):
-        commands = re.findall(r"^\$ (.*)$", block.replace("\\\n", " "), re.MULTILINE)
-        assert commands and messages("".join(told_by(command) for command in commands)) == messages(block), block
-
-
-def in_shell(command: str, folder: Path, stderr: int = subprocess.STDOUT) -> subprocess.CompletedProcess[str]:
-    """Run a command line in a folder, with `moec` of this environment. stderr: where messages go."""
-    own = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    words = ["bash", "-c", command]
-    return subprocess.run(words, cwd=folder, env=own, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False)
-
-
-def told_by(command: str) -> str:
-    """Run a command line in the present folder. Return its messages."""
-    if command.startswith(COMMANDS_WITH_TORCH):
-        return CliRunner().invoke(cli, shlex.split(command)[1:]).stderr
-    return in_shell(command, Path(), subprocess.PIPE).stderr
-
-
-def figures_differ(page: Path, folder: Path, is_slow: bool) -> tuple[list[str], int]:
-    """Run the commands of a page in a folder with the examples. Return wrong figures, and the number of right ones."""
-    (folder / "examples").symlink_to(ROOT / "examples")
-    wrong, right = list[str](), 0
-    for command, shown in shown_outputs(page.read_text(encoding="utf-8")):
-        if (SLOW_COMMAND in command) != is_slow and not command.startswith("cp "):
-            continue
-        run = in_shell(command if shown or not command.startswith("moec eval ") else command + FEW_ITEMS, folder)
-        assert run.returncode == 0, f"{command}\n{run.stdout}"
-        printed = steady_figures(run.stdout)
-        # A line that the page shortens ends with `...`.
-        found = [figure.removesuffix("...").rstrip() for figure in steady_figures(shown)]
-        right += len(found)
-        wrong += [f"{command}: {each}" for each in found if not any(line.startswith(each) for line in printed)]
-    return wrong, right
-
-
-@pytest.mark.parametrize("page", sorted(GUIDES), ids=lambda path: path.name)
-def test_outputs_in_the_guides_have_the_figures_of_the_commands(page: Path, tmp_path: Path) -> None:
-    """Figures of the shipped bundle that do not depend on time. The others, such as speeds, are left out."""
-    wrong, right = figures_differ(page, tmp_path, is_slow=False)
-    assert wrong == []
-    assert right >= LEAST_FIGURES.get(page.name, 0), "the patterns of steady figures find less than before"
-
-
-@pytest.mark.slow
-def test_costs_of_lossy_modes_in_the_guide_are_those_of_the_command(tmp_path: Path) -> None:
-    wrong, right = figures_differ(DOCS / "guides" / "choose-lossy-modes.md", tmp_path, is_slow=True)
-    assert wrong == [] and right > 5
-
-
 @pytest.mark.parametrize(
     ("link", "is_broken"),
     [
@@ -380,25 +267,3 @@ def test_wrong_command_lines_are_found(text: str, is_wrong: bool) -> None:
 def test_python_blocks_have_the_output_that_follows_at_once() -> None:
     page = "```python\na\n```\n\n```text\n1\n```\n\n```python\nb\n```\n\nWords.\n\n```text\n2\n```\n"
     assert python_blocks(page) == [("a\n", "1\n"), ("b\n", None)]
-
-
-@pytest.mark.parametrize(
-    ("text", "figures"),
-    [
-        ("expert cache        hit rate 98.8 %, 5 misses in 414 lookups, 0 rereads\n", ["414 lookups"]),
-        ("per token (TPOT)    p50 0.46 ms, p95 16.71 ms, 326.9 tokens/s\nstall   8.66 ms\n", []),
-        ("mode: lossless; expert cache 0.9 MiB (50% of experts), ...\n", ["expert cache 0.9 MiB (50% of experts)"]),
-        ("  50%  lrfu               636    59.4 %  27.9 MiB       1.83\n", ["50% lrfu 636 59.4 % 27.9 MiB 1.83"]),
-        ("lossless   0.9267  -     0.0000     306.5  60.7 %\n", ["lossless 0.9267 - 0.0000"]),
-    ],
-)
-def test_steady_figures_are_found(text: str, figures: list[str]) -> None:
-    assert steady_figures(text) == figures
-
-
-def test_shown_outputs_are_those_of_the_bundle() -> None:
-    run = "$ moec inspect examples/bundle\nfiles  3\n...\n$ moec run other\nx\n$ moec tune example-moec\ny\n"
-    failing = "$ moec run examples/bundle\nerror: no\n"
-    assert list(shown_outputs(f"```\n{run}```\n\n```\n{failing}```\n")) == [
-        ("moec inspect examples/bundle", "files  3\n...")
-    ]

@@ -60,6 +60,7 @@ def _is_shown(line: str, printed: str) -> bool:
     return printed.startswith(line.removesuffix("...").rstrip()) if line.endswith("...") else line == printed
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_guide_print_what_it_shows(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     own = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}

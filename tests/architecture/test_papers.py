@@ -1,8 +1,7 @@
-"""The figures of docs/papers are those of bench/papers, and their pages have the numbers of the figures."""
+"""Figures of the papers: what is measured, kept and drawn."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,13 @@ import pytest
 
 from bench.papers import __main__ as command
 from bench.papers.drawing import draw
-from bench.papers.figure import PAPERS, Figure, Measured, Panel, from_record, judged, of_all, to_record
+from bench.papers.figure import Figure, Measured, Panel, from_record, judged, of_all, to_record
 from bench.papers.inputs import BUNDLES, SHIPPED, Inputs
-from bench.papers.making import make, publish, published
+from bench.papers.making import make, publish
 from bench.papers.models import NATURAL, PLANTED, Model
 from bench.papers.page import page
-from bench.papers.registry import FIGURES, NOT_MEASURED
+from bench.papers.registry import FIGURES
 
-ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs" / "papers"
-DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
-NAMES = [figure.name for figure in FIGURES if figure.needs is None]
-FAST = "edgemoe-sensitivity"
 SMALL = Measured(
     [
         Panel("lines", "lines", "x", "y", points={"one": [(0.0, 1 / 3), (1.0, 2.0)]}),
@@ -33,52 +27,6 @@ SMALL = Measured(
     ["a sentence"],
     "same",
 )
-
-
-def plain(name: str) -> Any:
-    """Return the stored numbers of a figure."""
-    lines = (PAGES / f"{name.split('-')[0]}.jsonl").read_text(encoding="utf-8").splitlines()
-    (record,) = [record for record in map(json.loads, lines) if record["figure"] == name]
-    return record
-
-
-def test_every_figure_is_published_and_no_other() -> None:
-    assert len(set(NAMES)) == len(NAMES)
-    assert all(figure.name.startswith(f"{figure.paper}-") for figure in FIGURES)
-    files = sorted(path.name for path in (PAGES / "figures").iterdir())
-    assert files == sorted(f"{name}.svg" for name in NAMES), "run `make papers`"
-    pages = sorted(path.name for path in PAGES.iterdir() if path.is_file())
-    assert pages == sorted(f"{paper}.{suffix}" for paper in PAPERS for suffix in ("jsonl", "md"))
-
-
-@pytest.mark.parametrize("paper", PAPERS)
-def test_a_page_has_the_numbers_of_its_figures(paper: Any) -> None:
-    own = [figure for figure in FIGURES if figure.paper == paper]
-    missing = [each for each in NOT_MEASURED if each.paper == paper]
-    wanted = page(paper, own, published(own, PAGES), missing)
-    assert (PAGES / f"{paper}.md").read_text(encoding="utf-8") == wanted, "run `python -m bench.papers`"
-    for figure in own:
-        if figure.needs is not None:
-            assert f"| {figure.source} | {figure.title} | not measured yet |" in wanted
-            continue
-        assert f"figures/{figure.name}.svg" in wanted and figure.reported[:20] in wanted
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_picture_holds_the_numbers_of_its_record(name: str) -> None:
-    tree = ElementTree.parse(PAGES / "figures" / f"{name}.svg")
-    description = tree.find(f".//{DESCRIPTION}")
-    assert description is not None and description.text
-    assert json.loads(description.text) == plain(name)["panels"]
-
-
-def test_a_fast_figure_measured_again_has_the_published_numbers(tmp_path: Path) -> None:
-    (figure,) = [figure for figure in FIGURES if figure.name == FAST]
-    record = to_record(FAST, figure.measure(Inputs(tmp_path)))
-    remedy = (
-        "after a renewal of examples/bundle: `python -m bench.papers --again` with this figure and those of speed.py"
-    )
-    assert json.loads(record) == plain(FAST), remedy
 
 
 def test_a_figure_drawn_twice_has_the_same_bytes() -> None:
@@ -203,14 +151,6 @@ def test_a_page_says_what_holds_on_natural_weights() -> None:
     assert "| Figure 0 | [a title](#a-title) | same | different |" in told
     assert "**On natural weights: different.** A sentence on natural weights." in told
     assert "`make example-smollm2`" in told
-
-
-def test_every_figure_of_the_natural_example_speaks_of_it() -> None:
-    own = [figure for figure in FIGURES if NATURAL in figure.models]
-    assert len(own) >= 8
-    for figure in (figure for figure in FIGURES if figure.needs is None):
-        assert bool(figure.on_natural) == (figure in own)
-        assert (plain(figure.name)["natural"] is not None) == (figure in own)
 
 
 def test_more_than_three_panels_stand_in_rows() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.evaluation.long_items import POLICIES, Context, fit_items
@@ -93,7 +93,6 @@ def test_an_encoder_has_a_context_of_its_own() -> None:
     assert fit_items(SAMSUM, [dialogue(18)], (), Context(19, words, has_encoder=True)).shortened
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.text("ab \n\u3000é", max_size=200), st.integers(3, 40))
 def test_what_is_kept_fits_and_is_a_start(text: str, context: int) -> None:
     """Tokens are characters here, so words may have to be cut too."""

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.evaluation.statistics import (
@@ -139,7 +139,6 @@ def test_equal_scores_lose_nothing() -> None:
     assert estimate.upper95 == pytest.approx(3 / 301 / scores.mean(), rel=0.1)
 
 
-@settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(0.1, 1), st.floats(0, 1)), min_size=1, max_size=40), st.floats(0.1, 8))
 def test_loss_does_not_depend_on_the_unit(pairs: list[tuple[float, float]], scale: float) -> None:
     baseline, scores = np.array(pairs).T

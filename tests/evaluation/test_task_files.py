@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.evaluation.data import items_sha256, load_items
@@ -168,7 +168,6 @@ VALUES = st.sampled_from(
 LINES = st.tuples(st.sampled_from([*KEYS, "name", "a.b"]), VALUES | st.just('["x"]')).map(" = ".join)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=60) | st.lists(LINES, max_size=6).map(lambda lines: "\n".join(lines).encode()))
 def test_any_file_is_a_task_or_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "any.toml"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.evaluation import text_files
@@ -81,7 +81,6 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("bytes") / "any.jsonl"
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=80) | st.text('{}[]":,\\u0e1n\n ', max_size=40).map(str.encode))
 def test_any_bytes_give_rows_or_a_data_error(scratch: Path, content: bytes) -> None:
     scratch.write_bytes(content)

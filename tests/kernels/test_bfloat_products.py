@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.quant import QuantSpec
@@ -88,7 +88,6 @@ def cases(draw: st.DrawFn, wild: bool) -> tuple[np.ndarray, np.ndarray]:
 
 @gate
 @given(case=cases(wild=False))
-@settings(max_examples=60, deadline=None)
 def test_products_stay_within_the_bound_and_have_the_specified_bits(case: tuple[np.ndarray, np.ndarray]) -> None:
     order, (weights, x) = need_bfloats(), case
     out = products(weights, x)
@@ -97,7 +96,6 @@ def test_products_stay_within_the_bound_and_have_the_specified_bits(case: tuple[
 
 
 @given(case=cases(wild=False), order=st.sampled_from(["avx512bf16", "amx-bf16"]))
-@settings(max_examples=40, deadline=None)
 def test_the_specification_stays_within_the_bound(case: tuple[np.ndarray, np.ndarray], order: str) -> None:
     weights, x = case
     check_bound(weights, x, reference.bfloat_product(weights, x, order), order)
@@ -105,7 +103,6 @@ def test_the_specification_stays_within_the_bound(case: tuple[np.ndarray, np.nda
 
 @gate
 @given(case=cases(wild=True))
-@settings(max_examples=40, deadline=None)
 def test_any_bits_give_the_specified_ones(case: tuple[np.ndarray, np.ndarray]) -> None:
     """Infinite and subnormal numbers and NaN are among the inputs, and sums overflow. All NaN are equal."""
     order, (weights, x) = need_bfloats(), case
@@ -114,7 +111,6 @@ def test_any_bits_give_the_specified_ones(case: tuple[np.ndarray, np.ndarray]) -
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=50))
-@settings(max_examples=60, deadline=None)
 def test_rounding_of_activations(values: list[float]) -> None:
     x = np.array(values, np.float32)
     found, wide = reference.round_to_bfloat16(x), x.astype(np.float64)

@@ -26,7 +26,7 @@ def matrices(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray | None
 
 
 @pytest.mark.gate("G8")
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(matrices())
 def test_unpacking_inverts_packing(matrix: tuple[np.ndarray, np.ndarray, np.ndarray | None, QuantSpec]) -> None:
     codes, scales, minima, spec = matrix

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests import codec
@@ -23,7 +23,6 @@ VALIDATOR = jsonschema.Draft202012Validator(manifest_schema())
 ENCODED = encode_manifest(example_manifest())
 
 
-@settings(max_examples=50, deadline=None)
 @given(manifests())
 def test_round_trip_and_schema(manifest: BundleManifest) -> None:
     data = encode_manifest(manifest)
@@ -130,7 +129,6 @@ def test_a_digest_that_is_wrong_or_missing_or_not_last() -> None:
         decode_manifest(codec.canonical_json({DIGEST_FIELD: digest, **plain}), "moec.json")
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_other_bytes_are_accepted(data: st.DataObject) -> None:
     """White space that JSON allows is refused, too."""
@@ -149,7 +147,6 @@ HOSTILE_VALUES = [
 ]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
 @given(path=st.sampled_from(paths(plain_example())), value=st.sampled_from(HOSTILE_VALUES))
 def test_any_value_anywhere_is_refused_or_makes_sense(path: str, value: Any) -> None:
     plain = plain_example()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.files.limits import MAX_HEADER_BYTES
@@ -22,7 +22,6 @@ from moec.manifests.safetensors_header import (
     read_header,
 )
 
-ON_DISK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TENSORS = {"a": ("F32", (2, 3)), "b": ("U8", (7,)), "empty": ("U8", (0, 5)), "scalar": ("I64", ())}
 DATA_BYTES = 24 + 7 + 0 + 8
 
@@ -38,7 +37,6 @@ def entry(dtype: str, shape: list[Any], *offsets: Any) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
 
 
-@ON_DISK
 @given(
     tensors=st.dictionaries(
         st.text(max_size=8).filter(lambda name: name != "__metadata__"),
@@ -137,7 +135,6 @@ def test_truncated_at_every_byte(tmp_path: Path) -> None:
         read_header(path)
 
 
-@ON_DISK
 @given(changes=st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=4), st.integers(0, 4)), max_size=4))
 def test_random_changes(changes: list[tuple[int, bytes, int]], tmp_path: Path) -> None:
     whole = build_header(TENSORS, 8) + bytes(DATA_BYTES)
@@ -165,7 +162,6 @@ TENSOR = st.fixed_dictionaries(
 )
 
 
-@ON_DISK
 @given(header=st.dictionaries(st.text(max_size=4), TENSOR | JSON, max_size=3) | JSON)
 def test_random_headers(header: Any, tmp_path: Path) -> None:
     try:

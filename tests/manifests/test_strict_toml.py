@@ -7,7 +7,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.files.limits import MAX_TOML_BYTES, MAX_TOML_DEPTH
@@ -86,7 +86,6 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(PIECES, max_size=14).map("".join) | st.lists(PIECES, max_size=6).map(lambda few: f"a=[{''.join(few)}]"))
 def test_any_text_is_parsed_as_by_the_library_or_refused(text: str) -> None:
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.bundle import MANIFEST_NAME, QUALITY_NAME, BundleManifest
@@ -153,7 +153,6 @@ WRONG = [None, "text", -1, 10**400, True, [], {}, [None], float("1e308"), "<b>"]
 
 
 @given(st.sampled_from(PATHS), st.sampled_from(WRONG), st.integers(1, 6))
-@settings(max_examples=150, deadline=None)
 def test_a_wrong_value_gives_a_page_or_one_sentence(path: tuple[Any, ...], wrong: Any, depth: int) -> None:
     quality: Any = copy.deepcopy(QUALITY)
     place: Any = quality

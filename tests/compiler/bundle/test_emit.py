@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
@@ -340,7 +340,6 @@ def test_a_quantizer_that_breaks_its_promise_is_found(folder: Path, tmp_path: Pa
         _emit(lowering, tmp_path / "out.partial", plan, packed_units=other_format)
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(1, 5000),
     text=st.sampled_from(["q1g32", "q1.6s", "q2g32", "q3g32", "q4g32", "q8g32"]),

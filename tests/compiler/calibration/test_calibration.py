@@ -7,7 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.bundle.quality import unimportance_deciles
@@ -149,7 +149,6 @@ def test_texts_are_chosen_by_seed_and_cut_at_the_context(lowering, pairs):
 ROUTES = st.tuples(st.integers(0, 12), st.integers(1, 5), st.integers(1, 2), st.integers(0, 2**32 - 1))
 
 
-@settings(max_examples=40, deadline=None)
 @given(ROUTES)
 def test_counts_add_up(shape):
     tokens, layers, top_k, seed = shape

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.calibration.paths import (
@@ -21,7 +21,6 @@ from moec.compiler.calibration.paths import (
 REPORT = PathReport(0.5, 0.6, 0.4, 0.3, 0.2, 0.1, 9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 90), st.integers(1, 4), st.integers(1, 2), st.integers(0, 2**32 - 1))
 def test_sets_are_counted_as_by_hand(tokens: int, layers: int, top_k: int, seed: int) -> None:
     routes = np.random.default_rng(seed).random((tokens, layers, 3)).argsort(axis=2)[:, :, :top_k].astype(np.uint16)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
@@ -89,7 +89,6 @@ def test_units_are_what_transformers_unpacks_and_a_search_runs(folder: Path, tmp
     assert result.path is not None
 
 
-@settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 20), blocks=st.integers(1, 4), low=st.integers(5, 240), seed=st.integers(0, 999))
 def test_what_was_decoded_is_packed_as_it_was(rows: int, blocks: int, low: int, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.checkpoint.packed_tensors import find_packed
@@ -57,7 +57,6 @@ def filled(ref: Ref, seed: int) -> torch.Tensor:
     return values.to(torch.float32).to(DTYPES[ref.dtype]) if "F" in ref.dtype else values.to(DTYPES[ref.dtype])
 
 
-@settings(max_examples=250, deadline=None)
 @given(parts(), st.integers(0, 99), st.sampled_from([{}, {"weight_block_size": [2, 4]}, {"weight_block_size": [0, 1]}]))
 def test_any_parts_are_decoded_or_refused(tensors: dict[str, Ref], seed: int, config: dict[str, Any]) -> None:
     try:
@@ -107,7 +106,6 @@ def fitting(draw: st.DrawFn) -> dict[str, Ref]:
     return found
 
 
-@settings(max_examples=100, deadline=None)
 @given(fitting(), st.integers(0, 99))
 def test_codes_and_their_grid_give_the_decoded_weight(drawn: dict[str, Ref], seed: int) -> None:
     shape = drawn.pop("shape").shape
@@ -131,7 +129,6 @@ def test_codes_and_their_grid_give_the_decoded_weight(drawn: dict[str, Ref], see
     assert torch.equal(grid.values(codes), decoded) and grid.need().columns == shape[1]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.sampled_from([2, 3, 4, 8]), st.integers(1, 3), st.integers(1, 4), st.booleans(), st.integers(0, 99))
 def test_codes_of_any_width_come_back(bits: int, rows: int, words: int, negative: bool, seed: int) -> None:
     """Codes that are written bit by bit are read again, across the borders of words."""

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
@@ -217,7 +217,6 @@ def sized_mixtral(columns: int) -> ModelSpec:
 SPECS = ["q1g64b", "q1.6g128s", "q2g128b", "q2g32b", "q3g64b", "q4g64b", "q4g128", "q5g64b", "q6g64", "q8g128", "bf16"]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     draw=st.data(),
     engine=st.sampled_from(ENGINES),

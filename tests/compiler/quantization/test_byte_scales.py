@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.quantization.byte_scales import LARGEST_BYTE, bytes_of, exponents, on_bytes
@@ -15,7 +15,6 @@ from moec.manifests.quant import QuantSpec
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@settings(max_examples=80, deadline=None)
 @given(rows=st.integers(1, 6), groups=st.integers(1, 8), power=st.integers(-40, 15), seed=st.integers(0, 999))
 def test_values_are_near_and_found_again(rows: int, groups: int, power: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

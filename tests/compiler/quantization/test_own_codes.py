@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.calibration.layer_inputs import LayerInputs
@@ -64,7 +64,6 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal((one + 0.0).view(torch.int32), (other + 0.0).view(torch.int32))
 
 
-@settings(max_examples=400, deadline=None)
 @given(stored(), st.sampled_from(FORMATS).map(QuantSpec.parse))
 def test_a_format_that_fits_holds_the_weights_to_the_last_bit(found: IntegerCodes, spec: QuantSpec) -> None:
     need, weight = found.grid.need(), found.grid.values(found.codes)
@@ -78,7 +77,6 @@ def test_a_format_that_fits_holds_the_weights_to_the_last_bit(found: IntegerCode
         assert least is not None and least.bitwidth <= spec.bitwidth
 
 
-@settings(max_examples=200, deadline=None)
 @given(stored(), st.sampled_from(FORMATS).map(QuantSpec.parse))
 def test_a_format_that_does_not_fit_cannot_hold_the_weights(found: IntegerCodes, spec: QuantSpec) -> None:
     """Of the formats with float16 scales and equal groups: the extreme codes, or a scale, are out of its reach."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.quantization.byte_scales import on_bytes
@@ -126,7 +126,6 @@ def test_bytes_of_hand_made_tiles_with_high_planes() -> None:
     assert packed.tobytes() == bytes(expected[: 32 + 256] + high)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     bitwidth=st.sampled_from([1, 1.6, 2, 3, 4, 5, 6, 8]),
     group=st.sampled_from([0, 32, 64, 128]),
@@ -154,7 +153,6 @@ def test_the_runtime_reads_back_what_was_packed(
     assert back.minima is None or matrix.minima is None or torch.equal(back.minima, matrix.minima)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     rows=st.integers(1, 40),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.quantization.output_error import row_errors
@@ -56,7 +56,6 @@ def least_squares(weight: np.ndarray, matrix: QuantizedMatrix, factor: np.ndarra
     return np.linalg.lstsq(factor @ basis, factor @ weight, rcond=None)[0]
 
 
-@settings(max_examples=30, deadline=None)
 @given(text=st.sampled_from(FORMATS), seed=st.integers(0, 2**32 - 1))
 def test_scales_are_those_of_least_squares(text: str, seed: int) -> None:
     weight, moment = draw(seed)

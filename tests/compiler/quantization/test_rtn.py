@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -24,7 +24,6 @@ def _scale_of_each_weight(matrix: torch.Tensor, columns: int) -> torch.Tensor:
     return matrix.double().repeat_interleave(columns // matrix.shape[1], dim=1)
 
 
-@settings(max_examples=150, deadline=None)
 @given(weights=WEIGHTS, bitwidth=BITWIDTHS, group=st.sampled_from([0, 32, 64]), symmetric=st.booleans())
 def test_each_weight_lies_within_half_a_scale(weights: np.ndarray, bitwidth: int, group: int, symmetric: bool) -> None:
     spec = QuantSpec(bitwidth, group, symmetric)
@@ -38,7 +37,6 @@ def test_each_weight_lies_within_half_a_scale(weights: np.ndarray, bitwidth: int
     assert int(matrix.codes.max()) < 2**bitwidth
 
 
-@settings(max_examples=100, deadline=None)
 @given(value=st.floats(-65504, 65504, width=16), bitwidth=BITWIDTHS)
 def test_a_group_of_one_float16_value_is_exact(value: float, bitwidth: int) -> None:
     matrix = quantize_rtn(torch.full((1, 32), value), QuantSpec(bitwidth))
@@ -65,7 +63,6 @@ def test_symmetric_is_max_abs_per_channel() -> None:
     assert torch.allclose(matrix.scales.float(), exact, rtol=2**-10)
 
 
-@settings(max_examples=40, deadline=None)
 @given(bitwidth=BITWIDTHS, symmetric=st.booleans(), weighted=st.booleans(), seed=st.integers(0, 999))
 def test_clip_search_never_loses(bitwidth: int, symmetric: bool, weighted: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -80,7 +77,6 @@ def test_clip_search_never_loses(bitwidth: int, symmetric: bool, weighted: bool,
     assert bool((error(True) <= error(False) * (1 + 1e-5)).all())
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     group=st.sampled_from([0, 64]),
     weighted=st.booleans(),
@@ -107,7 +103,6 @@ def test_three_values_have_the_best_of_all_scales(group: int, weighted: bool, se
     assert bool((error(matrix.dequantize()) <= best * (1 + 1e-3)).all())
 
 
-@settings(max_examples=40, deadline=None)
 @given(weights=WEIGHTS, clip_search=st.booleans())
 def test_three_values_without_a_search_cover_the_range(weights: np.ndarray, clip_search: bool) -> None:
     matrix = quantize_rtn(torch.from_numpy(weights), QuantSpec(1.6, 64, True), clip_search)

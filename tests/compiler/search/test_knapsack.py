@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.search.knapsack import ChoiceTable, hull_steps, least_cost, least_loss
@@ -48,7 +48,6 @@ def is_possible(table: ChoiceTable, choice: np.ndarray) -> bool:
     return bool(np.isfinite(table.costs[np.arange(len(choice)), choice]).all())
 
 
-@settings(max_examples=150, deadline=None)
 @given(tables(), st.floats(-5, 150))
 def test_least_cost_keeps_the_loss_budget(table: ChoiceTable, budget: float) -> None:
     choice = least_cost(table, budget)
@@ -64,7 +63,6 @@ def test_least_cost_keeps_the_loss_budget(table: ChoiceTable, budget: float) -> 
     assert best <= cost <= best + largest_step(table)[0] + 1e-9
 
 
-@settings(max_examples=150, deadline=None)
 @given(tables(), st.floats(-5, 260))
 def test_least_loss_keeps_the_cost_budget(table: ChoiceTable, budget: float) -> None:
     choice = least_loss(table, budget)
@@ -79,7 +77,6 @@ def test_least_loss_keeps_the_cost_budget(table: ChoiceTable, budget: float) -> 
     assert best <= loss <= best + largest_step(table)[1] + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
 @given(tables(most_units=7, most_options=5), st.lists(st.floats(0, 260), min_size=2, max_size=8))
 def test_more_budget_is_never_worse(table: ChoiceTable, budgets: list[float]) -> None:
     ordered = sorted(budgets)
@@ -100,7 +97,6 @@ def test_room_left_over_is_not_spent_on_a_worse_plan() -> None:
     assert table.totals(large)[1] <= table.totals(small)[1] == 15.0
 
 
-@settings(max_examples=50, deadline=None)
 @given(tables(most_units=6), st.floats(0, 200))
 def test_equal_tables_give_equal_plans(table: ChoiceTable, budget: float) -> None:
     again = ChoiceTable(table.costs.copy(), table.losses.copy())

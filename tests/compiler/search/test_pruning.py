@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MixtralForCausalLM
 
@@ -62,7 +62,6 @@ def test_an_expert_that_costs_nothing_to_leave_out_is_left_out() -> None:
     assert pruned.without_pruning() is space and space.without_pruning() is space
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.lists(st.floats(0, 0.2), min_size=4, max_size=4), st.floats(0, 0.6))
 def test_no_plan_with_more_options_is_dearer_by_more_than_a_step(losses: list[float], budget: float) -> None:
     """Compare with all choices of a model with one layer, four experts and two formats."""

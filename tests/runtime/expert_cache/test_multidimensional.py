@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import OptionError
@@ -65,7 +65,6 @@ def test_a_sequence_begins_with_nothing_known() -> None:
     assert records.uses.tolist() == [2, 2, 2, 2, 3, 1], "the other policies count on"  # type: ignore[attr-defined]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     passes=st.lists(st.tuples(*[st.integers(0, EXPERTS - 1)] * LAYERS), max_size=12), running=st.integers(0, LAYERS - 1)
 )
@@ -110,7 +109,6 @@ def test_weights_without_a_policy_that_takes_them_are_refused() -> None:
     assert policy_score("hobbit-printed", "1,0,0,0") == MultidimensionalScore(EvictionWeights(1, 0, 0, 0), True)
 
 
-@settings(max_examples=40, deadline=None)
 @given(best=st.tuples(st.integers(0, UNITS), st.integers(0, UNITS)).filter(lambda p: sum(p) <= UNITS))
 def test_the_search_finds_the_least_of_a_convex_penalty(best: tuple[int, int]) -> None:
     lru, lfu = (part / UNITS for part in best)
@@ -127,7 +125,6 @@ def test_the_search_finds_the_least_of_a_convex_penalty(best: tuple[int, int]) -
     assert fit_weights(penalty)[0] == found
 
 
-@settings(max_examples=40, deadline=None)
 @given(best=st.tuples(*[st.integers(0, UNITS)] * 3).filter(lambda p: sum(p) <= UNITS))
 def test_with_low_versions_uses_at_high_precision_have_a_weight_of_their_own(best: tuple[int, int, int]) -> None:
     lru, lfu, lhu = (part / UNITS for part in best)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import ChecksumMismatch, ExecutionError, MemoryBudgetExceeded, StorageReadFailed
@@ -109,7 +109,6 @@ def outputs(tiny_bundle: Path) -> list[bytes]:
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_experts_are_what_they_are_wherever_they_go(
     tiny_bundle: Path, outputs: list[bytes], data: st.DataObject
 ) -> None:

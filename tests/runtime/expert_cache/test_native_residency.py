@@ -180,7 +180,7 @@ class BothMachine(RuleBasedStateMachine):
 
 
 TestBothMachine = BothMachine.TestCase
-TestBothMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestBothMachine.settings = settings(stateful_step_count=40)
 
 
 @pytest.mark.parametrize(

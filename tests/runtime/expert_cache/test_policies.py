@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.runtime.expert_cache.eviction import eviction_order
@@ -78,7 +78,6 @@ def test_lrfu_starts_with_what_calibration_saw() -> None:
     assert (2.0**known.heat).tolist() == pytest.approx([HALF_LIFE_TOKENS * share for share in (0.75, 0.25, 0.5, 0.5)])
 
 
-@settings(max_examples=50)
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 12), levels=st.integers(1, 5))
 def test_the_first_of_an_order_are_those_of_the_whole_one(seed: int, count: int, levels: int) -> None:
     """This holds if many scores are equal, or none is known."""

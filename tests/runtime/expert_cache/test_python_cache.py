@@ -112,7 +112,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestCacheMachine.settings = settings(stateful_step_count=25)
 
 
 def test_capacity_under_one_expert_is_an_error_not_a_hang(in_time: InTime) -> None:

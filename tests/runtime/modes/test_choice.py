@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any, cast
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.model import ExpertsSpec
@@ -131,7 +131,6 @@ def test_a_prompt_of_best_experts_stays_high() -> None:
     assert found.chosen.max() < LOW and found.chosen.min() >= 0 and counts.prompt_experts == 4
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_least_unimportance_is_that_of_the_token_that_needs_it_most(data: st.DataObject) -> None:
     """As token by token and rank by rank."""
@@ -151,7 +150,6 @@ def test_least_unimportance_is_that_of_the_token_that_needs_it_most(data: st.Dat
     assert np.array_equal(least_unimportance(chosen, weights, count), expected)
 
 
-@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 1 << 30), top_k=st.integers(1, 8), levels=st.integers(1, 4))
 def test_one_token_has_the_unimportance_of_a_pass_with_it_alone(seed: int, top_k: int, levels: int) -> None:
     rng = np.random.default_rng(seed)

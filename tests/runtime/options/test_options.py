@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from transformers import (
@@ -137,7 +137,6 @@ def test_sampling_options(options: dict[str, Any]) -> None:
 LOGITS = arrays.arrays(np.float32, st.integers(1, 20), elements=st.floats(-50, 50, width=32))
 
 
-@settings(max_examples=60, deadline=None)
 @given(logits=LOGITS, top_k=st.integers(0, 6), top_p=st.floats(0.01, 1), temperature=st.floats(1e-300, 100))
 def test_what_is_drawn_is_allowed(logits: np.ndarray, top_k: int, top_p: float, temperature: float) -> None:
     token = Sampler(SamplingOptions(temperature, top_k, top_p))(logits)
@@ -169,7 +168,6 @@ def test_draws_follow_the_distribution_and_the_seed() -> None:
     assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.04)
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     logits=arrays.arrays(np.float32, st.integers(2, 20), elements=st.floats(-8, 8, width=32), unique=True),
     top_k=st.integers(0, 6), top_p=st.floats(0.05, 1), min_p=st.floats(0, 0.5), temperature=st.floats(0.2, 3),

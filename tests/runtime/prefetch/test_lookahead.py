@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.model import ExpertsSpec, RouterSpec
@@ -51,7 +51,6 @@ def router(generator: np.random.Generator, experts: int, spec: str, **changes: A
     return Router(experts_spec, matrix, bias, changes.get("pruned", ())), norm
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     formats=st.lists(st.sampled_from(["bf16", "q8g32", "q4g64"]), min_size=1, max_size=4),
     experts=st.sampled_from([2, 5, 16, 33]),

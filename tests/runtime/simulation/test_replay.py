@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import MemoryBudgetExceeded
@@ -55,7 +55,6 @@ def traces(draw: st.DrawFn, widest: int = TOP_K) -> list[Access]:
 popularities = st.lists(st.integers(0, 20), min_size=COUNT, max_size=COUNT).map(lambda n: np.array(n, np.float64))
 
 
-@settings(max_examples=60, deadline=None)
 @given(trace=traces(), popularity=popularities, slots=st.integers(TOP_K, COUNT), warm=st.booleans())
 def test_no_policy_misses_less_than_the_optimum(
     trace: list[Access], popularity: np.ndarray, slots: int, warm: bool
@@ -71,7 +70,6 @@ def test_no_policy_misses_less_than_the_optimum(
         assert counts.bytes_read == 10 * counts.misses
 
 
-@settings(max_examples=60, deadline=None)
 @given(trace=traces(), slots=st.integers(TOP_K, COUNT - 1))
 def test_more_room_never_costs_the_optimum_a_miss(trace: list[Access], slots: int) -> None:
     """For other policies this does not hold: LFU and similar ones may keep the wrong experts in the larger cache."""
@@ -80,7 +78,6 @@ def test_more_room_never_costs_the_optimum_a_miss(trace: list[Access], slots: in
     assert more <= less
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     trace=traces(widest=EXPERTS),
     popularity=popularities,
@@ -139,7 +136,6 @@ def test_options_and_kernels_agree_on_the_most_threads() -> None:
     assert kernels.MAX_THREADS == MAX_THREADS
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     trace=traces(widest=EXPERTS),
     popularity=popularities,

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import MemoryBudgetExceeded
@@ -193,7 +193,6 @@ sizes_of = st.lists(st.integers(1, 9), min_size=COUNT, max_size=COUNT).map(lambd
 popularities = st.lists(st.integers(0, 20), min_size=COUNT, max_size=COUNT).map(lambda n: np.array(n, np.float64))
 
 
-@settings(max_examples=80, deadline=None)
 @given(traces(), sizes_of, popularities, st.integers(0, 60), st.sampled_from((*sorted(SCORES), "optimum")), rates)
 def test_without_advice_time_changes_no_count(
     trace: Trace, sizes: np.ndarray, popularity: np.ndarray, room: int, policy: str, device: DeviceRates
@@ -212,7 +211,6 @@ def test_without_advice_time_changes_no_count(
     assert better.ttft_ns <= found.ttft_ns and (better.tpot_mean_ns or 0) <= (found.tpot_mean_ns or 0) + 1
 
 
-@settings(max_examples=60, deadline=None)
 @given(traces(), sizes_of, popularities, st.integers(0, 60), rates, st.integers(0, 80))
 def test_advice_keeps_the_ledger_and_bounds_the_time(
     trace: Trace, sizes: np.ndarray, popularity: np.ndarray, room: int, device: DeviceRates, pins: int
@@ -234,7 +232,6 @@ def wait_until_idle(cache: PythonCache, sizes: np.ndarray) -> None:
         time.sleep(0.0002)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     traces(prompt=1), sizes_of, popularities, st.integers(0, 60), st.sampled_from(sorted(SCORES)), st.integers(0, 80)
 )

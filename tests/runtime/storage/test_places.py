@@ -109,7 +109,7 @@ class PlacesMachine(RuleBasedStateMachine):
 
 
 TestPlacesMachine = PlacesMachine.TestCase
-TestPlacesMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestPlacesMachine.settings = settings(stateful_step_count=40)
 
 
 def placed(sizes: list[int], capacity: int) -> tuple[Places, Recorder]:

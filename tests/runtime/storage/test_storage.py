@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import ChecksumMismatch, StorageReadFailed
@@ -169,7 +169,6 @@ def test_memory_goes_from_expert_to_expert(
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_experts_keep_their_bytes_inside_a_capacity_that_changes(tiny_bundle: Path, data: st.DataObject) -> None:
     """Sizes differ here. Who follows is told where every expert is read to."""
     bundle = open_bundle(tiny_bundle)

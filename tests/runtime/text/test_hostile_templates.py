@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import ManifestInvalid
@@ -274,7 +274,6 @@ BLOCKS = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(BLOCKS)
 def test_any_template_has_one_of_the_outcomes(template: str) -> None:
     word, text = Source("chat", b"{}", template.encode()).render({"messages": MESSAGES}, 10_000)
@@ -282,7 +281,6 @@ def test_any_template_has_one_of_the_outcomes(template: str) -> None:
     assert word in {"text", "endless", "long"} or text
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.recursive(
         st.none() | st.integers() | st.text(max_size=3),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -288,7 +288,6 @@ def test_nothing_reached_standard_error(found: dict[str, dict[str, Any]]) -> Non
     assert found["process"] == {"status": 0, "stderr": ""}
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_value_in_any_section(data: st.DataObject) -> None:
     plain = copy.deepcopy(level_json())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -50,7 +50,6 @@ CHARACTERS = "ab \n\u00e9\u20ac\u05d0\U0001f600\U0001f468\u200d\U0001f469\u0301"
 TEXT = st.text(st.sampled_from(CHARACTERS), max_size=20) | st.text(max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
 @given(TEXT)
 @example("\U0001f600 a ab\U0001f469\u200d\U0001f467")
 def test_byte_level(text: str) -> None:
@@ -60,7 +59,6 @@ def test_byte_level(text: str) -> None:
     assert all(piece.isascii() or "\ufffd" not in piece or "\ufffd" in text for piece in pieces)
 
 
-@settings(max_examples=100, deadline=None)
 @given(TEXT.filter(lambda text: "\u2581" not in text))
 def test_byte_fallback(text: str) -> None:
     tokens = FALLBACK.encode(text).ids
@@ -69,7 +67,6 @@ def test_byte_fallback(text: str) -> None:
     assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, LEVEL.get_vocab_size() - 1), max_size=25))
 def test_any_tokens_at_all(tokens: list[int]) -> None:
     """Tokens may be bytes that are no text, special tokens, or parts of a character."""
@@ -117,7 +114,6 @@ def test_parse_tokenizer() -> None:
     assert len(parse_tokenizer(data, path).encode("c").ids) == 1
 
 
-@settings(max_examples=80, deadline=None)
 @given(prompt=TEXT, text=TEXT, tokenizer=st.sampled_from([LEVEL, FALLBACK]))
 def test_text_behind_a_prompt(prompt: str, text: str, tokenizer: Tokenizer) -> None:
     """The prompt is not part of the text, and the space before the first word is not lost."""

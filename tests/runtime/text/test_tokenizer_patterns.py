@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
@@ -55,7 +55,6 @@ GRAMMAR = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(GRAMMAR)
 def test_accepted_patterns_never_reach_the_limit_of_the_library(pattern: str) -> None:
     """The library panics after ten million steps at one position."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import InputError
@@ -101,7 +101,6 @@ def _of_layer(each: TracedPass, layer: int) -> tuple[int, ...]:
     return each.chosen[at] if 0 <= at < len(each.chosen) else ()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trace=traces())
 def test_a_trace_comes_back_as_it_was(trace: Trace, tmp_path: Path) -> None:
     path = tmp_path / "a.trace"
@@ -110,7 +109,6 @@ def test_a_trace_comes_back_as_it_was(trace: Trace, tmp_path: Path) -> None:
     assert [item.name for item in tmp_path.iterdir()] == ["a.trace"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trace=traces(), data=st.data())
 def test_damage_is_refused_or_harmless(trace: Trace, data: st.DataObject, tmp_path: Path) -> None:
     """Any byte changed, or the file cut anywhere: a trace that holds its own rules, or one error."""

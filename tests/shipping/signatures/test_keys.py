@@ -37,7 +37,7 @@ from moec.shipping.signatures.keys import (
 )
 from tests.shipping.signing_keys import signing_key
 
-EXAMPLES = 100 if os.environ.get("MOEC_FULL_GATES") != "1" else 5000
+EXAMPLES = 40 if os.environ.get("MOEC_FULL_GATES") != "1" else 5000
 P256 = ec.derive_private_key(7, ec.SECP256R1())
 
 

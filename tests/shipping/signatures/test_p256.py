@@ -23,7 +23,7 @@ from tests.shipping.signatures.made_signatures import (
     signed_with,
 )
 
-EXAMPLES = 100 if os.environ.get("MOEC_FULL_GATES") != "1" else 5000
+EXAMPLES = 40 if os.environ.get("MOEC_FULL_GATES") != "1" else 5000
 ALGORITHM = ec.ECDSA(hashes.SHA256())
 VECTORS = list(made_vectors())
 SMALL = next(vector for vector in VECTORS if vector.name == "r is small")
