@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from moec.cli.commands.compiling import compile as compile_command
+from moec.cli.main import cli
 from moec.compiler.preflight import finished
-from moec.compiler.workspace import output_lock
+from moec.compiler.workspace import output_lock, work_folder
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.output_lock import hold_output
 from moec.manifests.errors import MoecError, OptionError
@@ -56,10 +60,12 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 def test_a_second_compile_into_one_output_is_refused(invoke: Invoke, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = start(model, *UNIFORM, "-o", out)
-    for more in ((), ("--overwrite",), ("--resume",)):
+    for more in ((), ("--overwrite",), ("--resume",), ("--plan-only", "--resume")):
         second = invoke("compile", model, "--uniform", "2", *UNIFORM[2:], "-o", out, *more)
         assert second.exit_code == 75 and f"error: another compile is writing `{out}`" in second.stderr
         assert "hint: " in second.stderr
+    plan = invoke("compile", model, *UNIFORM, "-o", out, "--plan-only")
+    assert plan.exit_code == 0, "it neither reads nor writes there"
     other = invoke("compile", model, "--uniform", "2", *UNIFORM[2:], "-o", tmp_path / "other")
     assert other.exit_code == 0, other.stderr
     _, said = first.communicate("go on\n", timeout=600)
@@ -67,26 +73,6 @@ def test_a_second_compile_into_one_output_is_refused(invoke: Invoke, model: Path
     assert check_bundle(out)["bits"]["formats"] == {"q4g64": 6}
     suffixes = ("", ".log.json", ".report.html")
     assert names(tmp_path) == {name + suffix for name in ("out", "other") for suffix in suffixes}
-
-
-def test_a_kill_releases_the_output(invoke: Invoke, model: Path, tmp_path: Path) -> None:
-    first = start(model, *UNIFORM, "-o", tmp_path / "out")
-    first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=600)
-    assert "out.lock" in names(tmp_path) and "out" not in names(tmp_path)
-    again = invoke("compile", model, *UNIFORM, "-o", tmp_path / "out")
-    assert again.exit_code == 0, again.stderr
-    assert names(tmp_path) == {"out", "out.log.json", "out.report.html"}
-
-
-def test_a_plan_that_takes_up_a_work_folder_holds_it(invoke: Invoke, model: Path, tmp_path: Path) -> None:
-    first = start(model, *UNIFORM, "-o", tmp_path / "out")
-    second = invoke("compile", model, *UNIFORM, "-o", tmp_path / "out", "--plan-only", "--resume")
-    assert second.exit_code == 75 and "another compile is writing" in second.stderr
-    third = invoke("compile", model, *UNIFORM, "-o", tmp_path / "out", "--plan-only")
-    assert third.exit_code == 0, "it neither reads nor writes there"
-    first.communicate("go on\n", timeout=600)
-    assert first.returncode == 0
 
 
 def test_a_file_of_ones_own_is_no_lock(tmp_path: Path) -> None:
@@ -152,53 +138,42 @@ def test_missing_folders_are_made(invoke: Invoke, model: Path, tmp_path: Path) -
 
 # -- cut off after the bundle has its name -----------------------------------------------------------------------------
 
-CUT_OFF_STATUS = 9
 PLACES = ("before the report", "before the removal", "inside the removal")
-# A program that compiles once for each place, in a folder of that name. Each compile is a fork: imports are done once.
-CUT_OFF = """
-import os, sys
-import transformers, moec.compiler.pipeline, moec.compiler.forecast, moec.runtime.engine.engine
-from moec.cli.commands.compiling import compile
-from moec.compiler.workspace import work_folder
-from moec.compiler.workspace.journal import Journal
-from moec.cli.main import cli
-from moec.compiler.workspace.durable import Disk
-def cut_off(place):
-    if place == "before the report":
-        compile.write_beside = lambda *_: os._exit(9)
-    elif place == "before the removal":
-        work_folder.forget = lambda *_: os._exit(9)
-    else:
-        plain = Disk.remove_tree
-        def remove_tree(self, path):
-            plain(self, path)
-            if path.parent.name == "out.work" and path.parent.with_name("out").exists():
-                os._exit(9)
-        Disk.remove_tree = remove_tree
-for place in sys.argv[1].split(","):
-    child = os.fork()
-    if child == 0:
-        cut_off(place)
-        os.chdir(place)
-        cli.main(args=sys.argv[2:])
-    print(place, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
-def cut_off(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
-    """A folder with one folder for each place, where a compile was cut off, and the arguments of that compile."""
+def cut_off(model: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> tuple[Path, tuple[str, ...]]:
+    """Files at each place where a compile could be cut off, in a folder of that name, and the words of the compile."""
     root = tmp_path_factory.mktemp("cut")
-    for place in PLACES:
-        save_texts(root / place / "texts", train=4, validation=4, test=6)
+    save_texts(root / "whole" / "texts", train=4, validation=4, test=6)
     small = ("--bits", "2,16", "--group-size", "32", "--dense-bits", "8", "--no-comparisons", "--swaps", "0")
     arguments = ("compile", str(model), "--kl", "0.5", "--data", "texts", *small, *UNIFORM[2:], "-o", "out")
-    cut = subprocess.run(
-        [sys.executable, "-c", CUT_OFF, ",".join(PLACES), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"},
-        cwd=root, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert cut.stdout.splitlines() == [f"{place} {CUT_OFF_STATUS}" for place in PLACES], cut.stderr
+    write_report, forget, remove_tree = compile_command.write_beside, work_folder.forget, Disk.remove_tree
+
+    def keep(place: str) -> None:
+        if not (root / place).exists():
+            shutil.copytree(root / "whole", root / place)
+
+    def keep_and_write(*values: Any) -> Any:
+        keep(PLACES[0])
+        return write_report(*values)
+
+    def keep_and_forget(*values: Any) -> None:
+        keep(PLACES[1])
+        forget(*values)
+
+    def remove_and_keep(disk: Disk, path: Path) -> None:
+        remove_tree(disk, path)
+        if path.parent.name == "out.work" and path.parent.with_name("out").exists():
+            keep(PLACES[2])
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(root / "whole")
+        patched.setattr(compile_command, "write_beside", keep_and_write)
+        patched.setattr(work_folder, "forget", keep_and_forget)
+        patched.setattr(Disk, "remove_tree", remove_and_keep)
+        result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0 and names(root) == {"whole", *PLACES}, result.stderr
     return root, arguments
 
 
@@ -210,7 +185,7 @@ def test_a_complete_bundle_is_finished_by_a_resumed_run(
     folder = root / place
     monkeypatch.chdir(folder)
     whole = contents(folder / "out")
-    assert "out.work" in names(folder)
+    assert {"out.work", "out.lock"} <= names(folder), "a lock that no process holds refuses no run"
     assert ("out.log.json" in names(folder)) == (place != "before the report")
     plain = invoke(*arguments)
     assert plain.exit_code == 1 and "exists" in plain.stderr and "out.work" in names(folder)

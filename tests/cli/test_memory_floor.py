@@ -19,6 +19,8 @@ from tests.gates.memory_group import memory_group
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 from tests.tiny_switch import save_tiny_switch
 
+from .conftest import Invoke
+
 MARGIN_BYTES = 64 << 20
 
 
@@ -72,22 +74,23 @@ def test_what_inspect_prints_runs_and_less_is_refused(bundles: dict[str, Path], 
     "options",
     [("--context", "64"), ("--kv", "float16"), ("--set", "prefetch=path"), ("--set", "prefetch=off"), ("--beams", "4")],
 )
-def test_what_the_refusal_prints_runs_with_the_same_options(bundles: dict[str, Path], options: tuple[str, ...]) -> None:
+def test_what_the_refusal_prints_runs_with_the_same_options(
+    invoke: Invoke, bundles: dict[str, Path], options: tuple[str, ...]
+) -> None:
+    """In this process, whose size is in the printed number."""
     run = ("run", bundles["many"], "--prompt", "Question: 12?", "--max-new-tokens", 3, *options)
-    refused = moec(*run, "--memory", "1MiB")
-    assert refused.returncode == 1
-    least = least_of(refused.stderr.partition("hint")[2])
-    assert moec(*run, "--memory", f"{least - 1}MiB").returncode == 1
-    done = moec(*run, "--memory", f"{least}MiB")
-    assert done.returncode == 0, done.stderr
+    refused = invoke(*run, "--memory", "1MiB")
+    assert refused.exit_code == 1
+    done = invoke(*run, "--memory", f"{least_of(refused.stderr.partition('hint')[2])}MiB")
+    assert done.exit_code == 0, done.stderr
 
 
-def test_the_expert_cache_is_named_in_its_own_unit(bundles: dict[str, Path]) -> None:
+def test_the_expert_cache_is_named_in_its_own_unit(invoke: Invoke, bundles: dict[str, Path]) -> None:
     run = ("run", bundles["wide"], "--prompt", "a", "--max-new-tokens", 2)
-    refused = moec(*run, "--expert-cache", "1%")
-    found = re.search(r"hint: --expert-cache (\d+MiB)", refused.stderr)
-    assert refused.returncode == 1 and found is not None, refused.stderr
-    assert moec(*run, "--expert-cache", found[1]).returncode == 0
+    refused = invoke(*run, "--expert-cache", "1%")
+    hint = re.search(r"hint: --expert-cache (\d+MiB)", refused.stderr)
+    assert refused.exit_code == 1 and hint is not None, refused.stderr
+    assert invoke(*run, "--expert-cache", hint[1]).exit_code == 0
 
 
 def test_a_run_at_the_floor_stays_inside_a_control_group(bundles: dict[str, Path]) -> None:
@@ -100,7 +103,9 @@ def test_a_run_at_the_floor_stays_inside_a_control_group(bundles: dict[str, Path
         assert group.kills() == 0
 
 
-def test_path_tables_are_read_where_they_are_asked_for_alone(bundles: dict[str, Path], tmp_path: Path) -> None:
+def test_path_tables_are_read_where_they_are_asked_for_alone(
+    invoke: Invoke, bundles: dict[str, Path], tmp_path: Path
+) -> None:
     """`verify` and `--set prefetch=path` refuse a dictionary that contradicts itself. Other runs do not read it."""
     bundle = Path(shutil.copytree(bundles["many"], tmp_path / "many"))
     zeros = {"popularity": np.zeros((4, 96), np.uint32), "transitions": np.zeros((3, 96, 96), np.uint32)}
@@ -114,9 +119,9 @@ def test_path_tables_are_read_where_they_are_asked_for_alone(bundles: dict[str, 
     }
     run = ("run", bundle, "--prompt", "a", "--max-new-tokens", 2, "--expert-cache", "20%", "--set")
     write_tables(bundle, **zeros, **good)
-    assert moec(*run, "prefetch=path").returncode == 0
+    assert invoke(*run, "prefetch=path").exit_code == 0
     keys[-1] = keys[0]
     write_tables(bundle, **zeros, **good)
-    assert moec(*run, "prefetch=lookahead").returncode == moec(*run, "prefetch=off").returncode == 0
-    for refused in (moec(*run, "prefetch=path"), moec("verify", bundle)):
-        assert refused.returncode == 3 and "path dictionary" in refused.stderr
+    assert invoke(*run, "prefetch=lookahead").exit_code == invoke(*run, "prefetch=off").exit_code == 0
+    for refused in (invoke(*run, "prefetch=path"), invoke("verify", bundle)):
+        assert refused.exit_code == 3 and "path dictionary" in refused.stderr

@@ -355,7 +355,7 @@ def test_a_checkpoint_takes_modes_and_has_no_record_of_them(invoke: Invoke, chec
         assert result.exit_code == 1 and "records of a bundle, and here is none\nhint: write them" in result.stderr
 
 
-@pytest.mark.parametrize("holds_model", [True, False])
+@pytest.mark.parametrize("holds_model", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_compile_puts_what_modes_cost_into_the_bundle(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds_model: bool
 ) -> None:

@@ -18,6 +18,8 @@ from example_model.items import FIELDS, SPLITS, prompt_of, splits, training_text
 from example_model.problems import draw_problem  # noqa: E402
 from example_model.wording import normalise  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 STEP = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 OPERATIONS = {
     "+": lambda a, b: a + b,

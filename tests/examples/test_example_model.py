@@ -66,6 +66,7 @@ def test_logits_are_those_of_transformers() -> None:
     assert (found.view_as(expected) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+@pytest.mark.slow
 def test_save_pretrained_writes_the_same_names(tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(MODEL)
     theirs.save_pretrained(tmp_path)
@@ -75,6 +76,7 @@ def test_save_pretrained_writes_the_same_names(tmp_path: Path) -> None:
             assert torch.equal(ours.get_tensor(name), file.get_tensor(name))
 
 
+@pytest.mark.slow
 def test_decoding_in_batches_is_decoding_one_by_one() -> None:
     model = read_model(MODEL)
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -96,11 +98,13 @@ def unrounded(one_thread: None) -> dict[str, float]:
     return {task: score_of_64(read_model(MODEL), task) for task in FIELDS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "bar"), [("gsm8k", 0.8), ("samsum", 0.7)])
 def test_the_model_answers(unrounded: dict[str, float], task: str, bar: float) -> None:
     assert unrounded[task] >= bar
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "least_loss", "most_loss"), [(8, -0.03, 0.03), (2, 0.3, 1.0)])
 def test_two_bits_rounded_to_nearest_hurt_and_eight_do_not(
     unrounded: dict[str, float], bits: int, least_loss: float, most_loss: float

@@ -15,6 +15,8 @@ from example_model.items import drills, training_texts  # noqa: E402
 from example_model.train import Run, Sequence, rate_at, tensors_of, tokenise  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:

@@ -45,6 +45,7 @@ def test_files_have_the_digests_of_the_tree() -> None:
     assert found == named
 
 
+@pytest.mark.slow
 def test_it_answers_and_its_routing_is_measured() -> None:
     model, items = read_model(MODEL), problems(48)
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))

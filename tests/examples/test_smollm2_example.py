@@ -22,6 +22,8 @@ from example_smollm2.sources import SOURCES  # noqa: E402
 from example_smollm2.splitting import balanced_groups, with_experts  # noqa: E402
 from example_smollm2.tasks import make_tasks  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 LAYERS, HIDDEN, WIDTH, HEADS, KV_HEADS, VOCABULARY = 2, 32, 96, 4, 2, 64
 TOKENS = torch.randint(0, VOCABULARY, (ROWS, 24), generator=torch.Generator().manual_seed(3))
 SENTENCE = "The sea was calm and the small boat went slowly along the coast towards the old harbour that day"

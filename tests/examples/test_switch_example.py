@@ -39,6 +39,8 @@ from safetensors import safe_open  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from transformers.models.switch_transformers import modeling_switch_transformers  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 END, PAD = 1, 2
 
 

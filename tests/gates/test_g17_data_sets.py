@@ -66,7 +66,6 @@ def check(published: PublishedSet, source: str | Path) -> None:
 
 @pytest.mark.parametrize("published", SETS, ids=IDS)
 def test_parquet_files_as_on_the_hub(published: PublishedSet, tmp_path: Path, nothing_in_home: Path) -> None:
-    check(published, published.write_parquet(tmp_path / "one"))
     check(published, published.write_parquet(tmp_path / "parts", parts=3))
     assert not any(nothing_in_home.iterdir())
 

@@ -25,7 +25,9 @@ from tests.tiny_models import tiny_tokenizer
 from tests.tiny_switch import TINY_SWITCHES, save_tiny_switch
 
 SPECS = (QuantSpec(2, 32), QuantSpec(4, 32))
-WORKERS = pytest.mark.parametrize(("count", "threads"), [(1, 1), (3, 1), (2, 2), (7, 3)])
+WORKERS = pytest.mark.parametrize(
+    ("count", "threads"), [(3, 1), (2, 2), *(pytest.param(*few, marks=pytest.mark.slow) for few in ((1, 1), (7, 3)))]
+)
 FAMILIES = ("deepseek-v2-groups-yarn", "gpt-oss", "qwen2-plain-between", "granite-scaled")
 
 

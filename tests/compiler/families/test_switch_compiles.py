@@ -117,9 +117,9 @@ def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path,
         assert received[spec.expert_layers[0]].sum() < len(chosen[spec.expert_layers[0]])
 
 
-def test_every_weight_is_exchanged_under_its_own_name(folder: Path) -> None:
+def test_every_weight_is_exchanged_under_its_own_name(plain: Path) -> None:
     """Another weight changes the layers and the model of transformers in the same way."""
-    reference, row, prompt = TransformersOracle(folder), [START, *TOKENS[:20]], TOKENS[20:]
+    reference, row, prompt = TransformersOracle(plain), [START, *TOKENS[:20]], TOKENS[20:]
     lowering, before = reference.lowering, reference.logits(row, prompt)
     slot = LoadedLayer(lowering)
 
@@ -202,7 +202,7 @@ def answering(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder, save_dialogues(root / "samsum", validation=24)
 
 
-@pytest.mark.parametrize("has_memory", [True, False])
+@pytest.mark.parametrize("has_memory", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_loss_target_is_searched_and_certified(
     answering: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool
 ) -> None:
@@ -354,7 +354,7 @@ def test_text_without_a_prompt_is_refused(plain: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("has_memory", [True, False])
+@pytest.mark.parametrize("has_memory", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_units_are_priced_by_gradients(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool
 ) -> None:

@@ -177,6 +177,7 @@ print(list(compile_checkpoint(request).quality["tasks"]))
 """
 
 
+@pytest.mark.slow
 def test_the_least_memory_that_holds_a_model_is_enough(model: Path, texts: Path, tmp_path: Path) -> None:
     """To the end: the certificate runs the checkpoint and the bundle next to each other. In a process of its own."""
     command = [sys.executable, "-c", SCRIPT, str(model), str(texts), str(tmp_path / "out")]
