@@ -46,7 +46,7 @@ def compile_for_devices(
 ) -> Iterator[CompileResult]:
     """Compile one bundle per request, and yield each when it is complete.
 
-    requests: equal but for profile, output, log and `published`.
+    requests: equal but for profile, output and talk.
     base: path whose `BASE.work` holds the shared measurements, unless the requests name a folder.
     checked: result of `check_devices`, by which devices after the first do not read checkpoint and data again.
     Identical files of the bundles become hard links. Raises the errors of a compile.

@@ -21,7 +21,7 @@ from moec.manifests.quant import BITWIDTHS, QuantSpec
 from moec.profiles.device import DeviceProfile
 
 from .bundle.plan_bundles import clear_trials
-from .calibration.paths import DEFAULT_PATH_KEYS, PathKeys
+from .calibration.activation_paths import DEFAULT_PATH_KEYS, PathKeys
 from .checkpoint.checkpoint import Checkpoint, open_checkpoint
 from .families import lower
 from .preflight.finished import plan_of
@@ -66,60 +66,41 @@ class BundleRequest:
     measurements: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BundleMeasurement:
-    """The inputs of a measurement of plans, checked against a finished bundle.
-
-    prepared: the compile of the bundle, checked.
-    plan: plan of the bundle.
-    output: no other measurement of this kind works on this path. Temporary bundles are next to it.
-    """
-
-    prepared: Prepared
-    plan: CompilePlan
-    output: Path
-
-
-def prepare_measurement(
+@contextmanager
+def opened_measurement(
     request: BundleRequest, suffix: str, sensitivity: Sensitivity, offered: tuple[QuantSpec, ...] = ()
-) -> BundleMeasurement:
-    """Check checkpoint and data against the bundle.
+) -> Iterator[tuple[CompileContext, CompilePlan]]:
+    """Check checkpoint and data against the bundle, and open the journal. Yield its compile and the plan of the bundle.
 
-    suffix: what the names of the measurement's files add to the name of the bundle.
+    suffix: what the names of the measurement's files add to the name of the bundle. Other measurements of this kind
+        are kept away, and temporary bundles lie there.
     sensitivity: how losses of units are predicted. With kept measurements: as in the compile.
     offered: formats in which units are measured. Empty: those of the compile.
     Raises OptionError if the bundle has no measurements, or if one layer does not fit in memory.
     Raises CheckpointError or DataError if the checkpoint or the data are not those of the compile.
     Raises the errors of a compile.
     """
-    options = options_of(request, sensitivity)
+    options, talk = options_of(request, sensitivity), request.talk
     output = request.bundle.with_name(request.bundle.name + suffix)
-    inner = CompileRequest(
+    compiled = CompileRequest(
         source=request.source, output=output, options=options, profile=request.profile,
-        open_runtime=request.open_runtime, talk=request.talk, resume=request.resume,
+        open_runtime=request.open_runtime, talk=talk, resume=request.resume,
         memory_bytes=request.memory_bytes, measurements=request.measurements,
     )  # fmt: skip
     checkpoint = open_checkpoint(request.source)
     lowering = lower(checkpoint)
-    splits, shots = load_task_data(options, request.talk.note)
+    splits, shots = load_task_data(options, talk.note)
     _check_data(request, splits)
-    prepared = with_fitted_items(Prepared(inner, checkpoint, lowering, splits, shots, offered=offered))
+    prepared = with_fitted_items(Prepared(compiled, checkpoint, lowering, splits, shots, offered=offered))
     prepared = with_kept_layers(prepared)
-    request.talk.note("hashing the checkpoint")
+    talk.note("hashing the checkpoint")
     _check_source(request, checkpoint)
-    return BundleMeasurement(prepared, plan_of(request.manifest), output)
-
-
-@contextmanager
-def opened_measurement(measurement: BundleMeasurement) -> Iterator[CompileContext]:
-    """Open the journal, and keep other measurements of this kind away. Raises the errors of a compile."""
-    prepared, output, request = measurement.prepared, measurement.output, measurement.prepared.request
-    identity = hashlib.sha256(f"{prepared.identity()} {measurement.plan.digest}".encode()).hexdigest()
-    held = hold_measurements(request.measurements, request.disk, request.talk.note)
-    with held, hold_output(output, request.disk, request.talk.note):
-        clear_trials(output, request.disk)
+    plan, disk = plan_of(request.manifest), compiled.disk
+    identity = hashlib.sha256(f"{prepared.identity()} {plan.digest}".encode()).hexdigest()
+    with hold_measurements(request.measurements, disk, talk.note), hold_output(output, disk, talk.note):
+        clear_trials(output, disk)
         with open_for_comparison(prepared, identity) as context:
-            yield context
+            yield context, plan
 
 
 def options_of(request: BundleRequest, sensitivity: Sensitivity) -> CompileOptions:
@@ -156,9 +137,9 @@ def _refuse_changed_tasks(request: BundleRequest) -> None:
     changed = [name for name in _CHANGES_OF_TASKS if name in request.manifest.options]
     files = [name for name in request.manifest.options["tasks"].split(",") if name and name not in TASKS]
     if changed or files:
-        found = f"the task file `{files[0]}.toml`" if files else f"`--{changed[0].replace('_', '-')}`"
+        change = f"the task file `{files[0]}.toml`" if files else f"`--{changed[0].replace('_', '-')}`"
         raise OptionError(
-            f"`{request.bundle}` was compiled with {found}, which a measurement of the bundle cannot repeat",
+            f"`{request.bundle}` was compiled with {change}, which a measurement of the bundle cannot repeat",
             "measure in the compile: `moec compile --comparisons`",
         )
 
@@ -216,8 +197,8 @@ def _check_data(request: BundleRequest, splits: tuple[SplitData, ...]) -> None:
 def _check_source(request: BundleRequest, checkpoint: Checkpoint) -> None:
     """Refuse another checkpoint than the bundle's."""
     expected = {entry.name: entry.sha256 for entry in request.manifest.source.files}
-    found = {entry.name: entry.sha256 for entry in checkpoint.source_files()}
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    present = {entry.name: entry.sha256 for entry in checkpoint.source_files()}
+    wrong = sorted(name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name))
     if wrong:
         raise CheckpointError(
             f"`{request.source}` is not the checkpoint that `{request.bundle}` was compiled from: `{wrong[0]}` differs",

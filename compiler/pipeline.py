@@ -19,8 +19,7 @@ from .request.request import CompileRequest
 from .request.result import CompileResult
 from .stages.bundle import certify_bundle, complete_bundle, report, write_bundle
 from .stages.compile_context import Certified, open_for_compile, open_for_plan
-from .stages.curve import make_curve
-from .stages.planning import make_plan
+from .stages.planning import make_curve, make_plan
 from .stages.used_experts import used_popularity
 from .walker.torch_device import device_errors
 from .workspace.output_lock import hold_measurements, hold_output
@@ -48,7 +47,7 @@ def _plan(request: CompileRequest, like: Prepared | None) -> CompileResult:
     prepared = prepare(request, like)
     with open_for_plan(prepared) as context:
         planned = make_plan(context)
-        curve = make_curve(context, planned) if request.sweep else None
+        curve = make_curve(prepared, planned, request.sweep) if request.sweep else None
     quality = report(prepared, planned, Certified(), None)
     return CompileResult(None, planned.plan, quality, curve, used_popularity(prepared, planned.statistics))
 
@@ -85,5 +84,5 @@ def _compile(request: CompileRequest, like: Prepared | None) -> CompileResult:
             publish_directory(disk, partial, output, request.overwrite)
         popularity = used_popularity(prepared, planned.statistics)
         result = CompileResult(output, planned.plan, quality, popularity=popularity, device=manifest.device)
-        request.published(result)
+        request.talk.published(result)
     return result

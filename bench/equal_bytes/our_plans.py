@@ -10,7 +10,6 @@ from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.targets import Target
 from moec.compiler.request.uniform import fits_all, uniform_like
 from moec.compiler.search.bisect import search
-from moec.compiler.stages.measure import plan_bundles
 from moec.compiler.stages.planning import swaps
 from moec.manifests.errors import TargetUnreachable
 
@@ -41,7 +40,7 @@ class OurPlans:
         )
         found = measure_model(model, options, work)
         self.store: UnitStore = found.measured.store
-        self.bundles = plan_bundles(found.context)
+        self.bundles = found.context.bundles
         self._space, self._specs = found.space, found.prepared.specs
         self._trials, self._swaps = found.measured.trials, swaps(found.prepared)
 

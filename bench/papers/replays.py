@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moec.cli.simulation.traces import ReplayedBundle, replayed_bundle
-from moec.compiler.calibration.paths import count_popularity
+from moec.compiler.calibration.activation_paths import count_popularity
 from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES
 from moec.runtime.expert_cache.cache_spec import CacheSpec
 from moec.runtime.expert_cache.cache_stats import CacheStats

@@ -32,13 +32,8 @@ def suggestion(bundle: Path, engine: Engine) -> str | None:
     None with an accelerator. None unless the profile of the bundle applies, and storage is predicted to take longer
     than computing. None without thresholds that were measured to lose at most SUGGESTED_LOSS and to save LEAST_SAVED.
     """
-    from moec.runtime.tuning.mode_records import (
-        best_thresholds,
-        low_bytes_share,
-        measured_rows,
-        modes_of_row,
-        saved_share,
-    )
+    from moec.manifests.hobbit_thresholds import best_thresholds, saved_share
+    from moec.runtime.tuning.mode_records import low_bytes_share, measured_rows, modes_of_row
 
     run = device_run()
     if run is None or not run.applies or not engine.is_lossless or engine.accelerator is not None:

@@ -71,7 +71,7 @@ class ModesMeasurement:
         from moec.runtime.options.runtime import RuntimeOptions, parse_cache
 
         manifest = open_bundle(bundle.path, allow_partial=True).manifest
-        published = thresholds_text(*bundle.published) if bundle.published else ""
+        published = thresholds_text(*bundle.hobbit_thresholds) if bundle.hobbit_thresholds else ""
         try:
             settings = settings_of(self.modes, manifest, bundle.deciles)
         except OptionError:

@@ -25,7 +25,7 @@ from moec.evaluation.statistics import (
     distribution_summary,
     judge,
 )
-from moec.evaluation.tasks import Item, Task
+from moec.evaluation.tasks import Item
 
 from ..request.options import Talk
 from ..request.ports import LocalEngine
@@ -160,9 +160,9 @@ class _ComparedTokens:
         while len(logits):
             start = self._next[answer]
             log_p = self._reference(start)[: len(logits)]
-            part = slice(start, start + len(log_p))
-            self.kl[part], self.agrees[part] = token_divergences(log_p, logits[: len(log_p)])
-            self._next[answer], logits = part.stop, logits[len(log_p) :]
+            end = start + len(log_p)
+            self.kl[start:end], self.agrees[start:end] = token_divergences(log_p, logits[: len(log_p)])
+            self._next[answer], logits = end, logits[len(log_p) :]
 
     def _reference(self, token: int) -> np.ndarray:
         """Return log probabilities of the reference from a token on, as many as are held."""
@@ -174,20 +174,9 @@ class _ComparedTokens:
         return self._rows[token - self._held.start :]
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOutTask:
-    """A task and the items that only its certificate uses.
-
-    shots: solved examples before each item.
-    """
-
-    task: Task
-    items: ItemSet
-    shots: tuple[Item, ...] = ()
-
-
 def certify_task(
-    held_out: HeldOutTask,
+    items: ItemSet,
+    shots: tuple[Item, ...],
     reference: TextEngine,
     engine: TextEngine,
     target: Target,
@@ -197,28 +186,31 @@ def certify_task(
 ) -> TaskCertificate:
     """Evaluate both engines, compare item by item, and judge the loss against the target.
 
+    items: items that only the certificate uses.
+    shots: solved examples before each item.
     divergence: KL and agreement on held-out answers.
     confidence: confidence of a verdict that may come before the last item, after LOOKS items. Each look has a share of
         the error. None: one look at all items, at 95 %.
     """
-    task, items, shots = held_out.task, held_out.items, held_out.shots
+    task = items.task
     counts = look_counts(len(items.items)) if confidence is not None and target.kind == "loss" else [len(items.items)]
     error = ERROR if confidence is None else round((1 - confidence) / len(counts), 12)
     # A file may be sorted by subject. So a look is at a sample, and never at the first items of the file.
     order = list(range(len(items.items))) if len(counts) == 1 else items.order()
-    parts: tuple[list[EvaluationResult], list[EvaluationResult]] = ([], [])
+    baselines, values = list[EvaluationResult](), list[EvaluationResult]()
     placed: list[int] = []
     for before, count in itertools.pairwise([0, *counts]):
         positions = sorted(order[before:count])
         chosen, title = [items.items[at] for at in positions], f"{task.name}, items {before + 1} to {count}"
-        own = evaluate(task, chosen, reference, shots=shots, progress=talk.progress(f"baseline on {title}"))
-        drafts = [task.continuation(item.prediction) for item in own.items]
-        found = evaluate(task, chosen, engine, shots=shots, drafts=drafts, progress=talk.progress(f"bundle on {title}"))
-        for part, result in zip(parts, (own, found), strict=True):
-            part.append(result)
+        answered = evaluate(task, chosen, reference, shots=shots, progress=talk.progress(f"baseline on {title}"))
+        baselines.append(answered)
+        drafts, progress = [task.continuation(item.prediction) for item in answered.items], talk.progress
+        values.append(
+            evaluate(task, chosen, engine, shots=shots, drafts=drafts, progress=progress(f"bundle on {title}"))
+        )
         placed += positions
         looked = [items.items[at] for at in sorted(placed)]
-        baseline, value = (joined(task, looked, part, shots, placed) for part in parts)
+        baseline, value = (joined(task, looked, results, shots, placed) for results in (baselines, values))
         # A checkpoint that solves no item has no relative loss, and needs another target. The first items may be hard.
         is_stated = baseline.value > 0 or (target.kind == "loss" and count == counts[-1])
         loss = compare(task, baseline, value, error=error) if is_stated else None

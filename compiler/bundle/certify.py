@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,34 +21,21 @@ from ..families import Lowering
 from ..request.options import Talk
 from ..request.plan import plain_plan
 from ..request.ports import LocalEngine
-from ..request.request import CompileRequest
 from ..request.task_data import Shots
 from ..walker.output_head import output_head
 from ..walker.texts import AnswerTexts
 from ..workspace.parallel import one_torch_thread
-from .certificates import DivergenceCertificate, HeldOutTask, TaskCertificate, certify_divergence, certify_task
+from .certificates import DivergenceCertificate, TaskCertificate, certify_divergence, certify_task
 from .plan_bundles import UNQUANTIZED, PlanBundles
 
 Certificates = tuple[dict[str, TaskCertificate], dict[str, DivergenceCertificate]]
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOutAnswers:
-    """Held-out answers of one task.
-
-    texts: the answers.
-    states: normed residual stream of the unquantized model at the scored tokens, [A, D].
-    """
-
-    texts: AnswerTexts
-    states: Tensor
-
-
 def certify(
-    request: CompileRequest,
     partial: Path,
     bundles: PlanBundles,
-    held_out: Mapping[str, HeldOutAnswers],
+    held_out: Mapping[str, AnswerTexts],
+    states: Mapping[str, Tensor],
     splits: Sequence[SplitData],
     shots: Shots,
 ) -> Certificates:
@@ -58,16 +44,20 @@ def certify(
     For the tasks the checkpoint answers as well, from a temporary bundle of its own weights. Each of the two runtimes
     has half of the memory that is left. A runtime counts all memory of its process, and the second that of the first.
     Other machines of a cluster may generate answers. The KL always comes from this machine.
+    held_out: held-out answers by task.
+    states: normed residual stream of the unquantized model at their scored tokens, [A, D], by task.
     splits: the tasks to measure, or none. The KL then stands alone.
     """
+    request, lowering = bundles.request, bundles.lowering
     with request.open_runtime(partial, bundles.room_bytes) as engine:
         divergences = {
-            task: _certify_answers(bundles.lowering, task, own, engine, request.talk) for task, own in held_out.items()
+            task: _certify_answers(lowering, task, answers, states[task], engine, request.talk)
+            for task, answers in held_out.items()
         }
     if not splits:
         return {}, divergences
     certificates = {}
-    plain = plain_plan(bundles.lowering.model, bundles.lowering.spec_16bit, request.options.quantizer)
+    plain = plain_plan(lowering.model, lowering.spec_16bit, request.options.quantizer)
     with ExitStack() as opened:
         half = (bundles.room_bytes - resident_set_bytes()) // 2
         reference = opened.enter_context(bundles.opened(plain, None, UNQUANTIZED, bundles.room_bytes - half))
@@ -75,7 +65,8 @@ def certify(
         for split in splits:
             name = split.task.name
             certificates[name] = certify_task(
-                HeldOutTask(split.task, split.test, shots[name]),
+                split.test,
+                shots[name],
                 reference,
                 certified,
                 request.options.target,
@@ -87,13 +78,13 @@ def certify(
 
 
 def _certify_answers(
-    lowering: Lowering, task: str, held_out: HeldOutAnswers, engine: LocalEngine, talk: Talk
+    lowering: Lowering, task: str, answers: AnswerTexts, states: Tensor, engine: LocalEngine, talk: Talk
 ) -> DivergenceCertificate:
     """Measure the KL of the bundle, run by the shipped runtime, on one task's held-out answers."""
-    head, texts = output_head(lowering), held_out.texts
+    head = output_head(lowering)
 
     def reference(start: int, end: int) -> np.ndarray:
         with one_torch_thread():  # the same bits for any number of processors
-            return np.asarray(head.log_probs(held_out.states[start:end]).numpy())
+            return np.asarray(head.log_probs(states[start:end]).numpy())
 
-    return certify_divergence(task, texts, reference, lowering.model.vocab_size, engine, talk)
+    return certify_divergence(task, answers, reference, lowering.model.vocab_size, engine, talk)

@@ -49,7 +49,7 @@ from moec.manifests.safetensors_header import build_header
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_json import encode_device
 
-from ..calibration.tables import Statistics, Tables, encode_tables
+from ..calibration.tables import Tables, encode_tables
 from ..families import Lowering
 from ..quantization.own_codes import unit_matrix
 from ..quantization.packing import pack, pack_16bit
@@ -76,7 +76,7 @@ class BundleContent:
     device: the device entry of the manifest.
     options: the options entry of the manifest.
     calibration: the calibration entry of the manifest, or None.
-    statistics: source of the tables and the expected reads. None: empty tables, equally popular experts.
+    tables: the tables, which also give the expected reads. None: empty tables, equally popular experts.
     profile: the profile of `device.json`. None: the bundle has no such file.
     """
 
@@ -84,7 +84,7 @@ class BundleContent:
     device: DeviceSummary
     options: Mapping[str, str] = field(default_factory=dict)
     calibration: CalibrationSummary | None = None
-    statistics: Statistics | None = None
+    tables: Tables | None = None
     profile: DeviceProfile | None = None
 
 
@@ -111,7 +111,7 @@ def emit(
     if not partial.name.endswith(PARTIAL_SUFFIX):
         raise OptionError(f"`{partial}` does not end in `{PARTIAL_SUFFIX}`, expected the name of an unfinished bundle")
     disk, plan, checkpoint = disk or Disk(), content.plan, lowering.checkpoint
-    tables = Tables.empty(plan.model) if content.statistics is None else Tables.of(content.statistics)
+    tables = content.tables or Tables.empty(plan.model)
     tables.check(plan.model)
     small_files = {name: checkpoint.file_bytes(name) for name in checkpoint.companion_files()}
     small_files[TABLES_NAME] = encode_tables(tables)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from moec.evaluation.divergence import judge_divergence
 from moec.evaluation.verdict_scope import verdict_scope
 from moec.manifests.bundle import BundleManifest, CostSummary
 from moec.manifests.codec import to_plain
+from moec.manifests.hobbit_thresholds import unimportance_quantiles
 from moec.manifests.model import PROJECTIONS, UnitKey
 
 from ..calibration.collect import ActivationStatistics
@@ -27,37 +27,34 @@ from .certificates import DivergenceCertificate, TaskCertificate
 QUALITY_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """Everything that was measured for one plan.
+def quality_report(
+    plan: CompilePlan,
+    target: Target,
+    cost: CostSummary,
+    *,
+    confidence: float | None = None,
+    certificates: Mapping[str, TaskCertificate] | None = None,
+    divergences: Mapping[str, DivergenceCertificate] | None = None,
+    comparison: Comparison | None = None,
+    trials: Sequence[Trial] = (),
+    sensitivity: SensitivityTable | None = None,
+    losses: ExpertLosses | None = None,
+    statistics: ActivationStatistics | None = None,
+    modes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the content of quality.json as plain values. Without time, host and path, equal compiles give equal bytes.
 
+    confidence: confidence of a verdict that may come early, see `certify_task`. None: 95 %.
     certificates: task -> loss and KL on held-out items.
     divergences: task -> KL on held-out answers, for a reference that generates no answers.
     comparison: the baselines of the search, or None.
     trials: every plan that the search measured.
     sensitivity: predicted losses, or None without a search.
-    expert_losses: predicted losses of every expert in one format, or None.
+    losses: predicted losses of every expert in one format, or None.
     statistics: popularity and routes, or None without calibration.
     modes: cost of the lossy modes of the runtime, or None.
     """
-
-    certificates: Mapping[str, TaskCertificate] = field(default_factory=dict)
-    divergences: Mapping[str, DivergenceCertificate] = field(default_factory=dict)
-    comparison: Comparison | None = None
-    trials: Sequence[Trial] = ()
-    sensitivity: SensitivityTable | None = None
-    expert_losses: ExpertLosses | None = None
-    statistics: ActivationStatistics | None = None
-    modes: Mapping[str, Any] | None = None
-
-
-def quality_report(
-    plan: CompilePlan, target: Target, cost: CostSummary, evidence: Evidence, confidence: float | None = None
-) -> dict[str, Any]:
-    """Return the content of quality.json as plain values. Without time, host and path, equal compiles give equal bytes.
-
-    confidence: confidence of a verdict that may come early, see `certify_task`. None: 95 %.
-    """
+    tasks, answers = certificates or {}, divergences or {}
     return {
         "version": QUALITY_VERSION,
         "target": {
@@ -65,20 +62,19 @@ def quality_report(
             "value": target.value,
             **({} if confidence is None else {"confidence": confidence}),
         },
-        "verdict": overall_verdict(target, evidence.certificates, evidence.divergences),
-        "tasks": {name: certificate.to_json() for name, certificate in evidence.certificates.items()},
+        "verdict": overall_verdict(target, tasks, answers),
+        "tasks": {name: certificate.to_json() for name, certificate in tasks.items()},
         "held_out_kl": {
-            name: {"items": found.items, **found.divergence.to_json()} for name, found in evidence.divergences.items()
+            name: {"items": certificate.items, **certificate.divergence.to_json()}
+            for name, certificate in answers.items()
         },
         "sizes": _sizes(plan, cost),
         "bits": _bits(plan),
-        "comparison": None if evidence.comparison is None else evidence.comparison.to_json(),
-        "sensitivity": None
-        if evidence.sensitivity is None
-        else _sensitivity(evidence.sensitivity, evidence.expert_losses),
-        "statistics": None if evidence.statistics is None else _statistics(evidence.statistics),
-        "trials": [trial.to_json() for trial in evidence.trials],
-        **({} if evidence.modes is None else {"modes": dict(evidence.modes)}),
+        "comparison": None if comparison is None else comparison.to_json(),
+        "sensitivity": None if sensitivity is None else _sensitivity(sensitivity, losses),
+        "statistics": None if statistics is None else _statistics(statistics),
+        "trials": [trial.to_json() for trial in trials],
+        **({} if modes is None else {"modes": dict(modes)}),
     }
 
 
@@ -168,16 +164,7 @@ def _statistics(statistics: ActivationStatistics) -> dict[str, Any]:
 
 def unimportance_deciles(counts: NDArray[np.int64]) -> list[float]:
     """Return the nine deciles of counts [L, bins], or an empty list without counts."""
-    return unimportance_quantiles(counts, [tenth / 10 for tenth in range(1, 10)])
-
-
-def unimportance_quantiles(counts: NDArray[np.int64], shares: Sequence[float]) -> list[float]:
-    """Return the values below which these shares of counts [L, bins] lie, or an empty list without counts."""
-    total = np.cumsum(counts.sum(axis=0))
-    if not total[-1]:
-        return []
-    places = np.searchsorted(total, np.array(shares) * total[-1])
-    return [float(place + 0.5) / counts.shape[1] for place in places.tolist()]
+    return unimportance_quantiles(counts.sum(axis=0).tolist(), [tenth / 10 for tenth in range(1, 10)])
 
 
 _HOW_TO_RUN = (

@@ -21,7 +21,7 @@ from moec.manifests.errors import DataError
 from moec.manifests.model import ExpertKey, ModelSpec
 
 from ..walker.texts import TokenTexts, text_batches
-from .paths import DEFAULT_PATH_KEYS, PathKeys, PathReport
+from .activation_paths import DEFAULT_PATH_KEYS, PathKeys, PathReport
 from .stack_routes import StackRoutes, count_routes, routed_stacks, spread
 
 QUANTILES = 101

@@ -19,8 +19,8 @@ from moec.manifests.errors import InputError
 from moec.manifests.expert_use import ExpertUse, SampledRoutes, architecture_digest, read_use
 from moec.manifests.model import ModelSpec
 
+from .activation_paths import PathKeys
 from .collect import ActivationStatistics
-from .paths import PathKeys
 from .stack_routes import RouteCounts, StackRoutes, count_routes, routed_stacks
 from .tables import Tables
 

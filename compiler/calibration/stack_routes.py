@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moec.manifests.model import ModelSpec
 
-from .paths import (
+from .activation_paths import (
     PathDictionary,
     PathKeys,
     PathReport,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from moec.manifests.model import ModelSpec
 from moec.manifests.path_tables import PAIR_COLUMNS, set_columns
 from moec.manifests.safetensors_header import build_header, read_header
+
+from .collect import ActivationStatistics
 
 # In file order. The widest items come first, so that every tensor starts at a multiple of its item size.
 _TENSORS = {
@@ -25,25 +26,6 @@ _TENSORS = {
     "router_score_quantiles": ("router_quantiles", "F32", "<f4"),
     "path.experts": ("path_experts", "U16", "<u2"),
 }
-
-
-class Statistics(Protocol):
-    """The arrays of ActivationStatistics that a bundle contains."""
-
-    @property
-    def popularity(self) -> np.ndarray: ...
-    @property
-    def transitions(self) -> np.ndarray: ...
-    @property
-    def path_keys(self) -> np.ndarray: ...
-    @property
-    def path_offsets(self) -> np.ndarray: ...
-    @property
-    def path_experts(self) -> np.ndarray: ...
-    @property
-    def path_counts(self) -> np.ndarray: ...
-    @property
-    def router_quantiles(self) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -87,7 +69,7 @@ class Tables:
         )
 
     @classmethod
-    def of(cls, statistics: Statistics) -> Tables:
+    def of(cls, statistics: ActivationStatistics) -> Tables:
         """Return the tables of activation statistics."""
         return cls(**{attribute: getattr(statistics, attribute) for attribute, _, _ in _TENSORS.values()})
 

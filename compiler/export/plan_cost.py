@@ -12,11 +12,13 @@ from moec.evaluation.statistics import DistributionSummary, LossEstimate
 from moec.manifests.errors import OptionError
 from moec.manifests.quant import QuantSpec
 
-from ..measured_bundle import BundleMeasurement, BundleRequest, opened_measurement, prepare_measurement
+from ..measured_bundle import BundleRequest, opened_measurement
 from ..preflight.finished import plan_of
 from ..quantization.quantizers import PACKAGES
 from ..request.options import Sensitivity
 from ..request.plan import CompilePlan
+from ..request.targets import Target
+from ..sensitivity.trials import Trials
 from ..stages.compile_context import Measured
 from ..stages.measure import measure
 from .coarse_plan import EnginePlan, coarse_plan, stack_formats
@@ -71,7 +73,7 @@ def measured_plan(engine: str, request: BundleRequest) -> tuple[EnginePlan, Plan
     """Return the plan of least measured KL for an engine, and its cost.
 
     Raises OptionError if the engine does not know the family, or if another package quantized the bundle.
-    Raises the errors of `prepare_measurement` and of a compile.
+    Raises the errors of `opened_measurement`.
     """
     plan = plan_of(request.manifest)
     by_bits = coarse_plan(engine, plan)
@@ -83,37 +85,37 @@ def measured_plan(engine: str, request: BundleRequest) -> tuple[EnginePlan, Plan
     recorded = request.manifest.options.get("sensitivity")
     sensitivity: Sensitivity = "proxy" if recorded == "proxy" else "auto"
     offered = _offered(engine, plan, by_bits)
-    measurement = prepare_measurement(request, COST_SUFFIX, sensitivity, offered)
-    with opened_measurement(measurement) as context:
-        return _least_kl(by_bits, measure(context), measurement)
+    with opened_measurement(request, COST_SUFFIX, sensitivity, offered) as (context, _):
+        return _least_kl(by_bits, measure(context), context.prepared.options.target)
 
 
 def _offered(engine: str, plan: CompilePlan, by_bits: EnginePlan) -> tuple[QuantSpec, ...]:
     """Return the formats in which units are quantized: those of the bundle, and the stand-ins."""
     formats = by_bits.units.values() if engine == GPTQMODEL else stack_formats(engine, plan)
-    specs = {spec for spec in plan.units.values() if not spec.is_pruned} | {each.stand_in for each in formats}
+    specs = {spec for spec in plan.units.values() if not spec.is_pruned} | {
+        engine_format.stand_in for engine_format in formats
+    }
     columns = {plan.model.unit_shape(unit.layer, unit.projection)[1] for unit in plan.units}
     fitting = [spec for spec in specs if any(map(spec.fits, columns))]
     return tuple(sorted(fitting, key=lambda spec: (spec.bitwidth, -spec.group_size, str(spec))))
 
 
-def _least_kl(by_bits: EnginePlan, measured: Measured, measurement: BundleMeasurement) -> tuple[EnginePlan, PlanCost]:
+def _least_kl(by_bits: EnginePlan, measured: Measured, target: Target) -> tuple[EnginePlan, PlanCost]:
     """Measure the plan of the bundle and the engine's plans, and return the engine's plan of least KL."""
-    engine, plan, trials = by_bits.engine, measurement.plan, measured.trials
+    engine, plan, trials = by_bits.engine, by_bits.plan, measured.trials
     plans = {BY_BITS: by_bits}
     if engine != GPTQMODEL:
         plans[BY_PREDICTIONS] = coarse_plan(engine, plan, partial(measured.prices.unit_loss, measured.store))
-    ours = {name: each.in_our_formats() for name, each in plans.items()}
+    ours = {name: engine_plan.in_our_formats() for name, engine_plan in plans.items()}
     bundle_kl, *kls = trials.kl_each([plan, *ours.values()], ["plan", *ours])
     tried = {name: kl.mean for name, kl in zip(ours, kls, strict=True)}
     best = min(tried, key=lambda name: tried[name])
-    bundle = MeasuredPlan(plan.expert_packed_bytes, bundle_kl, _losses(measured, measurement, plan))
+    bundle = MeasuredPlan(plan.expert_packed_bytes, bundle_kl, _losses(measured.trials, target, plan))
     kl = dict(zip(ours, kls, strict=True))[best]
-    found = MeasuredPlan(ours[best].expert_packed_bytes, kl, _losses(measured, measurement, ours[best]))
-    return plans[best], PlanCost(trials.kl_texts, bundle, found, tried)
+    chosen = MeasuredPlan(ours[best].expert_packed_bytes, kl, _losses(measured.trials, target, ours[best]))
+    return plans[best], PlanCost(trials.kl_texts, bundle, chosen, tried)
 
 
-def _losses(measured: Measured, measurement: BundleMeasurement, plan: CompilePlan) -> dict[str, LossEstimate]:
+def _losses(trials: Trials, target: Target, plan: CompilePlan) -> dict[str, LossEstimate]:
     """Return the losses on generated answers for a loss target. Other targets do not ask for them."""
-    target = measurement.prepared.request.options.target
-    return measured.trials.accepts(plan, target.value, "plan")[1] if target.kind == "loss" else {}
+    return trials.accepts(plan, target.value, "plan")[1] if target.kind == "loss" else {}

@@ -50,4 +50,5 @@ def forecast(request: CompileRequest) -> list[StageForecast]:
     )
     counted = SearchForecast(prepared, texts, disk, layer)
     stages = counted.calibrated_stages() if options.target.kind == "uniform" else counted.stages()
-    return stages + stages_after_writing(prepared, disk, layer, counted.answering_bytes, counted.disk_bytes)
+    bundle_bytes, disk_bytes = counted.answering_bytes, counted.disk_bytes
+    return stages + stages_after_writing(prepared, disk, layer, bundle_bytes, disk_bytes, request.measure_modes)

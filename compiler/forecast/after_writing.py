@@ -18,10 +18,10 @@ from ..lookahead.linear_maps import (
     regression_products,
     token_bytes,
 )
-from ..preflight.kept_layers import runtime_bytes
 from ..preflight.prepared import Prepared
+from ..request.ports import MeasureModes, ModesWork
 from ..search.comparison_budget import active_weights
-from ..stages.lookahead import SAMPLE_SHARE, sample_texts
+from ..stages.lookahead import sample_bytes, sample_texts
 from ..walker.kept_layers import resident_bytes
 from ..walker.memory import certifying_bytes, expert_weights
 from .answers import count_mode_answers
@@ -32,15 +32,25 @@ _FLOAT = 4
 
 
 def stages_after_writing(
-    prepared: Prepared, disk: DiskRates, rates: LayerRates, bundle_bytes: int, disk_bytes: int
+    prepared: Prepared,
+    disk: DiskRates,
+    rates: LayerRates,
+    bundle_bytes: int,
+    disk_bytes: int,
+    measure_modes: MeasureModes | None,
 ) -> list[StageForecast]:
     """Return the stages that follow a certificate.
 
     disk, rates: seconds of the pieces of work.
     bundle_bytes: weights of the bundle that answers.
     disk_bytes: what the disk holds then.
+    measure_modes: measures lossy modes; None: nothing does.
     """
-    return [*_learning(prepared, rates, disk_bytes), *_modes(prepared, disk, rates, bundle_bytes, disk_bytes)]
+    stages = _learning(prepared, rates, disk_bytes)
+    if measure_modes is None:
+        return stages
+    work = measure_modes.work(prepared.lowering.model, prepared.options.fallback_bits is not None)
+    return stages + _modes(prepared, disk, rates, bundle_bytes, disk_bytes, work)
 
 
 def _learning(prepared: Prepared, rates: LayerRates, disk_bytes: int) -> list[StageForecast]:
@@ -48,15 +58,15 @@ def _learning(prepared: Prepared, rates: LayerRates, disk_bytes: int) -> list[St
 
     The texts pass once for each group of layers. The regressions of all layers follow each other.
     """
-    model, request = prepared.lowering.model, prepared.request
+    model = prepared.lowering.model
     if not can_learn(model):
         return []
     tokenizer = load_tokenizer(prepared.checkpoint.root)
     texts = sample_texts(prepared, partial(encode_pairs, tokenizer))
     if len(texts) < HELD_OUT:
         return []
-    tokens, room = sum(map(len, texts)), max(runtime_bytes(model, request.memory_limit_bytes), 0)
-    groups = layer_groups(model, tokens, room // SAMPLE_SHARE)
+    tokens = sum(map(len, texts))
+    groups = layer_groups(model, tokens, max(sample_bytes(prepared), 0))
     seconds = len(groups) * tokens * rates.token * sum(layer_scales(model, rates.layer))
     seconds += regression_products(model, tokens) * rates.product
     seconds += 2 * sum(learned_weights(model)) * rates.rounded_weight  # in two formats at most
@@ -68,18 +78,15 @@ def _learning(prepared: Prepared, rates: LayerRates, disk_bytes: int) -> list[St
 
 
 def _modes(
-    prepared: Prepared, disk: DiskRates, rates: LayerRates, bundle_bytes: int, disk_bytes: int
+    prepared: Prepared, disk: DiskRates, rates: LayerRates, bundle_bytes: int, disk_bytes: int, work: ModesWork
 ) -> list[StageForecast]:
-    """Return the stage that measures lossy modes; none if the compile does not.
+    """Return the stage that measures lossy modes; none if it does nothing.
 
     A prompt reads all experts that the cache does not hold, a decoded token those that it chooses. It also moves the
     weights that it uses through the processor, and takes the longer of both times, as `profiles/predict.py` has it. A
     real cache holds what is chosen more often. A small model does not reach the rate of memory.
     """
-    model, measurement = prepared.lowering.model, prepared.request.measure_modes
-    if measurement is None:
-        return []
-    work = measurement.work(model, prepared.request.options.fallback_bits is not None)
+    model = prepared.lowering.model
     if not work.settings:
         return []
     answers = count_mode_answers(prepared, work)

@@ -65,7 +65,7 @@ class ModeTokens:
 def count_mode_answers(prepared: Prepared, work: ModesWork) -> ModeTokens:
     """Return the tokens of the items of the first task, of those with a KL, and of the timed prompts."""
     split = prepared.splits[0]
-    items = split.test.sample(MODES_ITEMS, prepared.request.options.seed)
+    items = split.test.sample(MODES_ITEMS, prepared.options.seed)
     sample = items[:SAMPLE_ITEMS]
     right, given = _encoded(prepared, split, sample, prepared.shots[split.task.name])
     scale, kept, timed = len(items) / max(len(sample), 1), right[: work.divergence_items], right[: work.timed_prompts]

@@ -18,7 +18,7 @@ from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
 
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
 from ..lookahead.linear_maps import can_learn, learned_weights
-from ..preflight.kept_layers import MemoryNeed, may_compare, measures_tasks, runtime_bytes
+from ..preflight.kept_layers import MemoryNeed, may_compare, measures_tasks
 from ..preflight.preflight import reachable_bytes
 from ..preflight.prepared import Prepared
 from ..request.options import UNIFORM_DENSE_BITS
@@ -73,7 +73,7 @@ class StageForecast:
 
 def uniform_stages(prepared: Prepared, disk: DiskRates, rates: ExpertRates) -> list[StageForecast]:
     """Return the stages of `--uniform`."""
-    model, options = prepared.lowering.model, prepared.request.options
+    model, options = prepared.lowering.model, prepared.options
     spec, experts = uniform_spec(options, prepared.lowering), len(model.expert_keys())
     dense = _dense_weights(model)
     written = _written_bytes(model, reachable_bytes(model, [spec])[0], options.dense_bits or UNIFORM_DENSE_BITS)
@@ -92,7 +92,7 @@ class SearchForecast:
 
     def __init__(self, prepared: Prepared, texts: CompileTexts, disk: DiskRates, rates: LayerRates) -> None:
         self._prepared, self._texts, self._disk, self._rates = prepared, texts, disk, rates
-        self._model, self._target = prepared.lowering.model, prepared.request.options.target.kind
+        self._model, self._target = prepared.lowering.model, prepared.options.target.kind
         self._threads, self._specs = torch.get_num_threads(), formats_below_16_bits(prepared.stored_specs)
         self._holds_model = prepared.kept_layers.holds_model
         self._held_out = sum(answers.texts.num_tokens for answers in texts.held_out.values())
@@ -107,11 +107,11 @@ class SearchForecast:
         # For tasks, the disk also holds bundles of the checkpoint and of the tried plan.
         tried = (
             all_weights(self._model) * _HALF + self._bundle
-            if measures_tasks(self._prepared.request.options, self._holds_model)
+            if measures_tasks(self._prepared.options, self._holds_model)
             else 0
         )
         resident = resident_bytes(model, self._prepared.kept_layers.count)
-        need = MemoryNeed(model, self._prepared.request.options, specs, self._threads, len(self._prepared.splits))
+        need = MemoryNeed(model, self._prepared.options, specs, self._threads, len(self._prepared.splits))
         memory = need.bytes_with(self._prepared.kept_layers.texts) + resident
         tokens, probe = calibration + self._texts.scored_tokens, self._texts.probe.num_tokens
         passes = sweep_bytes(model, tokens, probe, specs, self._threads) + resident
@@ -167,7 +167,7 @@ class SearchForecast:
 
     def _divergence_counts(self) -> dict[str, int]:
         """Return the number of plans that are measured by their KL, by the title of their stage."""
-        swaps = self._prepared.request.options.swaps
+        swaps = self._prepared.options.swaps
         if swaps is None:
             swaps = SWAPS if self._holds_model else 0
         plans = {"loss": USUAL_KL, "kl": MAX_KL * (2 if swaps else 1)}.get(self._target, 1)
@@ -182,9 +182,9 @@ class SearchForecast:
         formats = formats_below_16_bits(prepared.specs)
         per_row = QuantSpec(EDGEMOE_BITWIDTHS[0])
         shapes = {self._model.unit_shape(unit.layer, unit.projection) for unit in self._model.unit_keys()}
-        asked = prepared.request.options.comparisons
+        asked = prepared.options.comparisons
         is_possible = bool(formats) and all(per_row.fits(columns) for _, columns in shapes)
-        if not is_possible or not may_compare(prepared.request.options, self._holds_model):
+        if not is_possible or not may_compare(prepared.options, self._holds_model):
             return []
         validation = [len(split.validation.items) for split in prepared.splits]
         counts = ItemCounts.of(self._kl_items(), validation[0], sum(validation), is_loss)
@@ -235,7 +235,7 @@ class SearchForecast:
     def _reading_seconds(self) -> float:
         """Return the seconds of reads while bundles that exceed memory answer. Each pass reads what is missing once."""
         resident = resident_bytes(self._model, self._model.num_layers) if self._prepared.kept_layers.holds_model else 0
-        room = runtime_bytes(self._model, self._prepared.request.memory_limit_bytes) - resident
+        room = self._prepared.runtime_bytes - resident
         answers = (self._validation.read + self._test.read) / MAX_PASS_TOKENS
         answers += (self._validation.decoded + self._test.decoded) / ANSWER_SLOTS
         tried = (MAX_GENERATED * self._validation.read + self._test.read) / MAX_PASS_TOKENS
@@ -248,7 +248,7 @@ class SearchForecast:
         The residual streams stay on disk.
         """
         model, specs = self._model, self._specs
-        if not asks_gradients(self._prepared.request.options.sensitivity, model):
+        if not asks_gradients(self._prepared.options.sensitivity, model):
             return []
         tokens, scale = self._texts.gradients.texts.num_tokens, self._through_layers()
         seconds = tokens * (2 + 2 * SKETCHES + len(specs) * self._share_of_experts()) * scale + 2 * self._loading()
@@ -321,7 +321,7 @@ class SearchForecast:
 
     def _bundle_bytes(self) -> int:
         """Return the bytes of the largest bundle within the target, with dense weights at 16 bits unless fixed."""
-        options, value = self._prepared.request.options, self._prepared.request.options.target.value
+        options, value = self._prepared.options, self._prepared.options.target.value
         experts = reachable_bytes(self._model, ())[1]
         if self._target == "bits_per_weight":
             experts = round(experts * value / 16)

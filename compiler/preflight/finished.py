@@ -52,14 +52,14 @@ def complete_earlier_run(request: CompileRequest, identity: str) -> CompileResul
     Returns None if the bundle is not the result of such a run.
     identity: digest of everything that a search depends on.
     Raises OptionError if the work folder holds anything but results of a journal.
-    Raises the errors of `request.published`.
+    Raises the errors of `request.talk.published`.
     """
     journal = Journal(request.work, identity, request.disk, request.talk.note)
     result = _published(journal, request)
     if result is None:
         return None
     request.talk.note(f"`{request.output}` is complete: an earlier run of these inputs and options wrote it")
-    request.published(result)
+    request.talk.published(result)
     if not request.keeps_work:
         forget(journal, certified_stage(request.profile.name))
     return result

@@ -12,13 +12,14 @@ from moec.evaluation.data import SplitData
 from moec.manifests.codec import canonical_json
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
+from moec.profiles.device import DeviceProfile
 
 from ..bundle.emit import producer
 from ..calibration.device_use import DeviceUse
 from ..checkpoint.checkpoint import Checkpoint
 from ..families import Lowering
 from ..quantization.own_codes import held_units
-from ..request.options import UNIFORM_GROUP_SIZE
+from ..request.options import UNIFORM_GROUP_SIZE, CompileOptions, Talk
 from ..request.plan import CompilePlan, plain_plan
 from ..request.request import CompileRequest
 from ..request.task_data import Shots
@@ -26,6 +27,7 @@ from ..request.uniform import uniform_spec
 from ..sensitivity.sensitivity import dense_formats
 from ..walker.kept_layers import NOTHING_KEPT, KeptLayers
 from ..workspace.journal import JOURNAL_FORMAT
+from .kept_layers import runtime_bytes
 from .preflight import routed_widths
 
 _OF_THE_SEARCH = frozenset({"target", "search", "objective", "confidence", "swaps", "prune"})
@@ -55,49 +57,69 @@ class Prepared:
     use: DeviceUse | None = None
 
     @property
+    def options(self) -> CompileOptions:
+        """Options of the request."""
+        return self.request.options
+
+    @property
+    def talk(self) -> Talk:
+        """Output of the request."""
+        return self.request.talk
+
+    @property
+    def profile(self) -> DeviceProfile:
+        """Device of the request."""
+        return self.request.profile
+
+    @property
+    def runtime_bytes(self) -> int:
+        """Memory that the compile leaves to a runtime."""
+        return runtime_bytes(self.lowering.model, self.request.memory_limit_bytes)
+
+    @property
     def specs(self) -> tuple[QuantSpec, ...]:
         """Formats on offer to units."""
-        model, bitwidths = self.lowering.model, self.request.profile.bitwidths
+        model, bitwidths = self.lowering.model, self.profile.bitwidths
         if self.offered:
             return self.offered
-        if self.request.options.target.kind == "uniform":
-            return (uniform_spec(self.request.options, self.lowering),)
+        if self.options.target.kind == "uniform":
+            return (uniform_spec(self.options, self.lowering),)
         own, plain = held_units(self.lowering), self.lowering.own_unit_spec
-        return self.request.options.unit_specs(bitwidths, plain, routed_widths(model), own)
+        return self.options.unit_specs(bitwidths, plain, routed_widths(model), own)
 
     @property
     def torch_device(self) -> torch.device:
         """The device on which texts pass layers and experts are quantized."""
-        return torch.device(self.request.options.torch_device)
+        return torch.device(self.options.torch_device)
 
     @property
     def stored_specs(self) -> tuple[QuantSpec, ...]:
         """Formats in which every unit is quantized: those on offer, and that of low versions."""
-        low = self.request.options.low_spec
+        low = self.options.low_spec
         return self.specs if low is None or low in self.specs else (*self.specs, low)
 
     def required_specs(self) -> tuple[QuantSpec, ...]:
         """Return the formats that every expert must fit."""
-        options = self.request.options
+        options = self.options
         low = () if options.low_spec is None else (options.low_spec,)
         return (uniform_spec(options, self.lowering), *low) if options.target.kind == "uniform" else low
 
     def uniform_units(self) -> dict[UnitKey, QuantSpec]:
         """Return the format of every unit of a uniform target."""
-        return dict.fromkeys(self.lowering.units, uniform_spec(self.request.options, self.lowering))
+        return dict.fromkeys(self.lowering.units, uniform_spec(self.options, self.lowering))
 
     def plain_plan(self) -> CompilePlan:
         """Return the plan with all weights at 16 bits."""
-        return plain_plan(self.lowering.model, self.lowering.spec_16bit, self.request.options.quantizer)
+        return plain_plan(self.lowering.model, self.lowering.spec_16bit, self.options.quantizer)
 
     def dense_formats(self) -> tuple[dict[str, QuantSpec], ...]:
         """Return the formats on offer to dense weights, one mapping for each bitwidth."""
-        widths = self.request.options.dense_widths()
+        widths = self.options.dense_widths()
         return dense_formats(self.plain_plan(), widths, UNIFORM_GROUP_SIZE, self.lowering.float_type)
 
     def options_plain(self) -> dict[str, str]:
         """Return the options that decide the bytes as text, for the manifest. A popularity file is its digest."""
-        return {**self.request.options.to_plain(), **({} if self.use is None else {"popularity": self.use.sha256})}
+        return {**self.options.to_plain(), **({} if self.use is None else {"popularity": self.use.sha256})}
 
     def identity(self) -> str:
         """Return a digest of everything that a search depends on: measurements, target, devices, what is compared."""
@@ -109,7 +131,7 @@ class Prepared:
     def measurement_identity(self) -> str:
         """Return a digest of everything that measurements depend on, whatever is searched with them."""
         options = {name: text for name, text in self.options_plain().items() if name not in _OF_THE_SEARCH}
-        kind = self.request.options.target.kind
+        kind = self.options.target.kind
         return self._digest_with({**options, "target": kind, "prunes": str(self.prunes).lower()})
 
     def _digest_with(self, options: Mapping[str, str]) -> str:

@@ -22,9 +22,10 @@ from moec.manifests.quant import (
     QuantSpec,
 )
 
-from ..calibration.paths import DEFAULT_PATH_KEYS, PathKeys
+from ..calibration.activation_paths import DEFAULT_PATH_KEYS, PathKeys
 from ..quantization.quantizers import PACKAGES, QUANTIZERS, WITH_MOMENTS, can_make
 from .objective import OBJECTIVES, Objective
+from .result import CompileResult
 from .targets import Target, require_data
 
 Sensitivity = Literal["exact", "fisher", "proxy", "auto"]
@@ -382,7 +383,9 @@ class Talk:
 
     note: takes a sentence.
     progress: opens a progress bar with a title, and returns its callback.
+    published: takes the result once the bundle is in place, while an interrupted run can still be resumed.
     """
 
     note: Callable[[str], None] = field(default=lambda sentence: None)
     progress: Callable[[str], Progress] = field(default=lambda title: lambda done, total: None)
+    published: Callable[[CompileResult], None] = field(default=lambda result: None)

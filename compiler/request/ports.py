@@ -86,7 +86,7 @@ class UnpublishedBundle:
     items: items to measure.
     shots: solved examples.
     deciles: quality.unimportance_deciles.
-    published: unimportance above which HOBBIT's shares of experts lie, T1 and T2; empty without calibration.
+    hobbit_thresholds: T1 and T2 of calibration, see manifests/hobbit_thresholds.py; empty without calibration.
     memory_bytes: memory of the runtime. 0: the runtime decides.
     """
 
@@ -96,7 +96,7 @@ class UnpublishedBundle:
     shots: Sequence[Item]
     deciles: Sequence[float]
     memory_bytes: int = 0
-    published: Sequence[float] = ()
+    hobbit_thresholds: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)

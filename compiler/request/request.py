@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from ..workspace.durable import Disk
 from ..workspace.work_folder import work_folder
 from .options import CompileOptions, Talk
 from .ports import CheckCompanions, DrawCard, FitEviction, MeasureModes, OpenRuntime, OpenTemplates
-from .result import CompileResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,6 @@ class CompileRequest:
     measure_modes: MeasureModes | None = None  # measures the lossy modes for quality.json
     fit_eviction: FitEviction | None = None  # fits the weights of HOBBIT's eviction score
     draw_card: DrawCard = lambda manifest, quality: ()  # draws the pictures of the model card
-    published: Callable[[CompileResult], None] = lambda result: None  # called once the bundle is published
     measurements: Path | None = None  # folder of measurements that are kept for other compiles; None: none are kept
     shared: SharedWork | None = None  # measurements of the compiles for several devices; None: one device
     templates: OpenTemplates | None = None  # opens the templates of prompts; None: they cannot be used

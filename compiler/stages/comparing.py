@@ -24,7 +24,7 @@ from .compile_context import Measured
 
 def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Comparison | None:
     """Compare the plan with baselines. By default only with those that add at most a third to all measurements."""
-    options, talk = prepared.request.options, prepared.request.talk
+    options, talk = prepared.options, prepared.talk
     is_comparing = may_compare(options, prepared.kept_layers.holds_model) or options.is_edgemoe
     if not prepared.splits or not is_comparing:
         return None
@@ -41,7 +41,7 @@ def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Compar
 
 def with_plan_of_edgemoe(prepared: Prepared, measured: Measured, comparison: Comparison | None) -> Comparison:
     """Replace the searched plan by that of EdgeMoE's own search. Raises TargetUnreachable."""
-    options, statistics = prepared.request.options, measured.statistics
+    options, statistics = prepared.options, measured.statistics
     found = None if comparison is None else comparison.edgemoe
     if options.search == "edgemoe-popularity" and comparison is not None and statistics is not None:
         comparison = with_popularity(comparison, prepared.specs, measured.trials, options.target, statistics.popularity)

@@ -10,12 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from ..bundle.certificates import DivergenceCertificate, TaskCertificate
+from ..bundle.plan_bundles import PlanBundles
 from ..calibration.collect import ActivationStatistics
 from ..cluster.session import ClusterSession, cluster_session
-from ..preflight.kept_layers import runtime_bytes
 from ..preflight.prepared import Prepared
 from ..quantization.swept_store import SweptStore
 from ..request.plan import CompilePlan
+from ..search.boundary import Boundaries
 from ..search.comparison import Comparison
 from ..search.space import SearchSpace
 from ..sensitivity.sensitivity import SensitivityTable
@@ -41,6 +42,19 @@ class CompileContext:
     decisions: Journal
     cluster: ClusterSession | None
 
+    @property
+    def bundles(self) -> PlanBundles:
+        """Opens the runtime on plans, on this machine or on workers."""
+        prepared, request = self.prepared, self.prepared.request
+        opens = request.open_runtime if self.cluster is None else self.cluster.open_runtime
+        return PlanBundles(request, prepared.lowering, prepared.runtime_bytes, opens)
+
+    @property
+    def boundaries(self) -> Boundaries | None:
+        """The ends of the searches of other devices; None for one device."""
+        shared = self.prepared.request.shared
+        return None if shared is None else Boundaries(self.decisions, shared.is_first)
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -63,55 +77,21 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibrated:
-    """The result of the data of a uniform target: counts, and every unit in its one format."""
-
-    statistics: ActivationStatistics
-    store: SweptStore
-
-
-@dataclass(frozen=True, slots=True)
-class Searched:
-    """A complete search: what it measured, the plans on offer, and the comparison with baselines."""
-
-    measured: Measured
-    space: SearchSpace
-    comparison: Comparison | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Planned:
     """A plan.
 
-    searched: the search; None if the request names the format.
-    calibrated: the result of the data of such a request, or None.
+    statistics: counts of calibration; None without data.
+    store: the quantized units; None if they are made when the bundle is written.
+    measured, space: measurements and choices of the search; None if the request names the format.
+    comparison: the baselines of the search, or None.
     """
 
     plan: CompilePlan
-    searched: Searched | None = None
-    calibrated: Calibrated | None = None
-
-    @property
-    def statistics(self) -> ActivationStatistics | None:
-        """Counts of calibration; None without data."""
-        if self.calibrated is not None:
-            return self.calibrated.statistics
-        return None if self.searched is None else self.searched.measured.statistics
-
-    @property
-    def store(self) -> SweptStore | None:
-        """The quantized units; None if they are made when the bundle is written."""
-        if self.calibrated is not None:
-            return self.calibrated.store
-        return None if self.searched is None else self.searched.measured.store
-
-
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """Further files of a bundle by name, and what quality.json says of them."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    reports: dict[str, Any] = field(default_factory=dict)
+    statistics: ActivationStatistics | None = None
+    store: SweptStore | None = None
+    measured: Measured | None = None
+    space: SearchSpace | None = None
+    comparison: Comparison | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +101,15 @@ class Certified:
     tasks: certificates of tasks.
     divergences: KL on held-out answers, if no task is measured.
     modes: costs of the lossy modes, or None.
-    learned: what was learned from its routing.
+    files: what was learned from its routing, as further files of the bundle by name.
+    reports: what quality.json says of them.
     """
 
     tasks: Mapping[str, TaskCertificate] = field(default_factory=dict)
     divergences: Mapping[str, DivergenceCertificate] = field(default_factory=dict)
     modes: Mapping[str, Any] | None = None
-    learned: Learned = field(default_factory=Learned)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    reports: Mapping[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -136,7 +118,7 @@ def open_for_plan(prepared: Prepared) -> Iterator[CompileContext]:
 
     The plan reads the journal of an interrupted compile and adds to it. It writes nothing else.
     """
-    request, note = prepared.request, prepared.request.talk.note
+    request, note = prepared.request, prepared.talk.note
     if request.shared is not None or request.measurements is not None:
         with open_for_compile(prepared) as context:
             yield context
@@ -167,7 +149,7 @@ def open_for_comparison(prepared: Prepared, identity: str) -> Iterator[CompileCo
     identity: digest of everything that its measurements depend on, the bundle's plan included. In a folder of kept
         measurements, it is that of the decisions alone.
     """
-    request, last = prepared.request, certified_stage(prepared.request.profile.name)
+    request, last = prepared.request, certified_stage(prepared.profile.name)
     shared = identity if request.measurements is None else prepared.measurement_identity()
     opened = work_journal(
         request.work, shared, request.disk, request.takes_up, request.talk.note, last, request.keeps_work
@@ -183,6 +165,5 @@ def _workers(prepared: Prepared) -> Iterator[ClusterSession | None]:
     if request.cluster is None:
         yield None
         return
-    room = runtime_bytes(prepared.lowering.model, request.memory_limit_bytes)
-    with cluster_session(request, prepared.lowering, prepared.stored_specs, room) as cluster:
+    with cluster_session(request, prepared.lowering, prepared.stored_specs, prepared.runtime_bytes) as cluster:
         yield cluster

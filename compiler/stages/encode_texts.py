@@ -72,7 +72,7 @@ def encode_all_texts(prepared: Prepared) -> CompileTexts:
     calibration, calibrated = choose_texts(
         TokenTexts([before + answer for before, answer in pairs], prompts),
         model.original_positions,
-        prepared.request.options.seed,
+        prepared.options.seed,
         limits.calibration,
     )
     held_out, validation = dict[str, AnswerTexts](), list[AnswerTexts]()

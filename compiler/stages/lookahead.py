@@ -21,7 +21,6 @@ from ..lookahead.linear_maps import (
     learn_maps,
     lookahead_report,
 )
-from ..preflight.kept_layers import runtime_bytes
 from ..preflight.prepared import Prepared
 from ..request.plan import CompilePlan
 from ..request.ports import LocalEngine
@@ -31,10 +30,9 @@ SAMPLE_SHARE = 8
 """The routing that is kept takes at most this part of the memory, or that of one layer and those that it foresees."""
 
 
-def engine_bytes(prepared: Prepared) -> int:
-    """Return the memory of the runtime while its routing is kept."""
-    room = runtime_bytes(prepared.lowering.model, prepared.request.memory_limit_bytes)
-    return room - room // SAMPLE_SHARE
+def sample_bytes(prepared: Prepared) -> int:
+    """Return the memory for the routing of texts. The runtime that records it has the rest."""
+    return prepared.runtime_bytes // SAMPLE_SHARE
 
 
 def lookahead_file(prepared: Prepared, plan: CompilePlan, engine: LocalEngine) -> tuple[bytes, dict[str, Any]] | None:
@@ -49,20 +47,19 @@ def lookahead_file(prepared: Prepared, plan: CompilePlan, engine: LocalEngine) -
 def learn_lookahead(prepared: Prepared, plan: CompilePlan, engine: LocalEngine) -> list[LearnedMap]:
     """Return the maps of a bundle that is not published yet; none if they foresee no more than its routers do.
 
-    engine: opened on the bundle with `engine_bytes`.
+    engine: opened on the bundle, with memory left for the sample.
     With little memory the texts run once for each group of layers. The maps are the same.
     """
-    request, model = prepared.request, prepared.lowering.model
+    model = prepared.lowering.model
     if not prepared.splits or not can_learn(model):
         return []
-    room = runtime_bytes(model, request.memory_limit_bytes) // SAMPLE_SHARE
     left_out = {ExpertKey(unit.layer, unit.expert) for unit, spec in plan.units.items() if spec.is_pruned}
-    found, progress = list[LearnedMap](), request.talk.progress("learning to look ahead")
+    maps, progress = list[LearnedMap](), prepared.talk.progress("learning to look ahead")
     texts = sample_texts(prepared, engine.encode_pairs)
     if len(texts) < HELD_OUT:
-        request.talk.note(f"no routers are learned: they need {HELD_OUT} train texts of 2 tokens, found {len(texts)}")
+        prepared.talk.note(f"no routers are learned: they need {HELD_OUT} train texts of 2 tokens, found {len(texts)}")
         return []
-    groups = layer_groups(model, sum(map(len, texts)), room)
+    groups = layer_groups(model, sum(map(len, texts)), sample_bytes(prepared))
     for number, group in enumerate(groups):
         samples = {
             layer: RoutingSample() for layer in model.expert_layers if group[0] <= layer <= group[-1] + MAX_AHEAD
@@ -71,9 +68,9 @@ def learn_lookahead(prepared: Prepared, plan: CompilePlan, engine: LocalEngine) 
             for layer, sample in samples.items():
                 sample.add(record[layer])
             progress(number * len(texts) + done, (len(groups) + 1) * len(texts))
-        found += learn_maps(samples, group, left_out)
+        maps += learn_maps(samples, group, left_out)
     progress(1, 1)
-    return found
+    return maps
 
 
 def sample_texts(prepared: Prepared, encode: Callable[[list[tuple[str, str]]], Sequence[TokenPair]]) -> list[list[int]]:
@@ -84,7 +81,7 @@ def sample_texts(prepared: Prepared, encode: Callable[[list[tuple[str, str]]], S
     """
     tasks = [train_texts(split, prepared.shots) for split in prepared.splits]
     left, longest = MAX_TOKENS, min(MAX_PASS_TOKENS, prepared.lowering.model.default_context)
-    found = list[list[int]]()
+    sample = list[list[int]]()
     for at in range(max(map(len, tasks))):
         for texts in tasks:
             if at < len(texts) and left > 0:
@@ -92,5 +89,5 @@ def sample_texts(prepared: Prepared, encode: Callable[[list[tuple[str, str]]], S
                 tokens = [*prompt, *answer][: min(longest, left)]
                 if len(tokens) > 1:
                     left -= len(tokens)
-                    found.append(tokens)
-    return found
+                    sample.append(tokens)
+    return sample

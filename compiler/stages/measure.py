@@ -13,9 +13,7 @@ from moec.manifests.path_tables import why_no_paths
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
-from ..bundle.plan_bundles import PlanBundles
-from ..calibration.collect import unseen_notes
-from ..preflight.kept_layers import runtime_bytes
+from ..calibration.collect import ActivationStatistics, unseen_notes
 from ..preflight.prepared import Prepared
 from ..quantization.swept_store import SweptStore
 from ..quantization.unit_store import UnitStore
@@ -25,7 +23,7 @@ from ..sensitivity.gradients import LayerGradients
 from ..sensitivity.sensitivity import SensitivityTable, corrected_by_measurement, with_gradients
 from ..sensitivity.trials import TaskData, Trials
 from ..walker.loaded_layer import LoadedLayer
-from .compile_context import Calibrated, CompileContext, Measured
+from .compile_context import CompileContext, Measured
 from .encode_texts import CompileTexts, encode_all_texts
 from .sweep import Sweep, Swept, sweep_dense_probe
 from .used_experts import with_use_on_devices
@@ -47,28 +45,29 @@ class _Passes:
 def measure(context: CompileContext) -> Measured:
     """Calibrate, quantize every unit in every format, and predict what each format costs."""
     prepared = context.prepared
-    bundles = plan_bundles(context)
-    if prepared.request.options.target.kind == "loss":
-        _require_baselines(context, bundles)
+    if prepared.options.target.kind == "loss":
+        _require_baselines(context)
     slot = LoadedLayer(prepared.lowering, prepared.kept_layers.count, prepared.torch_device)
-    store = SweptStore(prepared.lowering, prepared.request.options.quantizer, prepared.stored_specs, context.journal)
+    store = SweptStore(prepared.lowering, prepared.options.quantizer, prepared.stored_specs, context.journal)
     texts = encode_all_texts(prepared) if prepared.splits else None
     passes = _Passes(context, slot, store, texts, torch.get_num_threads())
     swept = _swept(passes, sweep_dense_probe(store.held_dense(prepared.dense_formats())))
     prices = _with_gradients(passes, swept.sensitivity)
-    progress = prepared.request.talk.progress("measuring plans by their KL")
+    progress = prepared.talk.progress("measuring plans by their KL")
     walk = None if texts is None else _answer_meter(passes, texts, swept, progress)
-    trials = Trials(walk, bundles, store, task_data(prepared, texts), progress, context.journal, context.decisions)
-    if texts is not None and prepared.request.options.sensitivity == "exact":
-        exact_progress = prepared.request.talk.progress("measuring each expert alone")
+    trials = Trials(
+        walk, context.bundles, store, task_data(prepared, texts), progress, context.journal, context.decisions
+    )
+    if texts is not None and prepared.options.sensitivity == "exact":
+        exact_progress = prepared.talk.progress("measuring each expert alone")
         prices = corrected_by_measurement(prices, trials, prepared.plain_plan(), prepared.specs, exact_progress)
     return Measured(swept.statistics, store, trials, prices, texts, swept.held_out)
 
 
-def calibrate(context: CompileContext) -> Calibrated:
+def calibrate(context: CompileContext) -> tuple[ActivationStatistics, SweptStore]:
     """Count what the train texts use, and quantize every unit in the format of a uniform target."""
     prepared = context.prepared
-    store = SweptStore(prepared.lowering, prepared.request.options.quantizer, prepared.stored_specs, context.journal)
+    store = SweptStore(prepared.lowering, prepared.options.quantizer, prepared.stored_specs, context.journal)
     texts = encode_all_texts(prepared)
     passes = _Passes(
         context,
@@ -80,15 +79,7 @@ def calibrate(context: CompileContext) -> Calibrated:
     statistics = _swept(passes, {}).statistics
     if statistics is None:
         raise AssertionError("a sweep with texts counts them")
-    return Calibrated(statistics, store)
-
-
-def plan_bundles(context: CompileContext) -> PlanBundles:
-    """Return what opens the runtime on plans, on this machine or on workers."""
-    prepared, request = context.prepared, context.prepared.request
-    room = runtime_bytes(prepared.lowering.model, request.memory_limit_bytes)
-    opens = request.open_runtime if context.cluster is None else context.cluster.open_runtime
-    return PlanBundles(request, prepared.lowering, room, opens)
+    return statistics, store
 
 
 def task_data(prepared: Prepared, texts: CompileTexts | None = None) -> tuple[TaskData, ...]:
@@ -102,30 +93,30 @@ def task_data(prepared: Prepared, texts: CompileTexts | None = None) -> tuple[Ta
     return tuple(map(of, prepared.splits))
 
 
-def _require_baselines(context: CompileContext, bundles: PlanBundles) -> None:
+def _require_baselines(context: CompileContext) -> None:
     """Measure the unquantized model before the long stages: it may solve no item, so that nothing can be lost."""
     prepared = context.prepared
-    progress = prepared.request.talk.progress("measuring the checkpoint on validation items")
-    store = UnitStore(prepared.lowering, prepared.request.options.quantizer)
+    progress = prepared.talk.progress("measuring the checkpoint on validation items")
+    store = UnitStore(prepared.lowering, prepared.options.quantizer)
     tasks = task_data(prepared)
-    Trials(None, bundles, store, tasks, progress, context.journal, context.decisions).require_baselines()
+    Trials(None, context.bundles, store, tasks, progress, context.journal, context.decisions).require_baselines()
 
 
 def _swept(passes: _Passes, probe: Mapping[str, QuantSpec]) -> Swept:
     """Pass all layers. probe: format of each dense weight in which its gain is measured."""
-    context, request = passes.context, passes.context.prepared.request
+    context, prepared = passes.context, passes.context.prepared
     elsewhere = None if context.cluster is None else context.cluster.quantize_experts
-    sweep = Sweep(passes.slot, passes.store, context.journal, probe, request.options.seed, elsewhere)
+    sweep = Sweep(passes.slot, passes.store, context.journal, probe, prepared.options.seed, elsewhere)
     title = "calibrating and quantizing" if passes.texts is not None else "quantizing"
-    swept = sweep.run(passes.texts, passes.threads, request.talk.progress(title), request.options.path_keys)
+    swept = sweep.run(passes.texts, passes.threads, prepared.talk.progress(title), prepared.options.path_keys)
     if swept.statistics is not None:
         for note in unseen_notes(swept.statistics):
-            request.talk.note(note)
-        if note := why_no_paths(context.prepared.lowering.model):
-            request.talk.note(note)
+            prepared.talk.note(note)
+        if note := why_no_paths(prepared.lowering.model):
+            prepared.talk.note(note)
     for note in _unheld_notes(passes.store):
-        request.talk.note(note)
-    return replace(swept, statistics=with_use_on_devices(context.prepared, swept.statistics))
+        prepared.talk.note(note)
+    return replace(swept, statistics=with_use_on_devices(prepared, swept.statistics))
 
 
 def _unheld_notes(store: SweptStore) -> Iterator[str]:
@@ -143,13 +134,13 @@ def _unheld_notes(store: SweptStore) -> Iterator[str]:
 def _with_gradients(passes: _Passes, table: SensitivityTable) -> SensitivityTable:
     """Return the table with units priced by gradients on train texts, if the request asks for them."""
     context, prepared, store = passes.context, passes.context.prepared, passes.store
-    options = prepared.request.options
+    options = prepared.options
     if passes.texts is None or not asks_gradients(options.sensitivity, store.model):
         return table
     specs = store.priced_specs if prepared.prunes else store.specs
     elsewhere = None if context.cluster is None else context.cluster.price_experts
     gradients = LayerGradients(passes.slot, store, passes.texts.gradients, specs, context.journal, elsewhere)
-    progress = prepared.request.talk.progress("predicting what each unit costs")
+    progress = prepared.talk.progress("predicting what each unit costs")
     prices = gradients.run(options.seed, passes.threads, progress)
     if context.cluster is not None:
         context.cluster.forget_layers()

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..preflight.device_fit import choose_objective, summarise_device
+from ..preflight.kept_layers import may_compare
 from ..preflight.prepared import Prepared
 from ..request.low_versions import with_low_versions
 from ..request.objective import byte_weights
 from ..request.plan import CompilePlan
+from ..request.result import LossCurve
 from ..request.uniform import uniform_dense_spec, uniform_plan, uniform_quantizer, uniform_spec
 from ..search.bisect import search
-from ..search.boundary import Boundaries
+from ..search.comparison import EVERY
+from ..search.comparison_budget import affordable_here
+from ..search.loss_curve import measure_curve
 from ..search.pruning import left_out_losses, with_pruning
 from ..search.space import SearchSpace, build_space
 from ..search.swaps import SWAPS, Swaps
 from .comparing import compare, with_plan_of_edgemoe
-from .compile_context import CompileContext, Measured, Planned, Searched
+from .compile_context import CompileContext, Measured, Planned
 from .measure import calibrate, measure
 from .used_experts import used_popularity, with_use_on_devices
 
 
 def make_plan(context: CompileContext) -> Planned:
     """Return the plan of the request, with low versions where they are asked for."""
-    options = context.prepared.request.options
+    options = context.prepared.options
     is_searched = options.target.kind != "uniform"
     planned = plan_by_search(context) if is_searched else plan_by_request(context)
     if options.low_spec is None:
@@ -35,14 +40,14 @@ def plan_by_request(context: CompileContext) -> Planned:
     """Return the plan of a uniform target, calibrated if there is data."""
     plan = plan_uniform(context.prepared)
     if context.prepared.splits:
-        return Planned(plan, calibrated=calibrate(context))
+        return Planned(plan, *calibrate(context))
     with_use_on_devices(context.prepared, None)
     return Planned(plan)
 
 
 def plan_uniform(prepared: Prepared) -> CompilePlan:
     """Give all units the format of the request. Nothing is searched."""
-    options, lowering = prepared.request.options, prepared.lowering
+    options, lowering = prepared.options, prepared.lowering
     experts, dense = uniform_spec(options, lowering), uniform_dense_spec(options, lowering)
     plan = uniform_plan(lowering.model, experts, dense, lowering.float_type, uniform_quantizer(options))
     check_device(prepared, plan)
@@ -51,26 +56,35 @@ def plan_uniform(prepared: Prepared) -> CompilePlan:
 
 def plan_by_search(context: CompileContext) -> Planned:
     """Measure the model, price its units, search the fewest bytes, compare with what people would pick instead."""
-    prepared, options = context.prepared, context.prepared.request.options
+    prepared, options = context.prepared, context.prepared.options
     measured = measure(context)
     space = open_space(prepared, measured)
-    shared = prepared.request.shared
-    boundaries = None if shared is None else Boundaries(context.decisions, shared.is_first)
-    plan = search(space, measured.trials, options.target, prepared.request.talk.note, swaps(prepared), boundaries)
+    plan = search(space, measured.trials, options.target, prepared.talk.note, swaps(prepared), context.boundaries)
     check_device(prepared, plan)
     comparison = compare(prepared, measured, plan)
     if options.is_edgemoe:
         comparison = with_plan_of_edgemoe(prepared, measured, comparison)
         plan = comparison.plan
-    return Planned(plan, Searched(measured, space, comparison))
+    return Planned(plan, measured.statistics, measured.store, measured, space, comparison)
+
+
+def make_curve(prepared: Prepared, planned: Planned, losses: Sequence[float]) -> LossCurve:
+    """Return the fewest bytes at every loss of a sweep, from the measurements of a search."""
+    space, measured, options = planned.space, planned.measured, prepared.options
+    if space is None or measured is None:
+        raise ValueError("a plan without a search has no curve")
+    specs = prepared.specs if may_compare(options, prepared.kept_layers.holds_model) else ()
+    if specs and options.comparisons is None and affordable_here(measured.trials, len(specs), is_loss=True) != EVERY:
+        specs = ()
+    return measure_curve(losses, space, measured.trials, measured.store, specs, swaps(prepared))
 
 
 def open_space(prepared: Prepared, measured: Measured) -> SearchSpace:
     """Return the choices of the search: bytes and predicted KL of each unit in each format."""
-    options, plain = prepared.request.options, prepared.plain_plan()
+    options, plain = prepared.options, prepared.plain_plan()
     statistics, popularity = measured.statistics, used_popularity(prepared, measured.statistics)
     tokenizer_bytes = prepared.checkpoint.tokenizer_file_bytes
-    reads = choose_objective(prepared.request.profile, options.objective, plain, popularity, tokenizer_bytes)
+    reads = choose_objective(prepared.profile, options.objective, plain, popularity, tokenizer_bytes)
     weights = byte_weights(prepared.lowering.model, popularity, reads)
     prices, dense_options = measured.prices, measured.store.held_dense(prepared.dense_formats())
     space = build_space(plain, measured.store, prices, weights, prepared.specs, dense_options)
@@ -82,12 +96,12 @@ def open_space(prepared: Prepared, measured: Measured) -> SearchSpace:
 
 def swaps(prepared: Prepared) -> Swaps:
     """Return how many swaps are tried. By default none if memory does not hold the model: each reads the checkpoint."""
-    count = prepared.request.options.swaps
+    count = prepared.options.swaps
     if count is None:
         count = SWAPS if prepared.kept_layers.holds_model else 0
-    return Swaps(count, prepared.request.talk)
+    return Swaps(count, prepared.talk)
 
 
 def check_device(prepared: Prepared, plan: CompilePlan) -> None:
     """Refuse a plan that the device cannot run. Raises DoesNotFit."""
-    summarise_device(prepared.request.profile, plan, prepared.checkpoint.tokenizer_file_bytes)
+    summarise_device(prepared.profile, plan, prepared.checkpoint.tokenizer_file_bytes)

@@ -24,9 +24,9 @@ from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import QuantSpec
 
+from ..calibration.activation_paths import DEFAULT_PATH_KEYS, PathKeys
 from ..calibration.collect import ActivationStatistics, count_statistics
 from ..calibration.layer_inputs import LayerInputs, calibrate_layer
-from ..calibration.paths import DEFAULT_PATH_KEYS, PathKeys
 from ..quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer, QuantizeElsewhere
 from ..quantization.own_codes import exact_matrices
 from ..quantization.quantizers import WITH_MOMENTS

@@ -12,12 +12,12 @@ from ..preflight.prepared import Prepared
 
 def with_use_on_devices(prepared: Prepared, statistics: ActivationStatistics | None) -> ActivationStatistics | None:
     """Return the statistics with the use of experts on devices, if the request names it, and tell so."""
-    use, talk = prepared.use, prepared.request.talk
+    use, talk = prepared.use, prepared.talk
     if use is None:
         return statistics
     for note in use.notes(None if statistics is None else statistics.num_tokens):
         talk.note(note)
-    return None if statistics is None else use.statistics(statistics, prepared.request.options.path_keys)
+    return None if statistics is None else use.statistics(statistics, prepared.options.path_keys)
 
 
 def used_tables(prepared: Prepared, statistics: ActivationStatistics | None) -> Tables | None:
@@ -27,7 +27,7 @@ def used_tables(prepared: Prepared, statistics: ActivationStatistics | None) -> 
     """
     if statistics is not None:
         return Tables.of(statistics)
-    return None if prepared.use is None else prepared.use.tables(prepared.request.options.path_keys)
+    return None if prepared.use is None else prepared.use.tables(prepared.options.path_keys)
 
 
 def used_popularity(prepared: Prepared, statistics: ActivationStatistics | None) -> NDArray[np.uint32] | None:

@@ -26,7 +26,7 @@ from ..options.runtime import RuntimeOptions
 from ..prefetch.advisor import CHOICES_FOR_ALL, Advisor, LayerAhead
 from ..prefetch.predictors import MINIMUM_PAIR_COUNT, LookaheadPredictor, PathPredictor, Predictor
 from ..prefetch.quality import PrefetchQuality
-from ..prefetch.thresholds import RULES
+from ..prefetch.read_ahead_margins import RULES
 from ..trace.statistics import PhaseTimes
 from ..trace.trace import LayerScores, TraceRecorder
 

@@ -18,7 +18,7 @@ from .. import kernels
 from ..options.runtime import PrefetchRule, RuntimeOptions
 from .pass_state import PassState
 from .predictors import Predictor
-from .thresholds import LearnedThresholds
+from .read_ahead_margins import LearnedThresholds
 
 CHOICES_FOR_ALL = 8
 """Choices per expert from which a pass is assumed to need all experts: 64 tokens of eight out of 64 experts."""

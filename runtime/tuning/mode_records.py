@@ -17,6 +17,7 @@ from moec.manifests.files.implied_names import check_implied, write_implied
 from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import MAX_QUALITY_BYTES, QUALITY_JSON
 from moec.manifests.files.strict_json import load_strict_json
+from moec.manifests.hobbit_thresholds import best_thresholds
 
 from ..bundle.open_bundle import open_bundle
 from ..options.lossy import AUTO, MODE_OPTIONS, PUBLISHED, LossyModes, parse_dynamic_precision, parse_modes
@@ -173,27 +174,6 @@ def _published_thresholds(bundle: Path) -> str:
         f"`{bundle}` does not record the thresholds that HOBBIT's shares have on its calibration",
         "compile it with `--as hobbit` and `--data`, or write them: `--lossy 'dynamic-precision T1,T2'`",
     )
-
-
-def best_thresholds(rows: list[dict[str, Any]], loss: float, low_share: float) -> dict[str, Any] | None:
-    """Return the row of dynamic precision that leaves the most bytes unread within a loss; None without one.
-
-    Only rows with dynamic precision alone count, whose upper bound of the loss is at most `loss`.
-    low_share: size of a low version, as a share of the high version.
-    """
-    candidates = [
-        row for row in rows if set(row["options"]) == {"dynamic_precision"} and row["loss"]["upper95"] <= loss
-    ]
-    return max(candidates, key=lambda row: saved_share(row, low_share), default=None)
-
-
-def saved_share(row: dict[str, Any], low_share: float) -> float:
-    """Return the bytes that a row leaves unread, as a share of the bytes of all experts that its tokens chose.
-
-    A low version counts as read, although it may have been cached.
-    """
-    shares = row["decisions"]
-    return float(shares["skipped_share"] + shares["low_share"] * (1 - low_share))
 
 
 def low_bytes_share(manifest: BundleManifest) -> float:

@@ -45,7 +45,6 @@ NOT_OFFERED = {
     (RuntimeOptions, "other_bytes"): "memory of the server around the engine",
     (CompileRequest, "check_companions"): "checks of the runtime",
     (CompileRequest, "talk"): "the log and the progress of the terminal",
-    (CompileRequest, "published"): "writes what lies next to the bundle",
     (CompileRequest, "disk"): "replaced by tests that let it fail",
     (CompileRequest, "shared"): "set for each device of several, see test_compile_devices.py",
 }
@@ -211,7 +210,7 @@ def test_a_silent_command_line_leaves_the_defaults(folder: Path) -> None:
     silent = Line("compile", LINES["compile"].seam, {}, "--size 3MiB --device laptop")
     request = follow(silent, folder).request
     assert request.options == CompileOptions(Target("size", 3 << 20))
-    told = {"source", "output", "options", "profile", "open_runtime", "talk", "disk", "published", "templates"}
+    told = {"source", "output", "options", "profile", "open_runtime", "talk", "disk", "templates"}
     told |= {"draw_card", "check_companions"}
     for field in fields(CompileRequest):
         assert field.name in told or getattr(request, field.name) == default_of(field), field.name

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from moec.compiler.calibration.paths import frequent_share, report_paths
+from moec.compiler.calibration.activation_paths import frequent_share, report_paths
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
 

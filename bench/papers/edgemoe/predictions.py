@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from moec.compiler.calibration.paths import PathDictionary, count_paths, count_popularity, count_transitions
+from moec.compiler.calibration.activation_paths import PathDictionary, count_paths, count_popularity, count_transitions
 from moec.manifests.model import ModelSpec
 from moec.runtime.bundle.tables import PathTables, Tables
 from moec.runtime.prefetch.pass_state import PassState

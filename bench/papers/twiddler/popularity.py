@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moec.compiler.calibration.paths import count_popularity
+from moec.compiler.calibration.activation_paths import count_popularity
 
 from ..figure import Figure, Measured, Panel, Verdict, judged, of_all, over_layers, percent
 from ..inputs import Inputs

@@ -344,12 +344,11 @@ def _request(
         fit_eviction=fit_to_texts if values["preset"] == "hobbit" else None,
         draw_card=draw_card,
         check_companions=companion_problems,
-        talk=Talk(log.note, log.progress),
+        talk=Talk(log.note, log.progress, lambda result: write_beside(result, log)),
         resume=values["resume"],
         measurements=values["measurements"],
         overwrite=values["overwrite"],
         cluster=values["cluster"],
-        published=lambda result: write_beside(result, log),
         popularity=values["popularity"],
         memory_bytes=0 if values["memory"] is None else parse_bytes(values["memory"], "--memory"),
     )

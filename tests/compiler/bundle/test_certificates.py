@@ -13,7 +13,6 @@ import torch
 from moec.cli.terminal.report import verdict_line
 from moec.compiler.bundle.certificates import (
     DivergenceCertificate,
-    HeldOutTask,
     TaskCertificate,
     certify_divergence,
     certify_task,
@@ -100,8 +99,7 @@ def certify(
 ) -> TaskCertificate:
     task = find_task("perplexity")
     items = ItemSet(task, "made", tuple({"text": text} for text in texts))
-    held_out, bundle = HeldOutTask(task, items), cast(TextEngine, engine)
-    return certify_task(held_out, reference, bundle, target, Talk(), DIVERGENCE, confidence)
+    return certify_task(items, (), reference, cast(TextEngine, engine), target, Talk(), DIVERGENCE, confidence)
 
 
 def divergence_of(
@@ -180,11 +178,11 @@ def test_a_baseline_of_zero_has_no_loss_and_refuses_a_loss_target() -> None:
     task = find_task("gsm8k")
     items = ItemSet(task, "made", tuple({"question": f"{n}?", "answer": f"#### {n}"} for n in range(2)))
     engine = cast(TextEngine, Wrong())
-    certificate = certify_task(HeldOutTask(task, items), engine, engine, Target("kl", 0.05), Talk(), DIVERGENCE)
+    certificate = certify_task(items, (), engine, engine, Target("kl", 0.05), Talk(), DIVERGENCE)
     assert certificate.baseline.value == 0.0 and certificate.loss is None
     assert certificate.to_json()["loss"] is None
     with pytest.raises(OptionError, match="baseline scores 0"):
-        certify_task(HeldOutTask(task, items), engine, engine, LOSS, Talk(), DIVERGENCE)
+        certify_task(items, (), engine, engine, LOSS, Talk(), DIVERGENCE)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +234,11 @@ def test_a_look_at_a_sorted_file_is_at_a_sample(monkeypatch: pytest.MonkeyPatch)
     task = find_task("gsm8k")
     items = ItemSet(task, "made", tuple({"question": f"#{n} ?", "answer": f"#### {n}"} for n in range(120)))
     solved, bundle = cast(TextEngine, RightUntil(120)), cast(TextEngine, RightUntil(40))
-    held_out, target = HeldOutTask(task, items), Target("loss", 0.4)
-    early = certify_task(held_out, solved, bundle, target, Talk(), DIVERGENCE, confidence=0.95)
+    target = Target("loss", 0.4)
+    early = certify_task(items, (), solved, bundle, target, Talk(), DIVERGENCE, confidence=0.95)
     assert early.value.n < 120 and early.verdict is not None and early.verdict.status == "refuted"
-    whole = certify_task(held_out, solved, bundle, Target("loss", 2 / 3), Talk(), DIVERGENCE, confidence=0.95)
-    plain = certify_task(held_out, solved, bundle, Target("loss", 2 / 3), Talk(), DIVERGENCE)
+    whole = certify_task(items, (), solved, bundle, Target("loss", 2 / 3), Talk(), DIVERGENCE, confidence=0.95)
+    plain = certify_task(items, (), solved, bundle, Target("loss", 2 / 3), Talk(), DIVERGENCE)
     assert whole.value.n == 120 and whole.value.value == plain.value.value
     assert whole.value.data_sha256 == plain.value.data_sha256
     assert [row.prediction for row in whole.value.items] == [row.prediction for row in plain.value.items]
@@ -258,7 +256,7 @@ def test_a_first_look_at_unsolved_items_goes_on(monkeypatch: pytest.MonkeyPatch)
             return [Generation(f"#### {n if n != first else -1}", 1, 1) for n in numbers]
 
     engine = cast(TextEngine, WrongAtFirst())
-    found = certify_task(HeldOutTask(task, items), engine, engine, LOSS, Talk(), DIVERGENCE, confidence=0.95)
+    found = certify_task(items, (), engine, engine, LOSS, Talk(), DIVERGENCE, confidence=0.95)
     assert found.value.n == 8 and found.loss is not None and found.loss.loss == 0
 
 

@@ -187,7 +187,7 @@ def test_costs(folder: Path, tmp_path: Path) -> None:
     plan = _mixed_plan(lowering.model)
     tables = Tables.empty(plan.model)
     tables.popularity[0] = [7, 1, 0, 0]
-    cost = emit(lowering, BundleContent(plan, NO_DEVICE, statistics=tables), tmp_path / "out.partial").cost
+    cost = emit(lowering, BundleContent(plan, NO_DEVICE, tables=tables), tmp_path / "out.partial").cost
     sizes = [[plan.expert_padded_bytes(ExpertKey(layer, expert)) for expert in range(4)] for layer in range(2)]
     assert cost.expert_padded_bytes == sum(map(sum, sizes))
     assert cost.expected_read_bytes_per_token == round(2 * (7 * sizes[0][0] + sizes[0][1]) / 8 + 2 * sum(sizes[1]) / 4)
@@ -363,7 +363,7 @@ def test_tables_come_back(folder: Path, tmp_path: Path) -> None:
         generator.random((2, 3)).astype(np.float32),
     )
     model = _open(folder).model
-    for value in (tables, Tables.of(tables), Tables.empty(model)):
+    for value in (tables, Tables.empty(model)):
         value.check(model)
         (tmp_path / "tables.safetensors").write_bytes(encode_tables(value))
         back = read_tables(tmp_path / "tables.safetensors")

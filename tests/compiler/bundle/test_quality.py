@@ -12,7 +12,7 @@ import pytest
 from moec.cli.terminal.report import comparison_table, heat_map, loss_table, plan_heat_map, verdict_line
 from moec.compiler.bundle.certificates import TaskCertificate
 from moec.compiler.bundle.emit import cost_summary
-from moec.compiler.bundle.quality import QUALITY_VERSION, Evidence, quality_report
+from moec.compiler.bundle.quality import QUALITY_VERSION, quality_report
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.request.targets import Target
 from moec.compiler.request.uniform import uniform_like
@@ -61,13 +61,13 @@ def report(plan: CompilePlan | None = None, target: Target = LOSS, **changes: An
     plan = plan or mixed_plan()
     table = SensitivityTable(np.ones((2, 3)), {group.name: 0.5 for group in dense_groups(MODEL)}, np.full((2, 4), 1.25))
     trial = Trial("search", 55_000, 90_000, 3.3, DIVERGENCE, {"gsm8k": estimate(0.01, 0.002)}, True)
-    evidence = Evidence(
-        certificates={"gsm8k": certificate()},
-        comparison=comparison(mixed_plan(), uniform_like(mixed_plan(), QuantSpec(4, 64))),
-        trials=[trial],
-        sensitivity=table,
-    )
-    return quality_report(plan, target, cost_summary(plan), replace(evidence, **changes))
+    evidence: dict[str, Any] = {
+        "certificates": {"gsm8k": certificate()},
+        "comparison": comparison(mixed_plan(), uniform_like(mixed_plan(), QuantSpec(4, 64))),
+        "trials": [trial],
+        "sensitivity": table,
+    }
+    return quality_report(plan, target, cost_summary(plan), **{**evidence, **changes})
 
 
 def test_equal_reports_are_equal_bytes_without_any_time() -> None:

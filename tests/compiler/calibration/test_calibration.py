@@ -11,6 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.bundle.quality import unimportance_deciles
+from moec.compiler.calibration.activation_paths import (
+    PathReport,
+    count_paths,
+    count_popularity,
+    count_transitions,
+    frequent_share,
+    report_paths,
+)
 from moec.compiler.calibration.collect import (
     UNIMPORTANCE_BINS,
     ActivationStatistics,
@@ -19,14 +27,6 @@ from moec.compiler.calibration.collect import (
     weight_summary,
 )
 from moec.compiler.calibration.layer_inputs import calibrate_layer
-from moec.compiler.calibration.paths import (
-    PathReport,
-    count_paths,
-    count_popularity,
-    count_transitions,
-    frequent_share,
-    report_paths,
-)
 from moec.compiler.calibration.tables import Tables
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower

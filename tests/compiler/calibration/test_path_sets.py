@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.compiler.calibration.paths import (
+from moec.compiler.calibration.activation_paths import (
     LEAST_SEEN,
     PathReport,
     count_path_sets,

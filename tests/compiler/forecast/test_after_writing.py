@@ -39,7 +39,7 @@ def prepared(folder: Path, **values: Any) -> Prepared:
 
 def foreseen(prepared: Prepared, disk: DiskRates = NO_DISK, **rates: float) -> dict[str, StageForecast]:
     """Return the stages if only the named parts take time."""
-    found = stages_after_writing(prepared, disk, replace(NOTHING, **rates), 1000, 5)
+    found = stages_after_writing(prepared, disk, replace(NOTHING, **rates), 1000, 5, prepared.request.measure_modes)
     return {stage.title: stage for stage in found}
 
 

@@ -27,7 +27,7 @@ from moec.compiler.sensitivity.answer_walk import AnswerMeasures, AnswerWalk, pl
 from moec.compiler.sensitivity.trials import LOOKS, TaskData, Trials
 from moec.compiler.stages.compile_context import CompileContext
 from moec.compiler.stages.encode_texts import encode_all_texts
-from moec.compiler.stages.measure import plan_bundles, task_data
+from moec.compiler.stages.measure import task_data
 from moec.compiler.walker import output_head
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import AnswerTexts
@@ -71,7 +71,7 @@ class Scene:
         """Return what writes temporary bundles next to an output."""
         request = replace(self.prepared.request, output=output)
         no_journal = cast(Journal, None)
-        return plan_bundles(CompileContext(replace(self.prepared, request=request), no_journal, no_journal, None))
+        return CompileContext(replace(self.prepared, request=request), no_journal, no_journal, None).bundles
 
     def trials(self, folder: Path, identity: str = "one", walk: Any = None, bundles: Any = None) -> Trials:
         journal = open_journal(folder, identity)

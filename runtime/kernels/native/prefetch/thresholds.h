@@ -1,6 +1,6 @@
 // Thresholds of the prefetch rule `likely`: the margin from which an expert is read ahead. The margin of an expert is the
 // logarithm of its score over that of the first expert that would not be chosen. The specification is
-// runtime/prefetch/thresholds.py.
+// runtime/prefetch/read_ahead_margins.py.
 
 #pragma once
 
@@ -17,7 +17,7 @@ struct Ranked {
     std::vector<double> scores;
 };
 
-// The constants of the specification (RULES in runtime/prefetch/thresholds.py).
+// The constants of the specification (RULES in runtime/prefetch/read_ahead_margins.py).
 struct ThresholdRules {
     double wrong, right, first, least, most, floor;
 };

@@ -14,7 +14,7 @@ from moec.runtime.model.one_call import PassExperts
 from moec.runtime.prefetch.advisor import Advisor
 from moec.runtime.prefetch.pass_state import PassState
 from moec.runtime.prefetch.predictors import Predictor
-from moec.runtime.prefetch.thresholds import PRECISION, LearnedThresholds
+from moec.runtime.prefetch.read_ahead_margins import PRECISION, LearnedThresholds
 from tests.manifests.examples import layer_spec, model_spec
 
 EXPERTS, TOP_K = 32, 4
