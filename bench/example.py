@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moec.compiler.calibration.collect import ActivationStatistics, chosen_texts, count_statistics
+from moec.compiler.calibration.collect import ActivationStatistics, choose_texts, count_statistics
 from moec.compiler.calibration.layer_inputs import LayerInputs, calibrate_layer
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
@@ -57,7 +57,7 @@ class Example:
     def texts(self, items: Sequence[Item]) -> TokenTexts:
         """Return prompts with their answers, in the order of a calibration."""
         texts = TokenTexts([prompt + answer for prompt, answer in self.pairs(items)])
-        return chosen_texts(texts, self.model.original_positions, SEED, texts.num_tokens)
+        return choose_texts(texts, self.model.original_positions, SEED, texts.num_tokens)[0]
 
     def answers(self, items: Sequence[Item]) -> AnswerTexts:
         """Return texts whose answers are scored, their end tokens included."""

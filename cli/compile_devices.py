@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +64,7 @@ def compile_all(
             output.data("")
     by_device = {request.profile.name: result for request, result in zip(requests, results, strict=True)}
     sizes = {name: result.plan.expert_packed_bytes for name, result in by_device.items()}
-    predicted = [asdict(each) for each in predictions(requests, results)]
+    predicted = predictions(requests, results)
     if as_json:
         qualities = {name: result.quality for name, result in by_device.items()}
         output.data_json({"devices": qualities, "predicted_token_ns": predicted})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from moec.manifests.bundle import MANIFEST_NAME, FileEntry
 from moec.manifests.codec import decode_manifest
@@ -29,18 +30,6 @@ from .workspace.work_folder import work_folder
 _LINKING_SUFFIX = ".moec-linking"
 
 
-@dataclass(frozen=True, slots=True)
-class DevicePrediction:
-    """The predicted time per token of the bundle of one device on each device.
-
-    device: whose bundle it is.
-    token_ns: by device; None where the bundle does not fit.
-    """
-
-    device: str
-    token_ns: dict[str, int | None]
-
-
 def compile_for_devices(
     requests: Sequence[CompileRequest], base: Path, checked: Prepared | None = None
 ) -> Iterator[CompileResult]:
@@ -53,7 +42,7 @@ def compile_for_devices(
     """
     devices = tuple(request.profile.sha256 for request in requests)
     with _hold(requests, base):
-        made = list[Path]()
+        earlier = list[Path]()
         for at, request in enumerate(requests):
             is_first, is_last = at == 0, at == len(requests) - 1
             resumes = request.takes_up if is_first else True
@@ -61,8 +50,8 @@ def compile_for_devices(
             shared = replace(request, shared=work, resume=resumes)
             result = compile_checkpoint(shared, None if is_first else checked)
             if result.path is not None:
-                link_identical(result.path, made)
-                made.append(result.path)
+                link_identical(result.path, earlier)
+                earlier.append(result.path)
             yield result
 
 
@@ -77,8 +66,8 @@ def check_devices(requests: Sequence[CompileRequest]) -> Prepared:
         raise OptionError(f"`--device` has two devices of the name `{twice[0]}`", "name each device once")
     checked: Prepared | None = None
     for request in requests:
-        found = prepare(replace(request, talk=Talk()), checked)
-        checked = checked or found
+        prepared = prepare(replace(request, talk=Talk()), checked)
+        checked = checked or prepared
         if not request.plan_only and not request.takes_up:
             check_replaceable(request.output, request.overwrite)
     if checked is None:
@@ -120,18 +109,17 @@ def _files(folder: Path) -> Sequence[FileEntry]:
     return decode_manifest(read_input(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES), str(folder)).files
 
 
-def predictions(requests: Sequence[CompileRequest], results: Sequence[CompileResult]) -> list[DevicePrediction]:
-    """Return the predicted time per token of every bundle on every device."""
-    tokenizer_bytes = open_checkpoint(requests[0].source).tokenizer_file_bytes
-    return [
-        DevicePrediction(
-            request.profile.name,
-            {
-                other.profile.name: predicted_token_ns(
-                    other.profile.rounded(), result.plan, result.popularity, tokenizer_bytes
-                )
-                for other in requests
-            },
-        )
-        for request, result in zip(requests, results, strict=True)
-    ]
+def predictions(requests: Sequence[CompileRequest], results: Sequence[CompileResult]) -> list[dict[str, Any]]:
+    """Return the predicted time per token of every bundle on every device, as plain values.
+
+    device: whose bundle it is.
+    token_ns: by device; None where the bundle does not fit.
+    """
+    tokenizer_bytes, rows = open_checkpoint(requests[0].source).tokenizer_file_bytes, list[dict[str, Any]]()
+    for request, result in zip(requests, results, strict=True):
+        token_ns = {}
+        for other in requests:
+            profile = other.profile.rounded()
+            token_ns[other.profile.name] = predicted_token_ns(profile, result.plan, result.popularity, tokenizer_bytes)
+        rows.append({"device": request.profile.name, "token_ns": token_ns})
+    return rows

@@ -33,9 +33,11 @@ def compile_checkpoint(request: CompileRequest, like: Prepared | None = None) ->
     like: the same request for another device, checked; None: checkpoint and data are read.
     Raises MoecError.
     """
-    kept = request.measurements if request.shared is None else None  # for several devices, one lock holds for all
-    held = hold_measurements(kept, request.disk, request.talk.note)
-    with device_errors(request.options.torch_device), held:
+    measurements = (
+        request.measurements if request.shared is None else None
+    )  # for several devices, one lock holds for all
+    lock = hold_measurements(measurements, request.disk, request.talk.note)
+    with device_errors(request.options.torch_device), lock:
         if request.plan_only:
             return _plan(request, like)
         with hold_output(request.output, request.disk, request.talk.note):

@@ -199,8 +199,10 @@ def cost_summary(plan: CompilePlan, popularity: np.ndarray | None = None) -> Cos
     for layer, (padded, row) in enumerate(zip(sizes, rows.tolist(), strict=True)):
         if not padded:
             continue
-        kept = [count if size else 0 for count, size in zip(row, padded, strict=False)]  # a pruned one is not read
-        counts = kept if any(kept) else [int(size > 0) for size in padded]
+        read_counts = [
+            count if size else 0 for count, size in zip(row, padded, strict=False)
+        ]  # a pruned one is not read
+        counts = read_counts if any(read_counts) else [int(size > 0) for size in padded]
         if not any(counts):
             continue
         read = sum(count * size for count, size in zip(counts, padded, strict=True))
@@ -230,7 +232,7 @@ def packed_pieces(weight: torch.Tensor, spec: QuantSpec) -> Iterator[np.ndarray]
     if spec.bitwidth == 16:
         yield from (pack_16bit(rows, spec) for rows in torch.split(weight, _DENSE_CHUNK_ROWS))
     else:
-        yield from (pack(part) for _, part in rounded_rows(weight, spec))
+        yield from (pack(matrix) for _, matrix in rounded_rows(weight, spec))
 
 
 class _Emitter:

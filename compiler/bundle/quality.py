@@ -19,7 +19,6 @@ from ..calibration.collect import ActivationStatistics
 from ..request.plan import CompilePlan
 from ..request.targets import Target
 from ..search.comparison import Comparison
-from ..search.expert_losses import ExpertLosses
 from ..sensitivity.sensitivity import SensitivityTable
 from ..sensitivity.trials import Trial
 from .certificates import DivergenceCertificate, TaskCertificate
@@ -38,7 +37,7 @@ def quality_report(
     comparison: Comparison | None = None,
     trials: Sequence[Trial] = (),
     sensitivity: SensitivityTable | None = None,
-    losses: ExpertLosses | None = None,
+    losses: Mapping[str, Any] | None = None,
     statistics: ActivationStatistics | None = None,
     modes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -129,9 +128,9 @@ def _bits(plan: CompilePlan) -> dict[str, Any]:
     return {"units": grids, "formats": dict(sorted(counts.items())), "dense": dense}
 
 
-def _sensitivity(table: SensitivityTable, experts: ExpertLosses | None) -> dict[str, Any]:
+def _sensitivity(table: SensitivityTable, experts: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
-        **({} if experts is None else {"experts": experts.to_json()}),
+        **({} if experts is None else {"experts": dict(experts)}),
         "gains": {p: table.gains[:, column].tolist() for column, p in enumerate(PROJECTIONS)},
         "dense_gains": dict(table.dense_gains),
         "corrections": table.corrections.tolist(),
@@ -208,14 +207,17 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any], pictures: M
         ]
         lines += [_card_row(name, task) for name, task in quality["tasks"].items()]
         lines.append("")
-    for name, found in quality["held_out_kl"].items():
-        lines += [f"KL to the checkpoint on {found['items']} held-out answers of {name}: {found['mean']:.4f} nats.", ""]
+    for name, answers in quality["held_out_kl"].items():
+        lines += [
+            f"KL to the checkpoint on {answers['items']} held-out answers of {name}: {answers['mean']:.4f} nats.",
+            "",
+        ]
     precision = quality.get("baseline_precision")
     if precision:
-        held = quality["own_codes"]
+        codes = quality["own_codes"]
         lines += [
             f"The checkpoint stores weights as {precision}; what they decode to is the baseline. "
-            f"{held['held']} of {held['of']} expert projections keep the checkpoint's own codes.",
+            f"{codes['held']} of {codes['of']} expert projections keep the checkpoint's own codes.",
             "",
         ]
     for name, title in (pictures or {}).items():

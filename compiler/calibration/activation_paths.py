@@ -11,7 +11,7 @@ Shapes: T tokens, L layers, E experts, K top-k, N keys, P successors of all keys
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -29,7 +29,6 @@ Otherwise the previous layer alone predicts. If its expert is as rare, popularit
 FREQUENT_SHARE = 0.2
 _DENSE_COUNTS = 1 << 24
 _TOKENS_PER_SCORE = 4096
-_MAY_BE_ABSENT = ("accuracy_pairs", "accuracy_sets", "accuracy_previous", "accuracy_popularity", "frequent_windows")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,12 +71,6 @@ class PathReport:
         """Return plain values, without those that are NaN."""
         return {name: value for name, value in asdict(self).items() if not math.isnan(value)}
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, float]) -> PathReport:
-        """Rebuild from the result of `to_json`. Raises TypeError for other fields."""
-        absent = dict.fromkeys(_MAY_BE_ABSENT, math.nan)
-        return cls(**{**absent, **values, "observed_paths": int(values["observed_paths"])})  # type: ignore[arg-type]
-
 
 def count_popularity(routes: Routes, experts: int) -> NDArray[np.uint32]:
     """Return the number of tokens that activate each expert, uint32 [L, E]."""
@@ -98,14 +91,14 @@ def count_transitions(routes: Routes, experts: int) -> NDArray[np.uint32]:
 
 def count_paths(routes: Routes, experts: int) -> PathDictionary:
     """Return the pair form: for each pair (a of layer l-2, b of layer l-1) the experts of layer l, l = 2 to L-1."""
-    found = [_empty(3)]
+    layers = [_empty(3)]
     for layer in range(2, routes.shape[1]):
         pairs = _pairs(routes[:, layer - 2], routes[:, layer - 1], experts)
         codes, seen = _count(_pairs(pairs, routes[:, layer], experts), experts**3)
         pair_codes, sizes = np.unique(codes // experts, return_counts=True)
         rows = np.stack([pair_codes // experts, pair_codes % experts], axis=1)
-        found.append(_of_layer(layer, rows, sizes, codes % experts, seen))
-    return join_paths(found)
+        layers.append(_of_layer(layer, rows, sizes, codes % experts, seen))
+    return join_paths(layers)
 
 
 def count_path_sets(routes: Routes, experts: int) -> PathDictionary:
@@ -115,28 +108,28 @@ def count_path_sets(routes: Routes, experts: int) -> PathDictionary:
     Source: EdgeMoE, section on expert preloading.
     """
     width = 1 + 2 * routes.shape[2]
-    found = [_empty(width)]
+    layers = [_empty(width)]
     for layer in range(2, routes.shape[1]):
         both = np.sort(routes[:, layer - 2 : layer], axis=2).reshape(-1, width - 1)
         rows, which, seen = np.unique(both, axis=0, return_inverse=True, return_counts=True)
         is_kept = seen >= LEAST_SEEN
         places = np.cumsum(is_kept) - 1
         tokens = is_kept[which.reshape(-1)]
-        own = places[which.reshape(-1)[tokens]][:, None]
-        codes, counts = _count(_pairs(own, routes[tokens, layer], experts), int(is_kept.sum()) * experts)
+        places_of_tokens = places[which.reshape(-1)[tokens]][:, None]
+        codes, counts = _count(_pairs(places_of_tokens, routes[tokens, layer], experts), int(is_kept.sum()) * experts)
         sizes = np.bincount(codes // experts, minlength=int(is_kept.sum()))
-        found.append(_of_layer(layer, rows[is_kept], sizes, codes % experts, counts))
-    return join_paths(found)
+        layers.append(_of_layer(layer, rows[is_kept], sizes, codes % experts, counts))
+    return join_paths(layers)
 
 
 def join_paths(parts: Sequence[PathDictionary]) -> PathDictionary:
     """Return the keys of all parts, in order."""
-    sizes = [np.diff(part.offsets) for part in parts]
+    sizes = [np.diff(paths.offsets) for paths in parts]
     return PathDictionary(
-        keys=np.concatenate([part.keys for part in parts]),
+        keys=np.concatenate([paths.keys for paths in parts]),
         offsets=np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64),
-        experts=np.concatenate([part.experts for part in parts]),
-        counts=np.concatenate([part.counts for part in parts]),
+        experts=np.concatenate([paths.experts for paths in parts]),
+        counts=np.concatenate([paths.counts for paths in parts]),
     )
 
 
@@ -289,8 +282,8 @@ def _pairs(first: NDArray[np.integer], second: NDArray[np.integer], experts: int
 def _count(codes: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the codes that occur, ascending, and their counts."""
     if size > _DENSE_COUNTS:
-        found, counts = np.unique(codes, return_counts=True)
-        return found, counts
+        present, counts = np.unique(codes, return_counts=True)
+        return present, counts
     dense = np.bincount(codes.ravel(), minlength=size)
     present = np.flatnonzero(dense)
     return present, dense[present]

@@ -75,17 +75,13 @@ class ActivationStatistics:
         return self.popularity if self.calibrated is None else self.calibrated
 
 
-def chosen_texts(texts: TokenTexts, context: int, seed: int, max_tokens: int) -> TokenTexts:
-    """Return the texts that calibration runs, cut to the context. `seed` decides their order.
+def choose_texts(texts: TokenTexts, context: int, seed: int, max_tokens: int) -> tuple[TokenTexts, frozenset[int]]:
+    """Return the texts that calibration runs, cut to the context, and their places in `texts`.
 
+    seed: decides their order.
     max_tokens: maximum number of tokens, if more than one text is left.
     Raises DataError if there is no token.
     """
-    return choose_texts(texts, context, seed, max_tokens)[0]
-
-
-def choose_texts(texts: TokenTexts, context: int, seed: int, max_tokens: int) -> tuple[TokenTexts, frozenset[int]]:
-    """Return `chosen_texts`, and their places in `texts`."""
     rows, prompts = [row[:context] for row in texts.rows], [prompt[:context] for prompt in texts.prompts]
     usable = [at for at, row in enumerate(rows) if row and (not prompts or prompts[at])]
     if not usable:
@@ -118,10 +114,10 @@ def count_statistics(
     stacks = _stacks(model, texts, counts)
     counted = count_routes(model, stacks, path_keys)
     layers = [stack.layers for stack in stacks]
-    weights = [np.stack([counts[at]["weights"] for at in own], axis=1) for own in layers]
+    weights = [np.stack([counts[at]["weights"] for at in layer_numbers], axis=1) for layer_numbers in layers]
     grid = np.linspace(0, 1, QUANTILES)
-    quantiles = [np.quantile(own[:, :, 0], grid, axis=0).T.astype(np.float32) for own in weights]
-    lower_half = [own[:, :, 1].mean(axis=0, dtype=np.float64) for own in weights]
+    quantiles = [np.quantile(stack_weights[:, :, 0], grid, axis=0).T.astype(np.float32) for stack_weights in weights]
+    lower_half = [stack_weights[:, :, 1].mean(axis=0, dtype=np.float64) for stack_weights in weights]
     unimportance = np.zeros((model.num_layers, UNIMPORTANCE_BINS), np.int64)
     unimportance[list(model.expert_layers)] = [counts[layer]["unimportance"] for layer in model.expert_layers]
     return ActivationStatistics(

@@ -49,15 +49,15 @@ class DeviceUse:
 
         path_keys: keys of the path tables, see `count_statistics`.
         """
-        found = replace(
+        used = replace(
             calibrated, popularity=self.popularity(calibrated.popularity), calibrated=calibrated.calibrated_tokens
         )
         counted = self._counted(path_keys)
         if counted is None:
-            return found
+            return used
         paths = counted.paths
         return replace(
-            found,
+            used,
             transitions=counted.transitions,
             path_keys=paths.keys,
             path_offsets=paths.offsets,
@@ -90,16 +90,16 @@ class DeviceUse:
         use them. If only some bundles hold an expert, its share is that of their tokens.
         calibrated: tokens of calibration, [L, E]; None: an expert that no traced bundle holds has an even share.
         """
-        found = np.zeros((self.model.num_layers, max(self.use.experts)), np.uint32)
+        counts = np.zeros((self.model.num_layers, max(self.use.experts)), np.uint32)
         for layer in self.model.expert_layers:
             count, top_k, tokens = self.use.experts[layer], self.use.top_k[layer], self.use.tokens[layer]
-            own = np.ones(count) if calibrated is None else calibrated[layer, :count].astype(np.float64)
+            calibrated_counts = np.ones(count) if calibrated is None else calibrated[layer, :count].astype(np.float64)
             if not tokens:  # an encoder that no trace ran
-                found[layer, :count] = own
+                counts[layer, :count] = calibrated_counts
                 continue
-            rates = _rates(self.use.chosen[layer], self.use.offered[layer], own, top_k)
-            found[layer, :count] = np.rint(rates * min(tokens, MOST_TOKENS)).astype(np.uint32)
-        return found
+            rates = _rates(self.use.chosen[layer], self.use.offered[layer], calibrated_counts, top_k)
+            counts[layer, :count] = np.rint(rates * min(tokens, MOST_TOKENS)).astype(np.uint32)
+        return counts
 
     def _counted(self, path_keys: PathKeys) -> RouteCounts | None:
         """Return the counts over the routes; None without routes."""
@@ -142,10 +142,10 @@ def read_device_use(path: Path, model: ModelSpec) -> DeviceUse:
     """
     use, digest = read_use(path)
     shape = [(layer.experts.count, layer.experts.top_k) for layer in model.layers]
-    found = list(zip(use.experts, use.top_k, strict=True))
-    if use.architecture != architecture_digest(model) or found != shape:
+    traced = list(zip(use.experts, use.top_k, strict=True))
+    if use.architecture != architecture_digest(model) or traced != shape:
         raise InputError(
-            f"`{path}` is of another model: {_shape_text(found)}; the checkpoint has {_shape_text(shape)}",
+            f"`{path}` is of another model: {_shape_text(traced)}; the checkpoint has {_shape_text(shape)}",
             "merge traces of bundles of this model",
         )
     try:
@@ -160,36 +160,36 @@ def _rates(
     chosen: Sequence[int], offered: Sequence[int], calibrated: NDArray[np.float64], top_k: int
 ) -> NDArray[np.float64]:
     """Return the share of tokens that use each expert of a layer, float64 [E]. They sum to K."""
-    held = np.array(offered) > 0
+    is_traced = np.array(offered) > 0
     rates: NDArray[np.float64] = calibrated * (top_k / max(float(calibrated.sum()), 1.0))
-    if not held.any():
+    if not is_traced.any():
         return rates
-    rates[held] = np.array(chosen, np.float64)[held] / np.array(offered, np.float64)[held]
-    rest = max(top_k - float(rates[~held].sum()), 0.0)
-    total = float(rates[held].sum())
-    rates[held] *= rest / total if total else 0.0
+    rates[is_traced] = np.array(chosen, np.float64)[is_traced] / np.array(offered, np.float64)[is_traced]
+    rest = max(top_k - float(rates[~is_traced].sum()), 0.0)
+    total = float(rates[is_traced].sum())
+    rates[is_traced] *= rest / total if total else 0.0
     return rates
 
 
 def _stacks(routes: Sequence[SampledRoutes], model: ModelSpec) -> tuple[StackRoutes, ...]:
     """Return the routes of the stacks that route. Raises ValueError if they do not fit the model."""
     starts = [0, model.first_decoder_layer] if model.first_decoder_layer else [0]
-    if routes and [each.first_layer for each in routes] != starts:
+    if routes and [sampled.first_layer for sampled in routes] != starts:
         raise ValueError(f"expected routes from the layers {starts} on")
-    found = list[StackRoutes]()
+    stacks = list[StackRoutes]()
     for layers in routed_stacks(model) if routes else []:
-        own = routes[-1] if layers[0] >= model.first_decoder_layer else routes[0]
+        sampled_routes = routes[-1] if layers[0] >= model.first_decoder_layer else routes[0]
         top_k = model.layers[layers[0]].experts.top_k
         if len({model.layers[layer].experts.top_k for layer in layers}) > 1:
             raise ValueError("expected no routes through layers with several top-k")
         parts = [
-            np.frombuffer(part, "<u2").astype(np.uint16).reshape(-1, len(layers), top_k)
-            for part in (own.counted, own.held_out)
+            np.frombuffer(route_bytes, "<u2").astype(np.uint16).reshape(-1, len(layers), top_k)
+            for route_bytes in (sampled_routes.counted, sampled_routes.held_out)
         ]
         experts = np.concatenate(parts)
         _check_routes(experts, layers, model)
-        found.append(StackRoutes(np.array(layers), experts, np.arange(len(experts)) >= len(parts[0])))
-    return tuple(found)
+        stacks.append(StackRoutes(np.array(layers), experts, np.arange(len(experts)) >= len(parts[0])))
+    return tuple(stacks)
 
 
 def _check_routes(experts: NDArray[np.uint16], layers: Sequence[int], model: ModelSpec) -> None:

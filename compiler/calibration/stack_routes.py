@@ -94,8 +94,8 @@ def _paths(stacks: Sequence[StackRoutes], experts: int, has_sets: bool) -> PathD
     """Return the path dictionary of all stacks. The encoder's layers come first, so that keys stay sorted."""
     count = count_path_sets if has_sets else count_paths
     paths = [count(stack.experts, experts) for stack in stacks]
-    for own, stack in zip(paths, stacks, strict=True):
-        own.keys[:, 0] = stack.layers[own.keys[:, 0]]
+    for dictionary, stack in zip(paths, stacks, strict=True):
+        dictionary.keys[:, 0] = stack.layers[dictionary.keys[:, 0]]
     return join_paths(paths)
 
 
@@ -106,7 +106,7 @@ def spread(stacks: Sequence[NDArray[Any]], layers: Sequence[NDArray[np.int64]], 
     layers: the layer of each row, for each stack.
     count: number of layers.
     """
-    found = np.zeros((count, *stacks[0].shape[1:]), stacks[0].dtype)
+    rows_of_layers = np.zeros((count, *stacks[0].shape[1:]), stacks[0].dtype)
     for rows, places in zip(stacks, layers, strict=True):
-        found[places] = rows
-    return found
+        rows_of_layers[places] = rows
+    return rows_of_layers

@@ -6,13 +6,12 @@ Shapes: L layers, E experts of the largest layer, K top-k, N paths, P successors
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from moec.manifests.model import ModelSpec
 from moec.manifests.path_tables import PAIR_COLUMNS, set_columns
-from moec.manifests.safetensors_header import build_header, read_header
+from moec.manifests.safetensors_header import build_header
 
 from .collect import ActivationStatistics
 
@@ -107,19 +106,3 @@ def encode_tables(tables: Tables) -> bytes:
     return header + b"".join(
         np.ascontiguousarray(array, dtype=_TENSORS[name][2]).tobytes() for name, array in arrays.items()
     )
-
-
-def read_tables(path: Path) -> Tables:
-    """Read the file.
-
-    Raises HeaderError or KeyError if it is not a tables file.
-    Raises OSError.
-    """
-    header = read_header(path)
-    data = path.read_bytes()
-    arrays = {}
-    for name, (attribute, _, dtype) in _TENSORS.items():
-        entry = header[name]
-        raw = data[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
-        arrays[attribute] = np.frombuffer(raw, dtype).reshape(entry.shape)
-    return Tables(**arrays)

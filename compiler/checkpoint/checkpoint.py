@@ -105,7 +105,7 @@ class Checkpoint:
         without: a part that is not read. Raises CheckpointError.
         """
         names = self.packed[name].names
-        return {part: self._read(self.parts[stored], stored) for part, stored in names.items() if part != without}
+        return {suffix: self._read(self.parts[stored], stored) for suffix, stored in names.items() if suffix != without}
 
     def integer_codes(self, name: str) -> IntegerCodes | None:
         """Return the codes of a weight that is stored as integers, None for others. Raises CheckpointError."""
@@ -186,8 +186,8 @@ class Checkpoint:
 
         Pipes, devices and broken links are included, so that reading them is refused. Folders are not.
         """
-        found = {path.name for pattern in COMPANION_PATTERNS for path in self.root.glob(pattern) if not path.is_dir()}
-        return tuple(sorted(name for name in found if PLAIN_NAME.fullmatch(name)))
+        names = {path.name for pattern in COMPANION_PATTERNS for path in self.root.glob(pattern) if not path.is_dir()}
+        return tuple(sorted(name for name in names if PLAIN_NAME.fullmatch(name)))
 
     def file_bytes(self, name: str) -> bytes:
         """Return the content of one companion file for a bundle. Raises CheckpointError."""
@@ -214,8 +214,8 @@ class Checkpoint:
         index = (INDEX_NAME,) if (self.root / INDEX_NAME).is_file() and WEIGHTS_NAME not in self.weight_files() else ()
         missing = [n for n in (*self.companion_files(), *self.weight_files(), *index) if n not in self._digests]
         with ThreadPoolExecutor(DIGESTS_AT_ONCE) as pool:
-            found = list(pool.map(lambda name: _digest(self.root / name), missing))
-        self._digests.update(zip(missing, found, strict=True))
+            entries = list(pool.map(lambda name: _digest(self.root / name), missing))
+        self._digests.update(zip(missing, entries, strict=True))
         return tuple(self._digests[name] for name in sorted(self._digests))
 
 
@@ -274,13 +274,13 @@ def _with_decoded(checkpoint: Checkpoint) -> Checkpoint:
     if method == "mxfp4" and has_blocks:
         return checkpoint
     try:
-        found = find_packed(checkpoint.tensors, label if isinstance(label, dict) else {}, checkpoint.tensor)
+        packed = find_packed(checkpoint.tensors, label if isinstance(label, dict) else {}, checkpoint.tensor)
     except LayoutError as error:
         raise CheckpointError(
             f"`{checkpoint.root}`, {error}", "start from the checkpoint before it was quantized"
         ) from error
     config = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
-    if not found.weights:
+    if not packed.weights:
         if label is None:
             return checkpoint
         if any(ref.dtype not in _DTYPES and not _is_packed(n, ref) for n, ref in checkpoint.tensors.items()):
@@ -295,21 +295,21 @@ def _with_decoded(checkpoint: Checkpoint) -> Checkpoint:
             f"`{place}` names the quantization method `{str(method)[:80]}`, but no tensor is quantized: it is ignored"
         )
         return replace(checkpoint, config=config, notes=(note,))
-    plain = {name: ref for name, ref in checkpoint.tensors.items() if name not in found.parts}
-    parts = {name: checkpoint.tensors[name] for name in found.parts}
-    own = Counter(ref.dtype for ref in plain.values() if ref.dtype in ("BF16", "F16"))
-    dtype = own.most_common(1)[0][0] if own else "BF16"
+    plain = {name: ref for name, ref in checkpoint.tensors.items() if name not in packed.parts}
+    parts = {name: checkpoint.tensors[name] for name in packed.parts}
+    float_types = Counter(ref.dtype for ref in plain.values() if ref.dtype in ("BF16", "F16"))
+    dtype = float_types.most_common(1)[0][0] if float_types else "BF16"
     decoded = {
         name: TensorRef(parts[next(iter(weight.names.values()))].file, dtype, weight.shape, 0, 0)
-        for name, weight in found.weights.items()
+        for name, weight in packed.weights.items()
     }
     return replace(
         checkpoint,
         config=config,
         tensors={**plain, **decoded},
-        packed=found.weights,
+        packed=packed.weights,
         parts=parts,
-        precision=found.precision(),
+        precision=packed.precision(),
     )
 
 

@@ -37,7 +37,7 @@ class IntegerGrid:
 
     def values(self, codes: Tensor) -> Tensor:
         """Return the weights of codes [N, K], float32."""
-        zeros, scales = (self._by_column(each) for each in (self.zeros, self.scales))
+        zeros, scales = (self._by_column(numbers) for numbers in (self.zeros, self.scales))
         return (codes.float() - zeros) * scales
 
     def _by_column(self, values: Tensor) -> Tensor:

@@ -55,10 +55,10 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     for more in range(_EXPONENTS_TRIED):
         exponent = least + more
         scaled = torch.ldexp(blocks, (_SCALE_BIAS - exponent).unsqueeze(-1))
-        found = torch.bucketize(scaled.abs(), table)
-        found = found.clamp_max_(len(_MAGNITUDES) - 1)
-        exact = (table[found] == scaled.abs()).all(-1) & (exponent >= 2) & (exponent < _NAN_SCALE) & undecided
-        signed = found.to(torch.uint8) + (8 * torch.signbit(blocks)).to(torch.uint8)
+        nearest = torch.bucketize(scaled.abs(), table)
+        nearest = nearest.clamp_max_(len(_MAGNITUDES) - 1)
+        exact = (table[nearest] == scaled.abs()).all(-1) & (exponent >= 2) & (exponent < _NAN_SCALE) & undecided
+        signed = nearest.to(torch.uint8) + (8 * torch.signbit(blocks)).to(torch.uint8)
         codes = torch.where(exact.unsqueeze(-1), signed, codes)
         scales = torch.where(exact, exponent.to(torch.uint8), scales)
         undecided = undecided & ~exact

@@ -76,23 +76,23 @@ def find_packed(tensors: Mapping[str, Ref], config: Mapping[str, Any], read: Cal
     """
     modules = defaultdict[str, dict[str, str]](dict)
     for name in tensors:
-        module, _, part = name.rpartition(".")
-        modules[module][part] = name
+        module, _, suffix = name.rpartition(".")
+        modules[module][suffix] = name
     weights, parts = dict[str, PackedWeight](), set[str]()
     for module, names in modules.items():
         try:
-            found = _weight(names, tensors, config, read)
+            packed = _weight(names, tensors, config, read)
         except LayoutError as error:
             raise LayoutError(f"`{module}.weight`: {error}") from error
-        if found is not None:
-            weights[f"{module}.weight"] = found
-            parts.update(found.names.values())
-            parts.update(names[part] for part in ("weight_shape", "g_idx", "weight_g_idx") if part in names)
-        parts.update(names[part] for part in _UNUSED if part in names)
+        if packed is not None:
+            weights[f"{module}.weight"] = packed
+            parts.update(packed.names.values())
+            parts.update(names[suffix] for suffix in ("weight_shape", "g_idx", "weight_g_idx") if suffix in names)
+        parts.update(names[suffix] for suffix in _UNUSED if suffix in names)
     if not _is_less_one(weights, config, read):
         for name, weight in weights.items():
             if "qweight" in weight.names and weight.precision.startswith(GPTQ_NAME):
-                shapes = {part: tensors[stored].shape for part, stored in weight.names.items()}
+                shapes = {suffix: tensors[stored].shape for suffix, stored in weight.names.items()}
                 weights[name] = packed_weights.gptq(weight.names, shapes, is_less_one=False)
     return PackedTensors(weights, frozenset(parts))
 
@@ -104,8 +104,8 @@ def _is_less_one(weights: Mapping[str, PackedWeight], config: Mapping[str, Any],
     the wrong zeros all of them are off by one step. The label decides only if the weights are too few to tell.
     """
     total, variance, count = 0.0, 0.0, 0
-    for weight in [each for each in weights.values() if each.precision.startswith(GPTQ_NAME)][:_SAMPLED]:
-        parts = {part: read(stored) for part, stored in weight.names.items()}
+    for weight in [packed for packed in weights.values() if packed.precision.startswith(GPTQ_NAME)][:_SAMPLED]:
+        parts = {suffix: read(stored) for suffix, stored in weight.names.items()}
         mean, spread, size = packed_weights.code_less_zero(parts, weight)
         if not spread:
             return mean > 0.5
@@ -119,46 +119,51 @@ def _weight(
     names: Mapping[str, str], tensors: Mapping[str, Ref], config: Mapping[str, Any], read: Callable[[str], Tensor]
 ) -> PackedWeight | None:
     """Return the quantized weight of a module, or None if it has none."""
-    shapes = {part: tensors[name].shape for part, name in names.items()}
+    shapes = {suffix: tensors[name].shape for suffix, name in names.items()}
     if "weight_packed" in names and tensors[names["weight_packed"]].dtype == "U8":
         return _mxfp4(names, tensors)
-    for part in _WORDS & set(names):
-        if tensors[names[part]].dtype not in ("I32", "U32"):
-            raise LayoutError(f"expected 32-bit integers in `{part}`, found {tensors[names[part]].dtype}")
+    for suffix in _WORDS & set(names):
+        if tensors[names[suffix]].dtype not in ("I32", "U32"):
+            raise LayoutError(f"expected 32-bit integers in `{suffix}`, found {tensors[names[suffix]].dtype}")
     if set(names) >= _GPTQ:
-        own = {part: names[part] for part in (*_GPTQ, "g_idx") if part in names}
-        words, outputs = (shapes[part][-1] if len(shapes[part]) == 2 else 0 for part in ("qweight", "scales"))
+        stored_names = {suffix: names[suffix] for suffix in (*_GPTQ, "g_idx") if suffix in names}
+        words, outputs = (shapes[suffix][-1] if len(shapes[suffix]) == 2 else 0 for suffix in ("qweight", "scales"))
         if words == outputs:
-            return packed_weights.gptq(own, shapes)
-        return packed_weights.awq({part: name for part, name in own.items() if part != "g_idx"}, shapes)
+            return packed_weights.gptq(stored_names, shapes)
+        return packed_weights.awq({suffix: name for suffix, name in stored_names.items() if suffix != "g_idx"}, shapes)
     if set(names) >= _INTEGERS:
         optional = ("weight_zero_point", "weight_g_idx")
-        own = {part: names[part] for part in ("weight_packed", "weight_scale", *optional) if part in names}
+        stored_names = {
+            suffix: names[suffix] for suffix in ("weight_packed", "weight_scale", *optional) if suffix in names
+        }
         stored = [int(extent) for extent in read(names["weight_shape"]).flatten().tolist()]
         if len(stored) != 2:
             raise LayoutError(f"expected two numbers in `weight_shape`, found {stored}")
-        return packed_weights.packed_integers(own, shapes, (stored[0], stored[1]))
+        return packed_weights.packed_integers(stored_names, shapes, (stored[0], stored[1]))
     dtype = tensors[names["weight"]].dtype if "weight" in names else ""
     if dtype != "I8" and dtype not in _FLOATS:
         return None
-    scale = next((part for part in _SCALES if part in names), None)
+    scale = next((suffix for suffix in _SCALES if suffix in names), None)
     if scale is None:
         raise LayoutError(f"expected `{_SCALES[0]}` or `{_SCALES[1]}` next to a weight of {dtype}, found neither")
-    own = {"weight": names["weight"], "scale": names[scale]}
-    own |= {part: names[part] for part in ("weight_zero_point",) if part in names}
+    stored_names = {"weight": names["weight"], "scale": names[scale]}
+    stored_names |= {suffix: names[suffix] for suffix in ("weight_zero_point",) if suffix in names}
     kind = "8-bit integers" if dtype == "I8" else f"FP8 ({dtype.removeprefix('F8_')})"
-    return packed_weights.scaled(own, {**shapes, "scale": shapes[scale]}, _block(config), kind, dtype == "I8")
+    return packed_weights.scaled(stored_names, {**shapes, "scale": shapes[scale]}, _block(config), kind, dtype == "I8")
 
 
 def _mxfp4(names: Mapping[str, str], tensors: Mapping[str, Ref]) -> PackedWeight:
     """Return a weight of 4-bit floats. Raises LayoutError for other layouts of bytes, NVFP4 among them."""
-    own = {part: names[part] for part in ("weight_packed", "weight_scale") if part in names}
-    found = tensors[own["weight_scale"]].dtype if "weight_scale" in own else "none"
-    if found != "U8":
+    stored_names = {suffix: names[suffix] for suffix in ("weight_packed", "weight_scale") if suffix in names}
+    scale_type = tensors[stored_names["weight_scale"]].dtype if "weight_scale" in stored_names else "none"
+    if scale_type != "U8":
         raise LayoutError(
-            f"expected exponents in bytes as `weight_scale` of 4-bit floats (MXFP4), found {found}: NVFP4 is not read"
+            f"expected exponents in bytes as `weight_scale` of 4-bit floats (MXFP4), found {scale_type}: NVFP4 is not "
+            "read"
         )
-    return packed_weights.mxfp4_rows(own, {part: tensors[name].shape for part, name in own.items()})
+    return packed_weights.mxfp4_rows(
+        stored_names, {suffix: tensors[name].shape for suffix, name in stored_names.items()}
+    )
 
 
 def _block(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -201,18 +201,18 @@ def scaled(
     Raises LayoutError.
     """
     rows, columns = _matrix(shapes, "weight")
-    found, blocks = shapes["scale"], (-(-rows // block[0]), -(-columns // block[1]))
-    if found not in ((), (1,), (rows,), (rows, 1), blocks):
+    scale_shape, blocks = shapes["scale"], (-(-rows // block[0]), -(-columns // block[1]))
+    if scale_shape not in ((), (1,), (rows,), (rows, 1), blocks):
         raise LayoutError(
             f"expected scales of shape {list(blocks)} for blocks of {list(block)}, [{rows}, 1] or [1], found "
-            f"{list(found)}"
+            f"{list(scale_shape)}"
         )
 
-    zeros = shapes.get("weight_zero_point", found)
-    if not rows or not columns or zeros != found:
-        raise LayoutError(f"expected zeros of shape {list(found)}, as the scales, found {list(zeros)}")
+    zeros = shapes.get("weight_zero_point", scale_shape)
+    if not rows or not columns or zeros != scale_shape:
+        raise LayoutError(f"expected zeros of shape {list(scale_shape)}, as the scales, found {list(zeros)}")
 
-    is_blocked = found == blocks and found != (rows, 1)
+    is_blocked = scale_shape == blocks and scale_shape != (rows, 1)
 
     def spread(values: Tensor) -> Tensor:
         """Return one number per row and group, [N, G]."""
@@ -229,8 +229,8 @@ def scaled(
         return (parts["weight"].short() + _BYTE_HALF).to(torch.uint8)
 
     def grid_of_codes(parts: Parts) -> IntegerGrid:
-        found = grid(parts)
-        return replace(found, zeros=found.zeros + _BYTE_HALF)
+        signed = grid(parts)
+        return replace(signed, zeros=signed.zeros + _BYTE_HALF)
 
     layout = IntegerLayout("weight", codes, grid_of_codes) if has_integers else None
     return PackedWeight(names, (rows, columns), kind, lambda parts: grid(parts).values(parts["weight"]), layout)
@@ -265,7 +265,7 @@ def unpack_codes(words: Tensor, bits: int, count: int) -> Tensor:
     words: int32 [R, W].
     """
     rows = max(1, _CODES_AT_ONCE // max(count, 1))
-    return torch.cat([_unpacked(part, bits, count) for part in torch.split(words, rows)])
+    return torch.cat([_unpacked(rows_of_words, bits, count) for rows_of_words in torch.split(words, rows)])
 
 
 def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:

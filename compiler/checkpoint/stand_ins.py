@@ -65,43 +65,43 @@ def build_model(config: Any, checkpoint: Checkpoint) -> Any:
     return model
 
 
-def _deepseek(own: Mapping[str, Any]) -> Any:
+def _deepseek(config: Mapping[str, Any]) -> Any:
     from transformers import Qwen2MoeConfig
 
-    layers, step = own["num_hidden_layers"], own.get("moe_layer_freq") or 1
-    first = own.get("first_k_dense_replace") or 0
+    layers, step = config["num_hidden_layers"], config.get("moe_layer_freq") or 1
+    first = config.get("first_k_dense_replace") or 0
     return Qwen2MoeConfig(
-        **_common(own),
-        tie_word_embeddings=own.get("tie_word_embeddings") or False,
+        **_common(config),
+        tie_word_embeddings=config.get("tie_word_embeddings") or False,
         qkv_bias=False,
-        num_experts=own["n_routed_experts"],
-        moe_intermediate_size=own["moe_intermediate_size"],
-        shared_expert_intermediate_size=(own.get("n_shared_experts") or 0) * own["moe_intermediate_size"],
-        norm_topk_prob=bool(own.get("norm_topk_prob")) and own["num_experts_per_tok"] > 1,
+        num_experts=config["n_routed_experts"],
+        moe_intermediate_size=config["moe_intermediate_size"],
+        shared_expert_intermediate_size=(config.get("n_shared_experts") or 0) * config["moe_intermediate_size"],
+        norm_topk_prob=bool(config.get("norm_topk_prob")) and config["num_experts_per_tok"] > 1,
         mlp_only_layers=[at for at in range(layers) if at < first or at % step],
     )
 
 
-def _minicpm(own: Mapping[str, Any]) -> Any:
+def _minicpm(config: Mapping[str, Any]) -> Any:
     from transformers import GraniteMoeConfig
 
-    tie = own.get("tie_word_embeddings")
+    tie = config.get("tie_word_embeddings")
     return GraniteMoeConfig(
-        **_common(own),
+        **_common(config),
         tie_word_embeddings=True if tie is None else tie,
-        num_local_experts=own["num_experts"],
-        attention_multiplier=(own["hidden_size"] // own["num_attention_heads"]) ** -0.5,
-        embedding_multiplier=own["scale_emb"],
-        residual_multiplier=own["scale_depth"] / math.sqrt(own["num_hidden_layers"]),
-        logits_scaling=own["hidden_size"] / own["dim_model_base"],
+        num_local_experts=config["num_experts"],
+        attention_multiplier=(config["hidden_size"] // config["num_attention_heads"]) ** -0.5,
+        embedding_multiplier=config["scale_emb"],
+        residual_multiplier=config["scale_depth"] / math.sqrt(config["num_hidden_layers"]),
+        logits_scaling=config["hidden_size"] / config["dim_model_base"],
     )
 
 
-def _common(own: Mapping[str, Any]) -> dict[str, Any]:
+def _common(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with a common name. Keys about padding and end tokens are left out."""
-    found = {name: own[name] for name in _COMMON if own.get(name) is not None}
-    found.setdefault("num_key_value_heads", own["num_attention_heads"])
-    return {**found, "rope_theta": own.get("rope_theta") or _THETA}
+    settings = {name: config[name] for name in _COMMON if config.get(name) is not None}
+    settings.setdefault("num_key_value_heads", config["num_attention_heads"])
+    return {**settings, "rope_theta": config.get("rope_theta") or _THETA}
 
 
 _CONFIGS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {"deepseek": _deepseek, "minicpm": _minicpm}

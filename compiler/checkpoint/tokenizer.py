@@ -50,12 +50,14 @@ def tokenizer_bytes(root: Path) -> bytes:
 
 def tokenizer_texts(root: Path) -> dict[str, Any]:
     """Return what `tokenizer_config.json` and `special_tokens_map.json` say; empty if they are missing or damaged."""
-    found = {
+    contents = {
         name: read_file(root / name, MAX_TEMPLATE_FILE_BYTES, "remove it") if (root / name).is_file() else None
         for name in (TOKENIZER_CONFIG_NAME, SPECIAL_TOKENS_MAP_NAME)
     }
     try:
-        return tokenizer_settings(with_special_tokens(found[TOKENIZER_CONFIG_NAME], found[SPECIAL_TOKENS_MAP_NAME]))
+        return tokenizer_settings(
+            with_special_tokens(contents[TOKENIZER_CONFIG_NAME], contents[SPECIAL_TOKENS_MAP_NAME])
+        )
     except ValueError:
         return {}
 

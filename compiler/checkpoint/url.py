@@ -120,10 +120,10 @@ def _foreign_errors(url: str) -> Iterator[None]:
 
 def _state(folder: Path) -> dict[str, str]:
     try:
-        found = json.loads((folder / _STATE_NAME).read_bytes())
+        tokens = json.loads((folder / _STATE_NAME).read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return tokens if isinstance(tokens, dict) else {}
 
 
 @contextmanager

@@ -123,14 +123,14 @@ def _read_sharded(root: Path, index: dict[str, Any], may_lack: Callable[[str], b
 def _read_without_index(root: Path, shards: list[str]) -> dict[str, TensorRef]:
     """Return the tensors of a whole set of shards that has no index. Raises CheckpointError."""
     parts = [match for match in map(_SHARD.fullmatch, shards) if match is not None]
-    sets = sorted({f"{part['set']}-*-of-{part['count']}" for part in parts})
+    sets = sorted({f"{shard['set']}-*-of-{shard['count']}" for shard in parts})
     if len(sets) > 1:
         named = ", ".join(f"`{name}`" for name in sets)
         raise CheckpointError(
             f"`{root}` has no `{INDEX_NAME}`, and shards of {len(sets)} sets ({named})",
             "keep the shards of one set, or copy the index",
         )
-    missing = int(parts[0]["count"]) - len({int(part["number"]) for part in parts})
+    missing = int(parts[0]["count"]) - len({int(shard["number"]) for shard in parts})
     if missing:
         raise CheckpointError(
             f"`{root}` has no `{INDEX_NAME}`, and lacks {missing} of the {parts[0]['count']} shards of `{sets[0]}`",

@@ -52,9 +52,11 @@ class QuantizeExperts:
         ) -> list[tuple[UnitKey, QuantSpec, PlainMatrix]]:
             expert, handed, tokens = job
             weights = {name: lowering.unit(UnitKey(layer, expert, name)).float() for name in projections}
-            own = None if handed is None else (torch.tensor(handed[0]), torch.tensor(handed[1]))
+            expert_moments = None if handed is None else (torch.tensor(handed[0]), torch.tensor(handed[1]))
             with torch.inference_mode():
-                matrices = self.quantizer.run(expert, weights, own, tokens, partial(exact_matrices, lowering))
+                matrices = self.quantizer.run(
+                    expert, weights, expert_moments, tokens, partial(exact_matrices, lowering)
+                )
             return [(unit, spec, to_plain(matrix)) for (unit, spec), matrix in matrices.items()]
 
         with workers(site.threads) as pool:

@@ -123,8 +123,8 @@ class Pool:
 
     def on_all(self, job: Job) -> None:
         """Have every worker do a job of which nothing comes back; one that has died has nothing to do."""
-        asked = [actor.run.remote(0, job) for actor in self.actors]
-        for answer in asked:
+        answers = [actor.run.remote(0, job) for actor in self.actors]
+        for answer in answers:
             with suppress(self._ray.exceptions.RayError):
                 self._ray.get(answer)
 
@@ -132,8 +132,8 @@ class Pool:
         errors = self._ray.exceptions
         while True:
             try:
-                found: tuple[int, Any] = self._pool.get_next_unordered(timeout=LOOK_SECONDS)
-                return found
+                result: tuple[int, Any] = self._pool.get_next_unordered(timeout=LOOK_SECONDS)
+                return result
             except TimeoutError:
                 self._look_for_nodes()
             except errors.RayTaskError as error:
@@ -169,8 +169,8 @@ class NodeNeeds:
 
 
 def _fetch(ray: Any, handles: Sequence[Handle]) -> list[Any]:
-    found: list[Any] = ray.get(list(handles))
-    return found
+    objects: list[Any] = ray.get(list(handles))
+    return objects
 
 
 class Worker:
@@ -203,11 +203,11 @@ class Worker:
 
 def installed() -> dict[str, str]:
     """Return the versions of everything that decides bits."""
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def instruction_set() -> str:
@@ -314,11 +314,11 @@ def _checked(
     ray: Any, nodes: Sequence[dict[str, Any]], actors: Sequence[Any], wanted: NodeNeeds, talk: Talk
 ) -> list[Any]:
     """The workers that start in time, each on a node that computes the same. Raises OptionError, ExecutionError."""
-    asked = [actor.look.remote() for actor in actors]
+    answers = [actor.look.remote() for actor in actors]
     progress, in_time = talk.progress("asking the nodes"), list[Any]()
-    for done in range(1, len(asked) + 1):
-        in_time, late = ray.wait(asked, num_returns=done, timeout=START_SECONDS)
-        progress(done, len(asked))
+    for done in range(1, len(answers) + 1):
+        in_time, late = ray.wait(answers, num_returns=done, timeout=START_SECONDS)
+        progress(done, len(answers))
         if late and len(in_time) < done:
             break
     if not in_time:
@@ -326,7 +326,7 @@ def _checked(
             f"no worker started on {len(nodes)} nodes in {START_SECONDS} s",
             "look at `ray status` for what takes the cluster",
         )
-    for node, answer in zip(nodes, asked, strict=True):
+    for node, answer in zip(nodes, answers, strict=True):
         if answer not in in_time:
             talk.note(f"no worker started on node {node_name(node)} in {START_SECONDS} s; the others do without it")
             continue
@@ -337,7 +337,7 @@ def _checked(
                 f"node {node_name(node)} cannot run moec: {_first_line(error)}",
                 'install the same there: pip install "moec[cluster]"',
             ) from error
-    return [actor for actor, answer in zip(actors, asked, strict=True) if answer in in_time]
+    return [actor for actor, answer in zip(actors, answers, strict=True) if answer in in_time]
 
 
 def check_node(name: str, report: NodeReport, wanted: NodeNeeds, talk: Talk) -> None:
@@ -349,9 +349,9 @@ def check_node(name: str, report: NodeReport, wanted: NodeNeeds, talk: Talk) -> 
                 "install the same versions on every node",
             )
     if report.problem is not None or report.identity != wanted.identity:
-        found = "another checkpoint lies there" if report.problem is None else report.problem.message
+        reason = "another checkpoint lies there" if report.problem is None else report.problem.message
         raise OptionError(
-            f"node {name} does not see the checkpoint `{wanted.source}`: {found}",
+            f"node {name} does not see the checkpoint `{wanted.source}`: {reason}",
             "put it on a path that all nodes share, or give an fsspec URL",
         ) from report.problem
     if report.free_bytes < wanted.bundle_bytes:

@@ -41,18 +41,18 @@ def experts_quantized_by(pool: Pool) -> QuantizeElsewhere:
 
     def quantize(quantizer: ExpertQuantizer, inputs: LayerInputs | None, experts: Sequence[int]) -> Iterator[Matrices]:
         def jobs() -> Iterator[Job]:
-            for part in in_parts(experts, min(pool.per_job(len(experts)), pool.threads)):
+            for chunk in in_parts(experts, min(pool.per_job(len(experts)), pool.threads)):
                 if inputs is None:
-                    yield QuantizeExperts(quantizer, tuple(part), None, (0,) * len(part))
+                    yield QuantizeExperts(quantizer, tuple(chunk), None, (0,) * len(chunk))
                     continue
-                handed = [inputs.moments_of(expert) for expert in part]
+                handed = [inputs.moments_of(expert) for expert in chunk]
                 moments = [tuple(moment.numpy() for moment in moments) for moments, _ in handed]
                 tokens = tuple(count for _, count in handed)
-                yield QuantizeExperts(quantizer, tuple(part), pool.put(moments), tokens)
+                yield QuantizeExperts(quantizer, tuple(chunk), pool.put(moments), tokens)
 
         for quantized in pool.in_order(jobs()):
-            for found in quantized:
-                yield {(unit, spec): from_plain(plain) for unit, spec, plain in found}
+            for matrices in quantized:
+                yield {(unit, spec): from_plain(plain) for unit, spec, plain in matrices}
 
     return quantize
 
@@ -65,8 +65,8 @@ def experts_priced_by(pool: Pool) -> PriceElsewhere:
         shapes = {name: store.model.unit_shape(layer, name) for name in projections}
         arrays, experts = pool.put(handed.to_arrays()), range(store.model.layers[layer].experts.count)
 
-        def packed(part: Sequence[int]) -> dict[tuple[UnitKey, QuantSpec], np.ndarray]:
-            units = [UnitKey(layer, expert, name) for expert in part for name in projections]
+        def packed(chunk: Sequence[int]) -> dict[tuple[UnitKey, QuantSpec], np.ndarray]:
+            units = [UnitKey(layer, expert, name) for expert in chunk for name in projections]
             return {
                 (unit, spec): store.for_bundle(unit, spec)
                 for unit in units
@@ -75,9 +75,9 @@ def experts_priced_by(pool: Pool) -> PriceElsewhere:
             }
 
         def jobs() -> Iterator[Job]:
-            for part in in_parts(experts, min(pool.per_job(len(experts)), pool.threads)):
-                known = (arrays, handed.num_texts, pool.put(packed(part)))
-                yield PriceExperts(layer, tuple(part), tuple(specs), *known)
+            for chunk in in_parts(experts, min(pool.per_job(len(experts)), pool.threads)):
+                known = (arrays, handed.num_texts, pool.put(packed(chunk)))
+                yield PriceExperts(layer, tuple(chunk), tuple(specs), *known)
 
         for priced in pool.in_order(jobs()):
             yield from priced
@@ -159,7 +159,7 @@ def _in_text_order(
             end = start + counts[text]
             spans[text] = measured.kl[start:end], measured.agrees[start:end], measured.nll[start:end]
             start = end
-    kl, agrees, nll = (np.concatenate([spans[text][part] for text in sorted(spans)]) for part in range(3))
+    kl, agrees, nll = (np.concatenate([spans[text][measure] for text in sorted(spans)]) for measure in range(3))
     return AnswerMeasures(kl, agrees, nll)
 
 
@@ -181,17 +181,17 @@ class RemoteEngine:
 
     def generate(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[Generation]:
         """Return continuations of prompts."""
-        return self._collect(requests, progress, lambda part: BundleGenerations(self.bundle, part))
+        return self._collect(requests, progress, lambda chunk: BundleGenerations(self.bundle, chunk))
 
     def answer_log_probs(self, pairs: Sequence[tuple[str, str]], progress: Progress) -> list[AnswerScore]:
         """Return the score of each answer after its prompt."""
-        return self._collect(pairs, progress, lambda part: BundleScores(self.bundle, part))
+        return self._collect(pairs, progress, lambda chunk: BundleScores(self.bundle, chunk))
 
     def _collect(self, items: Sequence[Any], progress: Progress, job: Callable[[Sequence[Any]], Job]) -> list[Any]:
         parts = list(in_parts(items, min(_ITEMS_PER_BUNDLE_JOB, -(-len(items) // self._pool.count))))
-        answers = self._pool.in_order(job(part) for part in parts)
-        found: list[Any] = []
+        answers = self._pool.in_order(job(chunk) for chunk in parts)
+        results: list[Any] = []
         for answer in answers:
-            found += answer
-            progress(len(found), len(items))
-        return found
+            results += answer
+            progress(len(results), len(items))
+        return results

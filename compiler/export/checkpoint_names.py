@@ -51,8 +51,8 @@ def names_of(root: Path, model: ModelSpec, config: Mapping[str, Any], generation
     values = corrections(model)
     names = [*values, *(_STACKS[model.family].format(layer=at) for at in _routed(model) if model.family in _STACKS)]
     tensors = {name: TensorRef("", "BF16", (), 0, 0) for name in names}
-    own = {**config, "tie_word_embeddings": model.tie_embeddings}
-    lowering = FAMILIES[model.family](_Named(root, root.name, own, generation, tensors, values=values))
+    own_config = {**config, "tie_word_embeddings": model.tie_embeddings}
+    lowering = FAMILIES[model.family](_Named(root, root.name, own_config, generation, tensors, values=values))
     if lowering.model != model:
         raise OptionError(f"`{root}`: config.json does not describe the model of moec.json", "copy the bundle again")
     return lowering
@@ -60,14 +60,14 @@ def names_of(root: Path, model: ModelSpec, config: Mapping[str, Any], generation
 
 def corrections(model: ModelSpec) -> dict[str, torch.Tensor]:
     """Return the score corrections by their names on disk, float32."""
-    found = dict[str, torch.Tensor]()
+    tensors = dict[str, torch.Tensor]()
     for layer in _routed(model):
         values = model.layers[layer].experts.router.correction
         if values:
             tensor = torch.tensor(values, dtype=torch.float32)
             name = _CORRECTIONS[model.family].format(layer=layer)
-            found[name] = tensor[None] if model.family in _ROW_OF_EXPERTS else tensor
-    return found
+            tensors[name] = tensor[None] if model.family in _ROW_OF_EXPERTS else tensor
+    return tensors
 
 
 def _routed(model: ModelSpec) -> list[int]:

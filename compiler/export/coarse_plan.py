@@ -46,8 +46,11 @@ class EnginePlan:
     @property
     def expert_bytes(self) -> int:
         """Bytes of all experts in the engine."""
-        shapes = ((each, self.plan.model.unit_shape(unit.layer, unit.projection)) for unit, each in self.units.items())
-        return round(sum(each.bytes_of(*shape) for each, shape in shapes))
+        shapes = (
+            (engine_format, self.plan.model.unit_shape(unit.layer, unit.projection))
+            for unit, engine_format in self.units.items()
+        )
+        return round(sum(engine_format.bytes_of(*shape) for engine_format, shape in shapes))
 
     @property
     def bits_per_weight(self) -> float:
@@ -61,7 +64,9 @@ class EnginePlan:
 
     def in_our_formats(self) -> CompilePlan:
         """Return the plan whose loss is measured: a format of ours for each of the engine's."""
-        return replace(self.plan, units={unit: each.stand_in for unit, each in self.units.items()}, low_units={})
+        return replace(
+            self.plan, units={unit: engine_format.stand_in for unit, engine_format in self.units.items()}, low_units={}
+        )
 
 
 def coarse_plan(engine: str, plan: CompilePlan, predicted: UnitLoss | None = None) -> EnginePlan:
@@ -102,10 +107,10 @@ def _stack_choice(engine: str, plan: CompilePlan, predicted: UnitLoss | None) ->
     for row, stack in enumerate(stacks):
         rows, columns = plan.model.unit_shape(stack[0].layer, stack[0].projection)
         loss = _stack_loss(plan, stack, predicted)
-        for column, each in enumerate(formats):
-            if each.fits(columns):
-                costs[row, column] = len(stack) * each.bytes_of(rows, columns)
-                losses[row, column] = loss(each)
+        for column, offered in enumerate(formats):
+            if offered.fits(columns):
+                costs[row, column] = len(stack) * offered.bytes_of(rows, columns)
+                losses[row, column] = loss(offered)
     choice = least_loss(ChoiceTable(costs, losses), plan.expert_packed_bytes)
     if choice is None:
         choice = np.argmin(costs, axis=1)
@@ -114,10 +119,10 @@ def _stack_choice(engine: str, plan: CompilePlan, predicted: UnitLoss | None) ->
 
 def _stacks(plan: CompilePlan) -> list[list[UnitKey]]:
     """Return the units of each layer and projection."""
-    found = defaultdict[tuple[int, str], list[UnitKey]](list)
+    stacks = defaultdict[tuple[int, str], list[UnitKey]](list)
     for unit in plan.units:
-        found[unit.layer, unit.projection].append(unit)
-    return list(found.values())
+        stacks[unit.layer, unit.projection].append(unit)
+    return list(stacks.values())
 
 
 def _stack_loss(
@@ -130,52 +135,54 @@ def _stack_loss(
     Source of the quarter: the error of uniform rounding, whose square halves twice with each bit.
     """
     if predicted is not None:
-        return lambda each: sum(predicted(unit, each.stand_in) for unit in stack)
+        return lambda offered: sum(predicted(unit, offered.stand_in) for unit in stack)
     rows, columns = plan.model.unit_shape(stack[0].layer, stack[0].projection)
     bits = [0.0 if spec.is_pruned else spec.bits_per_weight(columns) for spec in (plan.units[unit] for unit in stack)]
     mean_bits: float = sum(bits) / len(bits)
-    return lambda each: float(len(stack) * rows * columns * 4.0 ** (mean_bits - each.bits))
+    return lambda offered: float(len(stack) * rows * columns * 4.0 ** (mean_bits - offered.bits))
 
 
 def _unit_formats(plan: CompilePlan) -> dict[UnitKey, EngineFormat]:
     """Return GPTQModel's format of each matrix. Experts that are left out get the smallest format of their layer."""
-    model, found = plan.model, dict[UnitKey, EngineFormat]()
+    model, formats = plan.model, dict[UnitKey, EngineFormat]()
     for layer in model.expert_layers:
-        kept = [unit for unit in model.units_of_layer(layer) if not plan.units[unit].is_pruned]
-        for unit in kept:
+        present = [unit for unit in model.units_of_layer(layer) if not plan.units[unit].is_pruned]
+        for unit in present:
             columns = model.unit_shape(layer, unit.projection)[1]
-            found[unit] = gptqmodel_format(plan.units[unit], columns, _plain(plan))
+            formats[unit] = gptqmodel_format(plan.units[unit], columns, _plain(plan))
         for unit in model.units_of_layer(layer):
-            if unit not in found:
-                found[unit] = _smallest_of_layer(plan, kept, unit)
+            if unit not in formats:
+                formats[unit] = _smallest_of_layer(plan, present, unit)
     if shares_gate_and_up(model.family):
-        for unit in [unit for unit in found if unit.projection == "gate"]:
+        for unit in [unit for unit in formats if unit.projection == "gate"]:
             other = UnitKey(unit.layer, unit.expert, "up")
-            found[unit] = found[other] = max(found[unit], found[other], key=lambda each: each.bits)
-    return found
+            formats[unit] = formats[other] = max(
+                formats[unit], formats[other], key=lambda engine_format: engine_format.bits
+            )
+    return formats
 
 
-def _smallest_of_layer(plan: CompilePlan, kept: Sequence[UnitKey], unit: UnitKey) -> EngineFormat:
+def _smallest_of_layer(plan: CompilePlan, present: Sequence[UnitKey], unit: UnitKey) -> EngineFormat:
     """Return the format of a matrix of an expert that is left out: that of the fewest bits that its layer has."""
     columns = plan.model.unit_shape(unit.layer, unit.projection)[1]
-    specs = {plan.units[other] for other in kept}
+    specs = {plan.units[other] for other in present}
     formats = [gptqmodel_format(spec, columns, _plain(plan)) for spec in specs if spec.fits(columns)]
-    return min(formats, key=lambda each: each.bits)
+    return min(formats, key=lambda engine_format: engine_format.bits)
 
 
 def _dense_formats(engine: str, plan: CompilePlan) -> dict[str, EngineFormat]:
     """Return the format of each dense group: that of most of its weights, or the nearest one with no fewer bits."""
-    shapes, found = plan.model.dense_shapes(), dict[str, EngineFormat]()
+    shapes, formats = plan.model.dense_shapes(), dict[str, EngineFormat]()
     for group in dense_groups(plan.model):
         weights = Counter[QuantSpec]()
         for name in group.tensors:
             weights[plan.dense[name]] += shapes[name][0] * shapes[name][1]
         columns = sorted({shapes[name][1] for name in group.tensors})
-        found[group.name] = _dense_format(engine, plan, weights.most_common(1)[0][0], columns)
+        formats[group.name] = _dense_format(engine, plan, weights.most_common(1)[0][0], columns)
     for name in _UNTOUCHED.get(engine, ()):
-        if name in found:
-            found[name] = gptqmodel_format(_plain(plan), 1, _plain(plan))
-    return found
+        if name in formats:
+            formats[name] = gptqmodel_format(_plain(plan), 1, _plain(plan))
+    return formats
 
 
 def _dense_format(engine: str, plan: CompilePlan, spec: QuantSpec, columns: Sequence[int]) -> EngineFormat:
@@ -186,7 +193,13 @@ def _dense_format(engine: str, plan: CompilePlan, spec: QuantSpec, columns: Sequ
     plain = _plain(plan)
     if engine == GPTQMODEL:
         return gptqmodel_format(spec if all(map(spec.fits, columns)) else plain, columns[0], plain)
-    offered = [each for each in offered_formats(engine, plain, False) if not each.needs_importance]
-    enough = [each for each in offered if each.stand_in.bitwidth >= spec.bitwidth and all(map(each.fits, columns))]
+    offered = [
+        engine_format for engine_format in offered_formats(engine, plain, False) if not engine_format.needs_importance
+    ]
+    enough = [
+        engine_format
+        for engine_format in offered
+        if engine_format.stand_in.bitwidth >= spec.bitwidth and all(map(engine_format.fits, columns))
+    ]
     stored = spec.bits_per_weight(columns[0])
-    return min(enough, key=lambda each: (each.stand_in.bitwidth, abs(each.bits - stored)))
+    return min(enough, key=lambda engine_format: (engine_format.stand_in.bitwidth, abs(engine_format.bits - stored)))

@@ -73,22 +73,24 @@ def engine_file(plan: EnginePlan, name: str) -> str:
 
 def tensor_types(plan: EnginePlan) -> str:
     """Return the lines REGEX=TYPE of llama-quantize."""
-    lines = [f"{llama_cpp_dense(group)}={each.name}" for group, each in plan.dense.items()]
-    for (layer, projection), each in _stacks(plan).items():
-        lines.append(f"^{re.escape(llama_cpp_stack(layer, projection))}$={each.name}")
+    lines = [f"{llama_cpp_dense(group)}={engine_format.name}" for group, engine_format in plan.dense.items()]
+    for (layer, projection), engine_format in _stacks(plan).items():
+        lines.append(f"^{re.escape(llama_cpp_stack(layer, projection))}$={engine_format.name}")
     return "\n".join(lines) + "\n"
 
 
 def predicate(plan: EnginePlan, name: str) -> str:
     """Return a Python file with `quant_predicate`. It has no entry for modules that keep 16 bits."""
     model, formats = plan.plan.model, dict[str, Mapping[str, object]]()
-    for group, each in plan.dense.items():
-        if each.is_quantized:
-            formats.update(dict.fromkeys(mlx_dense(model, group), each.settings))
-    for (layer, projection), each in _stacks(plan).items():
-        if each.is_quantized:
-            formats[mlx_stack(model.family, layer, projection)] = each.settings
-    lines = "".join(f"    {json.dumps(path)}: {json.dumps(dict(each))},\n" for path, each in formats.items())
+    for group, engine_format in plan.dense.items():
+        if engine_format.is_quantized:
+            formats.update(dict.fromkeys(mlx_dense(model, group), engine_format.settings))
+    for (layer, projection), engine_format in _stacks(plan).items():
+        if engine_format.is_quantized:
+            formats[mlx_stack(model.family, layer, projection)] = engine_format.settings
+    lines = "".join(
+        f"    {json.dumps(path)}: {json.dumps(dict(engine_format))},\n" for path, engine_format in formats.items()
+    )
     shown = name if re.fullmatch(r"[\w.-]+", name) else "FILE"
     module = shown.removesuffix(".py")
     return _PREDICATE.format(
@@ -99,25 +101,25 @@ def predicate(plan: EnginePlan, name: str) -> str:
 def dynamic_rules(plan: EnginePlan) -> str:
     """Return the JSON object of `QuantizeConfig(dynamic=...)`: a rule per layer, projection and format."""
     model, rules = plan.plan.model, dict[str, dict[str, object]]()
-    for group, each in plan.dense.items():
+    for group, engine_format in plan.dense.items():
         pattern = gptqmodel_dense(group)
         if pattern is not None:
-            rules[_rule(pattern, each)] = dict(each.settings)
+            rules[_rule(pattern, engine_format)] = dict(engine_format.settings)
     experts = defaultdict[tuple[int, str, str], list[int]](list)
-    for unit, each in plan.units.items():
-        experts[unit.layer, unit.projection, each.name].append(unit.expert)
+    for unit, engine_format in plan.units.items():
+        experts[unit.layer, unit.projection, engine_format.name].append(unit.expert)
     for (layer, projection, _), chosen in experts.items():
-        each = plan.units[UnitKey(layer, chosen[0], projection)]
+        engine_format = plan.units[UnitKey(layer, chosen[0], projection)]
         pattern = gptqmodel_experts(model.family, layer, projection, chosen, model.layers[layer].experts.count)
-        rules[_rule(pattern, each)] = dict(each.settings)
+        rules[_rule(pattern, engine_format)] = dict(engine_format.settings)
     lines = (f" {json.dumps(pattern)}: {json.dumps(settings)}" for pattern, settings in rules.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _rule(pattern: str, each: EngineFormat) -> str:
-    return f"{'+' if each.is_quantized else '-'}:{pattern}"
+def _rule(pattern: str, engine_format: EngineFormat) -> str:
+    return f"{'+' if engine_format.is_quantized else '-'}:{pattern}"
 
 
 def _stacks(plan: EnginePlan) -> dict[tuple[int, str], EngineFormat]:
     """Return the one format of each layer and projection."""
-    return {(unit.layer, unit.projection): each for unit, each in plan.units.items()}
+    return {(unit.layer, unit.projection): engine_format for unit, engine_format in plan.units.items()}

@@ -90,11 +90,11 @@ def offered_formats(engine: str, plain: QuantSpec, has_mxfp4: bool) -> tuple[Eng
     plain: the format of weights that keep 16 bits.
     has_mxfp4: whether the checkpoint's own experts are MXFP4, which then is offered as it is.
     """
-    found = _llama_cpp_formats(plain) if engine == LLAMA_CPP else _mlx_formats(plain)
+    formats = _llama_cpp_formats(plain) if engine == LLAMA_CPP else _mlx_formats(plain)
     if has_mxfp4:
         settings = _MLX_MXFP4 if engine == MLX else {}
-        found.append(EngineFormat(_MXFP4, 4.25, _BLOCK, QuantSpec.parse(_MXFP4), settings))
-    return tuple(sorted(found, key=lambda each: each.bits))
+        formats.append(EngineFormat(_MXFP4, 4.25, _BLOCK, QuantSpec.parse(_MXFP4), settings))
+    return tuple(sorted(formats, key=lambda engine_format: engine_format.bits))
 
 
 def _llama_cpp_formats(plain: QuantSpec) -> list[EngineFormat]:

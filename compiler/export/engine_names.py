@@ -80,8 +80,8 @@ def llama_cpp_dense(group: str) -> str:
     layer = _layer_of(group)
     if layer is None:
         return {"embedding": r"^token_embd\.weight$", "lm_head": r"^output\.weight$"}[group]
-    own = "attn_" if group.endswith(".attention") else r"ffn_(gate|up|down)(_shexp)?\.weight$"
-    return rf"^blk\.{layer}\.{own}"
+    modules = "attn_" if group.endswith(".attention") else r"ffn_(gate|up|down)(_shexp)?\.weight$"
+    return rf"^blk\.{layer}\.{modules}"
 
 
 def mlx_stack(family: str, layer: int, projection: str) -> str:
@@ -125,8 +125,8 @@ def gptqmodel_dense(group: str) -> str | None:
     layer = _layer_of(group)
     if layer is None:
         return None
-    own = r"self_attn\..*" if group.endswith(".attention") else r"mlp\.(shared_experts?\.)?(gate|up|down)_proj"
-    return rf"^model\.layers\.{layer}\.{own}$"
+    modules = r"self_attn\..*" if group.endswith(".attention") else r"mlp\.(shared_experts?\.)?(gate|up|down)_proj"
+    return rf"^model\.layers\.{layer}\.{modules}$"
 
 
 def _alternatives(numbers: Iterable[int]) -> str:

@@ -83,7 +83,7 @@ def export_folder(
     _check_left_out(bundle, lowering, left_out)
     parts = _parts(lowering)
     size = DTYPES[dtype].itemsize
-    total = sum(size * _elements(own[0][0].shape) for own in parts.values())
+    total = sum(size * _elements(tensor_parts[0][0].shape) for tensor_parts in parts.values())
     with disk_errors(partial):
         _check_partial(partial)
     with disk_errors(partial), removed_on_failure(disk, partial):
@@ -92,9 +92,9 @@ def export_folder(
         disk.make_directory(partial)
         tensors = _tensors(bundle, lowering, parts, left_out, DTYPES[dtype])
         written = _write_shards(partial, tensors, len(parts), progress)
-        own = {**_plain_config(config), "tie_word_embeddings": model.tie_embeddings, "dtype": dtype}
-        own.pop("torch_dtype", None)
-        files = {**bundle.files, CONFIG_NAME: _json(own), INDEX_NAME: _json(written)}
+        plain_config = {**_plain_config(config), "tie_word_embeddings": model.tie_embeddings, "dtype": dtype}
+        plain_config.pop("torch_dtype", None)
+        files = {**bundle.files, CONFIG_NAME: _json(plain_config), INDEX_NAME: _json(written)}
         for name, data in files.items():
             disk.write_file(partial / name, data)
         mode = (partial / CONFIG_NAME).stat().st_mode  # the library makes files that only their owner may read
@@ -130,12 +130,12 @@ def _check_left_out(bundle: ExportedBundle, lowering: Lowering, left_out: set[Ex
 
 def _parts(lowering: Lowering) -> dict[str, list[Part]]:
     """Return the parts of each tensor on disk, in the order of the layers."""
-    found = defaultdict[str, list[Part]](list)
+    parts = defaultdict[str, list[Part]](list)
     for name, source in lowering.dense.items():
-        found[source.name].append((source, name))
+        parts[source.name].append((source, name))
     for key, source in lowering.units.items():
-        found[source.name].append((source, key))
-    return dict(found)
+        parts[source.name].append((source, key))
+    return dict(parts)
 
 
 def _tensors(
@@ -146,9 +146,9 @@ def _tensors(
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors on disk by name, one at a time."""
-    for name, own in parts.items():
-        tensor = torch.zeros(own[0][0].shape, dtype=torch.float32)
-        for source, weight in own:
+    for name, tensor_parts in parts.items():
+        tensor = torch.zeros(tensor_parts[0][0].shape, dtype=torch.float32)
+        for source, weight in tensor_parts:
             if isinstance(weight, UnitKey):
                 if ExpertKey(weight.layer, weight.expert) not in left_out:
                     _fill(tensor, source, bundle.weights.unit(weight))
@@ -183,22 +183,22 @@ def _write_shards(
     """Write tensors into files of at most SHARD_BYTES, and return the index."""
     from safetensors.torch import save_file
 
-    places, shard, held, total, files = dict[str, str](), dict[str, torch.Tensor](), 0, 0, 0
+    places, shard, shard_bytes, total, files = dict[str, str](), dict[str, torch.Tensor](), 0, 0, 0
 
     def save() -> None:
-        nonlocal files, held
+        nonlocal files, shard_bytes
         files += 1
         name = f"model-{files:05}.safetensors"
         save_file(shard, folder / name, metadata={"format": "pt"})
         places.update(dict.fromkeys(shard, name))
         shard.clear()
-        held = 0
+        shard_bytes = 0
 
     for done, (name, tensor) in enumerate(tensors, 1):
-        if shard and held + tensor.nbytes > SHARD_BYTES:
+        if shard and shard_bytes + tensor.nbytes > SHARD_BYTES:
             save()
         shard[name] = tensor
-        held += tensor.nbytes
+        shard_bytes += tensor.nbytes
         total += tensor.nbytes
         if progress is not None:
             progress(min(done, count), count)

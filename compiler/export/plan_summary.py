@@ -30,7 +30,7 @@ def summary(plan: EnginePlan, cost: PlanCost | None) -> dict[str, Any]:
         "engine": plan.engine,
         "family": bundle.model.family,
         "layers": _layers(plan),
-        "dense": {name: each.name for name, each in plan.dense.items()},
+        "dense": {name: engine_format.name for name, engine_format in plan.dense.items()},
         "expert_bytes": plan.expert_bytes,
         "bits_per_weight": plan.bits_per_weight,
         "bundle_expert_bytes": bundle.expert_packed_bytes,
@@ -42,15 +42,15 @@ def summary(plan: EnginePlan, cost: PlanCost | None) -> dict[str, Any]:
 
 
 def _layers(plan: EnginePlan) -> list[dict[str, Any]]:
-    model, found = plan.plan.model, []
+    model, rows = plan.plan.model, []
     for layer in model.expert_layers:
         row: dict[str, Any] = {"layer": layer}
         for projection in model.layers[layer].experts.projections:
             experts = range(model.layers[layer].experts.count)
             names = (plan.units[UnitKey(layer, expert, projection)].name for expert in experts)
             row[projection] = dict(sorted(Counter(names).items(), key=lambda item: (-item[1], item[0])))
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _notes(plan: EnginePlan) -> Iterator[str]:
@@ -64,7 +64,7 @@ def _notes(plan: EnginePlan) -> Iterator[str]:
         yield f"the second versions of {len(bundle.low_experts)} experts are left out: {engine} has one version of each"
     if bundle.model.family == "gpt_oss":
         yield f"published checkpoints of gpt-oss hold packed experts: {_PUBLISHED_PACKED[engine]}"
-    important = sorted({each.name for each in plan.units.values() if each.needs_importance})
+    important = sorted({engine_format.name for engine_format in plan.units.values() if engine_format.needs_importance})
     if important:
         yield f"llama-quantize needs importance data for {', '.join(important)}: add `--imatrix FILE`"
     yield from _size_notes(plan)
@@ -72,20 +72,20 @@ def _notes(plan: EnginePlan) -> Iterator[str]:
 
 def _size_notes(plan: EnginePlan) -> Iterator[str]:
     """Yield why the experts take more bytes than in the bundle, if they do."""
-    own, size = plan.plan.expert_packed_bytes, plan.expert_bytes
-    if size <= own:
+    bundle_bytes, size = plan.plan.expert_packed_bytes, plan.expert_bytes
+    if size <= bundle_bytes:
         return
     reason = f"{plan.engine} has no smaller formats for these matrices"
     if plan.engine == GPTQMODEL:
         reason = f"scales of GPTQ are wider{_raised(plan)}"
-    yield f"the experts take {size / own - 1:.1%} more bytes than in the bundle: {reason}".replace("%", " %")
+    yield f"the experts take {size / bundle_bytes - 1:.1%} more bytes than in the bundle: {reason}".replace("%", " %")
 
 
 def _raised(plan: EnginePlan) -> str:
     """Return why matrices have more bits in GPTQModel than in the bundle, as further reasons."""
     specs = plan.plan.units.values()
     count = sum(not spec.is_pruned and spec.bitwidth < 16 and spec.bitwidth not in GPTQMODEL_BITS for spec in specs)
-    found = f", {count} matrices get the next larger bitwidth that GPTQModel has" if count else ""
+    wider = f", {count} matrices get the next larger bitwidth that GPTQModel has" if count else ""
     shared = ", gate and up of an expert share the larger format" if shares_gate_and_up(plan.plan.model.family) else ""
-    kept = ", experts that the bundle leaves out are kept" if plan.left_out else ""
-    return found + shared + kept
+    present = ", experts that the bundle leaves out are kept" if plan.left_out else ""
+    return wider + shared + present

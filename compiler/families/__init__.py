@@ -1,12 +1,12 @@
-"""Model families: how each checkpoint names its weights and settings.
+"""Model families: how each checkpoint names its weights and settings. No other package depends on these names.
 
-No other package depends on these names.
-A family is one module with `lower(checkpoint) -> Lowering`. FAMILIES lists it by the `model_type` of config.json.
+A family is one module. FAMILIES lists it by the `model_type` of config.json.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from moec.manifests.errors import CheckpointError
 
@@ -25,33 +25,38 @@ from . import (
     qwen,
     switch_transformers,
 )
+from .decoder import lower_family
 from .lowering import Lowering, TensorSource
 
 __all__ = ["FAMILIES", "Lowering", "TensorSource", "lower"]
 
+_DECODERS = {
+    "deepseek": (deepseek_moe.NAMES, deepseek_moe.parts),
+    "deepseek_v2": (deepseek.NAMES, deepseek.v2_parts),
+    "deepseek_v3": (deepseek.NAMES, deepseek.v3_parts),
+    "ernie4_5_moe": (ernie4_5_moe.NAMES, ernie4_5_moe.parts),
+    "glm4_moe": (glm4_moe.NAMES, glm4_moe.parts),
+    "gpt_oss": (gpt_oss.NAMES, gpt_oss.parts),
+    "granitemoe": (granite.NAMES, granite.parts),
+    "minicpm": (minicpm.NAMES, minicpm.parts),
+    "mixtral": (mixtral.NAMES, mixtral.parts),
+    "olmoe": (olmoe.NAMES, olmoe.parts),
+    "phimoe": (phimoe.NAMES, phimoe.parts),
+    "qwen2_moe": (qwen.NAMES, qwen.qwen2_parts),
+    "qwen3_moe": (qwen.NAMES, qwen.qwen3_parts),
+}
 FAMILIES: Mapping[str, Callable[[Checkpoint], Lowering]] = {
-    "deepseek": deepseek_moe.lower,
-    "deepseek_v2": deepseek.lower_v2,
-    "deepseek_v3": deepseek.lower_v3,
-    "ernie4_5_moe": ernie4_5_moe.lower,
-    "glm4_moe": glm4_moe.lower,
-    "gpt_oss": gpt_oss.lower,
-    "granitemoe": granite.lower,
-    "minicpm": minicpm.lower,
-    "mixtral": mixtral.lower,
-    "olmoe": olmoe.lower,
-    "phimoe": phimoe.lower,
-    "qwen2_moe": qwen.lower_qwen2,
-    "qwen3_moe": qwen.lower_qwen3,
+    **{family: partial(lower_family, family, names, parts) for family, (names, parts) in _DECODERS.items()},
     "switch_transformers": switch_transformers.lower,
 }
+"""Functions that translate a checkpoint.
+
+They raise CheckpointError, which names the key of config.json, if a setting is not supported.
+"""
 
 
 def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a checkpoint.
-
-    Raises CheckpointError if the family is unknown, or if the family does not support a setting.
-    """
+    """Translate a checkpoint. Raises the errors of FAMILIES, and CheckpointError if the family is unknown."""
     family = checkpoint.config["model_type"]
     if family not in FAMILIES:
         raise CheckpointError(

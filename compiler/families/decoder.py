@@ -170,9 +170,9 @@ def read_corrections(settings: Settings, names: DecoderNames, layer: int, expert
 
 
 def lower_family(
-    checkpoint: Checkpoint, family: str, names: DecoderNames, parts: Callable[[Settings], DecoderParts]
+    family: str, names: DecoderNames, parts: Callable[[Settings], DecoderParts], checkpoint: Checkpoint
 ) -> Lowering:
-    """Translate a checkpoint.
+    """Translate a checkpoint of a family.
 
     parts: reads the settings that are specific to the family.
     Raises CheckpointError, which names the key of config.json, if a setting is not supported.

@@ -133,25 +133,27 @@ class _Place:
 
 def _layer_places(checkpoint: Checkpoint, layer: LayerSpec, names: DecoderNames, prefix: str) -> dict[str, _Place]:
     """Return where the dense weights of a layer lie. The result covers layers of every kind."""
-    found = {name: _Place(prefix + on_disk) for name, on_disk in _LAYER_NAMES.items()}
+    places = {name: _Place(prefix + on_disk) for name, on_disk in _LAYER_NAMES.items()}
     latent = layer.attention.latent
     if latent is not None:
         both, up = latent.plain_size + latent.value_size, prefix + "self_attn.kv_b_proj.weight"
         heads = layer.attention.num_heads
-        found["query"] = _Place(prefix + f"self_attn.{'q_b_proj' if latent.query_rank else 'q_proj'}.weight")
-        found["key_up"] = _Place(up, heads=HeadPart(heads, both, 0, latent.plain_size, is_transposed=True))
-        found["value_up"] = _Place(up, heads=HeadPart(heads, both, latent.plain_size, both))
+        places["query"] = _Place(prefix + f"self_attn.{'q_b_proj' if latent.query_rank else 'q_proj'}.weight")
+        places["key_up"] = _Place(up, heads=HeadPart(heads, both, 0, latent.plain_size, is_transposed=True))
+        places["value_up"] = _Place(up, heads=HeadPart(heads, both, latent.plain_size, both))
     on_disk = next((name for name in names.routers if prefix + name in checkpoint.tensors), names.routers[0])
-    found["router"] = _Place(prefix + on_disk, prefix + names.loaded_router)
-    found["router_bias"] = _Place(prefix + names.loaded_router.replace("weight", "bias"))
+    places["router"] = _Place(prefix + on_disk, prefix + names.loaded_router)
+    places["router_bias"] = _Place(prefix + names.loaded_router.replace("weight", "bias"))
     count = layer.experts.count
     for name, bias, first, step in (("gate", "gate_up", 0, 2), ("up", "gate_up", 1, 2), ("down", "down", 0, 1)):
-        found[f"experts_{name}_bias"] = _Place(prefix + f"mlp.experts.{bias}_proj_bias", stack=(count, first, step))
+        places[f"experts_{name}_bias"] = _Place(prefix + f"mlp.experts.{bias}_proj_bias", stack=(count, first, step))
     shared, loaded = (names.shared, names.loaded_shared or names.shared) if count else ("mlp", "mlp")
     for name in ("gate", "up", "down"):
-        found[f"shared_{name}"] = _Place(f"{prefix}{shared}.{name}_proj.weight", f"{prefix}{loaded}.{name}_proj.weight")
-    found["shared_router"] = _Place(prefix + names.shared_router)
-    return found
+        places[f"shared_{name}"] = _Place(
+            f"{prefix}{shared}.{name}_proj.weight", f"{prefix}{loaded}.{name}_proj.weight"
+        )
+    places["shared_router"] = _Place(prefix + names.shared_router)
+    return places
 
 
 def _mxfp4_units(
@@ -190,10 +192,10 @@ def _units(
         return _mxfp4_units(checkpoint, model, names, layer)
     sources = []
     for expert in range(count):
-        for projection, own in zip(PROJECTIONS, names.projections, strict=True):
+        for projection, name_of_projection in zip(PROJECTIONS, names.projections, strict=True):
             rows, columns = model.unit_shape(layer, projection)
             if stacked is None:
-                name = prefix + names.experts.format(expert=expert, projection=own)
+                name = prefix + names.experts.format(expert=expert, projection=name_of_projection)
                 source = TensorSource(name, (rows, columns))
             elif projection == "down":
                 shape = (count, columns, rows) if names.is_transposed else (count, rows, columns)

@@ -12,60 +12,44 @@ from dataclasses import replace
 
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, RouterSpec, SharedSpec
 
-from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderParts, experts_of, lower_family, plain_first, read_corrections
+from .decoder import DecoderParts, experts_of, plain_first, read_corrections
 from .decoder_weights import DecoderNames
-from .lowering import Lowering
 from .rope import read_rope, score_magnitude
 from .settings import Settings
 
-_NAMES = DecoderNames()
+NAMES = DecoderNames()
 ROUTED_EXPERTS = ("n_routed_experts", "num_local_experts")
 _LATENT_NORM_EPS = 1e-6  # of both bottlenecks, fixed in the modeling code; other norms use `rms_norm_eps`
 TRAINING = ("auto_map", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux", "head_dim", "qk_head_dim")
 
 
-def lower_v2(checkpoint: Checkpoint) -> Lowering:
-    """Translate a DeepSeek-V2 checkpoint.
-
-    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
-    """
-    return lower_family(checkpoint, "deepseek_v2", _NAMES, _v2_parts)
-
-
-def lower_v3(checkpoint: Checkpoint) -> Lowering:
-    """Translate a DeepSeek-V3 checkpoint.
-
-    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
-    """
-    return lower_family(checkpoint, "deepseek_v3", _NAMES, _v3_parts)
-
-
-def _v2_parts(settings: Settings) -> DecoderParts:
+def v2_parts(settings: Settings) -> DecoderParts:
+    """Read the settings of DeepSeek-V2."""
     fixed(settings, "scoring_func", "softmax")
     if settings.boolean("norm_topk_prob", False):
         settings.fail("norm_topk_prob", "false, all that transformers computes", "compile another checkpoint")
     is_grouped = settings.one_of("topk_method", ("greedy", "group_limited_greedy")) != "greedy"
-    groups, kept = (settings.optional_integer(key) or 1 for key in ("n_group", "topk_group"))
+    groups, chosen_groups = (settings.optional_integer(key) or 1 for key in ("n_group", "topk_group"))
     router = RouterSpec(
         "softmax",
         renormalize=False,
         scale=settings.number("routed_scaling_factor", 1.0),
         groups=groups if is_grouped else 1,
-        kept_groups=kept if is_grouped else 1,
+        kept_groups=chosen_groups if is_grouped else 1,
     )
     return DecoderParts(
         _layers(settings, _attention(settings, interleaved=True), experts_of(settings, router, count=ROUTED_EXPERTS))
     )
 
 
-def _v3_parts(settings: Settings) -> DecoderParts:
+def v3_parts(settings: Settings) -> DecoderParts:
+    """Read the settings of DeepSeek-V3."""
     fixed(settings, "scoring_func", "sigmoid")
     fixed(settings, "topk_method", "noaux_tc")
     settings.passed_over("num_nextn_predict_layers", "num_mtp_layers")  # multi-token prediction
     attention = _attention(settings, interleaved=settings.boolean("rope_interleave", True))
     layers = _layers(settings, attention, experts_of(settings, corrected_router(settings), count=ROUTED_EXPERTS))
-    return DecoderParts(with_corrections(settings, _NAMES, layers))
+    return DecoderParts(with_corrections(settings, NAMES, layers))
 
 
 def corrected_router(settings: Settings) -> RouterSpec:
@@ -85,14 +69,14 @@ def corrected_router(settings: Settings) -> RouterSpec:
 
 def with_corrections(settings: Settings, names: DecoderNames, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
     """Return the layers, each router with its own correction. Raises CheckpointError or ValueError."""
-    found = []
+    corrected = []
     for at, layer in enumerate(layers):
         experts = layer.experts
         if experts.count:
             correction = read_corrections(settings, names, at, experts.count)
             experts = replace(experts, router=replace(experts.router, correction=correction))
-        found.append(replace(layer, experts=experts))
-    return tuple(found)
+        corrected.append(replace(layer, experts=experts))
+    return tuple(corrected)
 
 
 def shared_width(settings: Settings, key: str, width: int) -> SharedSpec | None:

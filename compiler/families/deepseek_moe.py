@@ -9,35 +9,24 @@ from __future__ import annotations
 
 from moec.manifests.model import LayerSpec, RouterSpec
 
-from ..checkpoint.checkpoint import Checkpoint
 from .decoder import (
     DecoderParts,
     attention_of,
     count_layers,
     experts_of,
     first_routed,
-    lower_family,
     plain_layer,
 )
 from .decoder_weights import DecoderNames
 from .deepseek import TRAINING, fixed, shared_width
-from .lowering import Lowering
 from .rope import read_early_rope
 from .settings import Settings
 
-_NAMES = DecoderNames(stacked=(), loaded_shared="mlp.shared_expert")
+NAMES = DecoderNames(stacked=(), loaded_shared="mlp.shared_expert")
 
 
-def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a DeepSeekMoE checkpoint.
-
-    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
-    """
-    return lower_family(checkpoint, "deepseek", _NAMES, _parts)
-
-
-def _parts(settings: Settings) -> DecoderParts:
-    """Read the settings that are specific to this family."""
+def parts(settings: Settings) -> DecoderParts:
+    """Read the settings of this family."""
     settings.passed_over(*TRAINING)
     fixed(settings, "scoring_func", "softmax")
     top_k = settings.integer("num_experts_per_tok")

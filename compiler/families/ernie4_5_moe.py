@@ -8,26 +8,16 @@ from __future__ import annotations
 
 from moec.manifests.model import LayerSpec, RouterSpec
 
-from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderParts, attention_of, count_layers, experts_of, lower_family, plain_layer
+from .decoder import DecoderParts, attention_of, count_layers, experts_of, plain_layer
 from .decoder_weights import DecoderNames
 from .deepseek import shared_width, with_corrections
-from .lowering import Lowering
 from .settings import Settings
 
-_NAMES = DecoderNames(correction="mlp.moe_statics.e_score_correction_bias")
+NAMES = DecoderNames(correction="mlp.moe_statics.e_score_correction_bias")
 
 
-def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate an Ernie 4.5 MoE checkpoint.
-
-    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
-    """
-    return lower_family(checkpoint, "ernie4_5_moe", _NAMES, _parts)
-
-
-def _parts(settings: Settings) -> DecoderParts:
-    """Read the settings that are specific to this family."""
+def parts(settings: Settings) -> DecoderParts:
+    """Read the settings of this family."""
     # Weights are divided by max(their sum, moe_norm_min). Softmax shares never sum to so little.
     settings.passed_over("auto_map", "moe_norm_min", "moe_capacity", "moe_use_aux_free", "use_rmsnorm")
     if settings.boolean("use_bias", False):
@@ -40,8 +30,8 @@ def _parts(settings: Settings) -> DecoderParts:
     layers, step = count_layers(settings), settings.optional_integer("moe_layer_interval") or 1
     first, last = (_bound(settings, key, default) for key, default in (("start", 1), ("end", -1)))
     last = layers - 1 if last == -1 else last
-    found = (routed if (at + 1) % step == 0 and first <= at <= last else plain for at in range(layers))
-    return DecoderParts(with_corrections(settings, _NAMES, tuple(found)))
+    ordered = (routed if (at + 1) % step == 0 and first <= at <= last else plain for at in range(layers))
+    return DecoderParts(with_corrections(settings, NAMES, tuple(ordered)))
 
 
 def _bound(settings: Settings, end: str, default: int) -> int:

@@ -8,27 +8,17 @@ from __future__ import annotations
 
 from moec.manifests.model import LayerSpec
 
-from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderParts, attention_of, experts_of, lower_family, plain_first
+from .decoder import DecoderParts, attention_of, experts_of, plain_first
 from .decoder_weights import DecoderNames
 from .deepseek import ROUTED_EXPERTS, corrected_router, shared_width, with_corrections
-from .lowering import Lowering
 from .settings import Settings
 
-_NAMES = DecoderNames()
+NAMES = DecoderNames()
 _ROTARY_SHARE = 0.5  # used if config.json has no `partial_rotary_factor`
 
 
-def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a GLM-4-MoE checkpoint.
-
-    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
-    """
-    return lower_family(checkpoint, "glm4_moe", _NAMES, _parts)
-
-
-def _parts(settings: Settings) -> DecoderParts:
-    """Read the settings that are specific to this family."""
+def parts(settings: Settings) -> DecoderParts:
+    """Read the settings of this family."""
     settings.passed_over("num_nextn_predict_layers", "num_mtp_layers")  # multi-token prediction
     attention = attention_of(
         settings,
@@ -38,4 +28,4 @@ def _parts(settings: Settings) -> DecoderParts:
     )
     experts = experts_of(settings, corrected_router(settings), count=ROUTED_EXPERTS)
     routed = LayerSpec(attention, experts, shared_width(settings, "n_shared_experts", experts.width))
-    return DecoderParts(with_corrections(settings, _NAMES, plain_first(settings, routed, default=1)))
+    return DecoderParts(with_corrections(settings, NAMES, plain_first(settings, routed, default=1)))

@@ -10,26 +10,16 @@ from dataclasses import replace
 
 from moec.manifests.model import LayerSpec, RouterSpec
 
-from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderParts, attention_of, count_layers, experts_of, lower_family, read_windows
+from .decoder import DecoderParts, attention_of, count_layers, experts_of, read_windows
 from .decoder_weights import DecoderNames
-from .lowering import Lowering
 from .settings import Settings
 
-_NAMES = DecoderNames(routers=("mlp.router.weight",), loaded_router="mlp.router.weight", is_transposed=True)
+NAMES = DecoderNames(routers=("mlp.router.weight",), loaded_router="mlp.router.weight", is_transposed=True)
 _SLOPE = 1.702  # slope of the sigmoid; the kernels support no other
 
 
-def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a gpt-oss checkpoint.
-
-    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
-    """
-    return lower_family(checkpoint, "gpt_oss", _NAMES, _parts)
-
-
-def _parts(settings: Settings) -> DecoderParts:
-    """Read the settings that are specific to this family."""
+def parts(settings: Settings) -> DecoderParts:
+    """Read the settings of this family."""
     settings.passed_over("initial_context_length", "swiglu_alpha")
     packed = settings.raw("quantization_config")
     if packed is not None and (not isinstance(packed, dict) or packed.get("quant_method") != "mxfp4"):

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from moec.manifests.model import RouterSpec
 
-from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderParts, alike, attention_of, experts_of, lower_family
+from .decoder import DecoderParts, alike, attention_of, experts_of
 from .decoder_weights import DecoderNames
-from .lowering import Lowering
 from .settings import Settings
 
-_NAMES = DecoderNames(
+NAMES = DecoderNames(
     routers=("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
     loaded_router="block_sparse_moe.router.weight",
     stacked=(
@@ -24,16 +22,8 @@ _NAMES = DecoderNames(
 )
 
 
-def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a GraniteMoE checkpoint.
-
-    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
-    """
-    return lower_family(checkpoint, "granitemoe", _NAMES, _parts)
-
-
-def _parts(settings: Settings) -> DecoderParts:
-    """Read the settings that are specific to this family."""
+def parts(settings: Settings) -> DecoderParts:
+    """Read the settings of this family."""
     attention = attention_of(
         settings,
         bias="all" if settings.boolean("attention_bias", False) else "none",

@@ -31,17 +31,17 @@ def read_longrope(settings: Settings, head_size: int, *, share: float = 1.0, int
 
     Raises CheckpointError, which names the key.
     """
-    key, found = _parameters(settings)
+    key, parameters = _parameters(settings)
     if key is None:
         said = next((key for key in _KEYS if settings.raw(key) is not None), "partial_rotary_factor")
-        is_plain = found.get("rope_type", found.get("type", "default")) == "default"
+        is_plain = parameters.get("rope_type", parameters.get("type", "default")) == "default"
         rope = read_rope(settings, head_size, share=share, interleaved=interleaved) if is_plain else None
         if rope is None or rope.rotary_size != head_size:
             settings.fail(said, "rope type `default` or `longrope`, over whole heads")
         return rope
-    original = _original_positions(settings, key, found)
+    original = _original_positions(settings, key, parameters)
     theta = settings.rope_theta()
-    forms = [_form(settings, key, found, name, theta, head_size) for name in ("short", "long")]
+    forms = [_form(settings, key, parameters, name, theta, head_size) for name in ("short", "long")]
     (short, magnitude), long = forms[0], LongRopeSpec(original, *forms[1])
     is_reached = settings.integer("max_position_embeddings") > original
     return RopeSpec(theta, head_size, interleaved, short, magnitude, long if is_reached else None)
@@ -49,47 +49,47 @@ def read_longrope(settings: Settings, head_size: int, *, share: float = 1.0, int
 
 def _parameters(settings: Settings) -> tuple[str | None, dict[str, Any]]:
     """Return the key that selects `longrope`, or None, and the parameters found under both keys."""
-    own, found = None, dict[str, Any]()
+    longrope_key, parameters = None, dict[str, Any]()
     for key in _KEYS:
         value = settings.raw(key)
         if not isinstance(value, dict):
             continue
         if value.get("rope_type", value.get("type")) == "longrope":
-            own = key
+            longrope_key = key
         for name, what in value.items():
-            if name in found and found[name] != what:
+            if name in parameters and parameters[name] != what:
                 settings.fail(key, f"the same `{name}` as under `{_KEYS[0]}`")
-        found.update(value)
-    if own is not None:
-        unknown = sorted(found.keys() - _KNOWN)
+        parameters.update(value)
+    if longrope_key is not None:
+        unknown = sorted(parameters.keys() - _KNOWN)
         if unknown:
-            settings.fail(own, f"a rotary embedding without `{unknown[0]}`")
-    return own, found
+            settings.fail(longrope_key, f"a rotary embedding without `{unknown[0]}`")
+    return longrope_key, parameters
 
 
-def _original_positions(settings: Settings, key: str, found: dict[str, Any]) -> int:
+def _original_positions(settings: Settings, key: str, parameters: dict[str, Any]) -> int:
     """Return how many positions the short form covers.
 
     The key may also stand outside `rope_scaling`. A `factor` must equal max_position_embeddings divided by it.
     Raises CheckpointError.
     """
     outside = settings.optional_integer(_ORIGINAL)
-    original = found.get(_ORIGINAL, outside)
+    original = parameters.get(_ORIGINAL, outside)
     if type(original) is not int or original < 1:
         settings.fail(key, f"a positive whole number as `{_ORIGINAL}`")
     if outside not in (None, original):
         settings.fail(_ORIGINAL, f"the {original} of `{key}`")
-    factor = found.get("factor")
+    factor = parameters.get("factor")
     if factor is not None and factor != settings.integer("max_position_embeddings") / original:
         settings.fail(key, f"`factor` to be max_position_embeddings / {original}")
     return int(original)
 
 
 def _form(
-    settings: Settings, key: str, found: dict[str, Any], form: str, theta: float, head_size: int
+    settings: Settings, key: str, parameters: dict[str, Any], form: str, theta: float, head_size: int
 ) -> tuple[tuple[float, ...], float]:
     """Return the `short` or the `long` form: radians per position of each pair, and the factor of cosines and sines."""
-    factors, magnitude = found.get(f"{form}_factor"), found.get(f"{form}_mscale")
+    factors, magnitude = parameters.get(f"{form}_factor"), parameters.get(f"{form}_mscale")
     if not isinstance(factors, list) or len(factors) != head_size // 2 or not all(map(_is_positive, factors)):
         settings.fail(key, f"{head_size // 2} positive numbers as `{form}_factor`")
     if not _is_positive(magnitude):

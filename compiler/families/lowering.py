@@ -36,8 +36,8 @@ class HeadPart:
 
     def view(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return the part as a view: [H R, C] -> [H, r, C], or [H, C, r] if transposed."""
-        part = matrix.view(self.heads, self.of_rows, matrix.shape[1])[:, self.start : self.stop]
-        return part.transpose(1, 2) if self.is_transposed else part
+        rows = matrix.view(self.heads, self.of_rows, matrix.shape[1])[:, self.start : self.stop]
+        return rows.transpose(1, 2) if self.is_transposed else rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class TensorSource:
     def is_whole(self) -> bool:
         """True if the weight is all of its tensor, as it lies there."""
         parts = (self.index, self.rows, self.heads, self.every)
-        return not (self.is_transposed or self.is_flat or self.scales) and all(part is None for part in parts)
+        return not (self.is_transposed or self.is_flat or self.scales) and all(selection is None for selection in parts)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of the weight in the tensor that was read: [N, K], [H, r, C] of heads, [.., K] if flat."""

@@ -10,14 +10,12 @@ import math
 
 from moec.manifests.model import RouterSpec
 
-from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderParts, alike, attention_of, count_layers, experts_of, lower_family
+from .decoder import DecoderParts, alike, attention_of, count_layers, experts_of
 from .decoder_weights import DecoderNames
-from .lowering import Lowering
 from .rope import read_early_rope
 from .settings import Settings
 
-_NAMES = DecoderNames(
+NAMES = DecoderNames(
     loaded_router="block_sparse_moe.router.weight",
     experts="mlp.experts.{expert}.{projection}.weight",
     projections=("w1", "w3", "w2"),
@@ -25,16 +23,8 @@ _NAMES = DecoderNames(
 )
 
 
-def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a MiniCPM-MoE checkpoint.
-
-    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
-    """
-    return lower_family(checkpoint, "minicpm", _NAMES, _parts)
-
-
-def _parts(settings: Settings) -> DecoderParts:
-    """Read the settings that are specific to this family."""
+def parts(settings: Settings) -> DecoderParts:
+    """Read the settings of this family."""
     settings.passed_over("auto_map", "pretraining_tp")
     router = RouterSpec("softmax", renormalize=True)
     experts = experts_of(settings, router, count=("num_experts",), width="intermediate_size")

@@ -8,29 +8,19 @@ from __future__ import annotations
 
 from moec.manifests.model import RouterSpec
 
-from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderParts, alike, attention_of, experts_of, lower_family
+from .decoder import DecoderParts, alike, attention_of, experts_of
 from .decoder_weights import DecoderNames
-from .lowering import Lowering
 from .settings import Settings
 
-_NAMES = DecoderNames(
+NAMES = DecoderNames(
     routers=("mlp.gate.weight", "block_sparse_moe.gate.weight"),
     experts="block_sparse_moe.experts.{expert}.{projection}.weight",
     projections=("w1", "w3", "w2"),
 )
 
 
-def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a Mixtral checkpoint.
-
-    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
-    """
-    return lower_family(checkpoint, "mixtral", _NAMES, _parts)
-
-
-def _parts(settings: Settings) -> DecoderParts:
-    """Read the settings that are specific to this family."""
+def parts(settings: Settings) -> DecoderParts:
+    """Read the settings of this family."""
     attention = attention_of(settings, sliding_window=settings.optional_integer("sliding_window") or 0)
     router = RouterSpec("softmax", renormalize=True)
     experts = experts_of(settings, router, count=("num_local_experts",), width="intermediate_size")

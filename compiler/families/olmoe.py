@@ -8,25 +8,15 @@ from __future__ import annotations
 
 from moec.manifests.model import RouterSpec
 
-from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderParts, alike, attention_of, experts_of, lower_family
+from .decoder import DecoderParts, alike, attention_of, experts_of
 from .decoder_weights import DecoderNames
-from .lowering import Lowering
 from .settings import Settings
 
-_NAMES = DecoderNames()
+NAMES = DecoderNames()
 
 
-def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate an OLMoE checkpoint.
-
-    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
-    """
-    return lower_family(checkpoint, "olmoe", _NAMES, _parts)
-
-
-def _parts(settings: Settings) -> DecoderParts:
-    """Read the settings that are specific to this family."""
+def parts(settings: Settings) -> DecoderParts:
+    """Read the settings of this family."""
     if settings.raw("clip_qkv") is not None:
         settings.fail("clip_qkv", "null", "compile a checkpoint that does not clip queries, keys and values")
     attention = attention_of(settings, query_key_norm="full")

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from moec.manifests.model import RouterSpec
 
-from ..checkpoint.checkpoint import Checkpoint
-from .decoder import DecoderParts, alike, attention_of, experts_of, lower_family
+from .decoder import DecoderParts, alike, attention_of, experts_of
 from .decoder_weights import DecoderNames
 from .longrope import read_longrope
-from .lowering import Lowering
 from .settings import Settings
 
-_NAMES = DecoderNames(
+NAMES = DecoderNames(
     routers=("block_sparse_moe.gate.weight", "mlp.router.weight"),
     loaded_router="mlp.router.weight",
     experts="block_sparse_moe.experts.{expert}.{projection}.weight",
@@ -25,16 +23,8 @@ _TOP_K = 2  # sparsemixer makes exactly two choices
 _JITTER = 0.01  # used if config.json has no `router_jitter_noise`
 
 
-def lower(checkpoint: Checkpoint) -> Lowering:
-    """Translate a Phi-3.5-MoE checkpoint.
-
-    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
-    """
-    return lower_family(checkpoint, "phimoe", _NAMES, _parts)
-
-
-def _parts(settings: Settings) -> DecoderParts:
-    """Read the settings that are specific to this family."""
+def parts(settings: Settings) -> DecoderParts:
+    """Read the settings of this family."""
     # Noise and dropout are for training. transformers now has the classes that `auto_map` names.
     settings.passed_over("input_jitter_noise", "hidden_dropout", "auto_map")
     if settings.integer("num_experts_per_tok") != _TOP_K:

@@ -12,41 +12,23 @@ from dataclasses import replace
 
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, RouterSpec, SharedSpec
 
-from ..checkpoint.checkpoint import Checkpoint
 from .decoder import (
     DecoderParts,
     attention_of,
     count_layers,
     experts_of,
-    lower_family,
     plain_layer,
     read_windows,
 )
 from .decoder_weights import DecoderNames
 from .deepseek import fixed
-from .lowering import Lowering
 from .settings import Settings
 
-_NAMES = DecoderNames(shared="mlp.shared_expert")
+NAMES = DecoderNames(shared="mlp.shared_expert")
 
 
-def lower_qwen2(checkpoint: Checkpoint) -> Lowering:
-    """Translate a Qwen2-MoE checkpoint.
-
-    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
-    """
-    return lower_family(checkpoint, "qwen2_moe", _NAMES, _qwen2_parts)
-
-
-def lower_qwen3(checkpoint: Checkpoint) -> Lowering:
-    """Translate a Qwen3-MoE checkpoint.
-
-    Raises CheckpointError, which names the key of config.json, if a setting is not supported.
-    """
-    return lower_family(checkpoint, "qwen3_moe", _NAMES, _qwen3_parts)
-
-
-def _qwen2_parts(settings: Settings) -> DecoderParts:
+def qwen2_parts(settings: Settings) -> DecoderParts:
+    """Read the settings of Qwen2-MoE."""
     bias = "inputs" if settings.boolean("qkv_bias", True) else "none"
     attention = attention_of(settings, bias=bias)
     experts = _experts(settings, "num_experts")
@@ -60,7 +42,8 @@ def _qwen2_parts(settings: Settings) -> DecoderParts:
     return _layers(settings, attentions, experts, shared)
 
 
-def _qwen3_parts(settings: Settings) -> DecoderParts:
+def qwen3_parts(settings: Settings) -> DecoderParts:
+    """Read the settings of Qwen3-MoE."""
     window = settings.optional_integer("sliding_window") or 0
     settings.passed_over("max_window_layers")  # transformers' model does not read it
     fixed(settings, "use_qk_norm", True)

@@ -92,7 +92,7 @@ def score_magnitude(settings: Settings) -> float:
 
 def _parameters(settings: Settings) -> tuple[str, dict[str, Any]]:
     """Return the kind of embedding and its parameters, found under `rope_scaling` or `rope_parameters`."""
-    kind, found = "default", dict[str, Any]()
+    kind, parameters = "default", dict[str, Any]()
     for key in ("rope_scaling", "rope_parameters"):
         value = settings.raw(key)
         if value is None:
@@ -106,8 +106,8 @@ def _parameters(settings: Settings) -> tuple[str, dict[str, Any]]:
         unknown = sorted(set(value) - allowed)
         if unknown:
             settings.fail(key, f"a rotary embedding without `{unknown[0]}`", _REMEDY)
-        found.update(value)
-    return kind, found
+        parameters.update(value)
+    return kind, parameters
 
 
 def _stretched(settings: Settings, kind: str) -> tuple[list[float], float]:

@@ -91,9 +91,9 @@ class Settings:
     def fail(self, key: str, expected: str, remedy: str = "use the config.json that came with the weights") -> NoReturn:
         """Raise CheckpointError for one key."""
         value = self._config.get(key, _MISSING)
-        found = "nothing" if value is _MISSING else f"`{str(value)[:80]}`"
+        stated = "nothing" if value is _MISSING else f"`{str(value)[:80]}`"
         raise CheckpointError(
-            f"`{self._checkpoint.root / CONFIG_NAME}`: key `{key}`: expected {expected}, found {found}", remedy
+            f"`{self._checkpoint.root / CONFIG_NAME}`: key `{key}`: expected {expected}, found {stated}", remedy
         )
 
     def raw(self, key: str) -> Any:
@@ -164,9 +164,9 @@ class Settings:
         chat, is added.
         """
         stated = self._checkpoint.generation_config.get("eos_token_id")
-        own = self._token_ids(CONFIG_NAME, self.raw("eos_token_id"), is_used=stated in (None, []))
+        of_config = self._token_ids(CONFIG_NAME, self.raw("eos_token_id"), is_used=stated in (None, []))
         generation = self._token_ids(GENERATION_CONFIG_NAME, stated, is_used=True)
-        return tuple(dict.fromkeys((*(generation or own), *self._end_of_turn())))
+        return tuple(dict.fromkeys((*(generation or of_config), *self._end_of_turn())))
 
     def _end_of_turn(self) -> tuple[int, ...]:
         """Return the token that the tokenizer's files name as `eos_token`, if the model has it."""

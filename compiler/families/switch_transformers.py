@@ -106,7 +106,7 @@ def _stack(settings: Settings, kind: str, count: int, capacity: int) -> Iterator
         settings.optional_integer("relative_attention_num_buckets") or 32,
         settings.optional_integer("relative_attention_max_distance") or 128,
     )
-    own = AttentionSpec(heads, heads, head_size, None, scale=1.0, relative_bias=bias)
+    self_attention = AttentionSpec(heads, heads, head_size, None, scale=1.0, relative_bias=bias)
     cross = AttentionSpec(heads, heads, head_size, None, scale=1.0) if kind == "decoder" else None
     router = RouterSpec("softmax", False, has_bias=settings.boolean("router_bias", False), capacity=capacity)
     routed = ExpertsSpec(settings.integer("num_experts", _MAX_EXPERTS_PER_LAYER), 1, width, "relu", router)
@@ -114,7 +114,7 @@ def _stack(settings: Settings, kind: str, count: int, capacity: int) -> Iterator
     step = _sparse_step(settings, kind, count)
     for index in range(count):
         is_routed = step == 1 or index % step == 1
-        yield LayerSpec(own, routed if is_routed else plain, None if is_routed else SharedSpec(width), cross)
+        yield LayerSpec(self_attention, routed if is_routed else plain, None if is_routed else SharedSpec(width), cross)
 
 
 def _sparse_step(settings: Settings, kind: str, layers: int) -> int:
@@ -139,8 +139,8 @@ def _start_token(settings: Settings) -> int:
     Raises CheckpointError if neither file has one.
     """
     key = "decoder_start_token_id"
-    own, generation = settings.raw(key), settings.checkpoint.generation_config.get(key)
-    start = own if generation is None else generation
+    stated, generation = settings.raw(key), settings.checkpoint.generation_config.get(key)
+    start = stated if generation is None else generation
     if type(start) is not int:
         settings.fail(key, f"a token id, here or in {GENERATION_CONFIG_NAME}")
     return int(start)
@@ -168,7 +168,7 @@ def _find_weights(checkpoint: Checkpoint, model: ModelSpec) -> Lowering:
     names |= {"encoder_norm": "encoder.final_layer_norm.weight", "final_norm": "decoder.final_layer_norm.weight"}
     units: dict[UnitKey, TensorSource] = {}
     for index in range(model.num_layers):
-        names |= {f"layers.{index}.{name}": found for name, found in _layer_names(model, index).items()}
+        names |= {f"layers.{index}.{name}": tensor for name, tensor in _layer_names(model, index).items()}
     for key in model.unit_keys():
         tensor = f"{_feed_forward(model, key.layer)}.experts.expert_{key.expert}.{_PROJECTIONS[key.projection]}.weight"
         units[key] = TensorSource(tensor, model.unit_shape(key.layer, key.projection))
@@ -199,14 +199,17 @@ def _feed_forward(model: ModelSpec, index: int) -> str:
 def _layer_names(model: ModelSpec, index: int) -> dict[str, str]:
     """Return canonical names of one layer -> tensors on disk. transformers' model uses the same names."""
     block, feed_forward = _block(model, index), _feed_forward(model, index)
-    own, cross = f"{block}.layer.0", f"{block}.layer.1"
-    names = {"attention_norm": f"{own}.layer_norm.weight", "cross_attention_norm": f"{cross}.layer_norm.weight"}
+    self_attention, cross = f"{block}.layer.0", f"{block}.layer.1"
+    names = {
+        "attention_norm": f"{self_attention}.layer_norm.weight",
+        "cross_attention_norm": f"{cross}.layer_norm.weight",
+    }
     for name, letter in _ATTENTION.items():
-        names[name] = f"{own}.SelfAttention.{letter}.weight"
+        names[name] = f"{self_attention}.SelfAttention.{letter}.weight"
         names[f"cross_{name}"] = f"{cross}.EncDecAttention.{letter}.weight"
     return {
         **names,
-        "relative_bias": f"{own}.SelfAttention.relative_attention_bias.weight",
+        "relative_bias": f"{self_attention}.SelfAttention.relative_attention_bias.weight",
         "experts_norm": feed_forward.removesuffix("mlp") + "layer_norm.weight",
         "router": f"{feed_forward}.router.classifier.weight",
         "router_bias": f"{feed_forward}.router.classifier.bias",

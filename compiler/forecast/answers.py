@@ -68,11 +68,17 @@ def count_mode_answers(prepared: Prepared, work: ModesWork) -> ModeTokens:
     items = split.test.sample(MODES_ITEMS, prepared.options.seed)
     sample = items[:SAMPLE_ITEMS]
     right, given = _encoded(prepared, split, sample, prepared.shots[split.task.name])
-    scale, kept, timed = len(items) / max(len(sample), 1), right[: work.divergence_items], right[: work.timed_prompts]
-    read = scale * sum(len(prompt) for prompt, _ in given) + sum(len(prompt) for prompt, _ in (*kept, *timed))
+    scale, with_divergence, timed = (
+        len(items) / max(len(sample), 1),
+        right[: work.divergence_items],
+        right[: work.timed_prompts],
+    )
+    read = scale * sum(len(prompt) for prompt, _ in given) + sum(
+        len(prompt) for prompt, _ in (*with_divergence, *timed)
+    )
     decoded = scale * sum(len(answer) for _, answer in given)
-    decoded += sum(min(len(answer), work.divergence_tokens) + 1 for _, answer in kept)
-    return ModeTokens(len(items), scale * len(given) + len(kept) + len(timed), read, decoded)
+    decoded += sum(min(len(answer), work.divergence_tokens) + 1 for _, answer in with_divergence)
+    return ModeTokens(len(items), scale * len(given) + len(with_divergence) + len(timed), read, decoded)
 
 
 def _encoded(

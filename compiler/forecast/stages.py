@@ -182,14 +182,14 @@ class SearchForecast:
         formats = formats_below_16_bits(prepared.specs)
         per_row = QuantSpec(EDGEMOE_BITWIDTHS[0])
         shapes = {self._model.unit_shape(unit.layer, unit.projection) for unit in self._model.unit_keys()}
-        asked = prepared.options.comparisons
+        is_asked = prepared.options.comparisons
         is_possible = bool(formats) and all(per_row.fits(columns) for _, columns in shapes)
         if not is_possible or not may_compare(prepared.options, self._holds_model):
             return []
         validation = [len(split.validation.items) for split in prepared.splits]
         counts = ItemCounts.of(self._kl_items(), validation[0], sum(validation), is_loss)
         needs = baseline_items(self._model, len(formats), counts)
-        chosen = frozenset(needs) if asked else self._affordable(needs, sum(validation))
+        chosen = frozenset(needs) if is_asked else self._affordable(needs, sum(validation))
         title = "comparing with uniform formats and EdgeMoE"
         if UNIFORM not in chosen:
             return [StageForecast(title, 0.0, memory, disk, "left out: `moec compare` measures them")]

@@ -87,7 +87,7 @@ class LearnedMap:
 def can_learn(model: ModelSpec) -> bool:
     """Return whether later routers of a model can be foreseen by a linear map."""
     routers = [model.layers[layer].experts.router for layer in model.expert_layers]
-    return model.encoder is None and len(routers) > 1 and all(each.is_plain for each in routers)
+    return model.encoder is None and len(routers) > 1 and all(router.is_plain for router in routers)
 
 
 def layer_groups(model: ModelSpec, tokens: int, memory_bytes: int) -> list[Sequence[int]]:
@@ -145,9 +145,9 @@ def learn_maps(
     left_out: experts that no router chooses. They are never foreseen.
     There are none of fewer than HELD_OUT texts, because no text is held out.
     """
-    found = list[LearnedMap]()
+    maps = list[LearnedMap]()
     if any(len(sample.inputs) < HELD_OUT for sample in samples.values()):
-        return found
+        return maps
     with one_torch_thread():  # the same bits for any number of processors
         for layer in layers:
             if not all(bool(inputs.isfinite().all()) for inputs in samples[layer].inputs):
@@ -157,8 +157,8 @@ def learn_maps(
                 if layer + ahead in samples:
                     hidden = [key.expert for key in left_out if key.layer == layer + ahead]
                     learned = _learn(samples, layer, ahead, solve, hidden)
-                    found += [] if learned is None else [learned]
-    return found
+                    maps += [] if learned is None else [learned]
+    return maps
 
 
 _Solve = Callable[[Tensor, float], Tensor]
@@ -207,20 +207,22 @@ def _learn(
     targets = _part(later.logits, is_held_out=False)
     targets = targets - targets.mean(1, keepdim=True)  # softmax does not see what all have in common
     inputs, chosen = _part(sample.inputs, is_held_out=True).float(), _part(later.chosen, is_held_out=True)
-    own = _hits(_part(sample.foreseen[ahead], is_held_out=True), chosen, left_out)
+    router_hits = _hits(_part(sample.foreseen[ahead], is_held_out=True), chosen, left_out)
 
     def hits_of(weights: Tensor) -> Tensor:
         return _hits(inputs @ weights[:, :-1].T + weights[:, -1], chosen, left_out)
 
-    weights = max((solve(targets, ridge).float() for ridge in _RIDGES), key=lambda each: float(hits_of(each).mean()))
-    gains = hits_of(weights) - own
+    weights = max(
+        (solve(targets, ridge).float() for ridge in _RIDGES), key=lambda candidate: float(hits_of(candidate).mean())
+    )
+    gains = hits_of(weights) - router_hits
     error = float(gains.std()) / len(gains) ** 0.5 if len(gains) > 1 else float("inf")
     if float(gains.mean()) <= ONE_SIDED_95 * error:
         return None
-    rounded = _smallest(weights, lambda each: float(hits_of(each).mean()), float(own.mean()))
+    rounded = _smallest(weights, lambda candidate: float(hits_of(candidate).mean()), float(router_hits.mean()))
     recall = float(hits_of(rounded.weights).mean())
     bias = rounded.weights[:, -1].contiguous().numpy()
-    return LearnedMap(layer, ahead, recall, float(own.mean()), rounded.spec, rounded.data, bias)
+    return LearnedMap(layer, ahead, recall, float(router_hits.mean()), rounded.spec, rounded.data, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +261,11 @@ def _hits(logits: Tensor, chosen: Tensor, left_out: Sequence[int]) -> Tensor:
 def encode_maps(maps: Sequence[LearnedMap]) -> bytes:
     """Return the maps as a safetensors file. Source: docs/format.md, Lookahead."""
     tensors, parts = dict[str, tuple[str, tuple[int, ...]]](), list[bytes]()
-    for each in maps:
-        place = f"layers.{each.layer}.ahead.{each.ahead}"
-        tensors[f"{place}.weight.{each.spec}"] = ("U8", each.data.shape)
-        tensors[f"{place}.bias"] = ("F32", each.bias.shape)
-        parts += [each.data.tobytes(), each.bias.astype("<f4").tobytes()]
+    for learned in maps:
+        place = f"layers.{learned.layer}.ahead.{learned.ahead}"
+        tensors[f"{place}.weight.{learned.spec}"] = ("U8", learned.data.shape)
+        tensors[f"{place}.bias"] = ("F32", learned.bias.shape)
+        parts += [learned.data.tobytes(), learned.bias.astype("<f4").tobytes()]
     return build_header(tensors) + b"".join(parts)
 
 
@@ -273,14 +275,14 @@ def lookahead_report(maps: Sequence[LearnedMap], size_bytes: int) -> dict[str, A
     size_bytes: size of the file of the maps.
     """
     rows = []
-    for ahead in sorted({each.ahead for each in maps}):
-        own = [each for each in maps if each.ahead == ahead]
+    for ahead in sorted({learned.ahead for learned in maps}):
+        of_distance = [learned for learned in maps if learned.ahead == ahead]
         rows.append(
             {
                 "ahead": ahead,
-                "layers": [each.layer for each in own],
-                "recall": sum(each.recall for each in own) / len(own),
-                "own_recall": sum(each.own_recall for each in own) / len(own),
+                "layers": [learned.layer for learned in of_distance],
+                "recall": sum(learned.recall for learned in of_distance) / len(of_distance),
+                "own_recall": sum(learned.own_recall for learned in of_distance) / len(of_distance),
             }
         )
     return {"file": LOOKAHEAD_NAME, "size_bytes": size_bytes, "rows": rows}

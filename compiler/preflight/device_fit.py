@@ -28,14 +28,14 @@ def _costs(plan: CompilePlan, popularity: np.ndarray | None) -> tuple[list[tuple
     experts: list[tuple[int, float]] = []
     shapes = model.dense_shapes()
     touched = float(sum(plan.dense_bytes(name, shape) for name, shape in shapes.items() if model.is_decoded_with(name)))
-    kept = [
+    present = [
         [e for e in range(layer.experts.count) if not plan.units[UnitKey(at, e, "down")].is_pruned]
         for at, layer in enumerate(model.layers)
     ]
     for key in model.expert_keys():
         size = plan.expert_padded_bytes(key)
-        total = 0 if popularity is None else int(popularity[key.layer, kept[key.layer]].sum())
-        even = 1 / max(len(kept[key.layer]), 1)
+        total = 0 if popularity is None else int(popularity[key.layer, present[key.layer]].sum())
+        even = 1 / max(len(present[key.layer]), 1)
         share = even if popularity is None or not total else popularity[key.layer, key.expert] / total
         experts.append((size, float(model.reads_per_token(key.layer) * share) if size else 0.0))
         touched += experts[-1][0] * experts[-1][1]
@@ -68,7 +68,7 @@ def fixed_memory(plan: CompilePlan, tokenizer_file_bytes: int) -> FixedMemory:
 
 def choose_objective(
     profile: DeviceProfile,
-    asked: Objective | None,
+    requested: Objective | None,
     plain: CompilePlan,
     popularity: np.ndarray | None,
     tokenizer_file_bytes: int = 0,
@@ -89,7 +89,7 @@ def choose_objective(
         # Smaller formats may still fit. `summarise_device` checks the final plan.
         cache = 0
     missed, reads = expected_misses(experts, cache)
-    objective = asked or default_objective(steady, touched, missed, reads)
+    objective = requested or default_objective(steady, touched, missed, reads)
     compute_ns = touched / steady.memory_bytes_per_s * 1e9
     return reads_decide(objective, compute_ns, missed, steady.storage_bytes_per_s)
 

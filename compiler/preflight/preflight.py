@@ -6,7 +6,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from moec.manifests.bundle import TOKENIZER_NAME
 from moec.manifests.errors import CheckpointError, TargetUnreachable
@@ -25,16 +24,6 @@ SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.mod
 _SAVE_TOKENIZER = "save it with transformers: `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`"
 
 
-@dataclass(frozen=True, slots=True)
-class PreflightReport:
-    """Result of a preflight without problems.
-
-    notes: remarks for the user.
-    """
-
-    notes: tuple[str, ...]
-
-
 def preflight(
     lowering: Lowering,
     *,
@@ -45,7 +34,7 @@ def preflight(
     size_bytes: int | None = None,
     prunes: bool = False,
     check_companions: CheckCompanions | None = None,
-) -> PreflightReport:
+) -> tuple[str, ...]:
     """Check files, shapes, formats and target without reading weights. Return the notes.
 
     required: formats that the user named for the routed experts. Each must fit all of them.
@@ -82,14 +71,14 @@ def preflight(
         remedy = remedies.get((bool(model_problems), bool(plan_problems)))
         only_file_problem = file_problems[0] if len(problems) == 1 and file_problems else None
         raise kind(where + text, (only_file_problem and only_file_problem.hint) or remedy)
-    notes = (
+    return (
+        *lowering.notes,
         *_ignored_notes(checkpoint, lowering),
         *_sixteen_bit_notes(model, offered),
         *_unused_bits_notes(model, offered),
         *_own_codes_notes(lowering, required, offered),
         *_tokenizer_notes(checkpoint, model),
     )
-    return PreflightReport((*lowering.notes, *notes))
 
 
 def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool = False) -> tuple[int, int]:
@@ -102,11 +91,11 @@ def reachable_bytes(model: ModelSpec, offered: Iterable[QuantSpec], prunes: bool
     formats = [*offered, QuantSpec(16, float_type="bfloat16")]
     least = greatest = 0.0
     for index, layer in enumerate(model.layers):
-        kept = layer.experts.top_k if prunes and layer.experts.can_lose_experts else layer.experts.count
+        least_count = layer.experts.top_k if prunes and layer.experts.can_lose_experts else layer.experts.count
         for projection in layer.experts.projections:
             rows, columns = model.unit_shape(index, projection)
             sizes = [spec.row_bytes(columns) for spec in formats if spec.fits(columns)]
-            least += kept * rows * min(sizes)
+            least += least_count * rows * min(sizes)
             greatest += layer.experts.count * rows * columns * 2
     return round(least), round(greatest)
 
@@ -125,8 +114,8 @@ def _file_problems(checkpoint: Checkpoint, check: CheckCompanions | None) -> lis
         return problems
     if not os.path.lexists(checkpoint.root / TOKENIZER_NAME):
         pieces = [name for name in SENTENCEPIECE_NAMES if (checkpoint.root / name).is_file()]
-        found = f", only a SentencePiece model `{pieces[0]}`" if pieces else ""
-        message = f"no `{TOKENIZER_NAME}`{found}, expected a fast tokenizer next to the weights"
+        other = f", only a SentencePiece model `{pieces[0]}`" if pieces else ""
+        message = f"no `{TOKENIZER_NAME}`{other}, expected a fast tokenizer next to the weights"
         return [*problems, CheckpointError(message, _SAVE_TOKENIZER)]
     try:
         load_tokenizer(checkpoint.root)
@@ -172,10 +161,10 @@ def _tensor_problems(checkpoint: Checkpoint, lowering: Lowering) -> list[str]:
     ]
 
 
-def _together(found: Sequence[tuple[str, str]]) -> list[str]:
+def _together(details: Sequence[tuple[str, str]]) -> list[str]:
     """Return one text for all names that differ only in their numbers and have the same detail."""
     patterns: dict[tuple[str, str], list[str]] = {}
-    for name, detail in sorted(found):
+    for name, detail in sorted(details):
         patterns.setdefault((_NUMBER.sub("*", name), detail), []).append(name)
     texts = []
     for (pattern, detail), names in patterns.items():

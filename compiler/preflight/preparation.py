@@ -45,14 +45,14 @@ def prepare(request: CompileRequest, like: Prepared | None = None) -> Prepared:
     find_device(options.torch_device)
     checkpoint = open_checkpoint(request.source) if like is None else like.checkpoint
     lowering = lower(checkpoint) if like is None else like.lowering
-    found = Prepared(request, checkpoint, lowering, (), {})
+    prepared = Prepared(request, checkpoint, lowering, (), {})
     kind, value = options.target.kind, options.target.value
-    for spec in found.required_specs():
+    for spec in prepared.required_specs():
         check_format(options.quantizer, spec)
-    report = preflight(
+    notes = preflight(
         lowering,
-        required=found.required_specs(),
-        offered=() if kind == "uniform" else found.specs,
+        required=prepared.required_specs(),
+        offered=() if kind == "uniform" else prepared.specs,
         group_sizes=() if kind == "uniform" else options.group_sizes,
         bits_per_weight=value if kind == "bits_per_weight" else None,
         size_bytes=round(value) if kind == "size" else None,
@@ -66,26 +66,28 @@ def prepare(request: CompileRequest, like: Prepared | None = None) -> Prepared:
             request.talk.note(note)
         opened = None if request.templates is None else partial(request.templates, checkpoint.root)
         splits, shots = load_task_data(options, request.talk.note, opened)
-        found = with_fitted_items(replace(found, splits=splits, shots=shots))
+        prepared = with_fitted_items(replace(prepared, splits=splits, shots=shots))
     else:
-        found = replace(found, splits=like.splits, shots=like.shots)
+        prepared = replace(prepared, splits=like.splits, shots=like.shots)
     if request.popularity is not None:
         use = read_device_use(request.popularity, lowering.model) if like is None else like.use
-        found = replace(found, use=use)
-    for note in report.notes:
+        prepared = replace(prepared, use=use)
+    for note in notes:
         request.talk.note(note)
     if request.measure_modes is not None:
         request.measure_modes.check(lowering.model, options.fallback_bits is not None)
     if request.cluster is not None:
         check_cluster(kind, options.torch_device)
-    rounds = kind == "uniform" and value < 16 and units_held_by(lowering, found.uniform_units()) < len(lowering.units)
-    if rounds and not found.splits and options.quantizer == DEFAULT_QUANTIZER:
+    rounds = (
+        kind == "uniform" and value < 16 and units_held_by(lowering, prepared.uniform_units()) < len(lowering.units)
+    )
+    if rounds and not prepared.splits and options.quantizer == DEFAULT_QUANTIZER:
         request.talk.note("without `--data` weights are rounded to nearest; with it, GPTQ keeps far more below 4 bits")
     if kind == "uniform":
-        return with_kept_layers(found) if found.splits else found
-    smallest = smallest_plan(lowering, options, found.specs)
-    summarise_device(request.profile, smallest, found.checkpoint.tokenizer_file_bytes)
-    return with_kept_layers(found)
+        return with_kept_layers(prepared) if prepared.splits else prepared
+    smallest = smallest_plan(lowering, options, prepared.specs)
+    summarise_device(request.profile, smallest, prepared.checkpoint.tokenizer_file_bytes)
+    return with_kept_layers(prepared)
 
 
 def with_fitted_items(prepared: Prepared) -> Prepared:

@@ -84,8 +84,8 @@ class Prepared:
             return self.offered
         if self.options.target.kind == "uniform":
             return (uniform_spec(self.options, self.lowering),)
-        own, plain = held_units(self.lowering), self.lowering.own_unit_spec
-        return self.options.unit_specs(bitwidths, plain, routed_widths(model), own)
+        held_formats, plain = held_units(self.lowering), self.lowering.own_unit_spec
+        return self.options.unit_specs(bitwidths, plain, routed_widths(model), held_formats)
 
     @property
     def torch_device(self) -> torch.device:
@@ -125,8 +125,12 @@ class Prepared:
         """Return a digest of everything that a search depends on: measurements, target, devices, what is compared."""
         request = self.request
         devices = (request.profile.sha256,) if request.shared is None else request.shared.devices
-        told = {"devices": " ".join(devices), "sweep": str(request.sweep), "compared": str(request.options.comparisons)}
-        return self._digest_with({**self.options_plain(), **told})
+        decisions = {
+            "devices": " ".join(devices),
+            "sweep": str(request.sweep),
+            "compared": str(request.options.comparisons),
+        }
+        return self._digest_with({**self.options_plain(), **decisions})
 
     def measurement_identity(self) -> str:
         """Return a digest of everything that measurements depend on, whatever is searched with them."""

@@ -47,10 +47,10 @@ def bytes_of(values: Tensor) -> tuple[Tensor, Tensor]:
     Raises ValueError for other values.
     """
     steps = exponents(values)
-    found = torch.ldexp(values.float(), -steps.unsqueeze(1))
-    if not bool(((found >= 0) & (found <= LARGEST_BYTE) & (found == found.round())).all()):
+    multiples = torch.ldexp(values.float(), -steps.unsqueeze(1))
+    if not bool(((multiples >= 0) & (multiples <= LARGEST_BYTE) & (multiples == multiples.round())).all()):
         raise ValueError("scales and minima: expected multiples of one power of two in each row, up to 255 times it")
-    return found.to(torch.uint8), (steps + EXPONENT_BIAS).to(torch.uint8)
+    return multiples.to(torch.uint8), (steps + EXPONENT_BIAS).to(torch.uint8)
 
 
 def _nearest(values: Tensor) -> Tensor:

@@ -73,14 +73,12 @@ class ExpertQuantizer:
         for group, at in ((("gate", "up"), 0), (("down",), 1)):
             units = {UnitKey(self.layer, expert, name): weights[name] for name in group if name in weights}
             columns = next(iter(units.values())).shape[1]
-            found = ((unit, exact(unit, self.specs)) for unit in units)
-            held = {
-                (unit, spec): own.to(weights[unit.projection].device)
-                for unit, kept in found
-                for spec, own in kept.items()
-            }
+            own_codes: Matrices = {}
+            for unit in units:
+                for spec, matrix in exact(unit, self.specs).items():
+                    own_codes[unit, spec] = matrix.to(weights[unit.projection].device)
             fitting = [spec for spec in self.specs if spec.fits(columns)]
-            rounded = [spec for spec in fitting if any((unit, spec) not in held for unit in units)]
+            rounded = [spec for spec in fitting if any((unit, spec) not in own_codes for unit in units)]
             moment, prepared = None if moments is None else moments[at], None
             if self.quantizer == "gptq" and moment is not None and tokens and rounded:
                 if not moment.isfinite().all():
@@ -98,7 +96,7 @@ class ExpertQuantizer:
                     for spec in rounded:
                         with suppress(RangeExceeded):
                             matrices |= self._rounded({unit: weight}, [spec], moment, tokens, prepared)
-            matrices.update(held)
+            matrices.update(own_codes)
         return matrices
 
     def _rounded(
@@ -113,13 +111,13 @@ class ExpertQuantizer:
         weight = torch.cat(list(units.values()))
         matrices: Matrices = {}
         by_gptq = [spec for spec in specs if self.quantizer == "gptq" and not spec.is_mxfp4]
-        made = dict(zip(by_gptq, quantize_formats(weight, by_gptq, moment, tokens, prepared), strict=True))
-        made |= {spec: self._by_name(weight, spec, moment, tokens) for spec in specs if spec not in made}
+        by_format = dict(zip(by_gptq, quantize_formats(weight, by_gptq, moment, tokens, prepared), strict=True))
+        by_format |= {spec: self._by_name(weight, spec, moment, tokens) for spec in specs if spec not in by_format}
         for spec in specs:
             start = 0
-            for unit, own in units.items():
-                matrices[unit, spec] = made[spec].rows(start, start + len(own))
-                start += len(own)
+            for unit, rows in units.items():
+                matrices[unit, spec] = by_format[spec].rows(start, start + len(rows))
+                start += len(rows)
         return matrices
 
     def _by_name(self, weight: Tensor, spec: QuantSpec, moment: Tensor | None, tokens: int) -> QuantizedMatrix:
@@ -162,11 +160,11 @@ class LayerQuantizer:
         """
         experts = range(int(self._module.num_experts)) if only is None else only
         if self._elsewhere is None:
-            made = pool.in_order(lambda expert: self._quantized_here(expert, inputs), experts)
+            results = pool.in_order(lambda expert: self._quantized_here(expert, inputs), experts)
         else:
             jobs = zip(experts, self._elsewhere(self._quantizer, inputs, experts), strict=True)
-            made = pool.in_order(lambda job: (job[1], self._costs(*job, inputs)), jobs)
-        for expert, (matrices, costs) in zip(experts, made, strict=True):
+            results = pool.in_order(lambda job: (job[1], self._costs(*job, inputs)), jobs)
+        for expert, (matrices, costs) in zip(experts, results, strict=True):
             yield expert, matrices, costs
 
     def _quantized_here(self, expert: int, inputs: LayerInputs | None) -> tuple[Matrices, Costs]:

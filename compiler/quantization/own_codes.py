@@ -25,9 +25,9 @@ def exact_matrices(lowering: Lowering, unit: UnitKey, specs: Sequence[QuantSpec]
     The weights are those before they are rounded to the 16 bits of the baseline. Raises CheckpointError.
     """
     need = lowering.code_need(unit)
-    held = [spec for spec in specs if need is not None and need.is_met_by(spec)]
-    stored = lowering.unit_codes(unit) if held else None
-    return {} if stored is None else {spec: hold_codes(stored, spec) for spec in held}
+    exact = [spec for spec in specs if need is not None and need.is_met_by(spec)]
+    stored = lowering.unit_codes(unit) if exact else None
+    return {} if stored is None else {spec: hold_codes(stored, spec) for spec in exact}
 
 
 def no_codes(unit: UnitKey, specs: Sequence[QuantSpec]) -> dict[QuantSpec, QuantizedMatrix]:
@@ -43,7 +43,7 @@ def hold_codes(stored: IntegerCodes, spec: QuantSpec) -> QuantizedMatrix:
     """
     grid, columns = stored.grid, stored.codes.shape[1]
     groups = spec.groups(columns)
-    scales, zeros = (each.repeat_interleave(groups // each.shape[1], 1) for each in (grid.scales, grid.zeros))
+    scales, zeros = (values.repeat_interleave(groups // values.shape[1], 1) for values in (grid.scales, grid.zeros))
     if not spec.symmetric:
         return QuantizedMatrix(spec, stored.codes.contiguous(), scales.half(), (-scales * zeros).half())
     moved = (spec.centre - zeros).short().repeat_interleave(columns // groups, 1)
@@ -55,8 +55,8 @@ def unit_matrix(lowering: Lowering, unit: UnitKey, spec: QuantSpec, quantize: Qu
 
     Raises CheckpointError.
     """
-    held = exact_matrices(lowering, unit, (spec,)).get(spec)
-    return quantize(lowering.unit(unit).float(), spec, None, 0) if held is None else held
+    exact = exact_matrices(lowering, unit, (spec,)).get(spec)
+    return quantize(lowering.unit(unit).float(), spec, None, 0) if exact is None else exact
 
 
 def held_units(lowering: Lowering) -> dict[QuantSpec, int]:

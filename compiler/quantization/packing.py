@@ -38,9 +38,9 @@ def pack(matrix: QuantizedMatrix) -> np.ndarray:
     header_lanes = spec.group_header_bytes * ROWS_PER_BLOCK // _LANE_BYTES
     code_lanes = columns // groups // spec.tile_columns * spec.tile_row_bytes * ROWS_PER_BLOCK // _LANE_BYTES
     lanes = np.empty((blocks, groups, header_lanes + code_lanes), dtype="<u4")
-    for index, part in enumerate(parts):
+    for index, header in enumerate(parts):
         start = index * header_lanes // len(parts)
-        padded = _pad_rows(part).reshape(blocks, ROWS_PER_BLOCK, groups).transpose(0, 2, 1)
+        padded = _pad_rows(header).reshape(blocks, ROWS_PER_BLOCK, groups).transpose(0, 2, 1)
         lanes[:, :, start : start + header_lanes // len(parts)] = np.ascontiguousarray(padded).view("<u4")
     if spec.is_ternary:
         lanes[:, :, header_lanes:] = pack_ternary(_pad_rows(codes)).reshape(blocks, groups, -1).view("<u4")
@@ -55,11 +55,11 @@ def _byte_parts(matrix: QuantizedMatrix) -> tuple[list[np.ndarray], np.ndarray]:
     """Return scales and minima as bytes, uint8 [N, G] each, and the exponents of each row block, uint32 [B, 8]."""
     if matrix.minima is None:
         raise ValueError(f"format {matrix.spec}: minima belong to asymmetric formats and to no other")
-    found = [bytes_of(values) for values in (matrix.scales, -matrix.minima)]
+    stored_bytes = [bytes_of(values) for values in (matrix.scales, -matrix.minima)]
     exponents = np.concatenate(
-        [_pad_rows(stored.numpy()[:, np.newaxis]).reshape(-1, ROWS_PER_BLOCK) for _, stored in found], axis=1
+        [_pad_rows(stored.numpy()[:, np.newaxis]).reshape(-1, ROWS_PER_BLOCK) for _, stored in stored_bytes], axis=1
     )
-    return [values.numpy() for values, _ in found], np.ascontiguousarray(exponents).view("<u4")
+    return [values.numpy() for values, _ in stored_bytes], np.ascontiguousarray(exponents).view("<u4")
 
 
 def pack_16bit(weight: torch.Tensor, spec: QuantSpec) -> np.ndarray:
@@ -92,12 +92,12 @@ def unpack(data: np.ndarray, rows: int, columns: int, spec: QuantSpec) -> Quanti
     by_block, head = np.ascontiguousarray(data).reshape(blocks, -1), spec.block_header_bytes * ROWS_PER_BLOCK
     lanes = np.ascontiguousarray(by_block[:, head:]).view("<u4").reshape(blocks, groups, -1)
     halves = [
-        np.ascontiguousarray(lanes[:, :, part * header // parts : (part + 1) * header // parts])
+        np.ascontiguousarray(lanes[:, :, number * header // parts : (number + 1) * header // parts])
         .view("u1" if spec.is_mxfp4 or spec.byte_scales else "<f2")
         .transpose(0, 2, 1)
         .reshape(-1, groups)[:rows]
         .copy()
-        for part in range(parts)
+        for number in range(parts)
     ]
     codes = _unpack_codes(lanes[:, :, header:], columns, spec)[:rows]
     scales, *minima = (torch.from_numpy(half) for half in halves)

@@ -70,12 +70,12 @@ class SweptStore(UnitStore):
 
     def unheld(self) -> dict[UnitKey, list[QuantSpec]]:
         """Return the units whose values exceed formats that fit them, with these formats."""
-        found = dict[UnitKey, list[QuantSpec]]()
+        exceeded = dict[UnitKey, list[QuantSpec]]()
         for spec in self.specs:
             for unit in self._starts[spec]:
                 if not self.holds(unit, spec):
-                    found.setdefault(unit, []).append(spec)
-        return found
+                    exceeded.setdefault(unit, []).append(spec)
+        return exceeded
 
     def error(self, unit: UnitKey, spec: QuantSpec) -> float:
         if spec not in self._columns:

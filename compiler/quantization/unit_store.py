@@ -57,13 +57,13 @@ class UnitStore:
 
     def held_dense(self, options: Sequence[Mapping[str, QuantSpec]]) -> tuple[dict[str, QuantSpec], ...]:
         """Return formats of dense weights, with 16 bits where a format does not hold the values of a weight."""
-        plain, held = self.lowering.spec_16bit, tuple(dict(formats) for formats in options)
+        plain, options_held = self.lowering.spec_16bit, tuple(dict(formats) for formats in options)
         for name in options[0] if options else ():
             if any(formats[name].bitwidth < 16 for formats in options):
                 weight = self.lowering.dense_weight(name)
-                for formats in held:
+                for formats in options_held:
                     formats[name] = formats[name] if holds(weight, formats[name]) else plain
-        return held
+        return options_held
 
     def matrix(self, unit: UnitKey, spec: QuantSpec) -> QuantizedMatrix:
         """Return the codes of one unit in a format below 16 bits. Raises RangeExceeded."""
@@ -103,9 +103,9 @@ class UnitStore:
         """Return the codes of one dense weight below 16 bits, rounded to nearest with clip search."""
         if (name, spec) in self._kept:
             return self._kept[(name, spec)]
-        parts = [part for _, part in rounded_rows(self.lowering.dense_weight(name), spec)]
-        minima = [part.minima for part in parts if part.minima is not None]
-        codes, scales = (torch.cat([getattr(part, of) for part in parts]) for of in ("codes", "scales"))
+        parts = [piece for _, piece in rounded_rows(self.lowering.dense_weight(name), spec)]
+        minima = [piece.minima for piece in parts if piece.minima is not None]
+        codes, scales = (torch.cat([getattr(piece, of) for piece in parts]) for of in ("codes", "scales"))
         return self._keep(name, spec, QuantizedMatrix(spec, codes, scales, torch.cat(minima) if minima else None))
 
     def dense_weight(self, name: str, spec: QuantSpec) -> torch.Tensor:
@@ -120,7 +120,7 @@ class UnitStore:
             return 0.0
         if (name, spec) not in self._dense_errors:
             total = 0.0
-            for rows, part in rounded_rows(self.lowering.dense_weight(name), spec):
-                total += float((rows - part.dequantize()).square().sum(dtype=torch.float64))
+            for rows, piece in rounded_rows(self.lowering.dense_weight(name), spec):
+                total += float((rows - piece.dequantize()).square().sum(dtype=torch.float64))
             self._dense_errors[(name, spec)] = total
         return self._dense_errors[(name, spec)]

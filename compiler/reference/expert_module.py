@@ -36,8 +36,8 @@ class SeparateExperts(torch.nn.Module):
             token, rank = torch.where((top_k_index == expert) & (top_k_weights != 0))
             if len(token):
                 middle = intermediate(self, expert, hidden_states[token])
-                made = middle @ self.projection(expert, "down").T
-                out.index_add_(0, token, made * top_k_weights[token, rank].unsqueeze(1))
+                expert_out = middle @ self.projection(expert, "down").T
+                out.index_add_(0, token, expert_out * top_k_weights[token, rank].unsqueeze(1))
         return out
 
 

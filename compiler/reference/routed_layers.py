@@ -72,19 +72,19 @@ class RoutedLayer(torch.nn.Module):
     like a token that is decoded alone.
     """
 
-    def __init__(self, own: Any, has_capacity: bool) -> None:
+    def __init__(self, replaced: Any, has_capacity: bool) -> None:
         super().__init__()
-        self.router, self.experts = own.router, SeparateExperts(own.experts)
+        self.router, self.experts = replaced.router, SeparateExperts(replaced.experts)
         if not has_capacity:
             self.router.expert_capacity = _NO_CAPACITY
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]. Tokens over the capacity keep their expert with weight 0."""
-        kept, weights, logits = self.router(hidden_states)
-        weights = (weights * kept.sum(-1, keepdim=True)).flatten(0, 1)
+        is_within, weights, logits = self.router(hidden_states)
+        weights = (weights * is_within.sum(-1, keepdim=True)).flatten(0, 1)
         chosen = logits.argmax(-1, keepdim=True).flatten(0, 1)
-        made: Tensor = self.experts(hidden_states.flatten(0, 1), chosen, weights)
-        return made.view_as(hidden_states)
+        summed: Tensor = self.experts(hidden_states.flatten(0, 1), chosen, weights)
+        return summed.view_as(hidden_states)
 
 
 def replace_routed_layer(stack: Any, has_capacity: bool) -> SeparateExperts | None:

@@ -25,7 +25,7 @@ class _FewerExperts(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not functional.linear:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        plain = [part.as_subclass(Tensor) if isinstance(part, Tensor) else part for part in args]
+        plain = [argument.as_subclass(Tensor) if isinstance(argument, Tensor) else argument for argument in args]
         logits = func(*plain, **(kwargs or {}))
         logits[..., cls.left_out] = -torch.inf
         return logits
@@ -36,13 +36,13 @@ class FirstOfEqual(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the result of a call of torch."""
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
-            return found
-        scores, (values, indices) = args[0], found
+            return result
+        scores, (values, indices) = args[0], result
         is_tied = (scores >= values.amin(-1, keepdim=True)).sum(-1, keepdim=True) > values.shape[-1]
         if not is_tied.any():
-            return found
+            return result
         ordered = scores.sort(dim=-1, descending=True, stable=True).indices[..., : values.shape[-1]]
         indices = torch.where(is_tied, ordered, indices)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
@@ -66,7 +66,7 @@ class RouterMasks:
         module = self._model.get_submodule(path)
         plain = self._plain.setdefault(router, module.get_parameter(attribute))
         if experts:
-            own: Any = type("_FewerExperts", (_FewerExperts,), {"left_out": sorted(experts)})
-            module._parameters[attribute] = nn.Parameter(plain.detach().as_subclass(own), requires_grad=False)
+            fewer: Any = type("_FewerExperts", (_FewerExperts,), {"left_out": sorted(experts)})
+            module._parameters[attribute] = nn.Parameter(plain.detach().as_subclass(fewer), requires_grad=False)
         else:
             module._parameters[attribute] = plain

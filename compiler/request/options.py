@@ -279,7 +279,7 @@ class CompileOptions:
         bitwidths: tuple[float, ...],
         plain: QuantSpec,
         widths: Collection[int] = (),
-        own: Collection[QuantSpec] = (),
+        held_formats: Collection[QuantSpec] = (),
     ) -> tuple[QuantSpec, ...]:
         """Return the formats on offer to routed experts, smallest first: those of `bits` with a kernel on the device.
 
@@ -293,7 +293,7 @@ class CompileOptions:
         bitwidths: bitwidths with a kernel.
         plain: the format at 16 bits, which keeps the checkpoint's own numbers.
         widths: columns of the matrices in these formats. Empty: every group size divides them.
-        own: formats that hold the checkpoint's own codes exactly.
+        held_formats: formats that hold the checkpoint's own codes exactly.
         Raises OptionError if no format is left.
         """
         specs: list[QuantSpec] = []
@@ -305,7 +305,7 @@ class CompileOptions:
                 specs += self._ternary_specs()
             else:
                 specs += [self._unit_spec(bits, size) for size in self._groups_of(bits, widths)]
-            added = [spec for spec in own if spec.bitwidth == bits and spec not in specs]
+            added = [spec for spec in held_formats if spec.bitwidth == bits and spec not in specs]
             specs += [spec for spec in added if can_make(self.quantizer, spec)]
         if not specs:
             reason = "has a kernel on this device"
@@ -370,9 +370,9 @@ class CompileOptions:
 
 
 def _no_ternary_groups(sizes: tuple[int, ...]) -> OptionError:
-    found = ", ".join(map(str, sizes))
+    given = ", ".join(map(str, sizes))
     return OptionError(
-        f"{TERNARY} bits come in groups of a multiple of {TERNARY_COLUMNS} columns, found `--group-size {found}`",
+        f"{TERNARY} bits come in groups of a multiple of {TERNARY_COLUMNS} columns, found `--group-size {given}`",
         "add 128, or 0 (per row)",
     )
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moec.manifests.bundle import unit_offsets
+from moec.manifests.errors import PlanError
 from moec.manifests.model import ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
+
+from ..quantization.unit_store import UnitStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +92,25 @@ def plain_plan(model: ModelSpec, spec_16bit: QuantSpec, quantizer: str) -> Compi
     """Return the plan with all weights at the checkpoint's own 16 bits."""
     units = dict.fromkeys(model.unit_keys(), spec_16bit)
     return CompilePlan(model, units, dict.fromkeys(model.dense_shapes(), spec_16bit), quantizer)
+
+
+def with_low_versions(plan: CompilePlan, spec: QuantSpec, store: UnitStore | None = None) -> CompilePlan:
+    """Return the plan with a version in this format for each expert that is larger than that version.
+
+    A runtime can use it instead of a missing expert (dynamic precision).
+    store: knows which units the format does not hold. Their experts get no version. None: all are held.
+    Raises PlanError if no expert is larger.
+    """
+    low: dict[UnitKey, QuantSpec] = {}
+    for key in plan.model.expert_keys():
+        units = plan.model.units_of(key)
+        specs = {unit.projection: spec for unit in units}
+        is_held = store is None or all(store.holds(unit, spec) for unit in units)
+        if is_held and unit_offsets(plan.model, key.layer, specs)[1] < plan.expert_padded_bytes(key):
+            low.update(dict.fromkeys(units, spec))
+    if not low:
+        raise PlanError(
+            f"`--fallback-bits {spec.bitwidth}`: no expert is larger than its version in {spec}",
+            "leave it out, or take fewer bits",
+        )
+    return replace(plan, low_units=low)

@@ -66,7 +66,7 @@ def parse_sweep(text: str) -> tuple[float, ...]:
     """
     first, dots, last = text.partition("..")
     if not dots:
-        return tuple(sorted({parse_loss(part, "--sweep") for part in text.split(",")}))
+        return tuple(sorted({parse_loss(loss_text, "--sweep") for loss_text in text.split(",")}))
     low, high = parse_loss(first, "--sweep"), parse_loss(last, "--sweep")
     if low >= high:
         raise OptionError(f"`--sweep {text}` does not go up", "write `--sweep 0.5%..20%`")
@@ -80,8 +80,8 @@ def choose_target(
     given = {"--loss": loss, "--kl": kl, "--bits-per-weight": bits_per_weight, "--size": size, "--uniform": uniform}
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
-        found = "none" if not named else " and ".join(named)
-        raise OptionError(f"expected exactly one target, found {found}", f"give one of {', '.join(given)}")
+        listed = "none" if not named else " and ".join(named)
+        raise OptionError(f"expected exactly one target, found {listed}", f"give one of {', '.join(given)}")
     if loss is not None:
         return Target("loss", parse_loss(loss))
     if size is not None:

@@ -43,7 +43,7 @@ def load_task_data(
         shots[split.task.name] = examples
         for name in split.hidden:
             note(f"{split.task.name}: the split `{name}` hides its answers and is not used")
-        used = ", ".join(f"{name} from `{part.source}` ({len(part):,} items)" for name, part in split.sets)
+        used = ", ".join(f"{name} from `{items.source}` ({len(items):,} items)" for name, items in split.sets)
         note(f"{split.task.name}: {used}")
         if split.repeated:
             note(f"{split.task.name}: {split.repeated} repeated items are used in one split only")
@@ -61,11 +61,11 @@ def fit_splits(
     fitted = []
     for split in splits:
         sets = {"validation": split.validation, "test": split.test}
-        for name, part in sets.items():
-            found = fit_items(split.task, part.items, shots[split.task.name], context, policy)
-            for sentence in found.changes(context.tokens):
+        for name, items in sets.items():
+            fitting = fit_items(split.task, items.items, shots[split.task.name], context, policy)
+            for sentence in fitting.changes(context.tokens):
                 note(f"{split.task.name}, {name}: {sentence}")
-            sets[name] = replace(part, items=found.items)
+            sets[name] = replace(items, items=fitting.items)
         fitted.append(replace(split, validation=sets["validation"], test=sets["test"]))
     return tuple(fitted)
 
@@ -85,5 +85,5 @@ def validation_texts(split: SplitData, shots: Shots) -> list[tuple[str, str]]:
 def _limited(splits: SplitData, options: CompileOptions) -> SplitData:
     if options.limit is None:
         return splits
-    train, validation, test = (part.limit(options.limit, options.seed) for _, part in splits.sets)
+    train, validation, test = (items.limit(options.limit, options.seed) for _, items in splits.sets)
     return replace(splits, train=train, validation=validation, test=test)

@@ -28,9 +28,9 @@ def uniform_spec(options: CompileOptions, lowering: Lowering) -> QuantSpec:
         if bits == 4 and lowering.own_unit_spec.is_mxfp4:
             return lowering.own_unit_spec
         widths = {lowering.model.unit_shape(unit.layer, unit.projection)[1] for unit in lowering.units}
-        own = [spec for spec in held_units(lowering) if spec.bitwidth == bits and all(map(spec.fits, widths))]
-        if own and can_make(options.quantizer, own[0]):
-            return own[0]
+        exact = [spec for spec in held_units(lowering) if spec.bitwidth == bits and all(map(spec.fits, widths))]
+        if exact and can_make(options.quantizer, exact[0]):
+            return exact[0]
     return QuantSpec(bits, options.uniform_group, options.is_uniform_symmetric)
 
 

@@ -65,15 +65,15 @@ def best_uniform(plan: CompilePlan, specs: Sequence[QuantSpec], trials: Trials, 
     """
     offered = [spec for spec in specs if fits_all(plan, spec)]
     plans = [uniform_like(plan, spec) for spec in offered]
-    kls = [found.mean for found in trials.kl_each(plans, [f"uniform {spec}" for spec in offered])]
+    kls = [summary.mean for summary in trials.kl_each(plans, [f"uniform {spec}" for spec in offered])]
     order = np.argsort(kls, kind="stable").tolist()
     frontier = tuple((candidate.expert_packed_bytes, kl) for candidate, kl in zip(plans, kls, strict=True))
     if target.by_size:
         within = [plans[i] for i in order if target.keeps(plans[i])]
         return BaselineResult("best uniform", within[0] if within else None, frontier)
     good = last_kept([plans[i] for i in order], target.keeps)
-    kept = [plans[i] for i in order[: good + 1]]
-    best = min(kept, key=lambda candidate: candidate.expert_packed_bytes, default=None)
+    keeping = [plans[i] for i in order[: good + 1]]
+    best = min(keeping, key=lambda candidate: candidate.expert_packed_bytes, default=None)
     return BaselineResult("best uniform", best, frontier)
 
 
@@ -129,17 +129,17 @@ def edgemoe(
     rule = TargetRule(measured, target.by_size)
     widths = sorted(formats, reverse=True)
     uniform = [uniform_like(plan, formats[width], store.quantizer) for width in widths]
-    kept = _boundary(uniform, rule)
-    if kept is None:
+    boundary = _boundary(uniform, rule)
+    if boundary is None:
         return BaselineResult(name, None, tuple(frontier))
-    upper = kept - 1 if target.by_size else kept
+    upper = boundary - 1 if target.by_size else boundary
     if not 0 <= upper < len(widths) - 1:
-        return BaselineResult(name, uniform[kept], tuple(frontier))
+        return BaselineResult(name, uniform[boundary], tuple(frontier))
     order = sorted(losses, key=lambda key: (losses[key], key))
     lower = formats[widths[upper + 1]]
     counts = LoweredPlans(uniform[upper], lower, len(order) + 1, lambda count: order[:count])
     best = _boundary(counts, rule)
-    return BaselineResult(name, uniform[kept] if best is None else counts[best], tuple(frontier))
+    return BaselineResult(name, uniform[boundary] if best is None else counts[best], tuple(frontier))
 
 
 def weighed_by_use(

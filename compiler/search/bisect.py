@@ -19,11 +19,10 @@ from ..request.plan import CompilePlan
 from ..request.targets import Target
 from ..sensitivity.trials import Trials
 from .boundary import Boundaries, Boundary, Ended, corrected_space
-from .bracket import AIM, Found, choice_within, largest_budget, predicted_at
+from .bracket import AIM, choice_within, largest_budget, most_precise, predicted_at
 from .kl_bisection import KlLimit, least_within
 from .knapsack import least_loss
 from .loss_search import LossSearch
-from .most_precise import most_precise
 from .space import SearchSpace
 from .swaps import NO_SWAPS, Swaps
 
@@ -81,11 +80,11 @@ def search(
 
 def _each_once(note: Note) -> Note:
     """Return a note that tells each sentence once. With few units, steps of a search may lead to the same plan."""
-    told = set[str]()
+    noted = set[str]()
 
     def tell(sentence: str) -> None:
-        if sentence not in told:
-            told.add(sentence)
+        if sentence not in noted:
+            noted.add(sentence)
             note(sentence)
 
     return tell
@@ -97,7 +96,7 @@ def _search_kl(
     """Return the plan of least cost whose `divergence_bound` is at most the target."""
     limit, plain = KlLimit(target, divergence_bound, MAX_KL), np.ones(space.num_factors)
 
-    def told(plan: CompilePlan, summary: DistributionSummary, is_kept: bool) -> None:
+    def report(plan: CompilePlan, summary: DistributionSummary, is_kept: bool) -> None:
         verdict = "kept" if is_kept else "refused"
         note(f"{plan.bits_per_weight:.3f} bits per weight: {_kl_text(summary, target)}: {verdict}")
 
@@ -107,10 +106,10 @@ def _search_kl(
 
     if known is not None:
         space = corrected_space(space, trials, known)
-    first = least_within(space, trials, limit, target, told)
+    first = least_within(space, trials, limit, target, report)
     if first is None:
-        found = most_precise(space, judged, f"KL {target:g} nats per token")
-        return Ended(found, target, (), plain)
+        precise = most_precise(space, judged, f"KL {target:g} nats per token")
+        return Ended(precise, target, (), plain)
     if known is not None or first.predicted >= largest_budget(space):
         return Ended(first, target, (), plain)  # swaps were made for another device, or no plan is cheaper
     cost = first.cost
@@ -118,12 +117,9 @@ def _search_kl(
     second = None
     if better.space is not space:
         budget = predicted_at(better.space, cost) * AIM / better.gain
-        second = least_within(better.space, trials, limit, budget, told, first.exponent)
-    return Ended(_cheaper(first, second), target, (), better.factors)
-
-
-def _cheaper(first: Found, second: Found | None) -> Found:
-    return first if second is None or second.cost >= first.cost else second
+        second = least_within(better.space, trials, limit, budget, report, first.exponent)
+    cheaper = first if second is None or second.cost >= first.cost else second
+    return Ended(cheaper, target, (), better.factors)
 
 
 def _kl_text(summary: DistributionSummary, target: float) -> str:

@@ -67,21 +67,21 @@ class Boundaries:
 
     def of_another(self, space: SearchSpace, target: Target) -> Boundary | None:
         """Return the end of the first search for this target with other costs; None if there is none."""
-        own = _costs_digest(space)
+        digest = _costs_digest(space)
         for plain in [] if self._is_first else self._stored(target):
             factors = np.array(plain["factors"])
-            if plain["costs"] != own and factors.shape == (space.num_factors,):
+            if plain["costs"] != digest and factors.shape == (space.num_factors,):
                 measured = measured_plans(plain["measured"])
                 return Boundary(plain["kl"], plain["predicted"], measured, factors)
         return None
 
     def keep(self, space: SearchSpace, target: Target, ended: Ended) -> None:
         """Store the end of a search, once for the same costs."""
-        stored, own = self._stored(target), _costs_digest(space)
-        if any(plain["costs"] == own for plain in stored):
+        stored, digest = self._stored(target), _costs_digest(space)
+        if any(plain["costs"] == digest for plain in stored):
             return
         plain = {
-            "costs": own,
+            "costs": digest,
             "kl": ended.kl,
             "predicted": ended.found.predicted,
             "measured": [plan.to_json() for plan in ended.measured],

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+from moec.manifests.errors import TargetUnreachable
 
 from ..request.plan import CompilePlan
 from .knapsack import ChoiceTable, least_cost, least_loss
@@ -54,12 +57,12 @@ class Bracket:
     high_cost: float = 0.0
     _last: tuple[float, float] | None = None
 
-    def add(self, found: Found, value: float, is_kept: bool) -> None:
+    def add(self, tried: Found, value: float, is_kept: bool) -> None:
         """Take a measured plan into account.
 
         value: its measured value.
         """
-        point = math.log(max(found.predicted, _LEAST)), math.log(max(value, _LEAST))
+        point = math.log(max(tried.predicted, _LEAST)), math.log(max(value, _LEAST))
         if self._last is not None:
             step, rise = point[0] - self._last[0], point[1] - self._last[1]
             prior = _SHORT_STEP**2
@@ -67,9 +70,9 @@ class Bracket:
             self.exponent = float(np.clip(measured, *_EXPONENTS))
         self._last = point
         if is_kept:
-            self.low = found
+            self.low = tried
         else:
-            self.high, self.high_cost = found.predicted, found.cost
+            self.high, self.high_cost = tried.predicted, tried.cost
 
     def is_closed(self, close: float, most: float) -> bool:
         """Return whether costs are within a factor `close`, or no cheaper plan is left.
@@ -116,3 +119,21 @@ def least_plan(space: SearchSpace, budget: float) -> tuple[CompilePlan, float]:
 def largest_budget(space: SearchSpace) -> float:
     """Return the predicted loss of the cheapest plan, plus a margin for rounded sums. No larger budget is useful."""
     return space.table.totals(least_cost(space.table, math.inf))[1] * (1 + 1e-9)
+
+
+def most_precise(space: SearchSpace, judged: Callable[[CompilePlan], tuple[bool, str]], wanted: str) -> Found:
+    """Return the least lossy plan, if it keeps the target.
+
+    judged: returns whether a plan keeps the target, and its measurement as text.
+    wanted: the target as text.
+    Raises TargetUnreachable otherwise.
+    """
+    plan, cost = least_plan(space, 0.0)
+    accepted, measured = judged(plan)
+    if not accepted:
+        raise TargetUnreachable(
+            f"no plan on offer keeps {wanted}; the most precise one, {plan.bits_per_weight:.2f} bits per weight, "
+            f"{measured}",
+            "allow more loss, or offer more bits with `--bits` and `--dense-bits`",
+        )
+    return Found(plan, 0.0, cost)

@@ -156,20 +156,20 @@ def compare_with_baselines(
 
 
 def with_popularity(
-    found: Comparison, specs: Sequence[QuantSpec], trials: Trials, target: Target, popularity: NDArray[np.integer]
+    comparison: Comparison, specs: Sequence[QuantSpec], trials: Trials, target: Target, popularity: NDArray[np.integer]
 ) -> Comparison:
     """Add EdgeMoE's search with our quantizer and losses weighed by use. The losses themselves are not measured again.
 
     popularity: tokens that chose the expert, [L, E].
     """
-    if found.uniform is None or OURS not in found.losses:
-        return found
-    plan, store = found.plan, trials.store
-    formats, used = _edgemoe_formats(plan, found.uniform, store.held_by_all(specs), store)[OURS]
+    if comparison.uniform is None or OURS not in comparison.losses:
+        return comparison
+    plan, store = comparison.plan, trials.store
+    formats, used = _edgemoe_formats(plan, comparison.uniform, store.held_by_all(specs), store)[OURS]
     reads = [plan.model.reads_per_token(layer) for layer in range(plan.model.num_layers)]
-    weighed = weighed_by_use(found.losses[OURS], popularity, reads)
+    weighed = weighed_by_use(comparison.losses[OURS], popularity, reads)
     rule = target_rule(trials, target, budget_bytes(plan, target), BY_POPULARITY, used)
-    return replace(found, by_popularity=edgemoe(BY_POPULARITY, plan, formats, weighed, trials, used, rule))
+    return replace(comparison, by_popularity=edgemoe(BY_POPULARITY, plan, formats, weighed, trials, used, rule))
 
 
 def _edgemoe_formats(
@@ -180,8 +180,8 @@ def _edgemoe_formats(
     ours = offered_to_edgemoe(plan, specs, edgemoe_group_size(plan, uniform, specs)) | {16.0: plain}
     # Linear quantization, scale per channel by max-abs. Source: EdgeMoE, expert-wise bitwidth adaptation.
     rounded = UnitStore(store.lowering, "rtn")
-    held = rounded.held_by_all([QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS])
-    published = {spec.bitwidth: spec for spec in held} | {16.0: plain}
+    usable = rounded.held_by_all([QuantSpec(bits, 0, symmetric=True) for bits in EDGEMOE_BITWIDTHS])
+    published = {spec.bitwidth: spec for spec in usable} | {16.0: plain}
     return {PUBLISHED: (published, rounded), OURS: (ours, store)}
 
 

@@ -17,11 +17,7 @@ from .space import SearchSpace
 CLOSE_COSTS = 1.01
 # A KL this factor below its limit needs no further measurement.
 USED_UP = 1.08
-Told = Callable[[CompilePlan, DistributionSummary, bool], None]
-
-
-def not_told(plan: CompilePlan, summary: DistributionSummary, is_kept: bool) -> None:
-    """Tell nothing of a measurement."""
+Report = Callable[[CompilePlan, DistributionSummary, bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +35,17 @@ class KlLimit:
 
 
 def least_within(
-    space: SearchSpace, trials: Trials, limit: KlLimit, budget: float, told: Told = not_told, exponent: float = 1.0
+    space: SearchSpace,
+    trials: Trials,
+    limit: KlLimit,
+    budget: float,
+    report: Report = lambda plan, summary, is_kept: None,
+    exponent: float = 1.0,
 ) -> Found | None:
     """Return the plan of least cost whose KL is within the limit, or None if no measured plan is.
 
     budget: predicted loss of the first plan.
-    told: called with each plan, its KL, and whether the limit keeps it.
+    report: called with each plan, its KL, and whether the limit keeps it.
     exponent: power of the predicted loss with which the KL is expected to rise.
     """
     bracket, most = Bracket(exponent), largest_budget(space)
@@ -54,7 +55,7 @@ def least_within(
         summary = trials.kl(plan, "search")
         value = limit.measured(summary)
         is_kept = value <= limit.value
-        told(plan, summary, is_kept)
+        report(plan, summary, is_kept)
         bracket.add(Found(plan, budget, cost), value, is_kept)
         if limit.value / USED_UP <= value <= limit.value or bracket.is_closed(CLOSE_COSTS, most):
             break

@@ -64,8 +64,8 @@ def _all_steps(table: ChoiceTable) -> tuple[np.ndarray, list[Step]]:
     start = np.empty(len(table.costs), np.int64)
     steps: list[Step] = []
     for unit in range(len(table.costs)):
-        start[unit], own = hull_steps(table.costs[unit], table.losses[unit], unit)
-        steps += own
+        start[unit], unit_steps = hull_steps(table.costs[unit], table.losses[unit], unit)
+        steps += unit_steps
     # Stable in (ratio, unit), so that equal tables give equal plans.
     return start, sorted(steps, key=lambda step: (step.ratio, step.unit))
 

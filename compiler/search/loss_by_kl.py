@@ -83,9 +83,9 @@ class LossByKl:
         The error is that of the nearest measurement, as if it had the most items. Several measurements do not make it
         smaller, because they are made on the same items.
         """
-        found = self._of(task)
-        most = max(loss.n for _, loss in found)
-        _, nearest = min(found, key=lambda point: abs(math.log(max(point[0], LEAST_KL) / max(kl, LEAST_KL))))
+        points = self._of(task)
+        most = max(loss.n for _, loss in points)
+        _, nearest = min(points, key=lambda point: abs(math.log(max(point[0], LEAST_KL) / max(kl, LEAST_KL))))
         error = nearest.standard_error * math.sqrt(nearest.n / most)
         return self.loss(task, kl) + margin_of(error, most, self._items[task])
 
@@ -94,8 +94,8 @@ class LossByKl:
 
         It is that of the expected loss at its KL. The plan's own loss plus one standard error must keep the target too.
         """
-        own = plan.losses[task]
-        return max(self.upper_bound(task, plan.kl), own.loss + own.standard_error)
+        loss = plan.losses[task]
+        return max(self.upper_bound(task, plan.kl), loss.loss + loss.standard_error)
 
     def accepts(self, plan: MeasuredPlan) -> bool:
         """Return whether a measured plan keeps the target in every task."""
@@ -128,7 +128,7 @@ class LossByKl:
         grid = np.geomspace(min(kls) / REACH, max(kls) * REACH, _GRID)
         last = 0.0
         for kl in grid.tolist():
-            if any(kl >= each for each in refused) or not self._keeps_at(kl):
+            if any(kl >= limit for limit in refused) or not self._keeps_at(kl):
                 break
             last = kl
         return last
@@ -145,15 +145,17 @@ class LossByKl:
 
     def _points(self, task: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return KLs, losses and standard errors. An error of 0, of answers that are all equal, is that of one item."""
-        found = self._of(task)
-        kls = np.maximum([kl for kl, _ in found], LEAST_KL)
-        errors = np.maximum([loss.standard_error for _, loss in found], [1 / max(loss.n, 1) for _, loss in found])
-        return kls, np.array([loss.loss for _, loss in found]), np.where(np.isfinite(errors), errors, 1.0)
+        points = self._of(task)
+        kls = np.maximum([kl for kl, _ in points], LEAST_KL)
+        errors = np.maximum([loss.standard_error for _, loss in points], [1 / max(loss.n, 1) for _, loss in points])
+        return kls, np.array([loss.loss for _, loss in points]), np.where(np.isfinite(errors), errors, 1.0)
 
 
 def measured_plans(plain: Sequence[Mapping[str, Any]]) -> list[MeasuredPlan]:
     """Invert MeasuredPlan.to_json."""
     return [
-        MeasuredPlan(each["kl"], {task: loss_from_json(values) for task, values in each["losses"].items()})
-        for each in plain
+        MeasuredPlan(
+            values_of_plan["kl"], {task: loss_from_json(values) for task, values in values_of_plan["losses"].items()}
+        )
+        for values_of_plan in plain
     ]

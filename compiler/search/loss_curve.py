@@ -52,8 +52,8 @@ def _point(
     baselines: dict[str, int | None] = {}
     if specs and can_compare(plan, specs):
         talk.note(f"baselines at {target}")
-        found = compare_with_baselines(plan, specs, trials, store, target, talk)
-        for result in filter(None, (found.uniform, found.edgemoe, found.published)):
+        comparison = compare_with_baselines(plan, specs, trials, store, target, talk)
+        for result in filter(None, (comparison.uniform, comparison.edgemoe, comparison.published)):
             baselines[result.name] = None if result.plan is None else result.plan.expert_packed_bytes
         layers = per_layer_space(space, plan)
         # Widths of projections may differ, so that no format fits a whole layer.

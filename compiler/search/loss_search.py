@@ -18,10 +18,9 @@ from ..request.plan import CompilePlan
 from ..sensitivity.acceptance import items_for_precision
 from ..sensitivity.trials import Trials
 from .boundary import Boundary, Ended, corrected_space
-from .bracket import Found, choice_within, largest_budget, least_plan, predicted_at
+from .bracket import Found, choice_within, largest_budget, least_plan, most_precise, predicted_at
 from .kl_bisection import KlLimit, least_within
 from .loss_by_kl import LEAST_KL, LossByKl
-from .most_precise import most_precise
 from .space import SearchSpace
 from .swaps import Swaps
 
@@ -70,31 +69,33 @@ class LossSearch:
         return self._ended(self._alone(swaps))
 
     def _ended(self, factors: np.ndarray) -> Ended:
-        found = min(self._kept, key=lambda found: found.cost) if self._kept else self._most_precise()
-        return Ended(found, self._relation.used_up(), tuple(self._relation.measured), factors)
+        best = min(self._kept, key=lambda candidate: candidate.cost) if self._kept else self._most_precise()
+        return Ended(best, self._relation.used_up(), tuple(self._relation.measured), factors)
 
     def _alone(self, swaps: Swaps) -> np.ndarray:
         """Search without earlier knowledge, and return the corrections by swaps."""
         space = self._space
         kl = self._trials.first_kl_per_loss * self._target
-        found = self._approach(space, kl, kl, BEFORE_SWAPS)
+        accepted = self._approach(space, kl, kl, BEFORE_SWAPS)
         unchanged = np.ones(space.num_factors)
-        if found is None and not self._relation.measured:
+        if accepted is None and not self._relation.measured:
             return unchanged  # no plan has so little KL: the most precise one answers
-        if found is None:
+        if accepted is None:
             kl = self._relation.used_up() or min(plan.kl for plan in self._relation.measured) / LOWER
             self._approach(space, kl, kl, AFTER_SWAPS)
             return unchanged
-        if found.predicted >= largest_budget(space):
+        if accepted.predicted >= largest_budget(space):
             return unchanged
-        wanted, measured = self._relation.used_up(), max(self._mean_kl(found.plan), LEAST_KL)
+        wanted, measured = self._relation.used_up(), max(self._mean_kl(accepted.plan), LEAST_KL)
         factor = SWAPPED_KL * wanted / measured
-        cost = least_plan(space, found.predicted * factor)[1]
+        cost = least_plan(space, accepted.predicted * factor)[1]
         better = swaps.corrected(space, self._trials, lambda tried: tried.plan(choice_within(tried.table, cost)))
         if better.space is not space:
             self._approach(better.space, wanted, predicted_at(better.space, cost), AFTER_SWAPS)
         elif wanted > CLOSE_KL * measured:
-            self._approach(space, wanted, found.predicted * (wanted / measured) ** (1 / found.exponent), AFTER_SWAPS)
+            self._approach(
+                space, wanted, accepted.predicted * (wanted / measured) ** (1 / accepted.exponent), AFTER_SWAPS
+            )
         return better.factors
 
     def _from(self, known: Boundary) -> bool:
@@ -117,28 +118,28 @@ class LossSearch:
         last, most = None, largest_budget(space)
         for _ in range(answered):
             limit = KlLimit(kl, mean_of, KL_STEPS)
-            found = least_within(space, self._trials, limit, budget, exponent=self._exponent)
-            if found is None or found.plan.digest in self._judged:
+            cheapest = least_within(space, self._trials, limit, budget, exponent=self._exponent)
+            if cheapest is None or cheapest.plan.digest in self._judged:
                 break
-            self._exponent = found.exponent
-            measured, is_kept = self._mean_kl(found.plan), self._judge(found)
+            self._exponent = cheapest.exponent
+            measured, is_kept = self._mean_kl(cheapest.plan), self._judge(cheapest)
             kl = self._relation.used_up() or measured / LOWER
-            last = found if is_kept else last
-            if is_kept and (kl <= CLOSE_KL * measured or found.predicted >= most):
+            last = cheapest if is_kept else last
+            if is_kept and (kl <= CLOSE_KL * measured or cheapest.predicted >= most):
                 break
-            budget = found.predicted * (kl / max(measured, LEAST_KL)) ** (1 / found.exponent)
+            budget = cheapest.predicted * (kl / max(measured, LEAST_KL)) ** (1 / cheapest.exponent)
         return last
 
     def _mean_kl(self, plan: CompilePlan) -> float:
         return self._trials.kl(plan, "search").mean
 
-    def _judge(self, found: Found) -> bool:
+    def _judge(self, candidate: Found) -> bool:
         """Measure the answers of a plan, and return whether it is kept."""
-        accepted, losses = self._relation.judge(self._trials, found.plan, "search")
-        self._judged.add(found.plan.digest)
-        self._tell.plan(found.plan, losses, accepted)
+        accepted, losses = self._relation.judge(self._trials, candidate.plan, "search")
+        self._judged.add(candidate.plan.digest)
+        self._tell.plan(candidate.plan, losses, accepted)
         if accepted:
-            self._kept.append(found)
+            self._kept.append(candidate)
         return accepted
 
     def _most_precise(self) -> Found:

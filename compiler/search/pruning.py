@@ -63,11 +63,12 @@ class PrunableSpace(SearchSpace):
 
         factors: first of units and dense groups, then of leaving out each expert of `left_out`.
         """
-        own = self.units_alone.num_factors
+        count = self.units_alone.num_factors
         losses = {
-            key: loss * float(factor) for (key, loss), factor in zip(self.left_out.items(), factors[own:], strict=True)
+            key: loss * float(factor)
+            for (key, loss), factor in zip(self.left_out.items(), factors[count:], strict=True)
         }
-        return with_pruning(self.units_alone.rescaled(factors[:own]), losses, self.weights)
+        return with_pruning(self.units_alone.rescaled(factors[:count]), losses, self.weights)
 
     def size_table(self) -> ChoiceTable:
         alone = self.units_alone.size_table()
@@ -95,15 +96,15 @@ def with_pruning(space: SearchSpace, losses: Mapping[ExpertKey, float], weights:
     model, row_of = space.plain.model, {unit: row for row, unit in enumerate(space.units)}
     options, costs, priced = [], [], []
     for key in model.expert_keys():
-        own = model.units_of(key)
-        points = _sums([row_of[unit] for unit in own], space.table)
+        units_of_expert = model.units_of(key)
+        points = _sums([row_of[unit] for unit in units_of_expert], space.table)
         formats = ([space.unit_specs[column] for column in columns] for *_, columns in points)
-        found = [dict(zip(own, specs, strict=True)) for specs in formats]
+        choices = [dict(zip(units_of_expert, specs, strict=True)) for specs in formats]
         if key in losses:
-            found.append(dict.fromkeys(own, LEFT_OUT))
+            choices.append(dict.fromkeys(units_of_expert, LEFT_OUT))
             reads = 1 - weights.size_share / float(weights.experts[key.layer, key.expert])
             points.append((max(reads, 0.0) * points[-1][0], losses[key], ()))
-        options.append(tuple(found))
+        options.append(tuple(choices))
         costs.append([cost for cost, *_ in points])
         priced.append([loss for _, loss, _ in points])
     groups = slice(len(space.units), None)
@@ -136,8 +137,8 @@ def _total(table: ChoiceTable, rows: Sequence[int], chosen: Sequence[int]) -> tu
 def _rows(values: Sequence[Sequence[float]]) -> np.ndarray:
     """Return rows of different lengths as a matrix, padded with infinity."""
     matrix = np.full((len(values), max(map(len, values))), np.inf)
-    for row, own in enumerate(values):
-        matrix[row, : len(own)] = own
+    for row, numbers in enumerate(values):
+        matrix[row, : len(numbers)] = numbers
     return matrix
 
 
@@ -179,9 +180,9 @@ def left_out_losses(
 
 def prunable(losses: Mapping[ExpertKey, float], model: ModelSpec) -> dict[ExpertKey, float]:
     """Return, in each layer, the experts that are cheapest to leave out, as many as its router can lose."""
-    found: dict[ExpertKey, float] = {}
+    cheapest_of_all: dict[ExpertKey, float] = {}
     for layer, spec in enumerate(model.layers):
-        own = [key for key in losses if key.layer == layer] if spec.experts.can_lose_experts else []
-        cheapest = sorted(own, key=lambda key: (losses[key], key))[: spec.experts.count - spec.experts.top_k]
-        found.update({key: losses[key] for key in cheapest})
-    return found
+        of_layer = [key for key in losses if key.layer == layer] if spec.experts.can_lose_experts else []
+        cheapest = sorted(of_layer, key=lambda key: (losses[key], key))[: spec.experts.count - spec.experts.top_k]
+        cheapest_of_all.update({key: losses[key] for key in cheapest})
+    return cheapest_of_all

@@ -70,10 +70,10 @@ def items_for_precision(estimate: LossEstimate, target: float) -> int:
 
 def loss_so_far(task: Task, baseline: EvaluationResult, parts: Sequence[EvaluationResult]) -> LossEstimate:
     """Return the relative loss on the items measured so far, paired with the first items of the baseline."""
-    scores = np.concatenate([part.scores for part in parts])
+    scores = np.concatenate([result.scores for result in parts])
     count = len(scores)
     if task.is_perplexity:
-        nll, tokens = (np.concatenate([getattr(part, name) for part in parts]) for name in ("nll", "tokens"))
+        nll, tokens = (np.concatenate([getattr(result, name) for result in parts]) for name in ("nll", "tokens"))
         return perplexity_loss(baseline.nll[:count], baseline.tokens[:count], nll, tokens, TRIAL_RESAMPLES)
     return relative_loss(
         baseline.scores[:count], scores, task.higher_is_better, task.score_range, resamples=TRIAL_RESAMPLES

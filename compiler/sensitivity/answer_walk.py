@@ -53,9 +53,9 @@ class AnswerMeasures:
         if len(tasks) < 2:
             return whole
         of_task = np.repeat(np.repeat(np.arange(len(tasks)), tasks), counts)
-        own = [of_task == task for task in range(len(tasks))]
-        found = [distribution_summary(self.kl[at], self.agrees[at], texts[at]) for at in own]
-        return replace(whole, by_task=tuple((each.mean, each.standard_error) for each in found))
+        of_one = [of_task == task for task in range(len(tasks))]
+        summaries = [distribution_summary(self.kl[at], self.agrees[at], texts[at]) for at in of_one]
+        return replace(whole, by_task=tuple((summary.mean, summary.standard_error) for summary in summaries))
 
 
 def planned_weights(plan: CompilePlan, store: UnitStore) -> Replaced:
@@ -159,7 +159,7 @@ class AnswerWalk:
         kl, agrees, nll = np.empty(len(states)), np.empty(len(states), np.bool_), np.empty(len(states))
 
         def compare(chunk: int) -> None:
-            tokens, log_p = chunks[chunk], own(chunk)
+            tokens, log_p = chunks[chunk], log_probs_of(chunk)
             log_q = head.logits(states[tokens]).log_softmax(-1)
             token_kl, token_agrees = divergence(log_p, log_q)
             token_nll = -log_q.gather(1, targets[tokens].to(log_q.device).unsqueeze(1)).squeeze(1)
@@ -168,7 +168,7 @@ class AnswerWalk:
             nll[at] = token_nll.double().cpu().numpy()
 
         with head_workers(self._threads) as pool:
-            own = self._own(own_head, self._own_states, chunks, pool)
+            log_probs_of = self._own(own_head, self._own_states, chunks, pool)
             for done, _ in enumerate(pool.in_order(compare, range(len(chunks))), layers + 1):
                 self._progress(done, steps)
         return AnswerMeasures(kl, agrees, nll)

@@ -255,14 +255,14 @@ class LayerGradients:
         """Return the gradients after the encoder's last layer, from those at its normed output."""
         raw = list(texts.states)
         self._read_into(raw, _ENCODED)
-        found = []
+        before = []
         for batch, state in zip(upstream, raw, strict=True):
             if batch.encoded is None:
                 raise RuntimeError("a decoder's gradients reach the encoder's output")
             normed = self._slot.encoder_normed(state.requires_grad_())
             gradients = [torch.autograd.grad(normed, state, one, retain_graph=True)[0] for one in batch.encoded]
-            found.append(_Upstream(torch.stack(gradients)))
-        return found
+            before.append(_Upstream(torch.stack(gradients)))
+        return before
 
     def _back(self, texts: TextStates, batch: int, every: list[_Upstream]) -> tuple[_Upstream, HandedTokens | None]:
         """Return the gradients of one batch before the layer, and what its tokens handed to the experts."""
@@ -276,19 +276,21 @@ class LayerGradients:
         out = self._slot.single(entering, prompts)
         handed, self._handed.tokens = self._handed.tokens, None
         wanted = leaves if handed is None else [*leaves, handed[3]]
-        found = [
+        by_sketch = [
             torch.autograd.grad(out, wanted, gradient, retain_graph=number + 1 < SKETCHES)
             for number, gradient in enumerate(upstream.states.to(device))
         ]
-        before = _Upstream(torch.stack([own[0] for own in found]).cpu())
+        before = _Upstream(torch.stack([leaf_gradients[0] for leaf_gradients in by_sketch]).cpu())
         # The results are as large as the inputs, which are not needed any more.
         texts.states[batch], upstream.states = torch.empty(0), torch.empty(0)
         if upstream.encoded is not None:
-            before.encoded = upstream.encoded + torch.stack([own[1] for own in found]).cpu()
+            before.encoded = upstream.encoded + torch.stack([leaf_gradients[1] for leaf_gradients in by_sketch]).cpu()
         if handed is None:
             return before, None
         inputs, chosen, weights, _ = handed
-        return before, HandedTokens(inputs.detach(), chosen, weights.detach(), [own[-1] for own in found])
+        return before, HandedTokens(
+            inputs.detach(), chosen, weights.detach(), [leaf_gradients[-1] for leaf_gradients in by_sketch]
+        )
 
     @contextmanager
     def _differentiable(self) -> Iterator[None]:
@@ -336,8 +338,8 @@ def _joined(parts: list[HandedTokens], real: Tensor) -> HandedTokens:
 
     real: bool, for each position of all batches.
     """
-    inputs = torch.cat([part.inputs for part in parts])[real]
-    gradients = [torch.cat([part.gradients.pop(0) for part in parts])[real] for _ in range(SKETCHES)]
-    chosen, weights = (torch.cat([getattr(part, name) for part in parts])[real] for name in ("chosen", "weights"))
+    inputs = torch.cat([batch.inputs for batch in parts])[real]
+    gradients = [torch.cat([batch.gradients.pop(0) for batch in parts])[real] for _ in range(SKETCHES)]
+    chosen, weights = (torch.cat([getattr(batch, name) for batch in parts])[real] for name in ("chosen", "weights"))
     parts.clear()
     return HandedTokens(inputs, chosen, weights, gradients)

@@ -76,9 +76,9 @@ def dense_groups(model: ModelSpec) -> tuple[DenseGroup, ...]:
     groups = [DenseGroup("embedding", ("embedding",))]
     matrices = [name for name, shape in model.dense_shapes().items() if len(shape) == 2 and not name.endswith("router")]
     for layer in range(model.num_layers):
-        own = [name for name in matrices if name.startswith(f"layers.{layer}.")]
-        shared = tuple(name for name in own if ".shared_" in name)
-        groups.append(DenseGroup(f"layers.{layer}.attention", tuple(name for name in own if name not in shared)))
+        of_layer = [name for name in matrices if name.startswith(f"layers.{layer}.")]
+        shared = tuple(name for name in of_layer if ".shared_" in name)
+        groups.append(DenseGroup(f"layers.{layer}.attention", tuple(name for name in of_layer if name not in shared)))
         if shared:
             groups.append(DenseGroup(f"layers.{layer}.shared", shared))
     if not model.tie_embeddings:
@@ -90,8 +90,8 @@ def probed(
     model: ModelSpec, layer: int, projection: str, unit_specs: Sequence[QuantSpec]
 ) -> tuple[list[UnitKey], QuantSpec | None]:
     """Return the units of one projection of a layer, and their probe format, None if no format below 16 bits fits."""
-    own = [unit for unit in model.units_of_layer(layer) if unit.projection == projection]
-    return own, probe_format(unit_specs, model.unit_shape(layer, projection)[1])
+    units = [unit for unit in model.units_of_layer(layer) if unit.projection == projection]
+    return units, probe_format(unit_specs, model.unit_shape(layer, projection)[1])
 
 
 def probe_format(specs: Sequence[QuantSpec], columns: int) -> QuantSpec | None:
@@ -116,8 +116,8 @@ def with_gradients(
     measured = foreseen = 0.0
     for layer in store.model.expert_layers:
         for name in store.model.layers[layer].experts.projections:
-            own, probe = probed(store.model, layer, name, specs)
-            known = [unit for unit in own if (unit, probe) in predicted]
+            units, probe = probed(store.model, layer, name, specs)
+            known = [unit for unit in units if (unit, probe) in predicted]
             if probe is not None:
                 measured += sum(table.unit_loss(store, unit, probe) for unit in known)
                 foreseen += sum(predicted[(unit, probe)] for unit in known)
@@ -172,8 +172,8 @@ def corrected_by_measurement(
     unit_specs: formats on offer.
     progress: called with (plans done, plans in all).
     """
-    held = trials.store.held_by_all(unit_specs)
-    fitting = [spec for spec in held if spec.bitwidth < 16 and fits_all(plain, spec)]
+    held_formats = trials.store.held_by_all(unit_specs)
+    fitting = [spec for spec in held_formats if spec.bitwidth < 16 and fits_all(plain, spec)]
     if not fitting:
         raise OptionError(
             "`--sensitivity exact` puts whole experts below 16 bits, and no format on offer fits all their matrices",

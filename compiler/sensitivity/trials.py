@@ -138,7 +138,7 @@ class Trials:
     def available_items(self) -> dict[str, tuple[int, int]]:
         """Number of validation items of each task, and of those with the spare ones."""
         sizes = {data.task.name: (len(data.validation.items), len(data.spare)) for data in self.tasks}
-        return {name: (own, own + spare) for name, (own, spare) in sizes.items()}
+        return {name: (validation, validation + spare) for name, (validation, spare) in sizes.items()}
 
     @property
     def first_kl_per_loss(self) -> float:
@@ -176,7 +176,7 @@ class Trials:
         walk = self._measures()
         counts, tasks = walk.answers.counts, walk.answers.tasks
         stages = [f"kl-{plan.digest}" for plan in plans]
-        plain = self._journaled(stages, plans, store, None, lambda found: found.summary(counts, tasks).to_json())
+        plain = self._journaled(stages, plans, store, None, lambda measures: measures.summary(counts, tasks).to_json())
         summaries = []
         for plan, purpose, stage, values in zip(plans, purposes, stages, plain, strict=True):
             self._items[stage] = len(counts)
@@ -194,7 +194,7 @@ class Trials:
         count = min(items, self._measures().answers.tasks[0])
         stages = [f"nll-{plan.digest}-{items}" for plan in plans]
         self._items.update(dict.fromkeys(stages, count))
-        return self._journaled(stages, plans, store, count, lambda found: float(found.nll.mean()), progress)
+        return self._journaled(stages, plans, store, count, lambda measures: float(measures.nll.mean()), progress)
 
     def _journaled(
         self,
@@ -353,13 +353,15 @@ class Trials:
     def _measure(self, data: TaskData, target: float, engine: TextEngine) -> LossEstimate:
         """Return the loss on validation, and on the spare items that are taken. Stop early where it is clear."""
         baseline, taken = self._baseline_with_spare(data, target), self._taken(data, target)
-        own, items = len(data.validation.items), [*data.validation.items, *data.spare[:taken]]
+        validated, items = len(data.validation.items), [*data.validation.items, *data.spare[:taken]]
         results: list[EvaluationResult] = []
         drafts = [data.task.continuation(item.prediction) for item in baseline.items]
         done = 0
-        for look in dict.fromkeys([*(n for n in LOOKS if n < own), own, len(items)]):
-            part, guesses = items[done:look], drafts[done:look]
-            results.append(evaluate(data.task, part, engine, shots=data.shots, drafts=guesses, progress=self.progress))
+        for look in dict.fromkeys([*(n for n in LOOKS if n < validated), validated, len(items)]):
+            new_items, guesses = items[done:look], drafts[done:look]
+            results.append(
+                evaluate(data.task, new_items, engine, shots=data.shots, drafts=guesses, progress=self.progress)
+            )
             done = look
             if look < len(items) and not np.any(baseline.scores[:look]):
                 continue  # the checkpoint solves none of them, so nothing can be lost yet

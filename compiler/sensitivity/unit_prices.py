@@ -55,9 +55,9 @@ class HandedTexts:
 
     def to_arrays(self) -> list[np.ndarray]:
         """Return plain arrays for another machine."""
-        own = self.tokens
-        parts = [own.inputs, own.chosen, own.weights, self.texts, *own.gradients]
-        return [part.contiguous().numpy() for part in parts]
+        tokens = self.tokens
+        parts = [tokens.inputs, tokens.chosen, tokens.weights, self.texts, *tokens.gradients]
+        return [tensor.contiguous().numpy() for tensor in parts]
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[np.ndarray], num_texts: int) -> HandedTexts:
@@ -76,19 +76,19 @@ def expert_squares(
     module: the experts of the layer.
     unit_of: the expert's unit of a projection.
     """
-    expert, own = unit_of("down").expert, handed.tokens
+    expert, handed_tokens = unit_of("down").expert, handed.tokens
     original = projections_of(module, expert)
     squares = np.zeros((len(original), len(specs)))
-    tokens, rank = torch.where(own.chosen == expert)
+    tokens, rank = torch.where(handed_tokens.chosen == expert)
     if not len(tokens):
         return np.full_like(squares, np.nan)
-    rows, weights = own.inputs[tokens], own.weights[tokens, rank].unsqueeze(1)
+    rows, weights = handed_tokens.inputs[tokens], handed_tokens.weights[tokens, rank].unsqueeze(1)
     products = {name: product.requires_grad_() for name, product in first_products(module, expert, rows).items()}
     middle = activated(module, expert, products)
     gradients: dict[str, list[Tensor]] = {name: [] for name in original}
-    for number, upstream in enumerate(own.gradients):
+    for number, upstream in enumerate(handed_tokens.gradients):
         down = upstream[tokens] * weights
-        keep = number + 1 < len(own.gradients)
+        keep = number + 1 < len(handed_tokens.gradients)
         first = torch.autograd.grad(middle, list(products.values()), down @ original["down"], retain_graph=keep)
         for name, gradient in zip(original, (*first, down), strict=True):
             gradients[name].append(gradient)

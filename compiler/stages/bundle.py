@@ -87,8 +87,8 @@ def report(
     )
     precision = prepared.checkpoint.precision
     if precision:
-        held = {"held": units_held_by(prepared.lowering, plan.units), "of": len(plan.units)}
-        quality |= {"baseline_precision": precision, "own_codes": held}
+        own_codes = {"held": units_held_by(prepared.lowering, plan.units), "of": len(plan.units)}
+        quality |= {"baseline_precision": precision, "own_codes": own_codes}
     if prepared.use is not None:
         quality |= {"use_on_devices": prepared.use.to_json()}
     return {**quality, **certified.reports}

@@ -33,20 +33,20 @@ def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Compar
     trials, chosen = measured.trials, EVERY
     if options.comparisons is None and not options.is_edgemoe:
         chosen = affordable_here(trials, fitting_formats(plan, prepared.specs), options.target.kind == "loss")
-    found = compare_with_baselines(plan, prepared.specs, trials, trials.store, options.target, talk, chosen)
-    if found.left_out:
-        talk.note(left_out_note(found.left_out))
-    return found
+    comparison = compare_with_baselines(plan, prepared.specs, trials, trials.store, options.target, talk, chosen)
+    if comparison.left_out:
+        talk.note(left_out_note(comparison.left_out))
+    return comparison
 
 
 def with_plan_of_edgemoe(prepared: Prepared, measured: Measured, comparison: Comparison | None) -> Comparison:
     """Replace the searched plan by that of EdgeMoE's own search. Raises TargetUnreachable."""
     options, statistics = prepared.options, measured.statistics
-    found = None if comparison is None else comparison.edgemoe
+    baseline = None if comparison is None else comparison.edgemoe
     if options.search == "edgemoe-popularity" and comparison is not None and statistics is not None:
         comparison = with_popularity(comparison, prepared.specs, measured.trials, options.target, statistics.popularity)
-        found = comparison.by_popularity
-    plan = None if found is None else found.plan
+        baseline = comparison.by_popularity
+    plan = None if baseline is None else baseline.plan
     if comparison is None or plan is None:
         raise TargetUnreachable(f"EdgeMoE's search has no plan that keeps {options.target}", "take `--search knapsack`")
     return replace(comparison, plan=plan, plan_kl=measured.trials.kl(plan, "plan").mean)

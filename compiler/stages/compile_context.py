@@ -124,9 +124,9 @@ def open_for_plan(prepared: Prepared) -> Iterator[CompileContext]:
             yield context
         return
     is_shared = request.resume and work_folder(request.output).is_dir()
-    held = hold_output(request.output, request.disk, note) if is_shared else nullcontext()
+    lock = hold_output(request.output, request.disk, note) if is_shared else nullcontext()
     opened = planning_journal(request.output, prepared.measurement_identity(), request.resume, note)
-    with held, _workers(prepared) as cluster, opened as journal:
+    with lock, _workers(prepared) as cluster, opened as journal:
         yield CompileContext(prepared, journal, journal.of(prepared.identity()), cluster)
 
 

@@ -58,7 +58,7 @@ def encode_all_texts(prepared: Prepared) -> CompileTexts:
 
     def encoded(texts: Sequence[tuple[str, str]]) -> list[TokenPair]:
         pairs = encode_pairs(tokenizer, texts, is_joint=model.encoder is None)
-        for number in (number for pair in pairs for part in pair for number in part):
+        for number in (number for pair in pairs for tokens in pair for number in tokens):
             if number >= model.vocab_size:
                 raise DataError(
                     f"a text has the token `{tokenizer.id_to_token(number)}` (id {number}), and the embedding has "
@@ -79,8 +79,8 @@ def encode_all_texts(prepared: Prepared) -> CompileTexts:
     count, room = max(1, KL_ITEMS // len(prepared.splits)), limits.answers // len(prepared.splits)
     for split in prepared.splits:
         name, shots = split.task.name, prepared.shots[split.task.name]
-        own = encoded(_texts(split, split.validation.items[:count], shots))
-        validation.append(_scored_answers(model, name, own, room))
+        texts = encoded(_texts(split, split.validation.items[:count], shots))
+        validation.append(_scored_answers(model, name, texts, room))
         test = encoded(_texts(split, split.test.items[:HELD_OUT_ITEMS], shots))
         held_out[name] = _scored_answers(model, name, test, limits.held_out)
     gradients = _gradient_texts(model, train, limits.gradients)
@@ -162,7 +162,7 @@ def _answers_within(model: ModelSpec, pairs: Sequence[TokenPair], room: int, tas
     prompts, decoded = divided_pairs(model, pairs)
     rows, answers, counts = forced_rows(decoded, model.eos_token_ids[:1])
     every = TokenTexts(rows, prompts)
-    kept = []
+    fitting = []
     for at, count in enumerate(counts):
         longest = max(len(rows[at]), len(prompts[at]) if prompts else 0)
         if task and longest > model.default_context:
@@ -172,18 +172,18 @@ def _answers_within(model: ModelSpec, pairs: Sequence[TokenPair], room: int, tas
             )
         if count and every.size(at) <= room:
             room -= every.size(at)
-            kept.append(at)
+            fitting.append(at)
     targets = [answer[len(answer) - count :] for answer, count in zip(answers, counts, strict=True)]
-    return AnswerTexts(every, counts, targets, list(pairs), []).select(kept)
+    return AnswerTexts(every, counts, targets, list(pairs), []).select(fitting)
 
 
 def _joined(parts: Sequence[AnswerTexts]) -> AnswerTexts:
     """Return the texts of several tasks, task after task."""
 
     def every(name: str) -> list[Any]:
-        return [value for part in parts for value in getattr(part, name)]
+        return [value for answers in parts for value in getattr(answers, name)]
 
-    rows = [row for part in parts for row in part.texts.rows]
-    prompts = [prompt for part in parts for prompt in part.texts.prompts]
-    sizes = [len(part.counts) for part in parts]
+    rows = [row for answers in parts for row in answers.texts.rows]
+    prompts = [prompt for answers in parts for prompt in answers.texts.prompts]
+    sizes = [len(answers.counts) for answers in parts]
     return AnswerTexts(TokenTexts(rows, prompts), every("counts"), every("targets"), every("pairs"), sizes)

@@ -8,9 +8,8 @@ from dataclasses import replace
 from ..preflight.device_fit import choose_objective, summarise_device
 from ..preflight.kept_layers import may_compare
 from ..preflight.prepared import Prepared
-from ..request.low_versions import with_low_versions
 from ..request.objective import byte_weights
-from ..request.plan import CompilePlan
+from ..request.plan import CompilePlan, with_low_versions
 from ..request.result import LossCurve
 from ..request.uniform import uniform_dense_spec, uniform_plan, uniform_quantizer, uniform_spec
 from ..search.bisect import search

@@ -145,8 +145,8 @@ class Sweep:
             sensitivity = self._sensitivity(travellers, threads) if self._dense_probe else self._table_of_ones()
         answers = self._slot.normed(travellers.validation.scored_states(texts.validation.counts))
         held_out = {
-            task: self._slot.normed(travellers.held_out[task].scored_states(own.counts))
-            for task, own in texts.held_out.items()
+            task: self._slot.normed(travellers.held_out[task].scored_states(answers_of_task.counts))
+            for task, answers_of_task in texts.held_out.items()
         }
         statistics = count_statistics(self._model, texts.calibration, self._seed, self._done, path_keys)
         return Swept(statistics, sensitivity, answers, held_out)
@@ -158,10 +158,10 @@ class Sweep:
         for layer in range(self._model.num_layers):
             if self._journal.get(f"layer-{layer}") is None:
                 break
-            kept = self._journal.arrays(f"layer-{layer}", dict)
-            if not self._store.add_layer(layer, kept["costs"]):
+            results = self._journal.arrays(f"layer-{layer}", dict)
+            if not self._store.add_layer(layer, results["costs"]):
                 break
-            self._done.append(kept)
+            self._done.append(results)
         while has_states and self._done and self._journal.read_stream(f"states-{len(self._done) - 1}") is None:
             self._done.pop()
         return len(self._done)
@@ -172,7 +172,7 @@ class Sweep:
         travellers = _Travellers(
             TextStates.begin(texts.calibration, embed),
             TextStates.begin(texts.validation.texts, embed),
-            {task: TextStates.begin(own.texts, embed) for task, own in texts.held_out.items()},
+            {task: TextStates.begin(answers.texts, embed) for task, answers in texts.held_out.items()},
             TextStates.begin(texts.probe, embed),
         )
         embedding = _Variant("embedding")
@@ -194,9 +194,9 @@ class Sweep:
         if stored is None:
             raise RuntimeError("the states were checked")
         for text in travellers.all():
-            for kept, at in text.tensors():
-                size = kept[at].numel() * kept[at].element_size()
-                kept[at] = torch.from_numpy(stored.read(start, size).view(np.float32).copy()).view(kept[at].shape)
+            for states, at in text.tensors():
+                size = states[at].numel() * states[at].element_size()
+                states[at] = torch.from_numpy(stored.read(start, size).view(np.float32).copy()).view(states[at].shape)
                 start += size
 
     def _save(self, layer: int, travellers: _Travellers | None) -> None:
@@ -204,8 +204,8 @@ class Sweep:
         if travellers is not None:
             with self._journal.stream(f"states-{layer}") as file:
                 for text in travellers.all():
-                    for kept, at in text.tensors():
-                        file.write(memoryview(kept[at].contiguous().numpy().tobytes()))
+                    for states, at in text.tensors():
+                        file.write(memoryview(states[at].contiguous().numpy().tobytes()))
         self._journal.arrays(f"layer-{layer}", lambda: self._done[layer])
         if layer and travellers is not None:
             self._journal.forget(f"states-{layer - 1}")
@@ -297,7 +297,7 @@ class Sweep:
 
     def _variants(self, layer: int) -> list[_Variant]:
         """Return the variants that begin in a layer, in their order."""
-        dense = [_Variant(part, layer) for part in _DENSE_PARTS]
+        dense = [_Variant(name, layer) for name in _DENSE_PARTS]
         experts = [_Variant(_EXPERTS, layer)] if self._has_probe(layer) else []
         return [*filter(self._is_probed, dense), *experts]
 
@@ -317,38 +317,38 @@ class Sweep:
             layer = variant.layer
             if variant.part == _EXPERTS and layer is not None:
                 probes = ((unit, self._probe_spec(unit)) for unit in self._model.units_of_layer(layer))
-                held = [(unit, spec) for unit, spec in probes if spec is not None and self._store.holds(unit, spec)]
-                cost = sum(self._store.error(unit, spec) for unit, spec in held)
-                own = [PROJECTIONS.index(name) for name in self._model.layers[layer].experts.projections]
-                gains[layer, own] = kl / cost if cost > 0 else 0.0
+                probed = [(unit, spec) for unit, spec in probes if spec is not None and self._store.holds(unit, spec)]
+                cost = sum(self._store.error(unit, spec) for unit, spec in probed)
+                columns = [PROJECTIONS.index(name) for name in self._model.layers[layer].experts.projections]
+                gains[layer, columns] = kl / cost if cost > 0 else 0.0
             else:
                 cost = sum(
-                    self._store.dense_error(part, self._dense_probe[part]) for part in self._groups[variant.group]
+                    self._store.dense_error(name, self._dense_probe[name]) for name in self._groups[variant.group]
                 )
                 dense_gains[variant.group] = kl / cost if cost > 0 else 0.0
         return replace(table, gains=gains, dense_gains=dense_gains)
 
     def _variant_divergences(self, travellers: _Travellers, threads: int) -> dict[_Variant, float]:
         """Return the mean KL of every variant to the unchanged model, nats per token. The head is a variant, too."""
-        head, own = self._slot.head(), travellers.probe.tokens()
+        head, unchanged = self._slot.head(), travellers.probe.tokens()
         variants = {variant: (texts.tokens(), head) for variant, texts in travellers.variants.items()}
         output = _Variant("lm_head")
         if self._is_probed(output):
             matrix = self._store.dense_weight("lm_head", self._dense_probe["lm_head"])
-            variants[output] = own, head.with_matrix(matrix)
+            variants[output] = unchanged, head.with_matrix(matrix)
 
         def sums(tokens: slice) -> list[float]:
-            log_p, found = head.logits(self._slot.normed(own[tokens])).log_softmax(-1), []
+            log_p, divergences = head.logits(self._slot.normed(unchanged[tokens])).log_softmax(-1), []
             for states, other in variants.values():
                 log_q = other.logits(self._slot.normed(states[tokens])).log_softmax(-1)
-                found.append(float(divergence(log_p, log_q)[0].double().sum()))
-            return found
+                divergences.append(float(divergence(log_p, log_q)[0].double().sum()))
+            return divergences
 
         totals = np.zeros(len(variants))
         with head_workers(threads) as pool:
-            for found in pool.in_order(sums, head.token_slices(len(own))):
-                totals += found
-        return dict(zip(variants, (totals / len(own)).tolist(), strict=True))
+            for divergences in pool.in_order(sums, head.token_slices(len(unchanged))):
+                totals += divergences
+        return dict(zip(variants, (totals / len(unchanged)).tolist(), strict=True))
 
 
 def sweep_dense_probe(options: Sequence[Mapping[str, QuantSpec]]) -> Mapping[str, QuantSpec]:

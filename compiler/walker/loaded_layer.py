@@ -21,7 +21,7 @@ from ..reference.expert_module import projection_of
 from ..reference.routers import RouterMasks
 from ..reference.single_layer import SingleLayer, build_single_layer
 from ..workspace.parallel import Workers
-from .layer_kind import LayerKind, layer_kind
+from .memory import LayerKind, layer_kind
 from .output_head import OutputHead, output_head
 from .texts import TextStates
 from .torch_device import CPU

@@ -13,7 +13,6 @@ from moec.manifests.quant import QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
 from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 
-from .layer_kind import LayerKind, layer_kind
 from .limits import LOGITS_AT_ONCE, LOGITS_PER_CHUNK, SKETCHES, TOKENS_PER_BACKWARD
 from .texts import TOKENS_PER_FORWARD
 
@@ -21,6 +20,19 @@ COMPILE_PROCESS_BYTES = 700 << 20
 """Python with torch, transformers and datasets loaded: 0.45 GiB measured, and the reserve of allocators."""
 _FLOAT = 4
 _HALF = 2
+
+
+LayerKind = tuple[bool, bool, int]
+"""Whether a layer routes, whether it decodes, and its sliding window.
+
+Layers of a kind differ only in their weights, so one torch module computes all of them.
+"""
+
+
+def layer_kind(model: ModelSpec, layer: int) -> LayerKind:
+    """Return the kind of a layer."""
+    spec = model.layers[layer]
+    return bool(spec.experts.count), layer >= model.first_decoder_layer, spec.attention.sliding_window
 
 
 def layer_weights(model: ModelSpec, layer: int) -> int:
@@ -127,5 +139,5 @@ def certifying_bytes(model: ModelSpec, scored_tokens: int, runtimes: int = 1) ->
 
 def certificate_bytes(model: ModelSpec) -> int:
     """Return what a certificate holds in addition to the runtime: the output matrix, and logits of the checkpoint."""
-    held = max(LOGITS_AT_ONCE, model.vocab_size) + 2 * LOGITS_PER_CHUNK
-    return _FLOAT * held + _HALF * model.vocab_size * model.hidden_size + (64 << 20)
+    logits = max(LOGITS_AT_ONCE, model.vocab_size) + 2 * LOGITS_PER_CHUNK
+    return _FLOAT * logits + _HALF * model.vocab_size * model.hidden_size + (64 << 20)

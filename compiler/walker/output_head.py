@@ -57,8 +57,8 @@ class OutputHead:
     def log_probs(self, states: Tensor) -> Tensor:
         """[A, D] -> log probabilities [A, V] float32. In addition to them, logits of a part of the tokens are held."""
         out = self.logits(states)
-        for part in self.token_slices(len(out)):
-            out[part] -= out[part].logsumexp(-1, keepdim=True)
+        for tokens in self.token_slices(len(out)):
+            out[tokens] -= out[tokens].logsumexp(-1, keepdim=True)
         return out
 
     def back(self, gradients: Tensor) -> Tensor:

@@ -178,8 +178,8 @@ class TextStates:
 
     def tensors(self) -> Iterator[tuple[list[Tensor], int]]:
         """Yield where every tensor stands that a resumed run needs: list and index."""
-        for kept in (self.states, self.encoded):
-            yield from ((kept, at) for at in range(len(kept)))
+        for states in (self.states, self.encoded):
+            yield from ((states, at) for at in range(len(states)))
 
     def prompts(self, batch: int) -> Prompts | None:
         """Return what the encoder has read of a batch, or reads; None without an encoder."""
@@ -201,7 +201,7 @@ class TextStates:
     def text_of_token(self) -> Tensor:
         """Return the index of the text of each real token, in the order of `tokens`, int64 [N]."""
         every = [(index, length) for at in range(len(self.batches)) for index, length in self._sizes(at)]
-        indices, lengths = (torch.tensor(part) for part in zip(*every, strict=True))
+        indices, lengths = (torch.tensor(column) for column in zip(*every, strict=True))
         return indices.repeat_interleave(lengths)
 
     def _sizes(self, batch: int) -> Iterator[tuple[int, int]]:

@@ -37,10 +37,10 @@ def hold_output(output: Path, disk: Disk, note: Note, option: str = "--output", 
     Raises DoesNotFit.
     """
     path = output.with_name(output.name + LOCK_SUFFIX)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as resources:
         with disk_errors(output):
-            held.enter_context(made_folders(output, disk))
-        held.callback(_release, _lock(path, output, note, option, run), path)
+            resources.enter_context(made_folders(output, disk))
+        resources.callback(_release, _lock(path, output, note, option, run), path)
         yield
 
 

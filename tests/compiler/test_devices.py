@@ -106,10 +106,10 @@ def test_a_plan_that_another_device_has_is_learned_from_once(
 
 def test_the_speed_of_each_bundle_on_each_device(model: Path, texts: Path, tmp_path: Path) -> None:
     asked = requests(model, texts, tmp_path)
-    found = predictions(asked, list(compile_for_devices(asked, tmp_path / "out")))
-    assert [each.device for each in found] == list(BUDGETS)
-    for each in found:
-        times = [each.token_ns[name] for name in BUDGETS]
+    rows = predictions(asked, list(compile_for_devices(asked, tmp_path / "out")))
+    assert [row["device"] for row in rows] == list(BUDGETS)
+    for row in rows:
+        times = [row["token_ns"][name] for name in BUDGETS]
         assert all(time is not None and time > 0 for time in times)
         assert times[0] >= times[-1]  # more memory is never slower
 

@@ -140,7 +140,7 @@ def watched(
 Watched = tuple[CompileResult, dict[str, dict[str, Any]]]
 STAGES: dict[str, Callable[[CompileResult, dict[str, dict[str, Any]]], bool]] = {
     "target": lambda result, seen: (seen["search"]["target"].kind, seen["search"]["target"].value) == ("loss", 0.3),
-    "objective": lambda result, seen: seen["choose_objective"]["asked"] == "size",
+    "objective": lambda result, seen: seen["choose_objective"]["requested"] == "size",
     "seed": lambda result, seen: {seen[name]["seed"] for name in ("choose_texts", "Sweep", "run")} == {7},
     "swaps": lambda result, seen: seen["search"]["swaps"].measurements == 3,
     "confidence": lambda result, seen: seen["certify_task"]["confidence"] == 0.9,

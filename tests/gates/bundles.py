@@ -11,8 +11,7 @@ from moec.compiler.bundle.publish import publish_directory
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.preflight.device_fit import summarise_device
-from moec.compiler.request.low_versions import with_low_versions
-from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.plan import CompilePlan, with_low_versions
 from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.workspace.durable import Disk
 from moec.manifests.bundle import DeviceSummary

@@ -27,8 +27,7 @@ from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.quantization.packing import pack
 from moec.compiler.quantization.quantized import QuantizedMatrix
-from moec.compiler.request.low_versions import with_low_versions
-from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.plan import CompilePlan, with_low_versions
 from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.workspace.durable import Disk
 from moec.manifests.bundle import EVICTION_NAME

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
-from moec.manifests.errors import OptionError
+from moec.manifests.errors import CheckpointError, OptionError
 from moec.manifests.quant import QuantSpec
 
+from ...checkpoint import mxfp4
 from ..quantized import QuantizedMatrix, left_out
-from .exact import repack_mxfp4
 
 QUANTIZERS = ("gptq", "rtn", "quanto", "auto-gptq")
 WITH_MOMENTS = ("gptq", "auto-gptq")
@@ -42,14 +42,14 @@ def quantizer(name: str) -> Quantizer:
     """
     if name not in QUANTIZERS:
         raise OptionError(f"unknown quantizer `{name[:40]}`, expected one of {', '.join(QUANTIZERS)}")
-    own = name.replace("-", "_")
-    function: Any = getattr(importlib.import_module(f".{own}", __package__), f"quantize_{own}")
+    module = name.replace("-", "_")
+    function: Any = getattr(importlib.import_module(f".{module}", __package__), f"quantize_{module}")
 
     def quantize(
         weight: torch.Tensor, spec: QuantSpec, second_moment: torch.Tensor | None, tokens: int
     ) -> QuantizedMatrix:
         if spec.is_mxfp4:
-            return repack_mxfp4(weight, spec)
+            return _repack_mxfp4(weight, spec)
         if spec.is_pruned:
             return left_out(len(weight))
         arguments = (second_moment, tokens) if name in WITH_MOMENTS else ()
@@ -71,3 +71,19 @@ def can_make(name: str, spec: QuantSpec) -> bool:
     except OptionError:
         return False
     return True
+
+
+def _repack_mxfp4(weight: torch.Tensor, spec: QuantSpec) -> QuantizedMatrix:
+    """Convert a matrix of 4-bit floats without loss.
+
+    weight: [N, K] floats from `mxfp4.decode`.
+    Raises CheckpointError if mxfp4 cannot hold the weights exactly.
+    """
+    encoded = mxfp4.encode(weight)
+    if encoded is None:
+        raise CheckpointError(
+            f"a matrix of {weight.shape[0]} x {weight.shape[1]} is not made of 4-bit floats in blocks of "
+            f"{mxfp4.BLOCK_VALUES} whose scales lie between 2**-125 and 2**127",
+            "offer other formats with `--bits` below 16",
+        )
+    return QuantizedMatrix(spec, *encoded, None)

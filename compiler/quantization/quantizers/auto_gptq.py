@@ -99,7 +99,7 @@ def import_class() -> Any:
     spec = importlib.util.find_spec(_NAME)
     if spec is None or spec.submodule_search_locations is None:
         raise MissingDependency("the quantizer `auto-gptq` needs the package `auto-gptq`", remedy)
-    package, held = types.ModuleType(_NAME), sys.modules.get(_NAME)
+    package, earlier = types.ModuleType(_NAME), sys.modules.get(_NAME)
     package.__spec__, package.__path__ = spec, list(spec.submodule_search_locations)
     sys.modules[_NAME] = package
     try:
@@ -111,8 +111,8 @@ def import_class() -> Any:
     finally:
         for name in [name for name in sys.modules if name == _NAME or name.startswith(f"{_NAME}.")]:
             del sys.modules[name]
-        if held is not None:
-            sys.modules[_NAME] = held
+        if earlier is not None:
+            sys.modules[_NAME] = earlier
     logging.getLogger(module.logger.name).setLevel(logging.WARNING)
     if not torch.cuda.is_available():
         module.torch = _TorchWithoutCuda()

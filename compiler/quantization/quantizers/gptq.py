@@ -145,10 +145,12 @@ def quantize_formats(
         if second_moment is None or not tokens:
             return [quantize_rtn(weight, spec, True) for spec in specs]
         prepared = prepared or prepare_inputs(second_moment, tokens)
-        made = dict[QuantSpec, QuantizedMatrix]()
-        for part in in_parts(sorted(set(specs), key=_turns), max(1, STACKED_ROWS // len(weight))):
-            made.update(zip(part, _quantize(weight.detach().float(), part, second_moment, prepared), strict=True))
-        return [made[spec] for spec in specs]
+        matrices = dict[QuantSpec, QuantizedMatrix]()
+        for stacked in in_parts(sorted(set(specs), key=_turns), max(1, STACKED_ROWS // len(weight))):
+            matrices.update(
+                zip(stacked, _quantize(weight.detach().float(), stacked, second_moment, prepared), strict=True)
+            )
+        return [matrices[spec] for spec in specs]
 
 
 def _quantize(
@@ -229,7 +231,9 @@ def compensate(
     work = weight.T.contiguous()[order].repeat(1, len(matrices))
     codes = _round_columns(work, rows, prepared, _Grid.of(matrices))
     parts = zip(torch.split(codes, rows, 1), torch.split(work, rows, 1), strict=True)
-    return [(torch.empty_like(own).index_copy_(0, order, own).T.contiguous(), errors) for own, errors in parts]
+    return [
+        (torch.empty_like(rounded).index_copy_(0, order, rounded).T.contiguous(), errors) for rounded, errors in parts
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,12 +255,12 @@ class _Grid:
         groups = math.lcm(*(matrix.scales.shape[1] for matrix in matrices))
         scales, minima, largest = list[Tensor](), list[Tensor](), list[Tensor]()
         for matrix in matrices:
-            own, spec = matrix.scales.float(), matrix.spec
-            low = -own * float(spec.centre) if matrix.minima is None else matrix.minima.float()
-            times = groups // own.shape[1]
-            scales.append(own.T.repeat_interleave(times, 0))
+            scale, spec = matrix.scales.float(), matrix.spec
+            low = -scale * float(spec.centre) if matrix.minima is None else matrix.minima.float()
+            times = groups // scale.shape[1]
+            scales.append(scale.T.repeat_interleave(times, 0))
             minima.append(low.T.repeat_interleave(times, 0))
-            largest.append(own.new_full((len(own),), float(spec.largest_code)))
+            largest.append(scale.new_full((len(scale),), float(spec.largest_code)))
         return cls(torch.cat(scales, 1), torch.cat(minima, 1), torch.cat(largest))
 
 
@@ -272,7 +276,7 @@ def _round_columns(work: Tensor, rows: int, prepared: PreparedInputs, grid: _Gri
     scales, minima = grid.scales.unbind(), grid.minima.unbind()
     steps = torch.where(grid.scales > 0, grid.scales, torch.ones_like(grid.scales)).reciprocal_().unbind()
     block, value = work.new_empty(_BLOCK_COLUMNS, work.shape[1]), work.new_empty(work.shape[1])
-    each = torch.split(work, rows, 1)  # a product of more rows may round differently
+    matrices = torch.split(work, rows, 1)  # a product of more rows may round differently
     diagonal = factor.diagonal().cpu().tolist()
     for outer in range(0, columns, _OUTER_COLUMNS):
         outer_end = min(outer + _OUTER_COLUMNS, columns)
@@ -288,10 +292,10 @@ def _round_columns(work: Tensor, rows: int, prepared: PreparedInputs, grid: _Gri
                 if column + 1 < end:
                     work[column + 1 : end].addr_(factor[column, column + 1 : end], weight, alpha=-1.0)
             codes[start:end] = rounded
-            for own in each:
-                _pass_on(own, factor, start, end, outer_end)
-        for own in each:
-            _pass_on(own, factor, outer, outer_end, columns)
+            for matrix in matrices:
+                _pass_on(matrix, factor, start, end, outer_end)
+        for matrix in matrices:
+            _pass_on(matrix, factor, outer, outer_end, columns)
     return codes
 
 

@@ -77,9 +77,9 @@ def _affine(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
     quanto = _quanto()
     rows, columns = weight.shape
     size = spec.group_size or columns
-    own = {2: quanto.qint2, 4: quanto.qint4}.get(int(spec.bitwidth))
-    kind = own or _type_of(int(spec.bitwidth))
-    optimizer = quanto.HqqOptimizer() if own else quanto.MaxOptimizer()
+    known = {2: quanto.qint2, 4: quanto.qint4}.get(int(spec.bitwidth))
+    kind = known or _type_of(int(spec.bitwidth))
+    optimizer = quanto.HqqOptimizer() if known else quanto.MaxOptimizer()
     scale, shift = optimizer(weight, kind, axis=0, group_size=size)
     scales, minima = _half(scale), _half(-shift)
     codes = torch.ops.quanto.quantize_affine(

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from moec.compiler.bundle.quality import unimportance_deciles
 from moec.compiler.calibration.activation_paths import (
-    PathReport,
     count_paths,
     count_popularity,
     count_transitions,
@@ -22,7 +21,7 @@ from moec.compiler.calibration.activation_paths import (
 from moec.compiler.calibration.collect import (
     UNIMPORTANCE_BINS,
     ActivationStatistics,
-    chosen_texts,
+    choose_texts,
     count_statistics,
     weight_summary,
 )
@@ -62,7 +61,7 @@ def pairs(reference):
 def calibrate(lowering: Lowering, pairs, seed: int = 0, max_tokens: int = 10**6) -> ActivationStatistics:
     """Pass texts through the layers, and count."""
     rows = TokenTexts([prompt + answer for prompt, answer in pairs])
-    texts = chosen_texts(rows, lowering.model.original_positions, seed, max_tokens)
+    texts = choose_texts(rows, lowering.model.original_positions, seed, max_tokens)[0]
     slot, counts = LoadedLayer(lowering), []
     states = TextStates.begin(texts, slot.embed)
     with workers(1) as pool:
@@ -184,7 +183,6 @@ def test_what_is_not_predicted_has_no_accuracy(layers: int, held_out: int):
     values = report_paths(routes, routes[:held_out], 4).to_json()
     assert not [name for name in values if name.startswith("accuracy")]
     assert ("frequent_windows" in values) == (layers > 2) and values["observed_paths"] <= 1
-    assert PathReport.from_json(values).to_json() == values
 
 
 def test_rare_pairs_back_off_to_the_layer_before_and_then_to_popularity():

@@ -13,7 +13,7 @@ import pytest
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.quantization.packing import unpack
-from moec.compiler.request.low_versions import with_low_versions
+from moec.compiler.request.plan import with_low_versions
 from moec.compiler.request.uniform import uniform_plan
 from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.manifests.errors import ChecksumMismatch, ManifestInvalid, PlanError
