@@ -296,8 +296,8 @@ class ExpertLayers:
 
     size: D.
     ahead_eps: epsilon of the norms before routers of later layers.
-    rules: RULES of runtime/prefetch/thresholds.py; `most_tokens` of a pass; `choices_for_all`, from which a pass counts
-        as one that needs all experts.
+    rules: RULES of runtime/prefetch/read_ahead_margins.py; `most_tokens` of a pass; `choices_for_all`, from which a
+        pass counts as one that needs all experts.
     paths: None, or the arrays of PathTables by name and `least_count`, the uses from which a path counts.
     Raises ValueError.
     """
