@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,14 @@ from tests.kernels.packer import Packed, random_matrix, rounded
 gate = pytest.mark.gate("G8")
 UNIT = 2.0**-24  # half a unit in the last place of float32, relative
 SENTINEL = np.float32(123456.0)
+
+
+def by_bits(formats: tuple[QuantSpec, ...]) -> pytest.MarkDecorator:
+    """Give a test the formats of each bitwidth as `specs`: a test for each format would take longer than its work."""
+    groups: dict[float, list[QuantSpec]] = defaultdict(list)
+    for spec in formats:
+        groups[spec.bitwidth].append(spec)
+    return pytest.mark.parametrize("specs", groups.values(), ids=[f"{bits:g} bits" for bits in groups])
 
 
 def matrix_of(packed: Packed) -> kernels.PackedMatrix:
