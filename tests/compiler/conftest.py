@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -32,14 +33,21 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that gives the checkpoint of a layout. One process writes all of them."""
+    """Return a function that gives the checkpoint of a layout. One process writes all of them for the others."""
     if not (TOOLS / ".ready").exists():
         if os.environ.get("CI"):
             pytest.fail("`make quantization-tools` has not filled build/quantization-tools")
         pytest.skip("needs `make quantization-tools`")
-    folder = tmp_path_factory.mktemp("packed")
-    save_tiny_qwen3_moe(folder / "plain", TINY_PLAIN)
-    command = [sys.executable, write_packed.__file__, TOOLS, folder / "plain", folder]
-    run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    # One folder for all processes of a run: the tools take twelve seconds to load.
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "packed"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            save_tiny_qwen3_moe(folder / "plain", TINY_PLAIN)
+            command = [sys.executable, write_packed.__file__, TOOLS, folder / "plain", folder]
+            run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+            assert run.returncode == 0, run.stderr
+            (folder / "complete").touch()
     return lambda layout: folder / layout

@@ -1,6 +1,6 @@
 """G13: a pull survives anything. `current` always opens, the final bytes are identical, and little is read twice.
 
-CI kills 10 pulls of 64 MB; MOEC_FULL_GATES=1 kills 200. `tests/faults` lets every call of a pull fail in turn.
+CI kills 6 pulls of 64 MB; MOEC_FULL_GATES=1 kills 200. `tests/faults` lets every call of a pull fail in turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.shipping.signing_keys import signing_key
 
 pytestmark = pytest.mark.gate("G13")
 IS_FULL = os.environ.get("MOEC_FULL_GATES") == "1"
-KILLS = 200 if IS_FULL else 10
+KILLS = 200 if IS_FULL else 6
 KILLS_OF_A_PULL = 4
 KEY = signing_key()
 ROOT = Path(__file__).parents[2]

@@ -70,6 +70,7 @@ def test_litellm(answering: LiveServer, expected: str, expected_text: str) -> No
     assert found["text"] == expected_text
 
 
+@pytest.mark.slow
 def test_langchain(answering: LiveServer, expected: str, expected_text: str) -> None:
     pytest.importorskip("llguidance")
     found = run_client("with_langchain", answering)
