@@ -43,7 +43,13 @@ def load_profile(name_or_path: str | Path, storage: Path | None = None) -> Devic
 
 def read_profile(path: Path) -> DeviceProfile:
     """Read one TOML file. Raises ProfileError with file, key and remedy."""
-    return profile_from_plain(_read_toml(path), str(path))
+    try:
+        plain = load_strict_toml(read_input(path, MAX_TOML_BYTES, follow_links=True))
+    except UnreadableFile as error:
+        raise ProfileError(f"`{path}` {error}", "give a device profile, a TOML file") from error
+    except ValueError as error:
+        raise ProfileError(f"`{path}` is not TOML that can be read: {error}", "correct the file") from error
+    return profile_from_plain(plain, str(path))
 
 
 def to_toml(profile: DeviceProfile) -> str:
@@ -65,12 +71,3 @@ def _toml(value: str | float | tuple[Any, ...]) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return load_strict_toml(read_input(path, MAX_TOML_BYTES, follow_links=True))
-    except UnreadableFile as error:
-        raise ProfileError(f"`{path}` {error}", "give a device profile, a TOML file") from error
-    except ValueError as error:
-        raise ProfileError(f"`{path}` is not TOML that can be read: {error}", "correct the file") from error

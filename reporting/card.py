@@ -1,4 +1,4 @@
-"""The pictures of a model card: loss or KL over bytes, and the bits of every expert. Each is an SVG file."""
+"""Pictures as SVG files: those of a model card, which are loss or KL over bytes and bits, and that of a sweep."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 from moec.manifests.bundle import BITS_PICTURE_NAME, LOSSES_PICTURE_NAME, BundleManifest
 
+from .curves import Curve
 from .figures.losses import kl_chart, loss_chart
 from .figures.maps import bits_of
 from .page_files import svg_file
 from .svg.cell_map import CellMap
+from .svg.chart import Chart, Point, Series
+from .svg.scale import scale_of
+from .text import share_text, size_text, tick_share
 
 MAX_PICTURE_BYTES = 60_000
 """Size of a picture for a model of 48 layers with 128 experts, bytes."""
@@ -49,3 +53,25 @@ def card_pictures(manifest: BundleManifest, quality: Mapping[str, Any]) -> list[
     drawn = CellMap("Bits per weight of every expert", "bits", bits)
     pictures.append(CardPicture(BITS_PICTURE_NAME, drawn.title, svg_file(drawn.to_svg()).encode()))
     return pictures
+
+
+def sweep_svg(name: str, curves: list[Curve]) -> str:
+    """Return the curves as an SVG file. It has its own style sheet.
+
+    name: name of the bundle.
+    """
+    series = []
+    for number, curve in enumerate(curves):
+        points = [
+            Point(
+                point.loss, point.expert_bytes, f"{curve.name}: {share_text(point.loss)}, {point.expert_bytes:,} bytes"
+            )
+            for point in curve.points
+            if point.loss is not None and point.loss > 0
+        ]
+        series.append(Series(curve.name, points, number % 7, "dot", is_line=True, is_dashed=number > 0))
+    points = [point for row in series for point in row.points]
+    x = scale_of([point.x for point in points], "relative loss allowed", tick_share, is_log=True)
+    y = scale_of([point.y for point in points] or [1.0], "bytes of the routed experts", size_text, from_zero=True)
+    chart = Chart(f"{name}: bytes of the routed experts at each loss", x, y, series)
+    return svg_file(chart.to_svg())

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine.engine import Engine, load
-    from .engine.generation_step import GenerationStep
+    from .engine.engine import Engine, GenerationStep, load
     from .options.runtime import RuntimeOptions
 
 __all__ = ["Engine", "GenerationStep", "RuntimeOptions", "load"]

@@ -15,7 +15,7 @@ from moec.runtime.engine.continuations import score_continuations
 from moec.runtime.engine.engine import Engine
 from moec.runtime.text.sampling import SamplingOptions
 from moec.runtime.text.template_process import template_files
-from moec.runtime.text.tokenizer_settings import named_texts
+from moec.runtime.text.tokenizer import named_texts
 from moec.serving.engine.request import Ended, Event, Failed, GenerationRequest, TokenMade
 from moec.serving.engine.scheduler import Scheduler, ServingOptions
 

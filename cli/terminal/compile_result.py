@@ -31,8 +31,8 @@ PICTURE_MARK = re.compile(rb'\A<svg xmlns="http://www\.w3\.org/2000/svg" class="
 
 def print_curve(curve: LossCurve, destination: Path, as_json: bool) -> None:
     """Print the table of a sweep. Write JSON and a plot next to the path of the bundle."""
+    from moec.reporting.card import sweep_svg
     from moec.reporting.curves import curves_of_sweep
-    from moec.reporting.sweep import sweep_svg
 
     plain = {"curve": [point.to_json() for point in curve]}
     data = destination.with_name(destination.name + CURVE_SUFFIX)

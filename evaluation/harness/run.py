@@ -90,7 +90,14 @@ def run_tasks(tasks: Mapping[str, Any], model: BundleLM, settings: HarnessSettin
     Raises DataError if items, prompts or metrics of a task fail, and the errors of the engine.
     """
     for task in tasks["tasks"].values():
-        _configure(task, settings)
+        if settings.gen_kwargs and task.get_config("output_type") == "generate_until":
+            task.set_config(key="generation_kwargs", value=dict(settings.gen_kwargs), update=True)
+        fixed = task.get_config("num_fewshot")
+        if settings.num_fewshot is not None and fixed != 0:
+            task.set_config(key="num_fewshot", value=settings.num_fewshot)
+        elif fixed is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=settings.seed)
     random.seed(_PYTHON_SEED)
     np.random.seed(_NUMPY_SEED)
     evaluate = load("lm_eval.evaluator", PURPOSE, EXTRA).evaluate
@@ -116,18 +123,6 @@ def run_tasks(tasks: Mapping[str, Any], model: BundleLM, settings: HarnessSettin
         raise DataError(f"the items of {names} could not be evaluated: {reason}", "check the task files") from error
     results: dict[str, Any] = plain(evaluated)
     return results
-
-
-def _configure(task: Any, settings: HarnessSettings) -> None:
-    """Set few-shot examples and generation settings, by the rules of the harness."""
-    if settings.gen_kwargs and task.get_config("output_type") == "generate_until":
-        task.set_config(key="generation_kwargs", value=dict(settings.gen_kwargs), update=True)
-    fixed = task.get_config("num_fewshot")
-    if settings.num_fewshot is not None and fixed != 0:
-        task.set_config(key="num_fewshot", value=settings.num_fewshot)
-    elif fixed is None:
-        task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(seed=settings.seed)
 
 
 def plain(value: Any) -> Any:

@@ -118,7 +118,9 @@ class TaskSettings:
         settings, form = dict[str, str](), None
         if self.prompt_template is not None:
             template = templates.prompt(Path(self.prompt_template))
-            form = TemplateForm(template.render, _separator(template.content), b"shots" in template.content)
+            text = template.content.decode("utf-8", errors="replace").removesuffix("\n")
+            separator = "" if text[-1:].isspace() else " "  # between the prompt and the answer
+            form = TemplateForm(template.render, separator, b"shots" in template.content)
             settings["prompt_template_sha256"] = hashlib.sha256(template.content).hexdigest()
         if not self.chat:
             assert form is not None  # one of the two is asked for
@@ -150,15 +152,6 @@ class TaskSettings:
             trusts_code=self.trusts_metric_code,
         )
         return replace(task, **metric)
-
-
-def _separator(template: bytes) -> str:
-    """Return the text between a template's prompt and the answer: one space, or none after white space.
-
-    The last line end of a template is not part of it.
-    """
-    text = template.decode("utf-8", errors="replace").removesuffix("\n")
-    return "" if text[-1:].isspace() else " "
 
 
 NO_SETTINGS = TaskSettings()

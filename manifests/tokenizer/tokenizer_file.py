@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..files.limits import (
@@ -45,16 +44,11 @@ class UnsafeTokenizer(Exception):
     """A tokenizer that is not accepted. The message follows `is not a tokenizer: ` in a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerBounds:
-    """Largest growth of a text, bytes for each byte: in the normalizer, and in the pre-tokenizer."""
+def check_tokenizer(data: bytes) -> tuple[int, int]:
+    """Check the content of a `tokenizer.json`. Raises UnsafeTokenizer.
 
-    normalizer: int
-    pre_tokenizer: int
-
-
-def check_tokenizer(data: bytes) -> TokenizerBounds:
-    """Check the content of a `tokenizer.json`. Raises UnsafeTokenizer."""
+    Returns the largest growth of a text, bytes for each byte: in the normalizer, and in the pre-tokenizer.
+    """
     if len(data) > MAX_TOKENIZER_BYTES:
         raise UnsafeTokenizer(f"{len(data)} bytes are more than the limit of {MAX_TOKENIZER_BYTES}")
     sections = outer_members(data) or _parsed(data)
@@ -71,7 +65,7 @@ def check_tokenizer(data: bytes) -> TokenizerBounds:
         raise UnsafeTokenizer(f"`precompiled_charsmap` {error}") from error
     if growth["decoder"] * len(data) > max(MAX_DECODED_BYTES, DECODED_BYTES_PER_BYTE * len(data)):
         raise UnsafeTokenizer(f"`decoder` makes a token of a file of this size {growth['decoder']} times longer")
-    return TokenizerBounds(growth["normalizer"], growth["pre_tokenizer"])
+    return growth["normalizer"], growth["pre_tokenizer"]
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

@@ -23,10 +23,7 @@ _VERDICTS = {
 
 def promise_section(manifest: BundleManifest, quality: Mapping[str, Any] | None) -> str:
     """Return the section with target, verdict, measured loss and sizes."""
-    return section("promise", "What was promised, and how it was shown", *_parts(manifest, quality))
-
-
-def _parts(manifest: BundleManifest, quality: Mapping[str, Any] | None) -> list[str]:
+    title = "What was promised, and how it was shown"
     model, cost = manifest.model, manifest.cost
     layer = model.layers[model.expert_layers[-1]].experts
     left_out = sum(entry.is_pruned for entry in manifest.experts)
@@ -43,7 +40,7 @@ def _parts(manifest: BundleManifest, quality: Mapping[str, Any] | None) -> list[
     facts += [("path table", no_paths.removeprefix("no path table: "))] if no_paths else []
     parts = [table(("", ""), facts, "facts")]
     if quality is None:
-        return [paragraph(_VERDICTS["not measured"]), *parts]
+        return section("promise", title, paragraph(_VERDICTS["not measured"]), *parts)
     verdict = str(quality["verdict"])
     css = verdict.replace(" ", "-") if verdict in _VERDICTS else "unknown"
     parts.insert(0, f'<p class="verdict {css}">{_VERDICTS.get(verdict, "The verdict is unknown.")}</p>')
@@ -70,7 +67,7 @@ def _parts(manifest: BundleManifest, quality: Mapping[str, Any] | None) -> list[
             )
         )
     parts += [_gain(quality)] if quality.get("comparison") else []
-    return parts
+    return section("promise", title, *parts)
 
 
 def target_text(quality: Mapping[str, Any] | None) -> str:

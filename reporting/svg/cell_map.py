@@ -85,6 +85,13 @@ class CellMap:
             drawn.append(f'<path style="stroke:var(--c1)" stroke-width="0.3" d="{_runs(left_out)}"/>')
         legend = [(level.text, f"fill:{level.colour}", 10.0) for level in levels]
         legend += [("left out", "fill:var(--c1)", 3.0)] if left_out else []
+        separators = ""
+        if width / experts > _LEAST_SEPARATED:
+            steps = [f"M{at} 0v{layers}" for at in range(1, experts)] + [
+                f"M0 {at}h{experts}" for at in range(1, layers)
+            ]
+            path = "".join(steps)
+            separators = f'<path style="stroke:var(--paper)" vector-effect="non-scaling-stroke" d="{path}"/>'
         bottom = _TOP + height
         whole = round(bottom + _AXIS + _LEGEND_ROW * (1 + (len(legend) - 1) // _LEGEND_COLUMNS) + 8)
         parts = [
@@ -92,7 +99,7 @@ class CellMap:
             f'<svg x="{_LEFT}" y="{_TOP}" width="{width}" height="{height}" viewBox="0 0 {experts} {layers}" '
             'preserveAspectRatio="none" stroke-width="1" shape-rendering="crispEdges">',
             *drawn,
-            _separators(layers, experts) if width / experts > _LEAST_SEPARATED else "",
+            separators,
             "</svg>",
             *(
                 _text("tick", _LEFT + (at + 0.5) / experts * width, bottom + 17, "middle", str(at))
@@ -128,12 +135,6 @@ class CellMap:
 
 def _text(kind: str, x: float, y: float, anchor: str, text: str) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _separators(layers: int, experts: int) -> str:
-    """Return thin lines between the cells."""
-    lines = [f"M{at} 0v{layers}" for at in range(1, experts)] + [f"M0 {at}h{experts}" for at in range(1, layers)]
-    return f'<path style="stroke:var(--paper)" vector-effect="non-scaling-stroke" d="{"".join(lines)}"/>'
 
 
 def _ticks(count: int) -> range:

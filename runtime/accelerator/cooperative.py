@@ -105,7 +105,10 @@ class CooperativeExperts:
         tokens = {index: len(places) for index, places in places_by_expert.items()}
         loads = expert_loads(tokens, self._host.sizes, self._residents, self._host.is_in_host)
         plan = plan_layer(loads, self.latency, self.cooperation)
-        by_expert = {index: _at(places, top_k) for index, places in places_by_expert.items()}
+        by_expert = {
+            index: ((places // top_k).astype(np.int32), (places % top_k).astype(np.int32))
+            for index, places in places_by_expert.items()
+        }
         has_shared = self.uses_dense and layer in self._shared
         shared = (self._shared[layer], top_k) if has_shared else None
         split = LayerSplit(self, plan, by_expert, hidden_states, shared)
@@ -158,11 +161,6 @@ class CooperativeExperts:
             "kernels_note": self.kernels_note or None,
             "experts": asdict(self.counts),
         }
-
-
-def _at(places: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split places, token * top_k + rank, into tokens and ranks, int32 [n] each."""
-    return (places // top_k).astype(np.int32), (places % top_k).astype(np.int32)
 
 
 class LayerSplit:

@@ -17,7 +17,7 @@ import numpy as np
 
 from moec.manifests.attention import attention_shapes
 from moec.manifests.bundle import BundleManifest
-from moec.manifests.model import LayerSpec, ModelSpec
+from moec.manifests.model import ModelSpec
 from moec.manifests.quant import UNIT_ALIGNMENT_BYTES, round_up
 
 from .. import kernels
@@ -41,15 +41,6 @@ PROMPT_TOKENS, NEW_TOKENS = 512, 128
 """Tokens of the workload that `accelerator-dense=auto` compares: a prompt in one pass, then token by token."""
 
 
-def row_floats(layer: LayerSpec, positions: int) -> int:
-    """Return the float32 values that attention needs for one query over this many positions.
-
-    They are three copies of the scores, and copies of keys and values.
-    """
-    attention = layer.attention
-    return positions * (3 * attention.num_heads + 4 * attention.cache_heads * attention.cache_size)
-
-
 def dense_bytes(manifest: BundleManifest, tokens: int, slots: int, context: int) -> int:
     """Return an upper bound of the device bytes for dense weights and for passes of this many tokens.
 
@@ -57,13 +48,16 @@ def dense_bytes(manifest: BundleManifest, tokens: int, slots: int, context: int)
     on the CPU. Keys and values are counted for all slots and positions.
     """
     model = manifest.model
-    attention = sum(prod(shape) for layer in model.layers for shape in _shapes(model, layer).values())
-    head = model.vocab_size * model.hidden_size
+    shapes = [attention_shapes(layer.attention, model.hidden_size) for layer in model.layers]
+    matrices = [prod(shape) for named in shapes for name, shape in named.items() if name != "attention_norm"]
+    attention, head = sum(matrices), model.vocab_size * model.hidden_size
+    # The largest matrix is unpacked part by part.
+    unpacked = min(max([head, *matrices]), UNPACKED_AT_ONCE + 16 * model.hidden_size)
     kinds = {layer.attention.rope for layer in model.layers}
     angles = sum(context * rope.rotary_size for rope in kinds if rope is not None)
     cached = model.kv_bytes_per_position * context * slots
     resident_bytes = _FLOAT_BYTES * (attention + head + angles) + cached + shared_bytes(manifest)
-    return resident_bytes + max(_loading_bytes(model), _pass_bytes(model, tokens, context))
+    return resident_bytes + max(unpacked * UNPACKING_BYTES, _pass_bytes(model, tokens, context))
 
 
 def shared_bytes(manifest: BundleManifest) -> int:
@@ -73,21 +67,6 @@ def shared_bytes(manifest: BundleManifest) -> int:
     return sum(round_up(size, UNIT_ALIGNMENT_BYTES) for size in sizes)
 
 
-def _shapes(model: ModelSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
-    return {
-        name: shape
-        for name, shape in attention_shapes(layer.attention, model.hidden_size).items()
-        if name != "attention_norm"
-    }
-
-
-def _loading_bytes(model: ModelSpec) -> int:
-    """Return the bytes needed while the largest matrix is unpacked part by part."""
-    matrices = [prod(shape) for layer in model.layers for shape in _shapes(model, layer).values()]
-    largest = max([model.vocab_size * model.hidden_size, *matrices])
-    return min(largest, UNPACKED_AT_ONCE + 16 * model.hidden_size) * UNPACKING_BYTES
-
-
 def _pass_bytes(model: ModelSpec, tokens: int, context: int) -> int:
     """Return the bytes needed while a pass computes attention or the head."""
     widest = 0
@@ -95,7 +74,8 @@ def _pass_bytes(model: ModelSpec, tokens: int, context: int) -> int:
         attention = layer.attention
         features = attention.num_heads * max(attention.head_size, attention.cache_size)
         features += 2 * attention.num_kv_heads * max(attention.head_size, attention.cache_size)
-        row = row_floats(layer, context)
+        # A query needs three copies of its scores, and copies of keys and values.
+        row = context * (3 * attention.num_heads + 4 * attention.cache_heads * attention.cache_size)
         scores = max(row, min(CHUNK_FLOATS, tokens * row))
         widest = max(widest, tokens * (6 * model.hidden_size + 4 * features) + scores)
     head = min(tokens, HEAD_ROWS) * (4 * model.hidden_size + model.vocab_size)

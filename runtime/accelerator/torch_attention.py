@@ -190,7 +190,11 @@ def attend(
     """
     out = torch.empty((*query.shape[:2], values.shape[3]), dtype=torch.float32, device=query.device)
     for tokens in places.parts:
-        for rows, slots in _chunks(tokens, _rows_at_once(tokens, query, keys, values)):
+        # As many queries at once as their scores, and copies of keys and values, fit in CHUNK_FLOATS.
+        is_copied = isinstance(tokens.slots, torch.Tensor) or not tokens.is_even
+        copied = keys.shape[1] * (keys.shape[3] + 2 * values.shape[3]) if is_copied else 0
+        step = max(1, CHUNK_FLOATS // (tokens.end * (3 * query.shape[1] + copied)))
+        for rows, slots in _chunks(tokens, step):
             queries = query[rows]
             is_one_slot = isinstance(slots, slice) and slots.stop == slots.start + 1
             queries = queries.unsqueeze(0) if is_one_slot else queries.unsqueeze(1)
@@ -200,16 +204,6 @@ def attend(
             out[rows] = mixed.reshape(len(rows), *out.shape[1:])
             del seen, mixed  # free them before the next ones are made
     return out
-
-
-def _rows_at_once(tokens: Part, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> int:
-    """Return the number of queries whose temporary values fit in CHUNK_FLOATS.
-
-    These are the scores, and copies of keys and values where copies are made.
-    """
-    is_copied = isinstance(tokens.slots, torch.Tensor) or not tokens.is_even
-    copied = keys.shape[1] * (keys.shape[3] + 2 * values.shape[3]) if is_copied else 0
-    return max(1, CHUNK_FLOATS // (tokens.end * (3 * query.shape[1] + copied)))
 
 
 def _chunks(tokens: Part, step: int) -> Iterator[tuple[torch.Tensor, slice | torch.Tensor]]:

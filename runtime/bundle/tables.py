@@ -104,8 +104,7 @@ def read_tables(
     if not has_paths:
         return Tables(popularity)
     experts = popularity.shape[1]
-    packed = _packed_sets if manifest.path_sets else _packed_keys
-    keys = packed(read("path.keys"), len(manifest.model.layers), experts)
+    keys = _packed_keys(read("path.keys"), len(manifest.model.layers), experts, manifest.path_sets)
     if keys is not None:
         paths = PathTables(
             transitions=read("transitions"),
@@ -147,27 +146,23 @@ def _check_tables(place: str, header: Mapping[str, TensorEntry], manifest: Bundl
             raise ManifestInvalid(f"{place}: `{name}` has {rows} rows, more than the limit of {most}", _COMPILE_AGAIN)
 
 
-def _packed_keys(rows: np.ndarray, layers: int, experts: int) -> np.ndarray | None:
-    """Pack rows (layer, expert, expert), int32 [N, 3], into keys, int64 [N]. Returns None if one is out of range."""
+def _packed_keys(rows: np.ndarray, layers: int, experts: int, has_sets: bool) -> np.ndarray | None:
+    """Pack rows of a layer and experts, int32 [N, n]. Returns None if one is out of range or a set does not ascend.
+
+    Pairs, [N, 3], become keys, int64 [N]. Exact sets, [N, 1 + 2K], become uint16.
+    """
     if len(rows) and (rows.min() < 0 or rows[:, 0].max() >= layers or rows[:, 1:].max() >= experts):
         return None
+    if has_sets:
+        middle, last = (rows.shape[1] + 1) // 2, rows.shape[1] - 1
+        within_sets = [at for at in range(1, last) if at + 1 != middle]
+        ascend = all(bool(np.all(rows[:, at] < rows[:, at + 1])) for at in within_sets)
+        return rows.astype(np.uint16) if ascend else None
     keys = rows[:, 0].astype(np.int64)
     for column in (1, 2):
         keys *= experts
         keys += rows[:, column]
     return keys
-
-
-def _packed_sets(rows: np.ndarray, layers: int, experts: int) -> np.ndarray | None:
-    """Return rows (layer, two sets of experts), int32 [N, 1 + 2K], as uint16.
-
-    Returns None if one is out of range or a set does not ascend.
-    """
-    if len(rows) and (rows.min() < 0 or rows[:, 0].max() >= layers or rows[:, 1:].max() >= experts):
-        return None
-    middle = (rows.shape[1] + 1) // 2
-    ascend = all(bool(np.all(rows[:, at] < rows[:, at + 1])) for at in range(1, rows.shape[1] - 1) if at + 1 != middle)
-    return rows.astype(np.uint16) if ascend else None
 
 
 def _increase(keys: np.ndarray) -> bool:

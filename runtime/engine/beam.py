@@ -14,7 +14,7 @@ import numpy as np
 from moec.manifests.errors import ExecutionError, OptionError
 
 from ..kernels.elementary import exp, natural_log, power
-from ..text.token_ids import checked_ids
+from ..text.tokenizer import checked_ids
 from .engine import Engine
 
 MAX_BEAMS = 64

@@ -9,10 +9,10 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..bundle.eviction_weights import with_fitted_weights
 from ..bundle.open_bundle import Bundle, open_bundle
+from ..expert_cache.cache_stats import CacheStats
 from ..layers.kv_cache import KVCache
 from ..memory.budget import require_memory_for_manifest
 from ..modes.choice import PassChoice
@@ -29,9 +30,8 @@ from ..modes.mode_counts import ModeCounts
 from ..options.runtime import RuntimeOptions, RuntimeSettings
 from ..text.sampling import Sampler, SamplingOptions
 from ..text.streaming_text import StopTexts, TextStream
-from ..text.token_ids import checked_ids
+from ..text.tokenizer import checked_ids
 from .exclusive_use import ExclusiveUse, exclusively
-from .generation_step import FinishReason, GenerationStep
 from .mode_line import mode_line
 from .open_engine import open_parts
 from .slots import Slot, SlotPool
@@ -47,6 +47,29 @@ _RunStack: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _
 # An option of the command line, and its value if it is a number or the rest of a text between backticks.
 _OPTION = re.compile(r"--(?:set )?([a-z][a-z-]*)(?:[ =]([^` ]+(?=`)|[0-9][0-9A-Za-z]*))?")
 _SETTING = re.compile(r"(?<=`)[a-z]+(?:-[a-z]+)+(?=[`=])")
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStep:
+    """One emitted token.
+
+    text: text that can be shown now; may be empty.
+    position: position of the token in the sequence.
+    elapsed_ns: time since the step before. For the first step it includes prefill.
+    cache: counts of the expert cache for this token.
+    finish_reason: set on the last step.
+    reused_tokens: tokens of the prompt that were not computed, as a slot had their keys and values.
+    """
+
+    token_id: int
+    text: str
+    position: int
+    elapsed_ns: int
+    cache: CacheStats
+    finish_reason: FinishReason | None
+    reused_tokens: int = 0
 
 
 def load(path: str | Path, **options: Unpack[RuntimeSettings]) -> Engine:
@@ -294,7 +317,10 @@ class Engine:
                 raise self.exclusive.refusal()
             try:
                 if self._sequence != mine:
-                    raise self.exclusive.taken_over()
+                    raise ExecutionError(
+                        "another call has taken over the keys and values of this generation",
+                        "finish one generation before the next, or load a second engine",
+                    )
                 logits = self.decode([token], [slot.index], [position])[0]
                 slot.tokens.append(token)
             finally:

@@ -36,13 +36,6 @@ class ExclusiveUse:
             "the engine is in use by another thread", "let the threads take turns, or load a second engine"
         )
 
-    def taken_over(self) -> ExecutionError:
-        """Return the error of a generation that was interrupted by another call."""
-        return ExecutionError(
-            "another call has taken over the keys and values of this generation",
-            "finish one generation before the next, or load a second engine",
-        )
-
 
 class _Exclusive(Protocol):
     exclusive: ExclusiveUse

@@ -33,7 +33,7 @@ from ..options.runtime import MAX_THREADS, RuntimeOptions
 from ..prefetch.learned_routers import learned_routers
 from ..prefetch.predictors import make_predictor
 from ..storage.interface import ExpertStorage, page_bytes
-from ..storage.open_storage import open_storage
+from ..storage.read_storage import open_storage
 from ..text.tokenizer import BundleTokenizer, load_tokenizer
 
 if TYPE_CHECKING:

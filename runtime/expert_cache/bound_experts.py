@@ -94,7 +94,10 @@ def bind_experts(
             end = start + specs[projection].packed_bytes(rows, columns)
             ranges[projection] = (start, end)
             matrices[projection] = kernels.PackedMatrix(block[start:end], rows, columns, specs[projection])
-        biases = _expert_biases(dense, entry.layer, entry.expert, spec.count) if spec.has_bias else ()
+        biases = list[np.ndarray]()  # a layer stores those of all experts in a row
+        for projection in PROJECTIONS if spec.has_bias else ():
+            of_layer = dense[f"layers.{entry.layer}.experts_{projection}_bias"]
+            biases.append(of_layer.reshape(spec.count, -1)[entry.expert])
         gate, up, down = matrices.get("gate"), matrices["up"], matrices["down"]
         bound.append(kernels.Expert(gate, up, down, spec.activation, spec.limit, biases, reads_bfloats))
         parts.append([ranges.get(projection) for projection in ("gate", "up", "down")])
@@ -105,9 +108,3 @@ def bind_experts(
 
     storage.on_place(rebind)
     return BoundExperts(bound, parts)
-
-
-def _expert_biases(dense: dict[str, Any], layer: int, expert: int, count: int) -> list[np.ndarray]:
-    """Return the biases of gate, up and down of one expert. A layer stores those of all experts in a row."""
-    whole = [dense[f"layers.{layer}.experts_{projection}_bias"] for projection in PROJECTIONS]
-    return [biases.reshape(count, -1)[expert] for biases in whole]

@@ -187,16 +187,16 @@ class LookaheadPredictor(Predictor):
         stack = self._stacks[key]
         if stack is not None and len(state.hidden) == 1:
             return stack.shares(state.hidden)
-        return [self._demand(state, ahead) for ahead in aheads]
-
-    def _demand(self, state: PassState, ahead: int) -> np.ndarray:
-        source = self.source(state.layer, ahead)
-        if source is None:
-            raise ValueError(f"no router predicts the layer {ahead} layers after layer {state.layer}")
-        router, norm = source
-        logits = router.logits(norm(state.hidden))
-        foresee_unimportance(state, self._model, ahead, router.rule, logits)
-        return router.rule.demand(logits)
+        scores = []
+        for ahead in aheads:
+            source = self.source(state.layer, ahead)
+            if source is None:
+                raise ValueError(f"no router predicts the layer {ahead} layers after layer {state.layer}")
+            router, norm = source
+            logits = router.logits(norm(state.hidden))
+            foresee_unimportance(state, self._model, ahead, router.rule, logits)
+            scores.append(router.rule.demand(logits))
+        return scores
 
     def source(self, layer: int, ahead: int) -> tuple[Router, Norm] | None:
         """Return the router that predicts the layer `ahead` layers ahead, and the norm before it; None without one."""

@@ -35,7 +35,14 @@ def fit_weights(
     best = min(_grid(has_low_versions), key=tried)
     step = _FIRST_STEP // 2
     while step:
-        nearest = min(_neighbours(best, step, has_low_versions), key=tried)
+        neighbours = list[Point]()  # `step` units move from one weight to another
+        for taken, given in permutations((0, 1, 2, 3) if has_low_versions else (0, 1, 3), 2):
+            if best[taken] >= step:
+                moved = list(best)
+                moved[taken] -= step
+                moved[given] += step
+                neighbours.append((moved[0], moved[1], moved[2], moved[3]))
+        nearest = min(neighbours, key=tried)
         if tried(nearest) < tried(best):
             best = nearest
         else:
@@ -49,16 +56,6 @@ def _grid(has_low_versions: bool) -> Iterator[Point]:
         for lfu in range(steps + 1 - lru):
             for lhu in range(steps + 1 - lru - lfu) if has_low_versions else (0,):
                 yield lru * _FIRST_STEP, lfu * _FIRST_STEP, lhu * _FIRST_STEP, (steps - lru - lfu - lhu) * _FIRST_STEP
-
-
-def _neighbours(point: Point, step: int, has_low_versions: bool) -> Iterator[Point]:
-    """Yield the points that move `step` units from one weight to another."""
-    for taken, given in permutations((0, 1, 2, 3) if has_low_versions else (0, 1, 3), 2):
-        if point[taken] >= step:
-            moved = list(point)
-            moved[taken] -= step
-            moved[given] += step
-            yield moved[0], moved[1], moved[2], moved[3]
 
 
 def _weights(point: Point) -> EvictionWeights:

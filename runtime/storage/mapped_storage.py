@@ -133,12 +133,11 @@ class MappedStorage:
         return int(self.block(index).__array_interface__["data"][0])
 
     def mapped(self) -> list[tuple[int, int, int, int]]:
-        return [self._mapped_pages(index) for index in range(len(self._entries))]
-
-    def _mapped_pages(self, index: int) -> tuple[int, int, int, int]:
-        entry, address = self._entries[index], self.address(index)
-        start, size = self._pages(entry)
-        return address - entry.offset_bytes + start, size, self._mapped[entry.file].watch, address
+        rows = []
+        for index, entry in enumerate(self._entries):
+            address, (start, size) = self.address(index), self._pages(entry)
+            rows.append((address - entry.offset_bytes + start, size, self._mapped[entry.file].watch, address))
+        return rows
 
     def take_hand_overs(self, take: Callable[[], HandOvers]) -> None:
         for index in take()[1]:
@@ -192,14 +191,11 @@ class MappedStorage:
                 continue
             if identity[:2] != file.identity[:2]:
                 raise StorageReadFailed(f"`{file.path}` was changed while it was in use", COPY_AGAIN)
-            self._compare(name, resident())
+            for index in resident().tolist():
+                if self._entries[index].file == name and self._entries[index].size_bytes:
+                    self.check(index)
             file.identity = identity
             self._states[at] = file.state(opened)
-
-    def _compare(self, name: str, resident: np.ndarray) -> None:
-        for index in resident.tolist():
-            if self._entries[index].file == name and self._entries[index].size_bytes:
-                self.check(index)
 
     def check(self, index: int, address: int = 0) -> None:
         with _missing_pages_first(self._mapped[self._entries[index].file]):

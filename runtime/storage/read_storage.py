@@ -23,7 +23,7 @@ from ..bundle.files import BundleFile, remedy_of
 from ..bundle.open_bundle import Bundle
 from ..options.runtime import IoMode
 from .arena import HUGE_PAGE_BYTES, Arena
-from .interface import HandOvers, Rebind, closed_on_failure, page_bytes
+from .interface import HandOvers, NativeStorage, Rebind, closed_on_failure, page_bytes
 from .places import Places, span_bytes
 from .read_runs import next_in_file
 from .read_verifier import ReadVerifier
@@ -168,3 +168,16 @@ class ReadStorage:
 
     def close(self) -> None:
         self._files.clear()
+
+
+def open_storage(bundle: Bundle, io: IoMode, verify: bool, capacity_bytes: int | None = None) -> NativeStorage:
+    """Open the storage of a bundle.
+
+    `auto` uses direct reads if the file system allows them. Otherwise it uses buffered reads that drop the page cache.
+    capacity_bytes: most bytes of all experts in memory, at least the largest expert; None for all experts.
+    """
+    if io == "mmap":
+        from .mapped_storage import MappedStorage
+
+        return MappedStorage(bundle, verify)
+    return ReadStorage(bundle, io, verify, capacity_bytes)

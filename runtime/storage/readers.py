@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 
 from ..options.readers import Readers, Takes
@@ -32,8 +32,19 @@ class ReaderThreads:
 
     def _run(self, takes: Takes) -> None:
         if takes == "advice":
-            _step_back(self._readers.cpus or ())
+            self._step_back()
         self._loop(takes)
+
+    def _step_back(self) -> None:
+        """Give the calling thread low priority, and its processors if any are named. A refusal is ignored."""
+        if not hasattr(os, "sched_setaffinity"):
+            return
+        thread_id = threading.get_native_id()
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread_id, max(LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, thread_id)))
+        with suppress(OSError):
+            if self._readers.cpus:
+                os.sched_setaffinity(thread_id, self._readers.cpus)
 
     def running(self) -> int:
         """Return how many have started and have not ended."""
@@ -51,21 +62,6 @@ class ReaderThreads:
 
 def _ended(takes: Takes) -> None:
     """The loop after `join`."""
-
-
-def _step_back(cpus: Collection[int]) -> None:
-    """Give the calling thread low priority, and these processors if there are any.
-
-    A refusal of the system is ignored.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    thread_id = threading.get_native_id()
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread_id, max(LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, thread_id)))
-    if cpus:
-        with suppress(OSError):
-            os.sched_setaffinity(thread_id, cpus)
 
 
 class BusyClock:

@@ -54,8 +54,16 @@ class LimitedProcess:
         """
         if not sys.executable:
             raise ExecutionError(f"{purpose} need a Python interpreter, `sys.executable` names none", "set it")
+        folders = list[str]()
+        for name, requirement in packages.items():  # they are not imported here
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.origin is None:
+                raise MissingDependency(
+                    f"{purpose} need the package `{name}`, which is not installed", f"pip install {requirement}"
+                )
+            folders.append(str(Path(spec.origin).parent.parent))
         child = Path(__file__).with_name("limited_child.py")
-        command = [sys.executable, "-I", "-S", str(child), str(job), *_package_folders(packages, purpose)]
+        command = [sys.executable, "-I", "-S", str(child), str(job), *dict.fromkeys(folders)]
         try:
             self.process = subprocess.Popen(
                 command,
@@ -136,18 +144,3 @@ def signal_name(status: int) -> str:
 
 def _line(value: object) -> bytes:
     return json.dumps(value).encode() + b"\n"
-
-
-def _package_folders(packages: Mapping[str, str], purpose: str) -> list[str]:
-    """Return the folders that packages are imported from, without importing them. Raises MissingDependency."""
-    folders = list[str]()
-    for name, requirement in packages.items():
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:
-            raise MissingDependency(
-                f"{purpose} need the package `{name}`, which is not installed", f"pip install {requirement}"
-            )
-        folder = str(Path(spec.origin).parent.parent)
-        if folder not in folders:
-            folders.append(folder)
-    return folders

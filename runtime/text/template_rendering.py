@@ -71,9 +71,14 @@ class Source:
         except (ValueError, RecursionError) as error:
             return "no-json", _reason(error)
         self._settings = settings if isinstance(settings, dict) else {}
-        template = self._template
-        source = _template_of(self._settings) if template is None else template.decode("utf-8", errors="replace")
-        if source is None:
+        if self._template is not None:
+            source: Any = self._template.decode("utf-8", errors="replace")
+        else:
+            source = self._settings.get("chat_template")
+            if isinstance(source, list):  # several named templates
+                named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+                source = named[-1].get("template") if named else None
+        if not isinstance(source, str):
             return "missing", ""
         self._compiled = _environment(is_strict=self._kind == "prompt").from_string(source)
         return None
@@ -122,15 +127,6 @@ def _environment(is_strict: bool) -> Any:
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_refuse, strftime_now=_now)
     return environment
-
-
-def _template_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the template in the tokenizer's settings, or None. Of several named templates it is `default`."""
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-        template = named[-1].get("template") if named else None
-    return template if isinstance(template, str) else None
 
 
 def _token_text(token: Any) -> str:

@@ -5,9 +5,10 @@ Failures of the tokenizers library become errors of moec.
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from moec.manifests.files.limits import (
     ENCODING_CPU_S_PER_BYTE,
     MAX_TOKENIZER_BYTES,
 )
-from moec.manifests.tokenizer.tokenizer_file import TokenizerBounds, UnsafeTokenizer, check_tokenizer
+from moec.manifests.tokenizer.special_tokens import token_text, tokenizer_settings
+from moec.manifests.tokenizer.tokenizer_file import UnsafeTokenizer, check_tokenizer
 from moec.profiles.freed_memory import give_back_freed_memory
 from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
 
@@ -55,7 +57,7 @@ def parse_tokenizer(data: bytes, path: Path) -> BundleTokenizer:
     path: the file, for messages.
     """
     try:
-        bounds = check_tokenizer(data)
+        growth = check_tokenizer(data)
         tokenizer = Tokenizer.from_buffer(data)
     except UnsafeTokenizer as error:
         raise ManifestInvalid(f"`{path}` is not a tokenizer: {error}", _COPY_AGAIN) from error
@@ -66,7 +68,7 @@ def parse_tokenizer(data: bytes, path: Path) -> BundleTokenizer:
     # Padding and truncation left from training must not change a prompt.
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return BundleTokenizer(tokenizer, bounds)
+    return BundleTokenizer(tokenizer, *growth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,10 @@ class EncodedText:
 class BundleTokenizer:
     """Turns texts into tokens and back. Raises ExecutionError if the tokenizers library fails."""
 
-    def __init__(self, tokenizer: Tokenizer, bounds: TokenizerBounds) -> None:
-        self._tokenizer, self._bounds = tokenizer, bounds
+    def __init__(self, tokenizer: Tokenizer, normalizer_growth: int, pre_tokenizer_growth: int) -> None:
+        """normalizer_growth, pre_tokenizer_growth: most bytes that each makes of a byte of a text."""
+        self._tokenizer = tokenizer
+        self._normalizer_growth, self._pre_tokenizer_growth = normalizer_growth, pre_tokenizer_growth
 
     def encode(self, text: str, add_special_tokens: bool = True) -> EncodedText:
         """Return the tokens of one text. Raises ExecutionError."""
@@ -128,9 +132,9 @@ class BundleTokenizer:
         except UnicodeEncodeError as error:
             raise InputError(f"the prompt is not UTF-8 at character {error.start}", "convert it to UTF-8") from error
         limit = (plan.kv_bytes + plan.scratch_bytes + PROCESS_SLACK_BYTES // 2) // ENCODING_BYTES_PER_BYTE
-        growth = self._bounds.normalizer * self._bounds.pre_tokenizer
+        growth = self._normalizer_growth * self._pre_tokenizer_growth
         if size <= limit and size * growth > limit * _USUAL_GROWTH:
-            size = max(size, self._grown_bytes(text, limit) * self._bounds.pre_tokenizer // _USUAL_GROWTH)
+            size = max(size, self._grown_bytes(text, limit) * self._pre_tokenizer_growth // _USUAL_GROWTH)
         if size > limit:
             raise ContextOverflow(
                 f"the prompt has {size} bytes, so its tokens are not counted: "
@@ -213,3 +217,38 @@ class _Encoding(threading.Thread):
 def _is_fault(error: BaseException) -> bool:
     """Return whether the tokenizers library raised this: Exception, or a panic, which is not an Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def checked_ids(tokens: Sequence[int]) -> list[int]:
+    """Return token ids as a list of int. Whole numbers of numpy are accepted. The vocabulary is not checked.
+
+    Raises InputError for a value that is not a sequence, or that contains 1.5, True, a text or the like.
+    """
+    try:
+        ids = list(tokens)
+    except TypeError:
+        raise InputError(f"a prompt must be a text or token ids, found a `{type(tokens).__name__}`") from None
+    for at, token in enumerate(ids):
+        try:
+            if isinstance(token, bool):
+                raise TypeError
+            ids[at] = operator.index(token)
+        except TypeError:
+            raise InputError(
+                f"token ids must be whole numbers, found a `{type(token).__name__}` at place {at}",
+                "hand in a text, or the ids that `encode` returns",
+            ) from None
+    return ids
+
+
+def named_texts(config: bytes | None, names: Iterable[str]) -> dict[str, str]:
+    """Return those of the settings that are texts, or tokens with a text.
+
+    config: content of the file, or None. A damaged file has no settings; it is refused where a template needs it.
+    """
+    try:
+        plain = tokenizer_settings(config)
+    except ValueError:
+        plain = {}
+    texts = {name: token_text(plain.get(name)) for name in names}
+    return {name: text for name, text in texts.items() if text}

@@ -19,7 +19,7 @@ from moec.manifests.files.output_file import output_file
 from moec.manifests.files.strict_json import load_strict_json, shown
 
 from ..options.runtime import MAX_PREFETCH_EXPERTS, MAX_PREFETCH_LAYERS, PREFETCH_RULES, PREFETCHERS, Prefetch
-from .trace import PassOrder, PassScores, PromptScores, Trace, TracedPass, TraceHeader
+from .trace import PassOrder, Trace, TracedPass, TraceHeader
 from .trace_scores import prompt_scores_plain, read_prompt_scores, read_scores, scores_plain
 
 FORMAT = "moec-trace"
@@ -251,7 +251,11 @@ def _pass(plain: dict[str, Any], header: TraceHeader, version: int) -> TracedPas
     for layer, left_out in enumerate(header.left_out[first:end]):
         if left_out and not set(left_out).isdisjoint(chosen[layer]):
             raise ValueError(f"`chosen[{layer}]`: a token chooses an expert that the bundle leaves out")
-    total = sum(header.experts)
+    total, prompt_scores = sum(header.experts), plain.get("prompt_scores")
+    for name, is_wanted in (("scores", tokens == 1), ("prompt_scores", tokens > 1)):
+        if plain.get(name) is not None and (has_encoder or not is_wanted):
+            count = "one token" if tokens == 1 else f"{tokens} tokens"
+            raise ValueError(f"`{name}`: expected null {'with an encoder' if has_encoder else f'in a pass of {count}'}")
     advice = [
         _experts(f"advice[{layer}]", experts, total) for layer, experts in enumerate(_list(plain, "advice", layers))
     ]
@@ -266,27 +270,9 @@ def _pass(plain: dict[str, Any], header: TraceHeader, version: int) -> TracedPas
         elapsed_ns=_number(plain, "elapsed_ns"),
         stall_ns=_number(plain, "stall_ns"),
         first_layer=first,
-        scores=_scores(plain.get("scores"), header, tokens),
-        prompt_scores=_prompt_scores(plain.get("prompt_scores"), header, tokens),
+        scores=None if plain.get("scores") is None else read_scores(plain["scores"], header.experts),
+        prompt_scores=None if prompt_scores is None else read_prompt_scores(prompt_scores, header.experts),
     )
-
-
-def _scores(plain: object, header: TraceHeader, tokens: int) -> PassScores | None:
-    if plain is None:
-        return None
-    if tokens != 1 or header.first_decoder_layer:
-        which = "with an encoder" if header.first_decoder_layer else f"in a pass of {tokens} tokens"
-        raise ValueError(f"`scores`: expected null {which}")
-    return read_scores(plain, header.experts)
-
-
-def _prompt_scores(plain: object, header: TraceHeader, tokens: int) -> PromptScores | None:
-    if plain is None:
-        return None
-    if tokens == 1 or header.first_decoder_layer:
-        which = "with an encoder" if header.first_decoder_layer else "in a pass of one token"
-        raise ValueError(f"`prompt_scores`: expected null {which}")
-    return read_prompt_scores(plain, header.experts)
 
 
 def _check_choice(layer: int, experts: Sequence[int], tokens: int, top_k: int) -> None:

@@ -143,13 +143,8 @@ def _is_valid(name: str, value: object) -> bool:
     if name == "policy":
         return value in POLICIES
     if name == "policy_weights":
-        return isinstance(value, str) and _are_weights(value)
+        try:
+            return isinstance(value, str) and bool(parse_weights(value))
+        except OptionError:
+            return False
     return name in _NUMBERS and type(value) is int and 0 < value <= _NUMBERS[name]
-
-
-def _are_weights(text: str) -> bool:
-    try:
-        parse_weights(text)
-    except OptionError:
-        return False
-    return True

@@ -14,7 +14,7 @@ from moec.runtime.accelerator.placement import place_experts, working_bytes
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.bound_experts import bind_experts
 from moec.runtime.model.dense_weights import load_dense
-from moec.runtime.storage.open_storage import open_storage
+from moec.runtime.storage.read_storage import open_storage
 
 
 @given(

@@ -117,7 +117,14 @@ class GroupedExperts:
         work.write_table(plan, table.numpy())
         if self._rows is None:
             self._rows = torch.from_numpy(rows).to(self._device)
-        memory = _allocate(plan, table.to(self._device, non_blocking=True), self._rows)
+        sizes = (
+            (plan.rows, plan.hidden),
+            (2 * plan.pairs, plan.width),
+            (plan.pairs, plan.width),
+            (plan.pairs, plan.hidden),
+        )
+        scratch = (torch.empty(size, dtype=torch.float32, device=self._device) for size in sizes)
+        memory = _Buffers(table.to(self._device, non_blocking=True), self._rows, *scratch)
         arrive()
         _begin(plan, memory)
         out = memory.out
@@ -155,20 +162,6 @@ class GroupedExperts:
             self.note = f"layers are not recorded ({(str(error).splitlines() or [''])[0][:120]})"
             self._recorder = None
             return None
-
-
-def _allocate(plan: Plan, table: torch.Tensor, rows: torch.Tensor) -> _Buffers:
-    def empty(count: int, columns: int) -> torch.Tensor:
-        return torch.empty((count, columns), dtype=torch.float32, device=rows.device)
-
-    return _Buffers(
-        table,
-        rows,
-        empty(plan.rows, plan.hidden),
-        empty(2 * plan.pairs, plan.width),
-        empty(plan.pairs, plan.width),
-        empty(plan.pairs, plan.hidden),
-    )
 
 
 class Recorder:

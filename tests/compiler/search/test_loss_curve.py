@@ -12,8 +12,8 @@ from moec.compiler.request.targets import parse_sweep
 from moec.compiler.search.knapsack import least_cost
 from moec.compiler.search.loss_curve import PER_LAYER, per_layer_space
 from moec.manifests.errors import OptionError
+from moec.reporting.card import sweep_svg
 from moec.reporting.curves import curves_of_sweep
-from moec.reporting.sweep import sweep_svg
 from tests.compiler.search.toy_search import toy_space
 from tests.tiny_compile import compile_tiny, save_model, save_texts
 

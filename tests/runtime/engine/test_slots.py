@@ -12,8 +12,7 @@ import pytest
 from moec.manifests.errors import ExecutionError, StorageReadFailed
 from moec.runtime import load
 from moec.runtime.engine.continuations import score_continuations
-from moec.runtime.engine.engine import Engine
-from moec.runtime.engine.generation_step import GenerationStep
+from moec.runtime.engine.engine import Engine, GenerationStep
 from moec.runtime.text.sampling import SamplingOptions
 
 FIRST, SECOND, OTHER = [5, 9, 7, 3, 8, 2, 11], [4, 6, 10, 12], [5, 9, 7, 30, 31, 32, 33, 34]

@@ -24,7 +24,7 @@ from moec.manifests.errors import ExecutionError, InputError, OptionError
 from moec.runtime import RuntimeOptions, load
 from moec.runtime.options.runtime import MAX_THREADS, parse_cache
 from moec.runtime.text.sampling import Sampler, SamplingOptions, penalised
-from moec.runtime.text.token_ids import checked_ids
+from moec.runtime.text.tokenizer import checked_ids
 
 
 def test_shares_of_the_experts() -> None:

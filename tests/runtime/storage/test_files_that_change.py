@@ -27,7 +27,7 @@ from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.storage import read_verifier as read_verifier_module
-from moec.runtime.storage.open_storage import open_storage
+from moec.runtime.storage.read_storage import open_storage
 from tests.runtime.cache_kinds import Kind, caches_of
 from tests.runtime.faulty_source import InTime
 from tests.runtime.settled import wait_until_settled

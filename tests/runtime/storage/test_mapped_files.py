@@ -40,7 +40,7 @@ from moec.runtime import kernels
 from moec.runtime.expert_cache.bound_experts import bind_experts
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.model.dense_weights import load_dense
-from moec.runtime.storage.open_storage import open_storage
+from moec.runtime.storage.read_storage import open_storage
 kernels.select(sys.argv[2])
 kernels.set_threads(3)
 bundle = open_bundle(__import__("pathlib").Path(sys.argv[1]))
@@ -73,7 +73,7 @@ from pathlib import Path
 from moec.manifests.errors import StorageReadFailed
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.storage.read_verifier import ReadVerifier
-from moec.runtime.storage.open_storage import open_storage
+from moec.runtime.storage.read_storage import open_storage
 bundle = open_bundle(Path(sys.argv[1]))
 storage = open_storage(bundle, "mmap", verify=True)
 plain = ReadVerifier.compare
@@ -92,7 +92,7 @@ import mmap, os, sys
 from pathlib import Path
 import numpy as np
 from moec.runtime.bundle.open_bundle import open_bundle
-from moec.runtime.storage.open_storage import open_storage
+from moec.runtime.storage.read_storage import open_storage
 storage = open_storage(open_bundle(Path(sys.argv[1])), "mmap", verify=True)
 storage.load(0)
 with open(sys.argv[2], "w+b") as file:
@@ -159,12 +159,12 @@ COMMAND = """
 import os, sys
 from moec.cli.main import main
 from moec.runtime.engine import engine
-plain = engine.Engine.prefill
+plain = engine.Engine.step
 def cut(self, *rest):
     for path in self.bundle.path.glob("experts-*"):
         os.truncate(path, 8192)
     return plain(self, *rest)
-engine.Engine.prefill = cut
+engine.Engine.step = cut
 main()
 """
 

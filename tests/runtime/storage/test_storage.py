@@ -24,8 +24,7 @@ from moec.runtime.options.runtime import IoMode
 from moec.runtime.storage import arena as arena_module
 from moec.runtime.storage.address_space import find_page_maker
 from moec.runtime.storage.mapped_storage import resident_bytes
-from moec.runtime.storage.open_storage import open_storage
-from moec.runtime.storage.read_storage import ReadStorage
+from moec.runtime.storage.read_storage import ReadStorage, open_storage
 from tests.runtime.faulty_source import PATIENCE_S, InTime, wait_for
 
 MODES: tuple[Literal["direct", "buffered", "mmap"], ...] = ("direct", "buffered", "mmap")

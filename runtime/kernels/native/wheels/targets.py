@@ -83,7 +83,10 @@ def find_headers(target: Target, given: dict[str, Path], debian: Path | None) ->
             return headers
     for version in versions:
         if version in _DEBIAN_RELEASES and debian is not None:
-            return _of_debian(version, target.processor, debian)
+            release, package = _DEBIAN_RELEASES[version], f"libpython{version}-dev"
+            root = unpack_packages([package], release, target.processor, debian, with_needs=False)
+            folder = root / "usr" / "include" / f"python{version}"
+            return _checked(Headers(folder, version, f"{package} of Debian {release}"), target.processor)
     return None
 
 
@@ -95,14 +98,6 @@ def _of_interpreter(version: str) -> Headers | None:
         return None
     printed = subprocess.run([program, "-c", _PRINT_HEADERS], capture_output=True, text=True, check=False).stdout
     return Headers(Path(printed.strip()), version, program)
-
-
-def _of_debian(version: str, processor: str, folder: Path) -> Headers:
-    """Return the headers of Debian's package. Raises PackagesUnavailable."""
-    release, package = _DEBIAN_RELEASES[version], f"libpython{version}-dev"
-    root = unpack_packages([package], release, processor, folder, with_needs=False)
-    headers = Headers(root / "usr" / "include" / f"python{version}", version, f"{package} of Debian {release}")
-    return _checked(headers, processor)
 
 
 def _checked(headers: Headers, processor: str) -> Headers:
