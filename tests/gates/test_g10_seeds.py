@@ -1,4 +1,4 @@
-"""G10: every hostile input that once showed a defect, replayed through the console script.
+"""G10: every hostile input that once showed a defect, replayed through the command line.
 
 Each command has 10 s of processor time and 2 GiB of address space. It ends with a documented exit code, and shows
 neither a traceback nor a control character. Each new defect by hostile input adds a seed: see `tests/hostile/seed.py`.
@@ -11,12 +11,13 @@ import pkgutil
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tests.hostile
-from tests.hostile.console import EXIT_CODES, FAULTS, MOEC, PATIENCE_S, Ending, problems, replay
+from tests.hostile.console import EXIT_CODES, FAULTS, MOEC, PATIENCE_S, Console, Ending, problems
 from tests.hostile.seed import Seed
 from tests.hostile.tiny_bundle import write_tiny_bundle
 
@@ -45,27 +46,32 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def console() -> Iterator[Console]:
+    with Console() as console:
+        yield console
+
+
 @pytest.mark.parametrize("name", SEEDS)
-def test_a_seed(name: str, original: Path, tmp_path: Path) -> None:
+def test_a_seed(name: str, console: Console, original: Path, tmp_path: Path) -> None:
     seed, home = SEEDS[name], tmp_path / "home"
     assert seed.exit_codes and seed.exit_codes <= EXIT_CODES, "a seed must end with a documented exit code"
     home.mkdir()
-    ending = replay(seed, Path(shutil.copytree(original, tmp_path / "place" / "bundle")), home)
+    ending = console.replay(seed, Path(shutil.copytree(original, tmp_path / "place" / "bundle")), home)
     assert not (wrong := problems(seed, ending)), f"{wrong}\nstderr ends: {ending.stderr[-2000:]}"
 
 
 HEALTHY = Seed("healthy", ("run", "{bundle}", "--prompt", "a b", "--max-new-tokens", "3"), frozenset({0}))
 
 
-def test_the_tiny_bundle_itself_runs(original: Path, tmp_path: Path) -> None:
-    assert MOEC.is_file(), "the console script is not installed"
-    ending = replay(HEALTHY, Path(shutil.copytree(original, tmp_path / "place" / "bundle")), tmp_path)
+def test_the_tiny_bundle_itself_runs(console: Console, original: Path, tmp_path: Path) -> None:
+    ending = console.replay(HEALTHY, Path(shutil.copytree(original, tmp_path / "place" / "bundle")), tmp_path)
     assert not problems(HEALTHY, ending), ending.stderr
     assert "3 after a prompt of 3" in ending.stderr and ending.stdout
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
-def test_a_full_standard_output(original: Path) -> None:
+def test_a_full_standard_output_of_the_console_script(original: Path) -> None:
     """The command prints a sentence and exits with 1."""
     with Path("/dev/full").open("wb") as full:
         child = subprocess.run(

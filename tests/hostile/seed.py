@@ -1,6 +1,6 @@
 """Seeds: small hostile inputs that once showed a defect, each with its command line and the required end.
 
-`tests/gates/test_g10_seeds.py` replays all of them through the console script. Every defect by hostile input adds a
+`tests/gates/test_g10_seeds.py` replays all of them through the command line. Every defect by hostile input adds a
 seed to `SEEDS` of a module `tests/hostile/seeds_*.py`. The gate finds these modules by name.
 """
 
