@@ -162,9 +162,8 @@ def test_a_worker_that_dies_is_retried_and_the_bytes_are_those_of_one_machine(
         assert done == total, f"`{title}` went to its end"
 
 
-@pytest.mark.parametrize(
-    ("kind", "value"), [pytest.param("bits_per_weight", 4.0, marks=pytest.mark.slow), ("loss", 0.03)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "value"), [("bits_per_weight", 4.0), ("loss", 0.03)])
 def test_with_little_memory_the_bytes_are_those_of_one_machine(
     address: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, value: float
 ) -> None:
