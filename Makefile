@@ -221,7 +221,7 @@ $(PAGE_DRIVER)/.ready: | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(PAGE_DRIVER) \
 	    $(PAGE_DRIVER_PACKAGES) && touch $@ || echo "NOT RUN: tests of pages, because pip could not install playwright" >&2
 
-.PHONY: fuzz sanitize gates-full gate-seconds
+.PHONY: fuzz sanitize gates-full
 
 fuzz: $(READY)  ## Fuzz the parsers and the extension's calls, SECONDS each (60); Linux on x86-64
 	$(INSTALL) "atheris>=2.3"
@@ -247,6 +247,3 @@ sanitize: $(READY)  ## Tests of the kernels and the native cache under AddressSa
 
 gates-full: $(READY) page-driver  ## Every test with its full counts, the slow ones, the kept inputs and all faults: hours
 	MOEC_FULL_GATES=1 MOEC_SLOW=1 $(BIN)/python -m pytest
-
-gate-seconds:  ## The table of docs/ci.md, from the report of the last .ci/run
-	$(BIN)/python -m tests.gate_seconds

@@ -103,7 +103,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     gates = {gate: dict(_results[gate]) for gate in sorted(_results, key=lambda name: int(name[1:]))}
     terminalreporter.section("gates")
     for gate, counts in gates.items():
-        terminalreporter.write_line(f"{gate:>4} {state(counts)}: {counts}")
+        terminalreporter.write_line(f"{gate:>4} {state(counts)}: {counts}, {_seconds[gate]:.0f} s")
     target = config.rootpath / "build" / "gates.json"
     target.parent.mkdir(exist_ok=True)
     told = {
