@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moec.manifests.errors import InputError
 
@@ -12,38 +12,12 @@ from .receipt import difference, read_receipt
 from .state import DeviceState, read_state
 
 
-@dataclass(frozen=True, slots=True)
-class InstalledBundle:
-    """One installed bundle.
+def installed_bundles(folder: Path) -> tuple[DeviceState, list[dict[str, Any]]]:
+    """Return the state of a device and its bundles, the current one first, then the latest ones.
 
-    device, channel, sequence, installed: empty and 0 for a bundle whose pull has not switched to it.
-    size_bytes: size of its files. Files of equal content are on the disk once.
-    changed: what changed since its receipt, in words, or None.
-    """
-
-    name: str
-    path: Path
-    device: str
-    channel: str
-    sequence: int
-    installed: str
-    size_bytes: int
-    is_current: bool
-    is_previous: bool
-    changed: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """State of a device and its bundles, the current one first, then the latest ones."""
-
-    state: DeviceState
-    bundles: tuple[InstalledBundle, ...]
-
-
-def installed_bundles(folder: Path) -> Installed:
-    """Return what is installed in a folder. Nothing is changed, and no weight is read.
-
+    Nothing is changed, and no weight is read. A bundle has the fields of `moec installed --json`. Its device, channel,
+    sequence and moment are empty if its pull has not switched to it. `changed` says what changed since its receipt, or
+    is None.
     Raises InputError if the folder is none of a device.
     """
     places = Places(folder)
@@ -56,21 +30,19 @@ def installed_bundles(folder: Path) -> Installed:
     order = {item.name: at for at, item in enumerate(state.bundles)}
     current = places.current
     names = sorted(places.ids(), key=lambda name: (name != current, -order.get(name, -1), name))
-    return Installed(state, tuple(_described(places, state, name) for name in names))
-
-
-def _described(places: Places, state: DeviceState, name: str) -> InstalledBundle:
-    known, receipt, folder = state.bundle(name), read_receipt(places.receipt(name)), places.bundle(name)
-    size_bytes = sum(path.lstat().st_size for path in folder.iterdir()) if receipt is None else receipt.size_bytes
-    return InstalledBundle(
-        name=name,
-        path=folder,
-        device=known.device if known else "",
-        channel=known.channel if known else "",
-        sequence=known.sequence if known else 0,
-        installed=known.installed if known else "",
-        size_bytes=size_bytes,
-        is_current=name == places.current,
-        is_previous=name == places.previous,
-        changed=difference(folder, receipt),
-    )
+    bundles = []
+    for name in names:
+        known, receipt, path = state.bundle(name), read_receipt(places.receipt(name)), places.bundle(name)
+        bundles.append({
+            "bundle": name,
+            "path": str(path),
+            "current": name == current,
+            "previous": name == places.previous,
+            "device": known.device if known else "",
+            "channel": known.channel if known else "",
+            "sequence": known.sequence if known else 0,
+            "installed": known.installed if known else "",
+            "bytes": receipt.size_bytes if receipt else sum(file.lstat().st_size for file in path.iterdir()),
+            "changed": difference(path, receipt),
+        })  # fmt: skip
+    return state, bundles

@@ -11,7 +11,7 @@ from moec.manifests.files.output_file import FileSystem, write_errors
 
 from .places import CURRENT, PREVIOUS, Places, check_device_folder, locked, remove_link, set_link
 from .prune import kept_names, tidy
-from .recheck import recheck
+from .receipt import recheck
 from .state import read_state, write_state
 
 

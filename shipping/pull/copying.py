@@ -39,7 +39,7 @@ def copy_all(partial: PartialBundle, copies: tuple[Copy, ...], progress: Callabl
                 sources[copy.source] = _open_source(copy.source, opened)
             source = sources[copy.source]
             if source is not None and _is_as_stated(source, copy, buffer):
-                with partial.writing(copy.file) as target:
+                with partial.opened(copy.file, os.O_WRONLY) as target:
                     is_whole = _copy(source, copy.source_start, target, copy.start, copy.size_bytes, buffer)
                 if is_whole:
                     partial.finish(copy.file, copy.start, copy.end)
@@ -81,32 +81,20 @@ def _parts(source: int, start: int, size_bytes: int, buffer: memoryview) -> Iter
 
 def _copy(source: int, source_start: int, target: int, start: int, size_bytes: int, buffer: memoryview) -> bool:
     """Copy a range. Return False if it cannot be read. Raises OSError if it cannot be written."""
-    done = 0
-    with contextlib.suppress(_NotPossible):
-        while done < size_bytes:
-            count = _copy_range(source, source_start + done, target, start + done, size_bytes - done)
-            if count == 0:
-                break
-            done += count
+    done, is_able = 0, hasattr(os, "copy_file_range")  # Linux has it
+    while is_able and done < size_bytes:
+        try:
+            count = os.copy_file_range(source, target, size_bytes - done, source_start + done, start + done)
+        except OSError as error:
+            if error.errno not in _NO_RANGES:
+                raise
+            count = 0
+        is_able = count > 0
+        done += count
     for part in _parts(source, source_start + done, size_bytes - done, buffer):
         write_at(target, part, start + done)
         done += len(part)
     return done == size_bytes
-
-
-class _NotPossible(Exception):
-    """The kernel or the file system does not copy ranges."""
-
-
-def _copy_range(source: int, source_start: int, target: int, start: int, size_bytes: int) -> int:
-    try:
-        return os.copy_file_range(source, target, size_bytes, source_start, start)
-    except AttributeError as error:  # not Linux
-        raise _NotPossible from error
-    except OSError as error:
-        if error.errno in _NO_RANGES:
-            raise _NotPossible from error
-        raise
 
 
 def write_at(descriptor: int, data: memoryview, start: int) -> None:

@@ -203,7 +203,7 @@ class Fetch:
                 number, start, end = self._waiting.popleft()
             except IndexError:
                 return
-            with self._partial.writing(number) as target:
+            with self._partial.opened(number, os.O_WRONLY) as target:
                 self._fetch_range(number, target, start, end)
 
     def _fetch_range(self, number: int, target: int, start: int, end: int) -> None:
@@ -233,7 +233,7 @@ class Fetch:
         for number in numbers:
             entry = self._partial.entries[number]
             digest, done = hashlib.sha256(), 0
-            with self._partial.reading(number) as source:
+            with self._partial.opened(number, os.O_RDONLY) as source:
                 while done < entry.size_bytes:
                     end = self._partial.wait_beyond(number, done)
                     while done < end and not self._partial.is_stopped:

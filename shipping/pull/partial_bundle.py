@@ -41,6 +41,7 @@ class PartialBundle:
     A file with a second name is never written to, because the other name may belong to an installed bundle.
 
     entries: the files in the order of the manifest; their numbers name them.
+    done: finished ranges of each file.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class PartialBundle:
         self._system = system
         self._changed = threading.Condition()
         self.is_stopped = False
-        self._done = kept_ranges(places, name, manifest_sha256, entries)
-        self._unsynced = {number for number, done in enumerate(self._done) if done.size_bytes}
+        self.done = kept_ranges(places, name, manifest_sha256, entries)
+        self._unsynced = {number for number, done in enumerate(self.done) if done.size_bytes}
         if not is_implied_folder(self.folder):
             system.make_directory(self.folder)
         self._remove_foreign()
@@ -79,36 +80,35 @@ class PartialBundle:
     def done_bytes(self) -> int:
         """Number of bytes that are there."""
         with self._changed:
-            return sum(done.size_bytes for done in self._done)
+            return sum(done.size_bytes for done in self.done)
 
     def missing(self, number: int) -> list[tuple[int, int]]:
         """Return the ranges of a file that are not there."""
         with self._changed:
-            return self._done[number].missing(self.entries[number].size_bytes)
+            return self.done[number].missing(self.entries[number].size_bytes)
 
     def has(self, number: int, start: int, end: int) -> bool:
         """Return whether a range of a file is there."""
         with self._changed:
-            return self._done[number].has(start, end)
+            return self.done[number].has(start, end)
 
     def link(self, number: int, source: Path) -> bool:
         """Give an installed file a name in this bundle. Return False if no link is possible there. Raises OSError."""
-        target, size_bytes = self.folder / self.entries[number].name, self.entries[number].size_bytes
+        entry, is_linked = self.entries[number], False
+        target = self.folder / entry.name
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.lstat(target), os.lstat(source)):
-                return self._note_link(number, size_bytes)
-            self._system.remove(target)
-        try:
-            self._system.link(source, target)
-        except OSError as error:
-            if error.errno in _NO_LINKS:
-                return False
-            raise
-        return self._note_link(number, size_bytes)
-
-    def _note_link(self, number: int, size_bytes: int) -> bool:
+            is_linked = os.path.samestat(os.lstat(target), os.lstat(source))
+            if not is_linked:
+                self._system.remove(target)
+        if not is_linked:
+            try:
+                self._system.link(source, target)
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    return False
+                raise
         with self._changed:
-            self._done[number].add(0, size_bytes)  # not in the journal: links are made again
+            self.done[number].add(0, entry.size_bytes)  # not in the journal: links are made again
             self._changed.notify_all()
         return True
 
@@ -121,25 +121,13 @@ class PartialBundle:
                 return
             self._system.remove(path)
         self.reset(number)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPENING, 0o666)
-        try:
+        with self.opened(number, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
             os.ftruncate(descriptor, entry.size_bytes)
-        finally:
-            os.close(descriptor)
 
     @contextlib.contextmanager
-    def writing(self, number: int) -> Iterator[int]:
+    def opened(self, number: int, flags: int) -> Iterator[int]:
         """Open a prepared file and yield its descriptor. Raises OSError."""
-        descriptor = os.open(self.folder / self.entries[number].name, os.O_WRONLY | _OPENING)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    @contextlib.contextmanager
-    def reading(self, number: int) -> Iterator[int]:
-        """Open a file and yield its descriptor. Raises OSError."""
-        descriptor = os.open(self.folder / self.entries[number].name, os.O_RDONLY | _OPENING)
+        descriptor = os.open(self.folder / self.entries[number].name, flags | _OPENING, 0o666)
         try:
             yield descriptor
         finally:
@@ -149,7 +137,7 @@ class PartialBundle:
         """Note a range that was written. Raises OSError."""
         with self._changed:
             self._journal.finish(number, start, end)
-            self._done[number].add(start, end)
+            self.done[number].add(start, end)
             self._unsynced.add(number)
             self._changed.notify_all()
 
@@ -157,12 +145,12 @@ class PartialBundle:
         """Forget all ranges of a file. Raises OSError."""
         with self._changed:
             self._journal.reset(number)
-            self._done[number].clear()
+            self.done[number].clear()
 
     def wait_beyond(self, number: int, start: int) -> int:
         """Wait until the byte at `start` is there. Return the end of the range that has it, or `start` after `stop`."""
         with self._changed:
-            while (end := self._done[number].end_from(start)) == start and not self.is_stopped:
+            while (end := self.done[number].end_from(start)) == start and not self.is_stopped:
                 self._changed.wait()
             return end
 
@@ -179,7 +167,7 @@ class PartialBundle:
             lines = self._journal.line_count
         for number in sorted(numbers):
             try:
-                with self.reading(number) as descriptor:
+                with self.opened(number, os.O_RDONLY) as descriptor:
                     os.fsync(descriptor)
             except OSError:  # a later sync would succeed, although bytes are lost
                 self.reset(number)
@@ -202,23 +190,18 @@ class PartialBundle:
         with AtomicFile(self.folder / MANIFEST_NAME, self.folder / GROWING_MANIFEST, self._system) as file:
             file.write(manifest)
 
-    @property
-    def done(self) -> list[Intervals]:
-        """Finished ranges of each file, which no thread may change meanwhile."""
-        return self._done
-
 
 def kept_ranges(places: Places, name: str, manifest_sha256: str, entries: tuple[FileEntry, ...]) -> list[Intervals]:
     """Return the ranges of each file that an earlier pull left on the disk. Nothing is changed."""
     finished = finished_ranges(places.journal(name), manifest_sha256, boot_name())
-    kept = list[Intervals]()
+    left = list[Intervals]()
     for number, entry in enumerate(entries):
         done = finished.get(number, Intervals())
         is_there = False
         with contextlib.suppress(OSError):
             is_there = _is_own(os.lstat(places.partial(name) / entry.name), entry.size_bytes)
-        kept.append(done if is_there and done.overlap_bytes(0, entry.size_bytes) == done.size_bytes else Intervals())
-    return kept
+        left.append(done if is_there and done.overlap_bytes(0, entry.size_bytes) == done.size_bytes else Intervals())
+    return left
 
 
 def _is_own(found: os.stat_result, size_bytes: int) -> bool:

@@ -16,8 +16,7 @@ from moec.manifests.files.output_file import FileSystem, made_folders, write_err
 from ..channel import DEFAULT_CHANNEL, Channel, ChannelBundle, encode_moment
 from ..installed.places import CURRENT, PREVIOUS, Places, bundle_id, check_device_folder, check_links, locked, set_link
 from ..installed.prune import make_room, prune, tidy
-from ..installed.receipt import read_receipt
-from ..installed.recheck import recheck
+from ..installed.receipt import read_receipt, recheck
 from ..installed.state import STATE_VERSION, BundleState, DeviceState, read_state, write_state
 from ..signatures.keys import PublicKey
 from ..store.interface import Store

@@ -234,7 +234,7 @@ def _put_signature(store: Store, bundle: ReadyBundle, key: PublicKey) -> None:
         return
     if stored is not None and bundle.is_signed_now:
         try:
-            signed = read_signature(stored, [key], str(bundle.path)).digests
+            _, signed = read_signature(stored, [key], str(bundle.path))
         except BundleError:
             signed = {}
         if signed == {file.name: file.sha256 for file in bundle.files}:

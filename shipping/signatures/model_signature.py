@@ -6,8 +6,7 @@ A signature is a Sigstore bundle v0.3. Its DSSE envelope holds an in-toto statem
 * `sign_bundle(manifest_bytes, manifest, private_key)` -> content of `NAME.sig`
 * `read_signature_file(path)` -> its bytes, bounded
 * `verify_signature(data, manifest_bytes, manifest, keys, place)` -> key that signed; all of steps 1 to 3
-* `read_signature(data, keys, place)` -> SignedFiles (step 1), which has `check_manifest_bytes` (step 2) and
-  `check_files` (step 3). A caller can decode the manifest after step 2.
+* `read_signature(data, keys, place)` -> key that signed, and the digests of all files (step 1)
 
 The steps are those of docs/design/shipping.md, Signatures. Step 4, every file against its digest, is
 `runtime/bundle/open_bundle.py`, `verify_bundle`.
@@ -20,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,38 +59,6 @@ SIGNATURE_JSON = JsonLimits(MAX_SIGNATURE_BYTES, containers=1 << 4, values=1 << 
 STATEMENT_JSON = JsonLimits(MAX_SIGNATURE_BYTES, containers=1 << 15, values=1 << 17, texts=1 << 18, depth=8)
 """The statement in it: three fields for each file."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True, slots=True)
-class SignedFiles:
-    """The files that a verified signature covers.
-
-    place: the signature, for messages.
-    key: the accepted key that signed.
-    digests: SHA-256 of each file in hex, by name.
-    """
-
-    place: str
-    key: PublicKey
-    digests: Mapping[str, str]
-
-    def check_manifest_bytes(self, data: bytes) -> None:
-        """Compare the content of `moec.json` with its signed digest. Raises SignatureInvalid."""
-        if self.digests.get(MANIFEST_NAME) != hashlib.sha256(data).hexdigest():
-            raise SignatureInvalid(
-                f"`{self.place}` is not the signature of this bundle: it has another digest of `{MANIFEST_NAME}`",
-                "get bundle and signature again",
-            )
-
-    def check_files(self, manifest: BundleManifest) -> None:
-        """Compare the digests in the manifest with the signed ones. Raises SignatureInvalid."""
-        expected = {entry.name: entry.sha256 for entry in manifest.files}
-        signed = {name: digest for name, digest in self.digests.items() if name != MANIFEST_NAME}
-        for name in (*expected, *signed):
-            if expected.get(name) != signed.get(name):
-                raise SignatureInvalid(
-                    f"`{self.place}`: {_difference(name, expected, signed)}", "get bundle and signature again"
-                )
 
 
 def signature_file(folder: Path) -> Path:
@@ -149,14 +116,28 @@ def verify_signature(
     place: the signature, for messages.
     Raises SignatureInvalid.
     """
-    signed = read_signature(data, keys, place)
-    signed.check_manifest_bytes(manifest_bytes)
-    signed.check_files(manifest)
-    return signed.key
+    key, signed = read_signature(data, keys, place)
+    if signed.pop(MANIFEST_NAME, None) != hashlib.sha256(manifest_bytes).hexdigest():
+        raise SignatureInvalid(
+            f"`{place}` is not the signature of this bundle: it has another digest of `{MANIFEST_NAME}`",
+            "get bundle and signature again",
+        )
+    expected = {entry.name: entry.sha256 for entry in manifest.files}
+    for name in (*expected, *signed):
+        if name not in signed:
+            difference = f"file `{name}` of the bundle is not signed"
+        elif name not in expected:
+            difference = f"file `{name[:80]}` is signed, and the bundle does not have it"
+        elif expected[name] != signed[name]:
+            difference = f"file `{name}` has another digest than the signed one"
+        else:
+            continue
+        raise SignatureInvalid(f"`{place}`: {difference}", "get bundle and signature again")
+    return key
 
 
-def read_signature(data: bytes, keys: Sequence[PublicKey], place: str) -> SignedFiles:
-    """Return what one of the keys signed.
+def read_signature(data: bytes, keys: Sequence[PublicKey], place: str) -> tuple[PublicKey, dict[str, str]]:
+    """Return the accepted key that signed, and the SHA-256 of each signed file in hex, by name.
 
     data: the signature, at most MAX_SIGNATURE_BYTES.
     keys: accepted keys.
@@ -170,7 +151,7 @@ def read_signature(data: bytes, keys: Sequence[PublicKey], place: str) -> Signed
     envelope = _with_key_id(decode_envelope(plain_envelope, place), _key_id(material, place), place)
     key = verify_signatures(envelope, PAYLOAD_TYPE, keys, place)
     statement = load_json(envelope.payload, STATEMENT_JSON, place)
-    return SignedFiles(place, key, _decode_statement(statement, place))
+    return key, _decode_statement(statement, place)
 
 
 def encode_statement(name: str, digests: Mapping[str, str]) -> bytes:
@@ -235,7 +216,7 @@ def _decode_statement(plain: Any, place: str) -> dict[str, str]:
     """Return the digests of a statement by file. Raises SignatureInvalid.
 
     The format lets the predicate have more fields. Paths that the signer ignored need no rule: a file that the
-    statement lacks is noticed by `check_files`.
+    statement lacks is noticed by `verify_signature`.
     """
     kind, subjects, predicate_type, predicate = fields(plain, ("_type", "subject", "predicateType", "predicate"), place)
     if (kind, predicate_type) != (STATEMENT_TYPE, PREDICATE_TYPE):
@@ -268,11 +249,3 @@ def _check_subject(subjects: Any, root_digest: str, place: str) -> None:
     name, digest = fields(subjects[0], ("name", "digest"), place)
     if not isinstance(name, str) or digest != {ALGORITHM: root_digest}:
         raise malformed(place, "subject", "a name, and the digest of all resources")
-
-
-def _difference(name: str, expected: Mapping[str, str], signed: Mapping[str, str]) -> str:
-    if name not in signed:
-        return f"file `{name}` of the bundle is not signed"
-    if name not in expected:
-        return f"file `{name[:80]}` is signed, and the bundle does not have it"
-    return f"file `{name}` has another digest than the signed one"

@@ -64,7 +64,7 @@ def signature_of(statement: bytes) -> bytes:
 def read_as_signature(data: bytes) -> dict[str, str] | None:
     """Return the digests of a signature that is accepted."""
     try:
-        return dict(model_signature.read_signature(data, [key().public], "a.sig").digests)
+        return model_signature.read_signature(data, [key().public], "a.sig")[1]
     except BundleError:
         return None
 

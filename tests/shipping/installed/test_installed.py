@@ -165,14 +165,18 @@ def copied(device: Device) -> Device:
     return replace(device, folder=folder)
 
 
+def changes(device: Device) -> list[str | None]:
+    return [bundle["changed"] for bundle in installed_bundles(device.folder)[1]]
+
+
 def test_rollback_in_a_copied_folder(device: Device, bundles: list[Path]) -> None:
     names = pull_all(device, bundles[:2])
     restored = copied(device)
-    told = [item.changed for item in installed_bundles(restored.folder).bundles]
+    told = changes(restored)
     assert all(words is not None and words.endswith("was not checked since it was written") for words in told)
     assert roll_back(restored.folder, lambda folder: None).current == names[0]
     assert restored.current == digests(bundles[0])
-    assert installed_bundles(restored.folder).bundles[0].changed is None, "its receipt is renewed"
+    assert changes(restored)[0] is None, "its receipt is renewed"
 
 
 def test_a_pull_into_a_copied_folder_fetches_nothing(device: Device, bundles: list[Path]) -> None:
@@ -181,7 +185,7 @@ def test_a_pull_into_a_copied_folder_fetches_nothing(device: Device, bundles: li
     assert restored.pull(plan_only=True).outcome == "unchanged"
     store = CountingStore(FileStore(device.store))
     assert restored.pull(store).outcome == "unchanged" and store.bytes_read == 0
-    assert [item.changed for item in installed_bundles(restored.folder).bundles] == [None, None]
+    assert changes(restored) == [None, None]
 
 
 def test_damage_in_a_copied_folder_is_found(device: Device, bundles: list[Path]) -> None:
@@ -212,20 +216,19 @@ def test_what_is_installed(device: Device, bundles: list[Path]) -> None:
     names = pull_all(device, bundles[:3], keep=2)
     (device.folder / names[0] / "config.json").touch()
     (device.folder / f"{names[1]}.receipt.json").unlink()
-    found = installed_bundles(device.folder)
-    assert found.state.model == "fleet-model" and found.state.channel("stable").highest_sequence == 3
-    assert [item.name for item in found.bundles] == names[::-1]
-    assert [item.is_current for item in found.bundles] == [True, False, False]
-    assert [item.is_previous for item in found.bundles] == [False, True, False]
-    assert [item.changed for item in found.bundles] == [
-        None,
-        NO_RECEIPT,
-        "`config.json` was not checked since it was written",
-    ]
-    assert [item.sequence for item in found.bundles] == [3, 2, 1]
-    assert [item.device for item in found.bundles] == ["host"] * 3
+    state, listed = installed_bundles(device.folder)
+    assert state.model == "fleet-model" and state.channel("stable").highest_sequence == 3
     sizes = [sum(path.stat().st_size for path in bundle.iterdir()) for bundle in bundles[:3]]
-    assert [item.size_bytes for item in found.bundles] == sizes[::-1]
+    for field, values in (
+        ("bundle", names[::-1]),
+        ("current", [True, False, False]),
+        ("previous", [False, True, False]),
+        ("changed", [None, NO_RECEIPT, "`config.json` was not checked since it was written"]),
+        ("sequence", [3, 2, 1]),
+        ("device", ["host"] * 3),
+        ("bytes", sizes[::-1]),
+    ):
+        assert [bundle[field] for bundle in listed] == values
 
 
 def test_folders_without_bundles(tmp_path: Path) -> None:
