@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 PIECE_BYTES = 64 << 10
@@ -87,10 +88,18 @@ class FileServer:
         self.on_sent(sent_bytes)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers of a FileServer."""
+class QuietHandler(BaseHTTPRequestHandler):
+    """Answers of a server that logs nothing."""
 
     protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class Handler(QuietHandler, BaseHTTPRequestHandler):
+    """Answers of a FileServer."""
+
     files: FileServer
     fault: Fault | None = None
 
@@ -99,16 +108,7 @@ class Handler(BaseHTTPRequestHandler):
         self.request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self._serve()
-
     def do_GET(self) -> None:
-        self._serve()
-
-    def _serve(self) -> None:
         path = unquote(urlsplit(self.path).path)
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         span = (int(asked[1]), int(asked[2]) + 1) if asked else None
@@ -124,6 +124,9 @@ class Handler(BaseHTTPRequestHandler):
             self._head(404, 0)
             return
         self._send(file, file.stat().st_size, span)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def _kind(self) -> str:
         return self.fault.kind if self.fault else ""
@@ -227,22 +230,30 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def serving(
-    files: FileServer, handler: type[Handler] = Handler, tls: ssl.SSLContext | None = None
-) -> Iterator[FileServer]:
-    """Serve on loopback until the end of the block.
+def on_loopback(handler: type[QuietHandler], tls: ssl.SSLContext | None = None, **served: Any) -> Iterator[str]:
+    """Serve until the end of the block. Yields host and port.
 
     tls: settings of a server over TLS; None: plain HTTP.
+    served: attributes of the handler.
     """
-    server = _Server(("127.0.0.1", 0), type("Bound", (handler,), {"files": files}))
+    server = _Server(("127.0.0.1", 0), type("Bound", (handler,), served))
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
-    files.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
-        yield files
+        yield f"127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextlib.contextmanager
+def serving(
+    files: FileServer, handler: type[Handler] = Handler, tls: ssl.SSLContext | None = None
+) -> Iterator[FileServer]:
+    """Serve files on loopback until the end of the block. tls: as in `on_loopback`."""
+    with on_loopback(handler, tls, files=files) as host:
+        files.url = f"{'http' if tls is None else 'https'}://{host}"
+        yield files

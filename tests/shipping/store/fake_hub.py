@@ -10,11 +10,12 @@ import contextlib
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import unquote, urlsplit
+
+from tests.shipping.servers import QuietHandler, on_loopback
 
 
 @dataclass
@@ -39,14 +40,10 @@ class FakeHub:
     leaked: list[str] = field(default_factory=list)
 
 
-class HubHandler(BaseHTTPRequestHandler):
+class HubHandler(QuietHandler, BaseHTTPRequestHandler):
     """Answers of a FakeHub."""
 
-    protocol_version = "HTTP/1.1"
     hub: FakeHub
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
     def _answer(self, status: int, data: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -81,18 +78,6 @@ class HubHandler(BaseHTTPRequestHandler):
                 getattr(self, name)(body, *found.groups())
                 return
         self._answer(405)
-
-    def do_GET(self) -> None:
-        self._route()
-
-    def do_HEAD(self) -> None:
-        self._route()
-
-    def do_POST(self) -> None:
-        self._route()
-
-    def do_PUT(self) -> None:
-        self._route()
 
     def create(self, body: bytes) -> None:
         asked = json.loads(body)
@@ -190,6 +175,10 @@ class HubHandler(BaseHTTPRequestHandler):
             self._answer(206, part, {"Content-Range": span, **tag})
 
 
+for _method in ("GET", "HEAD", "POST", "PUT"):
+    setattr(HubHandler, f"do_{_method}", HubHandler._route)
+
+
 def _listed(path: str, data: bytes) -> dict[str, object]:
     """Return a file as the hub lists it: a large one with its SHA-256, any other with git's digest."""
     told: dict[str, object] = {"type": "file", "path": path, "size": len(data)}
@@ -217,14 +206,6 @@ _ROUTES = (
 def serving_hub() -> Iterator[FakeHub]:
     """Serve on loopback until the end of the block."""
     hub = FakeHub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (HubHandler,), {"hub": hub}))
-    server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    with on_loopback(HubHandler, hub=hub) as host:
+        hub.url = f"http://{host}"
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

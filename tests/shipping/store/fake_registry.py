@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, urlsplit
+
+from tests.shipping.servers import QuietHandler, on_loopback
 
 
 @dataclass
@@ -31,14 +32,10 @@ class Uploads:
     blobs: dict[str, bytes] = field(default_factory=dict)
 
 
-class UploadHandler(BaseHTTPRequestHandler):
+class UploadHandler(QuietHandler, BaseHTTPRequestHandler):
     """Answers of Uploads."""
 
-    protocol_version = "HTTP/1.1"
     uploads: Uploads
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
     def _answer(self, status: int, **headers: str) -> None:
         self.send_response(status)
@@ -87,14 +84,6 @@ class UploadHandler(BaseHTTPRequestHandler):
 def serving_uploads() -> Iterator[Uploads]:
     """Serve on loopback until the end of the block."""
     uploads = Uploads()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (UploadHandler,), {"uploads": uploads}))
-    server.daemon_threads = True
-    uploads.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    with on_loopback(UploadHandler, uploads=uploads) as host:
+        uploads.url = f"http://{host}"
         yield uploads
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

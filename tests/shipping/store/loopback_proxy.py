@@ -8,8 +8,10 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
+
+from tests.shipping.servers import QuietHandler, on_loopback
 
 
 @dataclass
@@ -31,14 +33,10 @@ class LoopbackProxy:
     seen: bytearray = field(default_factory=bytearray)
 
 
-class ProxyHandler(BaseHTTPRequestHandler):
+class ProxyHandler(QuietHandler, BaseHTTPRequestHandler):
     """Answers of a LoopbackProxy."""
 
-    protocol_version = "HTTP/1.1"
     proxy: LoopbackProxy
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
     def do_CONNECT(self) -> None:
         place = self._place(self.path)
@@ -110,14 +108,6 @@ def _hand_on(source: socket.socket, target: socket.socket) -> None:
 def serving_proxy(places: dict[str, str], authorization: str = "") -> Iterator[LoopbackProxy]:
     """Serve on loopback until the end of the block."""
     proxy = LoopbackProxy(places, authorization)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (ProxyHandler,), {"proxy": proxy}))
-    server.daemon_threads = True
-    proxy.host = f"127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    with on_loopback(ProxyHandler, proxy=proxy) as host:
+        proxy.host = host
         yield proxy
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, urlsplit
 
 from cryptography import x509
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 
 from moec.shipping.store.access import Login
+from tests.shipping.servers import QuietHandler, on_loopback
 
 ISSUER = "tokens"
 
@@ -79,13 +79,10 @@ class TokenServer:
         return f"{text}.{_base64(r.to_bytes(32, 'big') + s.to_bytes(32, 'big'))}"
 
 
-class TokenHandler(BaseHTTPRequestHandler):
+class TokenHandler(QuietHandler, BaseHTTPRequestHandler):
     """Answers of a TokenServer: GET for user and password, POST for identity tokens."""
 
     tokens: TokenServer
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         asked = parse_qs(urlsplit(self.path).query)
@@ -118,13 +115,6 @@ def _base64(data: bytes) -> str:
 def serving_tokens(login: Login, identity: str) -> Iterator[TokenServer]:
     """Serve on loopback until the end of the block."""
     tokens = TokenServer(login, identity)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (TokenHandler,), {"tokens": tokens}))
-    tokens.url = f"http://127.0.0.1:{server.server_address[1]}/token"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    with on_loopback(TokenHandler, tokens=tokens, protocol_version="HTTP/1.0") as host:
+        tokens.url = f"http://{host}/token"
         yield tokens
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
