@@ -8,7 +8,6 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -23,6 +22,7 @@ UNREAD_S = 60.0
 _UNREAD_BYTES = 16 << 10
 """Bytes of a response that wait in memory for the client. The sender of the response waits with the rest."""
 _KEEP_ALIVE_S = 15
+_MOST_CONNECTIONS = 256
 LEAVING_S = 5.0
 """Time after the deadline of answers in which the server waits for connections to close."""
 
@@ -98,32 +98,17 @@ class _TimedProtocol(H11Protocol):
             self.transport.abort()
 
 
-@dataclass(frozen=True, slots=True)
-class HttpOptions:
-    """Options of the HTTP server.
-
-    connections: most connections at once.
-    drain_s: most seconds that running answers have after SIGTERM.
-    """
-
-    connections: int = 256
-    drain_s: float = 600.0
-
-
 class HttpServer(uvicorn.Server):
     """Serves an application until a signal.
 
     SIGTERM: no more requests are taken, and running answers end. SIGINT, or a second signal: answers end at once.
+    drain_s: most seconds that running answers have after SIGTERM.
     on_ready: called when the server listens.
     on_leave: called at a signal, with whether running answers must end at once.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        options: HttpOptions,
-        on_ready: Callable[[], None],
-        on_leave: Callable[[bool], None],
+        self, app: ASGIApp, drain_s: float, on_ready: Callable[[], None], on_leave: Callable[[bool], None]
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -137,9 +122,9 @@ class HttpServer(uvicorn.Server):
             proxy_headers=False,
             server_header=False,
             date_header=False,
-            limit_concurrency=options.connections,
+            limit_concurrency=_MOST_CONNECTIONS,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(options.drain_s + LEAVING_S),
+            timeout_graceful_shutdown=int(drain_s + LEAVING_S),
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
         super().__init__(config)

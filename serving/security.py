@@ -204,9 +204,9 @@ class Guard:
             value[7:].strip() for name, value in headers if name == b"authorization" and value[:7].lower() == b"bearer "
         ]
         given += [value.strip() for name, value in headers if name == b"x-api-key"]
-        if not any([hmac.compare_digest(each, key) for each in given]):
-            told = {"WWW-Authenticate": "Bearer"}
-            raise RequestError(401, "the request has no valid API key", None, "invalid_api_key", told)
+        if not any([hmac.compare_digest(sent, key) for sent in given]):
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise RequestError(401, "the request has no valid API key", None, "invalid_api_key", challenge)
 
 
 def _check_size(scope: Scope) -> None:

@@ -14,7 +14,7 @@ from moec.runtime.engine.engine import Engine
 from .api.service import Service, ServiceOptions
 from .app import make_app
 from .engine.scheduler import Scheduler, ServingOptions
-from .http_server import HttpOptions, HttpServer
+from .http_server import HttpServer
 from .saved_slots.saved_slots import SavedSlots
 from .security import SecurityOptions
 
@@ -33,7 +33,6 @@ class ServeOptions:
     service: ServiceOptions
     security: SecurityOptions
     engine: ServingOptions = field(default_factory=ServingOptions)
-    http: HttpOptions = field(default_factory=HttpOptions)
     saved_slots: Path | None = None
     saved_slots_bytes: int = 0
 
@@ -95,7 +94,7 @@ def _serve(scheduler: Scheduler, bound: socket.socket, options: ServeOptions, on
         scheduler.drain(ends_running)
 
     try:
-        server = HttpServer(make_app(service, options.security), options.http, on_ready, leave)
+        server = HttpServer(make_app(service, options.security), options.service.deadline_s, on_ready, leave)
         asyncio.run(server.serve(sockets=[bound]))
     finally:
         service.close()

@@ -104,7 +104,7 @@ class Answer:
         leaving = asyncio.create_task(until_gone(receive))
         work = asyncio.create_task(self._tell(inbox, requests, send))
         options = self._service.options
-        longest = max(each.deadline_s or options.deadline_s for each in requests) + 2 * options.grace_s
+        longest = max(request.deadline_s or options.deadline_s for request in requests) + 2 * options.grace_s
         try:
             await asyncio.wait({leaving, work}, timeout=longest, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -120,7 +120,7 @@ class Answer:
         open_answers, has_begun, has_token, clock = len(requests), False, False, asyncio.get_running_loop().time
         ping_s = self._service.options.ping_s
         sent_s = clock()
-        ends_s = sent_s + max(each.deadline_s or 0.0 for each in requests) + self._service.options.grace_s
+        ends_s = sent_s + max(request.deadline_s or 0.0 for request in requests) + self._service.options.grace_s
         while open_answers:
             events = await inbox.take(min(ping_s, max(ends_s - clock(), 0.0)))
             if not events and clock() >= ends_s:  # the engine is stuck inside a pass

@@ -35,21 +35,21 @@ class EncodedList:
 def json_parts(value: Any) -> list[bytes | bytearray]:
     """Return the JSON of a value in parts. An EncodedList inside is not copied."""
     mark = secrets.token_hex(16)  # no text of a client can have it
-    found: list[EncodedList] = []
+    lists: list[EncodedList] = []
 
-    def mark_of(each: Any) -> str:
-        if not isinstance(each, EncodedList):
-            raise TypeError(f"{type(each).__name__} has no JSON")
-        found.append(each)
+    def mark_of(value_list: Any) -> str:
+        if not isinstance(value_list, EncodedList):
+            raise TypeError(f"{type(value_list).__name__} has no JSON")
+        lists.append(value_list)
         return mark
 
     data = json.dumps(value, separators=(",", ":"), allow_nan=False, default=mark_of).encode()
-    if not found:
+    if not lists:
         return [data]
     first, *rest = data.split(f'"{mark}"'.encode())
     parts: list[bytes | bytearray] = [first]
-    for each, after in zip(found, rest, strict=True):
-        parts += [*each.parts, after]
+    for value_list, after in zip(lists, rest, strict=True):
+        parts += [*value_list.parts, after]
     return parts
 
 

@@ -47,9 +47,9 @@ class Inbox:
                 await self._waiter
             finally:
                 timer.cancel()
-        found = list(self._events)
+        events = list(self._events)
         self._events.clear()
-        return found
+        return events
 
 
 class EventPost:

@@ -40,8 +40,8 @@ def health(service: Service) -> dict[str, Any]:
 def tokenizer_info(service: Service) -> dict[str, Any]:
     """Return the special tokens and the chat template, as clients ask for them that count tokens by this server."""
     ends = service.engine.bundle.manifest.model.eos_token_ids
-    found = {"eos_token": service.engine.tokenizer.piece(ends[0]) if ends else None}
-    return {**found, **service.tokenizer_settings()}
+    end = {"eos_token": service.engine.tokenizer.piece(ends[0]) if ends else None}
+    return {**end, **service.tokenizer_settings()}
 
 
 async def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ async def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     if given is None:
         raise RequestError(400, "`content` is missing", "content", "missing_field")
     ids = await service.encode(given, "content", adds_special)
-    shown: list[Any] = [{"id": each, "piece": _piece(service, each)} for each in ids] if with_pieces else ids
+    shown: list[Any] = [{"id": token, "piece": _piece(service, token)} for token in ids] if with_pieces else ids
     return {"tokens": shown, "count": len(ids), "max_model_len": service.engine.memory.context}
 
 
@@ -76,7 +76,7 @@ async def detokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(tokens, list) or len(tokens) > MAX_TOKENS:
         raise bad_field("tokens", f"must be a list of at most {MAX_TOKENS} token ids")
     ids = token_ids(tokens, "tokens")
-    if any(not 0 <= each < service.vocabulary for each in ids):
+    if any(not 0 <= token < service.vocabulary for token in ids):
         raise bad_field("tokens", f"must be from 0 to {service.vocabulary - 1}")
     text = await service.in_thread(lambda: service.engine.tokenizer.decode(ids))
     return {"content": text, "prompt": text}

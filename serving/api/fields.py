@@ -117,14 +117,14 @@ class Fields:
         value = self.take(name)
         if value is None:
             return ()
-        found = [value] if isinstance(value, str) else value
-        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise bad_field(self.place + name, f"must be a text or a list of texts, found {shown(value)}")
-        if len(found) > most or any(len(each) > longest for each in found):
+        if len(texts) > most or any(len(text) > longest for text in texts):
             raise bad_field(self.place + name, f"must have at most {most} texts of at most {longest} characters")
-        for each in found:
-            check_unicode(each, self.place + name)
-        return tuple(found)
+        for text in texts:
+            check_unicode(text, self.place + name)
+        return tuple(texts)
 
     def without_effect(self, *names: str) -> None:
         """Accept fields that do not change the output."""
@@ -134,9 +134,9 @@ class Fields:
     def unsupported(self, name: str, *harmless: Any) -> None:
         """Accept a field only with a value that changes nothing. An absent field is always accepted."""
         value = self.take(name)
-        if value is None or any(type(value) is type(each) and value == each for each in harmless):
+        if value is None or any(type(value) is type(safe) and value == safe for safe in harmless):
             return
-        allowed = " or ".join(dict.fromkeys(json_bytes(each).decode() for each in harmless)) or "absent"
+        allowed = " or ".join(dict.fromkeys(json_bytes(safe).decode() for safe in harmless)) or "absent"
         raise bad_field(
             self.place + name, f"is not supported with this value; it can be {allowed}", "unsupported_value"
         )
@@ -159,7 +159,7 @@ def check_unicode(text: str, name: str) -> None:
 
 def token_ids(value: Sequence[Any], name: str) -> list[int]:
     """Return a list of token ids. Raises RequestError."""
-    for at, each in enumerate(value):
-        if not isinstance(each, int) or isinstance(each, bool):
-            raise bad_field(name, f"must have whole numbers only, found {shown(each)} at place {at}")
+    for at, token in enumerate(value):
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise bad_field(name, f"must have whole numbers only, found {shown(token)} at place {at}")
     return list(value)

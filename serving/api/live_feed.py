@@ -114,13 +114,13 @@ class LiveFeed:
 
     async def _make_snapshots(self) -> None:
         before = self._counts()
-        told_s, told = 0.0, None
+        last_shown_s, last_shown = 0.0, None
         while True:
             scheduler = self._service.scheduler
             shown = (scheduler.activity.passes, scheduler.running, scheduler.waiting)
             now_s = time.monotonic()
-            if shown != told or now_s - told_s >= _QUIET_S:
-                told_s, told = now_s, shown
+            if shown != last_shown or now_s - last_shown_s >= _QUIET_S:
+                last_shown_s, last_shown = now_s, shown
                 now = self._counts()
                 self._message = sent_event(self._snapshot(before, now), "state")
                 before, self._number = now, self._number + 1
@@ -188,6 +188,6 @@ class LiveFeed:
         expert = self._engine.records.expert
         if expert is None:
             return np.asarray(values[: self._count])
-        found = np.zeros(self._count, bool)
-        np.logical_or.at(found, expert[: len(values)], values)
-        return found
+        is_any = np.zeros(self._count, bool)
+        np.logical_or.at(is_any, expert[: len(values)], values)
+        return is_any

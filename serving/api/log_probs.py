@@ -98,14 +98,14 @@ class ShownTokens:
             return []
         self._waiting.append((event.start, event.log_prob))
         self._shown += len(event.text)
-        found = list[TokenLogProb]()
+        shown = list[TokenLogProb]()
         while self._waiting and self._waiting[0][0] < self._shown:
-            found.append(self._waiting.popleft()[1])
-        return found
+            shown.append(self._waiting.popleft()[1])
+        return shown
 
     def end(self, event: Ended) -> list[TokenLogProb]:
         """Return the rest at the end of an answer. An answer that was cut has no end token."""
-        return [each for _, each in self._waiting] if event.reason == "length" else []
+        return [token for _, token in self._waiting] if event.reason == "length" else []
 
 
 class CompletionLogProbs:
@@ -123,27 +123,27 @@ class CompletionLogProbs:
 
     def of_prompt(self, first: int, rest: Sequence[TokenLogProb]) -> dict[str, list[Any]]:
         """Return the entries of a prompt. Its first token has no log probability."""
-        found: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-        self._add(found, first, None, None)
-        return self._with_tokens(found, rest)
+        entries: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        self._add(entries, first, None, None)
+        return self._with_tokens(entries, rest)
 
     def of_tokens(self, tokens: Iterable[TokenLogProb]) -> dict[str, list[Any]]:
         """Return the entries of tokens of the answer."""
         return self._with_tokens({name: [] for name in _COLUMNS}, tokens)
 
-    def _with_tokens(self, found: dict[str, list[Any]], tokens: Iterable[TokenLogProb]) -> dict[str, list[Any]]:
+    def _with_tokens(self, entries: dict[str, list[Any]], tokens: Iterable[TokenLogProb]) -> dict[str, list[Any]]:
         for token in tokens:
-            likeliest = {self._text_of(each)[0]: log_prob_number(value) for each, value in token.likeliest}
-            own = log_prob_number(token.log_prob)
-            self._add(found, token.token_id, own, {**likeliest, self._text_of(token.token_id)[0]: own})
+            likeliest = {self._text_of(index)[0]: log_prob_number(value) for index, value in token.likeliest}
+            log_prob = log_prob_number(token.log_prob)
+            self._add(entries, token.token_id, log_prob, {**likeliest, self._text_of(token.token_id)[0]: log_prob})
         if self._keeps:
-            for name, values in found.items():
+            for name, values in entries.items():
                 self.whole[name].extend(values)
-        return found
+        return entries
 
     def _add(
-        self, found: dict[str, list[Any]], token: int, log_prob: float | None, likeliest: dict[str, float] | None
+        self, entries: dict[str, list[Any]], token: int, log_prob: float | None, likeliest: dict[str, float] | None
     ) -> None:
         for name, value in zip(_COLUMNS, (self._text_of(token)[0], log_prob, likeliest, self._length), strict=True):
-            found[name].append(value)
+            entries[name].append(value)
         self._length += len(self._stream.push(token))

@@ -125,10 +125,10 @@ def _biases(fields: Fields, vocabulary: int) -> tuple[tuple[int, float], ...]:
         return ()
     if not isinstance(given, dict) or len(given) > _MAX_BIASES:
         raise bad_field("logit_bias", f"must be an object of at most {_MAX_BIASES} token ids")
-    found = []
+    biases = []
     for name, bias in given.items():
         is_id = name.isascii() and name.isdigit() and len(name) <= 9 and int(name) < vocabulary
         if not is_id or isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
             raise bad_field("logit_bias", f"must map token ids under {vocabulary} to numbers of -100 to 100")
-        found.append((int(name), float(bias)))
-    return tuple(found)
+        biases.append((int(name), float(bias)))
+    return tuple(biases)

@@ -172,10 +172,10 @@ class Service:
 
     def tokenizer_settings(self) -> dict[str, str]:
         """Return the chat template, and the names of the first and the padding token, where the bundle has them."""
-        found = named_texts(self._template.config, ("bos_token", "pad_token", "chat_template"))
+        settings = named_texts(self._template.config, ("bos_token", "pad_token", "chat_template"))
         if self._template.template is not None:
-            found["chat_template"] = self._template.template.decode("utf-8", errors="replace")
-        return found
+            settings["chat_template"] = self._template.template.decode("utf-8", errors="replace")
+        return settings
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
@@ -208,7 +208,7 @@ class Service:
             "prefill_tokens": self.scheduler.options.prefill_tokens,
             "deadline_s": self.options.deadline_s,
             "memory": engine.memory.to_plain(),
-            "memory_shares": memory_shares(engine).to_plain(),
+            "memory_shares": memory_shares(engine),
             "layers": spec.num_layers,
             "experts": [layer.experts.count for layer in spec.layers],
             "vocabulary": spec.vocab_size,

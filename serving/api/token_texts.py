@@ -23,10 +23,10 @@ class TokenTexts:
 
     def of(self, token: int) -> tuple[str, bytes]:
         """Return the text of one token, with its leading space, and its bytes."""
-        found = self._found.get(token)
-        if found is None:
-            found = self._found[token] = self._of(token)
-        return found
+        text = self._found.get(token)
+        if text is None:
+            text = self._found[token] = self._of(token)
+        return text
 
     def _of(self, token: int) -> tuple[str, bytes]:
         if self._bytes is None:

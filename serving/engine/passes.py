@@ -45,8 +45,8 @@ class PassRunner:
 
     def run(self, running: Sequence[RunningSequence]) -> None:
         """Run the next pass. Under lossy modes, prompts and tokens take one pass each."""
-        prompts = [each for each in running if each.is_prefilling]
-        answers = [Part(each, 1) for each in running if not each.is_prefilling]
+        prompts = [sequence for sequence in running if sequence.is_prefilling]
+        answers = [Part(sequence, 1) for sequence in running if not sequence.is_prefilling]
         chunks = self._chunks(prompts, len(answers))
         if self._engine.is_lossless and len(answers) + sum(part.count for part in chunks) <= MAX_PASS_TOKENS:
             self._run_parts([*answers, *chunks])
@@ -114,8 +114,8 @@ class PassRunner:
 
     def _take(self, rows: Sequence[tuple[Part, int]], positions: Sequence[int], logits: np.ndarray) -> None:
         """Hand rows of logits to their sequences. A sequence that cannot use them fails alone."""
-        for (part, row), each in zip(rows, logits, strict=True):
+        for (part, row), logits_row in zip(rows, logits, strict=True):
             try:
-                part.sequence.take_row(positions[row], each)
+                part.sequence.take_row(positions[row], logits_row)
             except Exception as error:
                 self._fail(part.sequence, error)

@@ -114,7 +114,7 @@ class Scheduler:
     def place_in_queue(self, request: GenerationRequest) -> int | None:
         """Return the place of a waiting request, from 1; None if it does not wait."""
         with self._changed:
-            return next((at for at, each in enumerate(self._waiting, 1) if each is request), None)
+            return next((at for at, waiting in enumerate(self._waiting, 1) if waiting is request), None)
 
     @property
     def waiting(self) -> int:
@@ -213,9 +213,9 @@ class Scheduler:
                 self._tell(sequence.request, failed)
         self._release_ended()
         with self._changed:
-            ended = [(each, failed) for each in self._waiting if (failed := self._why_ended(each, now_ns))]
+            ended = [(request, failed) for request in self._waiting if (failed := self._why_ended(request, now_ns))]
             gone = {id(request) for request, _ in ended}
-            self._waiting = deque(each for each in self._waiting if id(each) not in gone)
+            self._waiting = deque(request for request in self._waiting if id(request) not in gone)
         for request, failed in ended:
             self._tell(request, failed)
 
@@ -292,11 +292,11 @@ class Scheduler:
         return Placement(slot, len(slot.tokens), None)
 
     def _release_ended(self) -> None:
-        ended = [each for each in self._running if each.has_ended]
+        ended = [sequence for sequence in self._running if sequence.has_ended]
         if not ended:
             return
         with self._changed:
-            self._running = [each for each in self._running if not each.has_ended]
+            self._running = [sequence for sequence in self._running if not sequence.has_ended]
         for sequence in ended:
             sequence.slot.is_free = True
             if self._saved_slots is not None:

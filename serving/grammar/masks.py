@@ -222,7 +222,7 @@ class Grammars:
     def _make_room(self, size_bytes: int) -> None:
         """Forget grammars without a request, if the memory does not hold one more. Raises GrammarsFull."""
         for is_last_try in (False, True):
-            if sum(each.size_bytes for each in self._open.values()) + size_bytes <= GRAMMARS_BYTES:
+            if sum(grammar.size_bytes for grammar in self._open.values()) + size_bytes <= GRAMMARS_BYTES:
                 return
             if is_last_try:
                 raise GrammarsFull

@@ -52,9 +52,9 @@ def _one_object(text: str, parameters: Parameters) -> list[ToolCall] | None:
 
 def _list_of_objects(text: str, parameters: Parameters) -> list[ToolCall] | None:
     value = parsed(text)
-    calls = [call_of(each) for each in (value if isinstance(value, list) else [value])]
-    found = [call for call in calls if call is not None]
-    return found if found and len(found) == len(calls) else None
+    calls = [call_of(item) for item in (value if isinstance(value, list) else [value])]
+    sound = [call for call in calls if call is not None]
+    return sound if sound and len(sound) == len(calls) else None
 
 
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
@@ -75,11 +75,11 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTA
 
 def _function_tags(text: str, parameters: Parameters) -> list[ToolCall] | None:
     """Read the form of Qwen3-Coder: `<function=NAME>` around `<parameter=KEY>`."""
-    found = []
+    calls = []
     for name, body in _FUNCTION.findall(text):
         values = {key: typed(value, name, key, parameters) for key, value in _PARAMETER.findall(body)}
-        found.append(ToolCall(name.strip(), json_text(values)))
-    return found or None
+        calls.append(ToolCall(name.strip(), json_text(values)))
+    return calls or None
 
 
 _DEEPSEEK_CALL = re.compile(
@@ -91,14 +91,14 @@ _FENCED = re.compile(r"^(.*?)\n```json\n(.*?)\n```\s*$", re.DOTALL)
 
 def _deepseek(text: str, parameters: Parameters) -> list[ToolCall] | None:
     """Read the forms of DeepSeek V3 and R1 (a kind, a name, a fenced block) and of V3.1 (a name, JSON)."""
-    found = []
+    calls = []
     for before, after in _DEEPSEEK_CALL.findall(text):
         fenced = _FENCED.match(after)
         name, arguments = (before, after) if fenced is None else fenced.groups()
         if parsed(arguments) is None:
             return None
-        found.append(ToolCall(name.strip(), arguments.strip()))
-    return found or None
+        calls.append(ToolCall(name.strip(), arguments.strip()))
+    return calls or None
 
 
 SYNTAXES: tuple[ToolSyntax, ...] = (
@@ -133,14 +133,14 @@ SYNTAXES: tuple[ToolSyntax, ...] = (
 def is_in(text: str, files: Sequence[bytes]) -> bool:
     """Return whether files of a template have a text, plain or as JSON writes it."""
     written = (text.encode(), json.dumps(text)[1:-1].encode())
-    return any(each in data for data in files for each in written)
+    return any(form in data for data in files for form in written)
 
 
 def syntax_of(files: Sequence[bytes]) -> ToolSyntax | None:
     """Return the form of calls in a template; None if it takes no tools, or writes calls in another form."""
     if not takes_tools(files):
         return None
-    return next((each for each in SYNTAXES if is_in(each.sign, files)), None)
+    return next((syntax for syntax in SYNTAXES if is_in(syntax.sign, files)), None)
 
 
 def takes_tools(files: Sequence[bytes]) -> bool:

@@ -15,7 +15,7 @@ from moec.runtime import Engine
 from moec.serving.api.service import Service, ServiceOptions
 from moec.serving.app import make_app
 from moec.serving.engine.scheduler import Scheduler, ServingOptions
-from moec.serving.http_server import HttpOptions, HttpServer
+from moec.serving.http_server import HttpServer
 from moec.serving.security import SecurityOptions
 from moec.serving.serve import bind
 
@@ -104,7 +104,6 @@ def live_server(
     engine: Engine,
     options: ServingOptions | None = None,
     service_options: ServiceOptions | None = None,
-    http_options: HttpOptions | None = None,
     security: SecurityOptions | None = None,
 ) -> Iterator[LiveServer]:
     """Serve an engine in a thread until the block ends."""
@@ -113,7 +112,7 @@ def live_server(
     with bind("127.0.0.1", 0) as bound, Scheduler(engine, options) as scheduler:
         service = Service(scheduler, chosen)
         app = make_app(service, security or SecurityOptions("127.0.0.1"))
-        server = HttpServer(app, http_options or HttpOptions(drain_s=1.0), ready.set, scheduler.drain)
+        server = HttpServer(app, 1.0, ready.set, scheduler.drain)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])), daemon=True)
         thread.start()
         assert ready.wait(PATIENCE_S)

@@ -207,12 +207,11 @@ def _checked_name(bundle: Path, name: str | None) -> str:
 def _settings(name: str, security: SecurityOptions, engine: ServingOptions, deadline: float) -> ServeOptions:
     """Return the options of the server. Raises OptionError."""
     from moec.serving.api.service import ServiceOptions
-    from moec.serving.http_server import HttpOptions
     from moec.serving.serve import ServeOptions
 
     if not 0 < deadline <= 1e6:
         raise OptionError(f"`--deadline` must be more than 0 and at most 1000000, found {deadline:g}", "try 600")
-    return ServeOptions(ServiceOptions(name, deadline_s=deadline), security, engine, HttpOptions(drain_s=deadline))
+    return ServeOptions(ServiceOptions(name, deadline_s=deadline), security, engine)
 
 
 def _end_process(error: MoecError) -> None:

@@ -107,8 +107,8 @@ class ChatForm(OpenAIForm):
 
     def reason(self, index: int) -> str | None:
         """Return why an answer ended; None if it goes on."""
-        found = super().reason(index)
-        return "tool_calls" if found == "stop" and self._calls[index] else found
+        reason = super().reason(index)
+        return "tool_calls" if reason == "stop" and self._calls[index] else reason
 
     def _choice(self, index: int, delta: dict[str, Any], log_probs: Any = None) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": None}
@@ -236,7 +236,7 @@ def read_messages(given: Any, takes_tools: bool = False) -> list[dict[str, Any]]
         raise bad_field("messages", f"must be a list of messages, found {shown(given)}")
     if not given:
         raise bad_field("messages", "must have a message, found an empty list")
-    return [read_message(each, f"messages[{at}]", takes_tools) for at, each in enumerate(given)]
+    return [read_message(message, f"messages[{at}]", takes_tools) for at, message in enumerate(given)]
 
 
 def read_message(given: Any, place: str, takes_tools: bool = False) -> dict[str, Any]:
@@ -250,29 +250,29 @@ def read_message(given: Any, place: str, takes_tools: bool = False) -> dict[str,
         raise RequestError(400, f"`{place}.role` is missing", f"{place}.role", "missing_field")
     if role not in roles:
         raise bad_field(f"{place}.role", f"must be {', '.join(roles)}, found {shown(role)}", "unsupported_value")
-    found: dict[str, Any] = {"role": roles[role]}
+    message: dict[str, Any] = {"role": roles[role]}
     content = fields.take("content")
     if role == "assistant" and "tool" in roles:
         calls = read_calls(fields.take("tool_calls"), f"{place}.tool_calls")
         if calls:
-            found["tool_calls"] = calls
+            message["tool_calls"] = calls
             content = "" if content is None else content
     if role == "tool":
-        found["tool_call_id"] = fields.text("tool_call_id", "", most=256)
+        message["tool_call_id"] = fields.text("tool_call_id", "", most=256)
         name = fields.text("name", most=256)
         if name is not None:
-            found["name"] = name
-    found["content"] = message_text(content, f"{place}.content")
+            message["name"] = name
+    message["content"] = message_text(content, f"{place}.content")
     thought = fields.take("reasoning_content")
     if role == "assistant" and isinstance(thought, str) and thought:
-        found["reasoning_content"] = thought
+        message["reasoning_content"] = thought
     for name, *harmless in (("tool_calls", []), ("function_call",), ("refusal",), ("audio",), ("annotations", [])):
         fields.unsupported(name, *harmless)
     if role != "tool" and (name := fields.text("name", most=256)) is not None:
-        found["name"] = name
+        message["name"] = name
     fields.without_effect("id", "opts", "metadata", "provider_specific_fields")
     fields.end()
-    return found
+    return message
 
 
 def message_text(content: Any, place: str, kinds: tuple[str, ...] = ("text", "input_text", "output_text")) -> str:

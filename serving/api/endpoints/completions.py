@@ -137,14 +137,14 @@ async def _prompts(service: Service, given: Any) -> list[tuple[str, list[int]]]:
         raise bad_field("prompt", "must be a text, token ids, or a list of either")
     if len(given) > MAX_ANSWERS * 4:
         raise bad_field("prompt", f"has more than {MAX_ANSWERS * 4} prompts")
-    found = []
-    for each in given:
-        if isinstance(each, str):
-            found.append((each, await service.encode(each, "prompt")))
-        elif isinstance(each, list):
-            ids = token_ids(each, "prompt")
+    prompts = []
+    for prompt in given:
+        if isinstance(prompt, str):
+            prompts.append((prompt, await service.encode(prompt, "prompt")))
+        elif isinstance(prompt, list):
+            ids = token_ids(prompt, "prompt")
             service.check_prompt(ids, "prompt", has_answer=False)
-            found.append((service.engine.tokenizer.decode(ids), ids))
+            prompts.append((service.engine.tokenizer.decode(ids), ids))
         else:
             raise bad_field("prompt", "must be a text, token ids, or a list of either")
-    return found
+    return prompts

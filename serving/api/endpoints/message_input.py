@@ -21,16 +21,16 @@ def read_conversation(system: Any, given: Any, takes_tools: bool) -> list[dict[s
         raise RequestError(400, "`messages` is missing", "messages", "missing_field")
     if not isinstance(given, list) or not given:
         raise bad_field("messages", f"must be a list with a message, found {shown(given)}")
-    found = list[dict[str, Any]]()
+    messages = list[dict[str, Any]]()
     for at, message in enumerate(given):
-        found += _read_message(message, f"messages[{at}]", takes_tools)
-    if found[-1]["role"] == "assistant":
+        messages += _read_message(message, f"messages[{at}]", takes_tools)
+    if messages[-1]["role"] == "assistant":
         message = "ends with a message of the assistant, and this server cannot continue one"
         raise bad_field("messages", message, "unsupported_value")
     if system is None:
-        return found
+        return messages
     text = message_text(_without_marks(system), "system", ("text",))
-    return [{"role": "system", "content": text}, *found]
+    return [{"role": "system", "content": text}, *messages]
 
 
 def _read_message(given: Any, place: str, takes_tools: bool) -> list[dict[str, Any]]:
@@ -42,57 +42,40 @@ def _read_message(given: Any, place: str, takes_tools: bool) -> list[dict[str, A
         raise bad_field(f"{place}.role", message, "unsupported_value")
     if not isinstance(given.get("content"), list):
         return [read_message(given, place, takes_tools)]
-    blocks = _Blocks()
-    for at, part in enumerate(_without_marks(given["content"])):
-        blocks.add(part, f"{place}.content[{at}]")
-    plain = {**given, "content": blocks.rest}
-    if blocks.calls:
-        plain["tool_calls"] = blocks.calls
-    if blocks.thoughts:
-        plain["reasoning_content"] = "".join(blocks.thoughts)
-    results = [read_message(each, f"{place}.content", takes_tools) for each in blocks.results]
-    own = read_message(plain, place, takes_tools)
-    return [*results, own] if blocks.rest or blocks.calls or not results else results
-
-
-class _Blocks:
-    """The parts of one message.
-
-    rest: parts of text, and those that are not known.
-    calls, results: calls of tools and their results, in the form of OpenAI.
-    thoughts: texts of thinking.
-    """
-
-    def __init__(self) -> None:
-        self.rest, self.calls, self.results = list[Any](), list[Any](), list[dict[str, Any]]()
-        self.thoughts = list[str]()
-
-    def add(self, part: Any, place: str) -> None:
-        """Take a part. Raises RequestError."""
-        kind = part.get("type") if isinstance(part, dict) else None
+    rest, calls, thoughts, results = list[Any](), list[Any](), list[str](), list[dict[str, Any]]()
+    for at, block in enumerate(_without_marks(given["content"])):
+        kind, where = block.get("type") if isinstance(block, dict) else None, f"{place}.content[{at}]"
         if kind not in ("tool_use", "tool_result", "thinking", "redacted_thinking"):
-            self.rest.append(part)
-            return
-        fields = Fields(part, f"{place}.")
+            rest.append(block)  # of text, or of a kind that is not known
+            continue
+        fields = Fields(block, f"{where}.")
         fields.take("type")
         if kind == "tool_use":
-            name = fields.text("name")
-            value = fields.take("input")
+            name, value = fields.text("name"), fields.take("input")
             if value is not None and not isinstance(value, dict):
-                raise bad_field(f"{place}.input", f"must be an object, found {shown(value)}")
+                raise bad_field(f"{where}.input", f"must be an object, found {shown(value)}")
             function = {"name": name, "arguments": json_text(value or {})}
-            self.calls.append({"id": fields.text("id"), "type": "function", "function": function})
+            calls.append({"id": fields.text("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             content = fields.take("content")
-            text = "" if content is None else message_text(_without_marks(content), f"{place}.content", ("text",))
-            self.results.append({"role": "tool", "tool_call_id": fields.text("tool_use_id"), "content": text})
+            text = "" if content is None else message_text(_without_marks(content), f"{where}.content", ("text",))
+            result = {"role": "tool", "tool_call_id": fields.text("tool_use_id"), "content": text}
+            results.append(result)
             fields.flag("is_error")  # the text of the result says so
         elif kind == "thinking":
-            self.thoughts.append(fields.text("thinking") or "")
+            thoughts.append(fields.text("thinking") or "")
             fields.without_effect("signature")
         else:
             fields.without_effect("data")  # a text that only its publisher can read
         fields.end()
+    plain = {**given, "content": rest}
+    if calls:
+        plain["tool_calls"] = calls
+    if thoughts:
+        plain["reasoning_content"] = "".join(thoughts)
+    results = [read_message(result, f"{place}.content", takes_tools) for result in results]
+    plain = read_message(plain, place, takes_tools)
+    return [*results, plain] if rest or calls or not results else results
 
 
 def _without_marks(content: Any) -> Any:

@@ -195,7 +195,7 @@ def _tools(fields: Fields, service: Service) -> ToolsOfRequest:
     given, choice = fields.take("tools"), fields.object("tool_choice")
     described = given
     if isinstance(given, list):
-        described = [_plain_tool(each, f"tools[{at}]") for at, each in enumerate(given)]
+        described = [_plain_tool(tool, f"tools[{at}]") for at, tool in enumerate(given)]
     body: dict[str, Any] = {"tools": described}
     if choice is not None:
         kind, name = choice.text("type"), choice.text("name")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RequestError, bad_field, shown
@@ -25,41 +24,22 @@ def read_input(given: Any, takes_tools: bool) -> list[dict[str, Any]]:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         raise bad_field("input", f"must be a text or a list of items, found {shown(given)}")
-    found = _Items(takes_tools)
+    reader = _Items(takes_tools)
     for at, item in enumerate(items):
-        found.add(item, f"input[{at}]")
-    return found.messages()
-
-
-@dataclass(slots=True)
-class _Turn:
-    """What the model said before the next message or result: the items that become one message of the assistant.
-
-    texts, thoughts: pieces of its text and of its thinking.
-    calls: its calls of tools.
-    """
-
-    texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-
-    def message(self) -> dict[str, Any]:
-        """Return the message."""
-        found: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts)}
-        if self.calls:
-            found["tool_calls"] = self.calls
-        if self.thoughts:
-            found["reasoning_content"] = "".join(self.thoughts)
-        return found
+        reader.add(item, f"input[{at}]")
+    return reader.messages()
 
 
 class _Items:
-    """Items that become messages, one after the other."""
+    """Items that become messages, one after the other.
+
+    What the model said before the next message or result is a turn: one message of the assistant.
+    """
 
     def __init__(self, takes_tools: bool) -> None:
         self._takes_tools = takes_tools
-        self._found: list[dict[str, Any] | _Turn] = []
-        self._turn: _Turn | None = None
+        self._messages: list[dict[str, Any]] = []
+        self._turn: dict[str, Any] | None = None
         self._thoughts: list[str] = []
         self._open_calls: dict[str, str] = {}
 
@@ -67,9 +47,9 @@ class _Items:
         """Return the messages of all items. Raises RequestError without one, and for a call without a result."""
         for call_id, place in self._open_calls.items():
             raise bad_field(f"{place}.call_id", f"has no `function_call_output` with {shown(call_id)} after it")
-        if not self._found:
+        if not self._messages:
             raise bad_field("input", "must have a message, found none")
-        return [each.message() if isinstance(each, _Turn) else each for each in self._found]
+        return self._messages
 
     def add(self, item: Any, place: str) -> None:
         """Take the next item. Raises RequestError."""
@@ -95,11 +75,12 @@ class _Items:
         if message["role"] != "assistant":
             self._add(message)
             return
-        if self._turn is None or not self._turn.calls:  # two texts without calls are two messages
+        if self._turn is not None and "tool_calls" not in self._turn:  # two texts without calls are two messages
             self._turn = None
         turn = self._answer()
-        turn.texts.append(message["content"])
-        turn.thoughts += [message["reasoning_content"]] if "reasoning_content" in message else []
+        turn["content"] += message["content"]
+        if "reasoning_content" in message:
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + message["reasoning_content"]
 
     def _reasoning(self, fields: Fields) -> None:
         """Keep thinking for the text or the call after it. A summary and encrypted thinking are not read."""
@@ -112,7 +93,7 @@ class _Items:
         call_id = _call_id(fields)
         if call_id in self._open_calls:
             raise bad_field(f"{fields.place}call_id", f"is that of another call, {shown(call_id)}")
-        self._answer().calls.append(read_call(fields, call_id))
+        self._answer().setdefault("tool_calls", []).append(read_call(fields, call_id))
         self._open_calls[call_id] = fields.place.rstrip(".")
 
     def _result(self, fields: Fields) -> None:
@@ -132,15 +113,16 @@ class _Items:
 
     def _add(self, message: dict[str, Any]) -> None:
         """Add a message that is not the model's."""
-        self._found.append(message)
+        self._messages.append(message)
         self._turn, self._thoughts = None, []
 
-    def _answer(self) -> _Turn:
+    def _answer(self) -> dict[str, Any]:
         """Return the message of the model that goes on, with the thinking before this item."""
         if self._turn is None:
-            self._turn = _Turn()
-            self._found.append(self._turn)
-        self._turn.thoughts += self._thoughts
+            self._turn = {"role": "assistant", "content": ""}
+            self._messages.append(self._turn)
+        if self._thoughts:
+            self._turn["reasoning_content"] = self._turn.get("reasoning_content", "") + "".join(self._thoughts)
         self._thoughts = []
         return self._turn
 

@@ -91,8 +91,8 @@ class ResponseForm:
 
     def failed(self, error: RequestError) -> Iterable[bytes]:
         """Return the failure as an event."""
-        told = {"code": error.code, "message": error.message}
-        yield self._event("response.failed", response={**self._response("failed"), "error": told})
+        failure = {"code": error.code, "message": error.message}
+        yield self._event("response.failed", response={**self._response("failed"), "error": failure})
 
     def error_body(self, error: RequestError) -> dict[str, Any]:
         """Return the body of a response without an answer."""
@@ -102,19 +102,19 @@ class ResponseForm:
         """Return the whole response."""
         ended = self._answer.ended
         status = "completed" if ended is not None and ended.reason == "stop" else "incomplete"
-        found = self._response(status)
+        response = self._response(status)
         if status == "incomplete":
-            found["incomplete_details"] = {"reason": "max_output_tokens"}
-        found["output"] = [item.to_plain() for item in self._items]
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["output"] = [item.to_plain() for item in self._items]
         cached = 0 if ended is None else ended.timings.cached_tokens
-        found["usage"] = {
+        response["usage"] = {
             "input_tokens": self._prompt_tokens,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": self._answer.count,
             "output_tokens_details": {"reasoning_tokens": self._splitter.thoughts},
             "total_tokens": self._prompt_tokens + self._answer.count,
         }
-        return {**found, "timings": {} if ended is None else ended.timings.to_plain()}
+        return {**response, "timings": {} if ended is None else ended.timings.to_plain()}
 
     def _response(self, status: str) -> dict[str, Any]:
         return {
@@ -208,7 +208,7 @@ def _tools(fields: Fields, service: Service) -> tuple[ToolsOfRequest, dict[str, 
     body: dict[str, Any] = {"tools": given, "tool_choice": choice, "parallel_tool_calls": is_parallel}
     if isinstance(given, list):
         body["tools"] = [
-            read_function(tool_fields(each, f"tools[{at}]"), "parameters") for at, each in enumerate(given)
+            read_function(tool_fields(tool, f"tools[{at}]"), "parameters") for at, tool in enumerate(given)
         ]
     if isinstance(choice, dict):
         named = Fields(choice, "tool_choice.")
@@ -247,9 +247,9 @@ def _template_variables(fields: Fields) -> dict[str, Any]:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    for each in fields.texts("include", 16, 64):
-        if each not in _HARMLESS_INCLUDES:
-            raise bad_field("include", f"is not supported with {shown(each)}", "unsupported_value")
+    for include in fields.texts("include", 16, 64):
+        if include not in _HARMLESS_INCLUDES:
+            raise bad_field("include", f"is not supported with {shown(include)}", "unsupported_value")
     fields.unsupported("previous_response_id")
     fields.unsupported("conversation")
     fields.unsupported("background", False)

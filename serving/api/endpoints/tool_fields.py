@@ -27,7 +27,7 @@ def read_tools(fields: Fields, service: Service) -> ToolsOfRequest:
         raise bad_field("tools", f"must be a list, found {shown(given)}")
     if given and len(given) > MAX_TOOLS:
         raise bad_field("tools", f"has {len(given)} tools, more than {MAX_TOOLS}")
-    described = [_read_tool(each, f"tools[{at}]") for at, each in enumerate(given or ())]
+    described = [_read_tool(tool, f"tools[{at}]") for at, tool in enumerate(given or ())]
     parameters = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in described}
     forced = _forced(choice, parameters)
     if not described or choice == "none":
@@ -73,12 +73,12 @@ def read_function(function: Fields, schema_name: str) -> dict[str, Any]:
         raise bad_field(f"{function.place}name", f"must be 1 to 64 letters, digits, `_`, `.`, `-`, found {shown(name)}")
     if schema is not None and not isinstance(schema, dict):
         raise bad_field(f"{function.place}{schema_name}", f"must be a JSON schema, found {shown(schema)}")
-    found: dict[str, Any] = {"name": name, "description": function.text("description", "")}
-    found["parameters"] = {"type": "object", "properties": {}} if schema is None else schema
+    described: dict[str, Any] = {"name": name, "description": function.text("description", "")}
+    described["parameters"] = {"type": "object", "properties": {}} if schema is None else schema
     if function.flag("strict"):
-        found["strict"] = True
+        described["strict"] = True
     function.end()
-    return {"type": "function", "function": found}
+    return {"type": "function", "function": described}
 
 
 def _forced(choice: Any, parameters: dict[str, Any]) -> tuple[str, ...]:
@@ -133,20 +133,20 @@ def read_calls(given: Any, place: str) -> list[dict[str, Any]]:
         return []
     if not isinstance(given, list) or len(given) > MAX_TOOLS:
         raise bad_field(place, f"must be a list of at most {MAX_TOOLS} calls")
-    found = []
-    for at, each in enumerate(given):
+    calls = []
+    for at, call in enumerate(given):
         where = f"{place}[{at}]"
-        if not isinstance(each, dict):
-            raise bad_field(where, f"must be an object, found {shown(each)}")
-        fields = Fields(each, f"{where}.")
+        if not isinstance(call, dict):
+            raise bad_field(where, f"must be an object, found {shown(call)}")
+        fields = Fields(call, f"{where}.")
         call_id, function = fields.text("id", most=MAX_CALL_CHARACTERS), fields.object("function")
         fields.unsupported("type", "function")
         fields.without_effect("index")
         fields.end()
         if function is None:
             raise bad_field(where, "must have a `function` with a `name` and `arguments`")
-        found.append(read_call(function, call_id or ""))
-    return found
+        calls.append(read_call(function, call_id or ""))
+    return calls
 
 
 def read_call(function: Fields, call_id: str) -> dict[str, Any]:
