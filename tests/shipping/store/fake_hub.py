@@ -59,7 +59,7 @@ class HubHandler(QuietHandler, BaseHTTPRequestHandler):
     def _missing(self, kind: str) -> None:
         self._answer(404, b"{}", {"X-Error-Code": kind})
 
-    def _route(self) -> None:
+    def route(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
         is_content = path.startswith("/blobs/")
@@ -176,7 +176,7 @@ class HubHandler(QuietHandler, BaseHTTPRequestHandler):
 
 
 for _method in ("GET", "HEAD", "POST", "PUT"):
-    setattr(HubHandler, f"do_{_method}", HubHandler._route)
+    setattr(HubHandler, f"do_{_method}", HubHandler.route)
 
 
 def _listed(path: str, data: bytes) -> dict[str, object]:
