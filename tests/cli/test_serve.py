@@ -44,37 +44,33 @@ def said_at_start(*options: str) -> list[str]:
     return said
 
 
-def test_an_installed_bundle_has_its_own_name(tmp_path: Path) -> None:
-    """`current` is a link to a folder whose name changes with each update."""
+def test_the_start_says_what_is_served(tmp_path: Path) -> None:
+    """`current` is a link to a folder whose name changes with each update. The example recommends the likeliest token.
+
+    A slot of the example: 6 layers x 4 heads x 32 numbers of keys and as many of values, 512 tokens, 4 bytes.
+    """
     link = tmp_path / "current"
     link.symlink_to(EXAMPLE)
-    last = said_at_start(str(link), "--slots", "1")[-1]
-    assert last.startswith("serving `model` at ") and last.endswith("1 answer at once\n")
-
-
-def test_the_start_says_how_tokens_are_drawn(bundle: Path) -> None:
-    """The example recommends the likeliest token. The tiny bundle recommends nothing."""
-    said = said_at_start(str(EXAMPLE))[2]
-    assert said.startswith("sampling by generation_config.json of the bundle: the likeliest token (temperature 0)")
-    assert said_at_start(str(bundle))[1] == "sampling by default: temperature 1; requests may say otherwise\n"
-
-
-def test_the_start_says_for_which_task_the_verdict_holds(bundle: Path) -> None:
-    """The tiny bundle was compiled without a target, so it has no verdict."""
-    said = said_at_start(str(EXAMPLE))
+    said = said_at_start(str(link), "--slots", "2", "--memory", "210MiB")
     assert said[0].startswith("mode: ")
     assert said[1] == "verdict: supported for gsm8k; other tasks were not measured\n"
-    assert not [line for line in said_at_start(str(bundle)) if line.startswith("verdict")]
-
-
-def test_the_start_says_how_the_memory_is_divided() -> None:
-    """A slot of the example: 6 layers x 4 heads x 32 numbers of keys and as many of values, 512 tokens, 4 bytes."""
-    said = said_at_start(str(EXAMPLE), "--slots", "2", "--memory", "210MiB")
+    assert said[2].startswith("sampling by generation_config.json of the bundle: the likeliest token (temperature 0)")
+    assert said[-1].startswith("serving `model` at ") and said[-1].endswith("2 answers at once\n")
     at = said.index("memory budget 210.0 MiB\n")
     parts = [line.split(maxsplit=2) for line in said[at + 1 : -1]]
     sizes = [float(number) * {"KiB": 1 / 1024, "MiB": 1.0}[unit] for number, unit, _ in parts]
     assert sum(sizes) == pytest.approx(210, abs=0.5)
     assert any(text.startswith("2 slots of 3.0 MiB: keys and values of 512 tokens") for *_, text in parts)
-    fixed = said_at_start(str(EXAMPLE), "--slots", "1", "--expert-cache", "50%")
-    assert any(line.startswith("memory at most") for line in fixed)
-    assert any(line.endswith("1.0 MiB  expert cache\n") for line in fixed)
+
+
+def test_a_start_with_a_fixed_cache_says_what_memory_it_takes_at_most() -> None:
+    said = said_at_start(str(EXAMPLE), "--slots", "1", "--expert-cache", "50%")
+    assert any(line.startswith("memory at most") for line in said)
+    assert any(line.endswith("1.0 MiB  expert cache\n") for line in said)
+    assert said[-1].endswith("1 answer at once\n")
+
+
+def test_a_bundle_without_target_and_settings_has_no_verdict_and_the_default_sampling(bundle: Path) -> None:
+    said = said_at_start(str(bundle))
+    assert not [line for line in said if line.startswith("verdict")]
+    assert said[1] == "sampling by default: temperature 1; requests may say otherwise\n"
