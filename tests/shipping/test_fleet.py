@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from moec.cli.main import cli
 from moec.manifests.bundle import CARD_NAME, MANIFEST_NAME, FileEntry
@@ -107,8 +108,7 @@ def test_the_dockerfile_copies_what_is_there() -> None:
 @pytest.fixture
 def fleet(tmp_path: Path) -> dict[str, str]:
     """A store with one version of the example, its key, and the settings of a device."""
-    made = run([MOEC, "keygen", tmp_path / "fleet.pem"])
-    assert made.returncode == 0, made.stderr
+    call("keygen", tmp_path / "fleet.pem")
     push(tmp_path, BUNDLE)
     values = {
         "MOEC": MOEC, "MOEC_SOURCE": tmp_path / "store", "MOEC_FOLDER": tmp_path / "device",
@@ -121,8 +121,12 @@ def fleet(tmp_path: Path) -> dict[str, str]:
 
 
 def push(folder: Path, bundle: Path) -> None:
-    done = run([MOEC, "push", bundle, folder / "store", "--key", folder / "fleet.pem"])
-    assert done.returncode == 0, done.stderr
+    call("push", bundle, folder / "store", "--key", folder / "fleet.pem")
+
+
+def call(*words: object) -> None:
+    done = CliRunner().invoke(cli, [str(word) for word in words])
+    assert done.exit_code == 0, done.stderr
 
 
 def next_version(folder: Path) -> Path:

@@ -122,7 +122,7 @@ def test_memory_for_less_than_a_layer_says_what_would_do(tmp_path: Path, kind: T
 SMALL: dict[str, Any] = {"tasks": ("perplexity",), "bits": (2, 4, 8), "group_sizes": (32,), "dense_bits": 8}
 
 
-@pytest.mark.parametrize("memory", ["little", "large"])
+@pytest.mark.parametrize("memory", ["little", pytest.param("large", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{"search": "edgemoe"}, {"sensitivity": "exact"}, {"fallback_bits": 3}])
 def test_every_search_goes_with_any_memory(
     options: dict[str, Any], memory: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -148,7 +148,7 @@ def test_every_search_goes_with_any_memory(
         assert {entry.down.bitwidth for entry in manifest.low_experts} == {3}
 
 
-@pytest.mark.parametrize("memory", ["little", "large"])
+@pytest.mark.parametrize("memory", ["little", pytest.param("large", marks=pytest.mark.slow)])
 def test_a_search_without_data_goes_with_any_memory(
     memory: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
