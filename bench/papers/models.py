@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,9 +97,3 @@ MODELS = (*TRAINED, NATURAL)
 """Models whose routing is measured."""
 DESCRIBED = (*MODELS, RANDOM)
 """Models that a page describes."""
-
-
-def named(models: Sequence[Model]) -> str:
-    """Return the names of models for a caption."""
-    names = [f"the {model.name}" for model in models]
-    return f"{names[0] if len(names) == 1 else ', '.join(names[:-1]) + ' and ' + names[-1]} example"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from textwrap import indent, wrap
 
 from .figure import PAPERS, Figure, Measured, NotMeasured, Paper
-from .models import DESCRIBED, NATURAL, RANDOM, Model, named
+from .models import DESCRIBED, NATURAL, RANDOM, Model
 
 WIDTH = 110
 VERDICTS = {"same": "same", "partly": "partly the same", "different": "different"}
@@ -30,18 +32,18 @@ INTRODUCTIONS: dict[Paper, str] = {
 }
 NOTE = (
     "`make papers` measures and draws these figures, `python -m bench.papers NAME` one of them. The numbers of a "
-    "picture are in the line `NAME` of the `.jsonl` file next to this page. The models here are small. A figure "
-    "shows whether a mechanism behaves as published, not how large the effect is on the paper's models. Simulated "
-    "times follow from routing traces and the rates of a device profile. Few figures hold times of this machine: "
-    "quotients of two ways that took turns, and times with limited storage. `--with-throttle` measures the latter, "
-    "as root."
+    "picture are in the line `NAME` of the `.jsonl` file next to this page. The models are small: a figure shows "
+    "whether a mechanism behaves as published, not how large the effect is on the paper's models. Simulated times "
+    "follow from routing traces and the rates of a device profile. Computing takes the bytes of the weights over the "
+    "memory rate. In the head of a table, … stands for a number of each cell. Times of this machine are quotients of "
+    "two ways that took turns, or times with limited storage (`--with-throttle`, as root)."
 )
 NOTE_PAPER: Paper = "edgemoe"
-"""Its page has the note, the others a link."""
-ON_NATURAL = (
-    f"The last column says what holds on natural weights. `{NATURAL.made_by}` makes the natural example, which is not "
-    "in the tree. Without it, `make papers` keeps the published result of a figure that needs it."
-)
+"""Its page has the note and the models, the others a link."""
+ON_NATURAL = f"`{NATURAL.made_by}` makes the natural example, which is not in the tree. Without it, its results stay."
+LEAST_ROWS = 3
+"""Sentences of one form that become a table."""
+NUMBER = re.compile(r"-?\d[\d.,]*(?:e-\d+)?(?<![.,])")
 
 
 def page(
@@ -53,24 +55,21 @@ def page(
     measured: results by name. A figure without a result is listed as not measured yet.
     missing: what is not measured here.
     """
-    name = PAPERS[paper]
-    parts = [f"# The figures of {name}, measured here", COMMANDS[paper], _paragraph(INTRODUCTIONS[paper])]
+    parts = [f"# The figures of {PAPERS[paper]}, measured here", COMMANDS[paper], _paragraph(INTRODUCTIONS[paper])]
     has_natural = any(found.natural is not None for found in measured.values())
-    note = NOTE if paper == NOTE_PAPER else f"[{PAPERS[NOTE_PAPER]}]({NOTE_PAPER}.md) says how the figures are made."
-    parts += [_paragraph(note), _models(figures, has_natural)]
-    parts += [_paragraph(ON_NATURAL)] if has_natural and paper == NOTE_PAPER else []
+    if paper == NOTE_PAPER:
+        parts += [_paragraph(NOTE), _models(), *([_paragraph(ON_NATURAL)] if has_natural else [])]
+    else:
+        parts += [f"[{PAPERS[NOTE_PAPER]}]({NOTE_PAPER}.md) says how the figures are made, and describes the models."]
     parts += [_summary(figures, measured, has_natural)]
     parts += [part for figure in figures if figure.name in measured for part in _section(figure, measured[figure.name])]
     parts += ["## Not measured", _missing(missing)] if missing else []
     return "\n\n".join(parts) + "\n"
 
 
-def _models(figures: Sequence[Figure], has_routes: bool) -> str:
-    """Return a list of the models of the figures. has_routes: whether it says how many tokens were routed."""
-    used = [model for model in DESCRIBED if any(model in figure.models for figure in figures)]
-    return "\n".join(
-        _item(f"{named([m]).capitalize()}: {m.described}.{_routed(m) * (has_routes and m is not RANDOM)}") for m in used
-    )
+def _models() -> str:
+    """Return a list of the models of all figures."""
+    return "\n".join(_item(f"{m.name.capitalize()}: {m.described}.{_routed(m) * (m is not RANDOM)}") for m in DESCRIBED)
 
 
 def _routed(model: Model) -> str:
@@ -96,17 +95,65 @@ def anchor(title: str) -> str:
 
 
 def _section(figure: Figure, measured: Measured) -> list[str]:
-    picture = f"![{figure.title}](figures/{figure.name}.svg)"
-    caption = _paragraph(f"*{figure.origin} on {named(figure.models)}.*")
+    models = ", ".join(model.name for model in figure.models)
+    found = [_shortened(sentence) for sentence in measured.found]
+    groups = [group for group in _alike(found) if len(group) >= LEAST_ROWS]
+    listed = [sentence for sentence in found if all(sentence not in group for group in groups)]
     told = [
-        _item(f"**In the paper ({figure.source}).** {figure.reported}"),
-        _item(f"**Measured here.** {figure.how}"),
-        *(indent(_item(f"{sentence}."), "  ") for sentence in measured.found),
-        _item(f"**Finding: {VERDICTS[measured.verdict]}.** {figure.why}"),
+        _item(f"**{figure.source}.** {figure.reported}"),
+        _item(f"**{figure.origin} ({models}).** {figure.how}"),
+        *(indent(_item(f"{sentence}."), "  ") for sentence in listed),
+        _item(f"**Finding.** {figure.why}"),
     ]
     if measured.natural is not None:
-        told.append(_item(f"**On natural weights: {VERDICTS[measured.natural]}.** {figure.on_natural}"))
-    return [f"## {figure.title}", picture, caption, "\n".join(told)]
+        told.append(_item(f"**Natural weights.** {figure.on_natural}"))
+    return [
+        f"## {figure.title}",
+        f"![{figure.source}](figures/{figure.name}.svg)",
+        "\n".join(told),
+        *map(_table, groups),
+    ]
+
+
+def _shortened(sentence: str) -> str:
+    """Return a sentence with the names of models instead of their labels."""
+    for model in DESCRIBED:
+        sentence = sentence.replace(model.label, model.name)
+    return sentence
+
+
+def _alike(found: Sequence[str]) -> list[list[str]]:
+    """Return sentences in groups whose texts after the first colon differ in numbers alone."""
+    groups: dict[str, list[str]] = {}
+    for sentence in found:
+        groups.setdefault(NUMBER.sub("…", sentence.partition(": ")[2]), []).append(sentence)
+    return [group for form, group in groups.items() if form]
+
+
+def _table(group: Sequence[str]) -> str:
+    """Return sentences `ROW: NUMBERS`, or `COLUMN, ROW: NUMBERS`, as a table.
+
+    A number that all sentences have at the same place is part of the head.
+    """
+    keys, values = zip(*(sentence.split(": ", 1) for sentence in group), strict=True)
+    numbers = [NUMBER.findall(value) for value in values]
+    changes = [len(set(column)) > 1 for column in zip(*numbers, strict=True)]
+    heads = iter("…" if varies else number for number, varies in zip(numbers[0], changes, strict=True))
+    form = NUMBER.sub(lambda _: next(heads), values[0])
+    cells = {key: ", ".join(compress(line, changes)) for key, line in zip(keys, numbers, strict=True)}
+    columns = list(dict.fromkeys(key.partition(", ")[0] for key in keys))
+    rows = list(dict.fromkeys(key.partition(", ")[2] for key in keys))
+    if len(rows) == 1 and rows[0]:
+        return _rows(f"{rows[0]}: {form}", dict(zip(columns, cells.values(), strict=True)))
+    if any(f"{column}, {row}" not in cells for column in columns for row in rows):
+        return _rows(form, cells)
+    lines = (f"| {row} | {' | '.join(cells[f'{column}, {row}'] for column in columns)} |" for row in rows)
+    return "\n".join([f"| {form} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|", *lines])
+
+
+def _rows(head: str, cells: Mapping[str, str]) -> str:
+    """Return a table of two columns."""
+    return "\n".join([f"| | {head} |", "|---|---|", *(f"| {key} | {cell} |" for key, cell in cells.items())])
 
 
 def _missing(missing: Sequence[NotMeasured]) -> str:

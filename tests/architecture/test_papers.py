@@ -149,7 +149,7 @@ def test_a_page_says_what_holds_on_natural_weights() -> None:
     assert "atural weights" not in plain_page and "`make example-smollm2`" not in plain_page
     told = page("edgemoe", [figure], {figure.name: replace(SMALL, natural="different")}, [])
     assert "| Figure 0 | [a title](#a-title) | same | different |" in told
-    assert "**On natural weights: different.** A sentence on natural weights." in told
+    assert "**Natural weights.** A sentence on natural weights." in told
     assert "`make example-smollm2`" in told
 
 

@@ -78,15 +78,15 @@ FIGURES = (
         paper="edgemoe",
         source="Figure 6",
         title="Accuracy with few bits of the experts or of all weights",
-        reported="Experts in INT4 lose 1.30 to 1.44 %, experts in INT2 5.82 % on SAMSum. Quantizing all weights "
-        "loses more. The measure is Rouge-2.",
+        reported="Experts in INT4 lose 1.30 to 1.44 % of Rouge-2, experts in INT2 5.82 % (SAMSum). Quantizing all "
+        "weights loses more.",
         models=MODELS,
-        how=f"{ITEMS} held-out problems, or the perplexity of {TEXTS} held-out texts of prose. Rounding to nearest "
-        "without data, groups of 64. Dense weights have at least 4 bits, so all weights in 2 bits are not measured.",
-        why="Experts in 4 bits cost little, and all weights a little more, as published. The planted example "
-        "loses nearly everything in 2 bits, because its sensitivity was planted.",
-        on_natural="Experts in 4 bits lose about twice as much as in the paper, and rounding to nearest in 2 bits "
-        "destroys the model. The measure is perplexity, after a shorter training (68 steps). "
+        how=f"{ITEMS} held-out problems, or the perplexity of {TEXTS} held-out texts of prose. Rounding to nearest, "
+        "groups of 64. Dense weights have at least 4 bits.",
+        why="Experts in 4 bits cost little, and all weights a little more. The planted example loses nearly "
+        "everything in 2 bits, because its sensitivity was planted.",
+        on_natural="Experts in 4 bits lose about twice as much as in the paper, and rounding in 2 bits destroys the "
+        "model. The measure is perplexity, after a shorter training (68 steps). "
         "[Benchmarks](../benchmarks.md#natural-weights) has plans of moec.",
         measure=bits,
     ),
@@ -98,7 +98,7 @@ FIGURES = (
         reported="The offline stage on another data set costs about 2 % of accuracy on average.",
         models=(PLANTED,),
         how=f"All experts in 2 bits by GPTQ, calibrated on one task and tested on {ITEMS} held-out items of both.",
-        why="GPTQ fits the codes to the inputs of the calibration data. Problems and dialogues have little in common.",
+        why="GPTQ fits the codes to the calibration data. Problems and dialogues have little in common.",
         measure=other_data,
     ),
 )

@@ -53,16 +53,16 @@ FIGURES = (
         paper="edgemoe",
         source="Figure 14",
         title="Hit ratio of eviction policies",
-        reported="EdgeMoE's policy has the highest hit ratio of five policies at every size of the buffer. Preloading "
-        "is off.",
+        reported="EdgeMoE's policy has the highest hit ratio of five policies at every size of the buffer, without "
+        "preloading.",
         models=MODELS,
-        how=f"Traces of {TEXTS} held-out texts, replayed one after the other in one cache, without reading ahead. The "
-        "optimum evicts the expert that is needed again last. The natural example has the routes of its checkpoint: "
-        f"{TEXTS} sequences of {TEXT_TOKENS} tokens, with frequencies of train texts.",
-        why="EdgeMoE's score is a fixed frequency of calibration over the distance of the layer. Policies "
-        "that count uses in the text learn which experts the text needs.",
+        how=f"{TEXTS} held-out texts one after the other in one cache, without reading ahead. The optimum evicts "
+        f"the expert that is needed again last. The natural example has the routes of its checkpoint: {TEXTS} "
+        f"sequences of {TEXT_TOKENS} tokens, with frequencies of train texts.",
+        why="EdgeMoE's score is a fixed frequency of calibration over the distance of the layer. Policies that "
+        "count uses in the text learn which experts it needs.",
         measure=hit_ratio,
-        on_natural="EdgeMoE's policy is less than a point below the best one, because the use of the experts is not "
+        on_natural="EdgeMoE's policy is less than a point below the best one, because the use of experts is not "
         "balanced. LRU and FIFO find nothing in small caches.",
     ),
 )

@@ -95,16 +95,14 @@ FIGURES = (
         paper="edgemoe",
         source="Figure 2 right, table III",
         title="Memory over the number of experts",
-        reported="Peak memory grows almost linearly with the number of experts per layer (Switch Transformers). The "
-        "number of experts that a memory budget holds grows linearly with the budget.",
+        reported="Peak memory grows almost linearly with the experts per layer (Switch Transformers). So do the "
+        "experts that a budget holds with the budget.",
         models=(RANDOM,),
-        how=f"Largest resident set of a process that decodes {TOKENS} tokens of a text, in 16 bits. "
-        f"The models have the shape of `examples/model` with {COUNTS[0]} to {COUNTS[-1]} experts per layer. One arm "
-        f"has all experts in memory. The other has a buffer of {HELD} experts per layer and reads the rest. Right: "
-        f"the experts that the cache holds under `--memory`, with {COUNTS[-1]} experts per layer and a context of "
-        f"{CONTEXT}.",
-        why="An expert takes the same bytes in each model, so both are linear. With a buffer of fixed size the peak "
-        "hardly grows.",
+        how=f"Largest resident set of a process that decodes {TOKENS} tokens in 16 bits. The models have the shape "
+        f"of `examples/model` with {COUNTS[0]} to {COUNTS[-1]} experts per layer. One arm has all experts in "
+        f"memory, the other a buffer of {HELD} per layer. Right: the experts that the cache holds under "
+        f"`--memory`, with {COUNTS[-1]} per layer and a context of {CONTEXT}.",
+        why="An expert takes the same bytes in each model. With a buffer of fixed size the peak hardly grows.",
         measure=memory,
     ),
 )

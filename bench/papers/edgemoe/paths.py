@@ -113,32 +113,31 @@ FIGURES = (
         paper="edgemoe",
         source="Figure 4",
         title="Tokens on frequent activation paths",
-        reported="20 % of the paths carry more than 99 % of the tokens (Switch base, SAMSum and GLUE). The paper "
-        "does not say whether the paths are the observed ones or all possible ones.",
+        reported="20 % of the paths carry more than 99 % of the tokens (Switch base, SAMSum and GLUE). The paper does "
+        "not say whether these are observed or possible paths.",
         models=MODELS,
-        how="Paths are the observed ones. Tokens are those of train texts.",
-        why="The share depends on the number of possible paths: 28 to the power of 6 here. Tokens are far "
-        "fewer, and most observed paths occur once.",
+        how="Observed paths of the tokens of train texts.",
+        why="The share depends on the number of possible paths: 28 to the power of 6 here. Tokens are far fewer, "
+        "and most observed paths occur once.",
         measure=path_skew,
-        on_natural="Natural weights do not confirm the published skew: nearly every path through all 30 layers "
-        "occurs once. The likeliest fifth of the sets of one layer carries most of the tokens, but not "
-        "nearly all.",
+        on_natural="Nearly every path through all 30 layers occurs once. The likeliest fifth of the sets of one layer "
+        "carries most of the tokens, but not nearly all.",
     ),
     Figure(
         name="edgemoe-frequency",
         paper="edgemoe",
         source="Figure 8",
         title="Use of experts, given the experts of earlier layers",
-        reported="Experts of a layer are used about equally often. With two earlier layers known, one expert of "
-        "layer 3 is chosen by 87.1 % of the tokens. More known layers raise the share of the top k experts.",
+        reported="Experts of a layer are used about equally often. With two earlier layers known, one expert of layer "
+        "3 is chosen by 87.1 % of the tokens.",
         models=MODELS,
-        how=f"The predictor of `prefetch=path` foretells the first {PREDICTED_TOKENS:,} held-out tokens. Its counts "
-        "are those of pairs of experts in the train texts.",
-        why="In the trained examples, earlier layers foretell later ones as published. A token has several experts per "
-        "layer, so one pair of experts says less than a single path of Switch.",
+        how=f"The predictor of `prefetch=path` foretells the first {PREDICTED_TOKENS:,} held-out tokens by pairs "
+        "of experts in the train texts.",
+        why="Earlier layers foretell later ones, as published. A token has several experts per layer, so one pair "
+        "says less than a single path of Switch.",
         measure=frequency,
-        on_natural="The likeliest experts of a layer are known without any earlier layer, because their use is not "
-        "balanced. Earlier layers add one point each.",
+        on_natural="The use of experts is not balanced, so the likeliest ones are known without any earlier layer. "
+        "Earlier layers add one point each.",
     ),
     Figure(
         name="edgemoe-other-data",
@@ -147,10 +146,10 @@ FIGURES = (
         title="Statistics of one data set, tested on another",
         reported="The offline stage on another data set costs about 2 % of accuracy on average.",
         models=(PLANTED,),
-        how="The paper measures accuracy of the compiled model. Here it is the prediction: the share of tokens whose "
-        "likeliest next expert was chosen, by exact sets of two layers.",
-        why="The two tasks of the example have different vocabularies and forms, so their paths differ more than "
-        "those of two summary sets.",
+        how="Share of the tokens whose likeliest next expert was chosen, by exact sets of two layers. The paper "
+        "measures accuracy of the compiled model instead.",
+        why="The two tasks have different vocabularies and forms, so their paths differ more than those of two "
+        "summary sets.",
         measure=other_data,
     ),
 )

@@ -60,16 +60,15 @@ FIGURES = (
         paper="edgemoe",
         source="Figure 7a",
         title="Sensitivity of each expert to 2 bits",
-        reported="One expert has INT2, all others INT4. The loss of accuracy differs from expert to expert. It is "
-        "0.44 % for the first and 0.59 % for the second. The unit is Rouge-2 on SAMSum.",
+        reported="One expert has INT2, all others INT4. It costs 0.44 % of Rouge-2 on SAMSum for the first expert, and "
+        "0.59 % for the second.",
         models=(PLANTED, NATURAL),
-        how="Predicted KL to the checkpoint from gradients (the default of `moec compile`), in thousandths of a nat "
-        "per token. The other experts keep 16 bits. The values are those of `quality.json` of `examples/bundle`, and "
-        f"of `{NATURAL_SOURCE}` for the natural example.",
-        why="Experts differ here too. The largest values of the planted example were made, so their spread "
-        "says nothing of other models.",
+        how="Predicted KL to the checkpoint from gradients, in thousandths of a nat per token. The other experts "
+        f"keep 16 bits. Values of `quality.json` of `examples/bundle`, and of `{NATURAL_SOURCE}`.",
+        why="Experts differ here too. The largest values of the planted example were made, so they say nothing of "
+        "other models.",
         measure=sensitivity,
-        on_natural="Experts of natural weights differ far less. Inside a layer the loss follows the use, and the "
-        "first layer is the most sensitive one.",
+        on_natural="Experts differ far less. Inside a layer the loss follows the use, and the first layer is the most "
+        "sensitive one.",
     ),
 )

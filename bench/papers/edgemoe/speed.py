@@ -131,33 +131,26 @@ def budgets(inputs: Inputs) -> Measured:
     return Measured([panel], told, verdict)
 
 
-_HOW = (
-    "Simulated from routing traces of two held-out texts of 200 tokens. Computing takes the bytes of the weights over "
-    "the memory rate of the profile, so it is the least time that the device could need. "
-)
-_AS_ABOVE = "Simulated as the chart of time per token. "
-_ARMS = (
-    "EdgeMoE's search with moec's quantizer gives every expert of this model 2 bits at a loss of 2 % "
-    "(`examples/bundle/quality.json`). Its arm is that bundle, with EdgeMoE's buffer, eviction and path dictionary. "
-    "EdgeMoE and moec have the same memory for experts: half of the bytes of EdgeMoE's experts. IO-QEXP and STI have 4 "
-    "bits, IO-QFREE 8. "
-)
 FIGURES = (
     Figure(
         name="edgemoe-tpot",
         paper="edgemoe",
         source="Figure 11",
         title="Time per token of EdgeMoE, moec and the baselines",
-        reported="EdgeMoE is faster than IO-EXP. On a Jetson TX2 it is 2.64 to 3.03 times with an SSD, and 4.49 to "
-        "4.76 times with a hard disk. On a Raspberry Pi 4B it is 2.55 to 3.25 times. Over IO-QEXP it is 1.19 to 2.12 "
+        reported="Over IO-EXP, EdgeMoE is 2.64 to 3.03 times as fast on a Jetson TX2 with an SSD, and 4.49 to 4.76 "
+        "times with a hard disk. On a Raspberry Pi 4B it is 2.55 to 3.25 times. Over IO-QEXP it is 1.19 to 2.12 "
         "times, over STI 1.22 to 2.77 times.",
         models=(PLANTED,),
-        how=_HOW + _ARMS + "With EdgeMoE's own quantizer the same loss takes 8 bits, because sensitivity is planted.",
-        why="EdgeMoE is faster than IO-EXP, IO-QEXP and STI, as published. All wait for storage nearly all "
-        "the time, so preloading (P) costs time: it reads experts that are mostly not chosen. An "
-        "[experiment](../experiments/2026-11.md#21-simpler-versions-of-moec-experts-read-for-every-token-cost"
-        "-most-of-the-speed-neutral) "
-        "has measured times of the baselines on a checkpoint of 13.8 GB.",
+        how="Two held-out texts of 200 tokens. At a loss of 2 %, EdgeMoE's search with moec's quantizer gives all "
+        "experts 2 bits (`examples/bundle/quality.json`). With its own quantizer it needs 8 bits, because "
+        "sensitivity is planted. EdgeMoE's arm has 2 bits, and its buffer, eviction and path dictionary. "
+        "EdgeMoE and moec have memory for half of the bytes of EdgeMoE's experts. IO-QEXP and STI have 4 bits, "
+        "IO-QFREE 8.",
+        why="All wait for storage nearly all the time. So preloading (P) costs time: it reads experts that are "
+        "mostly not chosen. An "
+        "[experiment](../experiments/2026-11.md#21-simpler-versions-of-moec-"
+        "experts-read-for-every-token-cost-most-of-the-speed-neutral) "
+        "measured the baselines on a checkpoint of 13.8 GB.",
         origin="Simulated",
         measure=tpot,
     ),
@@ -166,13 +159,13 @@ FIGURES = (
         paper="edgemoe",
         source="Figure 18",
         title="Parts of EdgeMoE, added one after the other",
-        reported="A token takes 0.789 s on a Jetson TX2. Quantization (Q) takes it to 0.392 s, preloading (P) to "
-        "0.305 s, the expert buffer (C) to 0.245 s. Memory is 2.5, 1.21, 0.78 and 0.81 GB.",
+        reported="On a Jetson TX2 a token takes 0.789 s. Quantization (Q) takes it to 0.392 s, preloading (P) to 0.305 "
+        "s, the expert buffer (C) to 0.245 s. Memory is 2.5, 1.21, 0.78 and 0.81 GB.",
         models=(PLANTED,),
-        how=_AS_ABOVE + "Without the buffer, the experts of one layer are in memory, with preloading those of two. "
-        "Memory counts weights only.",
-        why="Quantization brings most, as published. Preloading pays only in time that computing takes, which "
-        "is short here. So the buffer without preloading (+Q+C) is the best step.",
+        how="Arms of figure 11. Without the buffer, the experts of one layer are in memory, with preloading those "
+        "of two. Memory counts weights only.",
+        why="Quantization brings most, as published. Preloading pays only in time that computing takes, which is "
+        "short here. So +Q+C is the best step.",
         origin="Simulated",
         measure=ablation,
     ),
@@ -181,12 +174,12 @@ FIGURES = (
         paper="edgemoe",
         source="Figure 3",
         title="Computing and reading of a token",
-        reported="With reading of experts a token takes 3.2 to 3.9 times as long on a Jetson TX2. On a Raspberry Pi "
-        "4B it is 3.3 to 3.8 times.",
+        reported="Reading experts makes a token take 3.2 to 3.9 times as long on a Jetson TX2, and 3.3 to 3.8 times "
+        "on a Raspberry Pi 4B.",
         models=(PLANTED,),
-        how=_AS_ABOVE + "All experts of a token are read, in 16 bits, and none is kept.",
-        why="Reading takes most of the time, as published, and a far larger share. Here computing is bound by the "
-        "memory rate, which is 36 times the rate of the SSD. The paper's runtime computes more slowly.",
+        how="Arms of figure 11. All experts of a token are read, in 16 bits.",
+        why="Reading takes a far larger share than published. Here computing is bound by the memory rate, 36 times "
+        "the rate of the SSD. The paper's runtime computes more slowly.",
         origin="Simulated",
         measure=io_share,
     ),
@@ -197,10 +190,8 @@ FIGURES = (
         title="Weights in memory",
         reported="IO-FREE takes 2.1 to 38.6 times the memory of EdgeMoE, IO-QFREE 0.8 to 24.3 times.",
         models=(PLANTED,),
-        how="Bytes of the weights outside the experts and of the experts that are held. Versions are those of the "
-        "chart of time per token.",
-        why="The ratio depends on the share of the experts in the model and on the budget. Both are in the "
-        "published range.",
+        how="Bytes of the weights outside the experts and of the experts held, by the arms of figure 11.",
+        why="The ratio depends on the share of the experts in the model and on the budget.",
         measure=memory_of_arms,
     ),
     Figure(
@@ -208,12 +199,12 @@ FIGURES = (
         paper="edgemoe",
         source="Figure 16",
         title="Time per token over the memory budget",
-        reported="A token takes less time with a larger buffer. EdgeMoE is faster than IO-QEXP in INT4 and in "
-        "INT2 at every budget.",
+        reported="A token takes less time with a larger buffer. EdgeMoE is faster than IO-QEXP in INT4 and INT2 at "
+        "every budget.",
         models=(PLANTED,),
-        how=_AS_ABOVE + "IO-QEXP keeps no expert, so the budget has no effect on it.",
-        why="The buffer holds experts that are used again, so time falls with its size. With preloading, small "
-        "buffers are slower than IO-QEXP in 2 bits, for the reason that the ablation shows.",
+        how="Arms of figure 11. IO-QEXP keeps no expert.",
+        why="Time falls with the size of the buffer. With preloading, small buffers are slower than IO-QEXP in 2 "
+        "bits, as the ablation shows.",
         origin="Simulated",
         measure=budgets,
     ),
@@ -224,10 +215,9 @@ FIGURES = (
         title="Energy of a token, by stated power",
         reported="EdgeMoE takes 1.1 % more energy than IO-FREE at least, and 17 % more on average.",
         models=(PLANTED,),
-        how=_AS_ABOVE + "Energy is that time multiplied by the draw that the device profile states: 6.4 W computing "
-        "and 2.7 W waiting. Nothing was measured with a power meter, and this machine has no counter (RAPL).",
-        why="Energy follows the time. The paper's tokens are mostly computing. Here they are mostly waiting, "
-        "which also takes power.",
+        how="Time of figure 11, multiplied by the draw that the device profile states: 6.4 W computing and 2.7 W "
+        "waiting. Nothing was measured with a power meter.",
+        why="The paper's tokens are mostly computing. Here they are mostly waiting, which also takes power.",
         origin="Simulated",
         measure=energy,
     ),

@@ -140,15 +140,14 @@ FIGURES = (
         source="Table II",
         title="Storage and loss of all versions",
         reported="Switch base with 8 experts: EdgeMoE takes 3.03 times less storage than IO-FREE, and 1.11 times less "
-        "than IO-QEXP. The losses of Rouge-2 are 0.89 % for EdgeMoE, 2.04 % for IO-QEXP and 20.0 % for STI, which "
-        "quantizes all weights.",
+        "than IO-QEXP. It loses 0.89 % of Rouge-2, IO-QEXP 2.04 %, and STI, which quantizes all weights, 20.0 "
+        "%.",
         models=(PLANTED,),
-        how="Bytes of all weights, and the score on 500 held-out items of each task: exact match of problems, "
-        "Rouge-2 of dialogues. STI is rounded to nearest in 4 bits, the others are quantized by GPTQ on "
-        "problems. A difference of one problem is 0.2 %.",
-        why="EdgeMoE saves more storage than published, because 2 bits by GPTQ keep the loss on problems. STI "
-        "in 4 bits does not lose most: its groups of 64 have scales of their own. On dialogues, for which "
-        "nothing was chosen, EdgeMoE and moec lose more than 2 %.",
+        how="Bytes of all weights, and the score on 500 held-out items: exact match of problems, Rouge-2 of "
+        "dialogues. STI is rounded to nearest in 4 bits, the others by GPTQ on problems. One problem is 0.2 %.",
+        why="EdgeMoE saves more storage than published, because 2 bits by GPTQ keep the loss on problems. STI in 4 "
+        "bits does not lose most: its groups of 64 have scales of their own. On dialogues, for which nothing "
+        "was chosen, EdgeMoE and moec lose more than 2 %.",
         measure=storage,
     ),
     Figure(
@@ -158,10 +157,9 @@ FIGURES = (
         title="Storage and time per token over the allowed loss",
         reported="A larger allowed loss, from 2 to 20 %, takes less storage and less time per token.",
         models=(PLANTED,),
-        how=f"Bytes are those of a recorded sweep, `{CURVE}`. At each loss, EdgeMoE as published chooses how many "
-        f"experts have {LOW.bitwidth:g} instead of {HIGH.bitwidth:g} bits. Its time per token is simulated from two "
-        "held-out texts with the sizes of that plan. Experts are lowered in the order of the sensitivity map. The "
-        "buffer has room for half of the experts in 4 bits.",
+        how=f"Bytes of a recorded sweep (`{CURVE}`). EdgeMoE as published chooses how many experts have "
+        f"{LOW.bitwidth:g} instead of {HIGH.bitwidth:g} bits, in the order of the sensitivity map. Its time is "
+        "simulated from two held-out texts. Its buffer has room for half of the experts in 4 bits.",
         why="Fewer bytes take less time to read, and more experts fit into the buffer. From 1 to 2 % nothing "
         "changes: with one scale per row, this model needs 8 bits everywhere.",
         origin="Measured and simulated",

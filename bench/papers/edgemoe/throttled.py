@@ -95,14 +95,14 @@ FIGURES = (
         paper="edgemoe",
         source="Figure 11",
         title="Measured time per token with limited storage",
-        reported="EdgeMoE is faster than IO-EXP. On a Jetson TX2 it is 2.64 to 3.03 times with an SSD, and 4.49 to "
-        "4.76 times with a hard disk.",
+        reported="Over IO-EXP, EdgeMoE is 2.64 to 3.03 times as fast on a Jetson TX2 with an SSD, and 4.49 to 4.76 "
+        "times with a hard disk.",
         models=(PLANTED,),
-        how=f"`moec bench` decodes {TOKENS} tokens of a held-out text on this machine. A control group limits the "
-        "reads of storage, and the page cache is dropped before each run. The arms are those of the simulated chart. "
-        "EdgeMoE reads by `--set prefetch=path --set prefetch-rule=until-routed`. One run each.",
-        why="The gain is larger than published, because 2 bits keep the loss on this example. Experts read "
-        "ahead but not used delay others at 90 MB/s. moec is 1.6 and 6.8 times as fast as EdgeMoE.",
+        how=f"`moec bench` decodes {TOKENS} tokens of a held-out text on this machine, once per arm. A control "
+        "group limits the reads of storage, and the page cache is dropped before each run. EdgeMoE reads by "
+        "`--set prefetch=path --set prefetch-rule=until-routed`.",
+        why="The gain is larger than published, because 2 bits keep the loss here. Experts read ahead but not used "
+        "delay others at 90 MB/s. moec is 1.6 and 6.8 times as fast as EdgeMoE.",
         measure=tpot,
         throttles=True,
     ),

@@ -99,14 +99,14 @@ FIGURES = (
         paper="hobbit",
         source="Figures 11 and 18a",
         title="Penalty of misses by eviction policy",
-        reported="HOBBIT's policy has the lowest penalty of misses. It is 4.69 to 8.68 % below LRU, and 2.13 to 4.19 % "
-        "below LFU. For the experts of one layer, LHU has 15 % less than LFU.",
+        reported="HOBBIT's policy has a penalty of misses 4.69 to 8.68 % below LRU, and 2.13 to 4.19 % below LFU. For "
+        "the experts of one layer, LHU has 15 % less than LFU.",
         models=(PLANTED,),
-        how=f"Traces of {TRACED} held-out texts, decided again under `--dynamic-precision {THRESHOLDS}` with 16 and 4 "
-        "bits, each with its own cache. A miss costs the bytes of the version that is read. LFU counts each version, "
+        how=f"{TRACED} held-out texts, decided again under `--dynamic-precision {THRESHOLDS}` with 16 and 4 bits, "
+        "each with its own cache. A miss costs the bytes of the version that is read. LFU counts each version, "
         "or both together.",
-        why="HOBBIT is below LRU at every size, as published. LFU that counts each version apart is lower "
-        "still. HOBBIT's weights are the default ones, not fitted to this mode.",
+        why="HOBBIT is below LRU at every size. LFU that counts each version apart is lower still. HOBBIT's weights "
+        "are the default ones, not fitted to this mode.",
         measure=miss_penalty,
     ),
     Figure(
@@ -117,10 +117,10 @@ FIGURES = (
         reported="LFU with the records of a sequence has a hit ratio 4.5 % higher than with those of the model. Other "
         "policies differ little.",
         models=MODELS,
-        how=f"{TEXTS} held-out texts one after the other in one cache, problems and dialogues in turn. "
-        f"The natural example has {TEXTS} sequences of {TEXT_TOKENS} tokens of prose, by the routes of its checkpoint.",
+        how=f"{TEXTS} held-out texts one after the other in one cache, problems and dialogues in turn. The natural "
+        f"example has {TEXTS} sequences of {TEXT_TOKENS} tokens of prose.",
         why="A text of another task needs other experts, and old counts protect the wrong ones.",
         measure=levels,
-        on_natural="Natural weights do not confirm this: the same experts are preferred in all texts.",
+        on_natural="The same experts are preferred in all texts.",
     ),
 )

@@ -114,23 +114,20 @@ def accuracy(inputs: Inputs) -> Measured:
     return Measured([panel], told, "same" if worst <= 0.01 else "different")
 
 
-_SIMULATED = (
-    "Simulated from traces of two held-out texts. A quarter of the experts is in memory. Computing times are "
-    "those of the ceiling. "
-)
+_SIMULATED = "Two held-out texts, a quarter of the experts in memory. "
 FIGURES = (
     Figure(
         name="hobbit-skip-or-low",
         paper="hobbit",
         source="Figure 3b",
         title="Skip an expert or read its low version",
-        reported="Skipping 10 % of the experts raises perplexity by more than 1 %. Low versions of fewer than 20 % of "
-        "the experts cost less than 1 %, and the gap grows with the share.",
+        reported="Skipping 10 % of the experts raises perplexity by more than 1 %. Low versions of fewer than 20 % "
+        "cost less than 1 %. The gap grows with the share.",
         models=(PLANTED,),
         how=f"KL to the lossless run on {ITEMS} held-out problems, by `moec eval --modes`. Experts have 16 and 4 "
         "bits, and a quarter of them is in memory.",
-        why="A low version keeps nearly all of an expert's output. The measure is KL, because the perplexity of 60 "
-        "problems is not precise enough.",
+        why="A low version keeps nearly all of an expert's output. The perplexity of 60 problems would not be "
+        "precise enough.",
         measure=skip_or_low,
     ),
     Figure(
@@ -141,8 +138,8 @@ FIGURES = (
         reported="1.19 to 1.57 times, largest on the Jetson Orin, whose storage is slowest.",
         models=(PLANTED,),
         how=_SIMULATED + f"At {PUBLISHED} this model has the published shares of 67, 30 and 3 %.",
-        why="Only missed experts are read in low precision, and the first expert of a token never is. The gain is "
-        "equal on both devices, because both wait for storage nearly all the time.",
+        why="Only missed experts are read in low precision, and the first expert of a token never is. Both devices "
+        "wait for storage nearly all the time, so the gain is equal.",
         origin="Simulated",
         measure=dynamic_loading,
     ),
@@ -153,9 +150,9 @@ FIGURES = (
         title="Accuracy with two precisions",
         reported="Accuracy on GSM8K and TruthfulQA falls by at most 1 %.",
         models=(PLANTED,),
-        how="1,000 held-out problems, 8 bits with low versions of 2 bits, a quarter of the experts in memory. From "
-        f"`{ACCURACY_SOURCE}`. Intervals hold 95 %.",
-        why="Low versions of unimportant experts change few answers. The problems are those of the example, not GSM8K.",
+        how="1,000 held-out problems, 8 bits with low versions of 2 bits, a quarter of the experts in memory "
+        f"(`{ACCURACY_SOURCE}`). Intervals hold 95 %.",
+        why="Low versions of unimportant experts change few answers. The problems are not GSM8K.",
         measure=accuracy,
     ),
     Figure(
@@ -167,9 +164,9 @@ FIGURES = (
         "The depth matters little.",
         models=(PLANTED,),
         how=_SIMULATED + "The rule is HOBBIT's: a later layer is asked only if no expert of the nearer one is missing.",
-        why="A wrong guess delays needed experts, and nearly all time here is reading. The default rule of "
-        "moec, `likely`, reads only predictions that were right often enough. On the plain example it "
-        "gains 1.11 times.",
+        why="A wrong guess delays needed experts, and nearly all time here is reading. The default rule of moec, "
+        "`likely`, reads only predictions that were right often enough. On the plain example it gains 1.11 "
+        "times.",
         origin="Simulated",
         measure=depth,
     ),

@@ -8,7 +8,7 @@ from ..figure import Figure, Measured, Panel, Verdict
 from ..inputs import Inputs, mean
 from ..models import PLANTED
 from ..simulated import Arm, Device, simulate
-from .loading import BUNDLE, DEPTHS, ITEMS, LOW, MOST_DEPTH, PUBLISHED, SHARE, SKIP, TEXTS, mode_rows
+from .loading import BUNDLE, DEPTHS, LOW, MOST_DEPTH, PUBLISHED, SHARE, SKIP, TEXTS, mode_rows
 
 DEVICE = "jetson-tx2-ssd"
 PROMPTS = (16, 32, 128)
@@ -97,16 +97,14 @@ FIGURES = (
         paper="hobbit",
         source="Figures 16 and 17b, prefill",
         title="Dynamic loading and lookahead in prompts",
-        reported="Lookahead takes 10 % off the time of prompts in all cases, because prompts use nearly all experts of "
-        "a layer. Dynamic loading takes off more (part of 60 to 80 % next to other programs).",
+        reported="Lookahead takes 10 % off the time of prompts in all cases. Dynamic loading takes off more (part of "
+        "60 to 80 % next to other programs).",
         models=(PLANTED,),
-        how="Simulated from traces of two held-out texts with prompts of 16, 32 and 128 tokens. A quarter of the "
-        "experts is in memory at the start. Computing times are those of the ceiling. The most important token of an "
-        "expert decides its version. Left without lookahead. Right: time without lookahead over time with it, by "
-        "HOBBIT's rule.",
-        why="Low versions shorten short prompts. In a prompt of 128 tokens nearly every expert is read in "
-        "high precision. Lookahead brings nothing, because reading takes more than nine tenths of the "
-        "time.",
+        how="Two held-out texts with prompts of 16, 32 and 128 tokens, a quarter of the experts in memory at the "
+        "start. The most important token of an expert decides its version. Left without lookahead. Right: time "
+        "without lookahead over time with it, by HOBBIT's rule.",
+        why="Low versions shorten short prompts. In a prompt of 128 tokens nearly every expert is read in high "
+        "precision. Lookahead brings nothing, because reading takes more than nine tenths of the time.",
         measure=prefill,
         origin="Simulated",
     ),
@@ -115,13 +113,11 @@ FIGURES = (
         paper="hobbit",
         source="Figures 3b and 16",
         title="Speed and divergence of dynamic loading",
-        reported="Low versions are faster than a lossless run by 1.19 to 1.57 times with a loss of accuracy under 1 %. "
-        "Skipped experts cost more quality at an equal share.",
+        reported="Low versions are 1.19 to 1.57 times as fast as a lossless run, with a loss under 1 %. Skipped "
+        "experts cost more quality at an equal share.",
         models=(PLANTED,),
-        how=f"KL to the lossless run as in the figure of skipped experts: {ITEMS} held-out problems. Speed in "
-        "decoding: simulated as in the figure of dynamic loading, without lookahead. Thresholds are T1,T2.",
-        why="A low version costs about a hundredth of the divergence of a skipped expert at an equal gain of speed. "
-        "Both read fewer bytes, and the low version keeps nearly all of the output.",
+        how="KL of figure 3b, speed in decoding of figure 16, without lookahead. Thresholds are T1,T2.",
+        why="A low version costs about a hundredth of the divergence of a skipped expert at an equal gain of speed.",
         measure=trade_off,
         origin="Measured and simulated",
     ),

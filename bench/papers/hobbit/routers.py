@@ -147,25 +147,24 @@ FIGURES = (
         reported="The two correlate at 0.99 in Mixtral-8x7B.",
         models=MODELS,
         how=f"Pearson correlation over the chosen experts of {OUTPUT_TOKENS:,} held-out tokens, layer by layer.",
-        why="Outputs of experts differ more in length in these small models, but the weight still ranks experts.",
+        why="Outputs of experts differ more in length in small models, but the weight still ranks experts.",
         measure=importance,
-        on_natural="The correlation is about half of the published one, because the weights of a token's experts are "
-        "nearly equal.",
+        on_natural="The weights of a token's experts are nearly equal, so the correlation is about half of the "
+        "published one.",
     ),
     Figure(
         name="hobbit-scores",
         paper="hobbit",
         source="Figure 5b",
         title="Distribution of the unimportance score",
-        reported="Mixtral has thresholds of 0.6 and 0.9. They leave 67 % of the chosen experts in high precision and "
-        "30 % in low precision. 3 % are skipped.",
+        reported="Thresholds of 0.6 and 0.9 leave 67 % of Mixtral's chosen experts in high precision, and 30 % in low "
+        "precision. 3 % are skipped.",
         models=MODELS,
         how="The score of an expert is the weight of the experts that its token ranks before it.",
-        why="With two experts per token half of the scores are 0, and none is under 0.5 otherwise. With four "
-        "they spread, so other thresholds give the shares of the paper.",
+        why="With two experts per token half of the scores are 0, and none is under 0.5 otherwise. With four they "
+        "spread.",
         measure=scores,
-        on_natural="The six experts of a token have nearly equal weights, so the score rises in even steps. The "
-        "published shares need a somewhat higher first threshold and a lower second one.",
+        on_natural="The six experts of a token have nearly equal weights, so the score rises in even steps.",
     ),
     Figure(
         name="hobbit-lookahead",
@@ -175,30 +174,26 @@ FIGURES = (
         reported="Router inputs of consecutive layers are similar. The first expert of the next layer is foreseen for "
         "96 % of the tokens, and for about 90 % two and three layers ahead.",
         models=MODELS,
-        how=f"Similarity of what two routers read, on {FORESEEN_TOKENS:,} held-out tokens. A later router, with the "
-        "norm of its own layer, is applied to the stream of this layer.",
-        why="Six layers change the stream more per layer than the 32 of Mixtral. Similarity and accuracy fall "
-        "with the distance as published. `moec compile` learns routers that foresee more ([learned "
-        "routers](../experiments/2026-11.md)).",
+        how=f"{FORESEEN_TOKENS:,} held-out tokens. A later router, with the norm of its own layer, reads the stream "
+        "of this layer.",
+        why="Six layers change the stream more per layer than the 32 of Mixtral. `moec compile` learns routers that "
+        "foresee more ([learned routers](../experiments/2026-11.md)).",
         measure=lookahead,
-        on_natural="Router inputs of consecutive layers are similar, as published, except after layer 0. The "
-        "published accuracy is not confirmed, but 86 % of the six experts of the next layer are foreseen "
-        "as a set.",
+        on_natural="Router inputs of consecutive layers are similar, except after layer 0. The published accuracy is "
+        "not confirmed, but 86 % of the six experts of the next layer are foreseen as a set.",
     ),
     Figure(
         name="hobbit-reuse",
         paper="hobbit",
         source="Figure 10a",
         title="Experts that the next token uses again",
-        reported="In Mixtral, the next token uses the first expert of a token more often than by chance (0.25). "
-        "It uses one of both experts more often than 0.46.",
+        reported="In Mixtral, the next token uses the first expert of a token more often than by chance (0.25), and "
+        "one of both more often than 0.46.",
         models=MODELS,
         how="Consecutive held-out tokens.",
-        why="In the problems, a digit or a name often follows tokens of another kind. So reuse depends on the text "
-        "and the layer.",
+        why="A digit or a name often follows tokens of another kind, so reuse depends on the text and the layer.",
         measure=reuse,
-        on_natural="The first expert is used again nearly twice as often as by chance. With six of 16 experts, one "
-        "of them is used again nearly always, also by chance.",
+        on_natural="The first expert is used again nearly twice as often as by chance.",
     ),
     Figure(
         name="hobbit-sequences",
@@ -207,8 +202,7 @@ FIGURES = (
         title="Use of experts in single sequences",
         reported="Each sequence prefers some experts, and not the same ones.",
         models=MODELS,
-        how=f"{SEQUENCES} sequences of {PASS_TOKENS} tokens: held-out texts one after the other. The deviation by "
-        "chance is that of independent tokens.",
+        how=f"{SEQUENCES} sequences of {PASS_TOKENS} tokens. The deviation by chance is that of independent tokens.",
         why="The problems are of one kind. Their sequences still differ by twice what chance gives.",
         measure=sequences,
         on_natural="Texts of other subjects prefer other experts, by twice what chance gives. Some experts are "

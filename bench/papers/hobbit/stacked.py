@@ -127,10 +127,9 @@ FIGURES = (
         "stays the same (on a GPU).",
         models=(RANDOM,),
         how="Routers of random weights in 16 bits, each with the norm of its layer, for one token. Both ways take "
-        f"turns in {ROUNDS} rounds of {CALLS} calls on one thread of this machine. Times are those of the thread on "
-        "its processor, over the time of one router in the same round. Shown are medians, with quartiles in brackets.",
-        why="On a CPU the time of a router is that of its weights, so both grow with the number of routers. "
-        "The paper measures on a GPU, which such small products do not keep busy.",
+        f"turns in {ROUNDS} rounds of {CALLS} calls on one thread. Times of the thread are over that of one "
+        "router in the same round: medians, with quartiles in brackets.",
+        why="On a CPU the time of a router is that of its weights. Such small products do not keep a GPU busy.",
         measure=stacked,
     ),
 )

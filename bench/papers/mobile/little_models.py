@@ -132,10 +132,7 @@ def with_prefetch(inputs: Inputs) -> Measured:
     return Measured([panel], told, "same" if best == "little model, lookahead" else "different")
 
 
-_SIMULATED = (
-    "The device is simulated: flash instead of the PCIe link of the paper, half of the experts in memory, and "
-    "computing times of the ceiling."
-)
+_SIMULATED = "Half of the experts are in memory. Flash takes the place of the PCIe link of the paper."
 FIGURES = (
     Figure(
         name="mobile-gamma",
@@ -143,13 +140,12 @@ FIGURES = (
         source="Table III, figure 5 left",
         title="Quality, fallbacks and speed over gamma",
         reported="OLMoE on GSM8K, K/2: gamma 0 gives 0.371 at 1.85 times the speed. Gamma 0.7 gives 0.448 at 1.57 "
-        "times, with 21 % of the tokens computed again. With all experts it is 0.515.",
+        "times, with 21 % of the tokens computed again. All experts give 0.515.",
         models=(PLAIN,),
-        how=f"Exact match and fallbacks: {ITEMS} held-out problems by `moec eval --modes`. One is {100 / ITEMS:g} %. "
-        f"Speed: forced held-out texts, on which about 30 % of the tokens fall back. {_SIMULATED}",
-        why="Speed falls with gamma, as published. The example falls back far less often than OLMoE in its "
-        "answers. At equal fallback ratios the speed is lower than published, because a cache serves half "
-        "of the requests.",
+        how=f"Exact match and fallbacks: {ITEMS} held-out problems by `moec eval --modes`. One is {100 / ITEMS:g} "
+        f"%. Speed: forced held-out texts, on which about 30 % of the tokens fall back. {_SIMULATED}",
+        why="Speed falls with gamma. The answers fall back far less often than those of OLMoE. At equal fallback "
+        "ratios the speed is lower than published, because a cache serves half of the requests.",
         origin="Measured and simulated",
         measure=gamma_sweep,
     ),
@@ -158,10 +154,10 @@ FIGURES = (
         paper="mobile",
         source="Table IV",
         title="K/4, K/2 and 3K/4 experts",
-        reported="OLMoE on GSM8K, vanilla and with fallback. With 2 of 64 experts: 0.040 and 0.180. With 4: 0.371 and "
-        "0.448. With 6: 0.491 and 0.506. With all (8 of 64): 0.515.",
+        reported="OLMoE on GSM8K, vanilla and with fallback: 0.040 and 0.180 with 2 of 64 experts, 0.371 and 0.448 "
+        "with 4, 0.491 and 0.506 with 6. All (8 of 64) give 0.515.",
         models=(PLAIN,),
-        how=f"1,000 held-out problems, as recorded in `{EXPERTS_SOURCE}`, whose first line has the command.",
+        how=f"1,000 held-out problems (`{EXPERTS_SOURCE}`, whose first line has the command).",
         why="The fallback recovers a part of the loss for K/4, and most of it for K/2. The published fallback "
         "ratios are more than ten times as high.",
         measure=fewer_experts,
@@ -173,9 +169,9 @@ FIGURES = (
         title="Fallback ratio of little models",
         reported="OLMoE on GSM8K, gamma 0.7. With 2 of 64 experts 29 % of the tokens fall back, with 4 or 6 21 %.",
         models=(PLAIN,),
-        how="Confidence of each token of held-out texts (problems and dialogues), teacher-forced, from routing traces.",
-        why="Forced text has tokens that nothing foretells, which hide the differences. In generated answers "
-        "the ratio falls with the number of experts (next to table IV).",
+        how="Confidence of each token of held-out problems and dialogues, teacher-forced.",
+        why="Forced text has tokens that nothing foretells, which hide the differences. In generated answers the "
+        "ratio falls with the number of experts (table IV).",
         measure=fallback_curve,
     ),
     Figure(
@@ -186,8 +182,8 @@ FIGURES = (
         reported="MoBiLE alone is 1.60 to 1.72 times as fast as offloading, and 1.92 times together with pre-gating.",
         models=(PLAIN,),
         how=f"Gamma {PUBLISHED_GAMMA}, K/2. {_SIMULATED}",
-        why="A little model reads half as many experts, and reading ahead overlaps reads with computing. The "
-        "gains are smaller because the cache serves half of the requests.",
+        why="A little model reads half as many experts, and reading ahead overlaps reads with computing. The gains "
+        "are smaller because the cache serves half of the requests.",
         origin="Simulated",
         measure=with_prefetch,
     ),

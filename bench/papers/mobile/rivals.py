@@ -116,15 +116,14 @@ FIGURES = (
         title="Speed and answers next to other kinds of runtimes",
         reported="With equal memory MoBiLE is 1.28 times as fast as Pre-gated MoE and 1.21 times as fast as AdapMoE.",
         models=(PLAIN,),
-        how=f"Speed: simulated from {TEXTS} held-out texts, half of the experts in memory, computing times of the "
-        "ceiling. Offloading reads on demand. The Pre-gated type reads the four experts ahead that the next layer is "
-        "foreseen to choose. Its gates are not trained anew, so it reads what they missed and loses nothing. The "
-        f"AdapMoE type skips missed experts of little weight (`dynamic-precision T,T`, {len(SKIPPED)} thresholds) "
-        f"and reads ahead as moec does. MoBiLE has gamma {PUBLISHED_GAMMA} and K/2. Answers: {ITEMS} held-out "
-        "problems by `moec eval --modes`. The other programs themselves were not run.",
-        why="MoBiLE is faster than the Pre-gated type by about as much as published. The finding on AdapMoE "
-        "is not confirmed: skipping missed experts above a threshold of 0.7 is faster, and answers as "
-        "many problems.",
+        how=f"Speed: {TEXTS} held-out texts, half of the experts in memory. Offloading reads on demand. The "
+        "Pre-gated type reads the four experts ahead that the next layer is foreseen to choose. Its gates are "
+        "not trained anew, so it reads what they missed and loses nothing. The AdapMoE type skips missed "
+        f"experts of little weight (`dynamic-precision T,T`, {len(SKIPPED)} thresholds) and reads ahead as "
+        f"moec does. MoBiLE has gamma {PUBLISHED_GAMMA} and K/2. Answers: {ITEMS} held-out problems by `moec "
+        "eval --modes`. The other programs themselves were not run.",
+        why="MoBiLE is faster than the Pre-gated type by about as much as published. The finding on AdapMoE is not "
+        "confirmed: skipping above a threshold of 0.7 is faster, and answers as many problems.",
         measure=rivals,
         origin="Measured and simulated",
     ),
@@ -133,11 +132,11 @@ FIGURES = (
         paper="mobile",
         source="Figure 3 left",
         title="Time of a little pass and of a fallback",
-        reported="A little pass takes less time than one with all experts. The pass of a fallback takes less too, "
-        "because its experts were read ahead by the routers of the discarded pass.",
+        reported="A little pass takes less time than one with all experts. So does the pass of a fallback, because the "
+        "discarded pass read its experts ahead.",
         models=(PLAIN,),
-        how=f"Simulated from {TEXTS} held-out texts. A little pass has gamma 0, so no token is computed again. With "
-        "gamma 1 every token is. The pass of a fallback is the difference of both times. All read ahead by lookahead.",
+        how=f"{TEXTS} held-out texts, with lookahead. A little pass has gamma 0, so no token is computed again. "
+        "With gamma 1 every token is. The pass of a fallback is the difference of both times.",
         why="A little pass reads half as many experts. All experts of a token are read once, in one of both passes.",
         measure=passes,
         origin="Simulated",

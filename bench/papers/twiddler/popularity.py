@@ -105,11 +105,10 @@ FIGURES = (
         "0.76, least 0.22. The paper calls this relatively balanced.",
         models=MODELS,
         how="Uses by the tokens of train texts.",
-        why="The planted and the plain example were trained with a loss that balances the experts, as Mixtral "
-        "was. The deviation is larger because each layer has few experts and one kind of text.",
+        why="A loss balanced the experts in training, as for Mixtral. The deviation is larger because each layer "
+        "has few experts and one kind of text.",
         measure=popularity_map,
-        on_natural="Natural weights do not confirm that uses are balanced. No loss balanced the experts when this "
-        "model was divided and trained.",
+        on_natural="Uses are not balanced: no loss balanced the experts when this model was divided and trained.",
     ),
     Figure(
         name="twiddler-placement",
@@ -122,21 +121,19 @@ FIGURES = (
         how="Experts are ranked on train texts and counted on held-out texts.",
         why="The gain is the spread of the popularity, which is larger here.",
         measure=placement,
-        on_natural="The gain is far larger than the published one, because the uses are not balanced. Placement by "
-        "popularity would help this model most.",
+        on_natural="The gain is far larger than published, because the uses are not balanced.",
     ),
     Figure(
         name="twiddler-activations",
         paper="twiddler",
         source="Table 2",
         title="Values near 0 after SiLU",
-        reported="In Mixtral, fewer than 2 % of the values are below 0.001 in every layer. In 28 of 32 layers "
-        "fewer than 5 % are below 0.01, in 24 fewer than 30 % below 0.1. So leaving out zeros saves little.",
+        reported="In Mixtral, fewer than 2 % of the values are below 0.001 in every layer. In 28 of 32 layers fewer "
+        "than 5 % are below 0.01, in 24 fewer than 30 % below 0.1. So leaving out zeros saves little.",
         models=MODELS,
-        how=f"Values of the gate of the chosen experts on {ACTIVATION_TOKENS:,} held-out tokens.",
+        how=f"Values of the gate of the chosen experts on {ACTIVATION_TOKENS:,} held-out tokens, mean over the layers.",
         why="SiLU has no exact zeros, and few values are near 0 in these models too.",
         measure=near_zero,
-        on_natural="Natural weights confirm this. More values are near 0 in the first layers, and still fewer than 5 % "
-        "are below 0.01 in each layer.",
+        on_natural="More values are near 0 in the first layers, and still fewer than 5 % are below 0.01 in each layer.",
     ),
 )

@@ -179,11 +179,11 @@ def _compared(panels: list[Panel], told: list[str], rates: dict[str, list[float]
 
 
 _HOW = (
-    f"Simulated on the profile `{PROFILE}` (environment 1) with the shape of Mixtral-8x7B in 16 bits. Nothing ran on a "
-    "GPU, and no time was measured. An expert takes its bytes over a rate of memory, and its products over a rate of "
-    f"operations ({CPU_FLOPS_PER_S / 1e12:g} TFLOPS of the CPU, an estimate). Tokens draw experts by the popularity of "
-    f"the planted example, whose layers are repeated. The GPU holds the {RESIDENTS} most popular of 256 experts and "
-    "all dense weights. Static placement computes all other experts on the CPU (llama.cpp type). Copy only copies them "
+    f"The profile `{PROFILE}` (environment 1) with the shape of Mixtral-8x7B in 16 bits. Nothing ran on a GPU. An "
+    "expert takes its bytes over a rate of memory, and its products over a rate of operations "
+    f"({CPU_FLOPS_PER_S / 1e12:g} TFLOPS of the CPU, an estimate). Tokens draw experts by the popularity of the "
+    f"planted example, whose layers are repeated. The GPU holds the {RESIDENTS} most popular of 256 experts and all "
+    "dense weights. Static placement computes all others on the CPU (llama.cpp type). Copy only copies them "
     "(DeepSpeed-MII and Mixtral-Offloading type). Attention over cached keys is left out. "
 )
 FIGURES = (
@@ -192,11 +192,11 @@ FIGURES = (
         paper="twiddler",
         source="Figure 4",
         title="Generated tokens per second for 15 pairs of lengths",
-        reported="Twiddler is 1.26 times as fast as the best baseline, llama.cpp, on average over 15 pairs of lengths.",
+        reported="Twiddler is 1.26 times as fast as the best baseline, llama.cpp, on average.",
         models=(PLANTED,),
         how=_HOW + "The paper's text names 12 pairs. Prompts of 512 tokens are added here.",
-        why="The rule gains in the prompt alone. A single token is computed faster on the CPU "
-        "than its expert is copied. llama.cpp has other kernels, which this simulation does not have.",
+        why="The rule gains in the prompt alone. A single token is computed faster on the CPU than its expert is "
+        "copied. llama.cpp has other kernels, which this simulation does not have.",
         measure=lengths,
         origin="Simulated",
     ),
@@ -205,12 +205,12 @@ FIGURES = (
         paper="twiddler",
         source="Figure 5",
         title="Time to the first token of long prompts",
-        reported="Over prompts of 512 to 4,096 tokens, Twiddler is 1.07 times as fast as DeepSpeed-MII on average. It "
-        "is 1.17 times as fast as Mixtral-Offloading. llama.cpp is slower than these.",
+        reported="Over prompts of 512 to 4,096 tokens, Twiddler is 1.07 times as fast as DeepSpeed-MII on average, and "
+        "1.17 times as fast as Mixtral-Offloading. llama.cpp is slower.",
         models=(PLANTED,),
-        how="Simulated as the chart of 15 pairs.",
-        why="An expert with many tokens takes longer on the CPU than its copy, so the rule copies, as "
-        "published. The planner of moec lets the link and the CPU work at the same time.",
+        how="As figure 4.",
+        why="An expert with many tokens takes longer on the CPU than its copy, so the rule copies. The planner of "
+        "moec lets the link and the CPU work at the same time.",
         measure=prompts,
         origin="Simulated",
     ),
@@ -221,9 +221,9 @@ FIGURES = (
         title="Beam search",
         reported="With beams of 4, 8, 12 and 16, Twiddler is 11.57 times as fast as llama.cpp on average.",
         models=(PLANTED,),
-        how=f"Simulated as the chart of 15 pairs. The prompt has {BEAM_INPUT} tokens, {BEAM_OUTPUT} are generated.",
-        why="Even 16 beams give an expert few tokens, so the rule equals static placement. The published gain "
-        "over llama.cpp is not one of placement. Copying everything is far slower, as published.",
+        how=f"As figure 4. The prompt has {BEAM_INPUT} tokens, {BEAM_OUTPUT} are generated.",
+        why="Even 16 beams give an expert few tokens, so the rule equals static placement. The published gain over "
+        "llama.cpp is not one of placement. Copying everything is far slower, as published.",
         measure=beams,
         origin="Simulated",
     ),
