@@ -96,21 +96,21 @@ def anchor(title: str) -> str:
 
 def _section(figure: Figure, measured: Measured) -> list[str]:
     models = ", ".join(model.name for model in figure.models)
-    found = [_shortened(sentence) for sentence in measured.found]
-    groups = [group for group in _alike(found) if len(group) >= LEAST_ROWS]
-    listed = [sentence for sentence in found if all(sentence not in group for group in groups)]
-    told = [
+    sentences = [_shortened(sentence) for sentence in measured.found]
+    groups = [group for group in _alike(sentences) if len(group) >= LEAST_ROWS]
+    listed = [sentence for sentence in sentences if all(sentence not in group for group in groups)]
+    items = [
         _item(f"**{figure.source}.** {figure.reported}"),
         _item(f"**{figure.origin} ({models}).** {figure.how}"),
         *(indent(_item(f"{sentence}."), "  ") for sentence in listed),
         _item(f"**Finding.** {figure.why}"),
     ]
     if measured.natural is not None:
-        told.append(_item(f"**Natural weights.** {figure.on_natural}"))
+        items.append(_item(f"**Natural weights.** {figure.on_natural}"))
     return [
         f"## {figure.title}",
         f"![{figure.source}](figures/{figure.name}.svg)",
-        "\n".join(told),
+        "\n".join(items),
         *map(_table, groups),
     ]
 
@@ -122,10 +122,10 @@ def _shortened(sentence: str) -> str:
     return sentence
 
 
-def _alike(found: Sequence[str]) -> list[list[str]]:
+def _alike(sentences: Sequence[str]) -> list[list[str]]:
     """Return sentences in groups whose texts after the first colon differ in numbers alone."""
     groups: dict[str, list[str]] = {}
-    for sentence in found:
+    for sentence in sentences:
         groups.setdefault(NUMBER.sub("…", sentence.partition(": ")[2]), []).append(sentence)
     return [group for form, group in groups.items() if form]
 

@@ -153,6 +153,25 @@ def test_a_page_says_what_holds_on_natural_weights() -> None:
     assert "`make example-smollm2`" in told
 
 
+@pytest.mark.parametrize(
+    ("sentences", "table"),
+    [
+        (
+            ["a: 1 ms, 5 %", "b: 2.5 ms, 5 %", "c: -3e-06 ms, 5 %"],
+            "| | … ms, 5 % |\n|---|---|\n| a | 1 |\n| b | 2.5 |\n",
+        ),
+        (
+            ["x, a: 1 s", "x, b: 2 s", "y, a: 3 s", "y, b: 4 s"],
+            "| … s | x | y |\n|---|---|---|\n| a | 1 | 3 |\n| b | 2 | 4 |",
+        ),
+        (["x, a: 1 s", "y, a: 2 s", "z, a: 3 s"], "| | a: … s |\n|---|---|\n| x | 1 |\n| y | 2 |\n| z | 3 |"),
+        (["a: 1 ms", "b: 2 ms", "c: 3 s"], "  * a: 1 ms.\n  * b: 2 ms.\n  * c: 3 s.\n"),
+    ],
+)
+def test_sentences_that_differ_in_numbers_alone_are_a_table(sentences: list[str], table: str) -> None:
+    assert table in page("edgemoe", [stub([], "edgemoe-first")], {"edgemoe-first": replace(SMALL, found=sentences)}, [])
+
+
 def test_more_than_three_panels_stand_in_rows() -> None:
     heights = []
     for count in (3, 4):
