@@ -76,7 +76,18 @@ def serve(
     with bound:
         saved_slots = None if folder is None else SavedSlots(engine, folder, limit_bytes, say)
         with Scheduler(engine, options.engine, report, saved_slots) as scheduler:
-            _serve(scheduler, bound, options, on_ready)
+            service = Service(scheduler, options.service)
+
+            def leave(ends_running: bool) -> None:
+                service.grammars.stop()
+                scheduler.drain(ends_running)
+
+            try:
+                app = make_app(service, options.security)
+                server = HttpServer(app, options.service.deadline_s, on_ready, leave)
+                asyncio.run(server.serve(sockets=[bound]))
+            finally:
+                service.close()
             if not scheduler.stop(STALLED_S):
                 give_up(
                     ExecutionError(
@@ -84,17 +95,3 @@ def serve(
                         "look for a disk or a network folder that does not answer",
                     )
                 )
-
-
-def _serve(scheduler: Scheduler, bound: socket.socket, options: ServeOptions, on_ready: Callable[[], None]) -> None:
-    service = Service(scheduler, options.service)
-
-    def leave(ends_running: bool) -> None:
-        service.grammars.stop()
-        scheduler.drain(ends_running)
-
-    try:
-        server = HttpServer(make_app(service, options.security), options.service.deadline_s, on_ready, leave)
-        asyncio.run(server.serve(sockets=[bound]))
-    finally:
-        service.close()

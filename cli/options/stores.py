@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from moec.manifests.errors import InputError
 
 if TYPE_CHECKING:
-    from moec.shipping.store.access import Access, Login, RegistryLogin
+    from moec.shipping.store.access import Access, Login, Proxy, RegistryLogin
     from moec.shipping.store.interface import Store
-    from moec.shipping.store.proxy import Proxy
 
 TOKEN_VARIABLE = "MOEC_STORE_TOKEN"
 IDENTITY_USER = "<token>"
@@ -67,7 +66,7 @@ def proxy_for(scheme: str, host: str) -> Proxy | None:
     """
     from urllib.request import getproxies_environment
 
-    from moec.shipping.store.proxy import parse_proxy
+    from moec.shipping.store.access import parse_proxy
 
     proxies = getproxies_environment()
     if not proxies.get(scheme) or _is_listed(host, proxies.get("no", "")):

@@ -14,7 +14,8 @@ from moec.runtime.engine.engine import Engine
 from moec.runtime.text.generation_defaults import PLAIN, sampling_fields
 from moec.runtime.text.sampling import SamplingOptions
 from moec.runtime.text.template_process import ChatRenderer, template_files
-from moec.runtime.text.tokenizer import named_texts
+from moec.runtime.text.token_bytes import TokenBytes
+from moec.runtime.text.tokenizer import BundleTokenizer, named_texts
 
 from ..engine.request import Failed
 from ..engine.scheduler import Scheduler
@@ -24,9 +25,10 @@ from ..tools.chat_form import chat_form_of
 from .errors import RequestError, error_of, error_of_failure
 from .event_post import EventPost
 from .log_probs import LogProbMemory
-from .token_texts import TokenTexts
 
 R = TypeVar("R")
+_PIECE_MARKS = ("\u2581", "\u0120")
+"""First characters of vocabulary entries that stand for a space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,3 +219,39 @@ class Service:
             "thinks": self.chat_form.thinks or self.chat_form.is_harmony,
             "tools": self.tool_form,
         }
+
+
+class TokenTexts:
+    """Texts and bytes of tokens. A special token has its name. Bytes that are no text are written as `\\xf0\\x9f`."""
+
+    def __init__(self, tokenizer: BundleTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._found: dict[int, tuple[str, bytes]] = {}
+        self._bytes: TokenBytes | None
+        try:
+            self._bytes = tokenizer.token_bytes()
+        except ValueError:  # its tokens stand for texts only
+            self._bytes = None
+
+    def of(self, token: int) -> tuple[str, bytes]:
+        """Return the text of one token, with its leading space, and its bytes."""
+        text = self._found.get(token)
+        if text is None:
+            text = self._found[token] = self._of(token)
+        return text
+
+    def _of(self, token: int) -> tuple[str, bytes]:
+        if self._bytes is None:
+            text = self._decoded(token)
+            return text, text.encode("utf-8", errors="replace")
+        data = self._bytes.of_token(token)
+        try:
+            return data.decode(), data
+        except UnicodeDecodeError:
+            return "".join(f"\\x{byte:02x}" for byte in data), data
+
+    def _decoded(self, token: int) -> str:
+        piece, text = self._tokenizer.piece(token), self._tokenizer.decode([token])
+        if not text or "\ufffd" in text:
+            return piece
+        return f" {text}" if piece.startswith(_PIECE_MARKS) and not text.startswith(" ") else text

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from moec.runtime.text.streaming_text import Decoder, TextStream
 
+from .masks import TokenMask
+
 OPEN, CLOSE = "<think>", "</think>"
-
-
-class Mask(Protocol):
-    """A mask of the answer itself."""
-
-    def allowed(self) -> np.ndarray:
-        """Return the tokens that may come next, bool [V]."""
-
-    def take(self, token: int) -> bool:
-        """Take the next token. Returns whether the answer is complete."""
 
 
 class AfterThinking:
@@ -27,7 +18,7 @@ class AfterThinking:
 
     def __init__(
         self,
-        mask: Mask,
+        mask: TokenMask,
         tokenizer: Decoder,
         is_open: bool,
         vocabulary: int,

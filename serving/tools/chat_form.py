@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+
+from moec.runtime.text.tokenizer import BundleTokenizer
 
 from . import harmony
 from .calls import ToolsOfRequest
@@ -13,16 +14,6 @@ from .syntax import ToolSyntax, is_in, syntax_of, takes_tools
 from .tagged_parts import CallSplitter, TaggedParts, ThinkingSplitter
 
 _THINKING_MARKS = ("<think>", "</think>")
-
-
-class Vocabulary(Protocol):
-    """The part of a tokenizer that is used here."""
-
-    def id_of(self, piece: str) -> int | None:
-        """Return the token of a vocabulary's entry."""
-
-    def decode(self, ids: Sequence[int], /) -> str:
-        """Return the text of tokens, without special ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,7 @@ class ChatForm:
         return TaggedParts(thinking, calls, most)
 
 
-def chat_form_of(files: Sequence[bytes], vocabulary: Vocabulary) -> ChatForm:
+def chat_form_of(files: Sequence[bytes], tokenizer: BundleTokenizer) -> ChatForm:
     """Return the form of the answers of a model, by the files of its template."""
     is_harmony = is_in(harmony.SIGN, files)
     thinks = not is_harmony and any(is_in(mark, files) for mark in _THINKING_MARKS)
@@ -60,6 +51,6 @@ def chat_form_of(files: Sequence[bytes], vocabulary: Vocabulary) -> ChatForm:
     marks = list(harmony.MARKS) if is_harmony else []
     marks += _THINKING_MARKS if thinks else ()
     marks += syntax.marks if syntax is not None else ()
-    known = {token: mark for mark in marks if (token := vocabulary.id_of(mark)) is not None}
-    hidden = {token: mark for token, mark in known.items() if not vocabulary.decode([token])}
+    known = {token: mark for mark in marks if (token := tokenizer.id_of(mark)) is not None}
+    hidden = {token: mark for token, mark in known.items() if not tokenizer.decode([token])}
     return ChatForm(thinks, takes_tools(files), is_harmony, syntax, hidden)

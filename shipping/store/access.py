@@ -1,12 +1,28 @@
-"""Credentials for stores. They go to the host that they are for, over TLS or to this machine, and into no message."""
+"""Credentials for stores, and proxies of HTTP between this machine and stores.
+
+Credentials go to the host that they are for, over TLS or to this machine, and into no message. A server over TLS is
+reached through a tunnel (CONNECT), so that the proxy sees its host alone. Other requests are sent to the proxy with
+their whole URL. Source: RFC 9110, section 9.3.6, and RFC 9112, section 3.2.
+"""
 
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from urllib.parse import unquote
+
+from moec.manifests.errors import InputError
 
 from .address import HTTPS, Address, parse_address
+
+_FORM = re.compile(
+    r"(?:http://)?(?:(?P<user>[^:/?#@]*)(?::(?P<password>[^/?#@]*))?@)?"
+    r"(?P<host>[A-Za-z0-9][A-Za-z0-9.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?/?"
+)
+_DEFAULT_PORT = 80
+_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +79,36 @@ def web_authorization(address: Address, access: Access) -> str | None:
         return f"Bearer {access.token}"
     login = access.login(address.host)
     return None if login is None else login.header()
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """A proxy that is spoken to by HTTP.
+
+    authorization: header `Proxy-Authorization`, or None.
+    """
+
+    host: str
+    port: int
+    authorization: str | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+ProxyFor = Callable[[str, str], "Proxy | None"]
+"""Takes the scheme of a URL, and its host with the port. Returns the proxy for requests to it, or None."""
+
+
+def parse_proxy(text: str, variable: str) -> Proxy:
+    """Return the proxy that a user wrote as `http://USER:PASSWORD@HOST:PORT`. All but the host may be missing.
+
+    variable: where the text comes from, for the message.
+    Raises InputError. Its message never shows credentials.
+    """
+    form = _FORM.fullmatch(text.strip())
+    port = int(form["port"] or _DEFAULT_PORT) if form else 0
+    if form is None or not 0 < port <= _MAX_PORT:
+        raise InputError(f"`{variable}` names no proxy of HTTP", f"write `{variable}=http://HOST:PORT`")
+    login = None if form["user"] is None else Login(unquote(form["user"]), unquote(form["password"] or ""))
+    return Proxy(form["host"].strip("[]"), port, None if login is None else login.header())

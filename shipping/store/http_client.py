@@ -14,10 +14,10 @@ from typing import TypeVar
 
 from moec.manifests.errors import StoreFailed
 
+from .access import ProxyFor
 from .http_connection import Connections, shown_place
 from .http_request import Again, Authorize, HttpAnswer, HttpRequests
 from .interface import PART_BYTES
-from .proxy import ProxyFor
 
 _T = TypeVar("_T")
 _PROGRESS_BYTES = 1 << 20

@@ -14,8 +14,8 @@ import traceback
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from .access import Proxy, ProxyFor
 from .address import is_loopback
-from .proxy import Proxy, ProxyFor
 
 LEAST_BYTES_PER_S = 512
 """Bytes per second that a server must send."""

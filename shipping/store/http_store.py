@@ -16,7 +16,7 @@ from .access import Access, web_authorization
 from .address import Address
 from .http_client import HttpClient, HttpOptions
 from .http_connection import shown_place
-from .http_upload import refusal, send, send_file
+from .http_upload import refusal, send
 from .interface import Sent
 from .source_file import SourceFile
 
@@ -26,16 +26,13 @@ _READ_BACK_BYTES = 1 << 20
 """Size of a file that is read and compared before it is left alone, bytes."""
 
 
-class HttpStore:
-    """Files of one model below a URL. A file is there when its PUT has ended; `commit` has nothing to do."""
+class UrlFiles:
+    """Files of a store that a client reads by URL. Each kind of store has `_client`, and the URL of a path."""
 
-    def __init__(self, address: Address, access: Access, options: HttpOptions | None = None) -> None:
-        self.address = str(address)
-        authorization = web_authorization(address, access)
-        self._client = HttpClient(options, lambda url, challenge: authorization)
-        self._known: dict[tuple[int, str], str] = {}
-        self._made: set[str] = set()
-        self._has_copies = True
+    _client: HttpClient
+
+    def _url(self, path: str) -> str:
+        raise NotImplementedError
 
     def size_bytes(self, path: str) -> int | None:
         """Return the size of a file, or None. Raises StoreFailed."""
@@ -48,6 +45,22 @@ class HttpStore:
     def read_small(self, path: str, limit_bytes: int) -> bytes | None:
         """Return a whole file, or None. Raises StoreFailed."""
         return self._client.read_small(self._url(path), limit_bytes)
+
+    def close(self) -> None:
+        """Close connections."""
+        self._client.close()
+
+
+class HttpStore(UrlFiles):
+    """Files of one model below a URL. A file is there when its PUT has ended; `commit` has nothing to do."""
+
+    def __init__(self, address: Address, access: Access, options: HttpOptions | None = None) -> None:
+        self.address = str(address)
+        authorization = web_authorization(address, access)
+        self._client = HttpClient(options, lambda url, challenge: authorization)
+        self._known: dict[tuple[int, str], str] = {}
+        self._made: set[str] = set()
+        self._has_copies = True
 
     def note(self, path: str, size_bytes: int, sha256: str) -> None:
         """Learn the content of a file that the store has."""
@@ -67,7 +80,8 @@ class HttpStore:
             self._make_folder(path)
             url = self._url(path)
             with SourceFile(source, size_bytes, sha256, sent) as content:
-                reply = send_file(self._client, "PUT", url, content)
+                headers = {"Content-Type": "application/octet-stream"}
+                reply = send(self._client, "PUT", url, headers=headers, body=content.parts, size_bytes=size_bytes)
             if reply.status not in _STORED:
                 raise refusal("PUT", url, reply)
             self._check_stored(path, size_bytes)
@@ -86,10 +100,6 @@ class HttpStore:
         if reply.status not in _STORED:
             raise refusal("PUT", url, reply)
         self._client.forget(url)
-
-    def close(self) -> None:
-        """Close connections."""
-        self._client.close()
 
     def _url(self, path: str) -> str:
         return f"{self.address}/{quote(path)}"

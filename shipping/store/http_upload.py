@@ -10,7 +10,6 @@ from moec.manifests.errors import StoreFailed
 from .http_client import HttpClient
 from .http_connection import shown_place
 from .http_request import Body
-from .source_file import SourceFile
 
 _MAX_REPLY_BYTES = 64 << 10
 _REMEDIES = {
@@ -62,29 +61,6 @@ def send(
             return Reply(answer.status, {name: answer.header(name) for name in wanted}, bytes(found[:count]))
 
     return client.repeated(url, attempt)
-
-
-def send_file(
-    client: HttpClient,
-    method: str,
-    url: str,
-    source: SourceFile,
-    span: tuple[int, int] | None = None,
-    *,
-    headers: Mapping[str, str] | None = None,
-    wanted: Collection[str] = (),
-) -> Reply:
-    """Send a file, or its bytes from `span[0]` to before `span[1]`. Raises StoreFailed, InputError."""
-    start, end = span or (0, source.size_bytes)
-    return send(
-        client,
-        method,
-        url,
-        headers={"Content-Type": "application/octet-stream", **(headers or {})},
-        body=lambda: source.parts(start, end),
-        size_bytes=end - start,
-        wanted=wanted,
-    )
 
 
 def refusal(method: str, url: str, reply: Reply) -> StoreFailed:

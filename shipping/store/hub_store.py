@@ -7,7 +7,7 @@ of `hf auth login`). The hub finds equal contents by itself. Files are read by r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from .access import keeps_secrets
 from .address import Address
 from .http_client import HttpClient, HttpOptions
 from .http_connection import shown_place
+from .http_store import UrlFiles
 from .interface import Sent
 from .source_file import SourceFile
 
@@ -31,7 +32,7 @@ _FAILURES: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, Va
 _T = TypeVar("_T")
 
 
-class HubStore:
+class HubStore(UrlFiles):
     """Files of one model in a repository of kind `model`. Writing makes a private repository if there is none.
 
     One thread writes.
@@ -71,18 +72,6 @@ class HubStore:
         if for_writing:
             disable_progress_bars()
             self._make_repository(address.revision)
-
-    def size_bytes(self, path: str) -> int | None:
-        """Return the size of a file, or None. Raises StoreFailed."""
-        return self._client.size_bytes(self._url(path))
-
-    def read(self, path: str, start: int, end: int) -> Iterator[memoryview]:
-        """Yield a range of a file. Raises StoreFailed."""
-        return self._client.read(self._url(path), start, end)
-
-    def read_small(self, path: str, limit_bytes: int) -> bytes | None:
-        """Return a whole file, or None. Raises StoreFailed."""
-        return self._client.read_small(self._url(path), limit_bytes)
 
     def note(self, path: str, size_bytes: int, sha256: str) -> None:
         """Do nothing. The hub finds equal contents by their digest."""
@@ -127,10 +116,6 @@ class HubStore:
         """Commit a small file. Raises StoreFailed."""
         self._commit([CommitOperationAdd(path_in_repo=path, path_or_fileobj=data)], f"Write {path}")
         self._client.forget(self._url(path))
-
-    def close(self) -> None:
-        """Close connections."""
-        self._client.close()
 
     def _url(self, path: str) -> str:
         return hf_hub_url(self._name, path, revision=self._revision, endpoint=self._endpoint)

@@ -10,7 +10,6 @@ import shutil
 import stat
 import subprocess
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
@@ -26,15 +25,17 @@ from hypothesis import strategies as st
 
 from moec.manifests.errors import DoesNotFit, InputError
 from moec.shipping.signatures import dsse, p256
-from moec.shipping.signatures.key_files import NewFileSystem, write_key_files
 from moec.shipping.signatures.keys import (
     MAX_PASSPHRASE_BYTES,
+    NewFileSystem,
     decode_public_key,
     encode_public_key,
     make_key_pair,
     read_private_key,
     read_public_key,
+    write_key_files,
 )
+from tests.failing_system import Countdown
 from tests.shipping.signing_keys import signing_key
 
 EXAMPLES = 40 if os.environ.get("MOEC_FULL_GATES") != "1" else 5000
@@ -109,36 +110,10 @@ def test_a_key_that_another_process_makes_meanwhile_is_not_replaced(tmp_path: Pa
 def test_a_failing_call_leaves_no_file(tmp_path: Path, number: int) -> None:
     """The disk is full at one of the calls that write."""
 
-    class Full(NewFileSystem):
-        calls = 0
-
-        def _count(self) -> None:
-            self.calls += 1
-            if self.calls == number:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        def open(self, path: Path) -> BinaryIO:
-            self._count()
-            return super().open(path)
-
-        def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-            self._count()
-            super().write(file, data)
-
-        def sync(self, file: BinaryIO) -> None:
-            self._count()
-            super().sync(file)
-
-        def rename(self, source: Path, target: Path) -> None:
-            self._count()
-            super().rename(source, target)
-
-        def sync_directory(self, path: Path) -> None:
-            self._count()
-            super().sync_directory(path)
-
+    system = NewFileSystem()
+    Countdown(system, number)
     with pytest.raises(DoesNotFit, match="disk of"):
-        write_key_files(tmp_path / "fleet.pem", b"a", tmp_path / "fleet.pub", b"b", Full())
+        write_key_files(tmp_path / "fleet.pem", b"a", tmp_path / "fleet.pub", b"b", system)
     assert os.listdir(tmp_path) == []
 
 

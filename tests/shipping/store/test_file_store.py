@@ -6,13 +6,13 @@ import errno
 import hashlib
 import os
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
 from moec.manifests.errors import DoesNotFit, InputError, StoreFailed
 from moec.manifests.files.output_file import FileSystem
 from moec.shipping.store.file_store import FileStore
+from tests.failing_system import Countdown
 
 BUNDLE, OTHER = "a" * 64, "b" * 64
 CONTENT = bytes(range(256)) * 40
@@ -32,46 +32,6 @@ def source(folder: Path, data: bytes = CONTENT) -> tuple[Path, int, str]:
 
 def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-class FailingSystem(FileSystem):
-    """A file system whose nth operation fails."""
-
-    def __init__(self, nth: int, number: int = errno.EIO) -> None:
-        self.left, self.number = nth, number
-
-    def _count(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise OSError(self.number, os.strerror(self.number))
-
-    def open(self, path: Path) -> BinaryIO:
-        self._count()
-        return super().open(path)
-
-    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        self._count()
-        super().write(file, data)
-
-    def sync(self, file: BinaryIO) -> None:
-        self._count()
-        super().sync(file)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._count()
-        super().rename(source, target)
-
-    def sync_directory(self, path: Path) -> None:
-        self._count()
-        super().sync_directory(path)
-
-    def make_directory(self, path: Path) -> None:
-        self._count()
-        super().make_directory(path)
-
-    def link(self, source: Path, target: Path) -> None:
-        self._count()
-        super().link(source, target)
 
 
 def push(store: FileStore, folder: Path) -> None:
@@ -110,7 +70,8 @@ def test_no_failure_leaves_a_wrong_file(tmp_path: Path, number: int) -> None:
         folder = tmp_path / f"{number}-{nth}"
         (folder / "store" / "channel").mkdir(parents=True)
         (folder / "store" / "channel" / "stable.json").write_bytes(b"old")
-        system = FailingSystem(nth, number)
+        system = FileSystem()
+        countdown = Countdown(system, nth, number)
         store = FileStore(folder / "store", for_writing=True, system=system)
         try:
             push(store, folder)
@@ -131,7 +92,7 @@ def test_no_failure_leaves_a_wrong_file(tmp_path: Path, number: int) -> None:
             f"{OTHER}/weights",
             "channel/stable.json",
         ]
-        if system.left > 0:
+        if countdown.left > 0:
             break
         nth += 1
     assert failed > 20, "every operation but the link, which has a substitute, ends the push"

@@ -14,12 +14,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from moec.manifests.errors import InputError, StoreFailed
-from moec.shipping.store.access import Access, Login
+from moec.shipping.store.access import Access, Login, Proxy, parse_proxy
 from moec.shipping.store.address import parse_address
 from moec.shipping.store.http_client import HttpOptions
 from moec.shipping.store.interface import Store
 from moec.shipping.store.opening import open_store
-from moec.shipping.store.proxy import Proxy, parse_proxy
 from tests.shipping.certificates import server_context, write_certificate
 from tests.shipping.servers import serving
 from tests.shipping.store.conftest import PATIENCE
