@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from tests.compiler.checkpoint import write_packed
 from tests.tiny_compile import save_model, save_texts
-from tests.tiny_models import TinyMixtral, save_tiny_qwen3_moe
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_qwen3_moe
 
 TOOLS = Path(__file__).parents[2] / "build" / "quantization-tools"
 TINY_PLAIN = TinyMixtral(layers=2, experts=4, width=64, hidden_size=64, heads=2, kv_heads=1, head_size=32)
@@ -29,6 +30,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_texts(tmp_path_factory.mktemp("data") / "texts")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mixtral checkpoint."""
+    return save_tiny_mixtral(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint that a test may change."""
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
 @pytest.fixture(scope="session")

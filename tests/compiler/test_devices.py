@@ -17,7 +17,7 @@ from moec.compiler.request.task_data import load_task_data
 from moec.compiler.stages import learning
 from moec.manifests.errors import DoesNotFit, OptionError
 from moec.profiles.device import DeviceProfile
-from tests.tiny_compile import check_bundle, contents, make_request, names, pi, save_model, save_texts
+from tests.tiny_compile import check_bundle, contents, make_request, names, pi, save_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BUDGETS = {"little": 76_200_000, "middle": 76_250_000, "large": 8_000_000_000}
@@ -31,11 +31,6 @@ def device(name: str) -> DeviceProfile:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("devices") / "tiny", layers=2, experts=4)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_texts(tmp_path_factory.mktemp("texts") / "data")
 
 
 def requests(model: Path, texts: Path, folder: Path, **values: Any) -> list[CompileRequest]:

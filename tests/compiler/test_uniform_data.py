@@ -11,7 +11,7 @@ import pytest
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.request.options import Talk
 from moec.runtime.bundle.open_bundle import open_bundle
-from tests.tiny_compile import check_bundle, compile_tiny, contents, make_request, names, save_model, save_texts
+from tests.tiny_compile import check_bundle, compile_tiny, contents, make_request, names, save_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -19,11 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("uniform") / "tiny", layers=2, experts=4)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_texts(tmp_path_factory.mktemp("texts") / "data")
 
 
 @pytest.mark.parametrize("bits", [2, 16])

@@ -23,7 +23,7 @@ from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.trace.merging import merge_traces
 from moec.runtime.trace.trace import TraceRecorder
 from moec.runtime.trace.trace_file import growing_trace
-from tests.tiny_compile import check_bundle, compile_tiny, contents, make_request, save_model, save_texts
+from tests.tiny_compile import check_bundle, compile_tiny, contents, make_request, save_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,11 +31,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("used") / "tiny", layers=4, experts=4)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_texts(tmp_path_factory.mktemp("texts") / "data")
 
 
 @pytest.fixture(scope="module")

@@ -43,16 +43,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SPECS = [QuantSpec.parse(text) for text in ("q2g32", "q3", "q4g32", "q8", "bf16", "q4s", "q2g32s")]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_mixtral(tmp_path_factory.mktemp("emit") / "tiny")
-
-
-@pytest.fixture
-def copy(folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
-
-
 def _open(path: Path) -> Lowering:
     return lower(open_checkpoint(str(path)))
 

@@ -23,11 +23,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_mixtral(tmp_path_factory.mktemp("odd") / "tiny", TinyMixtral())
 
 
-@pytest.fixture
-def copy(folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
-
-
 def _divide(folder: Path, files: dict[str, slice]) -> None:
     """Replace the weights by files that hold parts of the sorted tensors."""
     tensors = load_file(folder / WEIGHTS_NAME)

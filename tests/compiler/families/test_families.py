@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,6 @@ from tests.tiny_models import TINY_MODELS, TinyMixtral, save_tiny_mixtral, save_
 pytestmark = pytest.mark.oracle
 
 DISK_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_mixtral(tmp_path_factory.mktemp("families") / "tiny")
-
-
-@pytest.fixture
-def copy(folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,6 @@ OLD = {key: value for key, value in LONGROPE.items() if key not in ("rope_type",
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_family(tmp_path_factory.mktemp("phimoe") / "tiny", TINY_FAMILIES["phimoe"])
-
-
-@pytest.fixture
-def copy(folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
 def test_it_is_what_its_configuration_says(folder: Path) -> None:

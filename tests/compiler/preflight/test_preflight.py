@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -21,16 +20,6 @@ from moec.manifests.quant import QuantSpec
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 OFFERED = tuple(QuantSpec.parse(text) for text in ("q2g32", "q4g32", "q4g64", "q8"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_mixtral(tmp_path_factory.mktemp("preflight") / "tiny")
-
-
-@pytest.fixture
-def copy(folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
 def _open(path: Path) -> Lowering:
