@@ -11,24 +11,11 @@ import pytest
 from moec.runtime import Engine, load
 from moec.serving.api.service import ServiceOptions
 from tests.cli.test_run import add_file
+from tests.runtime.conftest import tiny_bundle as tiny_bundle
 from tests.serving.live_server import LiveServer, live_server
 
 CONTEXT = 96
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bundle"
-
-
-@pytest.fixture(scope="session")
-def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers of six experts, formats mixed; read only."""
-    import torch
-
-    from tests.gates.bundles import emit_bundle
-    from tests.tiny_models import TinyMixtral, save_tiny_mixtral
-
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("served")
-    folder = save_tiny_mixtral(root / "model", TinyMixtral(layers=3, experts=6, top_k=2, seed=5))
-    return emit_bundle(folder, root / "bundle", mixed=True)
 
 
 TEMPLATE = (
