@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.serving import live_map, page_picture
+from bench.serving import live_map
 from bench.serving.arms import ALL, OwnArm, PeerArm, Room
 from bench.serving.read_bound import Request, least_reads, recorded
 from bench.serving.servers import Answer, Load, Server
 from bench.serving.throughput import measure, summary, turns
 from moec.runtime import load
-from tests.page_driver import page_driver
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "bundle"
@@ -119,16 +117,3 @@ def test_the_vocabulary_has_a_name_for_each_row(tmp_path: Path) -> None:
     assert (tokens, merges) == (["</s>", "a", "b", "ab", "<unused4>"], ["a b"])
     kind = gguf.TokenType
     assert kinds == [kind.CONTROL, kind.NORMAL, kind.NORMAL, kind.NORMAL, kind.UNUSED]
-
-
-def test_the_picture_of_the_page_is_drawn(tmp_path: Path) -> None:
-    """It is that of the command which the README names, and as wide as the picture there."""
-    page_driver()
-    page_picture.main([str(SHIPPED), "-o", str(tmp_path / "page.png")])
-    sizes = [path.read_bytes()[16:24] for path in (tmp_path / "page.png", ROOT / "docs" / "pictures" / "chat-page.png")]
-    assert sizes[0] == sizes[1] == struct.pack(">II", page_picture.WIDTH, page_picture.HEIGHT)
-
-
-def test_the_readme_names_the_command_of_its_picture() -> None:
-    words = page_picture.command(Path("examples/bundle"))[3:-2]
-    assert f"The page of `moec {' '.join(words)}`" in (ROOT / "README.md").read_text(encoding="utf-8")
