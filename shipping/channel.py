@@ -46,7 +46,7 @@ def version_numbers(version: str) -> tuple[int, ...] | None:
     match = _VERSION.fullmatch(version)
     if match is None:
         return None
-    numbers = [int(part) for part in match[1].split(".")]
+    numbers = [int(number) for number in match[1].split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)

@@ -47,9 +47,9 @@ def decode_channel(data: bytes, place: str) -> Channel:
         raise ChannelRefused(f"`{place}` holds no strict JSON: {error}", _PUSH_AGAIN) from error
     version = plain.get("version") if isinstance(plain, dict) else None
     if type(version) is not int or version != CHANNEL_VERSION:
-        found = f"{version}" if type(version) is int else "none"
-        told = f"`{place}` has channel version {found[:40]}, this moec reads {CHANNEL_VERSION}"
-        raise ChannelRefused(told, "use a matching moec")
+        stated = f"{version}" if type(version) is int else "none"
+        message = f"`{place}` has channel version {stated[:40]}, this moec reads {CHANNEL_VERSION}"
+        raise ChannelRefused(message, "use a matching moec")
     try:
         channel: Channel = from_plain(Channel, plain)
         is_canonical = encode_channel(channel) == data

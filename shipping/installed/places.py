@@ -104,8 +104,8 @@ class Places:
     @property
     def previous(self) -> str | None:
         """Name of the bundle that `rollback` returns to."""
-        found = self.linked(PREVIOUS)
-        return None if found == self.current else found
+        name = self.linked(PREVIOUS)
+        return None if name == self.current else name
 
 
 @contextmanager

@@ -35,11 +35,11 @@ def prune(places: Places, state: DeviceState, keep: int, system: FileSystem, spa
     spared: one more bundle that stays.
     Raises OSError.
     """
-    kept = {*kept_names(places, state, keep), *([spared] if spared else [])}
-    gone = sorted(set(places.ids()) - kept)
-    if places.previous is not None and places.previous not in kept:
+    staying = {*kept_names(places, state, keep), *([spared] if spared else [])}
+    gone = sorted(set(places.ids()) - staying)
+    if places.previous is not None and places.previous not in staying:
         remove_link(places, PREVIOUS, system)
-    left = state.without_bundles({item.name for item in state.bundles} - kept)
+    left = state.without_bundles({item.name for item in state.bundles} - staying)
     if left != state:
         write_state(places, left, system)
     for name in gone:
@@ -69,8 +69,8 @@ def make_room(
 
 def _own_bytes(places: Places, name: str) -> int:
     """Return the bytes on the disk that only this bundle holds. Raises OSError."""
-    found = [path.lstat() for path in places.bundle(name).iterdir()]
-    return sum(file.st_blocks * _BLOCK_BYTES for file in found if file.st_nlink == 1)
+    files = [path.lstat() for path in places.bundle(name).iterdir()]
+    return sum(file.st_blocks * _BLOCK_BYTES for file in files if file.st_nlink == 1)
 
 
 def finish_removals(places: Places) -> None:
@@ -94,9 +94,9 @@ def tidy(places: Places, system: FileSystem) -> None:
 
 def remove_companions(places: Places, name: str, system: FileSystem) -> None:
     """Remove the files next to a bundle that is gone: signature, receipt, journal, tuning. Raises OSError."""
-    for found in os.listdir(places.folder):
-        path = places.folder / found
-        if found.startswith((f"{name}.", f".{name}.")) and not stat.S_ISDIR(path.lstat().st_mode):
+    for companion in os.listdir(places.folder):
+        path = places.folder / companion
+        if companion.startswith((f"{name}.", f".{name}.")) and not stat.S_ISDIR(path.lstat().st_mode):
             system.remove(path)
 
 

@@ -165,8 +165,8 @@ def _digest(places: Places, name: str, file: str) -> str:
     digest = hashlib.sha256()
     descriptor = open_input(places.bundle(name) / file)
     try:
-        while part := os.read(descriptor, _PART_BYTES):
-            digest.update(part)
+        while block := os.read(descriptor, _PART_BYTES):
+            digest.update(block)
     finally:
         os.close(descriptor)
     return digest.hexdigest()

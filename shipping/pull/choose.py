@@ -58,13 +58,13 @@ def check_version(channel: Channel, version: str) -> None:
     version: version of this moec; one without numbers, of a tree that is not installed, is not compared.
     Raises ChannelRefused if the channel demands no version.
     """
-    wanted, own = version_numbers(channel.minimum_moec), version_numbers(version)
+    wanted, present = version_numbers(channel.minimum_moec), version_numbers(version)
     if wanted is None:
         raise ChannelRefused(
             f"channel `{channel.channel}`: minimum_moec: expected a version, found `{channel.minimum_moec[:40]}`",
             "push the channel again",
         )
-    if own is not None and own < wanted:
+    if present is not None and present < wanted:
         raise DeviceRefused(
             f"the channel `{channel.channel}` needs moec {channel.minimum_moec}, this is {version}",
             "install a newer moec on this device",
@@ -93,7 +93,7 @@ def _lack_of_memory(bundle: ChannelBundle, memory_bytes: int) -> str | None:
 def _remedy(bundles: Sequence[ChannelBundle], reasons: dict[str, str | None], memory_bytes: int | None) -> str:
     """Return the remedy: more memory, if a user has bounded it and a bundle lacks nothing else."""
     if memory_bytes is not None and any(
-        reasons[each.device] == _lack_of_memory(each, memory_bytes) is not None for each in bundles
+        reasons[bundle.device] == _lack_of_memory(bundle, memory_bytes) is not None for bundle in bundles
     ):
         return "give a larger --memory"
     return "name one of them with --device, or compile for this device"

@@ -59,9 +59,9 @@ def _open_source(path: Path, opened: contextlib.ExitStack) -> int | None:
 def _is_as_stated(source: int, copy: Copy, buffer: memoryview) -> bool:
     """Return whether bytes can be read and have their checksum."""
     digest, done = xxhash.xxh3_128(), 0
-    for part in _parts(source, copy.source_start, copy.size_bytes, buffer):
-        digest.update(part)
-        done += len(part)
+    for block in _parts(source, copy.source_start, copy.size_bytes, buffer):
+        digest.update(block)
+        done += len(block)
     return done == copy.size_bytes and copy.xxh3 in (None, digest.hexdigest())
 
 
@@ -91,9 +91,9 @@ def _copy(source: int, source_start: int, target: int, start: int, size_bytes: i
             count = 0
         is_able = count > 0
         done += count
-    for part in _parts(source, source_start + done, size_bytes - done, buffer):
-        write_at(target, part, start + done)
-        done += len(part)
+    for block in _parts(source, source_start + done, size_bytes - done, buffer):
+        write_at(target, block, start + done)
+        done += len(block)
     return done == size_bytes
 
 

@@ -118,8 +118,8 @@ def plan_delta(manifest: BundleManifest, sources: Sequence[Source]) -> Delta:
         if linked is not None:
             links[number] = linked
             continue
-        found = (_equal_weight(number, weight, sources) for weight in weights[entry.name])
-        copies[number] = [copy for copy in found if copy is not None]
+        equal = (_equal_weight(number, weight, sources) for weight in weights[entry.name])
+        copies[number] = [copy for copy in equal if copy is not None]
     copies = _without_short_gaps(manifest.files, copies)
     fetched = {number: tuple(_between(copies[number], manifest.files[number].size_bytes)) for number in copies}
     return Delta(links, tuple(copy for number in sorted(copies) for copy in copies[number]), fetched)
@@ -161,9 +161,9 @@ def _equal_file(entry: FileEntry, sources: Iterable[Source]) -> Path | None:
 def _equal_weight(number: int, weight: _Weight, sources: Iterable[Source]) -> Copy | None:
     """Return the copy of a weight that an installed bundle has, or None."""
     for source in sources:
-        found = source.weights.get((weight.size_bytes, weight.xxh3))
-        if found is not None:
-            file, start = found
+        place = source.weights.get((weight.size_bytes, weight.xxh3))
+        if place is not None:
+            file, start = place
             return Copy(number, weight.start, weight.size_bytes, weight.xxh3, source.folder / file, start)
     return None
 
@@ -174,8 +174,8 @@ def _without_short_gaps(files: Sequence[FileEntry], copies: dict[int, list[Copy]
     The shortest gaps go first, as long as all together are a small share of what is fetched.
     """
     fetch_bytes, gaps = 0, list[tuple[int, int, int]]()
-    for number, own in copies.items():
-        ranges = _between(own, files[number].size_bytes)
+    for number, file_copies in copies.items():
+        ranges = _between(file_copies, files[number].size_bytes)
         fetch_bytes += sum(end - start for start, end in ranges)
         for (_, start), (end, _) in pairwise(ranges):
             if end - start < MOST_GAP_BYTES:
@@ -188,7 +188,8 @@ def _without_short_gaps(files: Sequence[FileEntry], copies: dict[int, list[Copy]
             break
         filled[number].add(start, start + size_bytes)
     return {
-        number: [copy for copy in own if not filled[number].has(copy.start, copy.end)] for number, own in copies.items()
+        number: [copy for copy in file_copies if not filled[number].has(copy.start, copy.end)]
+        for number, file_copies in copies.items()
     }
 
 

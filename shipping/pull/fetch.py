@@ -145,7 +145,7 @@ class Fetch:
             for number in numbers:
                 for start, end in self._partial.missing(number):
                     parts = split_ranges(start, end, self._options.range_bytes)
-                    self._waiting.extend((number, *part) for part in parts)
+                    self._waiting.extend((number, *span) for span in parts)
             count = min(self._options.used_connections, len(self._waiting))
             helpers += [self._started(self._fetch) for _ in range(count)]
             self._wait(helpers[0], progress)
@@ -210,17 +210,17 @@ class Fetch:
         path = bundle_path(self._folder, self._partial.entries[number].name)
         noted = at = start
         try:
-            for part in self._store.read(path, start, end):
+            for block in self._store.read(path, start, end):
                 if self._left.is_set():
                     return
-                write_at(target, part, at)
-                at += len(part)
+                write_at(target, block, at)
+                at += len(block)
                 if at - noted >= NOTED_BYTES:
                     self._partial.finish(number, noted, at)
                     noted = at
                 if self._ended.is_set():
                     return
-                self._rate.take(len(part))
+                self._rate.take(len(block))
         finally:
             if at > noted:
                 self._partial.finish(number, noted, at)

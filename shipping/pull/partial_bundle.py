@@ -69,12 +69,12 @@ class PartialBundle:
     def _remove_foreign(self) -> None:
         """Remove what is no file of this bundle. Raises OSError."""
         expected = {entry.name for entry in self.entries} | {GROWING_MANIFEST}
-        for found in os.listdir(self.folder):
-            mode = os.lstat(self.folder / found).st_mode
+        for foreign in os.listdir(self.folder):
+            mode = os.lstat(self.folder / foreign).st_mode
             if stat.S_ISDIR(mode):
-                shutil.rmtree(self.folder / found)
-            elif found not in expected or not stat.S_ISREG(mode):
-                self._system.remove(self.folder / found)
+                shutil.rmtree(self.folder / foreign)
+            elif foreign not in expected or not stat.S_ISREG(mode):
+                self._system.remove(self.folder / foreign)
 
     @property
     def done_bytes(self) -> int:
@@ -204,6 +204,6 @@ def kept_ranges(places: Places, name: str, manifest_sha256: str, entries: tuple[
     return left
 
 
-def _is_own(found: os.stat_result, size_bytes: int) -> bool:
+def _is_own(status: os.stat_result, size_bytes: int) -> bool:
     """Return whether a file has the size of a growing one and no second name."""
-    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_size == size_bytes
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size == size_bytes

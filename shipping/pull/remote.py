@@ -98,17 +98,19 @@ class SignedManifest:
 
 
 def read_signed_manifest(
-    store: Store, channel: Channel, bundle: ChannelBundle, keys: Sequence[PublicKey], kept: bytes | None
+    store: Store, channel: Channel, bundle: ChannelBundle, keys: Sequence[PublicKey], left_manifest: bytes | None
 ) -> SignedManifest:
     """Return the manifest that a channel names.
 
-    kept: `moec.json` of an earlier pull, or None.
+    left_manifest: `moec.json` of an earlier pull, or None.
     Raises StoreFailed, BundleError. Raises DeviceRefused if the format is too new for this moec.
     """
     digest = bundle.manifest_sha256
     path = bundle_path(digest, MANIFEST_NAME)
     place = f"{store.address}/{path}"
-    data = kept if kept is not None and _is_named(kept, bundle) else store.read_small(path, bundle.manifest_bytes)
+    data = left_manifest
+    if data is None or not _is_named(data, bundle):
+        data = store.read_small(path, bundle.manifest_bytes)
     if data is None:
         raise StoreFailed(f"`{place}`: there is no such file", _PUSH_AGAIN)
     if not _is_named(data, bundle):
@@ -133,14 +135,14 @@ def _is_named(data: bytes, bundle: ChannelBundle) -> bool:
 def _check_described(channel: Channel, bundle: ChannelBundle, manifest: BundleManifest, manifest_bytes: int) -> None:
     """Raise ChannelRefused if a channel describes another bundle than its manifest does."""
     total = manifest_bytes + sum(entry.size_bytes for entry in manifest.files)
-    for what, stated, found in (
+    for what, stated, actual in (
         ("model", channel.model, manifest.name),
         ("device", bundle.device, manifest.device.profile),
         ("total_bytes", bundle.total_bytes, total),
     ):
-        if stated != found:
+        if stated != actual:
             raise ChannelRefused(
-                f"the channel `{channel.channel}` states `{what}` as {str(stated)[:80]}, the bundle {str(found)[:80]}",
+                f"the channel `{channel.channel}` states `{what}` as {str(stated)[:80]}, the bundle {str(actual)[:80]}",
                 "push the channel again",
             )
     if not manifest.certified:

@@ -88,16 +88,16 @@ def verify_bundles(ready: Sequence[ReadyBundle], progress: Progress | None = Non
 def _prepare(bundle: Bundle, key: PrivateKey, accepted: Sequence[PublicKey]) -> ReadyBundle:
     manifest = bundle.manifest
     manifest_bytes = bundle.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES)
-    own = FileEntry(MANIFEST_NAME, len(manifest_bytes), hashlib.sha256(manifest_bytes).hexdigest())
-    files = (*manifest.files, own)
+    manifest_file = FileEntry(MANIFEST_NAME, len(manifest_bytes), hashlib.sha256(manifest_bytes).hexdigest())
+    files = (*manifest.files, manifest_file)
     device_json = ""
     if device_of(bundle) is not None:
         device_json = bundle.read_file(DEVICE_NAME, MAX_DEVICE_BYTES).decode()
     entry = ChannelBundle(
         device=manifest.device.profile,
         device_json=device_json,
-        manifest_sha256=own.sha256,
-        manifest_bytes=own.size_bytes,
+        manifest_sha256=manifest_file.sha256,
+        manifest_bytes=manifest_file.size_bytes,
         total_bytes=sum(file.size_bytes for file in files),
         memory_floor_bytes=nominal_memory(manifest).floor_bytes,
         required_cpu_features=(),

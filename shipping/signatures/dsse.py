@@ -105,8 +105,8 @@ def verify_signatures(envelope: Envelope, payload_type: str, keys: Sequence[Publ
     if not 1 <= len(keys) <= MAX_KEYS:
         raise ValueError(f"expected 1 to {MAX_KEYS} accepted keys, found {len(keys)}")
     if envelope.payload_type != payload_type:
-        found = envelope.payload_type
-        raise SignatureInvalid(f"`{place}` has the payload type `{found}`, expected `{payload_type}`", COPY_AGAIN)
+        stated_type = envelope.payload_type
+        raise SignatureInvalid(f"`{place}` has the payload type `{stated_type}`, expected `{payload_type}`", COPY_AGAIN)
     message = signed_bytes(payload_type, envelope.payload)
     accepted = list[PublicKey]()
     for signature in envelope.signatures:

@@ -68,13 +68,13 @@ def parse_address(text: str) -> Address:
     A name with a colon before the first slash, such as `host:folder`, is refused: `./host:folder` is a folder.
     Raises InputError. Its message never shows credentials.
     """
-    found = _SCHEME.fullmatch(text)
-    if found is None:
+    match = _SCHEME.fullmatch(text)
+    if match is None:
         return _folder(text)
-    scheme, rest = found[1].lower(), found[2]
+    scheme, rest = match[1].lower(), match[2]
     if scheme not in _FORMS:
         raise InputError(
-            f"`{found[1][:40]}:` is no kind of store, expected {', '.join(_FORMS.values())} or a folder",
+            f"`{match[1][:40]}:` is no kind of store, expected {', '.join(_FORMS.values())} or a folder",
             "a folder whose name has a colon is written with `./` before it",
         )
     if scheme == FILE:
@@ -118,7 +118,7 @@ def _of_web(scheme: str, host: str, path: str) -> Address:
     parts = path.split("/") if path else []
     if not _HOST.fullmatch(host):
         raise _malformed(scheme, f"`{host[:80]}` is no host")
-    if any(part in (".", "..") or not _PART.fullmatch(part) for part in parts):
+    if any(segment in (".", "..") or not _PART.fullmatch(segment) for segment in parts):
         raise _malformed(scheme, f"`{path[:80]}` is no path of a URL")
     return Address(scheme, host, path)
 
@@ -127,7 +127,7 @@ def _of_bucket(scheme: str, host: str, path: str) -> Address:
     if not _BUCKET.fullmatch(host):
         raise _malformed(scheme, f"`{host[:80]}` is no name of a bucket")
     parts = path.split("/") if path else []
-    if any(part in ("", ".", "..") or not part.isprintable() for part in parts):
+    if any(segment in ("", ".", "..") or not segment.isprintable() for segment in parts):
         raise _malformed(scheme, f"`{path[:80]!r}` is no prefix")
     return Address(scheme, host, path)
 

@@ -112,8 +112,8 @@ class FileStore:
                 SourceFile(source, size_bytes, sha256, sent) as content,
                 AtomicFile(growing, temporary_path(growing), self._system) as file,
             ):
-                for part in content.parts():
-                    file.write(part)
+                for block in content.parts():
+                    file.write(block)
         self.note(path, size_bytes, sha256)
         return not is_there
 
@@ -173,12 +173,12 @@ class FileStore:
     def _has(self, place: Path, size_bytes: int, sha256: str) -> bool:
         """Return whether a file has this content. It is read once, also if it gets another name."""
         try:
-            found = os.lstat(place)
+            status = os.lstat(place)
         except OSError:
             return False
-        if not stat.S_ISREG(found.st_mode) or found.st_size != size_bytes:
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
             return False
-        identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if identity not in self._digests:
             self._digests[identity] = _digest(place)
         return self._digests[identity] == sha256
@@ -253,9 +253,9 @@ def _check_folder(folder: Path, for_writing: bool) -> None:
     if any(_OWN_NAME.fullmatch(name) for name in names):
         return
     if names or not for_writing:
-        found = f"it has `{names[0][:80]}`" if names else "it is empty"
+        content = f"it has `{names[0][:80]}`" if names else "it is empty"
         raise InputError(
-            f"`{folder}` is no store of bundles: {found}, and neither a channel nor a bundle named by its digest",
+            f"`{folder}` is no store of bundles: {content}, and neither a channel nor a bundle named by its digest",
             "name a new folder" if for_writing else "name the folder that `moec push` wrote to",
         )
 
@@ -265,8 +265,8 @@ def _digest(place: Path) -> str:
     try:
         digest = hashlib.sha256()
         with place.open("rb", buffering=0) as file:
-            while part := file.read(PART_BYTES):
-                digest.update(part)
+            while block := file.read(PART_BYTES):
+                digest.update(block)
         return digest.hexdigest()
     except OSError:
         return ""

@@ -119,8 +119,8 @@ class HttpClient:
     def _rest(self, url: str, problem: Again, failed: int) -> None:
         """Wait after a failed attempt. Raises StoreFailed after the last one."""
         if failed < self._options.attempts:
-            own = self._options.first_pause_s * 2 ** (failed - 1)
-            if not self._closed.wait(max(own, min(problem.after_s, self._options.most_pause_s))):
+            pause_s = self._options.first_pause_s * 2 ** (failed - 1)
+            if not self._closed.wait(max(pause_s, min(problem.after_s, self._options.most_pause_s))):
                 return
         raise StoreFailed(f"`{shown_place(url)}`: {problem}, {failed} times in a row", _LATER) from problem
 
@@ -192,16 +192,16 @@ class HttpClient:
             raise _refusal(url, answer)
         self._check_tag(url, answer)
         if answer.status == 200 and (start or stated not in (None, end)):
-            found = "the whole file" if stated is None else f"a whole file of {stated} bytes"
+            range_text = "the whole file" if stated is None else f"a whole file of {stated} bytes"
             raise StoreFailed(
-                f"`{place}`: expected bytes {start} to {end - 1}, found {found}", "use a server that serves ranges"
+                f"`{place}`: expected bytes {start} to {end - 1}, found {range_text}", "use a server that serves ranges"
             )
         if answer.status == 206:
-            found = answer.header("Content-Range")
-            match = _CONTENT_RANGE.fullmatch(found)
+            range_text = answer.header("Content-Range")
+            match = _CONTENT_RANGE.fullmatch(range_text)
             if match is None or (int(match[1]), int(match[2])) != (start, end - 1) or stated not in (None, end - start):
                 raise StoreFailed(
-                    f"`{place}`: expected bytes {start} to {end - 1}, found the range `{found[:80]}`"
+                    f"`{place}`: expected bytes {start} to {end - 1}, found the range `{range_text[:80]}`"
                     + ("" if stated is None else f" with {stated} bytes"),
                     _CHECK,
                 )

@@ -206,8 +206,8 @@ class Connections:
             self._context = ssl.create_default_context()
         connection = _SecureConnection(host, port, timeout=self._timeout_s, context=self._context)
         if proxy is not None:
-            own = {"Proxy-Authorization": proxy.authorization} if proxy.authorization else {}
-            connection.set_tunnel(origin.host, origin.port, own)
+            headers = {"Proxy-Authorization": proxy.authorization} if proxy.authorization else {}
+            connection.set_tunnel(origin.host, origin.port, headers)
         return connection
 
     def close(self) -> None:

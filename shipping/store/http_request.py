@@ -123,8 +123,8 @@ class HttpRequests:
         redirects, is_renewed = 0, False
         while True:
             origin = _origin(url, place)
-            own = {"Authorization": credentials} if credentials and origin == own_origin else {}
-            answer = self._send(method, place, origin, {**self._headers, **headers, **own}, body)
+            authorization = {"Authorization": credentials} if credentials and origin == own_origin else {}
+            answer = self._send(method, place, origin, {**self._headers, **headers, **authorization}, body)
             if answer.status == 401 and origin == own_origin and self._authorize and not is_renewed:
                 is_renewed, challenge = True, answer.header("WWW-Authenticate")
                 self._drop(answer)
@@ -254,13 +254,13 @@ def _target(place: str) -> str:
 def _next_place(url: str, place: str, location: str) -> str:
     """Return the place of a redirect. Raises StoreFailed if it leaves TLS or HTTP."""
     try:
-        found = urljoin(place, location)
+        target = urljoin(place, location)
     except ValueError as error:
         raise StoreFailed(f"`{shown_place(url)}`: the server redirects to no address", _CHECK) from error
-    before, after = _origin(url, place), _origin(url, found)
+    before, after = _origin(url, place), _origin(url, target)
     if before.scheme == "https" and after.scheme != "https":
         raise StoreFailed(f"`{shown_place(url)}`: the server redirects from https to {after.scheme}", _CHECK)
-    return found
+    return target
 
 
 def _pause(text: str) -> float:

@@ -128,9 +128,9 @@ class HttpStore(UrlFiles):
     def _check_stored(self, path: str, size_bytes: int) -> None:
         """Raise StoreFailed if a server that reported success has another size."""
         self._client.forget(self._url(path))
-        found = self.size_bytes(path)
-        if found != size_bytes:
-            stored = "no file" if found is None else f"{found} bytes"
+        stored_bytes = self.size_bytes(path)
+        if stored_bytes != size_bytes:
+            stored = "no file" if stored_bytes is None else f"{stored_bytes} bytes"
             raise StoreFailed(
                 f"`{shown_place(self._url(path))}`: the server took {size_bytes} bytes and has {stored}",
                 "check the server",

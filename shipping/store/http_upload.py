@@ -56,9 +56,9 @@ def send(
 
     def attempt() -> Reply:
         with client.requests.answer(method, url, {**sized, **(headers or {})}, body) as answer:
-            found = bytearray(_MAX_REPLY_BYTES)
-            count = answer.read_into(memoryview(found)) if method != "HEAD" else 0
-            return Reply(answer.status, {name: answer.header(name) for name in wanted}, bytes(found[:count]))
+            content = bytearray(_MAX_REPLY_BYTES)
+            count = answer.read_into(memoryview(content)) if method != "HEAD" else 0
+            return Reply(answer.status, {name: answer.header(name) for name in wanted}, bytes(content[:count]))
 
     return client.repeated(url, attempt)
 

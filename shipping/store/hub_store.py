@@ -174,6 +174,6 @@ def _has(there: RepoFile, content: SourceFile, sha256: str) -> bool:
     if there.lfs is not None:
         return bool(there.lfs.sha256 == sha256)
     digest = hashlib.sha1(f"blob {content.size_bytes}\0".encode(), usedforsecurity=False)
-    for part in content.parts():
-        digest.update(part)
+    for block in content.parts():
+        digest.update(block)
     return bool(there.blob_id == digest.hexdigest())

@@ -76,8 +76,8 @@ class ObjectStore:
 
     def size_bytes(self, path: str) -> int | None:
         """Return the size of a file, or None. Raises StoreFailed."""
-        found = self._ask("HEAD", path, lambda: obstore.head(self._bucket, path))
-        return None if found is None else int(found["size"])
+        head = self._ask("HEAD", path, lambda: obstore.head(self._bucket, path))
+        return None if head is None else int(head["size"])
 
     def read(self, path: str, start: int, end: int) -> Iterator[memoryview]:
         """Yield a range of a file. Raises StoreFailed."""
@@ -91,9 +91,9 @@ class ObjectStore:
         done = start
         for piece in self._pieces(path, result):
             for at in range(0, len(piece), PART_BYTES):
-                part = piece[at : min(at + PART_BYTES, end - done + at)]
-                done += len(part)
-                yield part
+                block = piece[at : min(at + PART_BYTES, end - done + at)]
+                done += len(block)
+                yield block
         if done != end:
             raise self._other_bytes(path, start, end)
 
@@ -128,8 +128,8 @@ class ObjectStore:
             with SourceFile(source, size_bytes, sha256, sent) as content:
                 parts = content.parts()
                 body = parts if size_bytes > part_bytes else b"".join(parts)
-                told = {_DIGEST: sha256}
-                self._put(path, body, attributes=told, chunk_size=part_bytes, max_concurrency=_UPLOADS_AT_ONCE)
+                digest = {_DIGEST: sha256}
+                self._put(path, body, attributes=digest, chunk_size=part_bytes, max_concurrency=_UPLOADS_AT_ONCE)
         self.note(path, size_bytes, sha256)
         return not is_there
 
@@ -152,8 +152,8 @@ class ObjectStore:
 
     def _has(self, path: str, size_bytes: int, sha256: str) -> bool:
         """Return whether the service states this size and digest of a file. Raises StoreFailed."""
-        found = self._ask("HEAD", path, lambda: obstore.get(self._bucket, path, options={"head": True}))
-        return found is not None and found.meta["size"] == size_bytes and found.attributes.get(_DIGEST) == sha256
+        head = self._ask("HEAD", path, lambda: obstore.get(self._bucket, path, options={"head": True}))
+        return head is not None and head.meta["size"] == size_bytes and head.attributes.get(_DIGEST) == sha256
 
     def _copy(self, path: str, size_bytes: int, sha256: str) -> bool:
         """Let the service copy a known file with this content. Returns False if that is not possible."""
@@ -208,8 +208,8 @@ class ObjectStore:
     def _failure(self, what: str, path: str, error: Exception) -> StoreFailed:
         """Return the error of a request. The message of obstore is not shown: it may have a signed address."""
         place = f"`{self.address}/{path}`"
-        found = _STATUS.search(str(error))
-        status = None if found is None else found[1]
+        match = _STATUS.search(str(error))
+        status = None if match is None else match[1]
         if isinstance(error, (PermissionDeniedError, UnauthenticatedError, PermissionError)) or status in (
             "401",
             "403",

@@ -48,11 +48,11 @@ class SourceFile:
         """
         stop = self.size_bytes if end is None else end
         while start < stop:
-            part = self._read(start, min(PART_BYTES, stop - start))
-            yield part
-            start += len(part)
+            block = self._read(start, min(PART_BYTES, stop - start))
+            yield block
+            start += len(block)
             if self._sent is not None:
-                self._sent(len(part))
+                self._sent(len(block))
         if self.size_bytes == 0:
             self._check()
 
@@ -60,18 +60,18 @@ class SourceFile:
         if self._descriptor is None:
             raise RuntimeError("the file is not open")
         try:
-            part = os.pread(self._descriptor, count, start)
+            block = os.pread(self._descriptor, count, start)
         except OSError as error:
             raise InputError(f"`{self._path}` cannot be read: {error.strerror or error}", "check the disk") from error
-        if not part:
+        if not block:
             raise self._changed()
-        end = start + len(part)
+        end = start + len(block)
         if start <= self._hashed < end:
-            self._digest.update(memoryview(part)[self._hashed - start :])
+            self._digest.update(memoryview(block)[self._hashed - start :])
             self._hashed = end
         if end == self.size_bytes:
             self._check()
-        return part
+        return block
 
     def _check(self) -> None:
         if self._hashed != self.size_bytes or self._digest.hexdigest() != self._sha256:

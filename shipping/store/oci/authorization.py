@@ -77,14 +77,14 @@ class RegistryAuthorization:
         has_secrets = self._login is not None or self._origin.scheme == "https"
         if has_secrets and not keeps_secrets(f"{origin.scheme}://{origin.place}"):
             raise StoreFailed(f"the registry takes tokens of `{shown_place(realm)}`, which has no TLS", _CHECK)
-        asked = [(name, fields[name]) for name in ("service", "scope") if name in fields]
+        parameters = [(name, fields[name]) for name in ("service", "scope") if name in fields]
         header, started = self._basic(), time.monotonic()
         client = HttpClient(self._options, lambda url, challenge: header)
         try:
             if isinstance(self._login, IdentityToken):
-                data = _bought_token(client, realm, self._login, asked)
+                data = _bought_token(client, realm, self._login, parameters)
             else:
-                url = f"{realm}{'&' if '?' in realm else '?'}{urlencode(asked)}"
+                url = f"{realm}{'&' if '?' in realm else '?'}{urlencode(parameters)}"
                 data = client.read_small(url, _TOKEN_JSON.size_bytes) or b""
         finally:
             client.close()
@@ -92,10 +92,12 @@ class RegistryAuthorization:
         return f"Bearer {token}", started + lasting_s - _SPARE_TOKEN_S
 
 
-def _bought_token(client: HttpClient, realm: str, identity: IdentityToken, asked: Sequence[tuple[str, str]]) -> bytes:
+def _bought_token(
+    client: HttpClient, realm: str, identity: IdentityToken, parameters: Sequence[tuple[str, str]]
+) -> bytes:
     """Return the answer of a server that gives tokens for an identity token. Raises StoreFailed."""
     grant = [("grant_type", "refresh_token"), ("client_id", _CLIENT_ID), ("refresh_token", identity.text)]
-    form = urlencode([*grant, *asked]).encode()
+    form = urlencode([*grant, *parameters]).encode()
     headers = {"Content-Type": "application/x-www-form-urlencoded"}
     reply = send(client, "POST", realm, headers=headers, body=lambda: [form], size_bytes=len(form))
     if reply.status != 200:
@@ -109,8 +111,8 @@ def _decode_token(data: bytes, realm: str) -> tuple[str, float]:
         answer = load_strict_json(data, _TOKEN_JSON)
     except ValueError:
         answer = None
-    found = answer if isinstance(answer, dict) else {}
-    token, seconds = found.get("token") or found.get("access_token"), found.get("expires_in")
+    values = answer if isinstance(answer, dict) else {}
+    token, seconds = values.get("token") or values.get("access_token"), values.get("expires_in")
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
         raise StoreFailed(f"`{shown_place(realm)}` sends no token", _LOG_IN)
     lasting_s = seconds if isinstance(seconds, (int, float)) else 0
