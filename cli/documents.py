@@ -16,7 +16,7 @@ from .terminal import output
 
 HEAD = """# The command line
 
-`make docs` writes this page from the commands. `moec COMMAND --help` explains more, `--help-all` shows all options.
+`make docs` writes this page. `moec COMMAND --help` says more, `--help-all` has all options.
 Text and results go to stdout. Messages and progress go to stderr. `--json` prints one JSON object.
 
 `eval "$(_MOEC_COMPLETE=bash_source moec)"` in `~/.bashrc` completes commands and options (`zsh_source`, `fish_source`).
