@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .processor import read_text, unescaped
+from moec.manifests.files.mounts import mounts
+
+from .processor import read_text
 
 _SYSTEM = Path("/")
 _UNLIMITED_BYTES = 1 << 60
@@ -65,7 +67,7 @@ def _groups(system: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
     A container may see a part of the tree. Then the name of its group begins with the root of the mount.
     """
-    mounts = list(_mounts(system))
+    all_mounts = mounts(system)
     for line in read_text(system / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         names, _, group = rest.partition(":")
@@ -73,24 +75,16 @@ def _groups(system: Path, controller: str) -> Iterator[tuple[int, Path]]:
             continue
         parts = _parts(group)
         version = 1 if names else 2
-        folders = [(root, folder) for kind, root, folder in mounts if kind == (controller if names else "")]
+        folders = [
+            (_parts(mount.root), system / mount.point.lstrip("/"))
+            for mount in all_mounts
+            if (mount.kind == "cgroup" and controller in mount.options.split(",") if names else mount.kind == "cgroup2")
+        ]
         usual = system / "sys/fs/cgroup"
         for root, folder in folders or [([], usual / controller if names else usual)]:
             visible = parts[len(root) :] if parts[: len(root)] == root else parts
             for depth in range(len(visible), -1, -1):
                 yield version, folder.joinpath(*visible[:depth])
-
-
-def _mounts(system: Path) -> Iterator[tuple[str, list[str], Path]]:
-    """Yield mounts of control groups: a controller, or "" for version 2; the group at its root; its folder."""
-    for line in read_text(system / "proc/self/mountinfo").splitlines():
-        place, _, kind = line.partition(" - ")
-        fields, facts = place.split(" "), kind.split(" ")
-        if len(fields) < 5 or len(facts) < 3 or facts[0] not in ("cgroup", "cgroup2"):
-            continue
-        root, folder = map(unescaped, fields[3:5])
-        for controller in facts[2].split(",") if facts[0] == "cgroup" else [""]:
-            yield controller, _parts(root), system / folder.lstrip("/")
 
 
 def _parts(group: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -109,8 +108,3 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):  # ValueError: a zero byte in the path
         return ""
-
-
-def unescaped(text: str) -> str:
-    """Return a field of /proc/self/mountinfo with its special characters."""
-    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text)

@@ -7,7 +7,9 @@ import json
 import os
 from pathlib import Path
 
-from .processor import read_text, unescaped
+from moec.manifests.files.mounts import mount_of
+
+from .processor import read_text
 
 _SYSTEM = Path("/")
 # Files of a block device in /sys that identify it; each driver has some of them. Names and numbers of devices are left
@@ -36,12 +38,12 @@ def storage_sha256(place: Path, system: Path = _SYSTEM) -> str:
     Raises OSError.
     """
     device = place.stat().st_dev
-    kind, source = _mount(place.resolve(), system)
+    mount = mount_of(place.resolve(), system)
     blocks = [system / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"]
-    if source.startswith("/dev/"):  # some file systems, such as btrfs, number their devices themselves
-        blocks.append(system / "sys/class/block" / (system / source.lstrip("/")).resolve().name)
-    facts = next((disks for block in blocks if any(disks := _disks(block))), source)
-    return hashlib.sha256(json.dumps([kind, facts]).encode()).hexdigest()
+    if mount.source.startswith("/dev/"):  # some file systems, such as btrfs, number their devices themselves
+        blocks.append(system / "sys/class/block" / (system / mount.source.lstrip("/")).resolve().name)
+    facts = next((disks for block in blocks if any(disks := _disks(block))), mount.source)
+    return hashlib.sha256(json.dumps([mount.kind, facts]).encode()).hexdigest()
 
 
 def _disks(block: Path) -> list[list[str]]:
@@ -54,20 +56,3 @@ def _disks(block: Path) -> list[list[str]]:
     below = sorted(disk for slave in (block / "slaves").glob("*") for disk in _disks(slave))
     names = _MAPPING_FACTS if below else _DISK_FACTS
     return [[f"{name} {text}" for name in names if (text := read_text(block / name).strip())], *below]
-
-
-def _mount(place: Path, system: Path) -> tuple[str, str]:
-    """Return type and source of the file system that holds a path without links; empty if the system does not
-    report it.
-    """
-    longest, best = 0, ("", "")
-    for line in read_text(system / "proc/self/mountinfo").splitlines():
-        front, _, back = line.partition(" - ")
-        fields, type_and_source = front.split(" "), back.split(" ")
-        if len(fields) < 5 or len(type_and_source) < 2:
-            continue
-        point = Path(unescaped(fields[4]))
-        # Of several mounts at one place the last one is visible
-        if place.is_relative_to(point) and len(point.parts) >= longest:
-            longest, best = len(point.parts), (type_and_source[0], unescaped(type_and_source[1]))
-    return best

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import BinaryIO, Protocol
 
 from ..errors import DiskFull, InputError, MoecError
+from .mounts import mounts
 
 STDOUT = Path("-")
 """Name of standard output."""
@@ -374,9 +375,5 @@ def _is_mount_point(path: Path) -> bool:
     """Return whether a file is mounted there, as containers do. Such a file can be written, but not replaced."""
     if not path.exists():
         return False
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return False
-    wanted = os.path.realpath(path).replace("\\", "\\134").replace(" ", "\\040")
-    return any(line.split(" ")[4:5] == [wanted] for line in lines)
+    wanted = os.path.realpath(path)
+    return any(mount.point == wanted for mount in mounts())

@@ -18,6 +18,7 @@ from pathlib import Path
 from moec.manifests.bundle import PARTIAL_SUFFIX
 from moec.manifests.errors import InputError, TryAgain
 from moec.manifests.files.implied_names import is_implied_folder
+from moec.manifests.files.mounts import mount_of
 from moec.manifests.files.output_file import FileSystem
 
 CURRENT, PREVIOUS = "current", "previous"
@@ -157,22 +158,11 @@ def check_links(places: Places, system: FileSystem) -> None:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         raise InputError(
-            f"the file system of `{places.folder}`{_file_system_name(places.folder)} has no symbolic links, "
+            f"the file system of `{places.folder}` ({mount_of(places.folder.resolve()).kind}) has no symbolic links, "
             f"expected them for `{CURRENT}`",
             "name a folder on ext4 or another file system with links",
         ) from error
     system.remove(growing)
-
-
-def _file_system_name(folder: Path) -> str:
-    """Return the kind of a file system in parentheses, like ` (vfat)`; empty if the system does not tell it."""
-    with contextlib.suppress(OSError, IndexError):
-        device = os.stat(folder).st_dev
-        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-            mount, _, kind = line.partition(" - ")
-            if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
-                return f" ({kind.split()[0]})"
-    return ""
 
 
 def remove_link(places: Places, link: str, system: FileSystem) -> None:
