@@ -22,6 +22,7 @@ from moec.profiles.device import DeviceProfile
 
 from .bundle.plan_bundles import clear_trials
 from .calibration.activation_paths import DEFAULT_PATH_KEYS, PathKeys
+from .calibration.collect import training_digest
 from .checkpoint.checkpoint import Checkpoint, open_checkpoint
 from .families import lower
 from .preflight.finished import plan_of
@@ -186,8 +187,7 @@ def _as_compiled(options: CompileOptions, plain: Mapping[str, str]) -> CompileOp
 
 def _check_data(request: BundleRequest, splits: tuple[SplitData, ...]) -> None:
     """Refuse other data than the bundle was calibrated with."""
-    digest = hashlib.sha256("".join(split.train.sha256 for split in splits).encode()).hexdigest()
-    if request.manifest.calibration is None or request.manifest.calibration.data_sha256 != digest:
+    if request.manifest.calibration is None or request.manifest.calibration.data_sha256 != training_digest(splits):
         raise DataError(
             f"`{request.data}` is not the data that `{request.bundle}` was compiled with: other items calibrate it",
             "name that data with `--data`",

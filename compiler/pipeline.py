@@ -70,7 +70,7 @@ def _compile(request: CompileRequest, like: Prepared | None) -> CompileResult:
     clear_trials(output, disk)
     prepared = prepare(request, like)
     if may_be_result:
-        finished = complete_earlier_run(request, prepared.identity())
+        finished = complete_earlier_run(prepared)
         if finished is not None:
             return finished
         check_replaceable(output, request.overwrite)

@@ -191,15 +191,19 @@ def texts_digest(rows: Sequence[Sequence[int]]) -> str:
     return digest.hexdigest()
 
 
+def training_digest(splits: Sequence[SplitData]) -> str:
+    """Return the SHA-256 over the train items of all tasks."""
+    return hashlib.sha256("".join(split.train.sha256 for split in splits).encode()).hexdigest()
+
+
 def calibration_summary(statistics: ActivationStatistics, splits: Sequence[SplitData]) -> CalibrationSummary:
     """Return the manifest's description of the calibration text.
 
     splits: all tasks. Their train items are the text.
     """
-    digest = hashlib.sha256("".join(split.train.sha256 for split in splits).encode()).hexdigest()
     return CalibrationSummary(
         task="+".join(split.task.name for split in splits),
-        data_sha256=digest,
+        data_sha256=training_digest(splits),
         items=sum(len(split.train.items) for split in splits),
         tokens=statistics.num_tokens,
         seed=statistics.seed,

@@ -1,4 +1,4 @@
-"""Completion of an earlier run that was interrupted after it had published its bundle.
+"""Completion of an earlier run that has published its bundle, and was perhaps interrupted after that.
 
 A resumed run then finds the output in place and must not refuse it.
 """
@@ -19,11 +19,14 @@ from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.profiles.device_json import encode_device
 
+from ..bundle.emit import producer
+from ..calibration.collect import training_digest
 from ..request.plan import CompilePlan
 from ..request.request import CompileRequest
 from ..request.result import CompileResult
 from ..workspace.journal import Journal
 from ..workspace.work_folder import certified_stage, forget
+from .prepared import Prepared
 
 
 def note_certified(journal: Journal, request: CompileRequest, partial: Path) -> None:
@@ -38,49 +41,61 @@ def note_certified(journal: Journal, request: CompileRequest, partial: Path) -> 
 
 
 def may_be_finished(request: CompileRequest) -> bool:
-    """Return whether a resumed run finds both a work folder and a bundle. Their content is not checked.
+    """Return whether a resumed run finds a bundle. Its content is not checked.
 
     Kept measurements resume every run. With `overwrite` alone, it makes the bundle anew.
     """
     resumes = request.resume or (request.takes_up and not request.overwrite)
-    return resumes and request.work.is_dir() and (request.output / MANIFEST_NAME).is_file()
+    return resumes and (request.output / MANIFEST_NAME).is_file()
 
 
-def complete_earlier_run(request: CompileRequest, identity: str) -> CompileResult | None:
-    """Finish an earlier run of these inputs that was interrupted after it had published its bundle.
+def complete_earlier_run(prepared: Prepared) -> CompileResult | None:
+    """Return the bundle of an earlier run of these inputs, and finish that run if it was interrupted.
 
     Returns None if the bundle is not the result of such a run.
-    identity: digest of everything that a search depends on.
     Raises OptionError if the work folder holds anything but results of a journal.
     Raises the errors of `request.talk.published`.
     """
-    journal = Journal(request.work, identity, request.disk, request.talk.note)
-    result = _published(journal, request)
-    if result is None:
-        return None
-    request.talk.note(f"`{request.output}` is complete: an earlier run of these inputs and options wrote it")
-    request.talk.published(result)
-    if not request.keeps_work:
-        forget(journal, certified_stage(request.profile.name))
-    return result
-
-
-def _published(journal: Journal, request: CompileRequest) -> CompileResult | None:
-    """Return the bundle at the output if the journal has its digest, else None."""
-    stored = journal.get(certified_stage(request.profile.name))
+    request = prepared.request
+    has_work = request.work.is_dir()
     try:
         data = read_input(request.output / MANIFEST_NAME, MAX_MANIFEST_BYTES)
         quality_data = read_input(request.output / QUALITY_NAME, MAX_QUALITY_BYTES)
     except UnreadableFile:
         return None
-    digest = hashlib.sha256(data).hexdigest()
-    if stored != canonical_json({"manifest_sha256": digest, "asked": _asked(request)}):
-        return None
     try:
         manifest, quality = decode_manifest(data, str(request.output)), load_strict_json(quality_data, QUALITY_JSON)
     except (MoecError, ValueError):
         return None
-    return CompileResult(request.output, plan_of(manifest), quality, device=manifest.device)
+    result = CompileResult(request.output, plan_of(manifest), quality, device=manifest.device)
+    if has_work:
+        journal = Journal(request.work, prepared.identity(), request.disk, request.talk.note)
+        digest = hashlib.sha256(data).hexdigest()
+        certified = canonical_json({"manifest_sha256": digest, "asked": _asked(request)})
+        if journal.get(certified_stage(request.profile.name)) != certified:
+            return None
+        request.talk.published(result)
+        if not request.keeps_work:
+            forget(journal, certified_stage(request.profile.name))
+    elif request.overwrite or not _is_result(manifest, quality, prepared):
+        return None
+    request.talk.note(f"`{request.output}` is complete: an earlier run of these inputs and options wrote it")
+    return result
+
+
+def _is_result(manifest: BundleManifest, quality: Any, prepared: Prepared) -> bool:
+    """Return whether a bundle records the checkpoint, training items, options and device of a compile."""
+    request, calibration = prepared.request, manifest.calibration
+    files = {file.name: file.sha256 for file in prepared.checkpoint.source_files()}
+    return (
+        (manifest.producer, dict(manifest.options)) == (producer(), prepared.options_plain())
+        and (manifest.device.profile, manifest.device.profile_sha256) == (request.profile.name, request.profile.sha256)
+        and (calibration and calibration.data_sha256) == (training_digest(prepared.splits) if prepared.splits else None)
+        and {file.name: file.sha256 for file in manifest.source.files} == files
+        and isinstance(quality, dict)
+        and bool(quality.get("modes")) == (request.measure_modes is not None)
+        and (not request.options.comparisons or bool(quality.get("comparison")))
+    )
 
 
 def plan_of(manifest: BundleManifest) -> CompilePlan:

@@ -199,6 +199,21 @@ def test_a_complete_bundle_is_finished_by_a_resumed_run(
     assert json.loads(result.stdout) == json.loads(whole["quality.json"])
     assert names(folder) == {"texts", "out", "out.log.json", "out.report.html"}
     assert json.loads((folder / "out.log.json").read_text())["events"][-1]["event"] == "done"
+    log = (folder / "out.log.json").read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr("moec.compiler.pipeline.make_plan", lambda stage: pytest.fail("it was done already"))
+        again = invoke(*arguments, "--resume", "--json")
+    assert again.exit_code == 0, again.stderr
+    assert "`out` is complete: an earlier run of these inputs and options wrote it" in again.stderr
+    assert (again.stdout, (folder / "out.log.json").read_bytes()) == (result.stdout, log)
+    for more in (
+        ("--limit", "3"),
+        ("--modes", "dynamic-precision"),
+        ("--comparisons",),
+    ):
+        other = invoke(*arguments, "--resume", *more)
+        assert other.exit_code == 1 and "error: `out` exists" in other.stderr, (more, other.stderr)
+    assert names(folder) == {"texts", "out", "out.log.json", "out.report.html"}
 
 
 def test_the_plan_of_a_bundle_is_the_one_that_was_compiled(model: Path, tmp_path: Path) -> None:
