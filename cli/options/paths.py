@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -176,11 +177,25 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Write a line per row. The file appears when it is complete. Raises the errors of `output_file`."""
     with output_file(path) as file:
         for row in rows:
-            file.write(_line(row))
+            file.write(sound_json(row))
 
 
-def _line(row: Mapping[str, object]) -> bytes:
+def sound_json(value: object, indent: int | None = None) -> bytes:
+    """Return a value as JSON in UTF-8, and a line end. What JSON or UTF-8 cannot hold is replaced.
+
+    Half of a surrogate pair becomes U+FFFD; NaN and infinities become null.
+    """
     try:
-        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON allows and UTF-8 does not
-        return json.dumps(row).encode() + b"\n"
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent).encode() + b"\n"
+    except ValueError:  # also what UTF-8 cannot hold
+        return json.dumps(_sound(value), ensure_ascii=False, allow_nan=False, indent=indent).encode() + b"\n"
+
+
+def _sound(value: object) -> object:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {_sound(str(name) if isinstance(name, float) else name): _sound(item) for name, item in value.items()}
+    return [_sound(item) for item in value] if isinstance(value, list | tuple) else value

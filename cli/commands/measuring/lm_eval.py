@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,15 @@ from moec.manifests.files.output_file import write_output
 from ...lossy_modes.mode_costs import say_mode_cost
 from ...lossy_modes.mode_sweep import say_decisions
 from ...options.opening import accelerator_facts, bundle_folder, is_bundle, mode_facts
-from ...options.paths import PATH, json_option, output_option, per_item_option, slots_option, write_json_lines
+from ...options.paths import (
+    PATH,
+    json_option,
+    output_option,
+    per_item_option,
+    slots_option,
+    sound_json,
+    write_json_lines,
+)
 from ...options.runtime_options import build_options, runtime_options
 from ...options.task_options import TemplateProcesses
 from ...terminal import output
@@ -149,7 +156,7 @@ def _write(found: dict[str, Any], out: Path | None, per_item: Path | None) -> No
     if per_item is not None:
         write_json_lines(per_item, _item_rows(items))
     if out is not None:
-        write_output(out, (json.dumps(found, indent=1) + "\n").encode())
+        write_output(out, sound_json(found, indent=1))
 
 
 def _chat(processes: TemplateProcesses, folder: Path) -> ChatTemplate:
