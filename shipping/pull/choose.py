@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moec.manifests.errors import BundleError, ChannelRefused, DeviceRefused
+from moec.manifests.sizes import limit_bytes, option_bytes
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_json import decode_device
 from moec.profiles.present_machine import first_difference
@@ -31,7 +32,7 @@ def choose_bundle(
     memory = memory_limit_bytes(system) if memory_bytes is None else memory_bytes
     if device != AUTO:
         named = [bundle for bundle in channel.bundles if bundle.device == device]
-        reasons = {bundle.device: _lack_of_memory(bundle, memory) for bundle in named}
+        reasons = {bundle.device: _lack_of_memory(bundle.memory_floor_bytes, memory) for bundle in named}
         if named and reasons[device] is None:
             return named[0]
         why = f": {reasons[device]}" if named else ""
@@ -40,9 +41,7 @@ def choose_bundle(
     fitting, reasons = list[tuple[int, ChannelBundle]](), {}
     for bundle in channel.bundles:
         profile, why_not = _profile(channel, bundle)
-        if profile is not None:
-            why_not = first_difference(profile, system)
-        why_not = why_not or _lack_of_memory(bundle, memory)
+        why_not = why_not or misfit(profile, bundle.memory_floor_bytes, memory, system)
         reasons[bundle.device] = why_not
         if why_not is None:
             fitting.append((profile.memory_budget_bytes if profile else -1, bundle))
@@ -83,17 +82,30 @@ def _profile(channel: Channel, bundle: ChannelBundle) -> tuple[DeviceProfile | N
         return None, "its profile is no text"
 
 
-def _lack_of_memory(bundle: ChannelBundle, memory_bytes: int) -> str | None:
+def misfit(profile: DeviceProfile | None, floor_bytes: int, memory_bytes: int, system: Path = _SYSTEM) -> str | None:
+    """Return why a bundle is not for this machine, in words, or None.
+
+    profile: of the bundle; None: it states none.
+    floor_bytes: least memory of a run.
+    memory_bytes: memory that a run may take here.
+    """
+    difference = None if profile is None else first_difference(profile, system)
+    return difference or _lack_of_memory(floor_bytes, memory_bytes)
+
+
+def _lack_of_memory(floor_bytes: int, memory_bytes: int) -> str | None:
     """Return why the memory does not do for a bundle, in words, or None."""
-    if bundle.memory_floor_bytes <= memory_bytes:
+    if floor_bytes <= memory_bytes:
         return None
-    return f"it needs {-(-bundle.memory_floor_bytes // (1 << 20))}MiB of memory, {memory_bytes >> 20}MiB are there"
+    needed, there = option_bytes(floor_bytes, memory_bytes), limit_bytes(memory_bytes)
+    return f"it needs {needed} of memory, {there} are there"
 
 
 def _remedy(bundles: Sequence[ChannelBundle], reasons: dict[str, str | None], memory_bytes: int | None) -> str:
     """Return the remedy: more memory, if a user has bounded it and a bundle lacks nothing else."""
     if memory_bytes is not None and any(
-        reasons[bundle.device] == _lack_of_memory(bundle, memory_bytes) is not None for bundle in bundles
+        reasons[bundle.device] == _lack_of_memory(bundle.memory_floor_bytes, memory_bytes) is not None
+        for bundle in bundles
     ):
         return "give a larger --memory"
     return "name one of them with --device, or compile for this device"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import moec.runtime.bundle.archive
+from tests.tiny_compile import save_model
 
 from .conftest import Invoke
 
@@ -67,3 +68,25 @@ def test_the_size_that_an_archive_may_unpack_to(invoke: Invoke, own_bundle: Path
     assert invoke("unpack", tmp_path / "small.moec", "--max-size", "nothing").exit_code == 1
     assert invoke("unpack", tmp_path / "small.moec", "--max-size", str(size)).exit_code == 0
     assert contents(tmp_path / "small") == contents(own_bundle)
+
+
+@pytest.mark.parametrize("lacks", ["nothing", "processors", "memory"])
+def test_unpack_says_why_pull_would_choose_another_bundle(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    model, out = save_model(tmp_path / "tiny", layers=1), tmp_path / "out"
+    device = ("--device", "raspberry-pi-5-nvme") if lacks == "processors" else ()
+    assert invoke("compile", model, "--uniform", "4", *device, "-o", out).exit_code == 0
+    assert invoke("pack", out, tmp_path / "out.moec").exit_code == 0
+    monkeypatch.setattr("moec.profiles.present_machine.allowed_processors", lambda: set(range(97)))
+    if lacks == "memory":
+        monkeypatch.setattr("moec.profiles.probe.memory_limit_bytes", lambda: 5 << 20)
+    result = invoke("unpack", tmp_path / "out.moec", tmp_path / "again")
+    assert result.exit_code == 0, result.stderr
+    reasons = {
+        "nothing": "",
+        "processors": "for `raspberry-pi-5-nvme` does not fit this machine: it has 97 threads, the profile 4",
+        "memory": "for `host` does not fit this machine: it needs ",
+    }  # fmt: skip
+    assert reasons[lacks] in result.stderr and ("note: " in result.stderr) == (lacks != "nothing")
+    assert ("MiB of memory, 5MiB are there" in result.stderr) == (lacks == "memory")

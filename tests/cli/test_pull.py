@@ -159,7 +159,7 @@ def test_what_may_succeed_later(
 def test_channel_device_and_memory(invoke: Invoke, device: Device) -> None:
     put(device, with_note(device, "hungry"), 1, "beta", memory_floor_bytes=3 << 30)
     refused = invoke("pull", *arguments(device), "--channel", "beta", "--device", "host", "--memory", "2GiB")
-    assert refused.exit_code == 4 and "it needs 3072MiB of memory, 2048MiB are there" in refused.stderr
+    assert refused.exit_code == 4 and "it needs 3072MiB of memory, 2GiB are there" in refused.stderr
     assert "hint: give a larger --memory\n" in refused.stderr
     assert not device.folder.exists()
     refused = invoke("pull", *arguments(device), "--device", "toaster")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import OptionError
-from moec.manifests.sizes import exact_bytes, parse_bytes
+from moec.manifests.sizes import exact_bytes, limit_bytes, option_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,15 @@ def test_a_written_size_is_read_as_the_same(size: int) -> None:
 )
 def test_the_largest_unit_that_divides(size: int, text: str) -> None:
     assert exact_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [("0", "MiB"), ("1023", "MiB"), ("1GiB", "MiB"), ("400KB", "MB"), ("900MB", "MB"), ("1.5GB", "MB")],
+)  # fmt: skip
+def test_another_size_has_the_units_of_the_given_one(text: str, unit: str) -> None:
+    assert option_bytes(3_000_001, parse_bytes(text)) == {"MB": "4MB", "MiB": "3MiB"}[unit]
+
+
+def test_a_limit_is_exact_where_it_was_given_and_never_rounded_up() -> None:
+    assert [limit_bytes(size) for size in (900_000_000, 2 << 30, (5 << 20) - 1)] == ["900MB", "2GiB", "4MiB"]

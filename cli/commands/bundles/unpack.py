@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from moec.manifests.errors import InputError
+from moec.manifests.errors import InputError, ProfileError
 
 from ...options.archives import check_target, held_target, report_archive
 from ...options.paths import PATH, json_option
@@ -52,10 +52,18 @@ def unpack_command(file: Path, folder: Path | None, max_size: str | None, as_jso
 
 
 def _tell_difference(bundle: Path) -> None:
-    """Say how this machine differs from the device of a bundle, if the bundle has a profile."""
-    from moec.profiles.present_machine import first_difference
-    from moec.runtime.bundle.device_file import stated_device
+    """Say why `moec pull` would not choose a bundle for this machine, if it would not."""
+    from moec.profiles.probe import memory_limit_bytes
+    from moec.runtime.bundle.device_file import device_of
+    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.memory.budget import nominal_memory
+    from moec.shipping.pull.choose import misfit
 
-    profile = stated_device(bundle)
-    if profile is not None and (difference := first_difference(profile)) is not None:
-        output.say(f"note: the bundle is for `{profile.name}`, and this machine is none: {difference}")
+    with open_bundle(bundle, allow_partial=True) as opened:
+        floor_bytes, device = nominal_memory(opened.manifest).floor_bytes, opened.manifest.device.profile
+        try:
+            difference = misfit(device_of(opened), floor_bytes, memory_limit_bytes())
+        except ProfileError:  # the system does not tell its memory
+            return
+    if difference is not None:
+        output.say(f"note: the bundle for `{device}` does not fit this machine: {difference}")

@@ -64,8 +64,10 @@ def test_a_refusal_lists_the_devices() -> None:
 def test_memory_is_checked(device: str) -> None:
     hungry = replace(HOST, memory_floor_bytes=3 << 30)
     assert choose_bundle(channel_of([hungry]), device, memory_bytes=3 << 30) == hungry
-    with pytest.raises(DeviceRefused, match="it needs 3072MiB of memory, 2048MiB are there"):
+    with pytest.raises(DeviceRefused, match="it needs 3072MiB of memory, 2GiB are there"):
         choose_bundle(channel_of([hungry]), device, memory_bytes=2 << 30)
+    with pytest.raises(DeviceRefused, match="it needs 3222MB of memory, 1500MB are there"):
+        choose_bundle(channel_of([hungry]), device, memory_bytes=1_500_000_000)
     with pytest.raises(DeviceRefused, match="it needs 1073741824MiB of memory"):
         choose_bundle(channel_of([replace(HOST, memory_floor_bytes=1 << 50)]), device)
 
