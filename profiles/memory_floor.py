@@ -88,11 +88,6 @@ class FixedMemory:
         return self.fixed_bytes + self.minimum_expert_bytes
 
 
-def memory_option(size_bytes: int) -> str:
-    """Return a size in the form of `--memory` and `--expert-cache`, rounded up: `72MiB`."""
-    return f"{-(-size_bytes // _MIB)}MiB"
-
-
 def process_bytes(
     model: ModelSpec, stored_experts: int, tokenizer_file_bytes: int, *, has_accelerator: bool = False
 ) -> int:

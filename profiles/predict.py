@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from typing import Literal
 
 from moec.manifests.errors import DoesNotFit
+from moec.manifests.sizes import option_bytes
 
 from .device import DeviceProfile
 from .device_parts import Power
-from .memory_floor import FixedMemory, memory_option
+from .memory_floor import FixedMemory
 
 Objective = Literal["tpot", "bytes-per-token", "size"]
 # 8-bit and 2-bit experts differ by a factor of 4. Above it, storage is the bottleneck for every choice of formats.
@@ -94,8 +95,8 @@ def recommended_cache_bytes(profile: DeviceProfile, fixed: FixedMemory, total_ex
         }
         raise DoesNotFit(
             f"device `{profile.name}` has a memory budget of {profile.memory_budget_bytes} bytes, this model needs "
-            f"{fixed.floor_bytes} ({memory_option(fixed.floor_bytes)}: "
-            f"{', '.join(f'{name} {memory_option(size)}' for name, size in parts.items())})",
+            f"{fixed.floor_bytes} ({option_bytes(fixed.floor_bytes)}: "
+            f"{', '.join(f'{name} {option_bytes(size)}' for name, size in parts.items())})",
             "ask for fewer bits, fewer `--dense-bits`, or a device with more memory",
         )
     return min(total_expert_bytes, profile.memory_budget_bytes - fixed.fixed_bytes)

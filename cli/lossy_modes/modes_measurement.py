@@ -65,7 +65,7 @@ class ModesMeasurement:
     def __call__(self, bundle: UnpublishedBundle) -> dict[str, Any]:
         """Return the record for quality.json. Raises MemoryBudgetExceeded."""
         from moec.compiler.walker.memory import COMPILE_PROCESS_BYTES
-        from moec.profiles.memory_floor import memory_option
+        from moec.manifests.sizes import option_bytes
         from moec.runtime.bundle.open_bundle import open_bundle
         from moec.runtime.memory.budget import plan_memory
         from moec.runtime.options.runtime import RuntimeOptions, parse_cache
@@ -82,7 +82,7 @@ class ModesMeasurement:
             settings.append({"dynamic_precision": published})
         cost = manifest.cost
         has_room = parse_cache(DEFAULT_CACHE, cost.expert_padded_bytes) >= cost.minimum_expert_bytes
-        cache = DEFAULT_CACHE if has_room else memory_option(cost.minimum_expert_bytes)
+        cache = DEFAULT_CACHE if has_room else option_bytes(cost.minimum_expert_bytes)
         options = RuntimeOptions(expert_cache=cache)
         if bundle.memory_bytes:
             # Computed from shapes, not from the memory of this process: equal compiles must give equal bytes.

@@ -18,18 +18,20 @@ if TYPE_CHECKING:
     from moec.runtime.options.runtime import RuntimeOptions
 
 R = TypeVar("R")
+_REMEDY = "name a folder that `moec compile` wrote, or DIR/current of `moec pull`"
 
 
 def bundle_folder(path: Path) -> Path:
     """Return the path if it is the folder of a bundle. Raises InputError otherwise."""
     if path.is_dir():
         if not is_bundle(path):
-            remedy = "name a folder that `moec compile` wrote"
+            current = path / "current"  # of a folder that `moec pull` installs into
+            remedy = f"name the bundle: {current}" if is_bundle(current) else _REMEDY
             raise InputError(f"`{path}` holds no bundle: `moec.json` is missing", remedy)
         return path
     if path.is_file():
         raise InputError(f"`{path}` is a file, expected a bundle folder", f"if it is packed: moec unpack {path}")
-    raise InputError(f"`{path}` does not exist, expected a bundle folder", "name the folder that `moec compile` wrote")
+    raise InputError(f"`{path}` does not exist, expected a bundle folder", _REMEDY)
 
 
 def open_engine(

@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from moec.manifests.errors import ExecutionError, MoecError
+from moec.manifests.sizes import human_bytes as human_bytes
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*( ?(%|[KMGT]?i?B|n?s|ms))?")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # C0 without line end and tab, DEL, C1, marks that change the direction of text, and surrogates.
@@ -96,14 +96,6 @@ def _talk(text: str) -> None:
 def one_line(value: object) -> str:
     """Return a value as text on one line."""
     return shown(str(value)).replace("\n", "\\n").replace("\t", "\\t")
-
-
-def human_bytes(count: float) -> str:
-    """Return bytes as text, 1536 -> `1.5 KiB`: binary units, one decimal place, whole bytes below 1 KiB."""
-    if abs(count) < 1024:
-        return f"{count:.0f} B"
-    power = min(4, (int(abs(count)).bit_length() - 1) // 10)
-    return f"{count / 1024**power:.1f} {_UNITS[power]}"
 
 
 def human_ms(nanoseconds: float | None) -> str:

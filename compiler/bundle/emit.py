@@ -42,6 +42,7 @@ from moec.manifests.bundle import (
 )
 from moec.manifests.codec import encode_manifest
 from moec.manifests.errors import CheckpointError, OptionError
+from moec.manifests.files.output_file import require_free_bytes
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
 from moec.manifests.progress import Progress
 from moec.manifests.quant import LAYOUT, ROWS_PER_BLOCK, QuantSpec
@@ -56,7 +57,7 @@ from ..quantization.packing import pack, pack_16bit
 from ..quantization.quantizers import Quantizer, quantizer
 from ..quantization.quantizers.rtn import rounded_rows
 from ..request.plan import CompilePlan
-from ..workspace.durable import Disk, StreamingFile, disk_errors, require_free_bytes
+from ..workspace.durable import Disk, StreamingFile, disk_errors
 from ..workspace.parallel import Workers, workers
 from ..workspace.work_folder import removed_on_failure
 

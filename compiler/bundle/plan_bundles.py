@@ -16,6 +16,7 @@ from pathlib import Path
 from moec.evaluation.engine import TextEngine
 from moec.manifests.bundle import PARTIAL_SUFFIX, WORK_SUFFIX, DeviceSummary
 from moec.manifests.errors import DoesNotFit, OptionError
+from moec.manifests.files.output_file import require_free_bytes
 from moec.manifests.model import ModelSpec
 from moec.manifests.progress import Progress
 
@@ -24,7 +25,7 @@ from ..quantization.unit_store import UnitStore
 from ..request.plan import CompilePlan, plain_plan
 from ..request.ports import OpenEngine
 from ..request.request import CompileRequest
-from ..workspace.durable import Disk, disk_errors, require_free_bytes
+from ..workspace.durable import Disk, disk_errors
 from ..workspace.work_folder import check_partial
 from .emit import BundleContent, emit
 

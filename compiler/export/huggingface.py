@@ -16,13 +16,13 @@ import torch
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import OptionError
 from moec.manifests.files.implied_names import is_implied_folder
-from moec.manifests.files.output_file import WRITING_SUFFIX
+from moec.manifests.files.output_file import WRITING_SUFFIX, require_free_bytes
 from moec.manifests.model import ExpertKey, UnitKey
 from moec.manifests.progress import Progress
 
 from ..checkpoint.checkpoint import CONFIG_NAME, GENERATION_CONFIG_NAME, is_companion
 from ..families import Lowering, TensorSource
-from ..workspace.durable import Disk, disk_errors, require_free_bytes
+from ..workspace.durable import Disk, disk_errors
 from ..workspace.work_folder import removed_on_failure
 from .checkpoint_names import corrections, names_of
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moec.manifests import sizes
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ModelSpec
 from moec.manifests.quant import QuantSpec
@@ -64,9 +65,10 @@ def choose_kept_layers(need: MemoryNeed, limit_bytes: int) -> KeptLayers:
         return KeptLayers(layers, holds_model=True)
     least = need.bytes_with(SMALL_TEXTS)
     if least > limit_bytes:
+        needed = sizes.option_bytes(least, limit_bytes)
         raise OptionError(
-            f"one layer at a time takes {least} bytes of memory, found {limit_bytes}",
-            f"give `--memory {-(-least // 2**20)}MiB` if the machine has them, or offer fewer `--bits`",
+            f"one layer at a time takes {needed} of memory, found {sizes.limit_bytes(limit_bytes)}",
+            f"give `--memory {needed}` if the machine has them, or offer fewer `--bits`",
         )
     return KeptLayers(fitting_layers(need.model, limit_bytes - least), holds_model=False)
 

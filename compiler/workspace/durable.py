@@ -8,7 +8,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from moec.manifests.errors import DiskFull, MoecError
+from moec.manifests.errors import MoecError
 from moec.manifests.files.output_file import WRITING_SUFFIX, AtomicFile, FileSystem, write_errors
 
 
@@ -76,16 +76,3 @@ class StreamingFile(AtomicFile):
     def __enter__(self) -> StreamingFile:
         super().__enter__()
         return self
-
-
-def require_free_bytes(folder: Path, need_bytes: int) -> None:
-    """Raise DiskFull if the file system of `folder` has less than `need_bytes` free. The folder need not exist."""
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < need_bytes:
-        raise DiskFull(
-            f"the disk of `{folder}` has {free} bytes free, the bundle needs {need_bytes}",
-            "free space, or choose another output",
-        )

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import BinaryIO, Protocol
 
 from ..errors import DiskFull, InputError, MoecError
+from ..sizes import human_bytes
 from .mounts import mounts
 
 STDOUT = Path("-")
@@ -259,6 +261,19 @@ def check_folder(path: Path, suffix: str = "") -> None:
             if len(os.fsencode(name)) > longest:
                 raise InputError(f"`{path}` cannot be written: a name may have {longest} bytes here", "shorten it")
         _try_new_file(folder)
+
+
+def require_free_bytes(folder: Path, need_bytes: int) -> None:
+    """Raise DiskFull if the file system of a folder has fewer bytes free than needed. The folder need not exist."""
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < need_bytes:
+        raise DiskFull(
+            f"the disk of `{folder}` has {human_bytes(free)} free, {human_bytes(need_bytes)} are needed",
+            "free space, or name another place",
+        )
 
 
 @contextmanager

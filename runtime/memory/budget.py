@@ -10,13 +10,12 @@ import numpy as np
 from moec.manifests.bundle import LOOKAHEAD_NAME, MANIFEST_NAME, TABLES_NAME, TOKENIZER_NAME, BundleManifest
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError, ProfileError
 from moec.manifests.model import ModelSpec
-from moec.manifests.sizes import parse_bytes
+from moec.manifests.sizes import option_bytes, parse_bytes
 from moec.profiles.memory_floor import (
     PROCESS_BYTES,
     PROCESS_SLACK_BYTES,
     FixedMemory,
     kv_bytes,
-    memory_option,
     process_bytes,
     scratch_bytes,
     tables_bytes,
@@ -98,10 +97,11 @@ def require_memory_for_manifest(bundle: Path, options: RuntimeOptions) -> None:
     except OSError:  # `open_bundle` reports the error
         return
     need = PROCESS_BYTES + _MANIFEST_FACTOR * size
-    if size > _SMALL_MANIFEST_BYTES and options.memory is not None and parse_bytes(options.memory) < need:
+    given = need if options.memory is None else parse_bytes(options.memory)
+    if size > _SMALL_MANIFEST_BYTES and given < need:
         raise MemoryBudgetExceeded(
-            f"`--memory {options.memory}` is less than the {memory_option(need)} that reading a manifest of {size} "
-            "bytes takes",
+            f"`--memory {options.memory}` is less than the {option_bytes(need, given)} that reading a manifest of "
+            f"{size} bytes takes",
             "`moec inspect` says what a run takes",
         )
 
@@ -123,7 +123,7 @@ def require_machine_memory(
     floor = nominal_memory(manifest, options, accelerator_bytes).floor_bytes
     if floor > limit:
         raise MemoryBudgetExceeded(
-            f"`{bundle}` needs at least {memory_option(floor)} for a context of {context}, this machine has "
+            f"`{bundle}` needs at least {option_bytes(floor)} for a context of {context}, this machine has "
             f"{limit >> 20}MiB",
             "decode fewer sequences at once, or shorten `--context`"
             if options.slots > 1
@@ -212,12 +212,12 @@ def _check_cache(options: RuntimeOptions, needs: FixedMemory, cache_bytes: int, 
     """Raise MemoryBudgetExceeded for an `--expert-cache` under its floor, or over `--memory`."""
     asked_for = f"`--expert-cache {options.expert_cache}`"
     if cache_bytes < needs.minimum_expert_bytes:
-        least = memory_option(needs.minimum_expert_bytes)
+        least = option_bytes(needs.minimum_expert_bytes, 0 if "%" in asked_for else cache_bytes)
         is_number = options.expert_cache is not None and options.expert_cache.isdigit()
         share = f"; a share is written `{options.expert_cache}%`" if is_number else ""
         raise MemoryBudgetExceeded(f"{asked_for} is under the floor of {least}", f"--expert-cache {least}{share}")
     if budget is not None and needs.fixed_bytes + cache_bytes > budget:
-        least = memory_option(needs.fixed_bytes + cache_bytes)
+        least = option_bytes(needs.fixed_bytes + cache_bytes, budget)
         raise MemoryBudgetExceeded(
             f"{asked_for} needs a budget of {least}, `--memory {options.memory}` is less",
             f"give one of the two, or --memory {least}",
@@ -231,7 +231,7 @@ def _under_floor(
 
     nominal_bytes: memory of a process that holds nothing else.
     """
-    least = memory_option(needs.floor_bytes)
+    least = option_bytes(needs.floor_bytes, 0 if options.memory is None else budget)
     if options.memory is not None:
         already = resident_set_bytes()
         share = f", and this process already holds {already >> 20}MiB of it" if already > nominal_bytes else ""

@@ -17,6 +17,7 @@ from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import MAX_MANIFEST_BYTES
 from moec.manifests.files.output_file import WRITING_SUFFIX, AtomicFile, FileSystem, put_in_place
+from moec.manifests.sizes import human_bytes
 
 from ..installed.places import Places
 from ..installed.prune import partial_names, remove_partial
@@ -154,7 +155,8 @@ def _require_disk(installation: Installation, plan: PullPlan) -> None:
     if free < need:
         has_others = bool(set(places.ids()) - {places.current, installation.name})
         raise DiskFull(
-            f"the disk of `{places.folder}` has {free} bytes free, the bundle needs {need}",
+            f"the disk of `{places.folder}` has {human_bytes(free)} free, {human_bytes(need)} are needed: "
+            f"{human_bytes(need - _SPARE_BYTES)} for the bundle, {human_bytes(_SPARE_BYTES)} for journal and receipt",
             "free space, or keep no previous bundle: --keep 0" if has_others else "free space",
         )
 

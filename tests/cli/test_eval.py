@@ -111,11 +111,11 @@ def test_a_full_disk_is_told_before_any_work(
     invoke: Invoke, checkpoint: Path, texts: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(temporary)
-    monkeypatch.setattr("moec.compiler.workspace.durable.shutil.disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     monkeypatch.setattr("moec.compiler.bundle.emit._Emitter.write_dense", lambda _: pytest.fail("work was done"))
     result = invoke("eval", checkpoint, "--data", texts)
     assert result.exit_code == 1 and not list(temporary.iterdir())
-    assert f"the disk of `{temporary}" in result.stderr and "has 1000 bytes free, the bundle needs" in result.stderr
+    assert f"the disk of `{temporary}" in result.stderr and "has 1000 B free, " in result.stderr
     assert "TMPDIR" in result.stderr
 
 

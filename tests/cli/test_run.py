@@ -220,6 +220,13 @@ def test_what_is_no_bundle_is_refused(invoke: Invoke, checkpoint: Path, tmp_path
     assert packed.exit_code == 1 and "moec unpack" in packed.stderr
     other = invoke("run", checkpoint, "--prompt", "x")
     assert other.exit_code == 1 and "holds no bundle: `moec.json` is missing" in other.stderr
+    assert "or DIR/current of `moec pull`" in missing.stderr and "or DIR/current of `moec pull`" in other.stderr
+
+
+def test_the_folder_of_a_device_is_refused_with_its_bundle(invoke: Invoke, bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "current").symlink_to(bundle)
+    refused = invoke("run", tmp_path, "--prompt", "x")
+    assert refused.exit_code == 1 and f"hint: name the bundle: {tmp_path / 'current'}\n" in refused.stderr
 
 
 @pytest.mark.parametrize("command", ["run", "generate", "eval"])

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import DoesNotFit
+from moec.manifests.sizes import option_bytes
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_parts import Power
 from moec.profiles.loading import load_profile
-from moec.profiles.memory_floor import PROCESS_BYTES, FixedMemory, memory_option
+from moec.profiles.memory_floor import PROCESS_BYTES, FixedMemory
 from moec.profiles.predict import (
     compute_ns,
     default_objective,
@@ -99,7 +100,7 @@ def test_a_budget_at_the_floor_is_enough_and_one_byte_less_is_refused() -> None:
     assert recommended_cache_bytes(enough, FIXED, 10_000) == 50
     with pytest.raises(DoesNotFit) as caught:
         recommended_cache_bytes(small(memory_budget_bytes=floor - 1), FIXED, 10_000)
-    assert f"this model needs {floor} ({memory_option(floor)}: " in caught.value.message
+    assert f"this model needs {floor} ({option_bytes(floor)}: " in caught.value.message
     assert caught.value.hint
 
 

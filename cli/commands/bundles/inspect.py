@@ -45,7 +45,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
 
 def describe(bundle: Bundle) -> dict[str, Any]:
     """Return the content of `--json`."""
-    from moec.profiles.memory_floor import memory_option
+    from moec.manifests.sizes import option_bytes
     from moec.runtime import kernels
     from moec.runtime.memory.budget import nominal_memory
     from moec.runtime.model.code_path import code_path
@@ -55,7 +55,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     model, cost = manifest.model, manifest.cost
     layer = model.layers[model.expert_layers[-1]]
     floor = nominal_memory(manifest).floor_bytes
-    memory = {"floor_bytes": floor, "option": f"--memory {memory_option(floor)}", "context": model.default_context}
+    memory = {"floor_bytes": floor, "option": f"--memory {option_bytes(floor)}", "context": model.default_context}
     return {
         "name": manifest.name,
         "producer": manifest.producer,

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import shutil
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -243,13 +242,3 @@ def file_errors(place: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(f"the disk of `{place}` is full", "free space and run the command again") from error
         raise InputError(f"`{name}`: {error.strerror or error}", "check path and permissions") from error
-
-
-def require_free_bytes(folder: Path, need_bytes: int) -> None:
-    """Raise DiskFull if the file system of an existing folder has less than need_bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < need_bytes:
-        raise DiskFull(
-            f"the disk of `{folder}` has {free} bytes free, {need_bytes} are needed",
-            "free space, or choose another disk",
-        )

@@ -14,7 +14,7 @@ import zstandard
 from moec.manifests.bundle import MANIFEST_NAME, PARTIAL_SUFFIX
 from moec.manifests.errors import BundleError, BundleIncomplete, ChecksumMismatch, MoecError, OptionError
 from moec.manifests.files.limits import MAX_CHUNKS, MAX_MANIFEST_BYTES
-from moec.manifests.files.output_file import put_in_place
+from moec.manifests.files.output_file import put_in_place, require_free_bytes
 from moec.manifests.progress import Progress
 from moec.runtime.bundle.files import BundleFile
 from moec.runtime.bundle.open_bundle import open_bundle
@@ -37,7 +37,6 @@ from .layout import (
     encode_unfinished,
     file_errors,
     members_of,
-    require_free_bytes,
 )
 
 # A sample has a few pieces spread over a member. For packed codes the first piece shows that they do not shrink.

@@ -24,7 +24,7 @@ from moec.manifests.errors import (
 )
 from moec.manifests.files.implied_names import is_implied_folder
 from moec.manifests.files.input_file import UnreadableFile, open_input
-from moec.manifests.files.output_file import AtomicFile, FileSystem
+from moec.manifests.files.output_file import AtomicFile, FileSystem, require_free_bytes
 from moec.manifests.progress import Progress
 from moec.runtime.bundle.open_bundle import open_bundle
 
@@ -39,7 +39,6 @@ from .layout import (
     members_of,
     places_of,
     read_index,
-    require_free_bytes,
 )
 
 _UNFINISHED_MANIFEST = f".{MANIFEST_NAME}.writing"

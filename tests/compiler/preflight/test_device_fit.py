@@ -12,9 +12,9 @@ from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.request.uniform import uniform_plan
 from moec.manifests.errors import DoesNotFit
 from moec.manifests.quant import QuantSpec
+from moec.manifests.sizes import option_bytes
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
-from moec.profiles.memory_floor import memory_option
 from tests.compiler.search.toy_search import BF16, toy_model
 
 MODEL = toy_model(layers=4, experts=8, hidden=512, width=1024, vocab=32_000)
@@ -36,7 +36,7 @@ def floor_of(plan: CompilePlan) -> int:
     with pytest.raises(DoesNotFit) as caught:
         summarise_device(with_budget(1 << 20), plan)
     floor = fixed_memory(plan, 0).floor_bytes
-    told = f"a memory budget of {1 << 20} bytes, this model needs {floor} ({memory_option(floor)}: "
+    told = f"a memory budget of {1 << 20} bytes, this model needs {floor} ({option_bytes(floor)}: "
     assert told in caught.value.message
     assert "raspberry" in caught.value.message and "--dense-bits" in str(caught.value.hint)
     return floor
@@ -45,7 +45,7 @@ def floor_of(plan: CompilePlan) -> int:
 def test_the_floor_is_where_refusal_ends() -> None:
     plan = uniform(4)
     floor = floor_of(plan)
-    with pytest.raises(DoesNotFit, match=memory_option(floor)):
+    with pytest.raises(DoesNotFit, match=option_bytes(floor)):
         summarise_device(with_budget(floor - 1), plan)
     summary = summarise_device(with_budget(floor), plan)
     largest = plan.expert_padded_bytes(MODEL.expert_keys()[0])

@@ -60,8 +60,10 @@ def test_more_memory_keeps_more_layers(kind: TargetKind) -> None:
 
 def test_a_layer_that_does_not_fit_is_refused_with_the_memory_that_would_do() -> None:
     least = need().bytes_with(SMALL_TEXTS)
-    with pytest.raises(OptionError, match=f"one layer at a time takes {least} bytes of memory, found {least - 1}") as e:
+    with pytest.raises(OptionError, match=f"takes {-(-least // 2**20)}MiB of memory, found {least - 1 >> 20}MiB") as e:
         choose_kept_layers(need(), least - 1)
+    with pytest.raises(OptionError, match=f"takes {-(-least // 10**6)}MB of memory, found 90MB"):
+        choose_kept_layers(need(), 90_000_000)
     told = int(str(e.value.hint).split("--memory ")[1].split("MiB")[0]) << 20
     assert least <= told < least + (1 << 20) and choose_kept_layers(need(), told)
 

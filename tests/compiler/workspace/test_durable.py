@@ -14,9 +14,9 @@ from typing import BinaryIO
 import pytest
 
 from moec.compiler.bundle.publish import check_replaceable, publish_directory, recover_replaced
-from moec.compiler.workspace import durable
-from moec.compiler.workspace.durable import Disk, disk_errors, require_free_bytes
+from moec.compiler.workspace.durable import Disk, disk_errors
 from moec.manifests.errors import DiskFull, DoesNotFit, MoecError, OptionError
+from moec.manifests.files.output_file import require_free_bytes
 from tests.compiler.workspace.faulty_disk import MODES, FaultyDisk, Mode, PowerCut
 
 OLD, NEW = b"old " * 50, b"new content " * 40
@@ -234,9 +234,9 @@ def test_refusals_of_the_system_name_the_place(tmp_path: Path, number: int, kind
 def test_free_space_is_asked_of_the_nearest_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_free_bytes(tmp_path / "not" / "yet", 1)
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(durable.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
     require_free_bytes(tmp_path, 100)
-    with pytest.raises(DoesNotFit, match="needs 101"):
+    with pytest.raises(DoesNotFit, match="100 B free, 101 B are needed"):
         require_free_bytes(tmp_path, 101)
 
 

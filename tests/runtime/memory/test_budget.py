@@ -11,13 +11,13 @@ import pytest
 from moec.manifests.bundle import TABLES_NAME, BundleManifest, FileEntry
 from moec.manifests.errors import MemoryBudgetExceeded, OptionError
 from moec.manifests.runtime_limits import DEFAULT_CONTEXT, MAX_PASS_TOKENS
+from moec.manifests.sizes import option_bytes
 from moec.profiles.memory_floor import (
     EXPERT_ENTRY_BYTES,
     LOGITS_ROWS_PER_SLOT,
     PROCESS_BYTES,
     PROCESS_SLACK_BYTES,
     TORCH_PROCESS_BYTES,
-    memory_option,
     scratch_bytes,
 )
 from moec.runtime.memory import budget
@@ -62,10 +62,10 @@ def test_a_budget_at_the_floor_works_and_one_byte_less_is_refused_with_the_numbe
     floor = plan(memory="1GB").floor_bytes
     found = plan(memory=str(floor))
     assert found.cache_bytes == MANIFEST.cost.minimum_expert_bytes and found.budget_bytes == floor
-    told = f"`--memory {floor - 1}` is under the floor of {memory_option(floor)}"
+    told = f"`--memory {floor - 1}` is under the floor of {option_bytes(floor)}"
     with pytest.raises(MemoryBudgetExceeded, match=told):
         plan(memory=str(floor - 1))
-    with pytest.raises(MemoryBudgetExceeded, match=f"the floor of {memory_option(floor)}"):
+    with pytest.raises(MemoryBudgetExceeded, match=f"the floor of {option_bytes(floor)}"):
         plan(memory="0")
 
 
@@ -74,6 +74,18 @@ def test_a_budget_under_the_floor_is_told_what_would_make_the_floor_lower(slots:
     with pytest.raises(MemoryBudgetExceeded) as caught:
         plan(memory="1KiB", slots=slots)
     assert caught.value.hint is not None and caught.value.hint.endswith(f", or {remedy}")
+
+
+@pytest.mark.parametrize(("given", "unit"), [("1KB", "MB"), ("2KB", "MB"), ("1KiB", "MiB"), ("2KiB", "MiB")])
+def test_a_refusal_has_the_units_of_the_option(given: str, unit: str) -> None:
+    least = -(-plan(memory="1GB").floor_bytes // {"MB": 10**6, "MiB": 2**20}[unit])
+    with pytest.raises(
+        MemoryBudgetExceeded, match=f"`--memory {given}` is under the floor of {least}{unit} "
+    ) as caught:
+        plan(memory=given)
+    assert f"--memory {least}{unit}" in str(caught.value.hint)
+    with pytest.raises(MemoryBudgetExceeded, match=rf"`--expert-cache {given}` is under the floor of \d+{unit} \(hint"):
+        plan(expert_cache=given, memory="1GB")
 
 
 def test_the_rest_is_for_experts_and_never_more_than_all_of_them() -> None:
@@ -119,7 +131,7 @@ def test_a_named_cache() -> None:
     assert plan(expert_cache="100%").cache_bytes == total and plan(expert_cache="50%").cache_bytes == total // 2
     assert plan(expert_cache=str(minimum)).cache_bytes == minimum
     assert plan(expert_cache="1GiB").cache_bytes == total and plan(expert_cache="1GiB").budget_bytes is None
-    told = f"`--expert-cache {minimum - 1}` is under the floor of {memory_option(minimum)}"
+    told = f"`--expert-cache {minimum - 1}` is under the floor of {option_bytes(minimum)}"
     with pytest.raises(MemoryBudgetExceeded, match=told):
         plan(expert_cache=str(minimum - 1))
     with pytest.raises(MemoryBudgetExceeded) as caught:
@@ -131,7 +143,7 @@ def test_both_given() -> None:
     fixed, total = plan(memory="1GB").fixed_bytes, MANIFEST.cost.expert_padded_bytes
     assert plan(memory=str(fixed + total), expert_cache="100%").cache_bytes == total
     least = fixed + total
-    told = f"needs a budget of {memory_option(least)}, `--memory {least - 1}` is less"
+    told = f"needs a budget of {option_bytes(least)}, `--memory {least - 1}` is less"
     with pytest.raises(MemoryBudgetExceeded, match=told):
         plan(memory=str(least - 1), expert_cache="100%")
 

@@ -21,7 +21,7 @@ from moec.manifests.errors import (
     ManifestInvalid,
     OptionError,
 )
-from moec.runtime.bundle.archive import layout, pack_bundle, unpack_bundle
+from moec.runtime.bundle.archive import pack_bundle, unpack_bundle
 from moec.runtime.bundle.archive.layout import HEADER_BYTES, MIN_CHUNK_BYTES
 from moec.runtime.bundle.archive.pack import (
     LEVELS,
@@ -167,7 +167,7 @@ def test_a_disk_that_is_too_small_is_told_before(
 ) -> None:
     source = bundle if act is pack_bundle else write_archive(tmp_path, packed)
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(layout.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(DiskFull, match="are needed"):
         act(source, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
