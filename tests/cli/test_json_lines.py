@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.cli.commands.measuring.lm_eval import _write
+from moec.cli.commands.measuring.lm_eval import write_results
 from moec.cli.options.paths import sound_json, write_json_lines
 
 HALF = "\ud83d"
@@ -38,7 +38,7 @@ def test_a_line_is_sound(name: str, tmp_path: Path) -> None:
 
 def test_results_and_items_of_a_harness_are_sound(tmp_path: Path) -> None:
     found = {"results": {"t": {"acc": math.nan}}, "samples": {"t": [{"doc_id": 0, "resps": [[HALF, -math.inf]]}]}}
-    _write(found, tmp_path / "out", tmp_path / "items")
+    write_results(found, tmp_path / "out", tmp_path / "items")
     assert strict((tmp_path / "out").read_text(encoding="utf-8")) == {"results": {"t": {"acc": None}}}
     (line,) = (tmp_path / "items").read_text(encoding="utf-8").splitlines()
     assert "\\ud83d" not in line and strict(line)

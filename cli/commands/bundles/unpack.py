@@ -55,7 +55,7 @@ def _tell_difference(bundle: Path) -> None:
     """Say why `moec pull` would not choose a bundle for this machine, if it would not."""
     from moec.profiles.probe import memory_limit_bytes
     from moec.runtime.bundle.device_file import device_of
-    from moec.runtime.bundle.opening import open_bundle
+    from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.memory.budget import nominal_memory
     from moec.shipping.pull.choose import misfit
 

@@ -117,7 +117,7 @@ def lm_eval_command(
             found = run_tasks(loaded, language_model, settings)
         _say_shortened(language_model.shortened)
         found["config"] = run.facts(settings) | {"shortened_requests": language_model.shortened}
-    _write(found, out, per_item)
+    write_results(found, out, per_item)
     output.data_json(found) if as_json else output.data(_table(score_rows(found)))
 
 
@@ -150,7 +150,7 @@ def _say_shortened(count: int) -> None:
         output.say(f"{count} requests lost the beginning of their context, which did not fit")
 
 
-def _write(found: dict[str, Any], out: Path | None, per_item: Path | None) -> None:
+def write_results(found: dict[str, Any], out: Path | None, per_item: Path | None) -> None:
     """Write the files that were asked for. Items leave the results."""
     items = found.pop("samples", {})
     if per_item is not None:

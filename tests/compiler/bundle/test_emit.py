@@ -268,7 +268,7 @@ def test_a_file_cut_off_after_opening_leaves_nothing(copy: Path, tmp_path: Path)
 def test_no_space_is_found_before_the_first_byte(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
-    with pytest.raises(DiskFull, match=r"has 10 B free, [\d.]+ KiB are needed"):
+    with pytest.raises(DiskFull, match=r"has 10 B free, [\d.]+ MiB are needed"):
         _emit(_open(folder), tmp_path / "out.partial")
     assert not (tmp_path / "out.partial").exists()
 
