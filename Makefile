@@ -102,7 +102,9 @@ MARKED ?= not slow
 # Processes of the tests. Some tests wait, so two processors have work for three.
 WORKERS ?= 3
 
-test: typecheck lint contracts tests  ## Set up and run the whole fast suite, after lint, types and contracts
+# Types, lint and contracts are checked while the tests begin: each of these checks uses one processor.
+test: $(READY)  ## Set up and run the whole fast suite, lint, types and contracts
+	@$(MAKE) --no-print-directory -j2 lint contracts typecheck tests
 
 # Work stealing: each process gets a part in one piece, so that fixtures of a module are made once, and all end together.
 tests: $(READY) quantization-tools shipping-tools serving-clients

@@ -35,7 +35,7 @@ from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe
 from tests.tiny_switch import TinySwitch, save_tiny_switch
 
-TOKENS = np.random.default_rng(4).integers(4, 260, 70).tolist()
+TOKENS = np.random.default_rng(4).integers(4, 260, 58).tolist()
 PREFILL = 50
 CONTEXT = 96
 
@@ -50,7 +50,7 @@ def on(device: torch.device, **options: Any) -> dict[str, Any]:
 
 
 def logits_of(engine: Engine) -> np.ndarray:
-    """Return the logits of a prefill and 20 decode steps."""
+    """Return the logits of a prefill and 8 decode steps."""
     rows = [engine.logits(TOKENS[:PREFILL])]
     rows += [engine.decode([TOKENS[at]], [0], [at]) for at in range(PREFILL, len(TOKENS))]
     return np.concatenate(rows)
