@@ -110,12 +110,12 @@ def bytes_over_loss() -> Picture:
 def speed_over_share() -> Picture:
     """Return the decode speed over the share of the experts that fits in memory, for the yardstick."""
     rows = recorded(SPEED, "summary.json")
-    found = {(row["condition"], row["arm"]): row for row in rows}
+    by_arm = {(row["condition"], row["arm"]): row for row in rows}
     series = {}
     for label, (limited, unlimited) in ENGINES.items():
         line = []
         for share, condition in SHARES.items():
-            row = found[condition, limited if share < 100 else unlimited]
+            row = by_arm[condition, limited if share < 100 else unlimited]
             line.append(Point(share, row["decode_tokens_per_s"], row["decode_least"], row["decode_most"]))
         series[label] = line
     return Picture(

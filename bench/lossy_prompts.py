@@ -59,8 +59,8 @@ class PhaseSweep(QualitySweep):
 
     @contextmanager
     def _opened(self, setting: dict[str, str], is_partial: bool) -> Iterator[BundleEngine]:
-        own = {name: value for name, value in setting.items() if name != "phase"}
-        with QualitySweep._opened(self, own, is_partial) as engine:
+        options = {name: value for name, value in setting.items() if name != "phase"}
+        with QualitySweep._opened(self, options, is_partial) as engine:
             lossy = engine.engine.lossy
             if lossy is not None:
                 choices = CHOICES[setting["phase"]]

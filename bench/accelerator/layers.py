@@ -46,13 +46,13 @@ def median_us(call: Callable[[], object]) -> float:
 
 def on_device(device: TorchDevice, expert: kernels.Expert, x: np.ndarray, parts: np.ndarray) -> Callable[[], None]:
     """Return a function that computes a layer on a device that has room for its experts."""
-    kept = [device.keep(expert) for _ in range(parts.shape[1])]
+    experts_on_device = [device.keep(expert) for _ in range(parts.shape[1])]
     tokens = np.arange(len(x), dtype=np.int32)
 
     def compute() -> None:
         device.begin(x)
-        for rank, each in enumerate(kept):
-            device.run(each, tokens, np.full_like(tokens, rank))
+        for rank, device_expert in enumerate(experts_on_device):
+            device.run(device_expert, tokens, np.full_like(tokens, rank))
         device.launch()
         device.collect(parts)
 
@@ -90,15 +90,15 @@ def main() -> None:
         for count in map(int, options.tokens.split(",")):
             x = np.random.default_rng(0).standard_normal((count, options.hidden)).astype(np.float32)
             parts = np.zeros((count, options.experts, options.hidden), np.float32)
-            told: dict[str, object] = {"format": text, "tokens": count, "experts": options.experts}
-            told["cpu_us"] = median_us(on_cpu(expert, x, parts))
+            row: dict[str, object] = {"format": text, "tokens": count, "experts": options.experts}
+            row["cpu_us"] = median_us(on_cpu(expert, x, parts))
             for name, has_triton in (("torch_us", False), ("triton_us", True)):
                 if has_triton and note:
                     continue
                 opened = TorchDevice("bench", device, options.experts * size, size, has_triton)
-                told[name] = median_us(on_device(opened, expert, x, parts))
+                row[name] = median_us(on_device(opened, expert, x, parts))
                 opened.close()
-            print(json.dumps(told), flush=True)
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -47,10 +47,10 @@ ARMS: dict[str, Cooperation | None] = {**STRATEGIES, DENSE_HERE: "auto"}
 
 def tokens_of(engine: Engine, path: Path, count: int) -> list[int]:
     """Return `count` tokens of a text file, repeated if it is too short."""
-    found = engine.encode(path.read_text(encoding="utf-8"))
-    if not found:
+    encoded = engine.encode(path.read_text(encoding="utf-8"))
+    if not encoded:
         sys.exit(f"error: `{path}` is empty")
-    return (found * -(-count // len(found)))[:count]
+    return (encoded * -(-count // len(encoded)))[:count]
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -77,19 +77,19 @@ def decode(engine: Engine, tokens: list[int], count: int) -> float:
 
 def beams(engine: Engine, tokens: list[int], width: int, count: int) -> float:
     """Return steps per second of a beam search. The time includes its short prefill."""
-    found = list[Any]()
-    elapsed = seconds(lambda: found.extend(beam_search(engine, tokens[:BEAM_PROMPT], count, BeamOptions(width))))
-    return max(len(beam.tokens) for beam in found) / elapsed
+    times = list[Any]()
+    elapsed = seconds(lambda: times.extend(beam_search(engine, tokens[:BEAM_PROMPT], count, BeamOptions(width))))
+    return max(len(beam.tokens) for beam in times) / elapsed
 
 
 def measure(engine: Engine, tokens: list[int], options: argparse.Namespace) -> dict[str, float]:
     """Return the figures of one round of one strategy."""
-    told = {"tokens/s": decode(engine, tokens, options.tokens)}
+    figures = {"tokens/s": decode(engine, tokens, options.tokens)}
     for length in options.prompts:
-        told[f"TTFT {length} [s]"] = seconds(partial(first_token, engine, tokens[:length]))
+        figures[f"TTFT {length} [s]"] = seconds(partial(first_token, engine, tokens[:length]))
     for width in options.beams:
-        told[f"beams {width} [steps/s]"] = beams(engine, tokens, width, options.tokens)
-    return told
+        figures[f"beams {width} [steps/s]"] = beams(engine, tokens, width, options.tokens)
+    return figures
 
 
 def run(engine: Engine, tokens: list[int], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -103,12 +103,12 @@ def run(engine: Engine, tokens: list[int], options: argparse.Namespace) -> list[
             engine.model.accelerator = accelerator if cooperation is not None else None
             accelerator.cooperation, accelerator.counts = cooperation or "cpu", CooperationCounts()
             misses = engine.cache.stats.misses
-            told = measure(engine, tokens, options)
+            figures = measure(engine, tokens, options)
             print(f"round {number + 1} of {options.rounds}, {strategy}", file=sys.stderr)
             if number < 0:
                 continue
-            own = {"experts": accelerator.to_plain()["experts"], "cache_misses": engine.cache.stats.misses - misses}
-            rows.append({"round": number, "strategy": strategy, **own, "measured": told})
+            counts = {"experts": accelerator.to_plain()["experts"], "cache_misses": engine.cache.stats.misses - misses}
+            rows.append({"round": number, "strategy": strategy, **counts, "measured": figures})
     engine.model.accelerator = accelerator
     return rows
 
@@ -118,16 +118,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     names = list(rows[0]["measured"])
     lines = [f"| | {' | '.join(names)} | resident / copied / CPU |", "|---" * (len(names) + 2) + "|"]
     for strategy in ARMS:
-        own = [row for row in rows if row["strategy"] == strategy]
-        cells = [f"{statistics.median(row['measured'][name] for row in own):.4g}" for name in names]
-        experts = own[0]["experts"]
+        of_strategy = [row for row in rows if row["strategy"] == strategy]
+        cells = [f"{statistics.median(row['measured'][name] for row in of_strategy):.4g}" for name in names]
+        experts = of_strategy[0]["experts"]
         counts = f"{experts['resident']} / {experts['copied']} / {experts['cpu']}"
         lines.append(f"| {strategy} | {' | '.join(cells)} | {counts if ARMS[strategy] else '-'} |")
     return "\n".join(lines)
 
 
 def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+    return [int(number) for number in text.split(",") if number]
 
 
 def main() -> None:
@@ -157,11 +157,11 @@ def main() -> None:
         print(engine.mode, file=sys.stderr)
         rows = run(engine, tokens_of(engine, options.text, longest), options)
         state = None if engine.accelerator is None else engine.accelerator.to_plain()
-        told = {"mode": engine.mode, "accelerator": state, "rows": rows}
+        record = {"mode": engine.mode, "accelerator": state, "rows": rows}
     print(table(rows))
     if options.results is not None:
         options.results.mkdir(parents=True, exist_ok=True)
-        (options.results / "accelerator.json").write_text(json.dumps(told, indent=1) + "\n")
+        (options.results / "accelerator.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -140,9 +140,9 @@ def dense_device_times(shape: Shape, options: argparse.Namespace) -> tuple[float
 
 
 def row_of(work: Workload, latency: LatencyModel, residents: np.ndarray, strategy: str) -> list[float]:
-    told = [1e9 / decode_ns(work, latency, residents, strategy, 1, DECODED)]
-    told += [prefill_ns(work, latency, residents, strategy, tokens) / 1e9 for tokens in PROMPTS]
-    return told + [1e9 / decode_ns(work, latency, residents, strategy, width, DECODED) for width in BEAMS]
+    figures = [1e9 / decode_ns(work, latency, residents, strategy, 1, DECODED)]
+    figures += [prefill_ns(work, latency, residents, strategy, tokens) / 1e9 for tokens in PROMPTS]
+    return figures + [1e9 / decode_ns(work, latency, residents, strategy, width, DECODED) for width in BEAMS]
 
 
 def read_options() -> argparse.Namespace:

@@ -90,8 +90,8 @@ class Comparison:
             for name, plan in self.own_plans.items():
                 path = self._rows.folder / f"{name}.executed.json"
                 if not path.exists():
-                    found = executed.kl(plan, self._plans.store)
-                    path.write_text(json.dumps(found.to_json()) + "\n", encoding="utf-8")
+                    measured_kl = executed.kl(plan, self._plans.store)
+                    path.write_text(json.dumps(measured_kl.to_json()) + "\n", encoding="utf-8")
                 run = json.loads(path.read_text(encoding="utf-8"))
                 alone = self._rows.figures(self._rows.kept(name))
                 cells = [name, *alone[:2], f"{run['mean']:.5f}", f"{run['standard_error']:.5f}"]
@@ -168,10 +168,10 @@ def add_peers(table: Comparison, example: Example, plans: OurPlans, options: arg
     @cache
     def moments() -> dict[tuple[int, str], Tensor]:
         inputs, _ = example.calibrated(calibration_texts())
-        found = dict[tuple[int, str], Tensor]()
+        moments = dict[tuple[int, str], Tensor]()
         for layer, seen in enumerate(inputs):
-            found |= {(layer, projection): moments_of(seen, projection) for projection in PROJECTIONS}
-        return found
+            moments |= {(layer, projection): moments_of(seen, projection) for projection in PROJECTIONS}
+        return moments
 
     @cache
     def importance() -> dict[tuple[int, str], Tensor]:

@@ -30,12 +30,12 @@ def other_layers(model: nn.Module) -> dict[str, dict[str, int]]:
 
 def experts_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the matrices of the routed experts by name."""
-    found = {}
+    tensors = {}
     for name, module in model.named_modules():
         if (place := EXPERT.search(name)) is not None:
             layer, expert, projection = place.groups()
-            found[f"{layer}.{expert}.{projection}"] = module.weight.data.to(torch.bfloat16).contiguous()
-    return found
+            tensors[f"{layer}.{expert}.{projection}"] = module.weight.data.to(torch.bfloat16).contiguous()
+    return tensors
 
 
 def main() -> None:

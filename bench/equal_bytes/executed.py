@@ -41,8 +41,8 @@ class ExecutedPlans:
         def own(start: int, end: int) -> np.ndarray:
             """Compute whole answers that contain the tokens."""
             first, last = bisect_right(starts, start) - 1, bisect_left(starts, end)
-            found = self.reference.forced_logits(self.answers.pairs[first:last])
-            return np.concatenate(list(map(log_softmax, found)))[start - starts[first] : end - starts[first]]
+            logits = self.reference.forced_logits(self.answers.pairs[first:last])
+            return np.concatenate(list(map(log_softmax, logits)))[start - starts[first] : end - starts[first]]
 
         vocabulary = self.bundles.lowering.model.vocab_size
         with self.bundles.opened(plan, store) as engine:

@@ -50,9 +50,9 @@ def main() -> None:
         for name, moment in sorted(shared.items()):
             weight, inputs = file.get_tensor(name), file.get_tensor(moment)
             begun = time.process_time()
-            made = quantized(weight, inputs, int(bits), int(group_size))
+            result = quantized(weight, inputs, int(bits), int(group_size))
             seconds += time.process_time() - begun
-            rounded[name] = made.to(torch.bfloat16).contiguous()
+            rounded[name] = result.to(torch.bfloat16).contiguous()
     save_file(rounded, target, metadata={"seconds": str(seconds)})
 
 

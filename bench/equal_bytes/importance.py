@@ -20,7 +20,7 @@ def importance_of(example: Example, texts: TokenTexts) -> dict[tuple[int, str], 
 
     An expert without tokens has ones.
     """
-    slot, found = example.slot, dict[tuple[int, str], Tensor]()
+    slot, moments = example.slot, dict[tuple[int, str], Tensor]()
     states = TextStates.begin(texts, slot.embed, tokens_per_batch=1)  # so that no padding is counted
     for layer in range(example.model.num_layers):
         slot.load(layer)
@@ -33,7 +33,7 @@ def importance_of(example: Example, texts: TokenTexts) -> dict[tuple[int, str], 
         for expert in range(module.num_experts):
             read = inputs[torch.where(chosen == expert)[0]]
             for projection, values in (("gate", read), ("up", read), ("down", intermediate(module, expert, read))):
-                means = found.setdefault((layer, projection), torch.ones(module.num_experts, values.shape[1]))
+                means = moments.setdefault((layer, projection), torch.ones(module.num_experts, values.shape[1]))
                 if len(values):
                     means[expert] = values.square().mean(0)
-    return found
+    return moments

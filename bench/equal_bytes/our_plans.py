@@ -38,11 +38,11 @@ class OurPlans:
             comparisons=False,
             swaps=swap_count,
         )
-        found = measure_model(model, options, work)
-        self.store: UnitStore = found.measured.store
-        self.bundles = found.context.bundles
-        self._space, self._specs = found.space, found.prepared.specs
-        self._trials, self._swaps = found.measured.trials, swaps(found.prepared)
+        measured = measure_model(model, options, work)
+        self.store: UnitStore = measured.measured.store
+        self.bundles = measured.context.bundles
+        self._space, self._specs = measured.space, measured.prepared.specs
+        self._trials, self._swaps = measured.measured.trials, swaps(measured.prepared)
 
     @property
     def plain(self) -> CompilePlan:

@@ -64,8 +64,8 @@ def rounded_by(
             shared[names[unit]] = key
             if key not in tensors:
                 tensors[key] = moments[unit.layer, unit.projection][unit.expert].contiguous()
-    found = _run_script(name, folder, tensors, {"moments": json.dumps(shared)}, bits, group_size)
-    return {unit: found[names[unit]] for unit in units}
+    result = _run_script(name, folder, tensors, {"moments": json.dumps(shared)}, bits, group_size)
+    return {unit: result[names[unit]] for unit in units}
 
 
 def tuned_by_autoround(
@@ -77,8 +77,8 @@ def tuned_by_autoround(
     model: the checkpoint.
     tokens: calibration texts, int64 [texts, length].
     """
-    found = _run_script("autoround", folder, {"tokens": tokens.contiguous()}, {}, bits, group_size, model)
-    return {unit: found[f"{unit.layer}.{unit.expert}.{unit.projection}"] for unit in units}
+    result = _run_script("autoround", folder, {"tokens": tokens.contiguous()}, {}, bits, group_size, model)
+    return {unit: result[f"{unit.layer}.{unit.expert}.{unit.projection}"] for unit in units}
 
 
 def _run_script(

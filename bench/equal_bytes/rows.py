@@ -39,9 +39,9 @@ class Rows:
         path = self.folder / f"{name}.json"
         if not path.exists():
             weights, size = make()
-            found = self.walk.measure(weights)
+            measured = self.walk.measure(weights)
             starts = np.cumsum([0, *self._counts[:-1]])
-            sums = {key: np.add.reduceat(getattr(found, key), starts).tolist() for key in ("kl", "nll")}
+            sums = {key: np.add.reduceat(getattr(measured, key), starts).tolist() for key in ("kl", "nll")}
             new = path.with_suffix(".new")
             new.write_text(json.dumps({"bytes": size, **sums}) + "\n", encoding="utf-8")
             new.rename(path)
@@ -68,7 +68,7 @@ class Rows:
 
 def ratio_text(ours: Row, theirs: Row) -> str:
     """Return the ratio of mean KL with its 95 % interval, by a bootstrap that draws texts in pairs."""
-    own, other = np.array(ours["kl"]), np.array(theirs["kl"])
-    draws = np.random.default_rng(0).integers(0, len(own), (RESAMPLES, len(own)))
-    low, high = np.quantile(own[draws].sum(1) / other[draws].sum(1), (0.025, 0.975))
-    return f"{own.sum() / other.sum():.3f} ({low:.3f} to {high:.3f})"
+    ours_kl, other = np.array(ours["kl"]), np.array(theirs["kl"])
+    draws = np.random.default_rng(0).integers(0, len(ours_kl), (RESAMPLES, len(ours_kl)))
+    low, high = np.quantile(ours_kl[draws].sum(1) / other[draws].sum(1), (0.025, 0.975))
+    return f"{ours_kl.sum() / other.sum():.3f} ({low:.3f} to {high:.3f})"

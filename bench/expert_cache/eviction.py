@@ -66,17 +66,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     largest = max(sizes) / 0.75
     lines = [f"| experts in memory | {' | '.join(policies)} |", "|" + "---|" * (len(policies) + 1)]
     for size in sizes:
-        part = {row["policy"]: row for row in rows if row["capacity_bytes"] == size}
+        by_policy = {row["policy"]: row for row in rows if row["capacity_bytes"] == size}
         cells = []
         for policy in policies:
-            row = part[policy]
+            row = by_policy[policy]
             low, high = row["interval"]
             closed = "-" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}"
             if row["decisions"] is not None:
                 closed = f"{row['decisions']['low_share']:.0%}, {row['decisions']['skipped_share']:.0%}"
             fitted = f" ({row['weights']})" if row["weights"] else ""
             cells.append(f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}], {row['worst']:.3f}, {closed}{fitted}")
-        lines.append(f"| {size / largest:.0%} (best of three: {part['lru']['best']}) | {' | '.join(cells)} |")
+        lines.append(f"| {size / largest:.0%} (best of three: {by_policy['lru']['best']}) | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -56,12 +56,12 @@ def main() -> None:
     with open_partial(options.bundle, MEMORY_BYTES) as engine:
         training, held_out, judged = (routed_texts(engine, pairs(*each), model.default_context) for each in sets)
     started = time.process_time()
-    found = fit_to_texts(options.bundle, training, held_out, lambda done, total: None)
-    if found is None:
+    fitted = fit_to_texts(options.bundle, training, held_out, lambda done, total: None)
+    if fitted is None:
         raise SystemExit("nothing is evicted")
-    told = {"fit": found.record, "fit_seconds": round(time.process_time() - started, 1), "judged": len(judged)}
+    record = {"fit": fitted.record, "fit_seconds": round(time.process_time() - started, 1), "judged": len(judged)}
     replays = EvictionReplays(replayed, [requests_of(each, first) for each in judged])
-    by_text = {"fitted": replays.by_text(EvictionWeights(**found.weights)), "lrfu": np.ones(len(judged))}
+    by_text = {"fitted": replays.by_text(EvictionWeights(**fitted.weights)), "lrfu": np.ones(len(judged))}
     for share in SHARES:
         spec = replayed.cache_spec(int(replayed.total_bytes * share))
         read, default = (
@@ -71,9 +71,9 @@ def main() -> None:
         by_text["lrfu"] += (read - default) / default.mean() / len(SHARES)
     for name, values in by_text.items():
         low, high = mean_interval95(values)
-        told[name] = {"ratio": round(float(values.mean()), 5), "interval95": [round(low, 5), round(high, 5)]}
+        record[name] = {"ratio": round(float(values.mean()), 5), "interval95": [round(low, 5), round(high, 5)]}
         print(f"{name}: {values.mean():.4f} ({low:.4f} to {high:.4f}) of the bytes of the default weights")
-    print(json.dumps(told))
+    print(json.dumps(record))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ POLICY, READERS, DEPTHS = "lrfu", 2, (1, 2, 4)
 def perfect_advice(first_expert: list[int], depth: int) -> Advice:
     """Return advice that names all experts of the next `depth` layers of a pass, nearest first."""
 
-    def advise(each: TracedPass, layer: int) -> list[int]:
-        ahead = [experts for at, experts in each.accesses(first_expert) if layer < at <= layer + depth]
+    def advise(step: TracedPass, layer: int) -> list[int]:
+        ahead = [experts for at, experts in step.accesses(first_expert) if layer < at <= layer + depth]
         return [expert for experts in ahead for expert in experts]
 
     return advise
@@ -48,7 +48,7 @@ def replayed_timeline(trace: Trace, replayed: ReplayedBundle, capacity: int, adv
     """Replay a trace on the ideal device. scale: factor of the recorded computing times."""
     header = trace.header
     rates = DeviceRates(header.storage_bytes_per_s, header.storage_latency_ns, READERS, scale)
-    steps = [(timed_pass(each, header.first_expert, advice),) for each in trace.passes]
+    steps = [(timed_pass(step, header.first_expert, advice),) for step in trace.passes]
     machine = SimulatedMachine(rates, next_in_file=replayed.next_in_file)
     spec = replayed.cache_spec(capacity)
     return predict_steps(steps, trace.prompt_passes, spec, POLICY, machine, replayed.warm)
@@ -75,12 +75,12 @@ def main() -> None:
         kinds |= {f"perfect, {depth} ahead": perfect_advice(first, depth) for depth in DEPTHS}
         missed_ns = 0.0
         for name, advice in kinds.items():
-            found = replayed_timeline(trace, replayed, capacity, advice, at_work_ns / own_ns)
-            read = found.decode_bytes_read_per_token
+            timeline = replayed_timeline(trace, replayed, capacity, advice, at_work_ns / own_ns)
+            read = timeline.decode_bytes_read_per_token
             missed_ns = missed_ns or read / rate * 1e9
-            ratio = (found.tpot_mean_ns or 0) / max(at_work_ns, missed_ns)
+            ratio = (timeline.tpot_mean_ns or 0) / max(at_work_ns, missed_ns)
             times = f"{at_work_ns / 1e6:.1f}, {missed_ns / 1e6:.1f}"
-            row = f"{name} | {ratio:.2f} | {found.busy:.2f} | {read / 2**20:.0f}"
+            row = f"{name} | {ratio:.2f} | {timeline.busy:.2f} | {read / 2**20:.0f}"
             print(f"| {float(share):.0%} | {rate / 1e9:.2f} | {times} | {row} |", flush=True)
 
 

@@ -32,9 +32,11 @@ SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 THRESHOLDS = ("0,1", "0.4,0.8", "0.6,0.9")
 
 
-def records_of(records: ExpertRecords, part: slice) -> ExpertRecords:
+def records_of(records: ExpertRecords, experts: slice) -> ExpertRecords:
     """Return the records of some experts as if each had one version only."""
-    arrays = {name: getattr(records, name)[part].copy() for name in ("layer", "frequency", "last_used", "uses", "heat")}
+    arrays = {
+        name: getattr(records, name)[experts].copy() for name in ("layer", "frequency", "last_used", "uses", "heat")
+    }
     return replace(records, **arrays, expert=None)
 
 
@@ -44,12 +46,12 @@ class DividedCache(LogicalCache):
     def __init__(self, replayed: ReplayedBundle, capacity_bytes: int, high_share: float, room_bytes: int) -> None:
         self.count, high = replayed.count, round(capacity_bytes * high_share)
         parts = []
-        for capacity, part in ((high, slice(0, self.count)), (capacity_bytes - high, slice(self.count, None))):
-            start = part.start or 0
-            warm = [index - start for index in replayed.warm if start <= index < len(replayed.sizes[part]) + start]
-            own = records_of(replayed.records, part)
-            pins = max(0, min(room_bytes, capacity - int(replayed.sizes[part].max())))
-            spec = CacheSpec(replayed.sizes[part], capacity, own, pins)
+        for capacity, numbers in ((high, slice(0, self.count)), (capacity_bytes - high, slice(self.count, None))):
+            start = numbers.start or 0
+            warm = [index - start for index in replayed.warm if start <= index < len(replayed.sizes[numbers]) + start]
+            cached_records = records_of(replayed.records, numbers)
+            pins = max(0, min(room_bytes, capacity - int(replayed.sizes[numbers].max())))
+            spec = CacheSpec(replayed.sizes[numbers], capacity, cached_records, pins)
             parts.append(LogicalCache(spec, SCORES["lrfu"], warm))
         self.high, self.low = parts
 
@@ -60,8 +62,8 @@ class DividedCache(LogicalCache):
         return self.high.is_resident(index) if index < self.count else self.low.is_resident(index - self.count)
 
     def request(self, layer: int, experts: Sequence[int], advice: Sequence[int] = ()) -> None:
-        for cache, own, ahead in zip((self.high, self.low), self._split(experts), self._split(advice), strict=True):
-            cache.request(layer, own, ahead)
+        for cache, wanted, ahead in zip((self.high, self.low), self._split(experts), self._split(advice), strict=True):
+            cache.request(layer, wanted, ahead)
 
     def advise(self, advice: Sequence[int]) -> None:
         for cache, ahead in zip((self.high, self.low), self._split(advice), strict=True):

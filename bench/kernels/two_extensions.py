@@ -41,7 +41,7 @@ def measure(library: Path, name: str) -> dict[str, float]:
     results = [speed.measure_linear(text, ROWS, COLUMNS, tokens, 1) for text in FORMATS for tokens in (1, 16, 96)]
     results += [speed.measure_expert("q4g32s", ROWS, COLUMNS, tokens, 1) for tokens in (1, 16)]
     results += [speed.measure_experts_from_memory("q4g32s", ROWS, COLUMNS, 1, 1), speed.measure_attention(1024, 1)]
-    return {f"{each.operation} {each.format}, {each.tokens} tokens": each.gflop_per_s for each in results}
+    return {f"{result.operation} {result.format}, {result.tokens} tokens": result.gflop_per_s for result in results}
 
 
 def in_turns(libraries: tuple[Path, Path], name: str, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -50,8 +50,8 @@ def in_turns(libraries: tuple[Path, Path], name: str, rounds: int) -> tuple[dict
     for number in range(rounds):
         for library in libraries if number % 2 == 0 else libraries[::-1]:
             command = [sys.executable, "-m", "bench.kernels.two_extensions", str(library), "--kernels", name]
-            told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-            best[library] = {case: max(value, best[library].get(case, 0.0)) for case, value in told.items()}
+            rates = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+            best[library] = {case: max(value, best[library].get(case, 0.0)) for case, value in rates.items()}
     return best[libraries[0]], best[libraries[1]]
 
 

@@ -82,9 +82,9 @@ class Routing:
     def activations(self, layer: int) -> Tensor:
         """Return SiLU of the gate of the chosen experts, [T, K, F]. Knows the experts of Mixtral."""
         gates = self._blocks[layer].experts.gate_up_proj.chunk(2, 1)[0]
-        found = torch.nn.functional.silu(torch.einsum("td,efd->tef", self.inputs(layer), gates))
-        chosen = self.chosen(layer)[0][:, :, None].expand(-1, -1, found.shape[2])
-        return found.gather(1, chosen)
+        activations = torch.nn.functional.silu(torch.einsum("td,efd->tef", self.inputs(layer), gates))
+        chosen = self.chosen(layer)[0][:, :, None].expand(-1, -1, activations.shape[2])
+        return activations.gather(1, chosen)
 
     def expert_outputs(self, layer: int) -> Tensor:
         """Return the output of every expert of a layer for what its router reads, [T, E, D].
@@ -93,8 +93,8 @@ class Routing:
         """
         experts, inputs = self._blocks[layer].experts, self.inputs(layer)
         gate, up = torch.einsum("td,efd->tef", inputs, experts.gate_up_proj).chunk(2, 2)
-        found: Tensor = torch.einsum("tef,edf->ted", torch.nn.functional.silu(gate) * up, experts.down_proj)
-        return found
+        output: Tensor = torch.einsum("tef,edf->ted", torch.nn.functional.silu(gate) * up, experts.down_proj)
+        return output
 
     def logits(self, layer: int, ahead: int = 0, after_shared: bool = False) -> Tensor:
         """Return the logits of the router `ahead` layers later for the stream of a layer, [T, E].
@@ -105,8 +105,8 @@ class Routing:
         if after_shared:
             block, inputs = self._blocks[layer], self.inputs(layer)
             stream = stream + torch.sigmoid(block.shared_expert_gate(inputs)) * block.shared_expert(inputs)
-        found: Tensor = self._norms[layer + ahead](stream) @ self._gates[layer + ahead].T
-        return found
+        logits: Tensor = self._norms[layer + ahead](stream) @ self._gates[layer + ahead].T
+        return logits
 
     def features(self, layer: int) -> dict[str, Tensor]:
         """Return the inputs of a regression: what the router reads, logits of all routers, and ones."""

@@ -129,8 +129,8 @@ class Fit:
         one = torch.nn.functional.one_hot(self.group_of, self.groups).T.float()  # [G, K]
         if self.is_steps:
             basis = torch.cat([codes.float()[:, None] * one, one.expand(len(codes), -1, -1)], 1)
-            found = _least_squares(self.weight, basis, moment)
-            scales, minima = found[:, : self.groups], found[:, self.groups :]
+            levels = _least_squares(self.weight, basis, moment)
+            scales, minima = levels[:, : self.groups], levels[:, self.groups :]
             self.scales, self.minima = torch.where(scales > 0, scales, self.scales), minima
             if self.shape.kind == "steps8":
                 self.scales, self.minima = _rounded(self.scales, 255), _rounded(self.minima, 127)
@@ -173,8 +173,8 @@ def _least_squares(weight: Tensor, basis: Tensor, moment: Tensor, together: bool
         system, wanted = system.sum(0, keepdim=True), wanted.sum(0, keepdim=True)
     diagonal = system.diagonal(dim1=1, dim2=2)
     diagonal += (_RIDGE * diagonal.mean(1, keepdim=True)).clamp_min(1e-30)
-    found: Tensor = torch.linalg.solve(system, wanted)
-    return found.squeeze(2).float().expand(len(weight), -1).clone()
+    solution: Tensor = torch.linalg.solve(system, wanted)
+    return solution.squeeze(2).float().expand(len(weight), -1).clone()
 
 
 def _rounded(values: Tensor, most: int) -> Tensor:
@@ -229,9 +229,9 @@ def main() -> None:
     options = parser.parse_args()
     example = Example(str(EXAMPLES / "model"), str(EXAMPLES / "data"), "gsm8k")
     seen, _ = example.calibrated(example.texts(example.splits.train.limit(CALIBRATION_ITEMS, SEED).items))
-    held, _ = example.calibrated(example.texts(example.splits.validation.items[:HELD_OUT_ITEMS]))
+    held_out, _ = example.calibrated(example.texts(example.splits.validation.items[:HELD_OUT_ITEMS]))
     for bits in map(int, options.bits.split(",")):
-        for shape in sorted(formats(bits), key=lambda each: each.bits_per_weight):
+        for shape in sorted(formats(bits), key=lambda form: form.bits_per_weight):
             line: dict[str, object] = {"format": shape.kind, "bits": bits, "group": shape.group}
             line["bits_per_weight"] = round(shape.bits_per_weight, 3)
             for projection in PROJECTIONS:
@@ -239,10 +239,10 @@ def main() -> None:
                 for layer, expert in list(example.model.expert_keys())[::EVERY]:
                     weight = example.lowering.unit(UnitKey(layer, expert, projection)).float()
                     moment = moments_of(seen[layer], projection)[expert]
-                    made = quantized(weight, moment, int(seen[layer].tokens[expert]), shape)
-                    judged = moments_of(held[layer], projection)[expert]
+                    weights = quantized(weight, moment, int(seen[layer].tokens[expert]), shape)
+                    judged = moments_of(held_out[layer], projection)[expert]
                     whole = output_error(weight, torch.zeros_like(weight), judged)
-                    shares.append(float((output_error(weight, made, judged) / whole).sqrt()))
+                    shares.append(float((output_error(weight, weights, judged) / whole).sqrt()))
                 line[projection] = round(float(np.median(shares)), 4)
             print(json.dumps(line), flush=True)
 

@@ -42,8 +42,8 @@ def main() -> None:
     print(f"{'format':<9}{'bits':>6}{'bytes':>9}  {'GPTQ (least to greatest)':<36}nearest")
     for text in options.formats.split(","):
         spec = QuantSpec.parse(text)
-        found = [errors(spec, seed) for seed in range(options.seeds)]
-        gptq, rtn = [pair[0] for pair in found], [pair[1] for pair in found]
+        measured = [errors(spec, seed) for seed in range(options.seeds)]
+        gptq, rtn = [pair[0] for pair in measured], [pair[1] for pair in measured]
         mean = f"{sum(gptq) / len(gptq):.3e} ({min(gptq):.3e} to {max(gptq):.3e})"
         size = f"{spec.bits_per_weight(COLUMNS):>6.3f}{spec.packed_bytes(ROWS, COLUMNS):>9}"
         print(f"{text:<9}{size}  {mean:<36}{sum(rtn) / len(rtn):.3e}", flush=True)

@@ -60,9 +60,9 @@ def ours(expert: Expert, specs: tuple[QuantSpec, ...]) -> tuple[float, list[floa
     """Return the seconds of processor time of all formats, and the errors of the last one."""
     begun = time.process_time()
     with torch.inference_mode():
-        made = ExpertQuantizer(0, "gptq", specs).run(0, expert.weights, expert.moments, TOKENS)
+        result = ExpertQuantizer(0, "gptq", specs).run(0, expert.weights, expert.moments, TOKENS)
     seconds = time.process_time() - begun
-    last = {unit.projection: matrix for (unit, spec), matrix in made.items() if spec == specs[-1]}
+    last = {unit.projection: matrix for (unit, spec), matrix in result.items() if spec == specs[-1]}
     return seconds, [expert.error(name, last[name].dequantize()) for name in PROJECTIONS]
 
 

@@ -49,12 +49,12 @@ def quantized(
     inputs: of each layer.
     weight_of: the weights to quantize, [N, K].
     """
-    made: Matrices = {}
+    planes: Matrices = {}
     for key in example.model.expert_keys():
         weights = {unit.projection: weight_of(unit) for unit in example.model.units_of(key)}
         quantizer = ExpertQuantizer(key.layer, "gptq", tuple(specs))
-        made.update(quantizer.run(key.expert, weights, *inputs[key.layer].moments_of(key.expert)))
-    return made
+        planes.update(quantizer.run(key.expert, weights, *inputs[key.layer].moments_of(key.expert)))
+    return planes
 
 
 def upper_plane(matrix: QuantizedMatrix) -> Tensor:

@@ -50,14 +50,14 @@ def relative_errors(
     moments, held_moments = moments_of(seen, projection), moments_of(held, projection)
     for expert, weight in enumerate(weights):
         given = (moments[expert], int(seen.tokens[expert]))
-        made = [
+        versions = [
             quantize_rtn(weight, spec, True, given[0].diagonal())
             if name == "rtn, clipped"
             else quantizer(name)(weight, spec, *given)
             for name in NAMES
         ]
         held_moment = held_moments[expert]
-        yield tuple(float(relative_output_error(weight, each.dequantize(), held_moment)) for each in made)
+        yield tuple(float(relative_output_error(weight, each.dequantize(), held_moment)) for each in versions)
 
 
 def main() -> None:
@@ -69,14 +69,14 @@ def main() -> None:
     sys.path.append(str(TOOLS))
     example = Example(str(EXAMPLES / "model"), str(EXAMPLES / "data"), options.task)
     seen, statistics = example.calibrated(example.texts(example.splits.train.items))
-    held, _ = example.calibrated(example.texts(example.splits.validation.items[:HELD_OUT_ITEMS]))
+    held_out, _ = example.calibrated(example.texts(example.splits.validation.items[:HELD_OUT_ITEMS]))
     shares = statistics.popularity / statistics.popularity.sum(axis=1, keepdims=True)
     entropy = -(shares * np.log(np.maximum(shares, 1e-30))).sum(axis=1) / np.log(shares.shape[1])
     print(json.dumps({**statistics.path_report.to_json(), "popularity_entropy": entropy.round(4).tolist()}))
     for spec in map(QuantSpec.parse, options.formats.split(",")):
         for projection in PROJECTIONS:
             rows = list[tuple[float, ...]]()
-            for layer, inputs in enumerate(held):
+            for layer, inputs in enumerate(held_out):
                 experts = range(example.model.layers[layer].experts.count)
                 units = [example.lowering.unit(UnitKey(layer, expert, projection)) for expert in experts]
                 weights = torch.stack(units).float()

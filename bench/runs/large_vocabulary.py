@@ -74,8 +74,8 @@ def compile_command(folder: Path, *more: str) -> list[str]:
 
 def estimated(folder: Path) -> tuple[float, float]:
     """Return the seconds and the bytes that `--estimate` predicts."""
-    told = subprocess.run(compile_command(folder, "--estimate", "--json"), capture_output=True, text=True, check=True)
-    stages = json.loads(told.stdout)["stages"]
+    done = subprocess.run(compile_command(folder, "--estimate", "--json"), capture_output=True, text=True, check=True)
+    stages = json.loads(done.stdout)["stages"]
     return sum(stage["seconds"] for stage in stages), max(stage["memory_bytes"] for stage in stages)
 
 

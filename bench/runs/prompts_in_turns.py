@@ -38,19 +38,19 @@ def seconds(engine: Engine, tokens: list[int], prompt: int, threads: int) -> tup
 
 def measure(engines: dict[str, Engine], tokens: list[int], prompt: int, rounds: int, threads: int) -> dict[str, Any]:
     """Return the figures of one length of prompts."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in TYPES}
+    times_of: dict[str, list[tuple[float, float]]] = {name: [] for name in TYPES}
     for number in range(rounds + 1):
         for name in TYPES if number % 2 == 0 else reversed(TYPES):
             times = seconds(engines[name], tokens, prompt, threads)
             if number > 0:  # the first round only brings the weights into memory
-                found[name].append(times)
-    told: dict[str, Any] = {"prompt_tokens": prompt, "rounds": rounds}
+                times_of[name].append(times)
+    record: dict[str, Any] = {"prompt_tokens": prompt, "rounds": rounds}
     for place, what in enumerate(("prompt", "token")):
-        own = {name: [times[place] for times in found[name]] for name in TYPES}
-        quotients = [one / other for one, other in zip(own["float32"], own["bfloat16"], strict=True)]
-        told[f"{what}_ms"] = {name: round(1e3 * statistics.median(values), 3) for name, values in own.items()}
-        told[f"{what}_quotient"] = [round(value, 3) for value in statistics.quantiles(quotients, n=4)]
-    return told
+        columns = {name: [times[place] for times in times_of[name]] for name in TYPES}
+        quotients = [one / other for one, other in zip(columns["float32"], columns["bfloat16"], strict=True)]
+        record[f"{what}_ms"] = {name: round(1e3 * statistics.median(values), 3) for name, values in columns.items()}
+        record[f"{what}_quotient"] = [round(value, 3) for value in statistics.quantiles(quotients, n=4)]
+    return record
 
 
 def main() -> None:

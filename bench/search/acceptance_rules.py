@@ -71,8 +71,8 @@ def measured(texts: int, draw: np.random.Generator, root: np.ndarray) -> tuple[n
     """Return mean loss and standard error of every plan, [P] each, on newly drawn texts."""
     scale = np.sqrt(FREEDOM / draw.chisquare(FREEDOM, (texts, 1)) * (FREEDOM - 2) / FREEDOM)
     deviations = draw.standard_normal((texts, len(GRID))) @ root.T * scale
-    own = losses() + DEVIATION * np.sqrt(losses()) * deviations
-    return own.mean(0), own.std(0, ddof=1) / math.sqrt(texts)
+    at_search = losses() + DEVIATION * np.sqrt(losses()) * deviations
+    return at_search.mean(0), at_search.std(0, ddof=1) / math.sqrt(texts)
 
 
 def searched(rule: Rule, found: tuple[np.ndarray, np.ndarray], share: float, target: float) -> int | None:

@@ -73,8 +73,8 @@ class Factors:
     def __init__(
         self, model: str, options: CompileOptions, formats: str, offered: Sequence[QuantSpec], work: Path
     ) -> None:
-        found = measure_model(model, options, work, offered)
-        self._prepared, self._measured, self._space = found.prepared, found.measured, found.space
+        measured = measure_model(model, options, work, offered)
+        self._prepared, self._measured, self._space = measured.prepared, measured.measured, measured.space
         self._formats, self._target = formats, options.target
         (dense,) = self._prepared.dense_formats()
         self._base = replace(self._prepared.plain_plan(), dense=dense)
@@ -105,19 +105,19 @@ class Factors:
         formats = offered_to_edgemoe(base, specs, edgemoe_group_size(base, uniform, specs)) | {16.0: plain}
         lowest, second = sorted(formats)[:2]
         losses = self._importance(formats[lowest], formats[second])
-        kept = edgemoe("EdgeMoE", base, formats, losses, trials, store, rule).plan
+        plain_plan = edgemoe("EdgeMoE", base, formats, losses, trials, store, rule).plan
         pruned = self._pruned(formats, rule)
-        found = [plan for plan in (kept, pruned) if plan is not None]
-        least = min(found, key=lambda plan: plan.expert_packed_bytes, default=None)
-        return [self._cell("EdgeMoE", False, kept), self._cell("EdgeMoE", True, least)]
+        plans = [plan for plan in (plain_plan, pruned) if plan is not None]
+        least = min(plans, key=lambda plan: plan.expert_packed_bytes, default=None)
+        return [self._cell("EdgeMoE", False, plain_plan), self._cell("EdgeMoE", True, least)]
 
     def _pruned(self, formats: Mapping[float, QuantSpec], rule: TargetRule) -> CompilePlan | None:
         """Return the plan of the lowest bitwidth that keeps the target, without as many experts as that allows."""
         widths = sorted(formats, reverse=True)
-        kept = last_kept([uniform_like(self._base, formats[width]) for width in widths], rule.keeps)
-        if kept < 0:
+        last = last_kept([uniform_like(self._base, formats[width]) for width in widths], rule.keeps)
+        if last < 0:
             return None
-        spec = formats[widths[kept]]
+        spec = formats[widths[last]]
         losses = prunable(self._importance(LEFT_OUT, spec), self._base.model)
         order = sorted(losses, key=lambda key: (losses[key], key))
         plain = uniform_like(self._base, spec)

@@ -39,10 +39,10 @@ def kl_within(
     measured: MeasuredExample, specs: Sequence[QuantSpec], bits_per_weight: float
 ) -> tuple[float, float] | None:
     """Return bits per weight and measured KL of the plan within the budget, or None if no plan fits."""
-    plain, kept = measured.example.plain, tuple(spec for spec in specs if not spec.is_pruned)
+    plain, offered = measured.example.plain, tuple(spec for spec in specs if not spec.is_pruned)
     weights = byte_weights(plain.model, None, reads=False)
-    space = build_space(plain, measured.store, measured.prices, weights, kept, (plain.dense,))
-    if len(kept) < len(specs):
+    space = build_space(plain, measured.store, measured.prices, weights, offered, (plain.dense,))
+    if len(offered) < len(specs):
         losses = left_out_losses(measured.store, measured.prices, measured.popularity)
         space = with_pruning(space, losses, weights)
     plan = plan_within(space, bits_per_weight)
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--bits", default="1.5,1.6,1.7,1.8,1.9,2.0,2.1,2.25,2.4", help="Budgets in bits per weight.")
     parser.add_argument("--sets", default=";".join(SETS), help="Sets of formats, `;` between sets.")
     options = parser.parse_args()
-    sets = [[QuantSpec.parse(text) for text in part.split(",")] for part in options.sets.split(";")]
+    sets = [[QuantSpec.parse(text) for text in names.split(",")] for names in options.sets.split(";")]
     specs = list(dict.fromkeys(spec for offered in sets for spec in offered))
     with tempfile.TemporaryDirectory() as folder:
         example = Example(str(EXAMPLES / "model"), str(EXAMPLES / "data"), options.task)
@@ -72,8 +72,8 @@ def main() -> None:
             print(json.dumps({"everywhere": str(spec), "found": kl_everywhere(measured, spec)}), flush=True)
         for budget in map(float, options.bits.split(",")):
             for offered in sets:
-                found = kl_within(measured, offered, budget)
-                line = {"bits": budget, "set": ",".join(map(str, offered)), "found": found}
+                kl = kl_within(measured, offered, budget)
+                line = {"bits": budget, "set": ",".join(map(str, offered)), "found": kl}
                 print(json.dumps(line), flush=True)
 
 

@@ -75,9 +75,9 @@ class Gain:
     """
 
     def __init__(self, model: str, options: CompileOptions, work: Path) -> None:
-        found = measure_model(model, options, work)
-        self._prepared, self.measured, self._space = found.prepared, found.measured, found.space
-        self._swaps: Swaps = swaps(found.prepared)
+        measured = measure_model(model, options, work)
+        self._prepared, self.measured, self._space = measured.prepared, measured.measured, measured.space
+        self._swaps: Swaps = swaps(measured.prepared)
 
     @property
     def expert_weights(self) -> int:
@@ -86,17 +86,17 @@ class Gain:
 
     def spaces(self) -> dict[str, tuple[SearchSpace, Swaps]]:
         """Return the search space of each kind of plan, and how many swaps its search makes."""
-        found: dict[str, tuple[SearchSpace, Swaps]] = {}
+        searches: dict[str, tuple[SearchSpace, Swaps]] = {}
         for name, group_of in GROUPINGS.items():
-            found[name] = grouped(self._space, group_of), NO_SWAPS
+            searches[name] = grouped(self._space, group_of), NO_SWAPS
         specs = self._space.without_pruning().unit_specs
 
         def is_offered(has: Callable[[QuantSpec], bool], column: int) -> bool:
             return has(specs[column])
 
         for name, has in MENUS.items():
-            found[f"{MATRIX}, {name}"] = with_formats(self._space, partial(is_offered, has)), NO_SWAPS
-        return found | {LEFT_OUT: (self._space, NO_SWAPS), SWAPPED: (self._space, self._swaps)}
+            searches[f"{MATRIX}, {name}"] = with_formats(self._space, partial(is_offered, has)), NO_SWAPS
+        return searches | {LEFT_OUT: (self._space, NO_SWAPS), SWAPPED: (self._space, self._swaps)}
 
     def within(self, kind: str, size_bytes: float) -> CompilePlan | None:
         """Return the plan of one kind within some bytes of the routed experts, or None."""
@@ -152,17 +152,17 @@ def saved(rows: Rows, row: Row, ours: Sequence[Row]) -> str:
 
 def print_equal_bytes(gain: Gain, rows: Rows, budgets: Sequence[float]) -> None:
     """Measure every kind of plan at each budget, in bits per weight, and print the first table."""
-    found: dict[float, dict[str, Row]] = {}
+    by_budget: dict[float, dict[str, Row]] = {}
     for bits in budgets:
-        found[bits] = {}
+        by_budget[bits] = {}
         for kind in gain.spaces():
             row = measured_row(gain, rows, kind, bits)
             if row is not None:
-                found[bits][kind] = row
+                by_budget[bits][kind] = row
                 say(f"{bits:g} {kind}: KL {rows.kl(row):.5f}")
-    ours = [each[MATRIX] for each in found.values() if MATRIX in each]
+    ours = [each[MATRIX] for each in by_budget.values() if MATRIX in each]
     lines = []
-    for kinds in found.values():
+    for kinds in by_budget.values():
         for kind, row in kinds.items():
             ratio = ratio_text(kinds[MATRIX], row) if MATRIX in kinds and kind != MATRIX else ""
             lines.append([kind, *rows.figures(row), ratio, "" if kind == MATRIX else saved(rows, row, ours)])

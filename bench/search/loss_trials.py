@@ -67,12 +67,12 @@ def main() -> None:
     print("power  spread  mean log bytes  spread of bytes  supported  answered")
     for power in (1.0, 1.3):
         for spread in (0.0, 0.2):
-            found = np.array([simulated(seed, power, spread, noise, options.swaps) for seed in range(options.seeds)])
-            sizes = found[:, 0]
+            ratios = np.array([simulated(seed, power, spread, noise, options.swaps) for seed in range(options.seeds)])
+            sizes = ratios[:, 0]
             spread_of_bytes = sizes.std() / sizes.mean()
             print(
                 f"{power:5.1f}  {spread:6.1f}  {np.log(sizes).mean():14.3f}  {spread_of_bytes:15.3f}  "
-                f"{found[:, 1].mean():9.3f}  {found[:, 2].mean():8.2f}"
+                f"{ratios[:, 1].mean():9.3f}  {ratios[:, 2].mean():8.2f}"
             )
 
 

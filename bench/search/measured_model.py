@@ -30,7 +30,7 @@ BITS = (1, 1.6, 2, 3, 4, 5, 6, 8, 16)
 
 def floats(text: str) -> tuple[float, ...]:
     """Read numbers with commas between them."""
-    return tuple(float(each) for each in filter(None, text.split(",")))
+    return tuple(float(number) for number in filter(None, text.split(",")))
 
 
 def model_parser(description: str) -> argparse.ArgumentParser:

@@ -49,22 +49,22 @@ class Plans:
         """Return the KL of the plan of each average bitwidth, nats per token."""
         weights = byte_weights(self._base.model, None, reads=False)
         space = build_space(self._base, self._measured.store, table, weights, specs, (self._dense,))
-        found = []
+        plans = []
         for each in bits:
             plan = plan_within(space, each)
             if plan is None:
                 raise SystemExit(f"no plan has {each} bits per weight")
-            found.append(self._kl(plan, f"{each} bits"))
-        return found
+            plans.append(self._kl(plan, f"{each} bits"))
+        return plans
 
     def uniform_kl(self, spec: QuantSpec) -> float:
         """Return the KL with every projection in one format, nats per token."""
         return self._kl(uniform_like(self._base, spec), str(spec))
 
     def _kl(self, plan: CompilePlan, name: str) -> float:
-        found = self._measured.kl(plan)
-        print(f"{name}: {found:.6f}", file=sys.stderr, flush=True)
-        return found
+        kl = self._measured.kl(plan)
+        print(f"{name}: {kl:.6f}", file=sys.stderr, flush=True)
+        return kl
 
 
 def tables_of(measured: MeasuredExample) -> dict[str, SensitivityTable]:
@@ -72,11 +72,7 @@ def tables_of(measured: MeasuredExample) -> dict[str, SensitivityTable]:
     gains, prices = measured.gains, measured.prices
     unseen = [unseen_gain(measured, layer) for layer in range(measured.example.model.num_layers)]
     scaled = {(unit, spec): kl * unseen[unit.layer] for (unit, spec), kl in (prices.predicted or {}).items()}
-    return {
-        "gain x error": gains,
-        "Fisher": prices,
-        "Fisher x measured gain": replace(prices, predicted=scaled),
-    }
+    return {"gain x error": gains, "Fisher": prices, "Fisher x measured gain": replace(prices, predicted=scaled)}
 
 
 def unseen_gain(measured: MeasuredExample, layer: int) -> float:

@@ -57,12 +57,12 @@ def main() -> None:
             "output error alone": [found.store.error(unit, spec) for unit in units],
         }
     measured, layers = np.array(exact), np.array([unit.layer for unit in units])
-    told = {}
+    rows = {}
     for name, values in predicted.items():
         guess = np.array(values)
         inside = [spearman(guess[layers == layer], measured[layers == layer]) for layer in np.unique(layers)]
-        told[name] = {"all units": spearman(guess, measured), "within layers": [round(value, 3) for value in inside]}
-    print(json.dumps({"format": str(spec), "units": len(units), "spearman": told}, indent=1))
+        rows[name] = {"all units": spearman(guess, measured), "within layers": [round(value, 3) for value in inside]}
+    print(json.dumps({"format": str(spec), "units": len(units), "spearman": rows}, indent=1))
 
 
 if __name__ == "__main__":

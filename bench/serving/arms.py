@@ -82,11 +82,11 @@ class OwnArm:
         Raises RuntimeError if there is no such refusal.
         """
         command = self.command(Room(share, 1, slots, context))
-        told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stderr
-        found = _NEEDED.search(told)
-        if found is None:
-            raise RuntimeError(f"moec does not say which memory it needs: {told[-500:]}")
-        return int(found[1])
+        stderr = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stderr
+        match = _NEEDED.search(stderr)
+        if match is None:
+            raise RuntimeError(f"moec does not say which memory it needs: {stderr[-500:]}")
+        return int(match[1])
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ class PeerArm:
 def short_read_ahead(place: Path) -> Iterator[None]:
     """Set the read-ahead of the device of a folder to the best one for llama.cpp under a limit, and restore it."""
     path = read_ahead_path(place)
-    found = path.read_text()
+    before = path.read_text()
     path.write_text(str(_READ_AHEAD_KIB))
     try:
         yield
     finally:
-        path.write_text(found)
+        path.write_text(before)

@@ -71,22 +71,22 @@ def listening(port: int, rates: list[tuple[float, float]]) -> Iterator[None]:
 
 def decoding_rate(server: Server, load: Load) -> float:
     """Return the rate of one answer after its first piece, in tokens/s. Raises RuntimeError if it is not known."""
-    found = rate(server, load, 1)[1]
-    if found is None:
+    decoding = rate(server, load, 1)[1]
+    if decoding is None:
         raise RuntimeError("the answer came in too few pieces: give another text")
-    return found
+    return decoding
 
 
 def measure(server: Server, load: Load, rounds: int) -> list[dict[str, Any]]:
     """Return the rates of each round. A first round warms up."""
     rows: list[dict[str, Any]] = []
     for number in range(rounds + 1):
-        found, fed = dict[bool, float](), list[tuple[float, float]]()
+        rates, fed = dict[bool, float](), list[tuple[float, float]]()
         for is_heard in (number % 2 == 0, number % 2 == 1):
             with listening(server.port, fed) if is_heard else nullcontext():
-                found[is_heard] = decoding_rate(server, load)
+                rates[is_heard] = decoding_rate(server, load)
         ((fed_bytes, fed_events),) = fed
-        row = {"alone": found[False], "heard": found[True], "bytes_per_s": fed_bytes, "events_per_s": fed_events}
+        row = {"alone": rates[False], "heard": rates[True], "bytes_per_s": fed_bytes, "events_per_s": fed_events}
         rows += [row] if number else []
         print(f"round {number} of {rounds}: {json.dumps(row)}", file=sys.stderr, flush=True)
     return rows

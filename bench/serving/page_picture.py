@@ -56,9 +56,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path, nargs="?", default=Path("examples/bundle"))
     parser.add_argument("-o", "--output", type=Path, default=Path("docs/pictures/chat-page.png"))
-    asked = parser.parse_args(arguments)
-    with Server(command(asked.bundle)) as server:
-        draw(f"http://127.0.0.1:{server.port}/", asked.output)
+    options = parser.parse_args(arguments)
+    with Server(command(options.bundle)) as server:
+        draw(f"http://127.0.0.1:{server.port}/", options.output)
 
 
 if __name__ == "__main__":

@@ -97,14 +97,14 @@ def least_reads(requests: Sequence[Request], capacity: int) -> list[int]:
         layer, experts = requests[at]
         later.append([next_use.get((layer, expert), NEVER) for expert in experts])
         next_use.update(((layer, expert), at) for expert in experts)
-    held: dict[tuple[int, int], int] = {}
+    last_uses: dict[tuple[int, int], int] = {}
     reads = []
     for (layer, experts), uses in zip(requests, reversed(later), strict=True):
         wanted = {(layer, expert): use for expert, use in zip(experts, uses, strict=True)}
-        reads.append(len(wanted.keys() - held.keys()))
-        held.update(wanted)
-        for key in sorted(held, key=lambda each: held[each])[capacity:]:
-            del held[key]
+        reads.append(len(wanted.keys() - last_uses.keys()))
+        last_uses.update(wanted)
+        for key in sorted(last_uses, key=lambda key_of_use: last_uses[key_of_use])[capacity:]:
+            del last_uses[key]
     return reads
 
 
@@ -130,12 +130,12 @@ def main() -> None:
         passes, first = options.tokens - options.skip, options.skip * layers
         for share in options.shares:
             reads = least_reads(requests, parse_cache(share, cost.expert_padded_bytes) // expert_bytes)
-            asked = sum(len(experts) for _, experts in requests[first:]) / passes
+            requested = sum(len(experts) for _, experts in requests[first:]) / passes
             read = sum(reads[first:]) / passes
-            told = {"streams": streams, "share": share, "requested": asked, "least_read": read}
+            row = {"streams": streams, "share": share, "requested": requested, "least_read": read}
             with load(options.bundle, expert_cache=share, slots=streams, context=512) as engine:
-                told |= measured(engine, prompts, options.tokens, options.skip)
-            print(json.dumps(told | {"least_read_mib": read * expert_bytes / 2**20}), flush=True)
+                row |= measured(engine, prompts, options.tokens, options.skip)
+            print(json.dumps(row | {"least_read_mib": read * expert_bytes / 2**20}), flush=True)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ class Server:
         """Wait for the address and for `/health`. Raises RuntimeError."""
         end_s = time.perf_counter() + START_S
         while process.poll() is None and time.perf_counter() < end_s:
-            found = _ADDRESS.search(self._said.read_text(errors="replace"))
-            self.port = int(found[1]) if found else 0
+            match = _ADDRESS.search(self._said.read_text(errors="replace"))
+            self.port = int(match[1]) if match else 0
             if self.port and self._is_healthy():
                 return
             time.sleep(0.1)
@@ -90,11 +90,11 @@ class Load:
 
     def body(self, client: int) -> dict[str, Any]:
         """Return the request of a client."""
-        kept: dict[str, Any] = {"ignore_eos": True, "cache_prompt": False}
+        fixed: dict[str, Any] = {"ignore_eos": True, "cache_prompt": False}
         if self.end_token is not None:
-            kept = {"logit_bias": {str(self.end_token): -100}}
-        asked = {"prompt": list(self.prompts[client]), "max_tokens": self.tokens, "temperature": 0, "stream": True}
-        return asked | {"stream_options": {"include_usage": True}} | kept
+            fixed = {"logit_bias": {str(self.end_token): -100}}
+        body = {"prompt": list(self.prompts[client]), "max_tokens": self.tokens, "temperature": 0, "stream": True}
+        return body | {"stream_options": {"include_usage": True}} | fixed
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def rate(server: Server, load: Load, clients: int) -> tuple[float, float | None]
     piece of each client to its last; None if no answer has pieces for most of its tokens.
     """
     started_s = time.perf_counter()
-    found = asyncio.run(_together(server.port, load, clients))
-    whole = sum(answer.tokens for answer in found) / (max(answer.last_s for answer in found) - started_s)
-    steady = [answer.rate for answer in found if answer.rate is not None]
+    answers = asyncio.run(_together(server.port, load, clients))
+    whole = sum(answer.tokens for answer in answers) / (max(answer.last_s for answer in answers) - started_s)
+    steady = [answer.rate for answer in answers if answer.rate is not None]
     return whole, clients * sum(steady) / len(steady) if steady else None

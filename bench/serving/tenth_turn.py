@@ -37,9 +37,9 @@ def make_bundle(folder: Path) -> Path:
     model = save_tiny_mixtral(folder / "model", tiny)
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": CONTEXT}))
-    made = emit_bundle(model, folder / "bundle", mixed=True)
-    add_file(made, "chat_template.jinja", TEMPLATE)
-    return made
+    bundle = emit_bundle(model, folder / "bundle", mixed=True)
+    add_file(bundle, "chat_template.jinja", TEMPLATE)
+    return bundle
 
 
 def first_token_s(server: LiveServer, messages: list[dict[str, str]]) -> tuple[float, dict[str, Any], str]:
@@ -62,7 +62,7 @@ def first_token_s(server: LiveServer, messages: list[dict[str, str]]) -> tuple[f
 
 def direct_s(engine: Engine, messages: list[dict[str, str]], timings: dict[str, Any]) -> float:
     """Return the time of the new tokens in the engine alone."""
-    text = "".join(f"{each['role']}:{each['content']}\n" for each in messages) + "assistant:"
+    text = "".join(f"{message['role']}:{message['content']}\n" for message in messages) + "assistant:"
     tokens = engine.encode(text, adds_special_tokens=False)
     first = timings["cached_tokens"]
     slot = 0  # of one slot

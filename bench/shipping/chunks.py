@@ -40,7 +40,7 @@ class Chunks:
 
     def _cuts(self, data: np.ndarray) -> np.ndarray:
         """Return the places after which the low bits of the sum are zero."""
-        found = []
+        chunks = []
         for begin in range(0, len(data), _BLOCK):
             first = max(0, begin - MEAN_BITS + 1)
             values = self._gear[data[first : begin + _BLOCK]]
@@ -48,5 +48,5 @@ class Chunks:
             for back in range(min(MEAN_BITS, len(values))):
                 total[back:] += values[: len(values) - back] << np.uint16(back)
             places = np.flatnonzero(total == 0) + first + 1
-            found.append(places[places > begin])
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
+            chunks.append(places[places > begin])
+        return np.concatenate(chunks) if chunks else np.zeros(0, np.int64)

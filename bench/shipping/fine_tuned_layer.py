@@ -23,7 +23,7 @@ UNSCORED = -100
 def batches(data: Path, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return STEPS batches of token ids [BATCH, T], and the same with UNSCORED for all tokens but the answers'."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = []
+    names = []
     rows = [json.loads(line) for line in data.read_text().splitlines()[: BATCH * STEPS]]
     for start in range(0, len(rows), BATCH):
         texts, labels = [], []
@@ -33,8 +33,8 @@ def batches(data: Path, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]
             texts.append(torch.tensor([*prompt, *answer]))
             labels.append(torch.tensor([*[UNSCORED] * len(prompt), *answer]))
         pad = torch.nn.utils.rnn.pad_sequence
-        found.append((pad(texts, batch_first=True), pad(labels, batch_first=True, padding_value=UNSCORED)))
-    return found
+        names.append((pad(texts, batch_first=True), pad(labels, batch_first=True, padding_value=UNSCORED)))
+    return names
 
 
 def train(folder: Path, data: Path, layer: int) -> dict[str, torch.Tensor]:
@@ -69,12 +69,12 @@ def main() -> None:
     (path,) = given.out.glob("*.safetensors")
     weights = load_file(path)
     changed = total = 0
-    for name, own in weights.items():
-        found = _trained(name, trained, given.layer)
-        if found is None:
+    for name, weight in weights.items():
+        tuned = _trained(name, trained, given.layer)
+        if tuned is None:
             continue
-        rounded = found.to(own.dtype)
-        changed, total = changed + int((rounded != own).sum()), total + own.numel()
+        rounded = tuned.to(weight.dtype)
+        changed, total = changed + int((rounded != weight).sum()), total + weight.numel()
         weights[name] = rounded.contiguous()
     save_file(weights, path, metadata={"format": "pt"})
     print(f"{changed:,} of {total:,} weights of layer {given.layer} differ ({changed / total:.1%})")

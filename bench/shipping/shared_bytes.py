@@ -58,7 +58,7 @@ class Shared:
 
 def equal_keys(new: Mapping[K, Part], old: Mapping[K, Part]) -> set[K]:
     """Return the keys of the parts that are equal in both bundles."""
-    return {key for key, part in new.items() if old.get(key) == part}
+    return {key for key, value in new.items() if old.get(key) == value}
 
 
 def experts_of(manifest: BundleManifest) -> dict[ExpertKey, Part]:
@@ -83,7 +83,7 @@ def other_files_of(manifest: BundleManifest) -> dict[str, Part]:
 
 def units_of(folder: Path, manifest: BundleManifest) -> dict[UnitKey, Part]:
     """Return every projection that is not left out, by its key."""
-    found = dict[UnitKey, Part]()
+    units = dict[UnitKey, Part]()
     for entry in manifest.experts:
         if entry.is_pruned:
             continue
@@ -94,8 +94,8 @@ def units_of(folder: Path, manifest: BundleManifest) -> dict[UnitKey, Part]:
         for projection, spec in given.items():
             size = spec.packed_bytes(*manifest.model.unit_shape(entry.layer, projection))
             packed = data[offsets[projection] : offsets[projection] + size]
-            found[UnitKey(entry.layer, entry.expert, projection)] = (hashlib.sha256(packed).hexdigest(), size)
-    return found
+            units[UnitKey(entry.layer, entry.expert, projection)] = (hashlib.sha256(packed).hexdigest(), size)
+    return units
 
 
 def _bytes_of(folder: Path, entry: ExpertEntry) -> bytes:
@@ -136,17 +136,19 @@ def main() -> None:
     parser.add_argument("new", type=Path)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    found = compare(given.old, given.new)
+    compared = compare(given.old, given.new)
     if given.json:
-        plain = {name: asdict(part) if isinstance(part, Shared) else part for name, part in found.items()}
+        plain = {
+            name: asdict(counted) if isinstance(counted, Shared) else counted for name, counted in compared.items()
+        }
         print(json.dumps({"old": given.old.name, "new": given.new.name, **plain}, indent=1))
         return
-    for name, part in found.items():
-        if isinstance(part, Shared):
-            told = f"{part.equal} of {part.count} equal, {part.equal_size:,} of {part.size:,} bytes ({part.share:.1%})"
-            print(f"{name:<30}{told}")
+    for name, counted in compared.items():
+        if isinstance(counted, Shared):
+            sizes = f"{counted.equal_size:,} of {counted.size:,} bytes ({counted.share:.1%})"
+            print(f"{name:<30}{counted.equal} of {counted.count} equal, {sizes}")
         else:
-            print(f"{name:<30}{part:,}")
+            print(f"{name:<30}{counted:,}")
 
 
 if __name__ == "__main__":

@@ -68,12 +68,12 @@ def moec(*arguments: object) -> tuple[dict[str, Any], float, int]:
     command = [sys.executable, "-m", "moec.cli.main", *map(str, arguments), "--json"]
     began = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        told = process.stdout.read() if process.stdout is not None else ""
+        printed = process.stdout.read() if process.stdout is not None else ""
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-    return json.loads(told), time.monotonic() - began, usage.ru_maxrss * 1024
+    return json.loads(printed), time.monotonic() - began, usage.ru_maxrss * 1024
 
 
 def main() -> None:

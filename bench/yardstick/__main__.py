@@ -42,7 +42,7 @@ BUNDLES = {
 def run(*command: str | Path) -> None:
     """Print a command and run it."""
     print("$", *command, file=sys.stderr, flush=True)
-    subprocess.run([str(part) for part in command], check=True)
+    subprocess.run([str(word) for word in command], check=True)
 
 
 def example_text() -> str:
@@ -54,9 +54,9 @@ def example_text() -> str:
 
 def write_routing(bundle: Path, text: str, path: Path) -> None:
     """Write the routing figures of a bundle on a text as JSON, and print them."""
-    told = json.dumps(routing(bundle, text, ROUTED_TOKENS))
-    path.write_text(told + "\n", encoding="utf-8")
-    print(path.name, told, flush=True)
+    routes = json.dumps(routing(bundle, text, ROUTED_TOKENS))
+    path.write_text(routes + "\n", encoding="utf-8")
+    print(path.name, routes, flush=True)
 
 
 def main() -> None:
@@ -75,10 +75,18 @@ def main() -> None:
         if not (folder / name).exists():
             run(python, "-m", "moec.cli.main", "compile", checkpoint, *formats.split(), "-o", folder / name)
     for name, architecture in (("q4_0.gguf", OLMOE), (FORK_GGUF, QWEN3MOE)):
-        part = (folder / name).with_suffix(".part")
+        partial = (folder / name).with_suffix(".part")
         if not (folder / name).exists():
-            run(python, "-m", f"{__package__}.checkpoint.gguf_model", checkpoint, part, "--architecture", architecture)
-            part.rename(folder / name)
+            run(
+                python,
+                "-m",
+                f"{__package__}.checkpoint.gguf_model",
+                checkpoint,
+                partial,
+                "--architecture",
+                architecture,
+            )
+            partial.rename(folder / name)
     try:
         build(folder)
     except (subprocess.CalledProcessError, OSError) as error:  # no compiler, no cmake, no sources

@@ -16,5 +16,5 @@ def command_line(*arguments: object) -> list[str]:
 def moec(*arguments: object) -> dict[str, Any]:
     """Return the JSON of `moec ... --json`. Raises subprocess.CalledProcessError if it fails."""
     done = subprocess.run(command_line(*arguments), stdout=subprocess.PIPE, check=True, text=True)
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    record: dict[str, Any] = json.loads(done.stdout)
+    return record

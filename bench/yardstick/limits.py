@@ -43,8 +43,8 @@ def read_ahead_path(folder: Path) -> Path:
 
 def _device_folder(folder: Path) -> Path:
     number = folder.stat().st_dev
-    found = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
-    return found if (found / "queue").exists() else found.parent  # a partition has no queue of its own
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    return device if (device / "queue").exists() else device.parent  # a partition has no queue of its own
 
 
 def drop_caches() -> None:

@@ -35,10 +35,10 @@ class WholeLayers:
         self, layer: int, wanted: Sequence[int], look_ahead: Callable[[], Sequence[int]], all_at_once: bool
     ) -> Generator[list[int], None, None]:
         """Read all experts of the layer, and yield the wanted ones as they arrive."""
-        asked, following = set(wanted), self._layers[(layer + 1) % len(self._layers)]
+        requested, following = set(wanted), self._layers[(layer + 1) % len(self._layers)]
         with closing(self._cache.stream(layer, self._layers[layer], lambda: list(following), all_at_once)) as ready:
             for experts in ready:
-                chosen = [expert for expert in experts if expert in asked]
+                chosen = [expert for expert in experts if expert in requested]
                 if chosen:
                     yield chosen
 
@@ -53,9 +53,9 @@ def main() -> None:
     options = parser.parse_args()
     bundle = open_bundle(options.bundle)
     cost = bundle.manifest.cost
-    held = LAYERS_HELD * cost.expert_padded_bytes // bundle.manifest.model.num_layers
+    cache_bytes = LAYERS_HELD * cost.expert_padded_bytes // bundle.manifest.model.num_layers
     sequence = sequence_of(bundle, options.text, 1, options.tokens)
-    chosen = RuntimeOptions(expert_cache=str(held), context=64, threads=options.threads, prefetch="off")
+    chosen = RuntimeOptions(expert_cache=str(cache_bytes), context=64, threads=options.threads, prefetch="off")
     with Engine(bundle, chosen) as engine:
         counts = [layer.experts.count for layer in bundle.manifest.model.layers]
         layers = [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]

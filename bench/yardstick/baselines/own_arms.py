@@ -74,13 +74,13 @@ def run_own_arm(folder: Path, arm: OwnArm) -> dict[str, Any]:
     done = run_limited(command, place=folder)
     if done.status:
         raise SystemExit(f"{arm.name}: `{' '.join(command)}` ended with {done.status}")
-    told = json.loads(done.output.splitlines()[-1])
+    record = json.loads(done.output.splitlines()[-1])
     return {
-        "tokens_per_s": told["measured"]["tokens_per_s"],
-        "read_mib": told["measured"]["decode_bytes_read_per_token"] / 2**20,
-        "weights_mib": told["ceiling"]["compute_bytes_per_token"] / 2**20 if "ceiling" in told else None,
-        "of_ceiling": told.get("ratio"),
-        "peak_gib": told["measured"]["peak_memory_bytes"] / 2**30,
+        "tokens_per_s": record["measured"]["tokens_per_s"],
+        "read_mib": record["measured"]["decode_bytes_read_per_token"] / 2**20,
+        "weights_mib": record["ceiling"]["compute_bytes_per_token"] / 2**20 if "ceiling" in record else None,
+        "of_ceiling": record.get("ratio"),
+        "peak_gib": record["measured"]["peak_memory_bytes"] / 2**30,
     }
 
 
@@ -104,13 +104,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of arms; by default all run")
     options = parser.parse_args()
     arms = [arm for arm in ARMS if not options.only or arm.name in options.only]
-    found: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
+    by_arm: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
     for turn in range(1, options.rounds + 1):
         for arm in arms:
-            found[arm.name].append(run_own_arm(options.folder, arm))
-            print(arm.name, turn, json.dumps(found[arm.name][-1]), file=sys.stderr, flush=True)
+            by_arm[arm.name].append(run_own_arm(options.folder, arm))
+            print(arm.name, turn, json.dumps(by_arm[arm.name][-1]), file=sys.stderr, flush=True)
     rows = []
-    for name, rounds in found.items():
+    for name, rounds in by_arm.items():
         rates = [each["tokens_per_s"] for each in rounds]
         rows.append({"arm": name, **rounds[0], "tokens_per_s": statistics.median(rates)})
         rows[-1] |= {"least": min(rates), "most": max(rates)}

@@ -56,8 +56,8 @@ class Checkpoint:
         file = self._files[name]
         if self._open[0] != file:
             self._open = (file, safe_open(self._folder / file, "pt"))
-        found: torch.Tensor = self._open[1].get_tensor(name)
-        return found.to(torch.float32).numpy()
+        tensor: torch.Tensor = self._open[1].get_tensor(name)
+        return tensor.to(torch.float32).numpy()
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, list[str]]]:
@@ -93,9 +93,9 @@ def vocabulary(folder: Path, size: int) -> tuple[list[str], list[gguf.TokenType]
 
     size: rows of the embedding. Rows without a token get a name.
     """
-    told = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    by_id = {number: token for token, number in told["model"]["vocab"].items()}
-    special = {each["id"]: each["content"] for each in told["added_tokens"]}
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    by_id = {number: token for token, number in tokenizer["model"]["vocab"].items()}
+    special = {merge["id"]: merge["content"] for merge in tokenizer["added_tokens"]}
     tokens = [(by_id | special).get(number, f"<unused{number}>") for number in range(size)]
     kinds = [
         gguf.TokenType.CONTROL
@@ -105,7 +105,11 @@ def vocabulary(folder: Path, size: int) -> tuple[list[str], list[gguf.TokenType]
         else gguf.TokenType.UNUSED
         for number in range(size)
     ]
-    return tokens, kinds, [each if isinstance(each, str) else " ".join(each) for each in told["model"]["merges"]]
+    return (
+        tokens,
+        kinds,
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]],
+    )
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
@@ -159,7 +163,7 @@ def write(folder: Path, target: Path, architecture: str, has_vocabulary: bool = 
     for done, (name, sources) in enumerate(listed, 1):
         parts = [checkpoint.tensor(f"{source}.weight") for source in sources]
         if is_quantized(name):
-            parts = [gguf.quants.quantize(part, QUANTIZED) for part in parts]
+            parts = [gguf.quants.quantize(matrix, QUANTIZED) for matrix in parts]
         writer.write_tensor_data(np.stack(parts) if len(parts) > 1 else parts[0])
         print(f"{name}: {done} of {len(listed)}", flush=True)
     writer.close()

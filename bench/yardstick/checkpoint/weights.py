@@ -102,26 +102,26 @@ class Weights:
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, float32."""
         shape, routing = self.shape, self.routing
-        part = name.removesuffix(".weight").rpartition(".")[2]
-        if "norm" in part:
-            scale = routing.sharpness**0.5 if part in ("q_norm", "k_norm") else 1.0
+        projection = name.removesuffix(".weight").rpartition(".")[2]
+        if "norm" in projection:
+            scale = routing.sharpness**0.5 if projection in ("q_norm", "k_norm") else 1.0
             return torch.full((shape.hidden,), scale)
-        if part == "embed_tokens":
-            own, seen = float((1 - routing.shared) ** 0.5), float(routing.shared**0.5)
-            return self._normal(name, (shape.vocabulary, shape.hidden)) * own + self._direction * seen
-        if part == "lm_head":
+        if projection == "embed_tokens":
+            unshared, seen = float((1 - routing.shared) ** 0.5), float(routing.shared**0.5)
+            return self._normal(name, (shape.vocabulary, shape.hidden)) * unshared + self._direction * seen
+        if projection == "lm_head":
             return self._normal(name, (shape.vocabulary, shape.hidden)) * shape.deviation
         if ".experts." in name:
-            return self._expert(name, part)
-        if part == "gate":
+            return self._expert(name, projection)
+        if projection == "gate":
             router = self._normal(name, (shape.experts, shape.hidden)) * shape.deviation
             return router - (1 - routing.seen) * self._along(router)
         square = self._normal(name, (shape.hidden, shape.hidden)) * shape.deviation
-        if part in ("q_proj", "k_proj"):
+        if projection in ("q_proj", "k_proj"):
             gain = routing.attended / shape.hidden
-            target = self._normal(name.replace(part, "shared"), (shape.hidden,))
+            target = self._normal(name.replace(projection, "shared"), (shape.hidden,))
             return square - self._along(square) + torch.outer(target, self._direction) * gain
-        if part == "v_proj":
+        if projection == "v_proj":
             return square - self._along(square)
         return square * (routing.first if ".layers.0." in name else routing.later)
 
@@ -129,9 +129,9 @@ class Weights:
         """Return the part of a matrix [N, D] that reads the shared direction."""
         return torch.outer(matrix @ self._direction, self._direction) / self.shape.hidden
 
-    def _expert(self, name: str, part: str) -> Tensor:
+    def _expert(self, name: str, projection: str) -> Tensor:
         shape = self.shape
-        if part == "down_proj":
+        if projection == "down_proj":
             # silu(a) b of two standard normal numbers has a mean square of about 0.36. Eight outputs, weighted by a
             # softmax over 64 such logits that is not renormalised, sum to about 0.13 of the length of one output.
             scale = self.routing.experts / 0.13 / float((0.36 * shape.width) ** 0.5)

@@ -47,22 +47,22 @@ def run_path(results: Path, condition: str, arm: str, turn: int) -> Path:
 
 def runs(results: Path, condition: str, arm: str) -> list[dict[str, Any]]:
     """Return the runs of an arm in the order of the rounds."""
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for turn in range(1, 100):
         path = run_path(results, condition, arm, turn)
         if not path.exists():
-            return found
-        found.append(json.loads(path.read_text(encoding="utf-8")))
-    return found
+            return records
+        records.append(json.loads(path.read_text(encoding="utf-8")))
+    return records
 
 
 def storage_rate(run: dict[str, Any]) -> float:
     """Return the larger of the run's own rate while it read and the rate of the probe before it, bytes per second."""
     measured = run["measured"]
     read_per_s = measured["decode_bytes_read_per_token"] * measured["tokens_per_s"]
-    own: float = read_per_s / measured["decode_shares"]["storage_busy"]
+    own_rate: float = read_per_s / measured["decode_shares"]["storage_busy"]
     probed: float = run["probe"]["storage_bytes_per_s"]
-    return max(own, probed)
+    return max(own_rate, probed)
 
 
 def overlap_of(run: dict[str, Any], without: dict[str, Any], memory: dict[str, Any]) -> dict[str, float]:
@@ -72,7 +72,7 @@ def overlap_of(run: dict[str, Any], without: dict[str, Any], memory: dict[str, A
     In the result, `hidden` is (C + I - T) / I.
     """
     measured, read = run["measured"], without["measured"]["decode_bytes_read_per_token"]
-    compute_s, token_s = (1 / each["measured"]["tokens_per_s"] for each in (memory, run))
+    compute_s, token_s = (1 / record["measured"]["tokens_per_s"] for record in (memory, run))
     reads_s = read / storage_rate(without)
     return {
         "compute_ms": compute_s * 1e3,
@@ -93,9 +93,9 @@ def overlap_rows(results: Path) -> list[dict[str, Any]]:
     for condition in SHARES:
         for arm in (OWN, OWN_HALF):
             parts = (runs(results, condition, arm), runs(results, condition, NO_ADVICE), runs(results, "memory32", arm))
-            rounds = [overlap_of(*each) for each in zip(*parts, strict=False)]
+            rounds = [overlap_of(*row) for row in zip(*parts, strict=False)]
             if rounds:
-                values = {name: [each[name] for each in rounds] for name in COLUMNS}
+                values = {name: [row[name] for row in rounds] for name in COLUMNS}
                 spread = {name: [statistics.median(found), min(found), max(found)] for name, found in values.items()}
                 rows.append({"condition": condition, "arm": arm, **spread})
     return rows

@@ -56,7 +56,7 @@ def main() -> None:
     prefilled = resource.getrusage(resource.RUSAGE_SELF)
     steps = [decode_ns(engine, [token]) for token in ids[options.prompt_tokens :]]
     after = resource.getrusage(resource.RUSAGE_SELF)
-    told = {
+    record = {
         "engine": engine.name,
         "is_mapped": options.mmap,
         "is_warm": options.warm,
@@ -70,7 +70,7 @@ def main() -> None:
         "decode_bytes_read_per_token": (after.ru_inblock - prefilled.ru_inblock) * 512 / max(len(steps), 1),
         "peak_rss_bytes": after.ru_maxrss * 1024,
     }
-    print(json.dumps(told))
+    print(json.dumps(record))
     engine.close()
 
 

@@ -77,7 +77,7 @@ class IkLlamaCpp:
         built = "built for this machine" if LIBRARY_VARIABLE in os.environ else "as packaged"
         self._library, self.name = api, f"{PACKAGE} {version(PACKAGE)}, {built}"
         self._declare(api._lib, api.llama_batch)
-        self._log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *told: None)
+        self._log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *ignored: None)
         api._lib.llama_log_set(self._log, None)
         api.llama_backend_init()
         model_options = api.llama_model_default_params()

@@ -140,8 +140,8 @@ def main() -> None:
             engine.lossy = ReplayedDecoder(engine.lossy, engine, Shares.of_counts(chosen.row["decisions"]))
         statistics = measure_decode(engine, sequence, chosen.prompt_tokens)
         counts = engine.mode_counts
-    told = {"measured": statistics.to_plain(), "mode": engine.mode}
-    print(json.dumps({**told, "decisions": None if counts is None else counts.to_plain()}))
+    record = {"measured": statistics.to_plain(), "mode": engine.mode}
+    print(json.dumps({**record, "decisions": None if counts is None else counts.to_plain()}))
 
 
 if __name__ == "__main__":

@@ -67,13 +67,13 @@ class Comparison:
         done = run_limited(command, None, rate or None, self._bundle)
         if done.status:
             raise SystemExit(f"`{command}` ended with {done.status}")
-        found = json.loads(done.output.splitlines()[-1])
-        told = found["measured"]
+        record = json.loads(done.output.splitlines()[-1])
+        measured = record["measured"]
         return {
-            "tpot_ms": 1e3 / told["tokens_per_s"],
-            "read_mib": told["decode_bytes_read_per_token"] / 2**20,
-            "misses": told["misses"],
-            "decisions": found["decisions"],
+            "tpot_ms": 1e3 / measured["tokens_per_s"],
+            "read_mib": measured["decode_bytes_read_per_token"] / 2**20,
+            "misses": measured["misses"],
+            "decisions": record["decisions"],
             "load": os.getloadavg()[0],
         }
 
@@ -82,8 +82,8 @@ class Comparison:
         chosen = ["--expert-cache", share, "--set", f"policy={setting.policy}", "--set", f"prefetch={setting.prefetch}"]
         chosen += ["--read-rate", f"{rate}B"] if rate else []
         chosen += ["--modes", setting.modes] if setting.modes else []
-        told = moec("simulate", self._bundle, "--trace", trace, *chosen)
-        row = told["rows"][-1]  # after the lossless one
+        predicted = moec("simulate", self._bundle, "--trace", trace, *chosen)
+        row = predicted["rows"][-1]  # after the lossless one
         return {
             "tpot_ms": row["tpot_mean_ns"] / 1e6,
             "read_mib": row["decode_bytes_read_per_token"] / 2**20,
@@ -95,8 +95,8 @@ class Comparison:
 def shares(decisions: dict[str, Any] | None) -> str:
     """Return decisions in per cent of the chosen experts, and fallbacks in per cent of the tokens."""
     names = ("missed", "low", "skipped", "replaced", "dropped", "fallback")
-    told = [] if decisions is None else [(name, decisions[f"{name}_share"]) for name in names]
-    return ", ".join(f"{name} {share:.0%}" for name, share in told if share) or "-"
+    shares = [] if decisions is None else [(name, decisions[f"{name}_share"]) for name in names]
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share) or "-"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
