@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from moec.manifests import errors
 from moec.manifests.errors import ExecutionError, InputError, KernelUnavailable, MoecError, TryAgain
@@ -37,8 +36,8 @@ def check_bundle(folder: Path, memory: str | None = None) -> str:
     except subprocess.TimeoutExpired as error:
         raise ExecutionError(f"the self-test of `{folder}` takes longer than {LIMIT_S} s", "run it by hand") from error
     try:
-        told = json.loads(done.stdout)
-        kind, message, hint = told["kind"], told["message"], told["hint"]
+        answer = json.loads(done.stdout)
+        kind, message, hint = answer["kind"], answer["message"], answer["hint"]
     except (ValueError, KeyError, TypeError) as error:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:_MAX_ERROR_CHARACTERS]
         ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
@@ -48,8 +47,7 @@ def check_bundle(folder: Path, memory: str | None = None) -> str:
         ) from error
     if kind is None:
         return str(message)
-    found = getattr(errors, str(kind), ExecutionError)
-    raise found(message, hint)
+    raise getattr(errors, str(kind), ExecutionError)(message, hint)
 
 
 def run_check(folder: Path, memory: str | None) -> str:
@@ -79,15 +77,14 @@ def run_check(folder: Path, memory: str | None) -> str:
 
 def main(arguments: list[str]) -> None:
     """See the head of this file."""
-    told: dict[str, Any]
     try:
         if len(arguments) not in (1, 2):
             raise InputError("expected a folder, and perhaps a size of memory")
         message = run_check(Path(arguments[0]), arguments[1] if len(arguments) == 2 else None)
-        told = {"kind": None, "message": message, "hint": None}
+        answer = {"kind": None, "message": message, "hint": None}
     except MoecError as error:
-        told = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
-    sys.stdout.write(json.dumps(told))
+        answer = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
+    sys.stdout.write(json.dumps(answer))
 
 
 if __name__ == "__main__":

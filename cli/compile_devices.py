@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moec.manifests.errors import OptionError
 
@@ -12,13 +12,14 @@ from .options.profile_defaults import run_settings, run_text
 from .terminal import output
 from .terminal.compile_log import CompileLog, stage_table
 from .terminal.compile_result import print_result
-from .terminal.device_table import device_sentences, device_table
 
 if TYPE_CHECKING:
     from moec.compiler.request.request import CompileRequest
     from moec.compiler.request.result import CompileResult
     from moec.profiles.device import DeviceProfile
 
+_LITTLE = 1.01
+"""Ratio of two predicted times that counts as equal."""
 MakeRequest = Callable[[str, Path, CompileLog], "CompileRequest"]
 """(device, output, log) -> the request of one device."""
 
@@ -79,3 +80,40 @@ def run_on(profile: DeviceProfile, result: CompileResult) -> str:
     if profile.is_probed or result.device is None:
         return ""
     return f"on {profile.name} with {run_text(run_settings(profile), result.device.recommended_cache_bytes)}"
+
+
+def device_table(predicted: Sequence[Mapping[str, Any]], expert_bytes: Mapping[str, int]) -> str:
+    """Return a row per bundle and a column per device.
+
+    predicted: `device` and `token_ns` by device, of each bundle.
+    expert_bytes: packed bytes of the routed experts, by device.
+    """
+    devices = [str(row["device"]) for row in predicted]
+    header = ("bundle for", "expert bytes", *(f"predicted TPOT on {name}" for name in devices))
+    rows = [
+        (row["device"], f"{expert_bytes[row['device']]:,}", *(_time(row["token_ns"][name]) for name in devices))
+        for row in predicted
+    ]
+    return output.table(rows, header)
+
+
+def device_sentences(predicted: Sequence[Mapping[str, Any]], expert_bytes: Mapping[str, int]) -> list[str]:
+    """Return a sentence for each device on which the bundle of another device is predicted to be faster, and why."""
+    by_device = {str(row["device"]): row["token_ns"] for row in predicted}
+    sentences = []
+    for name, times_ns in by_device.items():
+        fitting = {other: others[name] for other, others in by_device.items() if others[name] is not None}
+        best = min(fitting, key=lambda other: fitting[other])
+        if times_ns[name] is None or times_ns[name] <= _LITTLE * fitting[best]:
+            continue
+        fewer = expert_bytes[name] - expert_bytes[best]
+        reason = f"it has {fewer:,} expert bytes less" if fewer > 0 else "its popular experts are smaller"
+        sentences.append(
+            f"on {name} the bundle for {best} is predicted to be faster, {_time(fitting[best])} against "
+            f"{_time(times_ns[name])}: {reason}; trials of both plans keep the target"
+        )
+    return sentences
+
+
+def _time(token_ns: int | None) -> str:
+    return "does not fit" if token_ns is None else output.human_ms(token_ns)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
 
 import click
 
@@ -57,19 +56,30 @@ def commands_page() -> str:
 
     ctx = click.Context(cli, info_name="moec")
     commands = {name: command for name in cli.list_commands(ctx) if (command := cli.get_command(ctx, name))}
+    options = {name: list(map(_option_row, _options(command))) for name, command in commands.items()}
     users: dict[str, list[str]] = {}
-    for name, command in commands.items():
-        for row in _rows(command):
+    for name, rows in options.items():
+        for row in rows:
             users.setdefault(row, []).append(name)
-    shared = {row: names for row, names in users.items() if len(names) > 1}
     parts = [HEAD]
     for name, command in commands.items():
-        rows = _rows(command)
-        parts.append(_section(f"moec {name}", command, [row for row in rows if row not in shared], len(rows)))
+        arguments = [_argument(p) for p in command.params if isinstance(p, click.Argument)]
+        first, *others = inspect.cleandoc(command.help or "").split("\n\n")
+        examples = [paragraph.removeprefix("\b\n") for paragraph in others if paragraph.startswith("\b")]
+        lines = [f"## moec {name}", "", f"`{' '.join([f'moec {name}', *arguments])}`", "", first]
+        lines += ["", f"```\n{examples[0]}\n```"] if examples else []
+        rows = [row for row in options[name] if len(users[row]) == 1]
+        lines += ["", *rows] if rows else []
+        if count := len(options[name]) - len(rows):
+            lines += ["", f"[Shared options](#shared-options): {count}."]
+        parts.append("\n".join(lines) + "\n")
     parts.append(f"## Shared options\n\n*Runs* are {', '.join(_RUNS[:-1])} and {_RUNS[-1]}.\n")
     groups: dict[str, list[str]] = {}
-    for row, names in shared.items():
-        groups.setdefault(_users_text(names), []).append(row)
+    for row, names in users.items():
+        if len(names) > 1:
+            others = [name for name in names if name not in _RUNS]
+            text = ", ".join(["runs", *others] if set(_RUNS) <= set(names) else names)
+            groups.setdefault(text, []).append(row)
     for text, rows in groups.items():
         parts.append(f"Of {text}:\n\n" + "\n".join(rows) + "\n")
     parts.append("## Settings\n\n`--set NAME=VALUE` takes these, as `moec settings` lists them.\n")
@@ -81,26 +91,9 @@ def commands_page() -> str:
     return "\n".join(parts)
 
 
-def _users_text(names: Sequence[str]) -> str:
-    """Return the commands that have an option; runs under one name."""
-    others = [name for name in names if name not in _RUNS]
-    return ", ".join(["runs", *others] if set(_RUNS) <= set(names) else names)
-
-
-def _rows(command: click.Command) -> list[str]:
-    """Return the options of a command as items of a list."""
+def _options(command: click.Command) -> list[click.Option]:
     options = [option for option in command.params if isinstance(option, click.Option)]
-    options = [option for option in options if option.name not in ("help_all", "as_json")]
-    return [f"* {_option_name(option)} {_meaning(option)}" for option in options]
-
-
-def _section(title: str, command: click.Command, rows: list[str], count: int) -> str:
-    """Return the section of a command. rows: options that no other command has alike. count: of all its options."""
-    arguments = [_argument(p) for p in command.params if isinstance(p, click.Argument)]
-    lines = [f"## {title}", "", f"`{' '.join([title, *arguments])}`", "", _prose(command.help or "")]
-    lines += ["", *rows] if rows else []
-    lines += ["", f"[Shared options](#shared-options): {count - len(rows)}."] if len(rows) < count else []
-    return "\n".join(lines) + "\n"
+    return [option for option in options if option.name not in ("help_all", "as_json")]
 
 
 def _argument(argument: click.Argument) -> str:
@@ -109,28 +102,19 @@ def _argument(argument: click.Argument) -> str:
     return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
-def _option_name(option: click.Option) -> str:
-    """Return the names of an option and its value. A switch with two forms has both: `--this / --that`."""
+def _option_row(option: click.Option) -> str:
+    """Return names, value and meaning of an option as an item. A switch with two forms has both: `--this / --that`."""
     names = " / ".join(", ".join(forms) for forms in (option.opts, option.secondary_opts) if forms)
-    if option.is_flag:
-        return f"`{names}`"
-    choices = option.type.choices if isinstance(option.type, click.Choice) else ()
-    return f"`{names} {option.metavar or '|'.join(map(str, choices)) or option.type.name.upper()}`"
-
-
-def _meaning(option: click.Option) -> str:
+    if not option.is_flag:
+        choices = option.type.choices if isinstance(option.type, click.Choice) else ()
+        names += f" {option.metavar or '|'.join(map(str, choices)) or option.type.name.upper()}"
     text = (option.help or "").replace("  [default", " [default")
     if option.required:
-        return f"{text} Required."
-    default = ",".join(option.default) if isinstance(option.default, tuple) else option.default
-    return f"{text} [default: {default}]".strip() if option.show_default else text
-
-
-def _prose(text: str) -> str:
-    """Return the first paragraph of a help text as Markdown, and its first examples in a fenced block."""
-    first, *others = inspect.cleandoc(text).split("\n\n")
-    examples = [paragraph.removeprefix("\b\n") for paragraph in others if paragraph.startswith("\b")]
-    return "\n\n".join([first, *(f"```\n{example}\n```" for example in examples[:1])])
+        text += " Required."
+    elif option.show_default:
+        default = ",".join(option.default) if isinstance(option.default, tuple) else option.default
+        text = f"{text} [default: {default}]".strip()
+    return f"* `{names}` {text}"
 
 
 if __name__ == "__main__":

@@ -58,15 +58,10 @@ _SECTIONS = {
 _COMMANDS = {name: place for commands in _SECTIONS.values() for name, place in commands.items()}
 
 
-class _Guarded:
-    """The function of a command, called after no output is one of its inputs."""
-
-    def __init__(self, command: click.Command, run: Callable[..., Any] | None) -> None:
-        self._command, self._run = command, run
-
-    def __call__(self, *args: Any, **values: Any) -> Any:
-        refuse_lost_inputs(self._command, values)
-        return None if self._run is None else self._run(*args, **values)
+def _run_guarded(command: click.Command, run: Callable[..., Any], *args: Any, **values: Any) -> Any:
+    """Call the function of a command, if none of its outputs is one of its inputs."""
+    refuse_lost_inputs(command, values)
+    return run(*args, **values)
 
 
 class MoecGroup(click.Group):
@@ -123,8 +118,8 @@ class MoecGroup(click.Group):
             names = " or ".join(f"`{name}`" for name in get_close_matches(args[0][:40], _COMMANDS, n=3))
             ctx.fail(f"No such command '{args[0][:40]}'." + (f" Did you mean {names}?" if names else ""))
         name, command, rest = super().resolve_command(ctx, args)
-        if command is not None and not isinstance(command.callback, _Guarded):
-            command.callback = _Guarded(command, command.callback)
+        if command is not None and command.callback is not None and not isinstance(command.callback, partial):
+            command.callback = partial(_run_guarded, command, command.callback)
         return name, command, rest
 
     def main(

@@ -75,12 +75,7 @@ def answer(engine: Engine, tokens: list[int], options: AnswerOptions, *, is_show
     reused = 0
     with _stopped_by_interrupt(can_stop) as is_stopped:
         for step in engine.generate(
-            tokens,
-            options.max_new_tokens,
-            options.sampling,
-            options.stop,
-            reuses_prefix=True,
-            is_stopped=is_stopped,
+            tokens, options.max_new_tokens, options.sampling, options.stop, reuses_prefix=True, is_stopped=is_stopped
         ):
             recorder.add(step.elapsed_ns, step.cache)
             pieces.append(step.text)

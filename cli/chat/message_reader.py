@@ -42,27 +42,20 @@ class MessageReader:
         line = self._line("> ")
         if line is None:
             return None
+        lines = list[str]()
         if line.strip() == QUOTES:
-            return self._quoted()
-        parts = list[str]()
-        while line.endswith(_CONTINUES):
-            parts.append(line[:-1])
-            self._check(parts)
-            following = self._line(". ")
-            if following is None:
-                return "\n".join(parts)
-            line = following
-        parts.append(line)
-        self._check(parts)
-        return "\n".join(parts)
-
-    def _quoted(self) -> str:
-        """Return the lines up to three quotes, or up to the end of the input."""
-        parts = list[str]()
-        while (line := self._line(". ")) is not None and line.strip() != QUOTES:
-            parts.append(line)
-            self._check(parts)
-        return "\n".join(parts)
+            while (line := self._line(". ")) is not None and line.strip() != QUOTES:
+                lines.append(line)
+                self._check(lines)
+            return "\n".join(lines)
+        while line is not None and line.endswith(_CONTINUES):
+            lines.append(line[:-1])
+            self._check(lines)
+            line = self._line(". ")
+        if line is not None:
+            lines.append(line)
+            self._check(lines)
+        return "\n".join(lines)
 
     def _line(self, prompt: str) -> str | None:
         try:
@@ -81,8 +74,8 @@ class MessageReader:
             return None
         return line.removesuffix("\n").removesuffix("\r")
 
-    def _check(self, parts: list[str]) -> None:
-        size = sum(len(part.encode("utf-8", "surrogateescape")) + 1 for part in parts)
+    def _check(self, lines: list[str]) -> None:
+        size = sum(len(line.encode("utf-8", "surrogateescape")) + 1 for line in lines)
         if size > self._limit_bytes:
             raise ContextOverflow(
                 f"the message has more than {self._limit_bytes} bytes, which is more than the context holds",

@@ -82,6 +82,7 @@ class ChatSession:
     def _take(self, message: str) -> bool:
         """Answer a message, or do what a command says. Returns False at the end of the chat."""
         word, _, rest = message.partition(" ")
+        rest = rest.strip()
         if message.startswith("//"):
             self._answer(message[1:])
         elif not message.startswith("/"):
@@ -89,12 +90,7 @@ class ChatSession:
                 self._answer(message)
         elif word == "/exit":
             return False
-        else:
-            self._do(word, rest.strip())
-        return True
-
-    def _do(self, word: str, rest: str) -> None:
-        if word == "/reset":
+        elif word == "/reset":
             self._conversation.reset()
             output.say("the conversation begins anew")
         elif word == "/system":
@@ -108,6 +104,7 @@ class ChatSession:
             output.say(output.facts(HELP))
         else:
             raise InputError(f"`{word[:40]}` is no command of the chat", "see /help; `//` sends a slash")
+        return True
 
     def _answer(self, message: str) -> None:
         """Answer a message and add both to the conversation. A refused message is not added.
@@ -118,50 +115,35 @@ class ChatSession:
         tokens = self._engine.encode(text, self._conversation.adds_special_tokens)
         sampling = replace(self._options.sampling, seed=self._options.sampling.seed + self._answers)
         self._answers += 1
-        found = answer(
-            self._engine,
-            tokens,
-            replace(self._options, sampling=sampling),
-            is_shown=not self._as_json,
-            can_stop=self._reader.is_terminal,
-        )
-        self._last = found
+        options, is_terminal = replace(self._options, sampling=sampling), self._reader.is_terminal
+        reply = answer(self._engine, tokens, options, is_shown=not self._as_json, can_stop=is_terminal)
+        self._last = reply
         if self._as_json:
-            output.data_json(found.to_plain())
-        if not found.token_ids:
+            output.data_json(reply.to_plain())
+        count = len(reply.token_ids)
+        if not count:
             output.say("stopped before the first token; the message is not kept")
             return
-        self._conversation.add(message, found.text)
-        if found.finish_reason is None:
+        self._conversation.add(message, reply.text)
+        if reply.finish_reason is None:
             output.say("(stopped)")
-        elif found.finish_reason == "repetition":
-            output.say(f"(ended: the last {repeated_tokens(found.token_ids)} tokens were repeated again and again)")
-        elif found.finish_reason == "length":
-            output.say(self._told_limit(found))
-
-    def _told_limit(self, found: Answer) -> str:
-        """Return why an answer was cut."""
-        context = self._engine.memory.context
-        if len(found.token_ids) < self._options.max_new_tokens:
-            return f"(the context of {context} tokens is full; /reset forgets the conversation)"
-        return f"(cut after {len(found.token_ids)} tokens; --max-new-tokens allows more)"
+        elif reply.finish_reason == "repetition":
+            output.say(f"(ended: the last {repeated_tokens(reply.token_ids)} tokens were repeated again and again)")
+        elif reply.finish_reason == "length" and count < options.max_new_tokens:
+            context = self._engine.memory.context
+            output.say(f"(the context of {context} tokens is full; /reset forgets the conversation)")
+        elif reply.finish_reason == "length":
+            output.say(f"(cut after {count} tokens; --max-new-tokens allows more)")
 
     def _statistics(self) -> str:
-        found = self._last
-        if found is None:
+        last = self._last
+        if last is None:
             return "there is no answer yet"
         counts = None if self._engine.mode_counts is None else self._engine.mode_counts.to_plain()
-        own = output.facts(
-            [
-                ("conversation", f"{len(self._conversation.messages)} messages"),
-                (
-                    "context",
-                    f"{found.prompt_tokens + len(found.token_ids)} of {self._engine.memory.context} tokens, "
-                    f"{found.reused_tokens} of {found.prompt_tokens} reused by the last answer",
-                ),
-            ]
-        )
-        return f"{own}\n{statistics_block(found.statistics, counts)}"
+        used = f"{last.prompt_tokens + len(last.token_ids)} of {self._engine.memory.context} tokens"
+        reused = f"{last.reused_tokens} of {last.prompt_tokens} reused by the last answer"
+        pairs = [("conversation", f"{len(self._conversation.messages)} messages"), ("context", f"{used}, {reused}")]
+        return f"{output.facts(pairs)}\n{statistics_block(last.statistics, counts)}"
 
     def _save(self, name: str) -> None:
         """Write the conversation. A file that this chat did not write is never replaced.
@@ -174,9 +156,9 @@ class ChatSession:
         if path not in self._saved and os.path.lexists(path):
             raise InputError(f"`{name}` exists", "name another file")
         messages = self._conversation.all_messages()
-        told = {"bundle": self._name, "mode": self._engine.mode.removeprefix("mode: "), "messages": messages}
+        content = {"bundle": self._name, "mode": self._engine.mode.removeprefix("mode: "), "messages": messages}
         if self._conversation.template is None:
-            told["text"] = plain_text(messages)
-        write_output(path, json.dumps(told, indent=1).encode() + b"\n")
+            content["text"] = plain_text(messages)
+        write_output(path, json.dumps(content, indent=1).encode() + b"\n")
         self._saved.add(path)
         output.say(f"{len(messages)} messages in `{name}`")

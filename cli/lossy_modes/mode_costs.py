@@ -9,7 +9,6 @@ from ..options.profile_defaults import device_run
 from ..terminal import output
 
 if TYPE_CHECKING:
-    from moec.profiles.device import DeviceProfile
     from moec.runtime.engine.engine import Engine
 
 
@@ -21,9 +20,9 @@ LEAST_SAVED = 0.01
 
 def say_mode_cost(bundle: Path, engine: Engine) -> None:
     """Print the measured cost of the modes of a run. Of a lossless run print the modes that its device could use."""
-    told = mode_cost(bundle, engine) or suggestion(bundle, engine)
-    if told is not None:
-        output.say(told)
+    sentence = mode_cost(bundle, engine) or suggestion(bundle, engine)
+    if sentence is not None:
+        output.say(sentence)
 
 
 def suggestion(bundle: Path, engine: Engine) -> str | None:
@@ -35,12 +34,17 @@ def suggestion(bundle: Path, engine: Engine) -> str | None:
     from moec.manifests.hobbit_thresholds import best_thresholds, saved_share
     from moec.runtime.tuning.mode_records import low_bytes_share, measured_rows, modes_of_row
 
+    from ..measuring.ceiling import predict
+
     run = device_run()
     if run is None or not run.applies or not engine.is_lossless or engine.accelerator is not None:
         return None
     low = low_bytes_share(engine.bundle.manifest)
     row = best_thresholds(measured_rows(bundle), SUGGESTED_LOSS, low)
-    if row is None or not _waits_for_storage(engine, run.profile):
+    if row is None:
+        return None
+    ceiling = predict(engine.bundle, run.profile, engine.memory.cache_bytes)
+    if ceiling["storage_ns"] <= ceiling["compute_ns"]:
         return None
     missed = row["decisions"].get("missed_share")
     if not isinstance(missed, int | float) or not 0 < missed <= 1:
@@ -55,14 +59,6 @@ def suggestion(bundle: Path, engine: Engine) -> str | None:
     )
 
 
-def _waits_for_storage(engine: Engine, profile: DeviceProfile) -> bool:
-    """Return whether a token is predicted to read longer than it computes."""
-    from ..measuring.ceiling import predict
-
-    ceiling = predict(engine.bundle, profile, engine.memory.cache_bytes)
-    return bool(ceiling["storage_ns"] > ceiling["compute_ns"])
-
-
 def mode_cost(bundle: Path, engine: Engine) -> str | None:
     """Return the measured cost of the modes of a run as one line, or None for a lossless run."""
     from moec.runtime.tuning.mode_records import calibrated_lower_half, measured_rows
@@ -73,8 +69,8 @@ def mode_cost(bundle: Path, engine: Engine) -> str | None:
     row = next((row for row in measured_rows(bundle) if row["mode"] == modes.to_text()), None)
     if row is None:
         flat = _flatness(calibrated_lower_half(bundle), " on calibration data") if modes.decides else ""
-        asked = "sweep" if modes.expert_activations is None else f'"{modes.to_text()}"'
-        return f"its cost was not measured: moec eval BUNDLE --data DATA --modes {asked}{flat}"
+        setting = "sweep" if modes.expert_activations is None else f'"{modes.to_text()}"'
+        return f"its cost was not measured: moec eval BUNDLE --data DATA --modes {setting}{flat}"
     flat = _flatness((row["decisions"] or {}).get("lower_half_share"))
     return (
         f"measured to cost {loss_text(row['loss'])} of {row['task']} on {row['n']} items, "

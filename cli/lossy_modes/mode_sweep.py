@@ -93,7 +93,7 @@ def allowed_settings(
     from moec.runtime.options.runtime import RuntimeOptions
 
     is_sweep, refusal = text in ("sweep", DYNAMIC), None
-    found: list[dict[str, str]] = [{}]
+    allowed: list[dict[str, str]] = [{}]
     chosen = _all_settings(has_low, deciles) if is_sweep else parse_mode_list(text)
     if text == DYNAMIC:
         chosen = [setting for setting in chosen if set(setting) == {"dynamic_precision"}]
@@ -106,25 +106,25 @@ def allowed_settings(
                 raise
             refusal = refusal or error
             continue
-        found.append(setting)
-    if len(found) == 1 and refusal is not None:
+        allowed.append(setting)
+    if len(allowed) == 1 and refusal is not None:
         raise refusal
-    return found
+    return allowed
 
 
 def _all_settings(has_low: bool, deciles: Sequence[float]) -> list[dict[str, str]]:
     low, middle, high, highest = (deciles[1], deciles[4], deciles[7], deciles[8]) if deciles else _THRESHOLDS
     dynamic = [(0.0, 1.0), (low, 1.0), (middle, 1.0), (high, 1.0), (middle, high)] if has_low else []
     texts = dict.fromkeys(thresholds_text(*both) for both in (*dynamic, (high, high), (highest, highest)))
-    found = [{"dynamic_precision": text} for text in texts]
-    found += [{"big_little": text} for text in _BIG_LITTLE]
-    found += [{"cache_routing": text} for text in _CACHE_ROUTING]
-    chosen = thresholds_text(middle, 1.0)
-    parts = {"dynamic_precision": chosen, "big_little": "gamma=0.7", "cache_routing": "margin=0.2"}
-    together = [list(parts)[:2], ["dynamic_precision", "cache_routing"], list(parts)[1:], list(parts)]
-    return found + [
-        {name: parts[name] for name in names} for names in together if has_low or "dynamic_precision" not in names
-    ]
+    settings = [{"dynamic_precision": text} for text in texts]
+    settings += [{"big_little": text} for text in _BIG_LITTLE]
+    settings += [{"cache_routing": text} for text in _CACHE_ROUTING]
+    dynamic_precision = {"dynamic_precision": thresholds_text(middle, 1.0)}
+    little, routing = {"big_little": "gamma=0.7"}, {"cache_routing": "margin=0.2"}
+    both = little | routing
+    if has_low:
+        settings += [dynamic_precision | little, dynamic_precision | routing]
+    return [*settings, both, *([dynamic_precision | both] if has_low else [])]
 
 
 def thresholds_text(low_above: float, skip_above: float) -> str:
@@ -161,10 +161,10 @@ class QualitySweep:
     def fitted(self, policy: str) -> QualitySweep:
         """Return the sweep on the items that fit the context. policy: see `evaluation/long_items.py`."""
         with self._opened({}, is_partial=False) as engine:
-            found = engine.fit_items(self.task, self.items, self.shots, policy)
-            for sentence in found.changes(engine.engine.memory.context):
+            fitting = engine.fit_items(self.task, self.items, self.shots, policy)
+            for sentence in fitting.changes(engine.engine.memory.context):
                 output.say(sentence)
-        return replace(self, items=found.items)
+        return replace(self, items=fitting.items)
 
     def run(
         self,
@@ -177,29 +177,10 @@ class QualitySweep:
         is_partial: the bundle is not published yet.
         keep: called with the record so far after every setting, because each may take minutes.
         """
-        from moec.evaluation.run import compare
+        from moec.evaluation.run import compare, evaluate
 
         rows: list[dict[str, Any]] = []
-        log_p: list[np.ndarray] = []
-        lossless: EvaluationResult | None = None
-        for number, setting in enumerate(settings, 1):
-            title = f"{number} of {len(settings)}, {modes_of(setting).to_text() or LOSSLESS}"
-            with self._opened(setting, is_partial) as engine:
-                output.say(engine.engine.mode)
-                result = self._evaluate(engine, title)
-                row = _row(setting, engine, result) | {"ttft_ns": self._first_token_ns(engine)}
-            lossless = lossless or result
-            # A model that solves no item has no relative loss.
-            loss = compare(self.task, lossless, result).to_json() if lossless.value > 0 else None
-            row |= {"value": result.value, "loss": loss}
-            with self._opened(setting, is_partial) as engine:
-                row["kl"] = self._divergence(engine, log_p, f"KL, {title}")
-            rows.append(row)
-            keep(self._record(rows))
-        return self._record(rows)
-
-    def _record(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
+        record = {
             "task": self.task.name,
             "metric": self.task.metric,
             "n": len(self.items),
@@ -207,6 +188,37 @@ class QualitySweep:
             "cache_state": self.options.cache_state,
             "rows": rows,
         }
+        log_p: list[np.ndarray] = []
+        lossless: EvaluationResult | None = None
+        for number, setting in enumerate(settings, 1):
+            mode, guesses = modes_of(setting).to_text(), [None] * len(self.items)
+            title = f"{number} of {len(settings)}, {mode or LOSSLESS}"
+            with self._opened(setting, is_partial) as engine:
+                output.say(engine.engine.mode)
+                with ProgressBar(title) as progress:
+                    result = evaluate(
+                        self.task, self.items, engine, shots=self.shots, drafts=guesses, progress=progress
+                    )
+                stats, counts = engine.engine.cache.stats, engine.engine.mode_counts
+                row = {
+                    "mode": mode,
+                    "options": dict(setting),
+                    "tokens_per_s": result.tokens_per_s,
+                    "hit_rate": stats.hit_rate,
+                    # Per new token, prompts included.
+                    "bytes_read_per_token": stats.bytes_read / max(float(result.tokens.sum()), 1),
+                    "decisions": None if counts is None else counts.to_plain(),
+                    "ttft_ns": self._first_token_ns(engine),
+                }
+            lossless = lossless or result
+            # A model that solves no item has no relative loss.
+            loss = compare(self.task, lossless, result).to_json() if lossless.value > 0 else None
+            row |= {"value": result.value, "loss": loss}
+            with self._opened(setting, is_partial) as engine:
+                row["kl"] = self._divergence(engine, log_p, f"KL, {title}")
+            rows.append(row)
+            keep(record)
+        return record
 
     @contextmanager
     def _opened(self, setting: dict[str, str], is_partial: bool) -> Iterator[BundleEngine]:
@@ -223,27 +235,20 @@ class QualitySweep:
             engine.cache.finish_warming()
             yield BundleEngine(engine, decodes=True)
 
-    def _evaluate(self, engine: BundleEngine, title: str) -> EvaluationResult:
-        from moec.evaluation.run import evaluate
-
-        guesses = [None] * len(self.items)
-        with ProgressBar(title) as progress:
-            return evaluate(self.task, self.items, engine, shots=self.shots, drafts=guesses, progress=progress)
-
     def _first_token_ns(self, engine: BundleEngine) -> int | None:
         """Return the median time to the first token over TTFT_ITEMS prompts, or None for an empty prompt.
 
         The cache holds experts of the previous prompts.
         """
-        own, times = engine.engine, list[int]()
+        runtime, times = engine.engine, list[int]()
         for item in self.items[:TTFT_ITEMS]:
-            tokens = own.encode(self.task.prompt(item, self.shots))[: own.memory.context - 1]
+            tokens = runtime.encode(self.task.prompt(item, self.shots))[: runtime.memory.context - 1]
             if not tokens:
                 return None
             started_ns = time.perf_counter_ns()
-            own.begin_sequence()
-            (known,) = own.begin_texts([0], [tokens])
-            own.model.logits(own.prefill(known)[-1:])
+            runtime.begin_sequence()
+            (known,) = runtime.begin_texts([0], [tokens])
+            runtime.model.logits(runtime.prefill(known)[-1:])
             times.append(time.perf_counter_ns() - started_ns)
         return round(statistics.median(times))
 
@@ -256,9 +261,8 @@ class QualitySweep:
 
         from moec.evaluation.divergence import log_softmax, summarise_divergence
 
-        asked = self.items[:KL_ITEMS]
-        texts = engine.encode_pairs([(self.task.prompt(item, self.shots), self.task.answer(item)) for item in asked])
-        pairs = [(prompt, answer[:KL_TOKENS]) for prompt, answer in texts]
+        texts = [(self.task.prompt(item, self.shots), self.task.answer(item)) for item in self.items[:KL_ITEMS]]
+        pairs = [(prompt, answer[:KL_TOKENS]) for prompt, answer in engine.encode_pairs(texts)]
         vocabulary = engine.engine.bundle.manifest.model.vocab_size
         room = np.cumsum([(len(answer) + 1) * vocabulary for _, answer in pairs])
         pairs = pairs[: max(1, int((room <= KL_LOGITS).sum()))]
@@ -272,49 +276,34 @@ class QualitySweep:
         return summarise_divergence(log_p, logits).to_json()
 
 
-def _row(setting: dict[str, str], engine: BundleEngine, result: EvaluationResult) -> dict[str, Any]:
-    """Return speed and counts of one setting. Bytes read are per new token, prompts included."""
-    stats, counts = engine.engine.cache.stats, engine.engine.mode_counts
-    return {
-        "mode": modes_of(setting).to_text(),
-        "options": dict(setting),
-        "tokens_per_s": result.tokens_per_s,
-        "hit_rate": stats.hit_rate,
-        "bytes_read_per_token": stats.bytes_read / max(float(result.tokens.sum()), 1),
-        "decisions": None if counts is None else counts.to_plain(),
-    }
-
-
 def quality_page(record: dict[str, Any]) -> str:
     """Return the table of a sweep as text."""
     from moec.runtime.modes.mode_counts import FLAT_SHARE
 
-    share, rows = output.human_share, []
-    for row in record["rows"]:
-        loss, kl = row["loss"], row["kl"]
-        rows.append(
-            [
-                row["mode"] or LOSSLESS,
-                f"{row['value']:.4f}",
-                "-" if not row["mode"] or loss is None else loss_text(loss),
-                f"{kl['mean']:.4f}",
-                share(kl["agreement"]),
-                f"{row['tokens_per_s']:.1f}",
-                output.human_ms(row["ttft_ns"]),
-                share(row["hit_rate"]),
-                output.human_bytes(row["bytes_read_per_token"]),
-                decisions_text(row["decisions"]),
-            ]
-        )
+    rows = [
+        [
+            row["mode"] or LOSSLESS,
+            f"{row['value']:.4f}",
+            "-" if not row["mode"] or row["loss"] is None else loss_text(row["loss"]),
+            f"{row['kl']['mean']:.4f}",
+            output.human_share(row["kl"]["agreement"]),
+            f"{row['tokens_per_s']:.1f}",
+            output.human_ms(row["ttft_ns"]),
+            output.human_share(row["hit_rate"]),
+            output.human_bytes(row["bytes_read_per_token"]),
+            decisions_text(row["decisions"]),
+        ]
+        for row in record["rows"]
+    ]
     timed = ("tokens/s", "TTFT", "hits", "read/token", "decisions")
     header = ("mode", record["metric"], "loss (95 %)", "KL", "agree", *timed)
-    told = f"{record['task']}, {record['n']} items, cache {record['expert_cache']}, {record['cache_state']} start"
+    head = f"{record['task']}, {record['n']} items, cache {record['expert_cache']}, {record['cache_state']} start"
     shares = [row["decisions"]["lower_half_share"] for row in record["rows"] if row["decisions"] is not None]
-    lower = next((each for each in shares if each is not None), None)
+    lower = next((share for share in shares if share is not None), None)
     if lower is not None:
         warning = ", which is flat: modes that touch it cost more" if lower > FLAT_SHARE else ""
-        told += f"; the lower-ranked half of a token's experts has {lower:.0%} of the weight{warning}"
-    return f"{told}; losses against the lossless run of the same bundle\n\n{output.table(rows, header)}"
+        head += f"; the lower-ranked half of a token's experts has {lower:.0%} of the weight{warning}"
+    return f"{head}; losses against the lossless run of the same bundle\n\n{output.table(rows, header)}"
 
 
 def say_decisions(engine: Engine) -> None:
@@ -336,11 +325,14 @@ def speed_sweep(
 
     folder = bundle_folder(path)
     settings = settings_of(modes, open_bundle(folder).manifest, calibrated_deciles(folder), options)
-    measured = {row["mode"]: row for row in measured_rows(folder)}
+    # Results of `moec eval --modes`, with their conditions.
+    names = ("task", "n", "expert_cache", "cache_state", "value", "loss")
+    measured = {row["mode"]: {name: row.get(name) for name in names} for row in measured_rows(folder)}
     rows: list[dict[str, Any]] = []
     log_p: list[np.ndarray] = []
     for number, setting in enumerate(settings, 1):
-        output.say(f"{number} of {len(settings)}, {modes_of(setting).to_text() or LOSSLESS}")
+        mode = modes_of(setting).to_text()
+        output.say(f"{number} of {len(settings)}, {mode or LOSSLESS}")
         logits: list[np.ndarray] = []
         with open_engine(path, replace(options, lossy=setting_text(setting)), kernels) as engine:
             output.say(engine.mode)
@@ -348,48 +340,39 @@ def speed_sweep(
             engine.cache.finish_warming()
             statistics = measure_decode(engine, sequence, prompt_tokens, logits)
             counts = engine.mode_counts
-        found = logits[1:]  # the first is the prompt's
-        log_p = log_p or [log_softmax(row) for row in found]
-        rows.append(
-            {
-                "mode": modes_of(setting).to_text(),
-                "options": dict(setting),
-                "tokens_per_s": statistics.tokens_per_s,
-                "ttft_ns": statistics.ttft_ns,
-                "hit_rate": statistics.hit_rate,
-                "bytes_read_per_token": statistics.decode_bytes_read_per_token,
-                "kl": summarise_divergence(log_p, found).to_json(),
-                "decisions": None if counts is None else counts.to_plain(),
-                "quality": _quality(measured.get(modes_of(setting).to_text())),
-            }
-        )
+        decoded = logits[1:]  # the first is the prompt's
+        log_p = log_p or [log_softmax(row) for row in decoded]
+        rows.append({
+            "mode": mode,
+            "options": dict(setting),
+            "tokens_per_s": statistics.tokens_per_s,
+            "ttft_ns": statistics.ttft_ns,
+            "hit_rate": statistics.hit_rate,
+            "bytes_read_per_token": statistics.decode_bytes_read_per_token,
+            "kl": summarise_divergence(log_p, decoded).to_json(),
+            "decisions": None if counts is None else counts.to_plain(),
+            "quality": measured.get(mode),
+        })  # fmt: skip
     return rows
-
-
-def _quality(row: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the result of `moec eval --modes` for a setting, with its conditions; None if it was not measured."""
-    names = ("task", "n", "expert_cache", "cache_state", "value", "loss")
-    return None if row is None else {name: row.get(name) for name in names}
 
 
 def speed_page(rows: list[dict[str, Any]], options: RuntimeOptions) -> str:
     """Return the table of a timed sweep as text."""
-    share, lines, lossless = output.human_share, list[tuple[str, ...]](), rows[0]["tokens_per_s"]
-    for row in rows:
-        lines.append(
-            (
-                row["mode"] or LOSSLESS,
-                f"{row['tokens_per_s']:.1f}",
-                f"{row['tokens_per_s'] / lossless:.2f}",
-                output.human_ms(row["ttft_ns"]),
-                share(row["hit_rate"]),
-                output.human_bytes(row["bytes_read_per_token"]),
-                f"{row['kl']['mean']:.4f}",
-                share(row["kl"]["agreement"]),
-                "-" if row["quality"] is None else f"{loss_text(row['quality']['loss'])} of {row['quality']['task']}",
-                decisions_text(row["decisions"]),
-            )
+    lines = [
+        (
+            row["mode"] or LOSSLESS,
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['tokens_per_s'] / rows[0]['tokens_per_s']:.2f}",
+            output.human_ms(row["ttft_ns"]),
+            output.human_share(row["hit_rate"]),
+            output.human_bytes(row["bytes_read_per_token"]),
+            f"{row['kl']['mean']:.4f}",
+            output.human_share(row["kl"]["agreement"]),
+            "-" if row["quality"] is None else f"{loss_text(row['quality']['loss'])} of {row['quality']['task']}",
+            decisions_text(row["decisions"]),
         )
+        for row in rows
+    ]
     header = ("mode", "tokens/s", "x lossless", "TTFT", "hits", "read/token", "KL", "agree", "loss", "decisions")
     cache = options.expert_cache or f"--memory {options.memory}"
     return f"forced tokens, cache {cache}, {options.cache_state} start\n\n{output.table(lines, header)}"

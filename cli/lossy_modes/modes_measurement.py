@@ -90,12 +90,9 @@ class ModesMeasurement:
             need = COMPILE_PROCESS_BYTES + plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes + plan.cache_bytes
             options = RuntimeOptions(memory=str(bundle.memory_bytes)) if need > bundle.memory_bytes else options
         sweep = QualitySweep(bundle.path, options, None, bundle.task, bundle.items, bundle.shots)
-        record = untimed(sweep.run(settings, is_partial=True))
+        # Values that differ between runs are left out: equal compiles must give equal bytes.
+        varying = ("tokens_per_s", "ttft_ns", "hit_rate", "bytes_read_per_token")
+        record = sweep.run(settings, is_partial=True)
+        rows = [{name: value for name, value in row.items() if name not in varying} for row in record["rows"]]
+        record |= {"rows": rows}
         return {**record, "published": published} if published and manifest.low_experts else record
-
-
-def untimed(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record without values that differ between runs, so that equal compiles give equal bytes."""
-    varying = ("tokens_per_s", "ttft_ns", "hit_rate", "bytes_read_per_token")
-    rows = [{name: value for name, value in row.items() if name not in varying} for row in record["rows"]]
-    return {**record, "rows": rows}

@@ -19,8 +19,12 @@ def measurement_inputs(bundle: Path, model: str | None, data: str | None) -> tup
     model, data: values of `--model` and `--data`. None: from the log next to the bundle.
     Raises OptionError if a path is neither given nor in the log.
     """
-    logged = _logged(bundle)
-    model, data = model or logged.get("model"), data or logged.get("data")
+    try:
+        log = load_strict_json(read_input(bundle.with_name(bundle.name + LOG_SUFFIX), MAX_LOG_BYTES), LOG_JSON)
+    except (UnreadableFile, ValueError):
+        log = None
+    texts = {name: text for name, text in log.items() if isinstance(text, str)} if isinstance(log, dict) else {}
+    model, data = model or texts.get("model"), data or texts.get("data")
     if model is None or data is None:
         missing = " and ".join(
             text
@@ -32,13 +36,3 @@ def measurement_inputs(bundle: Path, model: str | None, data: str | None) -> tup
             "name the paths of the compile",
         )
     return model, data
-
-
-def _logged(bundle: Path) -> dict[str, str]:
-    """Return `model` and `data` from the log next to the bundle. Without a log, return no entry."""
-    try:
-        plain = load_strict_json(read_input(bundle.with_name(bundle.name + LOG_SUFFIX), MAX_LOG_BYTES), LOG_JSON)
-    except (UnreadableFile, ValueError):
-        return {}
-    found = plain if isinstance(plain, dict) else {}
-    return {name: found[name] for name in ("model", "data") if isinstance(found.get(name), str)}

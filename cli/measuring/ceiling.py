@@ -13,39 +13,29 @@ if TYPE_CHECKING:
     from moec.runtime.trace.statistics import RunStatistics
 
 
-def _probed_host(bundle: Bundle) -> DeviceProfile:
-    """Return the profile of this machine. Storage is measured by reads of the largest expert's size.
-
-    The reads are in the largest file of the bundle. If that file is too small, they are in a file made next to the
-    bundle, if its folder can be written.
-    """
-    from moec.profiles.probe import MIN_SAMPLE_BYTES, probe_host
-
-    largest = max(bundle.manifest.files, key=lambda entry: entry.size_bytes)
-    request_bytes = max(entry.size_bytes for entry in bundle.manifest.experts)
-    folder = bundle.path.resolve().parent
-    if largest.size_bytes < MIN_SAMPLE_BYTES and os.access(folder, os.W_OK | os.X_OK):
-        return probe_host(folder, request_bytes=request_bytes)
-    return probe_host(bundle.path / largest.name, request_bytes=request_bytes, least_bytes=0)
-
-
 def measured_host(bundle: Bundle, threads: int | None) -> DeviceProfile:
     """Return the profile of this machine. Memory is read by as many threads as will decode.
 
+    Storage is measured by reads of the largest expert's size, in the largest file of the bundle. If that file is too
+    small, the reads are in a file made next to the bundle, if its folder can be written.
     threads: number of threads, or None for all processors.
     """
-    from moec.profiles.probe import available_threads
+    from moec.profiles.probe import MIN_SAMPLE_BYTES, available_threads, probe_host
     from moec.runtime.memory.bandwidth import buffer_bytes, read_bytes_per_s
 
-    host = _probed_host(bundle)
+    files = bundle.manifest.files
+    largest = max(files, key=lambda entry: entry.size_bytes)
+    request_bytes = max(entry.size_bytes for entry in bundle.manifest.experts)
+    folder = bundle.path.resolve().parent
+    if largest.size_bytes < MIN_SAMPLE_BYTES and os.access(folder, os.W_OK | os.X_OK):
+        host = probe_host(folder, request_bytes=request_bytes)
+    else:
+        host = probe_host(bundle.path / largest.name, request_bytes=request_bytes, least_bytes=0)
     threads = threads or available_threads()
-    size = buffer_bytes(sum(entry.size_bytes for entry in bundle.manifest.files))
-    told = f"measured: {threads} threads reading {size} bytes, best of three"
-    return replace(
-        host,
-        memory_bytes_per_s=read_bytes_per_s(size, threads),
-        provenance={**host.provenance, "memory_bytes_per_s": told},
-    )
+    size = buffer_bytes(sum(entry.size_bytes for entry in files))
+    source = f"measured: {threads} threads reading {size} bytes, best of three"
+    provenance = {**host.provenance, "memory_bytes_per_s": source}
+    return replace(host, memory_bytes_per_s=read_bytes_per_s(size, threads), provenance=provenance)
 
 
 def predict(bundle: Bundle, host: DeviceProfile, cache_bytes: int) -> dict[str, Any]:
@@ -70,7 +60,12 @@ def predict(bundle: Bundle, host: DeviceProfile, cache_bytes: int) -> dict[str, 
         reads_per_token = share * model.reads_per_token(entry.layer)
         experts.append((entry.size_bytes, reads_per_token))
         expert_bytes += entry.size_bytes * reads_per_token
-    compute_bytes = round(_dense_bytes_per_token(bundle) + expert_bytes)
+    dense_bytes = 0
+    for dense in manifest.dense:
+        if model.is_decoded_with(dense.name):
+            is_one_row = len(dense.shape) == 1 or (dense.name == "embedding" and not model.tie_embeddings)
+            dense_bytes += round((1 if is_one_row else dense.shape[0]) * dense.spec.row_bytes(dense.shape[-1]))
+    compute_bytes = round(dense_bytes + expert_bytes)
     missed_bytes, reads = expected_misses(experts, cache_bytes)
     compute, storage = compute_ns(host, compute_bytes), storage_ns(host, missed_bytes, reads)
     return {
@@ -95,15 +90,3 @@ def run_ceiling_ns(ceiling: dict[str, Any], host: DeviceProfile, statistics: Run
     if shares is not None and shares.storage_busy and statistics.tokens_per_s:
         rate = max(rate, int(read * statistics.tokens_per_s / shares.storage_busy))
     return max(int(ceiling["compute_ns"]), math.ceil(read / rate * 1e9))
-
-
-def _dense_bytes_per_token(bundle: Bundle) -> int:
-    total, model = 0, bundle.manifest.model
-    for entry in bundle.manifest.dense:
-        if not model.is_decoded_with(entry.name):
-            continue
-        rows = 1 if len(entry.shape) == 1 else entry.shape[0]
-        if entry.name == "embedding" and not model.tie_embeddings:
-            rows = 1
-        total += round(rows * entry.spec.row_bytes(entry.shape[-1]))
-    return total

@@ -26,33 +26,31 @@ DEFAULT_PROMPT = "Question: A box holds 12 pens. How many pens are in 3 boxes?\n
 
 
 def continuation(path: Path, options: RuntimeOptions, kernels: str | None, prompt: str, tokens: int) -> list[int]:
-    """Return the prompt and `tokens` greedy tokens after it, from a new engine. Raises OptionError."""
-    with open_engine(path, options, kernels) as engine:
-        return _continue(engine, prompt, tokens)
+    """Return the prompt and `tokens` greedy tokens after it, end tokens included, from a new engine.
 
-
-def _continue(engine: Engine, prompt: str, tokens: int) -> list[int]:
-    """Return the prompt and its continuation, end tokens included. Raises OptionError if they do not fit."""
+    Raises OptionError if they do not fit.
+    """
     import numpy as np
 
-    sequence = engine.encode(prompt)
-    engine.check_tokens(sequence)
-    if len(sequence) + tokens > engine.memory.context:
-        raise OptionError(
-            f"a prompt of {len(sequence)} tokens and {tokens} more exceed the context of {engine.memory.context}",
-            "lower `--tokens` or raise `--context`",
-        )
-    (text,) = engine.begin_texts([0], [sequence])
-    hidden = _forward(engine, text, 0, len(text))
-    with ProgressBar("making the sequence") as progress:
-        for count in range(tokens):
-            token = int(np.argmax(engine.model.logits(hidden[-1:])[0]))
-            sequence.append(token)
-            text.append(token)
-            if count + 1 < tokens:
-                hidden = _forward(engine, text, len(text) - 1, len(text))
-            progress(count + 1, tokens)
-    return sequence
+    with open_engine(path, options, kernels) as engine:
+        sequence = engine.encode(prompt)
+        engine.check_tokens(sequence)
+        if len(sequence) + tokens > engine.memory.context:
+            raise OptionError(
+                f"a prompt of {len(sequence)} tokens and {tokens} more exceed the context of {engine.memory.context}",
+                "lower `--tokens` or raise `--context`",
+            )
+        (text,) = engine.begin_texts([0], [sequence])
+        hidden = _forward(engine, text, 0, len(text))
+        with ProgressBar("making the sequence") as progress:
+            for count in range(tokens):
+                token = int(np.argmax(engine.model.logits(hidden[-1:])[0]))
+                sequence.append(token)
+                text.append(token)
+                if count + 1 < tokens:
+                    hidden = _forward(engine, text, len(text) - 1, len(text))
+                progress(count + 1, tokens)
+        return sequence
 
 
 LEAST_TEXT_BYTES, BYTES_PER_TOKEN = 1 << 20, 256
@@ -67,8 +65,13 @@ def sequence_of(bundle: Bundle, path: Path, prompt_tokens: int, tokens: int) -> 
     if prompt_tokens < 1:
         raise OptionError(f"`--prompt-tokens` must be at least 1, found {prompt_tokens}", "leave it out for 32")
     wanted = prompt_tokens + tokens
+    if path.exists() and not path.is_file():  # a device or a pipe
+        raise InputError(f"`{path}` is no regular file", "name a text file")
+    most_bytes = min(MAX_TEXT_BYTES, LEAST_TEXT_BYTES + BYTES_PER_TOKEN * wanted)
     try:
-        text = _read_start(path, min(MAX_TEXT_BYTES, LEAST_TEXT_BYTES + BYTES_PER_TOKEN * wanted))
+        with path.open("rb") as file:
+            data = file.read(most_bytes)
+        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) < most_bytes)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"`{path}` cannot be read as UTF-8 text: {error}", "name a text file") from error
     sequence = list(load_tokenizer(bundle).encode(text).ids)
@@ -77,15 +80,6 @@ def sequence_of(bundle: Bundle, path: Path, prompt_tokens: int, tokens: int) -> 
             f"`{path}` has {len(sequence)} tokens, {prompt_tokens} and {tokens} are needed", "lower `--tokens`"
         )
     return sequence[:wanted]
-
-
-def _read_start(path: Path, most_bytes: int) -> str:
-    """Return the text at the start of a file. Raises InputError for a device or a pipe, OSError, UnicodeDecodeError."""
-    if path.exists() and not path.is_file():
-        raise InputError(f"`{path}` is no regular file", "name a text file")
-    with path.open("rb") as file:
-        data = file.read(most_bytes)
-    return codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) < most_bytes)
 
 
 def _forward(engine: Engine, sequence: list[int], start: int, end: int) -> np.ndarray:
@@ -135,16 +129,16 @@ def measure_decode(
             done = len(text)
             if end == prompt_tokens:
                 (text,) = engine.begin_texts([0], [sequence[:prompt_tokens]])
-                found = engine.model.logits(_forward(engine, text, done, len(text))[-1:])
+                step_logits = engine.model.logits(_forward(engine, text, done, len(text))[-1:])
             else:
                 text.append(sequence[end - 1])
-                found = engine.decode(text[-1:], [0], [done])
+                step_logits = engine.decode(text[-1:], [0], [done])
             elapsed_ns = time.perf_counter_ns() - started_ns
             if tracer is not None:
                 tracer.end()
             recorder.add(elapsed_ns, engine.cache.stats.since(before), engine.model.times.since(times))
             if logits is not None:
-                logits.append(found)
+                logits.append(step_logits)
             if kernel_times is not None and end == prompt_tokens:
                 kernel_times.clear()
             progress(end - prompt_tokens, len(sequence) - prompt_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import Any
@@ -65,17 +65,43 @@ class HarnessBundle:
     def scores(self, groups: Iterable[ContextGroup]) -> Iterator[list[AnswerTotal]]:
         """Yield the scores of each group."""
         before = self._engine.cache.stats.copy()
-        yield from score_continuations(self._engine, ((each.context, each.continuations) for each in groups))
+        yield from score_continuations(self._engine, ((group.context, group.continuations) for group in groups))
         self._note_hits("continuations", before)
 
     def answers(self, requests: Iterable[AnswerRequest]) -> Iterator[tuple[int, str]]:
-        """Yield index and text of each answer. Raises ExecutionError."""
+        """Yield index and text of each answer, as they end.
+
+        Raises ExecutionError, and OptionError for a setting outside its range.
+        """
         before, slots = self._engine.cache.stats.copy(), self._engine.options.slots
         faults: list[BaseException] = []
         most = 2 * slots  # an answer that has just ended may still count as running, so all others can be in the queue
         options = ServingOptions(queue=most, prefill_tokens=MAX_PASS_TOKENS)
+        waiting, events = enumerate(requests), SimpleQueue[tuple[int, Event]]()
+        texts: dict[int, list[str]] = {}
+
+        def deliver(index: int, event: Event) -> None:
+            events.put((index, event))
+
         with Scheduler(self._engine, options, faults.append) as scheduler:
-            yield from _Answers(scheduler, most, faults).run(requests)
+            while True:
+                # Few requests are in the scheduler, so that the others need no memory.
+                while len(texts) < most and (following := next(waiting, None)) is not None:
+                    index, request = following
+                    texts[index], sampling = [], SamplingOptions(**dict[str, Any](request.sampling))
+                    tokens, stop = list(request.tokens), tuple(request.stop)
+                    scheduler.submit(
+                        [GenerationRequest(tokens, request.max_new_tokens, partial(deliver, index), sampling, stop)]
+                    )
+                if not texts:
+                    break
+                index, event = events.get()
+                if isinstance(event, TokenMade):
+                    texts[index].append(event.text)
+                elif isinstance(event, Ended):
+                    yield index, "".join(texts.pop(index))
+                elif isinstance(event, Failed):
+                    raise faults[0] if faults else ExecutionError(event.message, "see `moec verify`")
         self._note_hits("answers", before)
 
     def _note_hits(self, kind: str, before: Any) -> None:
@@ -83,47 +109,3 @@ class HarnessBundle:
         known = self.hit_rates.get(kind, {"lookups": 0, "hits": 0})
         lookups, hits = known["lookups"] + used.lookups, known["hits"] + used.hits
         self.hit_rates[kind] = {"lookups": lookups, "hits": hits, "hit_rate": hits / lookups if lookups else 1.0}
-
-
-class _Answers:
-    """Requests on their way through a scheduler. Few of them wait in it, so that the others need no memory."""
-
-    def __init__(self, scheduler: Scheduler, most: int, faults: list[BaseException]) -> None:
-        """most: requests that run or wait in the scheduler at once."""
-        self._scheduler, self._most, self._faults = scheduler, most, faults
-        self._events = SimpleQueue[tuple[int, Event]]()
-        self._texts: dict[int, list[str]] = {}
-
-    def run(self, requests: Iterable[AnswerRequest]) -> Iterator[tuple[int, str]]:
-        """Yield index and text of each answer, as they end."""
-        waiting = enumerate(requests)
-        self._submit(waiting)
-        while self._texts:
-            index, event = self._events.get()
-            if isinstance(event, TokenMade):
-                self._texts[index].append(event.text)
-            elif isinstance(event, Ended):
-                yield index, "".join(self._texts.pop(index))
-                self._submit(waiting)
-            elif isinstance(event, Failed):
-                if self._faults:
-                    raise self._faults[0]
-                raise ExecutionError(event.message, "see `moec verify`")
-
-    def _submit(self, waiting: Iterator[tuple[int, AnswerRequest]]) -> None:
-        while len(self._texts) < self._most and (found := next(waiting, None)) is not None:
-            index, asked = found
-            self._texts[index] = []
-            self._scheduler.submit([_request(asked, partial(_deliver, self._events, index))])
-
-
-def _deliver(events: SimpleQueue[tuple[int, Event]], index: int, event: Event) -> None:
-    events.put((index, event))
-
-
-def _request(asked: AnswerRequest, deliver: Callable[[Event], None]) -> GenerationRequest:
-    """Return a request of the scheduler. Raises OptionError for a setting outside its range."""
-    sampling: dict[str, Any] = dict(asked.sampling)
-    return GenerationRequest(
-        list(asked.tokens), asked.max_new_tokens, deliver, SamplingOptions(**sampling), tuple(asked.stop)
-    )

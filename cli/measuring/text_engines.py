@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,8 +28,6 @@ from ..terminal.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from moec.runtime.engine.engine import Engine
-
-R = TypeVar("R")
 
 
 class BundleEngine:

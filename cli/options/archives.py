@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from moec.manifests.bundle import PARTIAL_SUFFIX
@@ -25,8 +24,7 @@ def check_target(target: Path) -> None:
     check_folder(target, PARTIAL_SUFFIX)
 
 
-@contextmanager
-def held_target(target: Path, option: str, run: str) -> Iterator[None]:
+def held_target(target: Path, option: str, run: str) -> AbstractContextManager[None]:
     """Keep other runs away from a target, and make the folders above it. Raises the errors of `hold_output`.
 
     option: names the target on the command line.
@@ -35,8 +33,7 @@ def held_target(target: Path, option: str, run: str) -> Iterator[None]:
     from moec.compiler.workspace.durable import Disk
     from moec.compiler.workspace.output_lock import hold_output
 
-    with hold_output(target, Disk(), output.say, option, run):
-        yield
+    return hold_output(target, Disk(), output.say, option, run)
 
 
 def report_archive(what: str, source: Path, target: Path, before: int, after: int, as_json: bool) -> None:

@@ -54,17 +54,17 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
     if text is None:
         return ()
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and len(part.strip()) <= MAX_DIGITS for part in parts):
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() and len(number.strip()) <= MAX_DIGITS for number in numbers):
         raise OptionError(f"`{text[:MAX_SHOWN]}` is not a list of numbers", "write them with commas, like `32,64`")
-    return tuple(int(part) for part in parts)
+    return tuple(map(int, numbers))
 
 
 def _bitwidths(text: str) -> tuple[float, ...]:
     """Parse a list of bitwidths: `1,1.6,2` -> (1, 1.6, 2). Raises OptionError."""
     from moec.manifests.quant import TERNARY
 
-    found: list[float] = []
-    for part in text.split(","):
-        found += (TERNARY,) if part.strip() == str(TERNARY) else _numbers(part)
-    return tuple(found)
+    bitwidths: list[float] = []
+    for number in text.split(","):
+        bitwidths += (TERNARY,) if number.strip() == str(TERNARY) else _numbers(number)
+    return tuple(bitwidths)

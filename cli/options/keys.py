@@ -58,11 +58,7 @@ def read_signing_key(path: Path, variable: str | None) -> PrivateKey:
     from moec.shipping.signatures.keys import read_private_key
 
     given = None if variable is None else passphrase_of(variable)
-
-    def passphrase() -> bytes:
-        return ask_passphrase(path) if given is None else given
-
-    return read_private_key(path, passphrase)
+    return read_private_key(path, lambda: ask_passphrase(path) if given is None else given)
 
 
 def passphrase_of(variable: str) -> bytes:

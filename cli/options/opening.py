@@ -49,6 +49,7 @@ def open_engine(
     Raises InputError, BundleError, MemoryBudgetExceeded, OptionError, KernelUnavailable, and errors of `before_load`.
     """
     folder = bundle_folder(path)
+    from moec.manifests.path_tables import why_no_paths
     from moec.runtime import kernels as runtime_kernels
     from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.engine.engine import Engine
@@ -59,27 +60,21 @@ def open_engine(
     require_memory_for_manifest(folder, options)
     bundle = open_bundle(folder, allow_partial=allow_partial)
     say_device(bundle, options)
-    _say_without_statistics(bundle, options)
-    if before_load is not None:
-        before_load(bundle)
-    return Engine(bundle, options, closes_bundle=True)
-
-
-def _say_without_statistics(bundle: Bundle, options: RuntimeOptions) -> None:
-    """Say which options have nothing to go by, because the bundle has no data, or a model that has no paths."""
-    from moec.manifests.path_tables import why_no_paths
-
+    # Options that have nothing to go by, because the bundle has no data, or a model that has no paths.
     if bundle.manifest.calibration is not None:
         if options.prefetch == "path" and (no_paths := why_no_paths(bundle.manifest.model)):
             output.say(f"warning: `prefetch=path` has nothing to go by: {no_paths}")
-        return
-    used = [f"`prefetch={options.prefetch}`"] if options.prefetch in ("path", "popularity") else []
-    used += [f"`policy={options.policy}`"] if options.policy == "edgemoe" else []
-    if used:
-        output.say(
-            f"warning: `{bundle.path}` was compiled without data and has no statistics, so {' and '.join(used)} "
-            "begins with nothing to go by; compile it with `--data`"
-        )
+    else:
+        used = [f"`prefetch={options.prefetch}`"] if options.prefetch in ("path", "popularity") else []
+        used += [f"`policy={options.policy}`"] if options.policy == "edgemoe" else []
+        if used:
+            output.say(
+                f"warning: `{bundle.path}` was compiled without data and has no statistics, so {' and '.join(used)} "
+                "begins with nothing to go by; compile it with `--data`"
+            )
+    if before_load is not None:
+        before_load(bundle)
+    return Engine(bundle, options, closes_bundle=True)
 
 
 def verdict_of(bundle: Path) -> str:

@@ -16,7 +16,7 @@ from moec.manifests.bundle import MANIFEST_NAME
 from moec.manifests.errors import InputError
 from moec.manifests.files.output_file import STDOUT, check_output, output_file
 
-from ..terminal.help_sections import SectionOption
+from ..terminal.help_sections import section_option
 
 MAX_PATH_BYTES = 4095
 """Length of a path, bytes: the system's limit without the zero at its end."""
@@ -42,14 +42,14 @@ class OutputFileType(PathType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the checked path. Raises BadParameter, and InputError and DoesNotFit as `check_output` does."""
-        found = super().convert(value, param, ctx)
+        path = super().convert(value, param, ctx)
         if os.fspath(value).endswith("/"):
             self.fail(f"{value!r} names a folder, expected a file", param, ctx)
-        if found == STDOUT and os.fspath(value) != str(STDOUT):  # `./-` is a file
-            found = found.absolute()
-        refuse_inside_bundle(found)
-        check_output(found)
-        return found
+        if path == STDOUT and os.fspath(value) != str(STDOUT):  # `./-` is a file
+            path = path.absolute()
+        refuse_inside_bundle(path)
+        check_output(path)
+        return path
 
 
 class PlaceType(click.types.StringParamType):
@@ -76,16 +76,15 @@ def refuse_lost_inputs(command: click.Command, values: Mapping[str, Any]) -> Non
 
     values: the converted arguments and options, by name.
     """
-    named = {each.name: each for each in command.params if each.name is not None}
+    outputs = [parameter.name for parameter in command.params if isinstance(parameter.type, OutputFileType)]
     for name, written in values.items():
-        parameter = named.get(name)
-        if parameter is None or not isinstance(parameter.type, OutputFileType) or not _is_file(written):
+        if name not in outputs or not _is_file(written):
             continue
         for other, value in values.items():
             for read in value if isinstance(value, (tuple, list)) else (value,):
                 if other != name and _is_file(read) and os.path.samefile(written, read):
-                    told = f"`{written}` is read by this command, so it cannot be written"
-                    raise InputError(told, "name another file")
+                    sentence = f"`{written}` is read by this command, so it cannot be written"
+                    raise InputError(sentence, "name another file")
 
 
 def _is_file(value: object) -> bool:
@@ -120,10 +119,9 @@ bundle_argument = click.argument("bundle", type=PATH)
 file_option = partial(click.option, type=PATH, metavar="FILE")
 output_option = partial(click.option, type=OUTPUT_FILE, metavar="FILE")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-work_memory_option = click.option(
+_task = section_option("Task")
+work_memory_option = section_option("Machine")(
     "--memory",
-    cls=SectionOption,
-    section="Machine",
     metavar="SIZE",
     help="Memory for the work. It loads one layer at a time, and keeps as many as fit.  "
     "[default: 7/8 of the machine's]",
@@ -134,38 +132,18 @@ test_memory_option = click.option(
 slots_option = click.option(
     "--slots", type=int, metavar="N", help="Sequences decoded at once.  [default: 32, in a server 4, or fewer that fit]"
 )
-shots_option = click.option(
-    "--shots",
-    cls=SectionOption,
-    section="Task",
-    type=int,
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Solved examples before each item.",
+shots_option = _task(
+    "--shots", type=int, default=0, show_default=True, metavar="N", help="Solved examples before each item."
 )
-limit_option = click.option(
-    "--limit",
-    cls=SectionOption,
-    section="Task",
-    type=int,
-    metavar="N",
-    help="Take N items of each split, chosen by hash.  [default: all]",
+limit_option = _task(
+    "--limit", type=int, metavar="N", help="Take N items of each split, chosen by hash.  [default: all]"
 )
-item_seed_option = click.option(
-    "--seed",
-    cls=SectionOption,
-    section="Task",
-    type=int,
-    default=0,
-    show_default=True,
-    help="Seed of the choice of items and examples.",
+item_seed_option = _task(
+    "--seed", type=int, default=0, show_default=True, help="Seed of the choice of items and examples."
 )
 per_item_option = output_option("--per-item", help="Write JSONL, a line per item.")
-long_items_option = click.option(
+long_items_option = _task(
     "--long-items",
-    cls=SectionOption,
-    section="Task",
     type=click.Choice(["truncate", "skip", "refuse"]),
     default="truncate",
     show_default=True,

@@ -77,6 +77,7 @@ def profile_defaults(bundle: Path, given: Collection[str], *, is_sweep: bool = F
     """
     from moec.profiles.present_machine import first_difference, slower_kernels
     from moec.runtime.bundle.device_file import stated_device
+    from moec.runtime.memory.budget import default_budget_bytes
 
     profile = stated_device(bundle)
     if profile is None:
@@ -86,7 +87,9 @@ def profile_defaults(bundle: Path, given: Collection[str], *, is_sweep: bool = F
         run.options = {name: value for name, value in run_settings(profile).items() if name not in given}
         if is_sweep or "expert_cache" in given:
             run.options.pop("memory", None)
-        _leave_free_memory(run)
+        if "memory" in run.options and (free := default_budget_bytes()) < profile.memory_budget_bytes:
+            del run.options["memory"]
+            run.free_budget_bytes = free
         run.options = payable_threads(run.options)
     context = click.get_current_context(silent=True)
     if context is not None:
@@ -126,17 +129,8 @@ def run_settings(profile: DeviceProfile) -> dict[str, Any]:
 
 def run_text(settings: Mapping[str, Any], cache_bytes: int) -> str:
     """Return options as on a command line, with the expert cache that they leave if they set the memory."""
-    told = as_arguments(settings)
-    return f"{told} (expert cache {output.human_bytes(cache_bytes)})" if "memory" in settings else told
-
-
-def _leave_free_memory(run: DeviceRun) -> None:
-    """Let the built-in budget count if the one of the profile exceeds it."""
-    from moec.runtime.memory.budget import default_budget_bytes
-
-    if "memory" in run.options and (free := default_budget_bytes()) < run.profile.memory_budget_bytes:
-        del run.options["memory"]
-        run.free_budget_bytes = free
+    text = as_arguments(settings)
+    return f"{text} (expert cache {output.human_bytes(cache_bytes)})" if "memory" in settings else text
 
 
 def payable_threads(options: dict[str, Any]) -> dict[str, Any]:
@@ -172,6 +166,7 @@ def say_device(bundle: Bundle, options: RuntimeOptions) -> None:
     Raises BundleError, StorageReadFailed.
     """
     from moec.runtime.bundle.device_file import device_of
+    from moec.runtime.memory.budget import nominal_memory
 
     run = device_run()
     if run is None or run.is_said:
@@ -179,32 +174,23 @@ def say_device(bundle: Bundle, options: RuntimeOptions) -> None:
     if device_of(bundle, verify=options.verify) != run.profile:
         raise ChecksumMismatch(f"the profile of `{bundle.path}` changed while it was opened", "run the command again")
     run.is_said = True
-    output.say(_line(run, bundle, options))
-
-
-def _line(run: DeviceRun, bundle: Bundle, options: RuntimeOptions) -> str:
-    """Return the line of `say_device`."""
-    name = run.profile.name
+    name, budget_bytes = run.profile.name, run.profile.memory_budget_bytes
     if run.difference is not None:
-        return (
+        slower = f"; {run.slower}" if run.slower else ""
+        output.say(
             f"device: compiled for {name}; this machine differs ({run.difference}), "
-            "so its own memory, threads and I/O apply" + (f"; {run.slower}" if run.slower else "")
+            f"so its own memory, threads and I/O apply{slower}"
         )
-    cache_bytes = _cache_bytes(run.profile.memory_budget_bytes, bundle, options)
-    told = run_text(run.options, cache_bytes) or "other options replace its settings"
+        return
+    # What the budget leaves for experts next to one sequence, by the manifest alone; 0 if it is too small.
+    fixed_bytes = nominal_memory(bundle.manifest, replace(options, slots=1)).fixed_bytes
+    cache_bytes = max(0, min(bundle.manifest.cost.expert_padded_bytes, budget_bytes - fixed_bytes))
+    settings = run_text(run.options, cache_bytes) or "other options replace its settings"
     if run.free_budget_bytes is not None:
-        told += (
-            f"; its budget of {output.human_bytes(run.profile.memory_budget_bytes)} exceeds 7/8 of the free memory, so "
+        settings += (
+            f"; its budget of {output.human_bytes(budget_bytes)} exceeds 7/8 of the free memory, so "
             f"{output.human_bytes(run.free_budget_bytes)} apply"
         )
     if run.lacks_little_cores:
-        told += "; this machine does not tell which of its processors are little, so its own reader runs on any"
-    return f"device: {name}, for which the bundle was compiled: {told}"
-
-
-def _cache_bytes(budget_bytes: int, bundle: Bundle, options: RuntimeOptions) -> int:
-    """Return what a budget leaves for experts next to one sequence, by the manifest alone; 0 if it is too small."""
-    from moec.runtime.memory.budget import nominal_memory
-
-    fixed = nominal_memory(bundle.manifest, replace(options, slots=1)).fixed_bytes
-    return max(0, min(bundle.manifest.cost.expert_padded_bytes, budget_bytes - fixed))
+        settings += "; this machine does not tell which of its processors are little, so its own reader runs on any"
+    output.say(f"device: {name}, for which the bundle was compiled: {settings}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from moec.manifests.errors import OptionError
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.options.setting import settings_of
 
-from ..terminal.help_sections import SectionOption
+from ..terminal.help_sections import SectionOption, add_options
 from .opening import bundle_folder
 from .profile_defaults import note_tuned, profile_defaults, with_reader_cpus
 from .set_option import RUN_SETTINGS, set_option
@@ -49,22 +49,16 @@ def _option(name: str) -> Callable[[F], F]:
     return click.option(f"--{name.replace('_', '-')}", cls=SectionOption, help=text, **values)
 
 
-def _add(command: F, options: Iterable[Callable[[F], F]]) -> F:
-    for option in reversed(list(options)):
-        command = option(command)
-    return command
-
-
 def runtime_options(command: F) -> F:
     """Add the options to a command. They are passed as keyword arguments, named as the fields of RuntimeOptions."""
-    return _add(command, [as_option(), *map(_option, _OPTIONS), set_option(RUN_SETTINGS)])
+    return add_options(command, [as_option(), *map(_option, _OPTIONS), set_option(RUN_SETTINGS)])
 
 
 def tunable_options(command: F) -> F:
     """Add the options that a measurement of exact runs on the CPU has."""
     names = [name for name in _OPTIONS if SETTINGS[name][1].group not in _NOT_TUNED_WITH]
     table = {name: entry for name, entry in RUN_SETTINGS.items() if entry[1].group not in _NOT_TUNED_WITH}
-    return _add(command, [*map(_option, names), set_option(table)])
+    return add_options(command, [*map(_option, names), set_option(table)])
 
 
 def build_options(
@@ -78,6 +72,8 @@ def build_options(
     Raises OptionError; with a bundle also the errors of `open_engine`.
     """
     from moec.runtime.tuning.mode_records import recorded_setting
+
+    from .tuned_options import tuned_options
 
     given = {name for name in SETTINGS if _was_given(name)}
     chosen = {
@@ -93,22 +89,14 @@ def build_options(
         return options
     is_sweep = is_tuned and _was_given("modes")
     options = replace(options, **profile_defaults(bundle, given, is_sweep=is_sweep))
-    return with_reader_cpus(_with_tuned(options, bundle, given, is_sweep) if is_tuned else options)
-
-
-def _with_tuned(options: RuntimeOptions, bundle: Path, given: Collection[str], is_sweep: bool) -> RuntimeOptions:
-    """Return the options with the values of `moec tune`, except those that are given.
-
-    A policy and its weights count as one option.
-    """
-    from .tuned_options import tuned_options
-
-    planned = with_missing_experts(options) if is_sweep else options
-    policy = {"policy", "policy_weights"}
-    taken = set(given) | (policy if policy & set(given) else set())
-    tuned = {name: value for name, value in tuned_options(bundle, planned).items() if name not in taken}
-    note_tuned(tuned)
-    return replace(options, **tuned)
+    if is_tuned:
+        planned = with_missing_experts(options) if is_sweep else options
+        policy = {"policy", "policy_weights"}  # they count as one option
+        given |= policy if policy & given else set()
+        tuned = {name: value for name, value in tuned_options(bundle, planned).items() if name not in given}
+        note_tuned(tuned)
+        options = replace(options, **tuned)
+    return with_reader_cpus(options)
 
 
 def _was_given(name: str) -> bool:

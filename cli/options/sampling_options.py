@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import click
-
-from ..terminal.help_sections import section_option
+from ..terminal.help_sections import add_options, section_option
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.open_bundle import Bundle
@@ -17,74 +15,40 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_generation = section_option("Generation")
+_IN_CHAT = "in chat as the bundle recommends"
+_STOP = section_option("Generation")("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
+_OPTIONS: tuple[tuple[str, str, float, str, str], ...] = (
+    ("--temperature", "", 0.0, "X", "Draw tokens, the higher the more varied. 0 takes the likeliest token.  "
+     f"[default: 0; {_IN_CHAT}, else 1]"),
+    ("--top-k", "Generation", 0, "N", f"Draw from the N most probable tokens.  [default: all; {_IN_CHAT}]"),
+    ("--top-p", "Generation", 1.0, "P", f"Draw from the most probable tokens that sum to P.  [default: 1; {_IN_CHAT}]"),
+    ("--min-p", "Generation", 0.0, "P", f"Leave out tokens below P times the highest.  [default: 0; {_IN_CHAT}]"),
+    ("--repetition-penalty", "Generation", 1.0, "X",
+     f"Above 1: lower scores of tokens in the text.  [default: 1; {_IN_CHAT}]"),
+    ("--seed", "", 0, "N", "Seed of the drawn tokens.  [default: 0; in chat drawn]"),
+)  # fmt: skip
+"""Name, section, neutral value, metavar and help text."""
 _DRAWN_SEED_BITS = 31
 
 
-def _options(*, has_values: bool) -> tuple[Callable[[F], F], ...]:
+def _options(*, has_values: bool) -> list[Callable[[F], F]]:
     """Return the options. has_values: whether an absent option has its neutral value."""
-
-    def default(value: float) -> dict[str, Any]:
-        return {"default": value if has_values else None}
-
-    return (
-        click.option(
-            "--temperature",
-            type=float,
-            metavar="X",
-            help="Draw tokens, the higher the more varied. 0 takes the likeliest token.  "
-            "[default: 0; in chat as the bundle recommends, else 1]",
-            **default(0.0),
-        ),
-        _generation(
-            "--top-k",
-            type=int,
-            metavar="N",
-            help="Draw from the N most probable tokens.  [default: all; in chat as the bundle recommends]",
-            **default(0),
-        ),
-        _generation(
-            "--top-p",
-            type=float,
-            metavar="P",
-            help="Draw from the most probable tokens that sum to P.  [default: 1; in chat as the bundle recommends]",
-            **default(1.0),
-        ),
-        _generation(
-            "--min-p",
-            type=float,
-            metavar="P",
-            help="Leave out tokens below P times the highest.  [default: 0; in chat as the bundle recommends]",
-            **default(0.0),
-        ),
-        _generation(
-            "--repetition-penalty",
-            type=float,
-            metavar="X",
-            help="Above 1: lower scores of tokens in the text.  [default: 1; in chat as the bundle recommends]",
-            **default(1.0),
-        ),
-        _generation("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
-        click.option(
-            "--seed", type=int, metavar="N", help="Seed of the drawn tokens.  [default: 0; in chat drawn]", **default(0)
-        ),
-    )
+    options: list[Callable[[F], F]] = []
+    for name, section, neutral, metavar, text in _OPTIONS:
+        default = neutral if has_values else None
+        option = section_option(section)(name, type=type(neutral), metavar=metavar, help=text, default=default)
+        options.append(option)
+    return [*options[:-1], _STOP, options[-1]]
 
 
 def sampling_options(command: F) -> F:
     """Add the options to a command: the fields of SamplingOptions, and `stop`. Without them a run is greedy."""
-    return _with(command, _options(has_values=True))
+    return add_options(command, _options(has_values=True))
 
 
 def recommended_sampling_options(command: F) -> F:
     """Add the options to a command. Absent ones are None, for `chosen_sampling`."""
-    return _with(command, _options(has_values=False))
-
-
-def _with(command: F, options: tuple[Callable[[F], F], ...]) -> F:
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return add_options(command, _options(has_values=False))
 
 
 def chosen_sampling(bundle: Bundle, verify: bool, values: Mapping[str, Any]) -> tuple[SamplingOptions, str]:

@@ -12,10 +12,9 @@ import netrc
 import os
 import re
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moec.manifests.errors import InputError
 
@@ -32,9 +31,8 @@ _HELPER = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _REPAIR = "repair the file"
 
 
-@contextmanager
-def opened_store(address: str, *, for_writing: bool = False) -> Iterator[Store]:
-    """Open the store at an address, and close it at the end.
+def opened_store(address: str, *, for_writing: bool = False) -> AbstractContextManager[Store]:
+    """Open the store at an address. The end of the `with` block closes it.
 
     Raises InputError, MissingDependency, StoreFailed.
     """
@@ -43,11 +41,7 @@ def opened_store(address: str, *, for_writing: bool = False) -> Iterator[Store]:
     from moec.shipping.store.opening import open_store
 
     options = HttpOptions(proxy_for=proxy_for)
-    store = open_store(parse_address(address), store_access(), for_writing=for_writing, options=options)
-    try:
-        yield store
-    finally:
-        store.close()
+    return closing(open_store(parse_address(address), store_access(), for_writing=for_writing, options=options))
 
 
 def store_access() -> Access:
@@ -102,8 +96,8 @@ def netrc_login(host: str) -> Login | None:
         reason = (isinstance(error, OSError) and error.strerror) or "it is no netrc file"
         raise InputError(f"`{path}` cannot be read: {reason}", _REPAIR) from None
     name = re.sub(r":[0-9]+$", "", host)
-    found = hosts.get(host) or hosts.get(name) or hosts.get(name.strip("[]"))
-    return None if found is None or found[2] is None else Login(found[0], found[2])
+    entry = hosts.get(host) or hosts.get(name) or hosts.get(name.strip("[]"))
+    return None if entry is None or entry[2] is None else Login(entry[0], entry[2])
 
 
 def _settings_file(named: str | None, name_at_home: str) -> Path | None:
@@ -125,28 +119,12 @@ def docker_login(host: str) -> RegistryLogin | None:
 
     Raises InputError.
     """
-    from moec.shipping.store.access import IdentityToken
+    from moec.shipping.store.access import IdentityToken, Login
 
     folder = os.environ.get("DOCKER_CONFIG")
     path = _settings_file(folder and os.path.join(folder, "config.json"), ".docker/config.json")
     if path is None:
         return None
-    config = _config(path)
-    helpers, helper = config.get("credHelpers"), config.get("credsStore")
-    if isinstance(helpers, dict) and host in helpers:
-        helper = helpers[host]
-    logins = config.get("auths")
-    entry = (
-        next((value for key, value in logins.items() if _host(key) == host), None) if isinstance(logins, dict) else None
-    )
-    if isinstance(entry, dict) and isinstance(entry.get("identitytoken"), str) and entry["identitytoken"]:
-        return IdentityToken(entry["identitytoken"])
-    if isinstance(entry, dict) and entry.get("auth"):
-        return _decode_login(entry["auth"], path, host)
-    return None if not isinstance(helper, str) else _ask_helper(helper, host)
-
-
-def _config(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise ValueError("too large")
@@ -156,19 +134,19 @@ def _config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or "it is no settings file of docker"
         raise InputError(f"`{path}` cannot be read: {reason}", _REPAIR) from None
-    return config
-
-
-def _host(key: str) -> str:
-    """Return the host of an entry, which may be a URL."""
-    return re.sub(r"^https?://", "", key).partition("/")[0]
-
-
-def _decode_login(text: Any, path: Path, host: str) -> Login:
-    from moec.shipping.store.access import Login
-
+    helpers, helper, logins = config.get("credHelpers"), config.get("credsStore"), config.get("auths")
+    if isinstance(helpers, dict) and host in helpers:
+        helper = helpers[host]
+    # The key of an entry is a host or a URL.
+    by_host = logins.items() if isinstance(logins, dict) else ()
+    entries = [entry for key, entry in by_host if re.sub(r"^https?://", "", key).partition("/")[0] == host]
+    entry = entries[0] if entries and isinstance(entries[0], dict) else {}
+    if isinstance(entry.get("identitytoken"), str) and entry["identitytoken"]:
+        return IdentityToken(entry["identitytoken"])
+    if not entry.get("auth"):
+        return None if not isinstance(helper, str) else _ask_helper(helper, host)
     try:
-        user, colon, password = base64.b64decode(text, validate=True).decode().partition(":")
+        user, colon, password = base64.b64decode(entry["auth"], validate=True).decode().partition(":")
     except (TypeError, binascii.Error, UnicodeDecodeError):
         user = colon = password = ""
     if not colon:

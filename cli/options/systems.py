@@ -68,9 +68,19 @@ def prescribed(
     offered: fields that the command has; None: all.
     Raises OptionError if the bundle lacks what the system needs, and the errors of `open_bundle`.
     """
+    from moec.runtime.bundle.open_bundle import open_bundle
+
+    from .opening import bundle_folder
+
     system = load_system(name)
     if bundle is not None:
-        _require(system, name, bundle)
+        manifest = open_bundle(bundle_folder(bundle)).manifest
+        has = {"statistics": manifest.calibration is not None, "low-versions": bool(manifest.low_experts)}
+        for need, option in system.needs.items():
+            if not has[need]:
+                remedy = f"--as {name} or {option}" if name in COMPILED_SYSTEMS and need == "low-versions" else option
+                lacking = f"`{bundle}` has no {need.replace('-', ' ')}, which {system.title} needs"
+                raise OptionError(lacking, f"compile it with {remedy}")
     names = [field for field in system.run if field not in given and (offered is None or field in offered)]
     chosen = {field: system.run[field] for field in names}
     output.say(f"as {system.title}: {as_arguments(chosen)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..terminal.help_sections import section_option
+from ..terminal.help_sections import add_options, section_option
 from .paths import PATH, PLACE
 
 if TYPE_CHECKING:
@@ -45,9 +45,7 @@ _OPTIONS = (
 
 def task_options(command: F) -> F:
     """Add the options. Their values become a TaskSettings by `task_settings`."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    return add_options(command, _OPTIONS)
 
 
 def task_settings(values: dict[str, Any]) -> TaskSettings:

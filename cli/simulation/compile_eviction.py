@@ -32,11 +32,10 @@ class EvictionReplays:
         from moec.runtime.expert_cache.policies import DEFAULT_WEIGHTS
 
         self._replayed, self._texts = replayed, texts
-        self.capacities = [int(replayed.total_bytes * share) for share in SHARES]
-        self.capacities = [each for each in self.capacities if each >= replayed.minimum_bytes]
-        default = {capacity: self._read(capacity, DEFAULT_WEIGHTS) for capacity in self.capacities}
-        self.capacities = [capacity for capacity in self.capacities if sum(default[capacity])]
-        self._default = {capacity: default[capacity] for capacity in self.capacities}
+        sizes = [int(replayed.total_bytes * share) for share in SHARES]
+        default = {size: self._read(size, DEFAULT_WEIGHTS) for size in sizes if size >= replayed.minimum_bytes}
+        self._default = {capacity: read for capacity, read in default.items() if sum(read)}
+        self.capacities = list(self._default)
 
     def _read(self, capacity: int, weights: EvictionWeights) -> list[int]:
         """Return the bytes read for each text: HOBBIT's penalty of misses."""
@@ -57,11 +56,11 @@ class EvictionReplays:
         """
         import numpy as np
 
-        found = np.ones(len(self._texts))
+        penalties = np.ones(len(self._texts))
         for capacity in self.capacities:
             default = np.array(self._default[capacity])
-            found += (np.array(self._read(capacity, weights)) - default) / default.mean() / len(self.capacities)
-        return found
+            penalties += (np.array(self._read(capacity, weights)) - default) / default.mean() / len(self.capacities)
+        return penalties
 
 
 def fit_to_texts(
@@ -77,7 +76,7 @@ def fit_to_texts(
         replayed = replayed_bundle(opened)
         first = list(accumulate((layer.experts.count for layer in opened.manifest.model.layers), initial=0))
     fitting, judging = (
-        EvictionReplays(replayed, [requests_of(each, first) for each in own]) for own in (training, held_out)
+        EvictionReplays(replayed, [requests_of(text, first) for text in texts]) for texts in (training, held_out)
     )
     if not fitting.capacities or not judging.capacities:
         return None
@@ -108,13 +107,13 @@ def fit_to_texts(
 
 def requests_of(text: RoutedText, first_expert: Sequence[int]) -> list[Access]:
     """Return the requests to the cache: those of the prompt, then those of each token."""
-    found = list[tuple[int, tuple[int, ...]]]()
+    requests = list[tuple[int, tuple[int, ...]]]()
     for layer, chosen in text.chosen.items():
         if text.prompt_tokens:
-            asked = sorted(set(chosen[: text.prompt_tokens].reshape(-1).tolist()))
-            found.append((layer, tuple(first_expert[layer] + expert for expert in asked)))
+            experts = sorted(set(chosen[: text.prompt_tokens].reshape(-1).tolist()))
+            requests.append((layer, tuple(first_expert[layer] + expert for expert in experts)))
     tokens = max(map(len, text.chosen.values()), default=0)
     for token in range(text.prompt_tokens, tokens):
         for layer, chosen in text.chosen.items():
-            found.append((layer, tuple(first_expert[layer] + expert for expert in chosen[token].tolist())))
-    return found
+            requests.append((layer, tuple(first_expert[layer] + expert for expert in chosen[token].tolist())))
+    return requests

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,37 +29,6 @@ OPTIMUM = "optimum"
 USUAL_TRIALS = 40  # of a fit, for the progress bar
 
 
-@dataclass(frozen=True)
-class FittedRow:
-    """One policy in a cache of one size, on the held-out traces.
-
-    weights: fitted weights as text; None for a policy without weights.
-    best: baseline with the smallest mean penalty.
-    penalty_bytes: bytes read by misses, mean over traces.
-
-    ratio: penalty divided by that of `best`, mean over traces.
-    interval: two-sided 95 % interval of `ratio` over traces.
-
-    gap_closed: share of the difference between LRU and the offline optimum; None without an optimum. Lossy modes have
-        none, because they decide without knowledge of later requests.
-
-    worst: largest ratio on one trace between its penalty and the smallest penalty of the baselines and of `popularity`.
-
-    decisions: decisions of the modes on all held-out traces, as in ModeCounts; None without a mode.
-    """
-
-    capacity_bytes: int
-    policy: str
-    weights: str | None
-    best: str
-    penalty_bytes: float
-    ratio: float
-    interval: tuple[float, float]
-    gap_closed: float | None
-    worst: float
-    decisions: dict[str, Any] | None = None
-
-
 class PolicyFit:
     """Replays of traces on a bundle. Weights are fitted to training traces, and compared on held-out traces.
 
@@ -82,28 +50,30 @@ class PolicyFit:
         self._training = [(trace, trace.accesses()) for trace in training]
         self._held_out = [(trace, trace.accesses()) for trace in held_out]
 
-    @property
-    def fitted(self) -> tuple[str, ...]:
-        """The policies whose weights are fitted."""
-        if not self._options:
-            return FITTED
-        return ("hobbit", WITHOUT_LHU) if self._has_low_versions else ("hobbit",)
+    def rows(self, capacities: Sequence[int]) -> list[dict[str, Any]]:
+        """Fit and compare at each capacity, bytes. Return a row for each policy, by the held-out traces.
 
-    @property
-    def others(self) -> tuple[str, ...]:
-        """The policies that they are compared with."""
-        return ("lrfu", *BASELINES, POPULARITY, *(() if self._options else (OPTIMUM,)))
-
-    def rows(self, capacities: Sequence[int]) -> list[FittedRow]:
-        """Fit and compare at each capacity, bytes."""
-        rows: list[FittedRow] = []
-        fits = len(capacities) * len(self.fitted)
+        weights: fitted weights as text; None for a policy without weights.
+        best: baseline with the smallest mean penalty.
+        penalty_bytes: bytes read by misses, mean over traces.
+        ratio: penalty divided by that of `best`, mean over traces.
+        interval: two-sided 95 % interval of `ratio` over traces.
+        gap_closed: share of the difference between LRU and the offline optimum; None without an optimum. Lossy modes
+            have none, because they decide without knowledge of later requests.
+        worst: largest ratio on one trace between its penalty and the smallest of the baselines and of `popularity`.
+        decisions: decisions of the modes on all held-out traces, as in ModeCounts; None without a mode.
+        """
+        fitted: tuple[str, ...] = FITTED
+        if self._options:
+            fitted = ("hobbit", WITHOUT_LHU) if self._has_low_versions else ("hobbit",)
+        others = ("lrfu", *BASELINES, POPULARITY, *(() if self._options else (OPTIMUM,)))
+        rows: list[dict[str, Any]] = []
         with ProgressBar("fitting") as progress:
             for at, capacity in enumerate(capacities):
-                policies: dict[str, tuple[str | PolicyScore, str | None]] = {name: (name, None) for name in self.others}
-                for which, name in enumerate(self.fitted):
-                    tell = partial(_tell, progress, at * len(self.fitted) + which, fits)
-                    policies[name] = self._fit(capacity, name, tell)
+                policies: dict[str, tuple[str | PolicyScore, str | None]] = {name: (name, None) for name in others}
+                for which, name in enumerate(fitted):
+                    done, fits = at * len(fitted) + which, len(capacities) * len(fitted)
+                    policies[name] = self._fit(capacity, name, partial(_add_share, progress, done, fits))
                 rows += self._compare(capacity, policies)
         return rows
 
@@ -136,27 +106,43 @@ class PolicyFit:
             return self._lossy.decide(trace[0], capacity, score, self._options, no_advice)
         return replay(trace[1], self._replayed.cache_spec(capacity), policy, self._replayed.warm)
 
-    def _compare(self, capacity: int, policies: dict[str, tuple[str | PolicyScore, str | None]]) -> list[FittedRow]:
+    def _compare(
+        self, capacity: int, policies: dict[str, tuple[str | PolicyScore, str | None]]
+    ) -> list[dict[str, Any]]:
         import numpy as np
 
         from moec.evaluation.statistics import mean_interval95
+        from moec.runtime.modes.mode_counts import ModeCounts
 
         replays = {
             name: [self._replay(trace, capacity, policy) for trace in self._held_out]
             for name, (policy, _) in policies.items()
         }
-        penalties = {name: np.array([each.bytes_read for each in own], np.float64) for name, own in replays.items()}
+        penalties = {
+            name: np.array([replay.bytes_read for replay in by_trace], np.float64) for name, by_trace in replays.items()
+        }
         best = min(BASELINES, key=lambda name: penalties[name].mean())
         gap = penalties["lru"].mean() - penalties[OPTIMUM].mean() if OPTIMUM in penalties else 0
         least, rows = np.min([penalties[name] for name in (*BASELINES, POPULARITY)], axis=0), []
         for name, (_, weights) in policies.items():
             # A trace without misses of the baseline has no ratio.
             ratios = np.where(penalties[best] > 0, penalties[name] / np.maximum(penalties[best], 1), 1.0)
-            closed = float((penalties["lru"].mean() - penalties[name].mean()) / gap) if gap > 0 else None
-            mean, ratio, interval = float(penalties[name].mean()), float(ratios.mean()), mean_interval95(ratios)
-            worst = float(np.where(least > 0, penalties[name] / np.maximum(least, 1), 1.0).max())
-            decisions = _decisions(replays[name])
-            rows.append(FittedRow(capacity, name, weights, best, mean, ratio, interval, closed, worst, decisions))
+            counts, total = [replay.counts for replay in replays[name] if isinstance(replay, Decided)], ModeCounts()
+            for field in ModeCounts.__dataclass_fields__:
+                setattr(total, field, sum(getattr(count, field) for count in counts))
+            mean = float(penalties[name].mean())
+            rows.append({
+                "capacity_bytes": capacity,
+                "policy": name,
+                "weights": weights,
+                "best": best,
+                "penalty_bytes": mean,
+                "ratio": float(ratios.mean()),
+                "interval": mean_interval95(ratios),
+                "gap_closed": float((penalties["lru"].mean() - mean) / gap) if gap > 0 else None,
+                "worst": float(np.where(least > 0, penalties[name] / np.maximum(least, 1), 1.0).max()),
+                "decisions": total.to_plain() if counts else None,
+            })  # fmt: skip
         return rows
 
     def gain(self, capacity: int, policy: PolicyScore, other: PolicyScore) -> tuple[float, bool]:
@@ -168,51 +154,34 @@ class PolicyFit:
 
         from moec.evaluation.statistics import mean_interval95
 
-        own, reference = (
-            np.array([self._replay(trace, capacity, each).bytes_read for trace in self._held_out], np.float64)
-            for each in (policy, other)
+        read, reference = (
+            np.array([self._replay(trace, capacity, score).bytes_read for trace in self._held_out], np.float64)
+            for score in (policy, other)
         )
-        gains = 1 - np.where(reference > 0, own / np.maximum(reference, 1), 1.0)
+        gains = 1 - np.where(reference > 0, read / np.maximum(reference, 1), 1.0)
         return float(gains.mean()), mean_interval95(gains)[0] > 0
 
 
-def _decisions(replays: Sequence[CacheStats | Decided]) -> dict[str, Any] | None:
-    """Return the sum of the decisions of all replays; None if none of them decides."""
-    from moec.runtime.modes.mode_counts import ModeCounts
-
-    counts = [each.counts for each in replays if isinstance(each, Decided)]
-    total = ModeCounts()
-    for name in ModeCounts.__dataclass_fields__:
-        setattr(total, name, sum(getattr(each, name) for each in counts))
-    return total.to_plain() if counts else None
+def _add_share(progress: ProgressBar, done: int, total: int, share: float) -> None:
+    progress(done + share, total)
 
 
-def _tell(progress: ProgressBar, done: int, total: int, part: float) -> None:
-    progress(done + part, total)
-
-
-def fit_table(rows: Sequence[FittedRow], total_bytes: int) -> str:
+def fit_table(rows: Sequence[dict[str, Any]], total_bytes: int) -> str:
     """Return a table for people, with one line per size and policy."""
-    is_lossy, lines = any(row.decisions is not None for row in rows), list[tuple[str, ...]]()
-    for row in rows:
-        last = decisions_text(row.decisions) if is_lossy else output.human_share(row.gap_closed)
-        lines.append(
-            (
-                f"{row.capacity_bytes / total_bytes:.0%}",
-                row.policy,
-                row.weights or "",
-                output.human_bytes(row.penalty_bytes),
-                f"{row.ratio:.3f}",
-                f"{row.interval[0]:.3f} to {row.interval[1]:.3f}",
-                f"{row.worst:.3f}",
-                last,
-                "*" if row.policy == row.best else "",
-            )
+    is_lossy = any(row["decisions"] is not None for row in rows)
+    lines = [
+        (
+            f"{row['capacity_bytes'] / total_bytes:.0%}",
+            row["policy"],
+            row["weights"] or "",
+            output.human_bytes(row["penalty_bytes"]),
+            f"{row['ratio']:.3f}",
+            f"{row['interval'][0]:.3f} to {row['interval'][1]:.3f}",
+            f"{row['worst']:.3f}",
+            decisions_text(row["decisions"]) if is_lossy else output.human_share(row["gap_closed"]),
+            "*" if row["policy"] == row["best"] else "",
         )
+        for row in rows
+    ]
     heads = ("cache", "policy", "lru,lfu,lhu,fld", "penalty", "x best", "95 %", "worst")
     return output.table(lines, (*heads, "decisions" if is_lossy else "gap closed", ""))
-
-
-def fit_plain(rows: Sequence[FittedRow]) -> list[dict[str, Any]]:
-    """Return the rows for `--json`."""
-    return [{name: getattr(row, name) for name in row.__dataclass_fields__} for row in rows]

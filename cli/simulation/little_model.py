@@ -63,15 +63,15 @@ def with_little_model(
         measure_decode(engine, sequence, prompt_tokens, title="asking the little model", tracer=tracer)
     passes = tracer.passes[: trace.prompt_passes] + tracer.passes[trace.prompt_passes :: 2]
     confidences = [None] * trace.prompt_passes + witness.confidences
-    noted = zip(trace.passes, passes, confidences, strict=True)
+    joined: list[TracedPass] = []
+    for step, little, sure in zip(trace.passes, passes, confidences, strict=True):
+        if step.scores is not None and little.scores is not None and sure is not None:
+            scores = replace(step.scores, little_logits=little.scores.logits, confidence=sure)
+            joined.append(replace(step, scores=scores))
+        else:
+            joined.append(step)
     header = replace(trace.header, little_experts=0 if little_k == HALF else int(little_k))
-    return replace(trace, header=header, passes=tuple(_noted(each, little, sure) for each, little, sure in noted))
-
-
-def _noted(each: TracedPass, little: TracedPass, sure: float | None) -> TracedPass:
-    if each.scores is None or little.scores is None or sure is None:
-        return each
-    return replace(each, scores=replace(each.scores, little_logits=little.scores.logits, confidence=sure))
+    return replace(trace, header=header, passes=tuple(joined))
 
 
 def has_little_model(path: Path, little_k: str = HALF) -> bool:

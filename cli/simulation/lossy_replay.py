@@ -14,11 +14,9 @@ from ..lossy_modes.mode_sweep import modes_of
 if TYPE_CHECKING:
     from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.expert_cache.policies import PolicyScore
-    from moec.runtime.modes.logical_cache import LogicalCache
     from moec.runtime.modes.mode_counts import ModeCounts
     from moec.runtime.options.runtime import Prefetch
     from moec.runtime.prefetch.predictors import Predictor
-    from moec.runtime.simulation.lossy_replay import TracedModel
     from moec.runtime.simulation.timeline import Advice, TimedPass
     from moec.runtime.trace.trace import Trace
 
@@ -67,37 +65,30 @@ class LossyReplay:
         """
         from moec.runtime.modes.choice import Versions, low_version_indices
         from moec.runtime.modes.logical_cache import LogicalCache
-        from moec.runtime.simulation.lossy_replay import replay_modes
+        from moec.runtime.prefetch.advisor import Advisor
+        from moec.runtime.prefetch.predictors import table_predictor
+        from moec.runtime.simulation.lossy_replay import RecordedPredictor, TracedModel, replay_modes
 
         cache = LogicalCache(self.replayed.cache_spec(capacity), score, self.warm, self.on_device)
-        model = self._model(trace, cache, capacity)
-        versions = Versions(model.first_expert, low_version_indices(self.bundle.manifest))
-        steps, counts = replay_modes(trace, modes_of(options), model, versions, cache, advice)
-        return Decided(steps, counts, cache.bytes_read)
-
-    def _model(self, trace: Trace, cache: LogicalCache, capacity: int) -> TracedModel:
-        from moec.runtime.prefetch.advisor import Advisor
-        from moec.runtime.simulation.lossy_replay import TracedModel
-
         header, spec = trace.header, self.bundle.manifest.model
+        predictor: Predictor | None = None
+        if capacity < self.replayed.total_bytes and self.prefetch == "lookahead":
+            predictor = RecordedPredictor(spec)
+        elif capacity < self.replayed.total_bytes:
+            predictor = table_predictor(self.prefetch, self.bundle.tables(), spec)
         advisor = Advisor(
             spec,
             header.first_expert,
-            self._predictor() if capacity < self.replayed.total_bytes else None,
+            predictor,
             header.prefetch_layers,
             header.prefetch_experts,
             header.prefetch_rule,
             cache.is_resident,
         )
-        return TracedModel(spec, header.first_expert, self.replayed.sizes, advisor)
-
-    def _predictor(self) -> Predictor | None:
-        from moec.runtime.prefetch.predictors import table_predictor
-        from moec.runtime.simulation.lossy_replay import RecordedPredictor
-
-        if self.prefetch == "lookahead":
-            return RecordedPredictor(self.bundle.manifest.model)
-        return table_predictor(self.prefetch, self.bundle.tables(), self.bundle.manifest.model)
+        model = TracedModel(spec, header.first_expert, self.replayed.sizes, advisor)
+        versions = Versions(model.first_expert, low_version_indices(self.bundle.manifest))
+        steps, counts = replay_modes(trace, modes_of(options), model, versions, cache, advice)
+        return Decided(steps, counts, cache.bytes_read)
 
 
 def require_scores(path: Path, trace: Trace, options: dict[str, str]) -> None:

@@ -43,8 +43,8 @@ class Row:
 
     def to_plain(self) -> dict[str, Any]:
         """Return the values for `--json`."""
-        own = {"mode": self.mode, "options": self.options, "decisions": self.decisions, "x_lossless": self.gain}
-        return {**self.timeline.to_plain(), **own}
+        modes = {"mode": self.mode, "options": self.options, "decisions": self.decisions, "x_lossless": self.gain}
+        return {**self.timeline.to_plain(), **modes}
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,7 @@ class Simulation:
     watch: Watch | None = None
 
     def rows(
-        self,
-        capacities: Sequence[int],
-        policies: dict[str, str | PolicyScore],
-        settings: Sequence[dict[str, str]],
+        self, capacities: Sequence[int], policies: dict[str, str | PolicyScore], settings: Sequence[dict[str, str]]
     ) -> list[Row]:
         """Return a row for each capacity, policy and setting. The lossless setting comes first.
 
@@ -98,48 +95,42 @@ class Simulation:
         self, capacity: int, policy: str | PolicyScore, options: dict[str, str]
     ) -> tuple[Timeline, dict[str, Any] | None]:
         from moec.runtime.simulation.recorded_advice import no_advice
-        from moec.runtime.simulation.replay import OPTIMUM
+        from moec.runtime.simulation.replay import OPTIMUM, named_score
         from moec.runtime.simulation.timeline import SimulatedMachine, predict_steps, timed_pass
 
-        replayed, first = self.replayed, self.trace.header.first_expert
-        held = min(capacity, replayed.total_bytes)
+        replayed, header, passes = self.replayed, self.trace.header, self.trace.passes
+        cached_bytes = min(capacity, replayed.total_bytes)
         advice = self.advice if capacity < replayed.total_bytes else no_advice
         on_device = frozenset[int]() if self.shared is None else self.shared.resident
         lossy = LossyReplay(self.bundle, replayed, self.prefetch, on_device)
         steps: Sequence[Sequence[TimedPass]]
         decisions: dict[str, Any] | None = None
-        if options or (self._walks() and policy != OPTIMUM):
-            decided = lossy.decide(self.trace, held, _score(policy), options, advice)
+        # Advice of the rule `first-miss` depends on the cache. It is decided again if the trace has the scores.
+        is_decided_again = (
+            not has_static_routers(self.bundle)
+            and self.prefetch == "lookahead"
+            and header.prefetch_rule == "first-miss"
+            and all(step.scores is not None for step in passes[self.trace.prompt_passes :])
+        )
+        if options or (is_decided_again and policy != OPTIMUM):
+            score = named_score(policy)
+            if score is None:
+                raise ValueError("lossy modes decide without the later requests that the optimum knows")
+            decided = lossy.decide(self.trace, cached_bytes, score, options, advice)
             steps, decisions = decided.steps, decided.counts.to_plain()
         else:
-            steps = [(timed_pass(each, first, advice),) for each in self.trace.passes]
+            steps = [(timed_pass(step, header.first_expert, advice),) for step in passes]
         timeline = predict_steps(
             steps,
             self.trace.prompt_passes,
-            replayed.cache_spec(held),
+            replayed.cache_spec(cached_bytes),
             policy,
             SimulatedMachine(self.rates, self.shared, replayed.next_in_file, self.watch),
             lossy.warm,
         )
         return timeline, decisions if options else None
 
-    def _walks(self) -> bool:
-        """Return whether advice depends on the cache, as by rule `first-miss`, and can be decided again."""
-        if has_static_routers(self.bundle):
-            return False
-        is_told = all(each.scores is not None for each in self.trace.passes[self.trace.prompt_passes :])
-        return is_told and self.prefetch == "lookahead" and self.trace.header.prefetch_rule == "first-miss"
-
 
 def has_static_routers(bundle: Bundle) -> bool:
     """Return whether the tokens alone decide the experts of a layer. Such a trace is not decided again."""
     return any(layer.experts.router.static is not None for layer in bundle.manifest.model.layers)
-
-
-def _score(policy: str | PolicyScore) -> PolicyScore:
-    from moec.runtime.simulation.replay import named_score
-
-    score = named_score(policy)
-    if score is None:
-        raise ValueError("lossy modes decide without the later requests that the optimum knows")
-    return score

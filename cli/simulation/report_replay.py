@@ -43,14 +43,14 @@ def replayed_for_report(bundle: Bundle, path: Path, profile: DeviceProfile | Non
     shares = [share for share in CACHE_SHARES if share >= least]
     capacities = [int(replayed.total_bytes * share) for share in shares]
     rows = simulation.rows(capacities, {policy: policy for policy in POLICIES}, [{}])
-    found = [
+    cache_rows = [
         CacheRow(
-            row.timeline.capacity_bytes / replayed.total_bytes,
-            row.timeline.policy,
-            row.timeline.cache.hit_rate,
-            row.timeline.decode_bytes_read_per_token,
+            line.capacity_bytes / replayed.total_bytes,
+            line.policy,
+            line.cache.hit_rate,
+            line.decode_bytes_read_per_token,
         )
-        for row in rows
+        for line in (row.timeline for row in rows)
     ]
     events: list[Event] = []
     watched = replace(simulation, watch=events.append)
@@ -58,7 +58,7 @@ def replayed_for_report(bundle: Bundle, path: Path, profile: DeviceProfile | Non
         [max(replayed.minimum_bytes, int(replayed.total_bytes * cache_share))], {POLICIES[0]: POLICIES[0]}, [{}]
     )
     name = "the recording machine" if profile is None else profile.name
-    return Replayed(name, found, median_token(events, trace.prompt_passes, cache_share))
+    return Replayed(name, cache_rows, median_token(events, trace.prompt_passes, cache_share))
 
 
 def median_token(events: Sequence[Event], prompt_passes: int, cache_share: float) -> TokenTimeline | None:

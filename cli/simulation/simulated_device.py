@@ -81,11 +81,11 @@ def parse_accelerator(text: str, gpu: Gpu | None = None) -> AcceleratorRates:
     """
     remedy = "write it like `memory=8GiB,expert=600us,token=2us,link=12GB`"
     given: dict[str, str] = {}
-    for part in text.split(","):
-        name, sign, value = part.strip().partition("=")
+    for entry in text.split(","):
+        name, sign, value = entry.strip().partition("=")
         if not sign or name not in ("memory", "expert", "token", "link") or name in given:
             raise OptionError(
-                f"`--accelerator {text[:60]}`: `{part[:30]}` is not one of memory, expert, token, link", remedy
+                f"`--accelerator {text[:60]}`: `{entry[:30]}` is not one of memory, expert, token, link", remedy
             )
         given[name] = value.strip()
     if gpu is not None:

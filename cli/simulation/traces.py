@@ -160,7 +160,9 @@ def check_traceable(options: RuntimeOptions) -> None:
 
 
 def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:
-    """Read traces that fit a bundle. Raises InputError on a damaged file or one of another model.
+    """Read traces that fit a bundle.
+
+    Raises InputError on a damaged file, one of another model, or one that chooses experts that the bundle left out.
 
     A trace of another compile of the same model has nearly the same choices and other times. A message says so.
     """
@@ -170,6 +172,7 @@ def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:
     digest = bundle_sha256(bundle.path)
     traces: list[Trace] = []
     model = bundle.manifest.model
+    pruned = [set(experts) for experts in bundle.manifest.pruned_experts]
     shape = [(layer.experts.count, layer.experts.top_k) for layer in model.layers]
     for path in paths:
         trace = read_trace(path)
@@ -181,24 +184,18 @@ def open_traces(paths: Sequence[Path], bundle: Bundle) -> list[Trace]:
                 f"{_shape_text(shape, model.first_decoder_layer)}",
                 "record one with `moec bench BUNDLE --trace-out FILE`",
             )
-        _check_stored(path, trace, bundle)
+        for step in trace.passes:
+            for layer, chosen in enumerate(step.chosen, step.first_layer):
+                if not pruned[layer].isdisjoint(chosen):
+                    expert = min(pruned[layer].intersection(chosen))
+                    raise InputError(
+                        f"the trace `{path}` chooses expert {expert} of layer {layer}, which the bundle leaves out",
+                        "record one with `moec bench BUNDLE --trace-out FILE`",
+                    )
         if trace.header.bundle != digest:
             output.say(f"warning: `{path}` was recorded on another compile; its computing times are of that one")
         traces.append(trace)
     return traces
-
-
-def _check_stored(path: Path, trace: Trace, bundle: Bundle) -> None:
-    """Refuse a trace whose tokens choose experts that the bundle left out. Raises InputError."""
-    pruned = [set(experts) for experts in bundle.manifest.pruned_experts]
-    for each in trace.passes:
-        for layer, chosen in enumerate(each.chosen, each.first_layer):
-            if not pruned[layer].isdisjoint(chosen):
-                expert = min(pruned[layer].intersection(chosen))
-                raise InputError(
-                    f"the trace `{path}` chooses expert {expert} of layer {layer}, which the bundle leaves out",
-                    "record one with `moec bench BUNDLE --trace-out FILE`",
-                )
 
 
 def _shape_text(shape: Sequence[tuple[int, int]], encoder_layers: int) -> str:

@@ -6,9 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from moec.manifests.bundle import PARTIAL_SUFFIX, WORK_SUFFIX
@@ -21,20 +19,6 @@ DONE = "done"
 LOG_SUFFIX = ".log.json"
 """What the name of a log adds to the name of its bundle."""
 LOG_MARK = re.compile(rb'\A\{\s*"events": \[\s*\{\s*"seconds": ')
-
-
-@dataclass(slots=True)
-class Stage:
-    """One kind of work: the sum over all its progress bars.
-
-    peak_memory_bytes: peak of the process until the last bar ended.
-    disk_bytes: largest size of the files next to the destination at the end of a bar.
-    """
-
-    title: str
-    seconds: float = 0.0
-    peak_memory_bytes: int = 0
-    disk_bytes: int = 0
 
 
 class CompileLog:
@@ -54,14 +38,19 @@ class CompileLog:
         self._bar: ProgressBar | None = None
         self.destination, self._has_resume = destination, has_resume
         self._running: tuple[str, float] | None = None
-        self._stages: dict[str, Stage] = {}
+        self._stages: dict[str, dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
         self.sources: dict[str, str] = {}
-        self.work = self._next_to_destination(WORK_SUFFIX)
+        self.work = destination.with_name(destination.name + WORK_SUFFIX)
 
     def stages(self) -> list[dict[str, Any]]:
-        """Return the cost of every kind of work with a bar, in order of appearance, as plain values."""
-        return [asdict(stage) for stage in self._stages.values()]
+        """Return the cost of every kind of work with a bar, in order of appearance: the sum over all its bars.
+
+        peak_memory_bytes: peak of the process until the last bar ended.
+        disk_bytes: largest size of the files next to the destination at the end of a bar: results of finished stages,
+            and an incomplete bundle.
+        """
+        return list(self._stages.values())
 
     def note(self, sentence: str) -> None:
         """Print one sentence and record it."""
@@ -91,9 +80,7 @@ class CompileLog:
     def __enter__(self) -> CompileLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, problem: BaseException | None, trace: object) -> None:
         """Remove the last bar, also after an error. After an interrupt, say how to continue."""
         if problem is None:
             self.done()
@@ -111,41 +98,33 @@ class CompileLog:
 
     def _close_bar(self) -> None:
         if self._bar is not None:
-            self._bar.__exit__(None, None, None)
+            self._bar.__exit__()
             self._bar = None
         if self._running is not None:
             from moec.runtime.trace.statistics import peak_memory_bytes
 
             (title, started), self._running = self._running, None
-            stage = self._stages.setdefault(title, Stage(title))
-            stage.seconds = round(stage.seconds + time.monotonic() - started, 3)
-            stage.peak_memory_bytes = peak_memory_bytes()
-            stage.disk_bytes = max(stage.disk_bytes, self._disk_bytes())
+            before = self._stages.get(title, {"seconds": 0.0, "disk_bytes": 0})
+            disk_bytes = 0
+            for folder in (self.work, self.destination.with_name(self.destination.name + PARTIAL_SUFFIX)):
+                with suppress(OSError):
+                    disk_bytes += sum(path.stat().st_size for path in folder.iterdir())
+            self._stages[title] = {
+                "title": title,
+                "seconds": round(before["seconds"] + time.monotonic() - started, 3),
+                "peak_memory_bytes": peak_memory_bytes(),
+                "disk_bytes": max(before["disk_bytes"], disk_bytes),
+            }
 
     def _event(self, text: str) -> None:
         self.events.append({"seconds": round(time.monotonic() - self._start, 3), "event": text})
 
-    def _next_to_destination(self, ending: str) -> Path:
-        return self.destination.with_name(self.destination.name + ending)
-
-    def _disk_bytes(self) -> int:
-        """Return the bytes on disk: results of finished stages, and an incomplete bundle."""
-        total = 0
-        for folder in (self.work, self._next_to_destination(PARTIAL_SUFFIX)):
-            with suppress(OSError):
-                total += sum(path.stat().st_size for path in folder.iterdir())
-        return total
-
 
 def stage_table(stages: Sequence[dict[str, Any]]) -> str:
     """Return the table of stages: time, peak memory of the process so far, and largest size on disk."""
+    time_text, size = output.human_seconds, output.human_bytes
     rows = [
-        (
-            stage["title"],
-            output.human_seconds(stage["seconds"]),
-            output.human_bytes(stage["peak_memory_bytes"]),
-            output.human_bytes(stage["disk_bytes"]),
-        )
+        (stage["title"], time_text(stage["seconds"]), size(stage["peak_memory_bytes"]), size(stage["disk_bytes"]))
         for stage in stages
     ]
     return output.table(rows, ["stage", "time", "peak memory so far", "on disk"])
@@ -153,21 +132,11 @@ def stage_table(stages: Sequence[dict[str, Any]]) -> str:
 
 def forecast_table(stages: Sequence[dict[str, Any]]) -> str:
     """Return the table of predicted costs of every stage, and their sum."""
+    most = {name: max(stage[name] for stage in stages) for name in ("memory_bytes", "disk_bytes")}
+    total = {"title": "in all", "seconds": sum(stage["seconds"] for stage in stages), **most, "work": ""}
+    time_text, size = output.human_seconds, output.human_bytes
     rows = [
-        (
-            stage["title"],
-            output.human_seconds(stage["seconds"]),
-            output.human_bytes(stage["memory_bytes"]),
-            output.human_bytes(stage["disk_bytes"]),
-            stage["work"],
-        )
-        for stage in stages
+        (row["title"], time_text(row["seconds"]), size(row["memory_bytes"]), size(row["disk_bytes"]), row["work"])
+        for row in (*stages, total)
     ]
-    rows.append((
-        "in all",
-        output.human_seconds(sum(stage["seconds"] for stage in stages)),
-        output.human_bytes(max(stage["memory_bytes"] for stage in stages)),
-        output.human_bytes(max(stage["disk_bytes"] for stage in stages)),
-        "",
-    ))  # fmt: skip
     return output.table(rows, ["stage", "time", "memory at most", "on disk at most", "for"])

@@ -63,10 +63,9 @@ def print_result(result: CompileResult, stages: str = "", run: str = "") -> None
     run: settings of a run on the device of the bundle, or empty.
     """
     quality = result.quality
-    for part in (stages, plan_heat_map(quality), loss_table(quality), comparison_table(quality)):
-        if part:
-            output.data(part)
-            output.data("")
+    for table in (stages, plan_heat_map(quality), loss_table(quality), comparison_table(quality)):
+        if table:
+            output.data(f"{table}\n")
     if result.path is not None:
         output.data(f"bundle   {result.path}")
         output.data(f"report   {result.path / 'quality.json'}, {result.path.name}{REPORT_SUFFIX}")

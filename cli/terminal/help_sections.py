@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import click
@@ -71,6 +71,13 @@ def _print_all(ctx: click.Context, parameter: click.Parameter, is_asked: bool) -
         ctx.meta[_SHOWS_ALL] = True
         output.data(ctx.get_help())
         ctx.exit()
+
+
+def add_options(command: F, options: Iterable[Callable[[F], F]]) -> F:
+    """Add options to a command, so that its help text shows them in this order."""
+    for option in reversed(list(options)):
+        command = option(command)
+    return command
 
 
 def section_option(section: str) -> Callable[..., Callable[[F], F]]:

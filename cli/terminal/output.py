@@ -32,7 +32,7 @@ def shown(text: str) -> str:
 
     Line ends and tabs stay.
     """
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def say(text: str = "", *, end: str = "\n") -> None:
@@ -65,7 +65,7 @@ def data_json(value: dict[str, Any]) -> None:
     Raises ValueError for numbers that JSON does not have, and the errors of `data`.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    data(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    data(_CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
 def error(problem: MoecError) -> None:
@@ -103,9 +103,9 @@ def human_ms(nanoseconds: float | None) -> str:
     return "-" if nanoseconds is None else f"{nanoseconds / 1e6:.2f} ms"
 
 
-def human_share(share: float | None) -> str:
+def human_share(share: float | None, decimals: int = 1) -> str:
     """Return a share as text, 0.123 -> `12.3 %`; None -> `-`."""
-    return "-" if share is None else f"{share:.1%}".replace("%", " %")
+    return "-" if share is None else f"{share:.{decimals}%}".replace("%", " %")
 
 
 def human_seconds(seconds: float) -> str:

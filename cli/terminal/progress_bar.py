@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TextIO
 
 from .output import human_seconds, one_line
@@ -35,9 +34,7 @@ class ProgressBar:
     def __enter__(self) -> ProgressBar:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._line and self._is_terminal:
             self._write("\r" + " " * len(self._line) + "\r")
 

@@ -30,17 +30,14 @@ class PullTalk(PullObserver):
         )
 
     def planned(self, plan: PullPlan) -> None:
-        parts = [
-            f"{output.human_bytes(size_bytes)} {what}"
-            for size_bytes, what in (
-                (plan.fetched_bytes, "to fetch"),
-                (plan.copied_bytes, "to copy from installed bundles"),
-                (plan.linked_bytes, "in unchanged files"),
-                (plan.kept_bytes, "there already"),
-            )
-            if size_bytes
-        ]
-        output.say(f"{output.human_bytes(plan.total_bytes)}: {', '.join(parts) or 'nothing to do'}")
+        kinds = (
+            (plan.fetched_bytes, "to fetch"),
+            (plan.copied_bytes, "to copy from installed bundles"),
+            (plan.linked_bytes, "in unchanged files"),
+            (plan.kept_bytes, "there already"),
+        )
+        parts = ", ".join(f"{output.human_bytes(size_bytes)} {kind}" for size_bytes, kind in kinds if size_bytes)
+        output.say(f"{output.human_bytes(plan.total_bytes)}: {parts or 'nothing to do'}")
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         self._bar(done_bytes, total_bytes)
@@ -60,38 +57,21 @@ class PullLines(PullObserver):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._told = clock() - LINE_EVERY_S
+        self._last_line = clock() - LINE_EVERY_S
 
     def chosen(self, channel: Channel, bundle: ChannelBundle, name: str) -> None:
-        output.data_json(
-            {
-                "event": "chosen",
-                "model": channel.model,
-                "channel": channel.channel,
-                "sequence": channel.sequence,
-                "expires": channel.expires,
-                "device": bundle.device,
-                "bundle": name,
-                "total_bytes": bundle.total_bytes,
-            }
-        )
+        facts = {item: getattr(channel, item) for item in ("model", "channel", "sequence", "expires")}
+        facts |= {"device": bundle.device, "bundle": name, "total_bytes": bundle.total_bytes}
+        output.data_json({"event": "chosen", **facts})
 
     def planned(self, plan: PullPlan) -> None:
-        output.data_json(
-            {
-                "event": "planned",
-                "total_bytes": plan.total_bytes,
-                "fetched_bytes": plan.fetched_bytes,
-                "copied_bytes": plan.copied_bytes,
-                "linked_bytes": plan.linked_bytes,
-                "kept_bytes": plan.kept_bytes,
-            }
-        )
+        names = ("total_bytes", "fetched_bytes", "copied_bytes", "linked_bytes", "kept_bytes")
+        output.data_json({"event": "planned", **{name: getattr(plan, name) for name in names}})
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         now = self._clock()
-        if now - self._told >= LINE_EVERY_S or done_bytes == total_bytes:
-            self._told = now
+        if now - self._last_line >= LINE_EVERY_S or done_bytes == total_bytes:
+            self._last_line = now
             output.data_json({"event": "progress", "done_bytes": done_bytes, "total_bytes": total_bytes})
 
     def testing(self) -> None:

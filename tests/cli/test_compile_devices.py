@@ -113,7 +113,7 @@ def test_devices_that_are_refused(
 
 
 def test_why_another_bundle_is_faster() -> None:
-    from moec.cli.terminal.device_table import device_sentences, device_table
+    from moec.cli.compile_devices import device_sentences, device_table
 
     rows = [
         {"device": "a", "token_ns": {"a": 2_000_000, "b": 5_000_000}},

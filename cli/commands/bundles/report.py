@@ -75,26 +75,27 @@ def report_command(
         given = "--profile" if profile is not None else "--expert-cache"
         raise OptionError(f"`{given}` has no effect without a trace", "add `--trace FILE`, or leave it out")
     folder = bundle_folder(bundle)
+    place = target or _implied_page(folder)
     if target is None:
-        check_implied(_implied_page(folder), REPORT_MARK, _ELSEWHERE)
-    from moec.reporting.curves import read_curves
+        check_implied(place, REPORT_MARK, _ELSEWHERE)
+    from moec.manifests.files.input_file import UnreadableFile, read_input
+    from moec.reporting.curves import CURVE_JSON, read_curves
     from moec.reporting.report import Report, report_page
     from moec.runtime.bundle.open_bundle import open_bundle
 
-    curves = [curve for path in curve_paths for curve in read_curves(_curve_bytes(path), path)]
+    curves = []
+    for path in curve_paths:
+        try:
+            curves += read_curves(read_input(Path(path), CURVE_JSON.size_bytes), path)
+        except UnreadableFile as error:
+            raise InputError(f"`{path}` {error}", "give the JSON file that `moec compile --sweep` writes") from error
     with open_bundle(folder) as opened:
         replayed = None if trace_path is None else _replayed(opened, trace_path, profile, cache)
-        report = Report(opened.manifest, read_quality(opened), replayed, curves)
-        write_report(report_page(report), folder, target)
-
-
-def write_report(page: str, folder: Path, target: Path | None) -> None:
-    """Write a page to `target`, or next to the bundle. Raises DoesNotFit, InputError."""
-    place = target or _implied_page(folder)
+        page = report_page(Report(opened.manifest, read_quality(opened), replayed, curves)).encode()
     if target is None:
-        write_implied(place, page.encode(), REPORT_MARK, _ELSEWHERE)
+        write_implied(place, page, REPORT_MARK, _ELSEWHERE)
     else:
-        write_output(place, page.encode())
+        write_output(place, page)
     if place != STDOUT:
         output.say(f"wrote `{place}`: open it in a browser")
 
@@ -120,17 +121,6 @@ def draw_card(manifest: BundleManifest, quality: Mapping[str, Any]) -> Sequence[
     from moec.reporting.card import card_pictures
 
     return card_pictures(manifest, quality)
-
-
-def _curve_bytes(path: str) -> bytes:
-    """Return the content of a file of curves. Raises InputError."""
-    from moec.manifests.files.input_file import UnreadableFile, read_input
-    from moec.reporting.curves import CURVE_JSON
-
-    try:
-        return read_input(Path(path), CURVE_JSON.size_bytes)
-    except UnreadableFile as error:
-        raise InputError(f"`{path}` {error}", "give the JSON file that `moec compile --sweep` writes") from error
 
 
 def _replayed(bundle: Bundle, trace: Path, profile: str | None, cache: str | None) -> Replayed:

@@ -41,29 +41,23 @@ def unpack_command(file: Path, folder: Path | None, max_size: str | None, as_jso
         raise InputError(f"`{file}` has no suffix to leave out", f"name the folder: moec unpack {file} DIR")
     check_target(target)
     from moec.manifests.sizes import parse_bytes
-    from moec.runtime.bundle.archive import unpack_bundle
-
-    max_bytes = None if max_size is None else parse_bytes(max_size)
-    with held_target(target, "DIR", "unpack"), ProgressBar("unpacking") as progress:
-        unpack_bundle(file, target, progress, max_bytes=max_bytes)
-    after = sum(path.stat().st_size for path in target.iterdir())
-    _tell_difference(target)
-    report_archive("unpacked", file, target, file.stat().st_size, after, as_json)
-
-
-def _tell_difference(bundle: Path) -> None:
-    """Say why `moec pull` would not choose a bundle for this machine, if it would not."""
     from moec.profiles.probe import memory_limit_bytes
+    from moec.runtime.bundle.archive import unpack_bundle
     from moec.runtime.bundle.device_file import device_of
     from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.memory.budget import nominal_memory
     from moec.shipping.pull.choose import misfit
 
-    with open_bundle(bundle, allow_partial=True) as opened:
+    max_bytes = None if max_size is None else parse_bytes(max_size)
+    with held_target(target, "DIR", "unpack"), ProgressBar("unpacking") as progress:
+        unpack_bundle(file, target, progress, max_bytes=max_bytes)
+    after = sum(path.stat().st_size for path in target.iterdir())
+    with open_bundle(target, allow_partial=True) as opened:
         floor_bytes, device = nominal_memory(opened.manifest).floor_bytes, opened.manifest.device.profile
-        try:
+        try:  # why `moec pull` would not choose the bundle for this machine
             difference = misfit(device_of(opened), floor_bytes, memory_limit_bytes())
         except ProfileError:  # the system does not tell its memory
-            return
+            difference = None
     if difference is not None:
         output.say(f"note: the bundle for `{device}` does not fit this machine: {difference}")
+    report_archive("unpacked", file, target, file.stat().st_size, after, as_json)

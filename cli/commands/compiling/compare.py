@@ -48,10 +48,13 @@ def compare_command(
     moec compare mixtral-moec --model mixtral --data gsm8k/
     moec compare mixtral-moec --measurements mixtral.measurements
     """
+    import hashlib
+
     from moec.compiler.compare_bundle import COMPARISON_SUFFIX, compare_bundle
     from moec.compiler.measured_bundle import BundleRequest
     from moec.compiler.request.options import Talk
-    from moec.manifests.files.implied_names import check_implied
+    from moec.manifests.bundle import MANIFEST_NAME
+    from moec.manifests.files.implied_names import check_implied, write_implied
     from moec.manifests.sizes import parse_bytes
     from moec.profiles.loading import load_profile
     from moec.runtime.bundle.open_bundle import open_bundle
@@ -62,12 +65,14 @@ def compare_command(
 
     opened = open_bundle(bundle_folder(bundle))
     quality = read_quality(opened) or {}
-    if _is_complete(quality.get("comparison")):
+    comparison = quality.get("comparison")
+    if isinstance(comparison, dict) and not comparison.get("left_out"):
         output.say(f"`{bundle}` holds all comparisons already")
         _print(quality, as_json)
         return
     folder = bundle.resolve()
-    check_implied(_comparison_path(folder), _MARK)
+    path = folder.with_name(f"{folder.name}{COMPARISON_SUFFIX}.json")
+    check_implied(path, _MARK)
     log = CompileLog(folder.with_name(folder.name + COMPARISON_SUFFIX))
     if measurements is not None:
         check_measurements(measurements, folder, is_many=False)
@@ -78,35 +83,12 @@ def compare_command(
         0 if memory is None else parse_bytes(memory, "--memory"), measurements,
     )  # fmt: skip
     with log:
-        found = compare_bundle(request)
-        path = _write(folder, found)
-    _print({**quality, "comparison": found}, as_json)
+        comparison = compare_bundle(request)
+        digest = hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
+        content = {"manifest_sha256": digest, "comparison": comparison}
+        write_implied(path, (json.dumps(content, indent=1) + "\n").encode(), _MARK)
+    _print({**quality, "comparison": comparison}, as_json)
     output.say(f"kept in `{path}`")
-
-
-def _is_complete(comparison: object) -> bool:
-    """Return whether quality.json has a comparison with all baselines."""
-    return isinstance(comparison, dict) and not comparison.get("left_out")
-
-
-def _write(bundle: Path, found: dict[str, Any]) -> Path:
-    """Write `NAME.comparison.json` and return its path. Raises DoesNotFit, InputError."""
-    import hashlib
-
-    from moec.manifests.bundle import MANIFEST_NAME
-    from moec.manifests.files.implied_names import write_implied
-
-    path = _comparison_path(bundle)
-    digest = hashlib.sha256((bundle / MANIFEST_NAME).read_bytes()).hexdigest()
-    content = {"manifest_sha256": digest, "comparison": found}
-    write_implied(path, (json.dumps(content, indent=1) + "\n").encode(), _MARK)
-    return path
-
-
-def _comparison_path(bundle: Path) -> Path:
-    from moec.compiler.compare_bundle import COMPARISON_SUFFIX
-
-    return bundle.with_name(f"{bundle.name}{COMPARISON_SUFFIX}.json")
 
 
 def _print(quality: dict[str, Any], as_json: bool) -> None:

@@ -12,7 +12,6 @@ import click
 
 from moec.manifests.files.implied_names import write_implied
 
-from ...companions import companion_problems
 from ...compile_devices import MakeRequest, compile_all, run_on
 from ...lossy_modes.mode_sweep import mode_sweep_option
 from ...options.compile_options import compile_options
@@ -39,9 +38,9 @@ from .partial_bundle import open_partial, torch_threads
 
 if TYPE_CHECKING:
     from moec.compiler.request.options import CompileOptions
-    from moec.compiler.request.ports import MeasureModes
     from moec.compiler.request.request import CompileRequest
     from moec.compiler.request.result import CompileResult
+    from moec.manifests.errors import CheckpointError
 
 
 _task = section_option("Task")
@@ -97,11 +96,7 @@ _planned = section_option("Plans and measurements")
     metavar="16|8|6|5|4",
     help="Bits of attention, embedding, lm_head.  [default: searched; 8 with --uniform]",
 )
-@_search(
-    "--bits",
-    metavar="LIST",
-    help="Bitwidths offered to experts, 5 and 6 too.  [default: 1,1.6,2,3,4,8,16]",
-)
+@_search("--bits", metavar="LIST", help="Bitwidths offered to experts, 5 and 6 too.  [default: 1,1.6,2,3,4,8,16]")
 @_search(
     "--group-size",
     metavar="LIST",
@@ -242,8 +237,7 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     context, source = click.get_current_context(), click.core.ParameterSource.COMMANDLINE
     given = {name for name in values if context.get_parameter_source(name) is source}
     values |= prescribed_compile(values["preset"], given)
-    sweep = _sweep(values)
-    _check_before_imports(values)
+    sweep = _check_before_imports(values)
     options = compile_options(values)
     destination = target_path or Path(f"{Path(model.rstrip('/')).resolve().name or 'model'}-moec")
     if not destination.name:
@@ -258,31 +252,45 @@ def compile_command(model: str, target_path: Path | None, as_json: bool, **value
     with TemplateProcesses() as processes, torch_threads(values["threads"]):
 
         def make_request(device: str, target: Path, log: CompileLog) -> CompileRequest:
-            log.sources, log.work = _sources(model, options.data), values["measurements"] or log.work
+            # Checkpoint and data, for `moec compare`. An existing path becomes absolute, other texts stay.
+            for name, text in (("model", model), ("data", options.data)):
+                if text is not None:
+                    log.sources[name] = str(Path(text).absolute()) if os.path.exists(text) else text
+            log.work = values["measurements"] or log.work
             request = _request(model, target, options, log, {**values, "device": device})
             request.sweep, request.plan_only = sweep, values["plan_only"] or bool(sweep)
             request.templates = processes.of_model
             return request
 
         if len(devices) > 1:
-            _refuse_many(values)
+            for name in ("estimate", "sweep", "cluster"):
+                if values[name]:
+                    raise OptionError(f"`--{name}` takes one device, found several", "name one with `--device`")
             check_output = partial(check_outputs, writes_nothing=values["plan_only"], is_sweep=False)
             compile_all(devices, destination, make_request, check_output, values["plan_only"], as_json)
         else:
             _compile_one(make_request, devices[0], destination, values, as_json)
 
 
-def _check_before_imports(values: dict[str, Any]) -> None:
+def _check_before_imports(values: dict[str, Any]) -> tuple[float, ...]:
     """Check what needs no model: target, data, tasks and devices. The import of torch takes seconds.
 
+    Return the losses of `--sweep`. The largest becomes the target.
     Raises the errors of these options.
     """
-    from moec.compiler.request.targets import choose_target, require_data
+    from moec.compiler.request.targets import choose_target, parse_sweep, require_data
     from moec.evaluation.sources import check_source
     from moec.evaluation.tasks import find_task
+    from moec.manifests.errors import OptionError
     from moec.profiles.device import HOST_NAME
     from moec.profiles.loading import load_profile
 
+    losses: tuple[float, ...] = ()
+    if values["sweep"] is not None:
+        losses = parse_sweep(values["sweep"])
+        if values["loss"] is not None:
+            raise OptionError("`--sweep` and `--loss` both name losses", "drop one of them")
+        values["loss"] = f"{100 * losses[-1]:.6f}%"
     target = choose_target(values["loss"], values["kl"], values["bits_per_weight"], values["size"], values["uniform"])
     require_data(target, values["data"])
     if values["data"] is not None:
@@ -293,6 +301,7 @@ def _check_before_imports(values: dict[str, Any]) -> None:
         for name in given.split(","):
             if name.strip() not in ("", HOST_NAME):
                 load_profile(name.strip())
+    return losses
 
 
 def _compile_one(
@@ -317,30 +326,39 @@ def _compile_one(
         print_result(result, stage_table(log.stages()) if values["plan_only"] else "", run_on(request.profile, result))
 
 
-def _refuse_many(values: dict[str, Any]) -> None:
-    """Raise OptionError for an option that takes one device."""
-    from moec.manifests.errors import OptionError
-
-    for name in ("estimate", "sweep", "cluster"):
-        if values[name]:
-            raise OptionError(f"`--{name}` takes one device, found several", "name one with `--device`")
-
-
 def _request(
     model: str, destination: Path, options: CompileOptions, log: CompileLog, values: dict[str, Any]
 ) -> CompileRequest:
-    """Return the request of the command line, without the sweep."""
+    """Return the request of the command line, without the sweep. Raises OptionError."""
     from moec.compiler.request.options import Talk
     from moec.compiler.request.request import CompileRequest
+    from moec.compiler.workspace.output_lock import existing_parent
+    from moec.manifests.errors import OptionError
     from moec.manifests.sizes import parse_bytes
+    from moec.profiles.loading import load_profile
 
+    from ...lossy_modes.mode_sweep import DYNAMIC
+    from ...lossy_modes.modes_measurement import ModesMeasurement
+
+    profile, measure_modes = load_profile(values["device"], existing_parent(destination)), None
+    has_bundle = options.data is not None and not values["plan_only"]
+    if values["modes"] is None:
+        if has_bundle and options.fallback_bits is not None:
+            measure_modes = ModesMeasurement(DYNAMIC, is_asked=False)
+    elif has_bundle:
+        measure_modes = ModesMeasurement(values["modes"])
+    else:
+        raise OptionError(
+            "`--modes` is measured on held-out items of a whole bundle",
+            "add `--data`, leave out `--plan-only`; `moec eval --modes sweep` measures any bundle",
+        )
     return CompileRequest(
         source=model,
         output=destination,
         options=options,
-        profile=_profile(values["device"], destination),
+        profile=profile,
         open_runtime=partial(open_partial, threads=values["threads"]) if values["threads"] else open_partial,
-        measure_modes=_modes_measurement(values, options),
+        measure_modes=measure_modes,
         fit_eviction=fit_to_texts if values["preset"] == "hobbit" else None,
         draw_card=draw_card,
         check_companions=companion_problems,
@@ -354,49 +372,33 @@ def _request(
     )
 
 
-def _sources(model: str, data: str | None) -> dict[str, str]:
-    """Return checkpoint and data for `moec compare`. An existing path becomes absolute, other texts stay."""
-    given = {"model": model, **({} if data is None else {"data": data})}
-    return {name: str(Path(text).absolute()) if os.path.exists(text) else text for name, text in given.items()}
+def companion_problems(folder: Path) -> list[CheckpointError]:
+    """Return the problems of the recommended sampling and of the chat template.
 
+    A template that refuses one message may take others. Raises ExecutionError if its process cannot start.
+    """
+    from moec.manifests.errors import CheckpointError, InputError, ManifestInvalid, MissingDependency
+    from moec.manifests.files.input_file import read_input
+    from moec.manifests.files.limits import MAX_CONFIG_BYTES
+    from moec.runtime.text.generation_defaults import GENERATION_NAME, sampling_in
+    from moec.runtime.text.template_process import CONFIG_NAME, TEMPLATE_NAME, render_chat
 
-def _modes_measurement(values: dict[str, Any], options: CompileOptions) -> MeasureModes | None:
-    """Return the measurement of `--modes`, or None. Raises OptionError without data or without a bundle."""
-    from moec.manifests.errors import OptionError
-
-    from ...lossy_modes.mode_sweep import DYNAMIC
-    from ...lossy_modes.modes_measurement import ModesMeasurement
-
-    if values["modes"] is None:
-        is_dynamic = options.fallback_bits is not None and options.data is not None and not values["plan_only"]
-        return ModesMeasurement(DYNAMIC, is_asked=False) if is_dynamic else None
-    if options.data is None or values["plan_only"]:
-        raise OptionError(
-            "`--modes` is measured on held-out items of a whole bundle",
-            "add `--data`, leave out `--plan-only`; `moec eval --modes sweep` measures any bundle",
-        )
-    return ModesMeasurement(values["modes"])
-
-
-def _sweep(values: dict[str, Any]) -> tuple[float, ...]:
-    """Return the losses of `--sweep`. The largest becomes the target. Raises OptionError."""
-    from moec.compiler.request.targets import parse_sweep
-    from moec.manifests.errors import OptionError
-
-    if values["sweep"] is None:
-        return ()
-    losses = parse_sweep(values["sweep"])
-    if values["loss"] is not None:
-        raise OptionError("`--sweep` and `--loss` both name losses", "drop one of them")
-    values["loss"] = f"{100 * losses[-1]:.6f}%"
-    return losses
-
-
-def _profile(name: str, destination: Path) -> Any:
-    from moec.compiler.workspace.output_lock import existing_parent
-    from moec.profiles.loading import load_profile
-
-    return load_profile(name, existing_parent(destination))
+    problems = list[CheckpointError]()
+    generation = folder / GENERATION_NAME
+    try:
+        if generation.is_file():
+            sampling_in(read_input(generation, MAX_CONFIG_BYTES, follow_links=True), generation)
+    except ManifestInvalid as error:
+        problems.append(CheckpointError(error.message, "repair the file, or remove it"))
+    if not any((folder / name).is_file() for name in (TEMPLATE_NAME, CONFIG_NAME)):
+        return problems
+    try:
+        render_chat(folder, [{"role": "user", "content": "a"}])
+    except ManifestInvalid as error:
+        problems.append(CheckpointError(error.message, "repair the file, or remove it"))
+    except (InputError, MissingDependency):  # no template, a template for other messages, or no jinja2
+        pass
+    return problems
 
 
 def write_beside(result: CompileResult, log: CompileLog) -> None:

@@ -76,13 +76,37 @@ def demo_command(example: Path, task: str, loss: str, target_path: Path) -> None
     with made_folders(target_path):
         result = compile_to_loss(example, task, loss, target_path)
     output.say(f"running the bundle with room for {HALF} of its experts")
-    bench = _bench(target_path)
+    # `moec bench` in a new process, so that its peak memory is that of the runtime only.
+    options = ("--expert-cache", HALF, "--tokens", str(BENCH_TOKENS), "--json")
+    command = own_command("moec.cli.main", "bench", str(target_path), *options)
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        raise ExecutionError(f"`moec bench` ended with {finished.returncode}: {finished.stderr.strip()[-500:]}")
+    bench = json.loads(finished.stdout)
     streamed = _evaluate_streamed(target_path, example / "data" / task / "test.jsonl", task, STREAMED_ITEMS)
     second = second_example(example, target_path.parent) if (example / SECOND_MODEL).is_dir() else ""
+    quality, measured, size = result.quality, bench["measured"], output.human_bytes
     # The main result comes last, because that is what stays on the screen.
-    for part in (plan_heat_map(result.quality), second, comparison_table(result.quality)):
-        output.data(f"{part}\n" if part else "")
-    _print_result(result, bench, streamed, target_path, time.monotonic() - started)
+    for table in (plan_heat_map(quality), second, comparison_table(quality)):
+        output.data(f"{table}\n" if table else "")
+    low, high = streamed["interval95"]
+    rows = [
+        ("bundle", str(target_path)),
+        ("room for half of the experts", bench["mode"]),
+        ("decode", f"{measured['tokens_per_s']:.0f} tokens/s, one sequence"),
+        ("hit rate", output.human_share(measured["hit_rate"])),
+        ("read per token", size(measured["bytes_read_per_token"])),
+        ("peak memory", size(measured["peak_memory_bytes"])),
+        (
+            f"{streamed['metric']} so, {streamed['n']} items",
+            f"{streamed['value']:.4f} ({low:.4f} to {high:.4f}), {streamed['evictions']} evictions",
+        ),
+        ("report", f"{target_path / 'quality.json'} and {target_path}.report.html"),
+        ("time", output.human_seconds(time.monotonic() - started)),
+    ]
+    output.data(f"{output.facts(rows)}\n")
+    output.data(loss_table(quality))
+    output.data(verdict_line(quality))
 
 
 def compile_to_loss(example: Path, task: str, loss: str, target_path: Path) -> CompileResult:
@@ -135,28 +159,11 @@ def second_example(example: Path, folder: Path) -> str:
         result, _ = _compile(example / SECOND_MODEL, options, bundle)
         streamed = _evaluate_streamed(bundle, data, SECOND_TASK, SECOND_ITEMS)
         low, high = streamed["interval95"]
-        rows.append(
-            [
-                f"{bits} bits",
-                output.human_bytes(result.quality["sizes"]["expert_packed_bytes"]),
-                f"{streamed['value']:.4f} ({low:.4f} to {high:.4f})",
-                output.human_share(streamed["hit_rate"]),
-                str(streamed["evictions"]),
-            ]
-        )
+        size = output.human_bytes(result.quality["sizes"]["expert_packed_bytes"])
+        score, rate = f"{streamed['value']:.4f} ({low:.4f} to {high:.4f})", output.human_share(streamed["hit_rate"])
+        rows.append([f"{bits} bits", size, score, rate, str(streamed["evictions"])])
     metric = f"{streamed['metric']}, {streamed['n']} dialogues (95 %)"
     return output.table(rows, ["encoder and decoder", "routed experts", metric, "hit rate", "evictions"])
-
-
-def _bench(bundle: Path) -> dict[str, Any]:
-    """Run `moec bench` in a new process, so that its peak memory is that of the runtime only."""
-    options = ("--expert-cache", HALF, "--tokens", str(BENCH_TOKENS), "--json")
-    command = own_command("moec.cli.main", "bench", str(bundle), *options)
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    if finished.returncode != 0:
-        raise ExecutionError(f"`moec bench` ended with {finished.returncode}: {finished.stderr.strip()[-500:]}")
-    values: dict[str, Any] = json.loads(finished.stdout)
-    return values
 
 
 def _evaluate_streamed(bundle: Path, data: Path, task: str, count: int) -> dict[str, Any]:
@@ -176,28 +183,3 @@ def _evaluate_streamed(bundle: Path, data: Path, task: str, count: int) -> dict[
         result = evaluate(items.task, chosen.items, engine, progress=progress)
         stats = engine.engine.cache.stats
         return {**result.to_json(), "evictions": stats.evictions, "hit_rate": stats.hit_rate}
-
-
-def _print_result(
-    result: CompileResult, bench: dict[str, Any], streamed: dict[str, Any], bundle: Path, seconds: float
-) -> None:
-    """Print what the demo is for: the bundle, its speed with half of the experts, and its loss with the verdict."""
-    quality, measured = result.quality, bench["measured"]
-    low, high = streamed["interval95"]
-    rows = [
-        ("bundle", str(bundle)),
-        ("room for half of the experts", bench["mode"]),
-        ("decode", f"{measured['tokens_per_s']:.0f} tokens/s, one sequence"),
-        ("hit rate", output.human_share(measured["hit_rate"])),
-        ("read per token", output.human_bytes(measured["bytes_read_per_token"])),
-        ("peak memory", output.human_bytes(measured["peak_memory_bytes"])),
-        (
-            f"{streamed['metric']} so, {streamed['n']} items",
-            f"{streamed['value']:.4f} ({low:.4f} to {high:.4f}), {streamed['evictions']} evictions",
-        ),
-        ("report", f"{bundle / 'quality.json'} and {bundle}.report.html"),
-        ("time", output.human_seconds(seconds)),
-    ]
-    output.data(f"{output.facts(rows)}\n")
-    output.data(loss_table(quality))
-    output.data(verdict_line(quality))

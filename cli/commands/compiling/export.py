@@ -63,6 +63,7 @@ def export_command(bundle: Path, target: Path, dtype: str, as_json: bool) -> Non
         with held_target(target, "--output", "export"), ProgressBar("writing weights") as progress:
             size = export_folder(exported, partial, dtype, disk, progress)
             publish_directory(disk, partial, target)
-    told = {"folder": str(target), "dtype": dtype, "weight_bytes": size}
-    sentence = f"wrote `{target}`: {size:,} bytes of weights in {dtype}"
-    output.data_json(told) if as_json else output.data(sentence)
+    if as_json:
+        output.data_json({"folder": str(target), "dtype": dtype, "weight_bytes": size})
+    else:
+        output.data(f"wrote `{target}`: {size:,} bytes of weights in {dtype}")

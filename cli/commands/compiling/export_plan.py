@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +20,13 @@ from ...options.opening import bundle_folder
 from ...options.paths import OUTPUT_FILE, bundle_argument, json_option, work_memory_option
 from ...terminal import output
 from ...terminal.compile_log import CompileLog
-from ...terminal.plan_tables import plan_page
 
 if TYPE_CHECKING:
     from moec.compiler.export.coarse_plan import EnginePlan
     from moec.compiler.export.plan_cost import PlanCost
     from moec.runtime.bundle.open_bundle import Bundle
 
+_PROJECTIONS = ("gate", "up", "down")
 _USES = {
     LLAMA_CPP: "llama-quantize --tensor-type-file {file} MODEL-F16.gguf TARGET.gguf Q8_0",
     MLX: "python {file} MODEL TARGET",
@@ -74,7 +76,9 @@ def export_plan_command(
 
     _check_target(target)
     is_measured = model is not None or data is not None
-    _check_effects(is_measured, memory, resume)
+    given = "--memory" if memory is not None else "--resume" if resume else None
+    if given is not None and not is_measured:
+        raise OptionError(f"`{given}` has no effect without a measurement", "add `--model` and `--data`")
     cost: PlanCost | None = None
     with open_bundle(bundle_folder(bundle)) as opened:
         if is_measured:
@@ -83,7 +87,17 @@ def export_plan_command(
             plan = coarse_plan(engine, plan_of(opened.manifest))
     _check_target(target)
     write_output(target, engine_file(plan, target.name).encode())
-    _tell(summary(plan, cost), target, as_json)
+    facts = summary(plan, cost)
+    if as_json:
+        output.data_json({"file": str(target), **facts})
+    else:
+        output.data(_page(facts))
+    for note in facts["notes"]:
+        output.say(f"note: {note}")
+    if facts["measured"] is None:
+        output.say("the KL that this plan costs is not measured: add `--model` and `--data` of the compile")
+    file = repr(str(target)) if engine == GPTQMODEL else shlex.quote(str(target))
+    output.say(f"wrote `{target}`, for: {_USES[engine].format(file=file)}")
 
 
 def _check_target(target: Path) -> None:
@@ -94,20 +108,8 @@ def _check_target(target: Path) -> None:
         raise OptionError(f"`{target}` exists", "choose another file, or remove it")
 
 
-def _check_effects(is_measured: bool, memory: str | None, resume: bool) -> None:
-    """Raise OptionError for an option of a measurement without one."""
-    given = "--memory" if memory is not None else "--resume" if resume else None
-    if given is not None and not is_measured:
-        raise OptionError(f"`{given}` has no effect without a measurement", "add `--model` and `--data`")
-
-
 def _measured(
-    opened: Bundle,
-    bundle: Path,
-    engine: str,
-    given: tuple[str | None, str | None],
-    memory: str | None,
-    resume: bool,
+    opened: Bundle, bundle: Path, engine: str, given: tuple[str | None, str | None], memory: str | None, resume: bool
 ) -> tuple[EnginePlan, PlanCost]:
     """Measure the plan. Return it and its cost.
 
@@ -133,15 +135,40 @@ def _measured(
         return measured_plan(engine, request)
 
 
-def _tell(facts: dict[str, Any], target: Path, as_json: bool) -> None:
-    """Print the plan, what the engine cannot express, and how to use the file."""
-    if as_json:
-        output.data_json({"file": str(target), **facts})
-    else:
-        output.data(plan_page(facts))
-    for note in facts["notes"]:
-        output.say(f"note: {note}")
-    if facts["measured"] is None:
-        output.say("the KL that this plan costs is not measured: add `--model` and `--data` of the compile")
-    file = repr(str(target)) if facts["engine"] == GPTQMODEL else shlex.quote(str(target))
-    output.say(f"wrote `{target}`, for: {_USES[facts['engine']].format(file=file)}")
+def _page(facts: Mapping[str, Any]) -> str:
+    """Return the page of a plan.
+
+    facts: what `compiler/export/plan_summary.py` returns.
+    """
+    engine, measured = facts["engine"], facts["measured"]
+    names = [name for name in _PROJECTIONS if any(name in row for row in facts["layers"])]
+    formats = [[row["layer"], *(_formats(row.get(name, {})) for name in names)] for row in facts["layers"]]
+    sizes = [
+        [name, output.human_bytes(facts[f"{key}expert_bytes"]), f"{facts[f'{key}bits_per_weight']:.3f}"]
+        for name, key in (("bundle", "bundle_"), (engine, ""))
+    ]
+    dense = ", ".join(f"{count} x {name}" for name, count in Counter(facts["dense"].values()).items())
+    size_table = output.table(sizes, ["routed experts", "bytes", "bits per weight"])
+    page = f"{output.table(formats, ['layer', *names])}\n\n{size_table}\ndense weights   {dense}"
+    if measured is None:
+        return page
+    tasks, rows = list(measured["bundle"]["losses"]), []
+    for name, cost in (("bundle", measured["bundle"]), (f"plan for {engine}", measured["plan"])):
+        estimates, kl = [cost["losses"].get(task) for task in tasks], cost["kl"]
+        losses = ["-" if estimate is None else output.human_share(estimate["loss"]) for estimate in estimates]
+        size = output.human_bytes(cost["expert_packed_bytes"])
+        rows.append([name, size, f"{kl['mean']:.5f}", f"{kl['agreement']:.2%}", *losses])
+    header = ["measured in our formats", "expert bytes", "KL", "top-1 agree", *(f"loss of {task}" for task in tasks)]
+    tried = ", ".join(f"{kl:.5f} {way}" for way, kl in measured["tried"].items())
+    chosen = f"The formats are those of the least KL: {tried}.\n" if len(measured["tried"]) > 1 else ""
+    return (
+        f"{page}\n\n{output.table(rows, header)}\n{chosen}"
+        f"KL in nats per token to the checkpoint, on {measured['items']} validation items. Each matrix is quantized\n"
+        f"in a format of ours with about the bits of {engine}'s. The quantizer of {engine} differs, so its KL does too."
+    )
+
+
+def _formats(counts: Mapping[str, int]) -> str:
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())

@@ -34,10 +34,11 @@ def check_measurements(folder: Path, destination: Path, is_many: bool) -> None:
     check_folder(folder, LONGEST_SUFFIX)
     if folder.exists() and not folder.is_dir():
         raise OptionError(f"`--measurements {folder}` is a file, expected a folder", "name another one")
-    kept, bundle = folder.resolve(), destination.resolve()
-    own = [bundle.name + ending for ending in ("", PARTIAL_SUFFIX, WORK_SUFFIX)]
-    above = [path.name for path in (kept, *kept.parents) if path.parent == bundle.parent]
-    if kept in bundle.parents or any(name in own or (is_many and name.startswith(f"{own[0]}-")) for name in above):
+    place, bundle = folder.resolve(), destination.resolve()
+    taken = [bundle.name + ending for ending in ("", PARTIAL_SUFFIX, WORK_SUFFIX)]
+    above = [path.name for path in (place, *place.parents) if path.parent == bundle.parent]
+    is_taken = any(name in taken or (is_many and name.startswith(f"{bundle.name}-")) for name in above)
+    if is_taken or place in bundle.parents:
         raise OptionError(
             f"`--measurements {folder}` is in the way of the bundle `{destination}`", "name a folder apart from it"
         )

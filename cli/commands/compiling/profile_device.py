@@ -37,11 +37,14 @@ def profile_device_command(target: Path | None, name: str, storage: Path, overwr
     moec compile mixtral --loss 2% --device board.toml     on the machine that compiles
     """
     from moec.profiles.loading import to_toml
-    from moec.profiles.probe import probe_host
+    from moec.profiles.probe import MIN_SAMPLE_BYTES, probe_host
 
     if target is not None and target != STDOUT and target.is_file() and not overwrite:
         raise OptionError(f"`{target}` is there already", "add `--overwrite`, or name another file")
-    _check_storage(storage)
+    # A device, a pipe or a small file has no disk to measure.
+    if not storage.is_dir() and not (storage.is_file() and storage.stat().st_size >= MIN_SAMPLE_BYTES):
+        fault = "does not exist" if not storage.exists() else "is neither a folder nor a file of 8 MiB or more"
+        raise OptionError(f"`--storage {storage}` {fault}", "name a folder on the disk that will hold bundles")
     try:
         profile = replace(probe_host(storage), name=name, is_probed=False)
     except ValueError as error:
@@ -54,13 +57,3 @@ def profile_device_command(target: Path | None, name: str, storage: Path, overwr
         output.data_json(profile.to_plain())
     elif target is None:
         output.data(text, end="")
-
-
-def _check_storage(storage: Path) -> None:
-    """Raise OptionError for what has no disk to measure: what does not exist, devices, pipes and small files."""
-    from moec.profiles.probe import MIN_SAMPLE_BYTES
-
-    if storage.is_dir() or (storage.is_file() and storage.stat().st_size >= MIN_SAMPLE_BYTES):
-        return
-    found = "does not exist" if not storage.exists() else "is neither a folder nor a file of 8 MiB or more"
-    raise OptionError(f"`--storage {storage}` {found}", "name a folder on the disk that will hold bundles")

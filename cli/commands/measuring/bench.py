@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from ...options.runtime_options import build_options, runtime_options
 from ...simulation.traces import check_traceable, recorded_trace, replayed_bundle
 from ...terminal import output
 from ...terminal.help_sections import SectionCommand
-from ...terminal.profile_table import profile_rows, profile_table
 from ...terminal.run_statistics import statistics_block
 
 if TYPE_CHECKING:
@@ -33,22 +31,20 @@ if TYPE_CHECKING:
     from moec.runtime.engine.engine import Engine
     from moec.runtime.kernels.profile import KernelTimes
     from moec.runtime.options.runtime import RuntimeOptions
-    from moec.runtime.prefetch.quality import LayerAdvice
     from moec.runtime.trace.statistics import RunStatistics
     from moec.runtime.trace.trace import Trace
 
 SHARES = (0.25, 0.5, 0.75)
+WAITING, PYTHON = "waiting for experts", "Python and numpy"
+WAITS = "experts_layer"
+"""The kernel that includes a token's waits, if the run uses it."""
 
 
 @click.command("bench", cls=SectionCommand, short_help="Measure a bundle against the ceiling of this machine.")
 @bundle_argument
 @click.option("--tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens to decode.")
 @click.option("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="Beginning of the measured sequence.")
-@file_option(
-    "--text",
-    "text_path",
-    help="Measure on the tokens of this text instead of a continuation of the prompt.",
-)
+@file_option("--text", "text_path", help="Measure on the tokens of this text instead of a continuation of the prompt.")
 @click.option(
     "--prompt-tokens", type=int, default=32, show_default=True, metavar="N", help="With `--text`: length of the prompt."
 )
@@ -105,90 +101,14 @@ def bench_command(
     moec bench mixtral-moec --memory 4GiB --profile
     """
     from moec.runtime.bundle.open_bundle import open_bundle
+    from moec.runtime.kernels.profile import timed_kernels
+    from moec.runtime.trace.statistics import reset_peak_memory
+    from moec.runtime.trace.trace_file import write_trace
+
+    from ...simulation.little_model import has_little_model, with_little_model
 
     opened, kernels = open_bundle(bundle_folder(bundle)), values["kernels"]
     is_traced = trace_out is not None or policies != "none"
-    options = _options(values, bundle, tokens, modes, profile, is_traced)
-    _check_little(opened.path, trace_out, trace_little)
-    if text_path is None:
-        sequence = continuation(bundle, options.lossless(), kernels, prompt, tokens)
-    else:
-        sequence = sequence_of(opened, text_path, prompt_tokens, tokens)
-    run = BenchRun(bundle, options, kernels, sequence, len(sequence) - tokens)
-    if modes is not None:
-        rows = speed_sweep(bundle, modes, options, kernels, sequence, run.prompt_length)
-        _print_sweep(rows, options, as_json)
-        return
-    measured = _measure(run, opened, profile, is_traced, as_json)
-    if measured.trace is not None and trace_out is not None:
-        _write_trace(trace_out, measured.trace, run, trace_little)
-    simulated = _simulate(opened, measured.trace) if measured.trace is not None and policies == "all" else []
-    _print_result(measured, simulated, as_json)
-
-
-@dataclass(frozen=True, slots=True)
-class BenchRun:
-    """The run that is measured.
-
-    kernels: instruction set, or None for the best one.
-    sequence: token ids: the prompt, then the decoded tokens.
-    prompt_length: number of tokens of the prompt.
-    """
-
-    bundle: Path
-    options: RuntimeOptions
-    kernels: str | None
-    sequence: list[int]
-    prompt_length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The result of a run.
-
-    engine: the engine of the run, which is closed.
-    host: this machine.
-    ceiling: see `predict`.
-    kernel_times: time of each kernel, or None without `--profile`.
-    trace: routing trace, or None if none was recorded.
-    """
-
-    engine: Engine
-    host: DeviceProfile
-    ceiling: dict[str, Any]
-    statistics: RunStatistics
-    kernel_times: KernelTimes | None
-    trace: Trace | None
-
-
-def _measure(run: BenchRun, opened: Bundle, is_profiled: bool, is_traced: bool, as_json: bool) -> Measured:
-    """Decode the sequence with a new engine. Print the ceiling before that, unless as_json is set."""
-    from moec.runtime.kernels.profile import timed_kernels
-    from moec.runtime.trace.statistics import reset_peak_memory
-
-    gc.collect()  # free the engine that made the sequence
-    host = measured_host(opened, run.options.threads)
-    reset_peak_memory()
-    with open_engine(run.bundle, run.options, run.kernels) as engine:
-        say_mode_cost(run.bundle, engine)
-        engine.check_tokens(run.sequence, room=0)
-        engine.cache.finish_warming()
-        ceiling = predict(opened, host, engine.decoding_cache_bytes(len(run.sequence)))
-        if not as_json:
-            output.data(f"{_ceiling_block(ceiling, host)}\n\n{engine.mode}")
-        with timed_kernels() if is_profiled else nullcontext() as kernel_times:
-            tracer = new_tracer(engine) if is_traced else None
-            statistics = measure_decode(
-                engine, run.sequence, run.prompt_length, kernel_times=kernel_times, tracer=tracer
-            )
-        trace = None if tracer is None else recorded_trace(engine, tracer, run.prompt_length, host)
-    return Measured(engine, host, ceiling, statistics, kernel_times, trace)
-
-
-def _options(
-    values: dict[str, Any], bundle: Path, tokens: int, modes: str | None, profile: bool, is_traced: bool
-) -> RuntimeOptions:
-    """Return the options of the run. Raises OptionError if options exclude each other."""
     if tokens < 2:
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
     options = build_options(values, bundle=bundle)
@@ -196,82 +116,136 @@ def _options(
         for name, is_given in (("profile", profile), ("trace-out` or `--policies", is_traced)):
             if is_given:
                 raise OptionError(f"`--{name}` is of one run, not of a sweep of modes", "leave out one of the two")
-        return sweep_options(options)
-    if is_traced:
+        options = sweep_options(options)
+    elif is_traced:
         check_traceable(options)
-    return options
-
-
-def _check_little(bundle: Path, trace_out: Path | None, little_k: str) -> None:
-    """Refuse a little model that does not exist or has no effect, before anything is measured. Raises OptionError."""
-    from ...simulation.little_model import has_little_model
-
     if trace_out is not None:
-        has_little_model(bundle, little_k)
-    elif little_k != HALF:
+        has_little_model(opened.path, trace_little)  # refuses a number of experts that the model does not have
+    elif trace_little != HALF:
         raise OptionError("`--trace-little` has no effect without a trace", "add `--trace-out FILE`")
+    if text_path is None:
+        sequence = continuation(bundle, options.lossless(), kernels, prompt, tokens)
+    else:
+        sequence = sequence_of(opened, text_path, prompt_tokens, tokens)
+    prompt_length = len(sequence) - tokens
+    if modes is not None:
+        _print_sweep(speed_sweep(bundle, modes, options, kernels, sequence, prompt_length), options, as_json)
+        return
+    gc.collect()  # free the engine that made the sequence
+    host = measured_host(opened, options.threads)
+    reset_peak_memory()
+    with open_engine(bundle, options, kernels) as engine:
+        say_mode_cost(bundle, engine)
+        engine.check_tokens(sequence, room=0)
+        engine.cache.finish_warming()
+        ceiling = predict(opened, host, engine.decoding_cache_bytes(len(sequence)))
+        if not as_json:
+            output.data(f"{_ceiling_block(ceiling, host)}\n\n{engine.mode}")
+        with timed_kernels() if profile else nullcontext() as kernel_times:
+            tracer = new_tracer(engine) if is_traced else None
+            statistics = measure_decode(engine, sequence, prompt_length, kernel_times=kernel_times, tracer=tracer)
+        trace = None if tracer is None else recorded_trace(engine, tracer, prompt_length, host)
+    if trace is not None and trace_out is not None:
+        write_trace(
+            trace_out, with_little_model(trace, bundle, options, kernels, sequence, prompt_length, trace_little)
+        )
+    simulated = _simulate(opened, trace) if trace is not None and policies == "all" else []
+    ceiling["run_ns"] = run_ceiling_ns(ceiling, host, statistics)
+    rows = [] if kernel_times is None else _profile_rows(kernel_times, statistics)
+    _print_result(engine, statistics, ceiling, rows, simulated, host if as_json else None)
 
 
-def _write_trace(path: Path, trace: Trace, run: BenchRun, little_k: str) -> None:
-    """Write a trace, with the confidence of the little model if the bundle has one."""
-    from moec.runtime.trace.trace_file import write_trace
-
-    from ...simulation.little_model import with_little_model
-
-    scored = with_little_model(trace, run.bundle, run.options, run.kernels, run.sequence, run.prompt_length, little_k)
-    write_trace(path, scored)
-
-
-def _print_result(measured: Measured, simulated: list[dict[str, Any]], as_json: bool) -> None:
+def _print_result(
+    engine: Engine,
+    statistics: RunStatistics,
+    ceiling: dict[str, Any],
+    profile: list[dict[str, Any]],
+    simulated: list[dict[str, Any]],
+    host: DeviceProfile | None,
+) -> None:
     """Print the measurement as text, or with its conditions as JSON.
 
+    engine: the engine of the run, which is closed.
+    ceiling: see `predict`, with the ceiling of the run.
+    profile: rows of `_profile_rows`.
     simulated: rows of `_simulate`.
+    host: this machine, for JSON; None for text.
     """
-    engine, statistics, ceiling = measured.engine, measured.statistics, measured.ceiling
-    ceiling["run_ns"] = run_ceiling_ns(ceiling, measured.host, statistics)
-    profile = [] if measured.kernel_times is None else profile_rows(measured.kernel_times, statistics)
     ratio = None if statistics.tokens_per_s is None else ceiling["run_ns"] * statistics.tokens_per_s / 1e9
-    advice, counts = engine.model.advice_by_layer(), engine.mode_counts
-    if not as_json:
-        _print_measurement(statistics, ratio, ceiling["run_ns"], advice, simulated)
-        say_decisions(engine)
+    advice, counts, share = engine.model.advice_by_layer(), engine.mode_counts, output.human_share
+    if host is not None:
+        facts = {"ceiling": ceiling, "measured": statistics.to_plain(), "ratio": ratio, "policies": simulated}
+        facts |= mode_facts(engine) | {"memory": engine.memory.to_plain()}
+        facts |= {"decisions": None if counts is None else counts.to_plain(), **accelerator_facts(engine)}
         if profile:
-            output.data(f"\n{profile_table(profile)}")
+            facts["profile"] = profile
+        facts["prefetch_by_layer"] = [layer.to_plain() for layer in advice]
+        output.data_json({**facts, "tokens": statistics.tokens, "host": host.to_plain()})
         return
-    told = {"ceiling": ceiling, "measured": statistics.to_plain(), "ratio": ratio, "policies": simulated}
-    told |= mode_facts(engine) | {"memory": engine.memory.to_plain()}
-    told |= {"decisions": None if counts is None else counts.to_plain(), **accelerator_facts(engine)}
+    read = output.human_bytes(round(statistics.decode_bytes_read_per_token))
+    sentence = f"{share(ratio)} of the ceiling with the {read} that a token read: {output.human_ms(ceiling['run_ns'])}"
+    output.data(f"\n{statistics_block(statistics)}\n\nratio  {sentence}")
+    if any(layer.read for layer in advice):
+        cells = [(layer.layer, layer.read, layer.used, share(layer.precision), share(layer.recall)) for layer in advice]
+        output.data(f"\n{output.table(cells, ('layer', 'read ahead', 'used', 'precision', 'recall'))}")
+    if simulated:
+        least = {row["share"]: row["misses"] for row in simulated if row["policy"] == "optimum"}
+        lines = [
+            (
+                f"{row['share']:.0%}",
+                row["policy"],
+                row["misses"],
+                share(row["hits"] / max(row["lookups"], 1)),
+                output.human_bytes(row["bytes_read"]),
+                "-" if not least[row["share"]] else f"{row['misses'] / least[row['share']]:.2f}",
+            )
+            for row in simulated
+        ]
+        output.data(f"\n{output.table(lines, ('cache', 'policy', 'misses', 'hit rate', 'read', 'x optimum'))}")
+    say_decisions(engine)
     if profile:
-        told["profile"] = profile
-    told["prefetch_by_layer"] = [each.to_plain() for each in advice]
-    output.data_json({**told, "tokens": statistics.tokens, "host": measured.host.to_plain()})
+        kernel_rows = [
+            [
+                row["part"],
+                "" if row["calls_per_token"] is None else f"{row['calls_per_token']:g}",
+                f"{row['ns_per_token'] / 1e6:.3f} ms",
+                share(row["share"]),
+            ]
+            for row in profile
+        ]
+        output.data(f"\n{output.table(kernel_rows, ['of a token', 'calls', 'time', 'share'])}")
+
+
+def _profile_rows(times: KernelTimes, statistics: RunStatistics) -> list[dict[str, Any]]:
+    """Return a row per kernel, longest first, then the wait for experts, then the rest, which is Python.
+
+    The shares add up to 1. Time of an accelerator counts as Python.
+    times: times of the tokens after the first.
+    """
+    shares, rate, tokens = statistics.decode_shares, statistics.tokens_per_s, statistics.tokens - 1
+    if shares is None or rate is None:
+        return []
+    token_ns = 1e9 / rate
+    waiting_ns = shares.stall * token_ns
+    kernel_ns = {name: elapsed_ns / tokens for name, elapsed_ns in times.elapsed_ns.items()}
+    if WAITS in kernel_ns:
+        kernel_ns[WAITS] -= waiting_ns
+    longest = sorted(kernel_ns, key=lambda name: -kernel_ns[name])
+    timed = [(name, times.calls[name] / tokens, kernel_ns[name]) for name in longest]
+    left_ns = token_ns - waiting_ns - sum(kernel_ns.values())
+    rows = [*timed, (WAITING, None, waiting_ns), (PYTHON, None, left_ns)]
+    return [
+        {"part": name, "calls_per_token": calls, "ns_per_token": ns, "share": ns / token_ns} for name, calls, ns in rows
+    ]
 
 
 def _print_sweep(rows: list[dict[str, Any]], options: RuntimeOptions, as_json: bool) -> None:
-    if as_json:
-        told = {"expert_cache": options.expert_cache, "memory": options.memory, "cache_state": options.cache_state}
-        told |= {"policy": options.policy, "prefetch": options.prefetch_text, **device_facts()}
-        output.data_json({**told, "rows": rows})
-    else:
+    if not as_json:
         output.data(speed_page(rows, options))
-
-
-def _print_measurement(
-    statistics: RunStatistics,
-    ratio: float | None,
-    ceiling_ns: int,
-    advice: list[LayerAdvice],
-    simulated: list[dict[str, Any]],
-) -> None:
-    read = output.human_bytes(round(statistics.decode_bytes_read_per_token))
-    told = (
-        f"{output.human_share(ratio)} of the ceiling with the {read} that a token read: {output.human_ms(ceiling_ns)}"
-    )
-    output.data(f"\n{statistics_block(statistics)}\n\nratio  {told}")
-    if any(each.read for each in advice):
-        output.data(f"\n{_advice_table(advice)}")
-    if simulated:
-        output.data(f"\n{_policies_table(simulated)}")
+        return
+    facts = {"expert_cache": options.expert_cache, "memory": options.memory, "cache_state": options.cache_state}
+    facts |= {"policy": options.policy, "prefetch": options.prefetch_text, **device_facts()}
+    output.data_json({**facts, "rows": rows})
 
 
 def _simulate(bundle: Bundle, trace: Trace) -> list[dict[str, Any]]:
@@ -294,47 +268,15 @@ def _simulate(bundle: Bundle, trace: Trace) -> list[dict[str, Any]]:
 
 
 def _ceiling_block(ceiling: dict[str, Any], host: DeviceProfile) -> str:
-    size = output.human_bytes
+    size, time = output.human_bytes, output.human_ms
     alike = "" if ceiling["is_calibrated"] else ", all experts alike without calibration"
-    return output.facts(
-        [
-            ("memory", f"{size(host.memory_bytes_per_s)}/s ({host.provenance['memory_bytes_per_s']})"),
-            (
-                "storage",
-                f"{size(host.storage_bytes_per_s)}/s, {host.storage_latency_ns / 1e3:.0f} us a read "
-                f"({host.provenance['storage_bytes_per_s']})",
-            ),
-            (
-                "compute",
-                f"{size(ceiling['compute_bytes_per_token'])} a token: {output.human_ms(ceiling['compute_ns'])}",
-            ),
-            (
-                "reads",
-                f"{size(ceiling['missed_bytes_per_token'])} a token expected with a cache of "
-                f"{size(ceiling['cache_bytes'])}{alike}: {output.human_ms(ceiling['storage_ns'])}",
-            ),
-            ("ceiling", f"TPOT {output.human_ms(ceiling['tpot_ns'])}, {1e9 / ceiling['tpot_ns']:.1f} tokens/s"),
-        ]
-    )
-
-
-def _advice_table(advice: list[LayerAdvice]) -> str:
-    share = output.human_share
-    rows = [(each.layer, each.read, each.used, share(each.precision), share(each.recall)) for each in advice]
-    return output.table(rows, ("layer", "read ahead", "used", "precision", "recall"))
-
-
-def _policies_table(rows: list[dict[str, Any]]) -> str:
-    least = {row["share"]: row["misses"] for row in rows if row["policy"] == "optimum"}
-    lines = [
-        (
-            f"{row['share']:.0%}",
-            row["policy"],
-            row["misses"],
-            output.human_share(row["hits"] / max(row["lookups"], 1)),
-            output.human_bytes(row["bytes_read"]),
-            "-" if not least[row["share"]] else f"{row['misses'] / least[row['share']]:.2f}",
-        )
-        for row in rows
+    rates = f"{size(host.storage_bytes_per_s)}/s, {host.storage_latency_ns / 1e3:.0f} us a read"
+    reads = f"{size(ceiling['missed_bytes_per_token'])} a token expected with a cache of {size(ceiling['cache_bytes'])}"
+    pairs = [
+        ("memory", f"{size(host.memory_bytes_per_s)}/s ({host.provenance['memory_bytes_per_s']})"),
+        ("storage", f"{rates} ({host.provenance['storage_bytes_per_s']})"),
+        ("compute", f"{size(ceiling['compute_bytes_per_token'])} a token: {time(ceiling['compute_ns'])}"),
+        ("reads", f"{reads}{alike}: {time(ceiling['storage_ns'])}"),
+        ("ceiling", f"TPOT {time(ceiling['tpot_ns'])}, {1e9 / ceiling['tpot_ns']:.1f} tokens/s"),
     ]
-    return output.table(lines, ("cache", "policy", "misses", "hit rate", "read", "x optimum"))
+    return output.facts(pairs)

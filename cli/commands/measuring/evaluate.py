@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from moec.evaluation.results import EvaluationResult
     from moec.evaluation.tasks import Item
 
-    from ...measuring.text_engines import BundleEngine
-
 DEFAULT_SLOTS = 32
 
 
@@ -57,9 +54,7 @@ DEFAULT_SLOTS = 32
     help="Task items: a file, a folder with files of splits, or a hub name.",
 )
 @click.option(
-    "--task",
-    metavar="NAME_OR_FILE",
-    help="gsm8k, perplexity, mmlu, ..., or a TOML file.  [default: by the fields]",
+    "--task", metavar="NAME_OR_FILE", help="gsm8k, perplexity, mmlu, ..., or a TOML file.  [default: by the fields]"
 )
 @click.option(
     "--split", metavar="NAME", help="train, validation or test.  [default: test; a single file is taken whole]"
@@ -108,56 +103,67 @@ def eval_command(
         raise InputError(f"`{model}` is not a folder, expected a bundle or a model", "name the folder")
     settings = task_settings(values)
     with TemplateProcesses() as processes:
-        asked = None if task is None else find_task(task, settings.trusts_metric_code)
+        named = None if task is None else find_task(task, settings.trusts_metric_code)
         change = partial(settings.apply, templates=lambda: processes.of_model(model))
-        items, examples = load_items(source, asked, split, shots, seed, change)
+        items, examples = load_items(source, named, split, shots, seed, change)
         items = items.limit(limit, seed)
         if modes is not None:
-            _refuse_with_modes({"slots": slots, "per-item": per_item})
+            for name, value in (("slots", slots), ("per-item", per_item)):
+                if value is not None:
+                    raise OptionError(f"`--{name}` has no effect with `--modes`", "leave it out")
             _sweep(model, modes, items, examples, long_items, values, as_json)
             return
-        with _engine(model, slots, values) as engine:
-            result, facts = _evaluate(engine, items, examples, long_items)
+        result, facts = _evaluate(model, slots, values, items, examples, long_items)
     if per_item is not None:
-        _write_items(per_item, result)
-    told = {**result.to_json(), "skipped": items.skipped, **facts}
-    output.data_json(told) if as_json else output.data(_page(result))
-
-
-def _refuse_with_modes(options: Mapping[str, object]) -> None:
-    """Raise OptionError for an option that was given and has no effect on a sweep of lossy modes."""
-    for name, given in options.items():
-        if given is not None:
-            raise OptionError(f"`--{name}` has no effect with `--modes`", "leave it out")
-
-
-def _write_items(path: Path, result: EvaluationResult) -> None:
-    """Write a line per item."""
-    rows = result.to_json(per_item=True)["items"]
-    write_json_lines(path, rows if isinstance(rows, list) else [])
-
-
-def _say_items(items: ItemSet) -> None:
-    output.say(f"items: {len(items)} of `{items.source}`")
+        rows = result.to_json(per_item=True)["items"]
+        write_json_lines(per_item, rows if isinstance(rows, list) else [])
+    if as_json:
+        output.data_json({**result.to_json(), "skipped": items.skipped, **facts})
+        return
+    low, high = result.interval95
+    is_bounded = math.isfinite(low) and math.isfinite(high)
+    interval = f"95 % interval {low:.4f} to {high:.4f}" if is_bounded else "too few items for an interval"
+    pairs: list[tuple[str, object]] = [
+        (result.metric, f"{result.value:.4f} ({interval}, {result.n} items of {result.task})"),
+        *((name, f"{value:.4f}") for name, value in result.other_metrics.items()),
+        ("time", f"{result.seconds:.1f} s, {result.tokens_per_s:.1f} tokens/s"),
+    ]
+    output.data(output.facts(pairs))
 
 
 def _evaluate(
-    engine: BundleEngine, items: ItemSet, shots: Sequence[Item], long_items: str
+    model: Path, slots: int | None, values: dict[str, Any], items: ItemSet, shots: Sequence[Item], long_items: str
 ) -> tuple[EvaluationResult, dict[str, Any]]:
-    """Evaluate the items. Return the result, and the facts of the run for the JSON output."""
+    """Evaluate a bundle or a checkpoint. Return the result, and the facts of the run for the JSON output."""
     from moec.evaluation.run import evaluate
+    from moec.runtime.trace.statistics import peak_memory_bytes
 
-    _say_items(items)
-    fitted = engine.fit_items(items.task, items.items, shots, long_items)
-    for sentence in fitted.changes(engine.engine.memory.context):
-        output.say(sentence)
-    with ProgressBar(f"{items.task.name}, {len(fitted.items)} items") as progress:
-        result = evaluate(items.task, fitted.items, engine, shots=shots, progress=progress)
-    facts = _runtime_facts(engine)
-    facts |= {"settings": dict(items.task.settings)} if items.task.settings else {}
-    facts["long_items"] = {"shortened": len(fitted.shortened), "left_out": len(fitted.left_out)}
-    if "decisions" in facts:
-        output.say(f"decisions: {decisions_text(facts['decisions'])}")
+    from ...measuring.text_engines import bundle_engine, checkpoint_engine
+
+    has_bundle, count = is_bundle(model), DEFAULT_SLOTS if slots is None else slots
+    options = build_options(values, count, model if has_bundle else None)
+    opening = bundle_engine if has_bundle else checkpoint_engine
+    with opening(model, options, values["kernels"], shrinks=slots is None) as running:
+        engine = running.engine
+        output.say(engine.mode)
+        if has_bundle:
+            say_mode_cost(model, engine)
+        output.say(f"items: {len(items)} of `{items.source}`")
+        fitted = running.fit_items(items.task, items.items, shots, long_items)
+        for sentence in fitted.changes(engine.memory.context):
+            output.say(sentence)
+        with ProgressBar(f"{items.task.name}, {len(fitted.items)} items") as progress:
+            result = evaluate(items.task, fitted.items, running, shots=shots, progress=progress)
+        stats, counts = engine.cache.stats, engine.mode_counts
+        facts: dict[str, Any] = {"engine": "runtime", "slots": engine.options.slots}
+        facts |= {"peak_memory_bytes": peak_memory_bytes()} | mode_facts(engine)
+        facts |= {"hit_rate": stats.hit_rate, "bytes_read": stats.bytes_read}
+        facts |= {} if counts is None else {"decisions": counts.to_plain()}
+        facts |= accelerator_facts(engine)
+        facts |= {"settings": dict(items.task.settings)} if items.task.settings else {}
+        facts["long_items"] = {"shortened": len(fitted.shortened), "left_out": len(fitted.left_out)}
+        if counts is not None:
+            output.say(f"decisions: {decisions_text(facts['decisions'])}")
     return result, facts
 
 
@@ -176,7 +182,7 @@ def _sweep(
 
     from ...lossy_modes.mode_sweep import QualitySweep, quality_page, settings_of, sweep_options
 
-    _say_items(items)
+    output.say(f"items: {len(items)} of `{items.source}`")
     folder, path = bundle_folder(model), record_path(model)
     check_record(model)
     options = sweep_options(build_options(values, bundle=model))
@@ -185,46 +191,5 @@ def _sweep(
     settings = settings_of(modes, opened.manifest, calibrated_deciles(folder), options)
     sweep = QualitySweep(model, options, values["kernels"], items.task, items.items, shots).fitted(long_items)
     record = sweep.run(settings, keep=partial(write_record, model))
-    if as_json:
-        output.data_json(record)
-    else:
-        output.data(quality_page(record))
+    output.data_json(record) if as_json else output.data(quality_page(record))
     output.say(f"kept in `{path}`")
-
-
-@contextmanager
-def _engine(model: Path, slots: int | None, values: dict[str, Any]) -> Iterator[BundleEngine]:
-    """Open the runtime on a bundle or on a checkpoint."""
-    from ...measuring.text_engines import bundle_engine, checkpoint_engine
-
-    is_own, count, kernels = is_bundle(model), DEFAULT_SLOTS if slots is None else slots, values["kernels"]
-    options = build_options(values, count, model if is_own else None)
-    opened = (bundle_engine if is_own else checkpoint_engine)(model, options, kernels, shrinks=slots is None)
-    with opened as engine:
-        output.say(engine.engine.mode)
-        if is_own:
-            say_mode_cost(model, engine.engine)
-        yield engine
-
-
-def _runtime_facts(running: BundleEngine) -> dict[str, Any]:
-    from moec.runtime.trace.statistics import peak_memory_bytes
-
-    engine = running.engine
-    stats, counts = engine.cache.stats, engine.mode_counts
-    facts: dict[str, Any] = {"engine": "runtime", "slots": engine.options.slots}
-    facts |= {"peak_memory_bytes": peak_memory_bytes()} | mode_facts(engine)
-    facts |= {"hit_rate": stats.hit_rate, "bytes_read": stats.bytes_read}
-    facts |= {} if counts is None else {"decisions": counts.to_plain()}
-    return facts | accelerator_facts(engine)
-
-
-def _page(result: EvaluationResult) -> str:
-    low, high = result.interval95
-    is_told = math.isfinite(low) and math.isfinite(high)
-    interval = f"95 % interval {low:.4f} to {high:.4f}" if is_told else "too few items for an interval"
-    interval += f", {result.n} items of {result.task}"
-    pairs: list[tuple[str, object]] = [(result.metric, f"{result.value:.4f} ({interval})")]
-    pairs += [(name, f"{value:.4f}") for name, value in result.other_metrics.items()]
-    pairs.append(("time", f"{result.seconds:.1f} s, {result.tokens_per_s:.1f} tokens/s"))
-    return output.facts(pairs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +35,6 @@ from ...terminal.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from moec.evaluation.harness.run import HarnessSettings
-    from moec.evaluation.tasks.task_settings import ChatTemplate
     from moec.runtime.options.runtime import RuntimeOptions
 
     from ...measuring.harness_engine import HarnessBundle
@@ -100,92 +98,67 @@ def lm_eval_command(
         os.environ.setdefault(name, value)
     from moec.evaluation.harness.run import HarnessSettings, parse_gen_kwargs, run_tasks, score_rows
     from moec.evaluation.harness.tasks import load_tasks
+    from moec.runtime.bundle.open_bundle import open_bundle
+    from moec.runtime.memory.budget import plan_memory, require_memory_for_manifest
 
-    names = _names(tasks)
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise OptionError("`--tasks` names no task", "name one, like `--tasks arc_easy`")
     settings = HarnessSettings(
         limit, num_fewshot, seed, apply_chat_template, system, parse_gen_kwargs(gen_kwargs), per_item is not None
     )
-    run = _opened_later(model, slots, values)
+    if not model.is_dir():
+        bundle_folder(model)  # refuses it, with the remedy for an archive
+    has_bundle = is_bundle(model)
+    options = build_options(values, DEFAULT_SLOTS if slots is None else slots, model if has_bundle else None)
+    if has_bundle:  # a budget that is too small is refused before tasks are loaded
+        folder = bundle_folder(model)
+        require_memory_for_manifest(folder, options)
+        with open_bundle(folder) as opened:
+            plan_memory(opened.manifest, options if slots is not None else replace(options, slots=1))
+    elif not (model / "config.json").is_file():
+        raise InputError(f"`{model}` holds neither a bundle nor a model", "name a bundle or a model folder")
+    run = _Run(model, has_bundle, options, values["kernels"], shrinks=slots is None)
     with contextlib.redirect_stdout(sys.stderr):
         loaded = load_tasks(names, include_path, output.say)
     from moec.evaluation.harness.language_model import BundleLM
 
     with run, TemplateProcesses() as processes:
-        chat = _chat(processes, model) if apply_chat_template else None
+        try:
+            chat = processes.chat(model) if apply_chat_template else None
+        except OptionError as error:
+            raise OptionError(error.message, "leave out `--apply-chat-template`") from error
         language_model = BundleLM(run.open, chat, ProgressBar, seed)
         with contextlib.redirect_stdout(sys.stderr):
-            found = run_tasks(loaded, language_model, settings)
-        _say_shortened(language_model.shortened)
-        found["config"] = run.facts(settings) | {"shortened_requests": language_model.shortened}
-    write_results(found, out, per_item)
-    output.data_json(found) if as_json else output.data(_table(score_rows(found)))
+            results = run_tasks(loaded, language_model, settings)
+        if language_model.shortened:
+            output.say(f"{language_model.shortened} requests lost the beginning of their context, which did not fit")
+        results["config"] = run.facts(settings) | {"shortened_requests": language_model.shortened}
+    write_results(results, out, per_item)
+    if as_json:
+        output.data_json(results)
+        return
+    cells = [[f"{cell:.4f}" if isinstance(cell, float) else cell for cell in row] for row in score_rows(results)]
+    output.data(output.table(cells, ("task", "filter", "n-shot", "metric", "value", "standard error")))
 
 
-def _names(text: str) -> list[str]:
-    """Return the names of tasks. Raises OptionError if there is none."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise OptionError("`--tasks` names no task", "name one, like `--tasks arc_easy`")
-    return names
-
-
-def _opened_later(model: Path, slots: int | None, values: dict[str, Any]) -> _Run:
-    """Check model, options and budget, so far as that is possible before tasks are loaded.
-
-    Raises InputError, and the errors of `open_engine`.
-    """
-    if not model.is_dir():
-        bundle_folder(model)  # refuses it, with the remedy for an archive
-    is_own = is_bundle(model)
-    options = build_options(values, DEFAULT_SLOTS if slots is None else slots, model if is_own else None)
-    if is_own:
-        _check_memory(model, options, is_fixed=slots is not None)
-    elif not (model / "config.json").is_file():
-        raise InputError(f"`{model}` holds neither a bundle nor a model", "name a bundle or a model folder")
-    return _Run(model, is_own, options, values["kernels"], shrinks=slots is None)
-
-
-def _say_shortened(count: int) -> None:
-    if count:
-        output.say(f"{count} requests lost the beginning of their context, which did not fit")
-
-
-def write_results(found: dict[str, Any], out: Path | None, per_item: Path | None) -> None:
+def write_results(results: dict[str, Any], out: Path | None, per_item: Path | None) -> None:
     """Write the files that were asked for. Items leave the results."""
-    items = found.pop("samples", {})
+    items = results.pop("samples", {})
     if per_item is not None:
-        write_json_lines(per_item, _item_rows(items))
+        write_json_lines(per_item, ({"task": name, **row} for name, rows in items.items() for row in rows))
     if out is not None:
-        write_output(out, sound_json(found, indent=1))
-
-
-def _chat(processes: TemplateProcesses, folder: Path) -> ChatTemplate:
-    """Return the chat template of a bundle or a model. Raises OptionError without one."""
-    try:
-        return processes.chat(folder)
-    except OptionError as error:
-        raise OptionError(error.message, "leave out `--apply-chat-template`") from error
-
-
-def _check_memory(bundle: Path, options: RuntimeOptions, is_fixed: bool) -> None:
-    """Refuse a budget that cannot do before tasks are loaded. Raises the errors of `open_engine`."""
-    from moec.runtime.bundle.open_bundle import open_bundle
-    from moec.runtime.memory.budget import plan_memory, require_memory_for_manifest
-
-    folder = bundle_folder(bundle)
-    require_memory_for_manifest(folder, options)
-    with open_bundle(folder) as opened:
-        plan_memory(opened.manifest, options if is_fixed else replace(options, slots=1))
+        write_output(out, sound_json(results, indent=1))
 
 
 class _Run:
     """The model of one run, opened when the first request is computed. Leaving the `with` block closes it."""
 
     def __init__(
-        self, model: Path, is_bundle: bool, options: RuntimeOptions, kernels: str | None, shrinks: bool
+        self, model: Path, has_bundle: bool, options: RuntimeOptions, kernels: str | None, shrinks: bool
     ) -> None:
         """shrinks: as in `bundle_engine`."""
-        self._model, self._is_bundle = model, is_bundle
+        self._model, self._has_bundle = model, has_bundle
         self._options, self._kernels, self._shrinks = options, kernels, shrinks
         self._stack = ExitStack()
         self._used: tuple[BundleEngine, HarnessBundle] | None = None
@@ -201,14 +174,14 @@ class _Run:
         from ...measuring.harness_engine import HarnessBundle
         from ...measuring.text_engines import bundle_engine, checkpoint_engine
 
-        opened = bundle_engine if self._is_bundle else checkpoint_engine
-        running = self._stack.enter_context(opened(self._model, self._options, self._kernels, shrinks=self._shrinks))
+        opening = bundle_engine if self._has_bundle else checkpoint_engine
+        running = self._stack.enter_context(opening(self._model, self._options, self._kernels, shrinks=self._shrinks))
         output.say(running.engine.mode)
-        if self._is_bundle:
+        if self._has_bundle:
             say_mode_cost(self._model, running.engine)
-        found = HarnessBundle(running.engine)
-        self._used = running, found
-        return found
+        harness = HarnessBundle(running.engine)
+        self._used = running, harness
+        return harness
 
     def facts(self, settings: HarnessSettings) -> dict[str, Any]:
         """Return what the results tell about model, budget and run."""
@@ -217,9 +190,9 @@ class _Run:
         from moec.runtime.trace.statistics import peak_memory_bytes
         from moec.runtime.tuning.tune_file import bundle_sha256
 
-        name, kind = self._model.resolve().name, "bundle" if self._is_bundle else "checkpoint"
+        name, kind = self._model.resolve().name, "bundle" if self._has_bundle else "checkpoint"
         facts: dict[str, Any] = {"model": "moec", kind: name}
-        facts |= {"manifest_sha256": bundle_sha256(self._model)} if self._is_bundle else {}
+        facts |= {"manifest_sha256": bundle_sha256(self._model)} if self._has_bundle else {}
         facts |= {"lm_eval": version("lm_eval"), **settings.to_plain()}
         if self._used is None:
             return facts
@@ -231,16 +204,3 @@ class _Run:
         facts |= {"requests": harness.hit_rates}
         counts = engine.mode_counts
         return facts | ({} if counts is None else {"decisions": counts.to_plain()}) | accelerator_facts(engine)
-
-
-def _item_rows(items: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each item of each task."""
-    for name, rows in items.items():
-        for row in rows:
-            yield {"task": name, **row}
-
-
-def _table(rows: Iterator[tuple[Any, ...]]) -> str:
-    header = ("task", "filter", "n-shot", "metric", "value", "standard error")
-    shown = [[f"{cell:.4f}" if isinstance(cell, float) else cell for cell in row] for row in rows]
-    return output.table(shown, header)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,9 +11,6 @@ from moec.manifests.files.output_file import write_output
 from ...options.paths import PATH, json_option, output_option
 from ...terminal import output
 from ...terminal.progress_bar import ProgressBar
-
-if TYPE_CHECKING:
-    from moec.manifests.expert_use import ExpertUse
 
 _MOST_NAMED = 8
 
@@ -42,26 +38,16 @@ def merge_traces_command(traces: tuple[Path, ...], target_path: Path, as_json: b
     with ProgressBar("merging traces") as progress:
         use = merge_traces(traces, progress)
     write_output(target_path, encode_use(use))
+    missing = [f"{layer}.{expert}" for layer, expert in use.never_offered()]
     if as_json:
-        output.data_json(_plain(use))
+        facts = {"architecture": use.architecture, "traces": use.traces, "tokens": use.decoded_tokens}
+        output.data_json({**facts, "never_offered": missing, "has_routes": bool(use.routes)})
         return
     traced = "1 trace" if use.traces == 1 else f"{use.traces} traces"
     output.say(f"merged {traced} of {use.decoded_tokens:,} tokens into `{target_path}`")
-    missing = [f"{layer}.{expert}" for layer, expert in use.never_offered()]
     if missing:
         named = ", ".join(missing[:_MOST_NAMED])
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         output.say(f"no traced bundle holds the experts {named}{more}: a compile takes their use from calibration")
     if not use.routes:
         output.say("every traced bundle leaves experts out: a compile takes activation paths from calibration")
-
-
-def _plain(use: ExpertUse) -> dict[str, Any]:
-    """Return the values of `--json`."""
-    return {
-        "architecture": use.architecture,
-        "traces": use.traces,
-        "tokens": use.decoded_tokens,
-        "never_offered": [f"{layer}.{expert}" for layer, expert in use.never_offered()],
-        "has_routes": bool(use.routes),
-    }

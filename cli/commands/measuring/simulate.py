@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moec.profiles.device import DeviceProfile
-    from moec.profiles.device_parts import Gpu, Power
+    from moec.profiles.device_parts import Power
     from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.expert_cache.policies import PolicyScore
-    from moec.runtime.options.runtime import Cooperation, Prefetch, PrefetchRule
-    from moec.runtime.simulation.accelerator_replay import ReplayedDevice
-    from moec.runtime.simulation.timeline import Advice, DeviceRates
+    from moec.runtime.options.runtime import Prefetch, PrefetchRule
+    from moec.runtime.simulation.timeline import Advice
     from moec.runtime.trace.trace import Trace
 
 OPTIMUM = "optimum"
@@ -50,12 +50,7 @@ DEFAULT_POLICIES = ("lrfu", "hobbit", "edgemoe", "lru", "lfu", OPTIMUM)
 
 @click.command("simulate", short_help="Predict decoding on a device from a routing trace.")
 @bundle_argument
-@file_option(
-    "--trace",
-    "trace_path",
-    required=True,
-    help="Trace that `moec bench --trace-out` wrote.",
-)
+@file_option("--trace", "trace_path", required=True, help="Trace that `moec bench --trace-out` wrote.")
 @click.option(
     "--profile",
     type=PLACE,
@@ -115,37 +110,93 @@ def simulate_command(bundle: Path, trace_path: Path, as_json: bool, **values: An
     moec simulate mixtral-moec --trace held-out.trace --accelerator memory=8GiB,expert=600us,token=2us,link=12GB
     """
     from moec.profiles.loading import load_profile
+    from moec.profiles.predict import recommended_cache_bytes
     from moec.runtime.bundle.open_bundle import open_bundle
+    from moec.runtime.memory.budget import nominal_memory
 
     opened = open_bundle(bundle_folder(bundle))
     _apply_system(values, opened.path)
     profile = load_profile(values["profile"], opened.path) if values["profile"] is not None else None
+    power = None if profile is None else profile.power
     simulation = _simulation(opened, trace_path, profile, values)
+    trace, rates, shared = simulation.trace, simulation.rates, simulation.shared
     total_bytes = simulation.replayed.total_bytes
     capacities = [parse_cache(text, total_bytes) for text in values["caches"] or DEFAULT_CACHES]
-    settings = _settings(values["modes"], trace_path, simulation.trace, opened)
-    policies = _scores(_policies(values["policy"], settings), values["policy_weights"], opened)
-    rows = simulation.rows(capacities, policies, settings)
+    settings = _settings(values["modes"], trace_path, trace, opened)
+    rows = simulation.rows(
+        capacities, _policies(values["policy"], values["policy_weights"], settings, opened), settings
+    )
+    cache_bytes = None
+    if profile is not None:
+        with suppress(DoesNotFit):
+            fixed, experts_bytes = nominal_memory(opened.manifest), opened.manifest.cost.expert_padded_bytes
+            cache_bytes = recommended_cache_bytes(profile, fixed, experts_bytes)
+    name = profile.name if profile is not None else "the recorder"
+    times = [step.elapsed_ns for step in trace.passes[trace.prompt_passes :]]
     if as_json:
-        output.data_json(_plain(simulation, profile, rows))
-    else:
-        power = None if profile is None else profile.power
-        output.data(f"{output.facts(_heading(simulation, profile))}\n\n{_table(rows, total_bytes, power)}")
+        device: dict[str, Any] = {"name": name, **asdict(rates), "cache_bytes": cache_bytes, "accelerator": None}
+        if shared is not None:
+            device["accelerator"] = {
+                "cooperation": shared.cooperation, "resident": len(shared.resident),
+                "latency": shared.latency.to_plain(),
+            }  # fmt: skip
+        device["power"] = None if power is None else power.to_plain()
+        recorded = {"tokens": len(times) + 1, "tpot_mean_ns": round(sum(times) / len(times)) if times else None}
+        plain = [
+            {
+                **row.to_plain(),
+                "share": row.timeline.capacity_bytes / total_bytes,
+                "joules_per_token": token_joules(power, row.timeline),
+            }
+            for row in rows
+        ]
+        output.data_json({"device": device, "prefetch": simulation.prefetch, "recorded": recorded, "rows": plain})
+        return
+    storage = f"{output.human_bytes(rates.storage_bytes_per_s)}/s, {rates.storage_latency_ns / 1e3:.0f} us a read"
+    heading = [
+        ("trace", f"{trace.header.prompt_tokens} tokens of prompt, {len(times) + 1} decoded"),
+        ("device", f"{name}: storage {storage}; computing takes {rates.compute_scale:.2f} x as long"),
+        ("prefetch", f"{simulation.prefetch}, {rates.readers} readers"),
+    ]
+    if shared is not None:
+        resident = f"{len(shared.resident)} of {simulation.replayed.count} experts on it"
+        heading.append(("accelerator", f"{resident}, cooperation {shared.cooperation}, {shared.latency.to_text()}"))
+    if profile is not None:
+        fits = "too little for this bundle" if cache_bytes is None else f"leaves {output.human_bytes(cache_bytes)}"
+        heading.append(("memory", fits + " for experts" * (cache_bytes is not None)))
+    if power is not None and (draws := power_text(power, shared is not None)) is not None:
+        heading.append(("power", draws))
+    output.data(f"{output.facts(heading)}\n\n{_table(rows, total_bytes, power)}")
 
 
 def _simulation(bundle: Bundle, trace_path: Path, profile: DeviceProfile | None, values: dict[str, Any]) -> Simulation:
     """Return the simulation of the trace on the device of the options."""
+    from moec.runtime.simulation.recorded_advice import recorded_advice, table_advice
+
     (trace,) = open_traces([trace_path], bundle)
     rates = device_rates(trace.header, profile, values["readers"], values["read_rate"], values["read_latency"])
-    prefetch = values["prefetch"] or trace.header.prefetch
+    prefetch, cooperation = values["prefetch"] or trace.header.prefetch, values["cooperation"]
     trace = with_prefetch_rule(trace, trace_path, bundle, prefetch, values["prefetch_rule"])
     trace = with_prefetch_layers(trace, trace_path, prefetch, values["prefetch_layers"])
     replayed = replayed_bundle(bundle)
     if values["cache_state"] == "cold":
         replayed = replace(replayed, warm=[])
-    gpu = None if profile is None else profile.gpu
-    shared = _shared(values["accelerator"], gpu, values["cooperation"], bundle, trace, rates)
-    return Simulation(bundle, trace, replayed, rates, prefetch, _advice(bundle, trace, prefetch), shared)
+    shared = None
+    if values["accelerator"] is not None:
+        accelerator = parse_accelerator(values["accelerator"], None if profile is None else profile.gpu)
+        shared = shared_device(bundle, trace, rates, accelerator, cooperation)
+    elif cooperation != "auto":
+        raise OptionError("`cooperation` has no effect without a device", "add `--accelerator`")
+    if prefetch == trace.header.prefetch:
+        advice: Advice = recorded_advice
+    elif prefetch == "lookahead":
+        raise OptionError(
+            f"the trace, recorded with `prefetch={trace.header.prefetch}`, lacks what routers would have guessed",
+            "record it with `moec bench --set prefetch=lookahead` and a cache that does not hold all experts",
+        )
+    else:
+        advice = table_advice(prefetch, bundle.tables(), bundle.manifest.model, trace)
+    return Simulation(bundle, trace, replayed, rates, prefetch, advice, shared)
 
 
 def _apply_system(values: dict[str, Any], bundle: Path) -> None:
@@ -161,56 +212,6 @@ def _apply_system(values: dict[str, Any], bundle: Path) -> None:
     if "lossy" in chosen:
         values["modes"] = recorded_setting(bundle, chosen.pop("lossy"))
     values |= chosen
-
-
-def _plain(simulation: Simulation, profile: DeviceProfile | None, rows: list[Row]) -> dict[str, Any]:
-    """Return the content of `--json`."""
-    total_bytes, shared = simulation.replayed.total_bytes, simulation.shared
-    power = None if profile is None else profile.power
-    device = {
-        "name": _device_name(profile),
-        **asdict(simulation.rates),
-        "cache_bytes": None if profile is None else _device_cache_bytes(simulation.bundle, profile),
-        "accelerator": _shared_plain(shared),
-        "power": None if power is None else power.to_plain(),
-    }
-    return {
-        "device": device,
-        "prefetch": simulation.prefetch,
-        "recorded": _recorded(simulation.trace),
-        "rows": [_row_plain(row, total_bytes, power) for row in rows],
-    }
-
-
-def _row_plain(row: Row, total_bytes: int, power: Power | None) -> dict[str, Any]:
-    """Return a row for `--json`."""
-    share = row.timeline.capacity_bytes / total_bytes
-    return {**row.to_plain(), "share": share, "joules_per_token": token_joules(power, row.timeline)}
-
-
-def _device_name(profile: DeviceProfile | None) -> str:
-    return profile.name if profile is not None else "the recorder"
-
-
-def _shared(
-    accelerator: str | None,
-    gpu: Gpu | None,
-    cooperation: Cooperation,
-    bundle: Bundle,
-    trace: Trace,
-    rates: DeviceRates,
-) -> ReplayedDevice | None:
-    if accelerator is not None:
-        return shared_device(bundle, trace, rates, parse_accelerator(accelerator, gpu), cooperation)
-    if cooperation != "auto":
-        raise OptionError("`cooperation` has no effect without a device", "add `--accelerator`")
-    return None
-
-
-def _shared_plain(shared: ReplayedDevice | None) -> dict[str, Any] | None:
-    if shared is None:
-        return None
-    return {"cooperation": shared.cooperation, "resident": len(shared.resident), "latency": shared.latency.to_plain()}
 
 
 def with_prefetch_rule(
@@ -269,9 +270,10 @@ def _settings(modes: str | None, path: Path, trace: Trace, bundle: Bundle) -> li
     """
     from moec.runtime.tuning.mode_records import calibrated_deciles
 
-    found: list[dict[str, str]] = [{}]
-    asked = [] if modes is None else settings_of(modes, bundle.manifest, calibrated_deciles(bundle.path))[1:]
-    for options in asked:
+    if modes is None:
+        return [{}]
+    settings: list[dict[str, str]] = [{}]
+    for options in settings_of(modes, bundle.manifest, calibrated_deciles(bundle.path))[1:]:
         try:
             require_scores(path, trace, options)
         except OptionError as refusal:
@@ -279,95 +281,33 @@ def _settings(modes: str | None, path: Path, trace: Trace, bundle: Bundle) -> li
                 raise
             output.say(f"left out: {refusal.message}")
             continue
-        found.append(options)
-    return found
+        settings.append(options)
+    return settings
 
 
-def _policies(names: str | None, settings: Sequence[dict[str, str]]) -> Sequence[str]:
-    """Return the policies of a list with commas, or the default ones. Raises OptionError."""
-    asked = [] if names is None else [name.strip() for name in names.split(",")]
-    for name in asked:
-        if name not in (*POLICIES, OPTIMUM):
-            raise OptionError(f"unknown policy `{name[:40]}`", f"choose from {', '.join((*POLICIES, OPTIMUM))}")
-    if len(settings) == 1:
-        return asked or DEFAULT_POLICIES
-    if OPTIMUM in asked:
-        raise OptionError("`policy=optimum` knows the future, and lossy modes decide without", "leave one of them out")
-    return asked or DEFAULT_POLICIES[:1]
-
-
-def _scores(policies: Sequence[str], weights: str | None, bundle: Bundle) -> dict[str, str | PolicyScore]:
+def _policies(
+    names: str | None, weights: str | None, settings: Sequence[dict[str, str]], bundle: Bundle
+) -> dict[str, str | PolicyScore]:
+    """Return the policies of a list with commas, or the default ones, with their scores. Raises OptionError."""
     from moec.runtime.bundle.eviction_weights import FITTED_POLICY, fitted_weights
     from moec.runtime.expert_cache.policies import MultidimensionalScore, policy_score
 
+    policies = [] if names is None else [name.strip() for name in names.split(",")]
+    for name in policies:
+        if name not in (*POLICIES, OPTIMUM):
+            raise OptionError(f"unknown policy `{name[:40]}`", f"choose from {', '.join((*POLICIES, OPTIMUM))}")
+    if len(settings) > 1 and OPTIMUM in policies:
+        raise OptionError("`policy=optimum` knows the future, and lossy modes decide without", "leave one of them out")
+    policies = policies or list(DEFAULT_POLICIES if len(settings) == 1 else DEFAULT_POLICIES[:1])
+    scores: dict[str, str | PolicyScore] = {policy: policy for policy in policies}
     if weights is None:
-        own = fitted_weights(bundle) if FITTED_POLICY in policies else None
-        fitted_score = FITTED_POLICY if own is None else policy_score(FITTED_POLICY, own)
-        return {policy: fitted_score if policy == FITTED_POLICY else policy for policy in policies}
-    fitted = parse_weights(weights)
-    if not set(policies) & set(WEIGHTED_POLICIES):
+        fitted = fitted_weights(bundle) if FITTED_POLICY in scores else None
+        return scores if fitted is None else scores | {FITTED_POLICY: policy_score(FITTED_POLICY, fitted)}
+    parsed = parse_weights(weights)
+    weighted = [policy for policy in policies if policy in WEIGHTED_POLICIES]
+    if not weighted:
         raise OptionError("`policy-weights` has no effect on these policies", "add `--set policy=hobbit`")
-    return {
-        policy: MultidimensionalScore(fitted, policy == "hobbit-printed") if policy in WEIGHTED_POLICIES else policy
-        for policy in policies
-    }
-
-
-def _advice(bundle: Bundle, trace: Trace, prefetch: Prefetch) -> Advice:
-    """Return the advice of a prefetcher for every pass and layer."""
-    from moec.runtime.simulation.recorded_advice import recorded_advice, table_advice
-
-    if prefetch == trace.header.prefetch:
-        return recorded_advice
-    if prefetch == "lookahead":
-        raise OptionError(
-            f"the trace, recorded with `prefetch={trace.header.prefetch}`, lacks what routers would have guessed",
-            "record it with `moec bench --set prefetch=lookahead` and a cache that does not hold all experts",
-        )
-    return table_advice(prefetch, bundle.tables(), bundle.manifest.model, trace)
-
-
-def _device_cache_bytes(bundle: Bundle, profile: DeviceProfile) -> int | None:
-    """Return the bytes that the device has for experts at the default context; None if the rest does not fit."""
-    from moec.profiles.predict import recommended_cache_bytes
-    from moec.runtime.memory.budget import nominal_memory
-
-    try:
-        fixed = nominal_memory(bundle.manifest)
-        return recommended_cache_bytes(profile, fixed, bundle.manifest.cost.expert_padded_bytes)
-    except DoesNotFit:
-        return None
-
-
-def _recorded(trace: Trace) -> dict[str, Any]:
-    """Return the number of decoded tokens of the trace, and their mean time in ns."""
-    steps = [each.elapsed_ns for each in trace.passes[trace.prompt_passes :]]
-    return {"tokens": len(steps) + 1, "tpot_mean_ns": round(sum(steps) / len(steps)) if steps else None}
-
-
-def _heading(simulation: Simulation, profile: DeviceProfile | None) -> list[tuple[str, object]]:
-    """Return the facts above the table, as names and values."""
-    trace, rates, shared = simulation.trace, simulation.rates, simulation.shared
-    heading: list[tuple[str, object]] = [
-        ("trace", f"{trace.header.prompt_tokens} tokens of prompt, {_recorded(trace)['tokens']} decoded"),
-        (
-            "device",
-            f"{_device_name(profile)}: storage {output.human_bytes(rates.storage_bytes_per_s)}/s, "
-            f"{rates.storage_latency_ns / 1e3:.0f} us a read; computing takes {rates.compute_scale:.2f} x as long",
-        ),
-        ("prefetch", f"{simulation.prefetch}, {rates.readers} readers"),
-    ]
-    if shared is not None:
-        on_it = f"{len(shared.resident)} of {simulation.replayed.count} experts on it"
-        heading.append(("accelerator", f"{on_it}, cooperation {shared.cooperation}, {shared.latency.to_text()}"))
-    if profile is not None:
-        room = _device_cache_bytes(simulation.bundle, profile)
-        left = "too little for this bundle" if room is None else f"leaves {output.human_bytes(room)} for experts"
-        heading.append(("memory", left))
-    drawn = None if profile is None or profile.power is None else power_text(profile.power, shared is not None)
-    if drawn is not None:
-        heading.append(("power", drawn))
-    return heading
+    return scores | {policy: MultidimensionalScore(parsed, policy == "hobbit-printed") for policy in weighted}
 
 
 def _table(rows: Sequence[Row], total_bytes: int, power: Power | None) -> str:
@@ -375,16 +315,16 @@ def _table(rows: Sequence[Row], total_bytes: int, power: Power | None) -> str:
     has_modes, lines = any(row.mode for row in rows), list[tuple[str, ...]]()
     has_energy = any(token_joules(power, row.timeline) is not None for row in rows)
     for row in rows:
-        found = row.timeline
+        predicted = row.timeline
         line: tuple[str, ...] = (
-            f"{found.capacity_bytes / total_bytes:.0%}",
-            found.policy,
-            output.human_ms(found.tpot_mean_ns),
-            "-" if found.tokens_per_s is None else f"{found.tokens_per_s:.2f}",
-            output.human_share(found.stall),
-            output.human_share(found.cache.hit_rate),
-            output.human_bytes(found.decode_bytes_read_per_token),
-            *((joules_text(token_joules(power, found)),) if has_energy else ()),
+            f"{predicted.capacity_bytes / total_bytes:.0%}",
+            predicted.policy,
+            output.human_ms(predicted.tpot_mean_ns),
+            "-" if predicted.tokens_per_s is None else f"{predicted.tokens_per_s:.2f}",
+            output.human_share(predicted.stall),
+            output.human_share(predicted.cache.hit_rate),
+            output.human_bytes(predicted.decode_bytes_read_per_token),
+            *((joules_text(token_joules(power, predicted)),) if has_energy else ()),
         )
         gain = "-" if row.gain is None else f"{row.gain:.2f}"
         lines.append((row.mode or LOSSLESS, *line, gain, decisions_text(row.decisions)) if has_modes else line)

@@ -23,7 +23,7 @@ from ...options.paths import bundle_argument, file_option
 from ...options.profile_defaults import device_facts, say_device, with_reader_cpus
 from ...options.runtime_options import TUNED, build_options, refuse_given, tunable_options
 from ...options.tuned_options import made_elsewhere, planned_cache_bytes
-from ...simulation.eviction_fit import SHARES, FittedRow, PolicyFit, fit_plain, fit_table
+from ...simulation.eviction_fit import SHARES, PolicyFit, fit_table
 from ...simulation.lossy_replay import require_scores
 from ...simulation.traces import open_traces, replayed_bundle
 from ...terminal import output
@@ -50,11 +50,7 @@ POLICY_OPTIONS = ("policy", "policy_weights")
     multiple=True,
     help="Fit the weights of the policy `hobbit` to this trace instead; repeatable.",
 )
-@file_option(
-    "--held-out",
-    multiple=True,
-    help="With `--trace`: compare policies on this trace; repeatable.",
-)
+@file_option("--held-out", multiple=True, help="With `--trace`: compare policies on this trace; repeatable.")
 @click.option(
     "--modes",
     metavar="SETTING",
@@ -100,29 +96,22 @@ def tune_command(
     """
     from moec.runtime.tuning.tune_file import check_tuning
 
-    _check_request(training, held_out, modes, tokens)
+    if bool(training) != bool(held_out):
+        raise OptionError("`--trace` and `--held-out` need each other", "record some texts for each")
+    if not training and modes is not None:
+        raise OptionError("`--modes` has no effect without traces", "add `--trace` and `--held-out`")
+    if not training and tokens < 2:
+        raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 48")
     folder = bundle_folder(bundle)
     if modes is None:
         check_tuning(folder)
     if training:
         refuse_given(click.get_current_context(), ("tokens", "text_path"), "traces are replayed, not timed")
-        options = build_options(values, bundle=folder, is_tuned=False)
+    options = build_options(values, bundle=folder, is_tuned=False)
+    if training:
         fit_policy(folder, options, training, held_out, modes, as_json)
     else:
-        options = build_options(values, bundle=folder, is_tuned=False)
         _time(folder, options, values["kernels"], tokens, text_path, as_json)
-
-
-def _check_request(training: tuple[Path, ...], held_out: tuple[Path, ...], modes: str | None, tokens: int) -> None:
-    """Raise OptionError if options exclude or need each other."""
-    if bool(training) != bool(held_out):
-        raise OptionError("`--trace` and `--held-out` need each other", "record some texts for each")
-    if training:
-        return
-    if modes is not None:
-        raise OptionError("`--modes` has no effect without traces", "add `--trace` and `--held-out`")
-    if tokens < 2:
-        raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 48")
 
 
 def _time(
@@ -146,15 +135,14 @@ def _time(
 
     top_k = max(layer.experts.top_k for layer in open_bundle(folder).manifest.model.layers)
     best, trials = search(options, top_k, seconds)
-    kept = {name: getattr(best, name) for name in TUNED if getattr(best, name) != getattr(options, name)}
-    path, kept = _write(folder, cache_bytes, POLICY_OPTIONS, kept, trials)
+    tuned = {name: getattr(best, name) for name in TUNED if getattr(best, name) != getattr(options, name)}
+    facts, sentence = _write(folder, cache_bytes, POLICY_OPTIONS, tuned, trials)
     if as_json:
-        told = {"path": str(path), "expert_cache_bytes": cache_bytes}
-        output.data_json({**told, "options": kept, "trials": trials, **device_facts()})
+        output.data_json({**facts, **device_facts()})
         return
     rows = [(t["option"], t["value"], f"{t['gain']:+.1%}", "kept" if t["kept"] else "") for t in trials]
     output.data(output.table(rows, ("option", "value", "speed", "")))
-    output.say(_written(path, cache_bytes))
+    output.say(sentence)
 
 
 def fit_policy(
@@ -168,6 +156,7 @@ def fit_policy(
     """Fit the weights of the policy, print the comparison, and write them if they read less at the size in use."""
     from moec.runtime.bundle.eviction_weights import with_fitted_weights
     from moec.runtime.bundle.open_bundle import open_bundle
+    from moec.runtime.expert_cache.policies import policy_score
 
     say_device(open_bundle(folder), options)
     in_use = planned_cache_bytes(folder, options)  # before the traces take memory, which a run does not read
@@ -184,26 +173,33 @@ def fit_policy(
     rows = fit.rows(sorted(capacities))
     if setting:
         if as_json:
-            output.data_json({"modes": modes_of(setting).to_text(), "rows": fit_plain(rows)})
+            output.data_json({"modes": modes_of(setting).to_text(), "rows": rows})
             return
         output.data(fit_table(rows, replayed.total_bytes))
         output.say("nothing is kept: runs with this mode take the weights by `--set policy-weights=...`")
         return
-    kept, trials = _choose(fit, [row for row in rows if row.capacity_bytes == in_use], options)
-    path, kept = _write(folder, in_use, TUNED, kept, trials)
+    # Of the policies that read less than the one in use, with 95 % confidence, the one with the largest gain.
+    current, most = policy_score(options.policy, options.policy_weights), 0.0
+    chosen: dict[str, str | int] = {}
+    trials: list[dict[str, Any]] = []
+    for row in rows:
+        policy, weights = row["policy"], row["weights"]
+        if row["capacity_bytes"] != in_use or weights is None:
+            continue
+        gain, is_certain = fit.gain(in_use, policy_score(policy, weights), current)
+        trials.append({"option": "policy", "value": f"{policy} {weights}", "gain": round(gain, 4)})
+        if is_certain and gain > most:
+            most, chosen = gain, {"policy": policy, "policy_weights": weights}
+    for trial in trials:
+        trial["kept"] = trial["value"] == " ".join(map(str, chosen.values()))
+    facts, sentence = _write(folder, in_use, TUNED, chosen, trials)
     if as_json:
-        told = {"path": str(path), "expert_cache_bytes": in_use}
-        told |= {"options": kept, "trials": trials, "rows": fit_plain(rows)}
-        output.data_json({**told, **device_facts()})
+        output.data_json({**facts, "rows": rows, **device_facts()})
         return
     output.data(fit_table(rows, replayed.total_bytes))
     if in_use >= replayed.total_bytes:
         output.say("all experts fit, so no policy is kept; name the size in use with `--expert-cache` or `--memory`")
-    output.say(_written(path, in_use))
-
-
-def _written(path: Path, cache_bytes: int) -> str:
-    return f"wrote `{path}`, for an expert cache of {output.human_bytes(cache_bytes)}"
+    output.say(sentence)
 
 
 def _setting(text: str, bundle: Bundle, traces: dict[Path, Trace]) -> dict[str, str]:
@@ -225,36 +221,10 @@ def _setting(text: str, bundle: Bundle, traces: dict[Path, Trace]) -> dict[str, 
     return settings[0]
 
 
-def _choose(
-    fit: PolicyFit, rows: list[FittedRow], options: RuntimeOptions
-) -> tuple[dict[str, str | int], list[dict[str, Any]]]:
-    """Return the fitted policy that reads less than the one in use, and every comparison.
-
-    The difference must have 95 % confidence. Of several policies, the one with the largest gain is returned.
-    """
-    from moec.runtime.expert_cache.policies import policy_score
-
-    in_use = policy_score(options.policy, options.policy_weights)
-    kept: dict[str, str | int] = {}
-    trials: list[dict[str, Any]] = []
-    most = 0.0
-    for row in rows:
-        if row.weights is None:
-            continue
-        gain, is_certain = fit.gain(row.capacity_bytes, policy_score(row.policy, row.weights), in_use)
-        is_kept = is_certain and gain > most
-        trials.append({"option": "policy", "value": f"{row.policy} {row.weights}", "gain": round(gain, 4)})
-        if is_kept:
-            most, kept = gain, {"policy": row.policy, "policy_weights": row.weights}
-    for trial in trials:
-        trial["kept"] = bool(kept) and trial["value"] == f"{kept['policy']} {kept['policy_weights']}"
-    return kept, trials
-
-
 def _write(
-    folder: Path, cache_bytes: int, others: tuple[str, ...], kept: dict[str, str | int], trials: list[dict[str, Any]]
-) -> tuple[Path, dict[str, str | int]]:
-    """Write the kept options. Return the path and all options of the file.
+    folder: Path, cache_bytes: int, others: tuple[str, ...], tuned: dict[str, str | int], trials: list[dict[str, Any]]
+) -> tuple[dict[str, Any], str]:
+    """Write the tuned options. Return the path and the content for `--json`, and a sentence that says it.
 
     others: names of options that keep their values from an earlier file, if that file is still valid.
     """
@@ -266,11 +236,14 @@ def _write(
         before = read_tuning(folder)
     except ValueError:
         before = None
+    options, records = tuned, trials
     if before is not None and made_elsewhere(before, folder) is None and before.fits_cache(cache_bytes):
-        kept = {name: value for name, value in before.options.items() if name in others} | kept
-        trials = [trial for trial in before.trials if trial.get("option") in others] + trials
-    made = Tuning(machine_sha256(), storage_sha256(folder), bundle_sha256(folder), cache_bytes, kept, trials)
-    return write_tuning(folder, made), kept
+        options = {name: value for name, value in before.options.items() if name in others} | options
+        records = [trial for trial in before.trials if trial.get("option") in others] + records
+    tuning = Tuning(machine_sha256(), storage_sha256(folder), bundle_sha256(folder), cache_bytes, options, records)
+    path = write_tuning(folder, tuning)
+    facts = {"path": str(path), "expert_cache_bytes": cache_bytes, "options": options, "trials": trials}
+    return facts, f"wrote `{path}`, for an expert cache of {output.human_bytes(cache_bytes)}"
 
 
 def alternatives(options: RuntimeOptions, top_k: int) -> Iterator[tuple[str, str | int]]:

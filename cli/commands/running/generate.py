@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from ...terminal.help_sections import SectionCommand, SectionOption
 from ...terminal.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
-    from moec.evaluation.engine import Generation
     from moec.evaluation.text_files import Rows
 
 DEFAULT_SLOTS = 32
@@ -90,10 +88,14 @@ def generate_command(
         output.say(engine.engine.mode)
         say_mode_cost(bundle, engine.engine)
         with ProgressBar(f"{len(requests)} prompts") as progress:
-            found = engine.generate(requests, progress)
+            generations = engine.generate(requests, progress)
         say_decisions(engine.engine)
-    write_json_lines(out, _lines([name for name, _ in named_texts], found, ends))
-    output.say(f"{sum(each.tokens for each in found)} tokens in `{out}`")
+    lines = []
+    for (name, _), generation in zip(named_texts, generations, strict=True):
+        cuts = [at for at in (generation.text.find(end) for end in ends) if at >= 0]
+        lines.append({**name, "completion": generation.text[: min(cuts, default=len(generation.text))]})
+    write_json_lines(out, lines)
+    output.say(f"{sum(generation.tokens for generation in generations)} tokens in `{out}`")
 
 
 def _named_texts(rows: Rows, field: str) -> list[tuple[dict[str, object], str]]:
@@ -120,13 +122,3 @@ def _named_texts(rows: Rows, field: str) -> list[tuple[dict[str, object], str]]:
             ) from error
         prompts.append((name, text))
     return prompts
-
-
-def _lines(
-    names: Sequence[dict[str, object]], found: Sequence[Generation], stops: Sequence[str]
-) -> list[dict[str, object]]:
-    lines = []
-    for name, generation in zip(names, found, strict=True):
-        ends = [at for at in (generation.text.find(stop) for stop in stops) if at >= 0]
-        lines.append({**name, "completion": generation.text[: min(ends, default=len(generation.text))]})
-    return lines

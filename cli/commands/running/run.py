@@ -25,7 +25,6 @@ from ...terminal.run_statistics import statistics_block
 if TYPE_CHECKING:
     from moec.runtime.engine.beam import BeamOptions
     from moec.runtime.engine.engine import Engine
-    from moec.runtime.options.runtime import RuntimeOptions
     from moec.runtime.text.sampling import SamplingOptions
     from moec.runtime.trace.statistics import RunStatistics
 
@@ -82,14 +81,31 @@ def run_command(
     echo "Once upon a time" | moec run mixtral-moec --prompt - --temperature 0.8 --seed 1
     """
     with RunPrompt(prompt, chat, system) as chosen:  # first, so that its process imports in parallel with this one
+        from moec.runtime.engine.beam import BeamOptions
         from moec.runtime.text.sampling import SamplingOptions
 
-        sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        search = _beam_options(beams, length_penalty, sampling, stop)
+        sampling, search = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed), None
+        beam_options = BeamOptions(beams, length_penalty)
+        if beams != 1:
+            if temperature or repetition_penalty != 1.0 or stop:
+                raise OptionError(
+                    "`--beams` finds the most probable answer, without sampling, penalty or stop text",
+                    "drop one of them",
+                )
+            search = beam_options
+        elif length_penalty != 1.0:
+            raise OptionError("`--length-penalty` has no effect with one beam", "set `--beams`")
         options = build_options(values, beams, bundle)
-        _check_trace(trace_out, options, beams)
-        opened = open_engine(bundle, options, values["kernels"], lambda found: chosen.read(found, options))
-    with opened as engine:
+        if trace_out is not None:
+            check_traceable(options)
+            if search is not None:
+                raise OptionError(
+                    "a routing trace is of one text, `--beams` decodes several", "leave out one of the two"
+                )
+            if trace_out == STDOUT:
+                raise OptionError("standard output has the text, so it cannot take the trace", "name a file")
+        engine_of_prompt = open_engine(bundle, options, values["kernels"], lambda opened: chosen.read(opened, options))
+    with engine_of_prompt as engine:
         output.say(engine.mode)
         say_mode_cost(bundle, engine)
         tokens = engine.encode(chosen.text, chosen.adds_special_tokens)
@@ -97,67 +113,30 @@ def run_command(
             _print_beams(engine, tokens, max_new_tokens, search, as_json)
             return
         with written_trace(trace_out, engine, len(tokens)):
-            told, statistics = _generate(engine, tokens, max_new_tokens, sampling, stop, shows_text=not as_json)
+            facts, statistics = _generate(engine, tokens, max_new_tokens, sampling, stop, shows_text=not as_json)
         if as_json:
-            output.data_json(told)
-        else:
-            _say_statistics(engine, statistics, told.get("decisions"))
-
-
-def _say_statistics(engine: Engine, statistics: RunStatistics, decisions: dict[str, Any] | None) -> None:
-    output.say(statistics_block(statistics, decisions))
-    if engine.accelerator is not None:
-        output.say(f"experts computed: {engine.accelerator.counts.to_text()}")
-
-
-def _check_trace(trace_out: Path | None, options: RuntimeOptions, beams: int) -> None:
-    """Refuse a trace that cannot be recorded. Raises OptionError."""
-    if trace_out is None:
-        return
-    check_traceable(options)
-    if beams > 1:
-        raise OptionError("a routing trace is of one text, `--beams` decodes several", "leave out one of the two")
-    if trace_out == STDOUT:
-        raise OptionError("standard output has the text, so it cannot take the trace", "name a file")
-
-
-def _beam_options(
-    beams: int, length_penalty: float, sampling: SamplingOptions, stop: tuple[str, ...]
-) -> BeamOptions | None:
-    """Return the options of a beam search, or None for one beam. Raises OptionError if options exclude each other."""
-    from moec.runtime.engine.beam import BeamOptions
-
-    options = BeamOptions(beams, length_penalty)
-    if beams == 1:
-        if length_penalty != 1.0:
-            raise OptionError("`--length-penalty` has no effect with one beam", "set `--beams`")
-        return None
-    if sampling.temperature or sampling.repetition_penalty != 1.0 or stop:
-        raise OptionError(
-            "`--beams` finds the most probable answer, without sampling, penalty or stop text",
-            "drop one of them",
-        )
-    return options
+            output.data_json(facts)
+            return
+        output.say(statistics_block(statistics, facts.get("decisions")))
+        if engine.accelerator is not None:
+            output.say(f"experts computed: {engine.accelerator.counts.to_text()}")
 
 
 def _print_beams(engine: Engine, tokens: list[int], max_new_tokens: int, options: BeamOptions, as_json: bool) -> None:
     from moec.runtime.engine.beam import beam_search
 
-    found = beam_search(engine, tokens, max_new_tokens, options)
-    ends = engine.bundle.manifest.model.eos_token_ids
-    texts = [engine.tokenizer.decode([token for token in beam.tokens if token not in ends]) for beam in found]
+    ends, beams = engine.bundle.manifest.model.eos_token_ids, list[dict[str, Any]]()
+    for beam in beam_search(engine, tokens, max_new_tokens, options):
+        text = engine.tokenizer.decode([token for token in beam.tokens if token not in ends])
+        beams.append({"text": text, "token_ids": list(beam.tokens), "score": beam.score})
     if not as_json:
-        output.generated(texts[0] + "\n")
-        output.say("\n".join(f"beam {at}: {beam.score:.4f}" for at, beam in enumerate(found, 1)))
+        output.generated(beams[0]["text"] + "\n")
+        output.say("\n".join(f"beam {at}: {beam['score']:.4f}" for at, beam in enumerate(beams, 1)))
         say_decisions(engine)
         return
-    beams = [
-        {"text": text, "token_ids": list(beam.tokens), "score": beam.score}
-        for text, beam in zip(texts, found, strict=True)
-    ]
-    told = {"beams": beams, **mode_facts(engine), "memory": engine.memory.to_plain()}
-    told |= {} if engine.mode_counts is None else {"decisions": engine.mode_counts.to_plain()}
-    output.data_json({**told, **accelerator_facts(engine)})
+    facts = {"beams": beams, **mode_facts(engine), "memory": engine.memory.to_plain()}
+    facts |= {} if engine.mode_counts is None else {"decisions": engine.mode_counts.to_plain()}
+    output.data_json({**facts, **accelerator_facts(engine)})
 
 
 def _generate(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +22,13 @@ from ...options.runtime_options import build_options, runtime_options
 from ...options.sampling_options import chosen_sampling
 from ...terminal import output
 from ...terminal.help_sections import SectionCommand, section_option
-from ...terminal.memory_table import memory_table
 
 if TYPE_CHECKING:
     from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.options.runtime import RuntimeOptions
     from moec.runtime.text.sampling import SamplingOptions
-    from moec.serving.engine.scheduler import ServingOptions
-    from moec.serving.security import SecurityOptions
-    from moec.serving.serve import ServeOptions
+    from moec.serving.memory_shares import MemoryShares
 
 DEFAULT_SLOTS = 4
 _MOST_NAME_CHARACTERS = 200
@@ -102,116 +97,93 @@ def serve_command(
     moec serve mixtral-moec --memory 2GiB
     curl http://127.0.0.1:8080/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 50}'
     """
+    from moec.runtime.bundle.open_bundle import open_bundle
+    from moec.serving.api.fields import server_bytes
+    from moec.serving.api.service import ServiceOptions
     from moec.serving.engine.scheduler import ServingOptions
-    from moec.serving.serve import bind, serve
+    from moec.serving.grammar.masks import grammar_bytes, is_installed
+    from moec.serving.memory_shares import memory_shares
+    from moec.serving.security import SecurityOptions, read_key
+    from moec.serving.serve import ServeOptions, bind, serve
 
-    options = build_options(values, _checked_slots(slots), bundle)
-    server_memory, security = _server_memory(bundle), _security(host, allowed_host, cors_origin, api_key_file)
-    settings = _settings(_checked_name(bundle, name), security, ServingOptions(queue, prefill_tokens), deadline)
+    if slots is not None and not 1 <= slots <= MOST_SLOTS:
+        raise OptionError(f"`--slots` must be 1 to {MOST_SLOTS}, found {slots}", "leave it out for 4")
+    options = build_options(values, DEFAULT_SLOTS if slots is None else slots, bundle)
+    with open_bundle(bundle_folder(bundle)) as opened:
+        manifest = opened.manifest
+    security = SecurityOptions(
+        host, allowed_host, cors_origin, None if api_key_file is None else read_key(api_key_file)
+    )
+    security.check()
+    if name is None:  # after a link, as `current` is one, the name in the manifest
+        name = manifest.name if bundle.is_symlink() else bundle.resolve().name
+    elif not 1 <= len(name) <= _MOST_NAME_CHARACTERS or not name.isprintable():
+        raise OptionError(
+            f"`--name` must have 1 to {_MOST_NAME_CHARACTERS} visible characters, found {name[:60]!r}",
+            "leave it out for the name of the folder",
+        )
+    scheduling = ServingOptions(queue, prefill_tokens)
+    if not 0 < deadline <= 1e6:
+        raise OptionError(f"`--deadline` must be more than 0 and at most 1000000, found {deadline:g}", "try 600")
+    service = ServiceOptions(name, deadline_s=deadline)
+    settings = ServeOptions(service, security, scheduling)
     if prefix_cache is not None:
         limit_bytes = parse_bytes(prefix_cache_size, "--prefix-cache-size")
         settings = replace(settings, saved_slots=prefix_cache, saved_slots_bytes=limit_bytes)
     bound = bind(host, port)  # before the weights are read
     samplings: list[tuple[SamplingOptions, str]] = []
 
-    def open_with(each: RuntimeOptions) -> Engine:
-        return open_engine(bundle, replace(each, other_bytes=server_memory(each)), values["kernels"], prepare)
+    def open_with(fitting: RuntimeOptions) -> Engine:
+        """Open the engine. The server's memory counts, and that of grammars if they can be used."""
+        grammars = grammar_bytes(manifest.model.vocab_size, fitting.slots) if is_installed() else 0
+        other_bytes = server_bytes(fitting.context or DEFAULT_CONTEXT) + grammars
+        return open_engine(bundle, replace(fitting, other_bytes=other_bytes), values["kernels"], prepare)
 
     def prepare(opened: Bundle) -> None:
         samplings.append(chosen_sampling(opened, options.verify, {}))
 
     with bound, with_fitting_slots(open_with, options, slots is None) as engine:
-        sampling, said = samplings[-1]
-        settings = replace(settings, service=replace(settings.service, sampling=sampling, verdict=verdict_of(bundle)))
-        _say_what_is_open(engine, bundle, said, settings.service.verdict)
-        say_ready = partial(_say_address, settings.service.name, host, bound.getsockname()[1], engine.options.slots)
+        (sampling, sampling_text), verdict = samplings[-1], verdict_of(bundle)
+        settings = replace(settings, service=replace(service, sampling=sampling, verdict=verdict))
+        output.say(engine.mode)
+        if verdict:
+            output.say(f"verdict: {verdict}")
+        output.say(f"{sampling_text}; requests may say otherwise")
+        output.say(_memory_table(memory_shares(engine), engine.memory.context))
+        say_mode_cost(bundle, engine)
+
+        def say_ready() -> None:
+            address = f"{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+            answers = f"{engine.options.slots} answer{'s' * (engine.options.slots > 1)} at once"
+            output.say(f"serving `{name}` at http://{address}, {answers}")
+
         serve(engine, bound, settings, say_ready, _report, output.say, _end_process)
     output.say("stopped")
 
 
-def _checked_slots(slots: int | None) -> int:
-    """Return the number of slots. Raises OptionError."""
-    if slots is not None and not 1 <= slots <= MOST_SLOTS:
-        raise OptionError(f"`--slots` must be 1 to {MOST_SLOTS}, found {slots}", "leave it out for 4")
-    return DEFAULT_SLOTS if slots is None else slots
-
-
-def _say_what_is_open(engine: Engine, bundle: Path, sampling: str, verdict: str) -> None:
-    from moec.serving.memory_shares import memory_shares
-
-    output.say(engine.mode)
-    if verdict:
-        output.say(f"verdict: {verdict}")
-    output.say(f"{sampling}; requests may say otherwise")
-    output.say(memory_table(memory_shares(engine), engine.memory.context))
-    say_mode_cost(bundle, engine)
-
-
-def _say_address(name: str, host: str, port: int, slots: int) -> None:
-    shown = f"[{host}]" if ":" in host else host
-    output.say(f"serving `{name}` at http://{shown}:{port}, {slots} answer{'s' * (slots > 1)} at once")
-
-
-def _security(
-    host: str, allowed_hosts: tuple[str, ...], origins: tuple[str, ...], key_file: Path | None
-) -> SecurityOptions:
-    """Return who may ask. Raises OptionError, InputError."""
-    from moec.serving.security import SecurityOptions, read_key
-
-    security = SecurityOptions(host, allowed_hosts, origins, None if key_file is None else read_key(key_file))
-    security.check()
-    return security
-
-
-def _server_memory(bundle: Path) -> Callable[[RuntimeOptions], int]:
-    """Return what tells the bytes that the server takes in addition to the engine. Grammars count if they can be used.
-
-    Raises InputError, BundleError.
-    """
-    from moec.runtime.bundle.open_bundle import open_bundle
-    from moec.serving.api.fields import server_bytes
-    from moec.serving.grammar.masks import grammar_bytes, is_installed
-
-    vocabulary = None
-    if is_installed():
-        with open_bundle(bundle_folder(bundle)) as opened:
-            vocabulary = opened.manifest.model.vocab_size
-
-    def bytes_of(options: RuntimeOptions) -> int:
-        own = server_bytes(options.context or DEFAULT_CONTEXT)
-        return own if vocabulary is None else own + grammar_bytes(vocabulary, options.slots)
-
-    return bytes_of
-
-
-def _checked_name(bundle: Path, name: str | None) -> str:
-    """Return the name of the model: that of the folder, or after a link, as `current` is one, that of the manifest.
-
-    Raises OptionError, BundleError.
-    """
-    from moec.runtime.bundle.open_bundle import open_bundle
-
-    if name is None:
-        if not bundle.is_symlink():
-            return bundle.resolve().name
-        with open_bundle(bundle_folder(bundle)) as opened:
-            return opened.manifest.name
-    if not 1 <= len(name) <= _MOST_NAME_CHARACTERS or not name.isprintable():
-        raise OptionError(
-            f"`--name` must have 1 to {_MOST_NAME_CHARACTERS} visible characters, found {name[:60]!r}",
-            "leave it out for the name of the folder",
-        )
-    return name
-
-
-def _settings(name: str, security: SecurityOptions, engine: ServingOptions, deadline: float) -> ServeOptions:
-    """Return the options of the server. Raises OptionError."""
-    from moec.serving.api.service import ServiceOptions
-    from moec.serving.serve import ServeOptions
-
-    if not 0 < deadline <= 1e6:
-        raise OptionError(f"`--deadline` must be more than 0 and at most 1000000, found {deadline:g}", "try 600")
-    return ServeOptions(ServiceOptions(name, deadline_s=deadline), security, engine)
+def _memory_table(shares: MemoryShares, context: int) -> str:
+    """Return a line for each part of the memory, after a line with their sum. context: tokens of a slot."""
+    is_elastic = shares["unused_bytes"] is not None
+    slots = f"{shares['slots']} slot{'s' * (shares['slots'] > 1)} of {output.human_bytes(shares['slot_bytes'])}"
+    parts = [
+        (shares["process_bytes"], "process, with tokenizer and manifest"),
+        (shares["server_bytes"], "server: requests, log probabilities, grammars"),
+        (shares["dense_bytes"], "dense weights"),
+        (shares["tables_bytes"], "tables for reading ahead"),
+        (shares["buffers_bytes"], "buffers of the longest pass"),
+        (shares["accelerator_bytes"], "host memory of the accelerator"),
+        (
+            shares["slots"] * shares["slot_bytes"],
+            f"{slots}: keys and values of {context} tokens, kept for the next turn of a conversation",
+        ),
+        (shares["experts_bytes"], "expert cache" + is_elastic * "; it also takes what slots and buffers leave free"),
+        (shares["unused_bytes"] or 0, "not used"),
+    ]
+    rows = [(output.human_bytes(size), text) for size, text in parts if size > 0]
+    whole = output.human_bytes(sum(size for size, _ in parts if size > 0))
+    width = max(len(size) for size, _ in rows)
+    head = f"{'memory budget' if is_elastic else 'memory at most'} {whole}"
+    return "\n".join([head, *(f"  {size.rjust(width)}  {text}" for size, text in rows)])
 
 
 def _end_process(error: MoecError) -> None:

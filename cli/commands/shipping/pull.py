@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from moec.manifests.errors import MoecError, OptionError
 
 from ...exit_codes import EXIT_ROLLED_BACK
 from ...options.keys import accepted_keys_option, read_accepted_keys
@@ -20,7 +19,7 @@ from ...terminal.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from moec.shipping.pull.observer import PullObserver
-    from moec.shipping.pull.pull import Pulled, PullRequest
+    from moec.shipping.pull.pull import Pulled
 
 _OUTCOMES = {
     "installed": "installed `{name}`: {path} is current",
@@ -79,71 +78,38 @@ def pull_command(
     moec pull file:/media/stick /var/lib/moec --key fleet.pub --device raspberry-pi-5-nvme
     moec run /var/lib/moec/current --prompt "Question: ..."
     """
-    from moec.shipping.pull.pull import PullRequest
-
-    from ...terminal.pull_report import PullLines, PullTalk
-
-    request = PullRequest(folder, channel=channel, device=device, keep=keep, plan_only=plan_only)
-    if as_json:
-        with _failure_as_json():
-            result = _pulled(source, key_files, _with_sizes(request, memory, max_rate), memory, PullLines())
-        told = {"event": "ended", "outcome": result.outcome, "bundle": result.name, "path": str(result.path)}
-        output.data_json({**told, "sequence": result.channel.sequence, "device": result.bundle.device})
-    else:
-        with ProgressBar("pulling") as bar:
-            result = _pulled(source, key_files, _with_sizes(request, memory, max_rate), memory, PullTalk(bar))
-        values = {"name": result.name, "path": result.path, "sequence": result.channel.sequence}
-        output.data(_OUTCOMES[result.outcome].format(**values))
-    return EXIT_ROLLED_BACK if result.outcome == "rolled back" else 0
-
-
-@contextmanager
-def _failure_as_json() -> Iterator[None]:
-    """Print an error as the last event, in addition to its sentence on stderr."""
-    from moec.manifests.errors import MoecError
-
-    try:
-        yield
-    except MoecError as error:
-        told = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
-        output.data_json({"event": "failed", "exit_code": error.exit_code, **told})
-        raise
-
-
-def _with_sizes(request: PullRequest, memory: str | None, max_rate: str | None) -> PullRequest:
-    """Return a request with memory and rate. Raises OptionError."""
     from moec.manifests.sizes import parse_bytes
     from moec.shipping.pull.fetch import FetchOptions
-
-    memory_bytes = None if memory is None else parse_bytes(memory, "--memory")
-    rate = None if max_rate is None else _rate(max_rate)
-    return replace(request, memory_bytes=memory_bytes, fetch=FetchOptions(most_bytes_per_s=rate))
-
-
-def _rate(text: str) -> int:
-    """Return a rate in bytes per second. Raises OptionError."""
-    from moec.manifests.errors import OptionError
-    from moec.manifests.sizes import parse_bytes
-
-    rate = parse_bytes(text, "--max-rate")
-    if rate < 1:
-        raise OptionError(f"`--max-rate {text}` lets nothing through", "write a rate like `2MB`")
-    return rate
-
-
-def _pulled(
-    source: str, key_files: tuple[Path, ...], request: PullRequest, memory: str | None, observer: PullObserver
-) -> Pulled:
-    """Open the store and pull. Raises the errors of both."""
-    from moec.shipping.pull.pull import Machine, pull
+    from moec.shipping.pull.pull import Machine, PullRequest, pull
 
     from ...bundle_check import check_bundle
     from ...group import version
+    from ...terminal.pull_report import PullLines, PullTalk
 
-    keys = read_accepted_keys(key_files)
+    def install(observer: PullObserver) -> Pulled:
+        memory_bytes = None if memory is None else parse_bytes(memory, "--memory")
+        rate = None if max_rate is None else parse_bytes(max_rate, "--max-rate")
+        if rate is not None and rate < 1:
+            raise OptionError(f"`--max-rate {max_rate}` lets nothing through", "write a rate like `2MB`")
+        request = PullRequest(
+            folder, channel, device, memory_bytes, keep, plan_only, FetchOptions(most_bytes_per_s=rate)
+        )
+        keys, machine = read_accepted_keys(key_files), Machine(version(), datetime.now(timezone.utc))
+        with opened_store(source) as store:
+            return pull(store, keys, request, lambda path: output.say(check_bundle(path, memory)), machine, observer)
 
-    def check(folder: Path) -> None:
-        output.say(check_bundle(folder, memory))
-
-    with opened_store(source) as store:
-        return pull(store, keys, request, check, Machine(version(), datetime.now(timezone.utc)), observer)
+    if as_json:
+        try:
+            result = install(PullLines())
+        except MoecError as error:  # also the last event, in addition to its sentence on stderr
+            facts = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
+            output.data_json({"event": "failed", "exit_code": error.exit_code, **facts})
+            raise
+        ended = {"event": "ended", "outcome": result.outcome, "bundle": result.name, "path": str(result.path)}
+        output.data_json({**ended, "sequence": result.channel.sequence, "device": result.bundle.device})
+    else:
+        with ProgressBar("pulling") as bar:
+            result = install(PullTalk(bar))
+        values = {"name": result.name, "path": result.path, "sequence": result.channel.sequence}
+        output.data(_OUTCOMES[result.outcome].format(**values))
+    return EXIT_ROLLED_BACK if result.outcome == "rolled back" else 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,17 +15,14 @@ from ...options.stores import opened_store
 from ...terminal import output
 from ...terminal.progress_bar import ProgressBar
 
-if TYPE_CHECKING:
-    from moec.shipping.push.push import Pushed
-
 _UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
 _LONGEST = timedelta(days=3650)
 
 
 def _time(ctx: click.Context, parameter: click.Parameter, text: str) -> timedelta:
     """Return a time like `12h`, `90d` or `8w`. Raises BadParameter."""
-    found = re.fullmatch(r"([0-9]{1,6})([hdw])", text)
-    time = timedelta(0) if found is None else int(found[1]) * _UNITS[found[2]]
+    match = re.fullmatch(r"([0-9]{1,6})([hdw])", text)
+    time = timedelta(0) if match is None else int(match[1]) * _UNITS[match[2]]
     if not timedelta(0) < time <= _LONGEST:
         raise click.BadParameter(f"{text!r} is no time, expected one like `12h`, `90d` or `8w`, at most 3650d")
     return time
@@ -116,12 +112,27 @@ def push_command(
         now = datetime.now(timezone.utc)
         pushed = push_bundles(folders, store, key, request, now, accepted, again, verifying, sending)
         address = store.address
-    _print(address, pushed, as_json)
-
-
-def _print(address: str, pushed: Pushed, as_json: bool) -> None:
+    written = pushed.channel
     if as_json:
-        output.data_json(_plain(address, pushed))
+        names = ("channel", "model", "sequence", "expires", "minimum_moec")
+        output.data_json({
+            "address": address,
+            **{name: getattr(written, name) for name in names},
+            "devices": [entry.device for entry in written.bundles],
+            "bundles": [
+                {
+                    "path": str(sent.bundle.path),
+                    "device": sent.bundle.entry.device,
+                    "manifest_sha256": sent.bundle.entry.manifest_sha256,
+                    "files": len(sent.bundle.files),
+                    "bytes": sent.bundle.entry.total_bytes,
+                    "sent_files": sent.sent_files,
+                    "sent_bytes": sent.sent_bytes,
+                    "signed_now": sent.bundle.is_signed_now,
+                }
+                for sent in pushed.bundles
+            ],
+        })  # fmt: skip
         return
     for sent in pushed.bundles:
         entry = sent.bundle.entry
@@ -129,34 +140,7 @@ def _print(address: str, pushed: Pushed, as_json: bool) -> None:
             f"`{sent.bundle.path}` for `{entry.device}`: {output.human_bytes(sent.sent_bytes)} of "
             f"{output.human_bytes(entry.total_bytes)} sent"
         )
-    channel = pushed.channel
     output.data(
-        f"channel `{channel.channel}` on `{address}`: sequence {channel.sequence}, {len(channel.bundles)} "
-        f"device{'' if len(channel.bundles) == 1 else 's'}, expires {channel.expires}"
+        f"channel `{written.channel}` on `{address}`: sequence {written.sequence}, {len(written.bundles)} "
+        f"device{'' if len(written.bundles) == 1 else 's'}, expires {written.expires}"
     )
-
-
-def _plain(address: str, pushed: Pushed) -> dict[str, Any]:
-    channel = pushed.channel
-    return {
-        "address": address,
-        "channel": channel.channel,
-        "model": channel.model,
-        "sequence": channel.sequence,
-        "expires": channel.expires,
-        "minimum_moec": channel.minimum_moec,
-        "devices": [bundle.device for bundle in channel.bundles],
-        "bundles": [
-            {
-                "path": str(sent.bundle.path),
-                "device": sent.bundle.entry.device,
-                "manifest_sha256": sent.bundle.entry.manifest_sha256,
-                "files": len(sent.bundle.files),
-                "bytes": sent.bundle.entry.total_bytes,
-                "sent_files": sent.sent_files,
-                "sent_bytes": sent.sent_bytes,
-                "signed_now": sent.bundle.is_signed_now,
-            }
-            for sent in pushed.bundles
-        ],
-    }

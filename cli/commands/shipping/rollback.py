@@ -27,13 +27,10 @@ def rollback_command(folder: Path, memory: str | None, as_json: bool) -> None:
 
     from ...bundle_check import check_bundle
 
-    def check(bundle: Path) -> None:
-        output.say(check_bundle(bundle, memory))
-
-    result = roll_back(folder, check)
+    result = roll_back(folder, lambda bundle: output.say(check_bundle(bundle, memory)))
     if as_json:
-        told = {"left": result.left, "current": result.current, "channel": result.channel}
-        output.data_json({**told, "sequence": result.sequence})
+        facts = {"left": result.left, "current": result.current, "channel": result.channel}
+        output.data_json({**facts, "sequence": result.sequence})
         return
     output.data(
         f"returned from `{result.left}` to `{result.current}`; sequence {result.sequence} of the channel "

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from moec.cli.companions import companion_problems
+from moec.cli.commands.compiling.compile import companion_problems
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, Checkpoint, open_checkpoint
 from moec.compiler.families import Lowering, lower
 from moec.compiler.preflight.preflight import preflight, reachable_bytes
