@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ def compile_for_devices(
     Identical files of the bundles become hard links. Raises the errors of a compile.
     """
     devices = tuple(request.profile.sha256 for request in requests)
-    with _hold(requests, base):
+    folder, disk, note = requests[0].measurements, requests[0].disk, requests[0].talk.note
+    with hold_output(base, disk, note), hold_measurements(folder, disk, note):
         earlier = list[Path]()
         for at, request in enumerate(requests):
             is_first, is_last = at == 0, at == len(requests) - 1
@@ -73,15 +74,6 @@ def check_devices(requests: Sequence[CompileRequest]) -> Prepared:
     if checked is None:
         raise OptionError("`--device` names no device", "name one, or leave it out")
     return checked
-
-
-@contextmanager
-def _hold(requests: Sequence[CompileRequest], base: Path) -> Iterator[None]:
-    """Keep other compiles away from the shared measurements."""
-    first = requests[0]
-    disk, note = first.disk, first.talk.note
-    with hold_output(base, disk, note), hold_measurements(first.measurements, disk, note):
-        yield
 
 
 def link_identical(folder: Path, earlier: Sequence[Path]) -> int:

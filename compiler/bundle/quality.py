@@ -184,6 +184,7 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any], pictures: M
     """
     scope = verdict_scope(quality) or quality["verdict"]
     sizes, routed = quality["sizes"], manifest.model.layers[manifest.model.expert_layers[-1]].experts
+    pruned = sum(map(len, manifest.pruned_experts))
     lines = [
         f"# {manifest.name}, compiled by moec",
         "",
@@ -194,7 +195,7 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any], pictures: M
         "| | bytes |",
         "|---|---|",
         f"| routed experts, {sizes['expert_bits_per_weight']:.3f} bits per weight | {sizes['expert_packed_bytes']:,} |",
-        *_left_out_row(manifest),
+        *([f"| left out, of {len(manifest.experts)} routed experts | {pruned} experts |"] if pruned else []),
         f"| routed experts at 16 bits | {sizes['expert_16bit_bytes']:,} |",
         f"| all other weights | {sizes['dense_packed_bytes']:,} |",
         f"| expert bytes read per token with an empty cache | {sizes['expected_read_bytes_per_token']:,} |",
@@ -223,11 +224,6 @@ def model_card(manifest: BundleManifest, quality: Mapping[str, Any], pictures: M
     for name, title in (pictures or {}).items():
         lines += [f"![{title}]({name})", ""]
     return "\n".join([*lines, *_HOW_TO_RUN])
-
-
-def _left_out_row(manifest: BundleManifest) -> list[str]:
-    pruned = sum(map(len, manifest.pruned_experts))
-    return [f"| left out, of {len(manifest.experts)} routed experts | {pruned} experts |"] if pruned else []
 
 
 def _card_row(name: str, task: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ Every file is untrusted:
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections import Counter
@@ -155,10 +156,10 @@ class Checkpoint:
                 "start from the checkpoint before it was quantized",
             )
         for at, stop in (() if index is None else ((index, None),)) + (() if rows is None else (rows,)):
-            row_bytes = _elements(shape[1:]) * item
+            row_bytes = math.prod(shape[1:]) * item
             start += at * row_bytes
             shape = shape[1:] if stop is None else (stop - at, *shape[1:])
-        raw = bytearray(_elements(shape) * item)
+        raw = bytearray(math.prod(shape) * item)
         if not raw:
             return torch.empty(shape, dtype=(_DTYPES | _PACKED_DTYPES)[ref.dtype])
         try:
@@ -320,13 +321,6 @@ def is_companion(name: str) -> bool:
 
 def _is_packed(name: str, ref: TensorRef) -> bool:
     return ref.dtype in _PACKED_DTYPES and name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def _digest(path: Path) -> FileEntry:

@@ -81,7 +81,8 @@ class CodeNeed:
 
     def is_met_by(self, spec: QuantSpec) -> bool:
         """Return whether this format holds the matrix to the last bit. Its groups may be finer."""
-        if not self.has_half_scales or not has_plain_scales(spec) or not spec.fits(self.columns):
+        has_plain_scales = spec.bitwidth not in (0, 16) and not (spec.is_mxfp4 or spec.byte_scales)
+        if not self.has_half_scales or not has_plain_scales or not spec.fits(self.columns):
             return False
         if not self.group_size or self.group_size % (spec.group_size or self.columns):
             return False
@@ -119,11 +120,6 @@ class IntegerCodes:
 
     codes: Tensor
     grid: IntegerGrid
-
-
-def has_plain_scales(spec: QuantSpec) -> bool:
-    """Return whether a format has integer codes and float16 scales."""
-    return spec.bitwidth not in (0, 16) and not (spec.is_mxfp4 or spec.byte_scales)
 
 
 def is_half(values: Tensor) -> bool:

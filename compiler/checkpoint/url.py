@@ -45,7 +45,9 @@ def fetch(url: str, patterns: tuple[str, ...], cache: Path | None = None) -> Pat
     Raises DoesNotFit or MoecError if the disk refuses.
     """
     url = url.rstrip("/")
-    folder = (Path.home() / CACHE if cache is None else cache) / f"{_plain(url)}-{_digest(url)}"
+    plain_name = re.sub(r"[^A-Za-z0-9._-]", "-", url_name(url))[:60]
+    digest = hashlib.sha256(url.encode()).hexdigest()[:16]
+    folder = (Path.home() / CACHE if cache is None else cache) / f"{plain_name}-{digest}"
     with _foreign_errors(url):
         system, root, listed = _listed(url)
         wanted = {name: info for name, info in sorted(listed.items()) if any(fnmatch(name, p) for p in patterns)}
@@ -133,11 +135,3 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _plain(url: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "-", url_name(url))[:60]
-
-
-def _digest(url: str) -> str:
-    return hashlib.sha256(url.encode()).hexdigest()[:16]

@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from typing import Any, Protocol
 
@@ -168,11 +167,6 @@ class NodeNeeds:
     bundle_bytes: int
 
 
-def _fetch(ray: Any, handles: Sequence[Handle]) -> list[Any]:
-    objects: list[Any] = ray.get(list(handles))
-    return objects
-
-
 class Worker:
     """The process on a node. It has a Site, which is made anew when Ray restarts the process."""
 
@@ -180,8 +174,7 @@ class Worker:
         import ray
 
         self._where, self._source = f"node {ray.util.get_node_ip_address()}", source
-        fetch = partial(_fetch, ray)
-        self._site = Site(source, identity, threads, open_runtime, fetch, memory_bytes)
+        self._site = Site(source, identity, threads, open_runtime, lambda keys: ray.get(list(keys)), memory_bytes)
 
     def look(self) -> NodeReport:
         """Return the state of this node, before any work."""

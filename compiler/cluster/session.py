@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 
 from moec.evaluation.engine import TextEngine
@@ -16,7 +15,7 @@ from ..checkpoint.url import is_url
 from ..families import Lowering
 from ..request.options import DEFAULT_TORCH_DEVICE
 from ..request.request import CompileRequest
-from ..walker.memory import COMPILE_PROCESS_BYTES, certifying_bytes, gradients_bytes, layer_weights, quantizing_bytes
+from ..walker.memory import COMPILE_PROCESS_BYTES, all_weights, certifying_bytes, gradients_bytes, quantizing_bytes
 from ..walker.texts import AnswerTexts
 from .jobs import CloseBundle, ForgetLayer
 from .ray_pool import Pool, connected
@@ -35,11 +34,6 @@ def check_cluster(kind: str, torch_device: str = DEFAULT_TORCH_DEVICE) -> None:
             f"the workers of `--cluster` compute on their CPUs, found `--torch-device {torch_device}`",
             "leave one of the two out",
         )
-
-
-def _weights(model: ModelSpec) -> int:
-    outside = sum(prod(shape) for name, shape in model.dense_shapes().items() if not name.startswith("layers."))
-    return outside + sum(layer_weights(model, layer) for layer in range(model.num_layers))
 
 
 def layer_worker_bytes(model: ModelSpec, specs: Sequence[QuantSpec], cpus: int) -> int:
@@ -101,7 +95,7 @@ def cluster_session(
     # A relative path is another folder on another machine. A source that is no folder here is a hub id.
     is_folder = not is_url(request.source) and Path(request.source).expanduser().is_dir()
     source = str(checkpoint.root.resolve()) if is_folder else request.source
-    bundles = _ANSWERING_BYTES_PER_WEIGHT * _weights(model)
+    bundles = _ANSWERING_BYTES_PER_WEIGHT * all_weights(model)
     address = request.cluster or "auto"
     with connected(address, source, checkpoint, need, bundles, request.open_runtime, request.talk) as pool:
         yield ClusterSession(pool, room_bytes)

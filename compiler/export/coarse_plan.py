@@ -60,7 +60,8 @@ class EnginePlan:
     @property
     def left_out(self) -> tuple[ExpertKey, ...]:
         """Experts that the bundle leaves out. The engine keeps them."""
-        return left_out_experts(self.plan)
+        model, units = self.plan.model, self.plan.units
+        return tuple(key for key in model.expert_keys() if units[model.units_of(key)[0]].is_pruned)
 
     def in_our_formats(self) -> CompilePlan:
         """Return the plan whose loss is measured: a format of ours for each of the engine's."""
@@ -79,11 +80,6 @@ def coarse_plan(engine: str, plan: CompilePlan, predicted: UnitLoss | None = Non
     require_family(engine, plan.model.family)
     units = _unit_formats(plan) if engine == GPTQMODEL else _stack_choice(engine, plan, predicted)
     return EnginePlan(engine, plan, {unit: units[unit] for unit in plan.units}, _dense_formats(engine, plan))
-
-
-def left_out_experts(plan: CompilePlan) -> tuple[ExpertKey, ...]:
-    """Return the experts that a plan leaves out."""
-    return tuple(key for key in plan.model.expert_keys() if plan.units[plan.model.units_of(key)[0]].is_pruned)
 
 
 def stack_formats(engine: str, plan: CompilePlan) -> tuple[EngineFormat, ...]:

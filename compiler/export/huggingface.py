@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,7 +84,7 @@ def export_folder(
     _check_left_out(bundle, lowering, left_out)
     parts = _parts(lowering)
     size = DTYPES[dtype].itemsize
-    total = sum(size * _elements(tensor_parts[0][0].shape) for tensor_parts in parts.values())
+    total = sum(size * math.prod(tensor_parts[0][0].shape) for tensor_parts in parts.values())
     with disk_errors(partial):
         _check_partial(partial)
     with disk_errors(partial), removed_on_failure(disk, partial):
@@ -204,10 +205,6 @@ def _write_shards(
             progress(min(done, count), count)
     save()
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-
-
-def _elements(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
 
 
 def _json(value: object) -> bytes:

@@ -23,10 +23,10 @@ from ..request.ports import MeasureModes, ModesWork
 from ..search.comparison_budget import active_weights
 from ..stages.lookahead import sample_bytes, sample_texts
 from ..walker.kept_layers import resident_bytes
-from ..walker.memory import certifying_bytes, expert_weights
+from ..walker.memory import all_weights, certifying_bytes, expert_weights
 from .answers import count_mode_answers
 from .rates import DiskRates, LayerRates
-from .stages import StageForecast, all_weights, layer_scales
+from .stages import StageForecast, layer_scales
 
 _FLOAT = 4
 

@@ -41,7 +41,14 @@ from ..sensitivity.fisher import asks_gradients
 from ..stages.encode_texts import CompileTexts
 from ..walker.kept_layers import resident_bytes
 from ..walker.limits import SKETCHES
-from ..walker.memory import COMPILE_PROCESS_BYTES, gradients_bytes, layer_weights, sweep_bytes, variant_count
+from ..walker.memory import (
+    COMPILE_PROCESS_BYTES,
+    all_weights,
+    gradients_bytes,
+    layer_weights,
+    sweep_bytes,
+    variant_count,
+)
 from .answers import count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
 
@@ -334,12 +341,6 @@ class SearchForecast:
         searched = self._target != "uniform" and can_learn(self._model)
         learned = _HALF * sum(learned_weights(self._model)) if searched else 0  # learned routers
         return learned + _written_bytes(self._model, experts + low, options.dense_bits or dense_bits)
-
-
-def all_weights(model: ModelSpec) -> int:
-    """Return the number of all weights."""
-    layers = sum(layer_weights(model, layer) for layer in range(model.num_layers))
-    return layers + sum(prod(s) for name, s in model.dense_shapes().items() if not name.startswith("layers."))
 
 
 def layer_scales(model: ModelSpec, measured: int) -> list[float]:

@@ -78,11 +78,12 @@ def prepare(request: CompileRequest, like: Prepared | None = None) -> Prepared:
         request.measure_modes.check(lowering.model, options.fallback_bits is not None)
     if request.cluster is not None:
         check_cluster(kind, options.torch_device)
-    rounds = (
-        kind == "uniform" and value < 16 and units_held_by(lowering, prepared.uniform_units()) < len(lowering.units)
-    )
-    if rounds and not prepared.splits and options.quantizer == DEFAULT_QUANTIZER:
-        request.talk.note("without `--data` weights are rounded to nearest; with it, GPTQ keeps far more below 4 bits")
+    if kind == "uniform" and value < 16 and not prepared.splits and options.quantizer == DEFAULT_QUANTIZER:
+        units = dict.fromkeys(lowering.units, *prepared.specs)
+        if units_held_by(lowering, units) < len(units):
+            request.talk.note(
+                "without `--data` weights are rounded to nearest; with it, GPTQ keeps far more below 4 bits"
+            )
     if kind == "uniform":
         return with_kept_layers(prepared) if prepared.splits else prepared
     smallest = smallest_plan(lowering, options, prepared.specs)

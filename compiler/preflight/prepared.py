@@ -10,7 +10,6 @@ import torch
 
 from moec.evaluation.data import SplitData
 from moec.manifests.codec import canonical_json
-from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.profiles.device import DeviceProfile
 
@@ -103,10 +102,6 @@ class Prepared:
         options = self.options
         low = () if options.low_spec is None else (options.low_spec,)
         return (uniform_spec(options, self.lowering), *low) if options.target.kind == "uniform" else low
-
-    def uniform_units(self) -> dict[UnitKey, QuantSpec]:
-        """Return the format of every unit of a uniform target."""
-        return dict.fromkeys(self.lowering.units, uniform_spec(self.options, self.lowering))
 
     def plain_plan(self) -> CompilePlan:
         """Return the plan with all weights at 16 bits."""

@@ -32,7 +32,8 @@ class SweptStore(UnitStore):
         super().__init__(lowering, quantizer)
         self.specs = tuple(spec for spec in specs if spec.bitwidth < 16)
         self._columns = {spec: at for at, spec in enumerate((*self.specs, LEFT_OUT))}
-        self._rows = {unit: at for layer in range(self.model.num_layers) for at, unit in _numbered(self.model, layer)}
+        layers = range(self.model.num_layers)
+        self._rows = {unit: at for layer in layers for at, unit in enumerate(self.model.units_of_layer(layer))}
         self._starts: dict[QuantSpec, dict[UnitKey, int]] = {spec: {} for spec in self.specs}
         for spec in self.specs:
             for layer in range(self.model.num_layers):
@@ -98,10 +99,6 @@ class SweptStore(UnitStore):
         if spec not in self._columns:
             return super().matrix(unit, spec)
         return unpack(self.for_bundle(unit, spec), *self.model.unit_shape(unit.layer, unit.projection), spec)
-
-
-def _numbered(model: ModelSpec, layer: int) -> list[tuple[int, UnitKey]]:
-    return list(enumerate(model.units_of_layer(layer)))
 
 
 def _starts(model: ModelSpec, layer: int, spec: QuantSpec) -> dict[UnitKey, int]:

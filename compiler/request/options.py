@@ -161,7 +161,6 @@ class CompileOptions:
         if len(set(map(task_name, self.tasks))) < len(self.tasks):
             raise OptionError(f"`--task` names a task twice: {', '.join(self.tasks)}", "name each once")
         self._check_counts()
-        self._check_fallback()
         self._check_effects()
         if self.target.kind == "uniform":
             self._check_uniform()
@@ -176,8 +175,6 @@ class CompileOptions:
             raise OptionError(f"`--seed {self.seed}` must be from 0 to {MAX_SEED}", "leave it out for 0")
         if self.swaps is not None and self.swaps < 0:
             raise OptionError(f"`--swaps {self.swaps}` must not be negative", "write 0 for none")
-
-    def _check_fallback(self) -> None:
         if self.fallback_bits is not None and self.fallback_bits not in FALLBACK_BITS:
             raise OptionError(f"`--fallback-bits {self.fallback_bits}` is not on offer", "choose 1, 2, 3, 4, 5 or 6")
 

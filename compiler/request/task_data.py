@@ -72,14 +72,13 @@ def fit_splits(
 
 def train_texts(split: SplitData, shots: Shots) -> list[tuple[str, str]]:
     """Return prompts and answers of the train items of one task."""
-    examples = shots[split.task.name]
-    return [(split.task.prompt(item, examples), split.task.answer(item)) for item in split.train.items]
+    return texts_of(split, split.train.items, shots)
 
 
-def validation_texts(split: SplitData, shots: Shots) -> list[tuple[str, str]]:
-    """Return prompts and answers of the validation items of one task."""
+def texts_of(split: SplitData, items: Sequence[Item], shots: Shots) -> list[tuple[str, str]]:
+    """Return prompts and answers of some items of one task."""
     examples = shots[split.task.name]
-    return [(split.task.prompt(item, examples), split.task.answer(item)) for item in split.validation.items]
+    return [(split.task.prompt(item, examples), split.task.answer(item)) for item in items]
 
 
 def _limited(splits: SplitData, options: CompileOptions) -> SplitData:

@@ -203,11 +203,6 @@ def offered_to_edgemoe(plan: CompilePlan, specs: Sequence[QuantSpec], group_size
     return {spec.bitwidth: spec for spec in map(nearest, EDGEMOE_BITWIDTHS)}
 
 
-def fitting_formats(plan: CompilePlan, specs: Sequence[QuantSpec]) -> int:
-    """Return the number of formats that every unit fits. The best uniform format is one of them."""
-    return sum(fits_all(plan, spec) for spec in specs)
-
-
 def left_out_note(names: Sequence[str]) -> str:
     """Return a sentence about baselines that were not measured."""
     listed = " and ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} and {names[-1]}"

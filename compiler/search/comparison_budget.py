@@ -13,6 +13,7 @@ from moec.manifests.model import ModelSpec
 
 from ..sensitivity.exact import EXACT_ITEMS
 from ..sensitivity.trials import Trials
+from ..walker.memory import expert_weights
 
 FREE_MULTIPLICATIONS = 5 * 10**13
 """Multiplications that comparisons may always use: minutes on two cores. The example uses a fourth of it at most."""
@@ -101,5 +102,4 @@ def active_layer_weights(model: ModelSpec, layer: int) -> int:
     """Return the number of weights of one layer that one token is multiplied with."""
     experts, prefix = model.layers[layer].experts, f"layers.{layer}."
     dense = sum(prod(shape) for name, shape in model.dense_shapes().items() if name.startswith(prefix))
-    one = sum(prod(model.unit_shape(layer, projection)) for projection in experts.projections) if experts.count else 0
-    return dense + one * experts.top_k
+    return dense + (expert_weights(model, layer) * experts.top_k if experts.count else 0)

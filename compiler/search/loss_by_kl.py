@@ -124,21 +124,21 @@ class LossByKl:
         It is below the KL of every plan whose own loss was refused, and at most REACH times the largest measured KL.
         """
         kls = [max(plan.kl, LEAST_KL) for plan in self.measured]
-        refused = [kl for kl, plan in zip(kls, self.measured, strict=True) if not self._may_keep(plan)]
+        refused = [
+            kl
+            for kl, plan in zip(kls, self.measured, strict=True)
+            if not all(may_be_kept(loss, self._target) for loss in plan.losses.values())
+        ]
+        tasks = [task for task in self._items if self._of(task)]
         grid = np.geomspace(min(kls) / REACH, max(kls) * REACH, _GRID)
         last = 0.0
         for kl in grid.tolist():
-            if any(kl >= limit for limit in refused) or not self._keeps_at(kl):
+            if any(kl >= limit for limit in refused) or any(
+                self.upper_bound(task, kl) > self._target for task in tasks
+            ):
                 break
             last = kl
         return last
-
-    def _may_keep(self, plan: MeasuredPlan) -> bool:
-        return all(may_be_kept(loss, self._target) for loss in plan.losses.values())
-
-    def _keeps_at(self, kl: float) -> bool:
-        tasks = [task for task in self._items if self._of(task)]
-        return all(self.upper_bound(task, kl) <= self._target for task in tasks)
 
     def _of(self, task: str) -> list[tuple[float, LossEstimate]]:
         return [(plan.kl, plan.losses[task]) for plan in self.measured if task in plan.losses]

@@ -34,11 +34,6 @@ TEXTS = 384
 """Number of texts over all tasks. With two sketches each, ranks hardly change with more texts."""
 
 
-def is_priced(projection: str, spec: QuantSpec, columns: int) -> bool:
-    """Return whether a format has a price: it must fit. Pruning is priced for the down projection alone."""
-    return spec.fits(columns) and not (spec.is_pruned and projection != "down")
-
-
 def sketch(logits: Tensor, draws: np.random.Generator) -> Tensor:
     """Return a vector per row with covariance diag p - p p^T.
 

@@ -177,18 +177,14 @@ class LayerGradients:
         needed += [_ENCODED] if self._model.encoder is not None and layer >= self._model.first_decoder_layer - 1 else []
         if layer == last or not all(map(self._is_stored, [*needed, f"upstream-{layer + 1}"])):
             return last, None
-        texts = self._texts_shaped_before(layer + 1)
+        texts = self._begin()
+        if texts.is_encoding and layer + 1 >= self._model.first_decoder_layer:
+            texts.begin_decoding(lambda states: states)  # its shapes are needed alone
         upstream = self._zeros(texts)
         tensors = [tensor for batch in upstream for tensor in batch.tensors()]
         self._read_into(tensors, f"upstream-{layer + 1}")
         filled = iter(tensors)
         return layer, [_Upstream(*(next(filled) for _ in batch.tensors())) for batch in upstream]
-
-    def _texts_shaped_before(self, layer: int) -> TextStates:
-        texts = self._begin()
-        if texts.is_encoding and layer >= self._model.first_decoder_layer:
-            texts.begin_decoding(lambda states: states)
-        return texts
 
     @staticmethod
     def _zeros(texts: TextStates) -> list[_Upstream]:

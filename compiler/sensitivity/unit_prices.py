@@ -17,7 +17,6 @@ from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 
 from ..reference.expert_module import activated, first_products, projections_of
-from .fisher import is_priced
 
 LEAST_TOKENS = 32
 """Least number of tokens of an expert that may be pruned. With fewer, too little is known."""
@@ -97,7 +96,8 @@ def expert_squares(
         for row, name in enumerate(original):
             for column, spec in enumerate(specs):
                 is_known = len(tokens) >= LEAST_TOKENS or not spec.is_pruned
-                has_price = is_known and is_priced(name, spec, original[name].shape[1])
+                # A format must fit. Pruning is priced for the down projection alone.
+                has_price = is_known and spec.fits(original[name].shape[1]) and (name == "down" or not spec.is_pruned)
                 other = None
                 if has_price:
                     other = torch.zeros(()) if spec.is_pruned else restored(unit_of(name), spec)

@@ -9,12 +9,12 @@ from moec.manifests.errors import TargetUnreachable
 from ..preflight.kept_layers import may_compare
 from ..preflight.prepared import Prepared
 from ..request.plan import CompilePlan
+from ..request.uniform import fits_all
 from ..search.comparison import (
     EVERY,
     Comparison,
     can_compare,
     compare_with_baselines,
-    fitting_formats,
     left_out_note,
     with_popularity,
 )
@@ -32,7 +32,8 @@ def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Compar
         return None
     trials, chosen = measured.trials, EVERY
     if options.comparisons is None and not options.is_edgemoe:
-        chosen = affordable_here(trials, fitting_formats(plan, prepared.specs), options.target.kind == "loss")
+        formats = sum(fits_all(plan, spec) for spec in prepared.specs)
+        chosen = affordable_here(trials, formats, options.target.kind == "loss")
     comparison = compare_with_baselines(plan, prepared.specs, trials, trials.store, options.target, talk, chosen)
     if comparison.left_out:
         talk.note(left_out_note(comparison.left_out))

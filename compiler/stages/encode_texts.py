@@ -16,7 +16,7 @@ from moec.manifests.model import ModelSpec
 from ..calibration.collect import choose_texts
 from ..checkpoint.tokenizer import load_tokenizer
 from ..preflight.prepared import KL_ITEMS, Prepared
-from ..request.task_data import train_texts
+from ..request.task_data import texts_of, train_texts
 from ..sensitivity.fisher import TEXTS
 from ..sensitivity.gradients import TOKENS_PER_TEXT
 from ..walker.limits import SCORED_TOKENS
@@ -78,10 +78,10 @@ def encode_all_texts(prepared: Prepared) -> CompileTexts:
     held_out, validation = dict[str, AnswerTexts](), list[AnswerTexts]()
     count, room = max(1, KL_ITEMS // len(prepared.splits)), limits.answers // len(prepared.splits)
     for split in prepared.splits:
-        name, shots = split.task.name, prepared.shots[split.task.name]
-        texts = encoded(_texts(split, split.validation.items[:count], shots))
+        name = split.task.name
+        texts = encoded(texts_of(split, split.validation.items[:count], prepared.shots))
         validation.append(_scored_answers(model, name, texts, room))
-        test = encoded(_texts(split, split.test.items[:HELD_OUT_ITEMS], shots))
+        test = encoded(texts_of(split, split.test.items[:HELD_OUT_ITEMS], prepared.shots))
         held_out[name] = _scored_answers(model, name, test, limits.held_out)
     gradients = _gradient_texts(model, train, limits.gradients)
     spare = dict[str, tuple[Item, ...]]()
@@ -118,10 +118,6 @@ def _gradient_count(train: Sequence[Sequence[TokenPair]]) -> int:
     return -(-TEXTS // len(train))
 
 
-def _texts(split: SplitData, items: Sequence[Item], shots: Sequence[Item]) -> list[tuple[str, str]]:
-    return [(split.task.prompt(item, tuple(shots)), split.task.answer(item)) for item in items]
-
-
 def _gradient_texts(model: ModelSpec, train: Sequence[Sequence[TokenPair]], room: int) -> AnswerTexts:
     """Return train texts, alternating between tasks, so that any number of them covers all tasks."""
     every = itertools.zip_longest(*(task[: _gradient_count(train)] for task in train))
@@ -141,17 +137,13 @@ def _scored_answers(model: ModelSpec, task: str, pairs: Sequence[TokenPair], roo
     Raises ContextOverflow for a text that exceeds the context, DataError if no text is left.
     """
     if model.encoder is None:
-        pairs = [_with_longer_prompt(pair) for pair in pairs]
+        # What is not scored of an answer counts as prompt. The end token is scored as well.
+        ends = [max(len(answer) - SCORED_TOKENS + 1, 0) for _, answer in pairs]
+        pairs = [(prompt + answer[:end], answer[end:]) for (prompt, answer), end in zip(pairs, ends, strict=True)]
     answers = _answers_within(model, pairs, room, task)
     if not answers.counts:
         raise DataError(f"no text of {task} has an answer within {room} tokens", "hand in shorter texts")
     return answers
-
-
-def _with_longer_prompt(pair: TokenPair) -> TokenPair:
-    prompt, answer = pair
-    moved = max(len(answer) - SCORED_TOKENS + 1, 0)  # the end token is scored as well
-    return prompt + answer[:moved], answer[moved:]
 
 
 def _answers_within(model: ModelSpec, pairs: Sequence[TokenPair], room: int, task: str = "") -> AnswerTexts:

@@ -9,7 +9,7 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 
 from ..preflight.prepared import Prepared
 from ..request.ports import FitEviction, FittedEviction, LocalEngine, RoutedText
-from ..request.task_data import train_texts, validation_texts
+from ..request.task_data import texts_of, train_texts
 
 FITTED_TEXTS = 16
 """Texts that are replayed, and as many held-out ones. A replay of these takes about 0.1 s for the example."""
@@ -30,7 +30,7 @@ def fitted_eviction(
     if fit is None or not splits or model.encoder is not None:
         return None
     train = _in_turn([train_texts(split, prepared.shots) for split in splits])
-    validation = _in_turn([validation_texts(split, prepared.shots) for split in splits])
+    validation = _in_turn([texts_of(split, split.validation.items, prepared.shots) for split in splits])
     if min(len(train), len(validation)) < LEAST_TEXTS:
         prepared.talk.note(
             f"no weights of eviction are fitted: they need {LEAST_TEXTS} train and validation texts, "

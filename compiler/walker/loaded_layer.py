@@ -33,10 +33,6 @@ Replaced = Callable[[WeightName], Tensor | None]
 _LAYER_NUMBER = re.compile(r"\.(layers|block)\.\d+\.")
 
 
-def _own_weights(name: WeightName) -> None:
-    """Replace no weight."""
-
-
 class LoadedLayer:
     """One layer in float32, with the embedding, the norms and the head of the model.
 
@@ -74,7 +70,7 @@ class LoadedLayer:
         """The module of the routed experts of the loaded layer, None if it has none."""
         return self.single.experts
 
-    def load(self, layer: int, replaced: Replaced = _own_weights) -> None:
+    def load(self, layer: int, replaced: Replaced = lambda name: None) -> None:
         """Copy the weights of a layer over those of the previous one. They come from disk, or from memory if they stay.
 
         replaced: weights in place of the checkpoint's own. A unit without columns stands for a pruned expert: the

@@ -53,10 +53,10 @@ def expert_weights(model: ModelSpec, layer: int) -> int:
     return sum(prod(model.unit_shape(layer, projection)) for projection in model.layers[layer].experts.projections)
 
 
-def moment_values(model: ModelSpec, layer: int) -> int:
-    """Return the number of values of the second moments of a layer."""
-    experts = model.layers[layer].experts
-    return experts.count * (model.hidden_size**2 + experts.width**2)
+def all_weights(model: ModelSpec) -> int:
+    """Return the number of all weights."""
+    layers = sum(layer_weights(model, layer) for layer in range(model.num_layers))
+    return layers + sum(prod(shape) for name, shape in model.dense_shapes().items() if not name.startswith("layers."))
 
 
 def variant_count(model: ModelSpec) -> int:
@@ -71,7 +71,7 @@ def sweep_bytes(model: ModelSpec, tokens: int, probe_tokens: int, specs: Sequenc
     probe_tokens: of the texts of each variant.
     """
     hidden, layers = model.hidden_size, model.num_layers
-    moments = _FLOAT * max(moment_values(model, layer) for layer in range(layers))
+    moments = _FLOAT * max(layer.experts.count * (hidden**2 + layer.experts.width**2) for layer in model.layers)
     states = _FLOAT * hidden * (tokens + probe_tokens * (variant_count(model) + 2))
     vocabulary = (_HALF + _FLOAT) * model.vocab_size * hidden
     # A batch: attention and experts of its tokens.

@@ -56,14 +56,9 @@ def quantize_rtn(
     codes, scales, minima = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     if spec.byte_scales:
         scales, minima = on_bytes(scales, minima, spec.largest_code)
-        codes = _nearest_codes(weight, scales, minima, spec)
+        grouped = weight.detach().float().reshape(*scales.shape, -1)
+        codes = _codes(grouped, scales.float(), minima.float(), spec).to(torch.uint8).reshape(weight.shape)
     return QuantizedMatrix(spec, codes, scales, None if spec.symmetric else minima)
-
-
-def _nearest_codes(weight: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """Return the nearest codes for given scales, uint8 [N, K]."""
-    grouped = weight.detach().float().reshape(*scales.shape, -1)
-    return _codes(grouped, scales.float(), minima.float(), spec).to(torch.uint8).reshape(weight.shape)
 
 
 def _quantize_rows(

@@ -12,10 +12,10 @@ from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
 from moec.compiler.forecast import StageForecast, forecast
 from moec.compiler.forecast.after_writing import stages_after_writing
 from moec.compiler.forecast.rates import DiskRates
-from moec.compiler.forecast.stages import all_weights
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.preflight.prepared import Prepared
 from moec.compiler.search.comparison_budget import active_weights
+from moec.compiler.walker.memory import all_weights
 from moec.manifests.errors import OptionError
 from tests.compiler.forecast.test_forecast import NO_DISK, NOTHING
 from tests.tiny_compile import make_request, save_model, save_texts
