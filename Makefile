@@ -108,7 +108,7 @@ test: $(READY)  ## Set up and run the whole fast suite, lint, types and contract
 
 # Work stealing: each process gets a part in one piece, so that fixtures of a module are made once, and all end together.
 tests: $(READY) quantization-tools shipping-tools serving-clients
-	@echo "The fast suite takes about 8 minutes on two free cores. The slow tests are in: make gates-full"
+	@echo "The fast suite takes about 10 minutes on two free cores. The slow tests are in: make gates-full"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKED)"
 
 # Three processes that begin at once would each compile all modules of the tests and of what they import. If a module
