@@ -56,15 +56,8 @@ class DeviceRun:
 
     def to_plain(self) -> dict[str, Any]:
         """Return the values for `--json`."""
-        return {
-            "profile": self.profile.name,
-            "difference": self.difference,
-            "slower": self.slower,
-            "options": dict(self.options),
-            "free_budget_bytes": self.free_budget_bytes,
-            "lacks_little_cores": self.lacks_little_cores,
-            "suggestion": self.suggestion,
-        }
+        names = ("difference", "slower", "options", "free_budget_bytes", "lacks_little_cores", "suggestion")
+        return {"profile": self.profile.name, **{name: getattr(self, name) for name in names}}
 
 
 def profile_defaults(bundle: Path, given: Collection[str], *, is_sweep: bool = False) -> dict[str, Any]:

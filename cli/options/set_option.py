@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import click
 
-from moec.manifests.errors import OptionError
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.options.setting import Setting, settings_of
 
@@ -85,26 +84,20 @@ def parse_setting(table: Table, text: str) -> tuple[str, Any]:
         near = get_close_matches(name[:40], table, n=2) or ["policy" if "policy" in table else next(iter(table))]
         like = " or ".join(f"`{spelled(close)}=VALUE`" for close in near)
         raise click.BadParameter(f"`{text[:60]}` sets nothing: write {like}; `moec settings` lists all names.")
-    default, setting = table[name]
-    try:
-        return name, _value(default, value.strip(), setting)
-    except (ValueError, OptionError) as error:
-        raise click.BadParameter(f"`{text[:60]}`: {error}.") from None
-
-
-def _value(default: Any, text: str, setting: Setting) -> Any:
-    """Return a text as a value of the type of the default. Raises ValueError, OptionError."""
+    (default, setting), value = table[name], value.strip()
     if isinstance(default, bool):
-        if text not in _SWITCHES:
-            raise ValueError("expected `yes` or `no`")
-        return _SWITCHES[text]
-    if setting.bounds is not None:
-        if not text.isdecimal() or len(text) > 9:
-            raise ValueError(f"expected a whole number, {setting.range_text}")
-        return int(text)
-    if setting.choices and text not in setting.choices:
-        raise ValueError(f"expected one of {', '.join(setting.choices)}")
-    return text
+        if value in _SWITCHES:
+            return name, _SWITCHES[value]
+        expected = "`yes` or `no`"
+    elif setting.bounds is not None:
+        if value.isdecimal() and len(value) <= 9:
+            return name, int(value)
+        expected = f"a whole number, {setting.range_text}"
+    elif not setting.choices or value in setting.choices:
+        return name, value
+    else:
+        expected = f"one of {', '.join(setting.choices)}"
+    raise click.BadParameter(f"`{text[:60]}`: expected {expected}.")
 
 
 def spelled(name: str) -> str:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.engine.engine import Engine
     from moec.runtime.kernels.profile import KernelTimes
-    from moec.runtime.options.runtime import RuntimeOptions
     from moec.runtime.trace.statistics import RunStatistics
     from moec.runtime.trace.trace import Trace
 
@@ -113,9 +112,9 @@ def bench_command(
         raise OptionError(f"`--tokens` must be at least 2, found {tokens}", "leave it out for 128")
     options = build_options(values, bundle=bundle)
     if modes is not None:
-        for name, is_given in (("profile", profile), ("trace-out` or `--policies", is_traced)):
-            if is_given:
-                raise OptionError(f"`--{name}` is of one run, not of a sweep of modes", "leave out one of the two")
+        if profile or is_traced:
+            name = "`--profile`" if profile else "`--trace-out` or `--policies`"
+            raise OptionError(f"{name} is of one run, not of a sweep of modes", "leave out one of the two")
         options = sweep_options(options)
     elif is_traced:
         check_traceable(options)
@@ -129,7 +128,13 @@ def bench_command(
         sequence = sequence_of(opened, text_path, prompt_tokens, tokens)
     prompt_length = len(sequence) - tokens
     if modes is not None:
-        _print_sweep(speed_sweep(bundle, modes, options, kernels, sequence, prompt_length), options, as_json)
+        rows = speed_sweep(bundle, modes, options, kernels, sequence, prompt_length)
+        if not as_json:
+            output.data(speed_page(rows, options))
+            return
+        facts = {"expert_cache": options.expert_cache, "memory": options.memory, "cache_state": options.cache_state}
+        facts |= {"policy": options.policy, "prefetch": options.prefetch_text, **device_facts()}
+        output.data_json({**facts, "rows": rows})
         return
     gc.collect()  # free the engine that made the sequence
     host = measured_host(opened, options.threads)
@@ -151,8 +156,8 @@ def bench_command(
         )
     simulated = _simulate(opened, trace) if trace is not None and policies == "all" else []
     ceiling["run_ns"] = run_ceiling_ns(ceiling, host, statistics)
-    rows = [] if kernel_times is None else _profile_rows(kernel_times, statistics)
-    _print_result(engine, statistics, ceiling, rows, simulated, host if as_json else None)
+    profiled = [] if kernel_times is None else _profile_rows(kernel_times, statistics)
+    _print_result(engine, statistics, ceiling, profiled, simulated, host if as_json else None)
 
 
 def _print_result(
@@ -237,15 +242,6 @@ def _profile_rows(times: KernelTimes, statistics: RunStatistics) -> list[dict[st
     return [
         {"part": name, "calls_per_token": calls, "ns_per_token": ns, "share": ns / token_ns} for name, calls, ns in rows
     ]
-
-
-def _print_sweep(rows: list[dict[str, Any]], options: RuntimeOptions, as_json: bool) -> None:
-    if not as_json:
-        output.data(speed_page(rows, options))
-        return
-    facts = {"expert_cache": options.expert_cache, "memory": options.memory, "cache_state": options.cache_state}
-    facts |= {"policy": options.policy, "prefetch": options.prefetch_text, **device_facts()}
-    output.data_json({**facts, "rows": rows})
 
 
 def _simulate(bundle: Bundle, trace: Trace) -> list[dict[str, Any]]:
