@@ -3,7 +3,7 @@
     python -m bench.lossy_prompts BUNDLE DATA --thresholds 0,1 --limit 1000 --results FOLDER
 
 BUNDLE: a bundle with low versions. Every arm answers the same held-out items one at a time. Losses are paired with the
-lossless run. Bytes of a prompt are those read for the first TTFT_ITEMS prompts, each after the one before it.
+exact run. Bytes of a prompt are those read for the first TTFT_ITEMS prompts, each after the one before it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         decided = row["decisions"] or {}
         shares = [decided.get(name) for name in ("prompt_low_share", "prompt_skipped_share")]
         cells = (
-            f"{row['mode']}, {row['options']['phase']}" if row["mode"] else "lossless",
+            f"{row['mode']}, {row['options']['phase']}" if row["mode"] else "exact",
             f"{row['value']:.4f}",
             loss_text(row["loss"]) if row["mode"] else "-",
             f"{row['kl']['mean']:.5f}",

@@ -2,7 +2,7 @@
 
     python -m bench.expert_cache.two_caches BUNDLE TRACE
 
-Takes a minute. Replays a lossless trace of a bundle with low versions under dynamic precision. The budget is one cache
+Takes a minute. Replays an exact trace of a bundle with low versions under dynamic precision. The budget is one cache
 under one score, or it is divided as in HOBBIT, for several shares of the high versions. Prints a Markdown table: bytes
 read per token, and the shares of chosen experts that are computed low or skipped.
 """

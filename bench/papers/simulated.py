@@ -35,7 +35,7 @@ class Arm:
 
     cache_bytes: bytes for routed experts; None: the least that the bundle runs with.
     prefetch: `lookahead` takes the advice of the trace.
-    modes: options of lossy modes; empty for a lossless run.
+    modes: options of lossy modes; empty for an exact run.
     is_warm: whether the cache starts with the most popular experts.
     """
 
@@ -142,7 +142,7 @@ def simulate(bundle: Bundle, trace: Trace, device: Device, arm: Arm) -> Row:
 
 
 def mean_gain(bundle: Bundle, traces: Sequence[Trace], device: Device, arm: Arm) -> float:
-    """Return how many times as fast a lossy setting is as the lossless one, the mean of all traces."""
+    """Return how many times as fast a lossy setting is as the exact one, the mean of all traces."""
     return mean([float(simulate(bundle, trace, device, arm).gain or 0) for trace in traces])
 
 

@@ -1,4 +1,4 @@
-"""Measured cost of the lossy modes of a run, and modes that a lossless run could take."""
+"""Measured cost of the lossy modes of a run, and modes that an exact run could take."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LEAST_SAVED = 0.01
 
 
 def say_mode_cost(bundle: Path, engine: Engine) -> None:
-    """Print the measured cost of the modes of a run. Of a lossless run print the modes that its device could use."""
+    """Print the measured cost of the modes of a run. Of an exact run print the modes that its device could use."""
     sentence = mode_cost(bundle, engine) or suggestion(bundle, engine)
     if sentence is not None:
         output.say(sentence)
 
 
 def suggestion(bundle: Path, engine: Engine) -> str | None:
-    """Return measured thresholds of dynamic precision that a lossless run could take, as one line.
+    """Return measured thresholds of dynamic precision that an exact run could take, as one line.
 
     None with an accelerator. None unless the profile of the bundle applies, and storage is predicted to take longer
     than computing. None without thresholds that were measured to lose at most SUGGESTED_LOSS and to save LEAST_SAVED.
@@ -37,7 +37,7 @@ def suggestion(bundle: Path, engine: Engine) -> str | None:
     from ..measuring.ceiling import predict
 
     run = device_run()
-    if run is None or not run.applies or not engine.is_lossless or engine.accelerator is not None:
+    if run is None or not run.applies or not engine.is_exact or engine.accelerator is not None:
         return None
     low = low_bytes_share(engine.bundle.manifest)
     row = best_thresholds(measured_rows(bundle), SUGGESTED_LOSS, low)
@@ -60,11 +60,11 @@ def suggestion(bundle: Path, engine: Engine) -> str | None:
 
 
 def mode_cost(bundle: Path, engine: Engine) -> str | None:
-    """Return the measured cost of the modes of a run as one line, or None for a lossless run."""
+    """Return the measured cost of the modes of a run as one line, or None for an exact run."""
     from moec.runtime.tuning.mode_records import calibrated_lower_half, measured_rows
 
     modes = engine.options.modes
-    if modes.is_lossless:
+    if modes.is_exact:
         return None
     row = next((row for row in measured_rows(bundle) if row["mode"] == modes.to_text()), None)
     if row is None:

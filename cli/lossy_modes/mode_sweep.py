@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..measuring.text_engines import BundleEngine
 
 F = TypeVar("F", bound=Callable[..., Any])
-LOSSLESS = "lossless"
+EXACT = "exact"
 DYNAMIC = "dynamic-precision"
 """Value of `--modes` for the settings of a sweep that have dynamic precision alone. It has no thresholds of its own.
 
@@ -51,7 +51,7 @@ A compile with low versions measures these settings if `--modes` is not given.
 KL_TOKENS = 512
 """Tokens of one answer. A certificate scores as many, and plans its memory for them."""
 KL_LOGITS = 1 << 26
-"""Logits of the lossless run that are kept for comparison, 256 MiB."""
+"""Logits of the exact run that are kept for comparison, 256 MiB."""
 KL_ITEMS = 100
 TTFT_ITEMS = 20
 _THRESHOLDS = (0.6, 0.75, 0.9, 0.95)
@@ -73,14 +73,14 @@ mode_sweep_option = click.option(
 def settings_of(
     text: str, manifest: BundleManifest, deciles: Sequence[float] = (), options: RuntimeOptions | None = None
 ) -> list[dict[str, str]]:
-    """Return the options of every setting in `--modes`, the lossless one first. See `allowed_settings`."""
+    """Return the options of every setting in `--modes`, the exact one first. See `allowed_settings`."""
     return allowed_settings(text, manifest.model, bool(manifest.low_experts), deciles, options)
 
 
 def allowed_settings(
     text: str, model: ModelSpec, has_low: bool, deciles: Sequence[float], options: RuntimeOptions | None
 ) -> list[dict[str, str]]:
-    """Return the options of every setting in `--modes`, the lossless one first.
+    """Return the options of every setting in `--modes`, the exact one first.
 
     text: `sweep`, DYNAMIC, or a list of settings.
     has_low: whether the bundle has low versions.
@@ -142,14 +142,14 @@ def sweep_options(options: RuntimeOptions) -> RuntimeOptions:
 
     Raises OptionError if a mode is given.
     """
-    if not options.modes.is_lossless:
+    if not options.modes.is_exact:
         raise OptionError("`--modes` sets the modes itself", "leave out `--lossy`")
     return replace(with_missing_experts(options), slots=1)
 
 
 @dataclass(slots=True)
 class QualitySweep:
-    """Measurement of every setting on one task, relative to the lossless run of the same bundle."""
+    """Measurement of every setting on one task, relative to the exact run of the same bundle."""
 
     path: Path
     options: RuntimeOptions
@@ -189,10 +189,10 @@ class QualitySweep:
             "rows": rows,
         }
         log_p: list[np.ndarray] = []
-        lossless: EvaluationResult | None = None
+        exact: EvaluationResult | None = None
         for number, setting in enumerate(settings, 1):
             mode, guesses = modes_of(setting).to_text(), [None] * len(self.items)
-            title = f"{number} of {len(settings)}, {mode or LOSSLESS}"
+            title = f"{number} of {len(settings)}, {mode or EXACT}"
             with self._opened(setting, is_partial) as engine:
                 output.say(engine.engine.mode)
                 with ProgressBar(title) as progress:
@@ -210,9 +210,9 @@ class QualitySweep:
                     "decisions": None if counts is None else counts.to_plain(),
                     "ttft_ns": self._first_token_ns(engine),
                 }
-            lossless = lossless or result
+            exact = exact or result
             # A model that solves no item has no relative loss.
-            loss = compare(self.task, lossless, result).to_json() if lossless.value > 0 else None
+            loss = compare(self.task, exact, result).to_json() if exact.value > 0 else None
             row |= {"value": result.value, "loss": loss}
             with self._opened(setting, is_partial) as engine:
                 row["kl"] = self._divergence(engine, log_p, f"KL, {title}")
@@ -282,7 +282,7 @@ def quality_page(record: dict[str, Any]) -> str:
 
     rows = [
         [
-            row["mode"] or LOSSLESS,
+            row["mode"] or EXACT,
             f"{row['value']:.4f}",
             "-" if not row["mode"] or row["loss"] is None else loss_text(row["loss"]),
             f"{row['kl']['mean']:.4f}",
@@ -303,7 +303,7 @@ def quality_page(record: dict[str, Any]) -> str:
     if lower is not None:
         warning = ", which is flat: modes that touch it cost more" if lower > FLAT_SHARE else ""
         head += f"; the lower-ranked half of a token's experts has {lower:.0%} of the weight{warning}"
-    return f"{head}; losses against the lossless run of the same bundle\n\n{output.table(rows, header)}"
+    return f"{head}; losses against the exact run of the same bundle\n\n{output.table(rows, header)}"
 
 
 def say_decisions(engine: Engine) -> None:
@@ -315,7 +315,7 @@ def say_decisions(engine: Engine) -> None:
 def speed_sweep(
     path: Path, modes: str, options: RuntimeOptions, kernels: str | None, sequence: list[int], prompt_tokens: int
 ) -> list[dict[str, Any]]:
-    """Time every setting on the same forced tokens, each in a new engine. Compare its logits with the lossless ones."""
+    """Time every setting on the same forced tokens, each in a new engine. Compare its logits with the exact ones."""
     from moec.evaluation.divergence import log_softmax, summarise_divergence
     from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.tuning.mode_records import calibrated_deciles, measured_rows
@@ -332,7 +332,7 @@ def speed_sweep(
     log_p: list[np.ndarray] = []
     for number, setting in enumerate(settings, 1):
         mode = modes_of(setting).to_text()
-        output.say(f"{number} of {len(settings)}, {mode or LOSSLESS}")
+        output.say(f"{number} of {len(settings)}, {mode or EXACT}")
         logits: list[np.ndarray] = []
         with open_engine(path, replace(options, lossy=setting_text(setting)), kernels) as engine:
             output.say(engine.mode)
@@ -360,7 +360,7 @@ def speed_page(rows: list[dict[str, Any]], options: RuntimeOptions) -> str:
     """Return the table of a timed sweep as text."""
     lines = [
         (
-            row["mode"] or LOSSLESS,
+            row["mode"] or EXACT,
             f"{row['tokens_per_s']:.1f}",
             f"{row['tokens_per_s'] / rows[0]['tokens_per_s']:.2f}",
             output.human_ms(row["ttft_ns"]),
@@ -373,6 +373,6 @@ def speed_page(rows: list[dict[str, Any]], options: RuntimeOptions) -> str:
         )
         for row in rows
     ]
-    header = ("mode", "tokens/s", "x lossless", "TTFT", "hits", "read/token", "KL", "agree", "loss", "decisions")
+    header = ("mode", "tokens/s", "x exact", "TTFT", "hits", "read/token", "KL", "agree", "loss", "decisions")
     cache = options.expert_cache or f"--memory {options.memory}"
     return f"forced tokens, cache {cache}, {options.cache_state} start\n\n{output.table(lines, header)}"

@@ -32,7 +32,7 @@ USUAL_TRIALS = 40  # of a fit, for the progress bar
 class PolicyFit:
     """Replays of traces on a bundle. Weights are fitted to training traces, and compared on held-out traces.
 
-    options: options of lossy modes, by which each replay decides again; None for lossless replays.
+    options: options of lossy modes, by which each replay decides again; None for exact replays.
     """
 
     def __init__(

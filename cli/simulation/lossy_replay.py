@@ -60,7 +60,7 @@ class LossyReplay:
     ) -> Decided:
         """Return the passes of a trace under lossy modes. The trace must have the scores that the modes need.
 
-        options: options of the modes; empty for a lossless run.
+        options: options of the modes; empty for an exact run.
         advice: advice during the prompt.
         """
         from moec.runtime.modes.choice import Versions, low_version_indices

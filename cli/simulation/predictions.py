@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class Row:
     """One prediction.
 
-    options: options of the lossy modes; empty for the lossless run.
-    decisions: decisions of the modes; None for the lossless run.
-    gain: its tokens per second divided by those of the lossless run.
+    options: options of the lossy modes; empty for the exact run.
+    decisions: decisions of the modes; None for the exact run.
+    gain: its tokens per second divided by those of the exact run.
     """
 
     timeline: Timeline
@@ -38,12 +38,12 @@ class Row:
 
     @property
     def mode(self) -> str:
-        """Text of the `mode:` line of a run; empty if it is lossless."""
+        """Text of the `mode:` line of a run; empty if it is exact."""
         return modes_of(self.options).to_text()
 
     def to_plain(self) -> dict[str, Any]:
         """Return the values for `--json`."""
-        modes = {"mode": self.mode, "options": self.options, "decisions": self.decisions, "x_lossless": self.gain}
+        modes = {"mode": self.mode, "options": self.options, "decisions": self.decisions, "x_exact": self.gain}
         return {**self.timeline.to_plain(), **modes}
 
 
@@ -68,7 +68,7 @@ class Simulation:
     def rows(
         self, capacities: Sequence[int], policies: dict[str, str | PolicyScore], settings: Sequence[dict[str, str]]
     ) -> list[Row]:
-        """Return a row for each capacity, policy and setting. The lossless setting comes first.
+        """Return a row for each capacity, policy and setting. The exact setting comes first.
 
         A capacity that does not hold the experts of a layer is left out with a message.
         """
@@ -81,12 +81,12 @@ class Simulation:
                     output.say(f"a cache of {capacity} bytes is under the {least} of one layer, left out")
                     continue
                 for name, policy in policies.items():
-                    lossless: float | None = None
+                    exact: float | None = None
                     for options in settings:
                         timeline, decisions = self._predict(capacity, policy, options)
                         rate = timeline.tokens_per_s
-                        lossless = rate if not options else lossless
-                        gain = rate / lossless if rate and lossless else None
+                        exact = rate if not options else exact
+                        gain = rate / exact if rate and exact else None
                         rows.append(Row(replace(timeline, policy=name), options, decisions, gain))
                         progress(len(rows), count)
         return rows

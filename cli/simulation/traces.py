@@ -153,8 +153,8 @@ def written_trace(path: Path | None, engine: Engine, prompt_tokens: int) -> Iter
 
 def check_traceable(options: RuntimeOptions) -> None:
     """Refuse a trace of a run with lossy modes or an accelerator. Raises OptionError."""
-    if not options.modes.is_lossless:
-        raise OptionError("a routing trace is of a lossless run", "leave out `--lossy`")
+    if not options.modes.is_exact:
+        raise OptionError("a routing trace is of an exact run", "leave out `--lossy`")
     if options.accelerator is not None:
         raise OptionError("a routing trace tells how long the CPU took", "leave out `--accelerator`")
 

@@ -103,7 +103,7 @@ class UnpublishedBundle:
 class ModesWork:
     """Work of a measurement of lossy modes, for a forecast.
 
-    settings: number of settings, the lossless one included; 0: nothing is measured.
+    settings: number of settings, the exact one included; 0: nothing is measured.
     divergence_items, divergence_tokens: items whose answers have a KL, and the most tokens of one answer.
     kept_logits: most logits of these answers that are kept, float32.
     timed_prompts: prompts whose time is measured.

@@ -67,7 +67,7 @@ def generate_many(
     Raises InputError if a prompt is empty, or an id is outside the vocabulary.
     """
     stops = [()] * len(prompts) if stops is None else stops
-    if not engine.is_lossless:
+    if not engine.is_exact:
         drafts = [()] * len(prompts)
     for prompt, draft in zip(prompts, drafts, strict=True):
         engine.check_tokens(prompt)
@@ -213,7 +213,7 @@ def force_answers(
     take: called with the logits as they are computed, in the order of the answer.
     decodes: run the answers token by token in any case.
     """
-    run_group = _force_decoded if decodes or not engine.is_lossless else _force_together
+    run_group = _force_decoded if decodes or not engine.is_exact else _force_together
     group: list[int] = []
     tokens = 0
     for index, (prompt, answer) in enumerate(pairs):

@@ -32,7 +32,7 @@ def score_continuations(engine: Engine, groups: Iterable[Group]) -> Iterator[lis
     Raises InputError for an empty context or an id outside the vocabulary, ContextOverflow.
     """
     read = ((list(context), continuations) for context, continuations in groups)
-    if engine.is_lossless and engine.slots.can_reuse:
+    if engine.is_exact and engine.slots.can_reuse:
         yield from _SharedContexts(engine).run(read)
         return
     for context, continuations in read:

@@ -201,7 +201,7 @@ class Engine:
         return line if self.accelerator is None else f"{line}; {self.accelerator.mode}"
 
     @property
-    def is_lossless(self) -> bool:
+    def is_exact(self) -> bool:
         """True if no lossy mode decides about experts. Several tokens may then share a pass."""
         return self.lossy is None
 
@@ -283,7 +283,7 @@ class Engine:
     ) -> Iterator[GenerationStep]:
         eos = self.bundle.manifest.model.eos_token_ids
         with self.exclusive:
-            mine = self.begin_sequence(keeps_slots=reuses_prefix and self.is_lossless)
+            mine = self.begin_sequence(keeps_slots=reuses_prefix and self.is_exact)
             before, start_ns = self.cache.stats.copy(), time.perf_counter_ns()
             placement = self.slots.place(tokens)
             slot, reused = placement.slot, placement.reused

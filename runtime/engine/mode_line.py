@@ -40,8 +40,8 @@ def mode_line(
 def _loss_text(options: RuntimeOptions, memory: MemoryPlan) -> str:
     cold, modes = "" if options.cache_state == "warm" else ", cold start", options.modes
     rounded = "keys and values in 16 bits" if options.kv == "float16" else ""
-    if modes.is_lossless:
-        return f"LOSSY ({rounded}){cold}" if rounded else f"lossless{cold}"
+    if modes.is_exact:
+        return f"LOSSY ({rounded}){cold}" if rounded else f"exact{cold}"
     cache_text = f", deciding by a cache of {memory.logical_cache_bytes / 2**20:.1f} MiB" if modes.reads_cache else ""
     named = " + ".join(name for name in (modes.to_text(), rounded) if name)
     return f"LOSSY ({named}){cache_text}{cold}"

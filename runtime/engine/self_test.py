@@ -1,6 +1,6 @@
 """The self-test of a bundle: do a few texts give the logits that the compile computed, on this machine too?
 
-Every lossless run gives the same bits on all instruction sets, with any memory and any number of threads. So a digest
+Every exact run gives the same bits on all instruction sets, with any memory and any number of threads. So a digest
 is enough. The numpy kernels are not part of this promise.
 """
 

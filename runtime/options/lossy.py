@@ -1,4 +1,4 @@
-"""Lossy modes of a run and their settings. By default all are off, and the run is lossless."""
+"""Lossy modes of a run and their settings. By default all are off, and the run is exact."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class LossyModes:
     expert_activations: ExpertActivations | None = None
 
     @property
-    def is_lossless(self) -> bool:
+    def is_exact(self) -> bool:
         """True if all modes are off."""
         return not self.parts()
 

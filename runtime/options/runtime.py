@@ -347,7 +347,7 @@ class RuntimeOptions:
         rule = {"first-miss": " to the first miss", "until-routed": " until routed"}.get(self.prefetch_rule, "")
         return self.prefetch + count + rule
 
-    def lossless(self) -> RuntimeOptions:
+    def exact(self) -> RuntimeOptions:
         """Return these options without lossy modes."""
         return replace(self, lossy=None)
 

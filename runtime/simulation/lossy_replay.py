@@ -1,8 +1,8 @@
 """Decide a recorded run again under lossy modes, with the code that decides in a run.
 
 `LossyDecoder`, `PassChoice`, `LogicalCache` and `Advisor` are those of the runtime. The trace replaces the arithmetic.
-Router logits are those of the recorded, lossless run. The confidence of the little model was recorded with them.
-Decisions differ from those of a lossy run as far as its hidden states differ from the lossless ones.
+Router logits are those of the recorded, exact run. The confidence of the little model was recorded with them.
+Decisions differ from those of a lossy run as far as its hidden states differ from the exact ones.
 """
 
 from __future__ import annotations

@@ -217,9 +217,9 @@ def _is_row(row: Any) -> bool:
 
 
 def _has_decisions(row: dict[str, Any], modes: LossyModes) -> bool:
-    """Return whether a row has the decisions of its modes. None: they decide nothing. A lossless row has no modes."""
+    """Return whether a row has the decisions of its modes. None: they decide nothing. An exact row has no modes."""
     decided = row.get("decisions")
     if decided is None:
-        return not modes.decides and not modes.is_lossless
+        return not modes.decides and not modes.is_exact
     shares = (decided.get("skipped_share"), decided.get("low_share"))
     return all(isinstance(share, int | float) for share in shares)

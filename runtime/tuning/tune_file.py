@@ -36,7 +36,7 @@ FORMAT_VERSION = 1
 _MARK = re.compile(rb'\A\{\s*"format_version": [0-9]+,\s*"machine": "')
 CACHE_TOLERANCE = 0.2
 """Largest relative difference of cache sizes for which options are used. Their benefit depends on the miss rate."""
-# Options that may be tuned, and their limits. All are lossless.
+# Options that may be tuned, and their limits. All are exact.
 _NUMBERS = {
     "readers": MAX_READERS,
     "threads": MAX_THREADS,

@@ -48,7 +48,7 @@ class PassRunner:
         prompts = [sequence for sequence in running if sequence.is_prefilling]
         answers = [Part(sequence, 1) for sequence in running if not sequence.is_prefilling]
         chunks = self._chunks(prompts, len(answers))
-        if self._engine.is_lossless and len(answers) + sum(part.count for part in chunks) <= MAX_PASS_TOKENS:
+        if self._engine.is_exact and len(answers) + sum(part.count for part in chunks) <= MAX_PASS_TOKENS:
             self._run_parts([*answers, *chunks])
             return
         for parts in (chunks, answers):
@@ -93,7 +93,7 @@ class PassRunner:
             tokens += known[first : first + part.count]
             slots += [part.sequence.slot.index] * part.count
             positions += range(first, first + part.count)
-        if not engine.is_lossless and not parts[0].sequence.is_prefilling:
+        if not engine.is_exact and not parts[0].sequence.is_prefilling:
             logits = engine.decode(tokens, slots, positions)
             self._finish(parts, time.perf_counter_ns() - started_ns, before)
             self._take(wanted, positions, logits)

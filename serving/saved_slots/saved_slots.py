@@ -52,9 +52,9 @@ class SavedSlots:
         Raises InputError for a folder that others can write to, OptionError for a run whose keys and values may differ
         from those of another run.
         """
-        if not engine.is_lossless or engine.accelerator is not None or not engine.slots.can_reuse:
+        if not engine.is_exact or engine.accelerator is not None or not engine.slots.can_reuse:
             raise OptionError(
-                "`--prefix-cache` is for lossless runs on the CPU of models without an encoder", "leave it out"
+                "`--prefix-cache` is for exact runs on the CPU of models without an encoder", "leave it out"
             )
         self._engine, self._folder, self._limit, self._report = engine, folder, limit_bytes, report
         self._context = engine.memory.context

@@ -223,7 +223,7 @@ def test_the_results_say_what_ran(runs: dict[str, dict[str, Any]], folder: Path)
     assert json.loads((folder / "scores.json").read_text()) == results
     config = results["config"]
     assert config["manifest_sha256"] == hashlib.sha256((EXAMPLE / MANIFEST_NAME).read_bytes()).hexdigest()
-    assert config["memory"]["budget_bytes"] == BUDGET and "lossless" in config["mode"]
+    assert config["memory"]["budget_bytes"] == BUDGET and "exact" in config["mode"]
     assert config["slots"] == 2 and 0 < config["requests"]["continuations"]["hit_rate"] <= 1
     assert f"mode: {config['mode']}" in runs["scores"]["err"]
     table = succeeded(runs, "table").splitlines()

@@ -88,7 +88,7 @@ def test_a_model_with_an_encoder_is_traced(invoke: Invoke, tmp_path: Path) -> No
     ("options", "message"),
     [
         (("--beams", 2), "is of one text, `--beams` decodes several"),
-        (("--lossy", "dynamic-precision 0.2,0.9"), "a routing trace is of a lossless run"),
+        (("--lossy", "dynamic-precision 0.2,0.9"), "a routing trace is of an exact run"),
     ],
 )
 def test_a_run_that_cannot_be_recorded_is_refused(

@@ -283,7 +283,7 @@ def test_a_sweep_of_speed(invoke: Invoke, two_versions: Path) -> None:
     told = invoke(*arguments)
     assert "LOSSY (dynamic-precision 0,1), deciding by a cache of " in told.stderr
     page = told.stdout
-    assert "x lossless" in page and "big-little gamma=0.5,k=K/2" in page and "fallback 100" in page
+    assert "x exact" in page and "big-little gamma=0.5,k=K/2" in page and "fallback 100" in page
 
 
 def test_a_sweep_of_chosen_settings(invoke: Invoke, two_versions: Path) -> None:
@@ -331,7 +331,7 @@ def test_decisions_are_told(invoke: Invoke, two_versions: Path, texts: Path) -> 
         (("bench", "--modes", "sweep", "--lossy", "big-little gamma=0.5"), "sets the modes itself"),
         (("eval", "--modes", "big-little gamma=0.5; more"), "`more` is not a mode"),
         (("eval", "--modes", "big-little gamma=0.5 + big-little gamma=0.6"), "is not a mode"),
-        (("bench", "--lossy", "big-little gamma=0.5", "--trace-out", "x.trace"), "is of a lossless run"),
+        (("bench", "--lossy", "big-little gamma=0.5", "--trace-out", "x.trace"), "is of an exact run"),
         (("bench", "--modes", "sweep", "--trace-out", "x.trace"), "is of one run, not of a sweep of modes"),
         (("bench", "--modes", "sweep", "--policies", "all"), "is of one run, not of a sweep of modes"),
     ],

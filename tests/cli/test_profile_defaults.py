@@ -389,7 +389,7 @@ def test_a_lossy_mode_is_suggested_and_never_on(
     )
     assert (text in result.stderr) is is_suggested and result.stderr.count("suggestion") == is_suggested
     assert told["device"]["suggestion"] == ("--lossy 'dynamic-precision 0.6,1'" if is_suggested else None)
-    assert ("lossless" in told["mode"]) is not bool(more)
+    assert ("exact" in told["mode"]) is not bool(more)
 
 
 @pytest.mark.parametrize("interval", [None, [0.0], ["a", "b"], {"low": 0.0, "high": 1.0}])

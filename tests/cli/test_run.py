@@ -48,7 +48,7 @@ def test_text_goes_to_stdout_and_talk_to_stderr(invoke: Invoke, bundle: Path) ->
         expected = "".join(step.text for step in engine.generate(PROMPT, 8))
     assert result.stdout == expected + "\n"
     lines = result.stderr.splitlines()
-    assert lines[0].startswith("mode: streaming, lossless; expert cache")
+    assert lines[0].startswith("mode: streaming, exact; expert cache")
     names = ("first token (TTFT)", "per token (TPOT)", "expert cache", "read per token", "stall", "prefetch", "peak")
     for name in names:
         assert any(line.startswith(name) for line in lines[1:]), name

@@ -161,7 +161,7 @@ def test_what_cannot_be_replayed_is_refused(
     assert other_compile.exit_code == 0 and "was recorded on another compile" in other_compile.stderr
 
 
-def test_modes_are_predicted_beside_the_lossless_run(
+def test_modes_are_predicted_beside_the_exact_run(
     invoke: Invoke, two_version_bundle: Path, host: DeviceProfile, tmp_path: Path
 ) -> None:
     bundle = two_version_bundle
@@ -177,16 +177,16 @@ def test_modes_are_predicted_beside_the_lossless_run(
         "big-little gamma=1,k=K/2 + cache-routing margin=0,drop=1",
     ]
     assert {row["policy"] for row in told["rows"]} == {"lrfu"} and rows[""]["decisions"] is None
-    lossless, dynamic, little, both = told["rows"]
-    assert dynamic["decisions"]["low"] > 0 and dynamic["bytes_read"] < lossless["bytes_read"]
-    assert little["decisions"]["fallback_tokens"] == 0 and little["lookups"] < lossless["lookups"]
+    exact, dynamic, little, both = told["rows"]
+    assert dynamic["decisions"]["low"] > 0 and dynamic["bytes_read"] < exact["bytes_read"]
+    assert little["decisions"]["fallback_tokens"] == 0 and little["lookups"] < exact["lookups"]
     assert both["decisions"]["fallback_tokens"] == both["decisions"]["tokens"] == 24 and both["decisions"]["dropped"]
-    assert dynamic["x_lossless"] == pytest.approx(lossless["tpot_mean_ns"] / dynamic["tpot_mean_ns"])
-    assert dynamic["x_lossless"] > 1 < little["x_lossless"] and lossless["x_lossless"] == 1
+    assert dynamic["x_exact"] == pytest.approx(exact["tpot_mean_ns"] / dynamic["tpot_mean_ns"])
+    assert dynamic["x_exact"] > 1 < little["x_exact"] and exact["x_exact"] == 1
     alone = simulated(invoke, bundle, trace, *arguments, "--set", "policy=lrfu")["rows"][0]
-    assert alone == lossless, "the lossless row is what it was"
+    assert alone == exact, "the exact row is what it was"
     done = invoke("simulate", bundle, "--trace", trace, *arguments, "--modes", "sweep")
-    assert done.exit_code == 0 and "x lossless" in done.stdout and "fallback" in done.stdout
+    assert done.exit_code == 0 and "x exact" in done.stdout and "fallback" in done.stdout
     assert simulated(invoke, bundle, trace, *arguments, "--modes", modes) == told, "the same again"
 
 

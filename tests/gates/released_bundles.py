@@ -52,8 +52,8 @@ TOLERANCE = 1e-5  # share of the largest logit; instruction sets differ by 3e-7
 NOISE, TRIALS = 1e-6, 12  # share of activations; the order of sums changes them by a tenth of that
 LEAST_CHANGE = 1e-3  # share of the largest logit, by which a second run must differ
 LARGE_BITWIDTH = 8  # wider formats occur once in a bundle
-LOSSLESS = {"expert_cache": "1MiB", "context": 64}
-LOW = {**LOSSLESS, "cache_state": "cold", "prefetch": "off", "policy": "lru", "lossy": "dynamic-precision 0,1"}
+EXACT = {"expert_cache": "1MiB", "context": 64}
+LOW = {**EXACT, "cache_state": "cold", "prefetch": "off", "policy": "lru", "lossy": "dynamic-precision 0,1"}
 _SMALL: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_attention_heads": 2,
     "tie_word_embeddings": True,
@@ -210,15 +210,15 @@ def _emit(
 
 
 MODELS: dict[str, tuple[Callable[[Path, int], Path], list[dict[str, Any]]]] = {
-    "compiled": (compiled, [LOSSLESS]),
-    "latent": (latent, [LOSSLESS]),
-    "sinks": (sinks, [LOSSLESS]),
-    "norms": (norms, [LOSSLESS, {**LOSSLESS, "context": 256}]),
-    "encoder": (encoder, [LOSSLESS]),
-    "versions": (versions, [LOSSLESS, LOW]),
-    "sets": (sets, [LOSSLESS]),
-    "wide": (wide, [LOSSLESS]),
-    "fitted": (fitted, [LOSSLESS]),
+    "compiled": (compiled, [EXACT]),
+    "latent": (latent, [EXACT]),
+    "sinks": (sinks, [EXACT]),
+    "norms": (norms, [EXACT, {**EXACT, "context": 256}]),
+    "encoder": (encoder, [EXACT]),
+    "versions": (versions, [EXACT, LOW]),
+    "sets": (sets, [EXACT]),
+    "wide": (wide, [EXACT]),
+    "fitted": (fitted, [EXACT]),
 }
 """Name -> function that makes the bundle, and the options of its runs."""
 
@@ -231,7 +231,7 @@ def logits_of(bundle: Path, options: dict[str, Any], prompt: Sequence[int], toke
     with load(bundle, **options) as engine:
         engine.begin_sequence()
         (known,) = engine.begin_texts([0], [prompt])
-        first = len(known) if engine.is_lossless else 1
+        first = len(known) if engine.is_exact else 1
         rows = [*engine.model.logits(engine.prefill(known[:first]))]
         for at, token in enumerate([*known, *tokens][first:], first):
             rows += [*engine.decode([token], [0], [at])]
@@ -245,7 +245,7 @@ def differ(found: np.ndarray, expected: np.ndarray) -> float:
 
 def _uses_all(bundle: Path, prompt: Sequence[int]) -> bool:
     """Return whether every expert affects the logits."""
-    with load(bundle, **LOSSLESS, cache_state="cold", prefetch="off") as engine:
+    with load(bundle, **EXACT, cache_state="cold", prefetch="off") as engine:
         stored = [entry for entry in engine.bundle.manifest.experts if not entry.is_pruned]
         engine.begin_sequence()
         (known,) = engine.begin_texts([0], [prompt])
@@ -279,7 +279,7 @@ def write(name: str, folder: Path) -> None:
     for seed in count():
         with TemporaryDirectory() as root:
             bundle = make(Path(root), seed)
-            with load(bundle, **LOSSLESS) as engine:
+            with load(bundle, **EXACT) as engine:
                 prompt = engine.encode(TEXT)
             said = [(options, logits_of(bundle, options, prompt, TOKENS)) for options in runs]
             is_steady = all(_is_steady(bundle, options, prompt, logits) for options, logits in said)

@@ -283,9 +283,9 @@ def test_every_name_stands_for_the_one_model(server: LiveServer, name: str) -> N
         assert server.post(path, body).status == 400
     assert server.ask("GET", "/health").json["status"] == "ok"
     props = server.ask("GET", "/props").json
-    assert props["mode"].startswith("streaming, lossless") and props["slots"] == 3
+    assert props["mode"].startswith("streaming, exact") and props["slots"] == 3
     assert props["verdict"] == "", "the bundle was compiled without a target"
-    assert props["is_lossless"] is True and props["answers_depend_on_other_requests"] is False
+    assert props["is_exact"] is True and props["answers_depend_on_other_requests"] is False
     assert server.ask("GET", "/ready").json == server.ask("GET", "/health").json
     info = server.ask("GET", "/tokenizer_info").json
     assert "[{{ m.role }}]" in info["chat_template"] and info["eos_token"]
@@ -295,5 +295,5 @@ def test_a_lossy_run_says_so(tiny_bundle: Path) -> None:
     options = {"expert_cache": "60%", "context": 96, "lossy": "big-little gamma=0.9,k=1"}
     with load(tiny_bundle, **options) as lossy, live_server(lossy) as server:
         props = server.ask("GET", "/props").json
-    assert (props["is_lossless"], props["answers_depend_on_other_requests"]) == (False, True)
+    assert (props["is_exact"], props["answers_depend_on_other_requests"]) == (False, True)
     assert "LOSSY" in props["mode"]

@@ -359,7 +359,7 @@ def test_nothing_is_wider_than_the_window(browser: Any, script: Script, address:
 def test_the_page_talks_to_the_server(browser: Any, server: LiveServer, engine: Engine) -> None:
     with Watched(browser, f"http://127.0.0.1:{server.port}/") as watched:
         page = watched.page
-        page.locator("#mode", has_text="streaming, lossless").wait_for()
+        page.locator("#mode", has_text="streaming, exact").wait_for()
         page.locator("#settings summary").press("Enter")
         page.locator("#temperature").fill("0")
         page.locator("#max_tokens").fill("5")

@@ -227,7 +227,7 @@ def test_a_folder_of_others_is_refused(opened: Engine, tmp_path: Path) -> None:
 
 def test_lossy_runs_have_no_saved_slots(tiny_bundle: Path, tmp_path: Path) -> None:
     lossy = load(tiny_bundle, context=CONTEXT, lossy="big-little gamma=0.9,k=1", expert_cache="60%")
-    with lossy as engine, pytest.raises(OptionError, match="lossless"):
+    with lossy as engine, pytest.raises(OptionError, match="exact"):
         SavedSlots(engine, tmp_path / "kv", LIMIT, print)
 
 

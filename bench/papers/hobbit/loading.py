@@ -25,7 +25,7 @@ MOST_DEPTH = ("--set", "prefetch-rule=first-miss", "--set", "prefetch-layers=4")
 
 
 def mode_rows(inputs: Inputs) -> dict[str | None, dict[str, Any]]:
-    """Return the measured divergence and decisions by thresholds; None is the key of the lossless run."""
+    """Return the measured divergence and decisions by thresholds; None is the key of the exact run."""
     modes = "; ".join(f"dynamic-precision {text}" for text in (*LOW, *SKIP))
     asked = ("--data", DATA, "--task", "gsm8k", "--limit", ITEMS, "--expert-cache", f"{SHARE:.0%}", "--modes", modes)
     return {row["options"].get("dynamic_precision"): row for row in inputs.told("eval", BUNDLE, *asked)["rows"]}
@@ -38,7 +38,7 @@ def skip_or_low(inputs: Inputs) -> Measured:
         found = [rows[text] for text in texts]
         points[name] = sorted((row["decisions"][share], row["kl"]["mean"]) for row in found)
     panel = Panel(
-        "lines", "Divergence from the lossless run", "share of the chosen experts that is replaced", "KL, nats "
+        "lines", "Divergence from the exact run", "share of the chosen experts that is replaced", "KL, nats "
         "per token",
         points=points, is_log=True,
     )  # fmt: skip
@@ -58,7 +58,7 @@ def dynamic_loading(inputs: Inputs) -> Measured:
     arms = [Arm(size, modes=(("dynamic_precision", text),)) for text in texts]
     traces = inputs.traces(BUNDLE, TEXTS, *MOST_DEPTH)
     bars = {name: [mean_gain(bundle, traces, Device(name), arm) for arm in arms] for name in DEVICES}
-    panel = Panel("bars", "Decoding with low versions", "T1,T2", "speed over lossless", groups=texts, bars=bars)
+    panel = Panel("bars", "Decoding with low versions", "T1,T2", "speed over exact", groups=texts, bars=bars)
     told = [
         f"{name}: " + ", ".join(f"{gain:.2f} times at {text}" for text, gain in zip(texts, gains, strict=True))
         for name, gains in bars.items()
@@ -102,7 +102,7 @@ def depth(inputs: Inputs) -> Measured:
 def accuracy(inputs: Inputs) -> Measured:
     """Return exact match with dynamic precision, as recorded in the experiment."""
     (record,) = recorded(ACCURACY_SOURCE, "example.json")
-    rows = {row["options"].get("dynamic_precision", "lossless"): row for row in record["rows"]}
+    rows = {row["options"].get("dynamic_precision", "exact"): row for row in record["rows"]}
     values = [row["value"] for row in rows.values()]
     panel = Panel("bars", "Problems answered", "T1,T2", "exact match", groups=list(rows), bars={"value": values})
     told = [
@@ -124,7 +124,7 @@ FIGURES = (
         reported="Skipping 10 % of the experts raises perplexity by more than 1 %. Low versions of fewer than 20 % "
         "cost less than 1 %. The gap grows with the share.",
         models=(PLANTED,),
-        how=f"KL to the lossless run on {ITEMS} held-out problems, by `moec eval --modes`. Experts have 16 and 4 "
+        how=f"KL to the exact run on {ITEMS} held-out problems, by `moec eval --modes`. Experts have 16 and 4 "
         "bits, and a quarter of them is in memory.",
         why="A low version keeps nearly all of an expert's output. The perplexity of 60 problems would not be "
         "precise enough.",

@@ -18,7 +18,7 @@ PUBLISHED_GAIN = 1.02
 
 
 def ttft_ms(inputs: Inputs, prompt: int, thresholds: str | None, layers_ahead: int = 0) -> float:
-    """Predict the time to the first token, the mean of all texts. thresholds: None for a lossless run."""
+    """Predict the time to the first token, the mean of all texts. thresholds: None for an exact run."""
     bundle = inputs.opened(BUNDLE)
     size = int(SHARE * bundle.manifest.cost.expert_padded_bytes)
     modes = () if thresholds is None else (("dynamic_precision", thresholds),)
@@ -43,7 +43,7 @@ def prefill(inputs: Inputs) -> Measured:
             line = [(float(layers), ttft_ms(inputs, prompt, modes, layers)) for layers in DEPTHS]
             points[f"{label}, {prompt} tokens"] = [(layers, line[0][1] / time) for layers, time in line]
     panels = [
-        Panel("bars", "Low versions in prompts", "T1,T2", "speed over lossless", groups=thresholds, bars=gains),
+        Panel("bars", "Low versions in prompts", "T1,T2", "speed over exact", groups=thresholds, bars=gains),
         Panel("lines", "Lookahead in prompts", "layers ahead (0: no lookahead)", "speed over no lookahead",
               points=points),
     ]  # fmt: skip
@@ -77,7 +77,7 @@ def trade_off(inputs: Inputs) -> Measured:
             line.append((float(rows[text]["kl"]["mean"]), gain, text))
         points[name] = sorted(line)
     panel = Panel(
-        "lines", f"Speed and divergence, {DEVICE}", "speed over lossless", "KL, nats per token",
+        "lines", f"Speed and divergence, {DEVICE}", "speed over exact", "KL, nats per token",
         points={name: sorted((gain, kl) for kl, gain, _ in line) for name, line in points.items()}, is_log=True,
     )  # fmt: skip
     told = [
@@ -113,7 +113,7 @@ FIGURES = (
         paper="hobbit",
         source="Figures 3b and 16",
         title="Speed and divergence of dynamic loading",
-        reported="Low versions are 1.19 to 1.57 times as fast as a lossless run, with a loss under 1 %. Skipped "
+        reported="Low versions are 1.19 to 1.57 times as fast as an exact run, with a loss under 1 %. Skipped "
         "experts cost more quality at an equal share.",
         models=(PLANTED,),
         how="KL of figure 3b, speed in decoding of figure 16, without lookahead. Thresholds are T1,T2.",

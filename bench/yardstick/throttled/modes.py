@@ -12,7 +12,7 @@ Reads are throttled so that they take at least three times as long as computing.
 cold page cache. Prints a Markdown table and writes every run.
 
 ``--mixed BUNDLE2 --mixed-quality FILE`` adds the result of a search over bitwidths at the same loss. FILE is the
-quality.json of a compile of the example. BUNDLE2 is the yardstick at about as many bits. It runs lossless with as many
+quality.json of a compile of the example. BUNDLE2 is the yardstick at about as many bits. It runs exact with as many
 bytes of cache.
 """
 
@@ -30,18 +30,18 @@ from moec.runtime.options.runtime import parse_cache
 
 from ..limits import drop_caches, run_limited
 
-LOSSLESS = ""
+EXACT = ""
 MIXED = "mixed bitwidths"
 RATE = 500_000_000
 
 
 def arms_of(record: dict[str, Any], wanted: list[str]) -> list[dict[str, Any]]:
-    """Return the lossless row, then the rows of the wanted modes. Raises SystemExit for a mode without measurement."""
+    """Return the exact row, then the rows of the wanted modes. Raises SystemExit for a mode without measurement."""
     rows = {row["mode"]: row for row in record["rows"]}
     missing = [mode for mode in wanted if mode not in rows]
     if missing:
         raise SystemExit(f"the record has no `{missing[0]}`; it has {', '.join(f'`{mode}`' for mode in rows if mode)}")
-    return [rows[mode] for mode in (LOSSLESS, *(wanted or (mode for mode in rows if mode)))]
+    return [rows[mode] for mode in (EXACT, *(wanted or (mode for mode in rows if mode)))]
 
 
 def run_arm(bundle: Path, text: Path, row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -71,10 +71,10 @@ def mixed_arm(path: Path) -> dict[str, Any]:
 
 def table(arms: list[dict[str, Any]], runs: dict[str, list[dict[str, Any]]]) -> str:
     """Return a Markdown table: medians of rates and TTFT with their ranges, and medians of the gains in each round."""
-    head = ["mode", "loss on the example (95 %)", "tokens/s", "x lossless", "MB read per token", "busy", "TTFT, s"]
+    head = ["mode", "loss on the example (95 %)", "tokens/s", "x exact", "MB read per token", "busy", "TTFT, s"]
     head.append("decisions")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    base = [run["measured"]["tokens_per_s"] for run in runs[LOSSLESS]]
+    base = [run["measured"]["tokens_per_s"] for run in runs[EXACT]]
     for row in arms:
         found = [run["measured"] for run in runs[row["mode"]]]
         rates, firsts = (
@@ -84,7 +84,7 @@ def table(arms: list[dict[str, Any]], runs: dict[str, list[dict[str, Any]]]) -> 
         read = statistics.median(each["decode_bytes_read_per_token"] for each in found) / 1e6
         busy = statistics.median(each["decode_shares"]["storage_busy"] for each in found)
         cells = (
-            (row["mode"] or "lossless") + (f", {row['bits_per_weight']:.2f} bits" if row["mode"] == MIXED else ""),
+            (row["mode"] or "exact") + (f", {row['bits_per_weight']:.2f} bits" if row["mode"] == MIXED else ""),
             _loss(row),
             f"{statistics.median(rates):.3f} ({min(rates):.3f} to {max(rates):.3f})",
             f"{gain:.2f}",
@@ -139,7 +139,7 @@ def main() -> None:
         for row in arms:
             runs[row["mode"]].append(run_arm(options.bundle, options.text, row, options))
             rate = runs[row["mode"]][-1]["measured"]["tokens_per_s"]
-            print(f"round {turn}, {row['mode'] or 'lossless'}: {rate:.3f} tokens/s", file=sys.stderr, flush=True)
+            print(f"round {turn}, {row['mode'] or 'exact'}: {rate:.3f} tokens/s", file=sys.stderr, flush=True)
     options.results.mkdir(parents=True, exist_ok=True)
     (options.results / "modes.json").write_text(json.dumps({"arms": arms, "runs": runs}, indent=1) + "\n")
     print(table(arms, runs))

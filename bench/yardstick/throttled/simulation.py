@@ -83,7 +83,7 @@ class Comparison:
         chosen += ["--read-rate", f"{rate}B"] if rate else []
         chosen += ["--modes", setting.modes] if setting.modes else []
         predicted = moec("simulate", self._bundle, "--trace", trace, *chosen)
-        row = predicted["rows"][-1]  # after the lossless one
+        row = predicted["rows"][-1]  # after the exact one
         return {
             "tpot_ms": row["tpot_mean_ns"] / 1e6,
             "read_mib": row["decode_bytes_read_per_token"] / 2**20,
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for the trace and the results")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--prompt-tokens", type=int, default=8)
-    parser.add_argument("--modes", default="", help="Lossy settings separated by `;`, next to the lossless run.")
+    parser.add_argument("--modes", default="", help="Lossy settings separated by `;`, next to the exact run.")
     parser.add_argument("--rate", type=int, action="append", help="Throttle, bytes per second; 0: none. Repeatable.")
     parser.add_argument("--share", action="append", help="Share of experts in memory, like `25%%`. Repeatable.")
     options = parser.parse_args()

@@ -40,7 +40,7 @@ def verify_command(
     --key checks before that one of the accepted keys signed this bundle. Without it, the bytes are compared with the
     bundle's own manifest alone: that shows damage, and no forgery.
 
-    --self-test computes three short texts with the bundle, in seconds. Lossless runs give the same bits on all
+    --self-test computes three short texts with the bundle, in seconds. Exact runs give the same bits on all
     processors, so the digest of the logits must be that of the compile.
 
     The exit code is 0 for a valid bundle. It is 3 if a byte, the signature or the logits differ, or if a file is

@@ -123,7 +123,7 @@ def bench_command(
     elif trace_little != HALF:
         raise OptionError("`--trace-little` has no effect without a trace", "add `--trace-out FILE`")
     if text_path is None:
-        sequence = continuation(bundle, options.lossless(), kernels, prompt, tokens)
+        sequence = continuation(bundle, options.exact(), kernels, prompt, tokens)
     else:
         sequence = sequence_of(opened, text_path, prompt_tokens, tokens)
     prompt_length = len(sequence) - tokens

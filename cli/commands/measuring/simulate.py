@@ -12,7 +12,7 @@ import click
 from moec.manifests.errors import DoesNotFit, OptionError
 from moec.runtime.options.runtime import POLICIES, WEIGHTED_POLICIES, parse_cache, parse_weights
 
-from ...lossy_modes.mode_sweep import LOSSLESS, mode_sweep_option, settings_of
+from ...lossy_modes.mode_sweep import EXACT, mode_sweep_option, settings_of
 from ...options.opening import bundle_folder
 from ...options.paths import PLACE, bundle_argument, file_option, json_option
 from ...options.set_option import RUN_SETTINGS, Table, set_option
@@ -263,7 +263,7 @@ def with_prefetch_layers(trace: Trace, path: Path, prefetch: Prefetch, layers: i
 
 
 def _settings(modes: str | None, path: Path, trace: Trace, bundle: Bundle) -> list[dict[str, str]]:
-    """Return the options of every setting in `--modes`, the lossless one first.
+    """Return the options of every setting in `--modes`, the exact one first.
 
     A setting may need scores that the trace lacks. A sweep leaves it out.
     Raises OptionError if `--modes` names such a setting.
@@ -327,7 +327,7 @@ def _table(rows: Sequence[Row], total_bytes: int, power: Power | None) -> str:
             *((joules_text(token_joules(power, predicted)),) if has_energy else ()),
         )
         gain = "-" if row.gain is None else f"{row.gain:.2f}"
-        lines.append((row.mode or LOSSLESS, *line, gain, decisions_text(row.decisions)) if has_modes else line)
+        lines.append((row.mode or EXACT, *line, gain, decisions_text(row.decisions)) if has_modes else line)
     header: tuple[str, ...] = ("cache", "policy", "TPOT", "tokens/s", "stalled", "hit rate", "read a token")
     header += ("energy",) if has_energy else ()
-    return output.table(lines, ("mode", *header, "x lossless", "decisions") if has_modes else header)
+    return output.table(lines, ("mode", *header, "x exact", "decisions") if has_modes else header)

@@ -71,7 +71,7 @@ def tune_command(
     """Measure options on the bundle in folder BUNDLE, within the given memory, and keep the fastest.
 
     The options are the prefetcher, its rule, its depth and its number of experts, the readers, and the threads. None
-    changes a result of a lossless run. Each value decodes three times in turn with the best options so far. It is
+    changes a result of an exact run. Each value decodes three times in turn with the best options so far. It is
     kept if the median gain is at least 3 %. The options are written to `BUNDLE.tune.json` next to the bundle, where
     `run`, `generate`, `eval` and `bench` read them. They come before the settings of the device that the bundle is
     for. Close other programs first.

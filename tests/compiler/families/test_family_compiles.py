@@ -21,8 +21,8 @@ from moec.manifests.model import ExpertKey
 from moec.runtime import load
 from tests.compiler.swept import swept
 from tests.compiler.walked import walked_logits
+from tests.exact_runs import check_exact
 from tests.gates.bundles import emit_bundle
-from tests.lossless_runs import check_lossless
 from tests.tiny_compile import compile_tiny, save_texts
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import VOCABULARY
@@ -146,4 +146,4 @@ def test_a_searched_bundle_runs_with_a_fraction_of_its_experts(folder: Path, tmp
     data = save_texts(tmp_path / "texts", test=8)
     result = compile_tiny(folder, tmp_path / "out", "bits_per_weight", 4.5, data=data, tasks=("perplexity",), bits=BITS)
     assert len({spec.bitwidth for spec in result.plan.units.values()}) > 1
-    assert check_lossless(tmp_path / "out", TOKENS).shape == (len(TOKENS), VOCABULARY)
+    assert check_exact(tmp_path / "out", TOKENS).shape == (len(TOKENS), VOCABULARY)

@@ -29,7 +29,7 @@ from moec.runtime.options.runtime import RuntimeOptions
 from tests.compiler.configured import lowered
 from tests.compiler.swept import swept
 from tests.compiler.walked import walked_logits
-from tests.lossless_runs import WAYS
+from tests.exact_runs import WAYS
 from tests.tiny_compile import (
     SUMMARY,
     check_bundle,

@@ -173,7 +173,7 @@ def test_options_that_cannot_be_had(tiny_bundle: Path) -> None:
 
 
 def test_mode_says_what_is_on(engine: Engine) -> None:
-    for part in ("streaming, lossless", "(50% of experts)", "policy lrfu", "prefetch lookahead"):
+    for part in ("streaming, exact", "(50% of experts)", "policy lrfu", "prefetch lookahead"):
         assert part in engine.mode
 
 

@@ -69,7 +69,7 @@ def advised(engine: Engine) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def decided(engine: Engine) -> dict[str, Any]:
-    """Return the decisions of lossy modes; empty for a lossless run."""
+    """Return the decisions of lossy modes; empty for an exact run."""
     run(engine)
     return {} if engine.mode_counts is None else {**engine.mode_counts.to_plain()}
 

@@ -42,7 +42,7 @@ def test_logits_differ_by_the_rounding_of_activations(bundles: tuple[Path, ...],
         with load(path, context=64) as floats, load(path, context=64, **ON) as rounded:
             expected, found = floats.logits(few), rounded.logits(few)
             assert 0 < np.abs(found - expected).max() < 4 * UNIT * np.abs(expected).max()
-            assert "lossless" in floats.mode and "LOSSY (expert-activations bfloat16)" in rounded.mode
+            assert "exact" in floats.mode and "LOSSY (expert-activations bfloat16)" in rounded.mode
 
 
 @pytest.mark.parametrize("options", [{}, {"expert_cache": "60%", "io": "buffered"}, {"threads": 1, "prefetch": "off"}])
@@ -91,8 +91,8 @@ def test_options_that_do_not_fit_are_refused(bundles: tuple[Path, ...]) -> None:
         RuntimeOptions(lossy="expert-activations float16")
 
 
-def test_it_is_off_by_default_and_in_lossless_options() -> None:
-    assert RuntimeOptions().modes.is_lossless
+def test_it_is_off_by_default_and_in_exact_options() -> None:
+    assert RuntimeOptions().modes.is_exact
     on = RuntimeOptions(lossy=ON["lossy"])
-    assert not on.modes.is_lossless and not on.modes.decides and on.modes.to_text() == "expert-activations bfloat16"
-    assert on.lossless() == RuntimeOptions()
+    assert not on.modes.is_exact and not on.modes.decides and on.modes.to_text() == "expert-activations bfloat16"
+    assert on.exact() == RuntimeOptions()

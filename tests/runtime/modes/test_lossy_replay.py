@@ -82,14 +82,14 @@ def test_the_little_models_word_is_that_of_a_run(two_version_bundle: Path) -> No
     """Falling back each time, so that the text is the whole model's: also what was foretold, and what it was worth."""
     _, counts, _ = run(two_version_bundle, lossy="big-little gamma=0.99")
     assert counts is not None and counts["fallback_share"] == 1
-    lossless = with_little(two_version_bundle, run(two_version_bundle)[0])
-    found = simulated(two_version_bundle, lossless, {"big_little": "gamma=0.99"})
+    exact = with_little(two_version_bundle, run(two_version_bundle)[0])
+    found = simulated(two_version_bundle, exact, {"big_little": "gamma=0.99"})
     told = found["decisions"]
     assert told == counts
     assert 0 < told["foretold_right"] < told["foretold"] == 24 * 3 * 4 - 3 * 4
     # And a share of them, by what was noted of each token.
-    sure = sorted(each.scores.confidence for each in lossless.passes[1:] if each.scores is not None)  # type: ignore[type-var]
-    some = simulated(two_version_bundle, lossless, {"big_little": f"gamma={sure[10]:.9f}"})["decisions"]
+    sure = sorted(each.scores.confidence for each in exact.passes[1:] if each.scores is not None)  # type: ignore[type-var]
+    some = simulated(two_version_bundle, exact, {"big_little": f"gamma={sure[10]:.9f}"})["decisions"]
     assert some["fallback_tokens"] in (10, 11)
 
 
@@ -110,23 +110,23 @@ def with_little(path: Path, trace: Trace, little_k: str = "K/2") -> Trace:
 
 
 def test_the_trace_says_of_a_token_what_the_model_said(two_version_bundle: Path) -> None:
-    lossless = with_little(two_version_bundle, run(two_version_bundle)[0])
-    whole = lossless.passes[1].scores
+    exact = with_little(two_version_bundle, run(two_version_bundle)[0])
+    whole = exact.passes[1].scores
     assert whole is not None and len(whole.logits) == 4 * 3 * 8 == len(whole.little_logits)
     first = np.frombuffer(whole.logits, "<f4")[:8]
-    assert np.argsort(-first, kind="stable")[:4].tolist() == list(lossless.passes[1].chosen[0])
+    assert np.argsort(-first, kind="stable")[:4].tolist() == list(exact.passes[1].chosen[0])
     assert whole.logits[:32] == whole.little_logits[:32], "the first layer routes before any expert was left out"
     assert whole.logits[32:] != whole.little_logits[32:]
     assert [len(each) for each in whole.ahead] == [2, 1, 1], "two layers, then one, then the next token's first"
 
 
-def test_nothing_given_up_is_the_lossless_run(two_version_bundle: Path) -> None:
+def test_nothing_given_up_is_the_exact_run(two_version_bundle: Path) -> None:
     """With thresholds that never bite the passes are those that were recorded, to the nanosecond."""
     trace, _, _ = run(two_version_bundle, prefetch="lookahead")
-    lossless = simulated(two_version_bundle, trace, {})
+    exact = simulated(two_version_bundle, trace, {})
     same = simulated(two_version_bundle, trace, {"dynamic_precision": "1,1"})
     names = ("bytes_read", "misses", "tpot_mean_ns", "ttft_ns", "prefetch_reads", "stall")
-    assert {name: same[name] for name in names} == {name: lossless[name] for name in names}
+    assert {name: same[name] for name in names} == {name: exact[name] for name in names}
 
 
 def test_lookahead_walks_by_what_the_simulated_cache_holds(two_version_bundle: Path) -> None:

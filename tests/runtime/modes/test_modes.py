@@ -38,24 +38,24 @@ def counts_of(found: ModeCounts | None) -> ModeCounts:
 
 
 @pytest.fixture
-def lossless(decoded: Decoded) -> np.ndarray:
+def exact(decoded: Decoded) -> np.ndarray:
     logits, counts = decoded(expert_cache="100%")
     assert counts is None
     return logits
 
 
 @pytest.mark.parametrize("modes", [{"lossy": "dynamic-precision 0,0.5"}, {"lossy": "cache-routing margin=1,drop=1"}])
-def test_where_nothing_is_missed_nothing_changes(decoded: Decoded, lossless: np.ndarray, modes: dict[str, str]) -> None:
+def test_where_nothing_is_missed_nothing_changes(decoded: Decoded, exact: np.ndarray, modes: dict[str, str]) -> None:
     logits, counts = decoded(expert_cache="100%", **modes)
-    assert same(logits, lossless)
+    assert same(logits, exact)
     found = counts_of(counts)
     assert found.ranks == 20 * 3 * 4 and found.low == found.skipped == found.replaced == found.dropped == 0
 
 
-def test_a_token_computed_again_is_the_models_own(decoded: Decoded, lossless: np.ndarray) -> None:
+def test_a_token_computed_again_is_the_models_own(decoded: Decoded, exact: np.ndarray) -> None:
     """Its keys and values are, too: all tokens after it are equal as well."""
     logits, counts = decoded(expert_cache="60%", lossy="big-little gamma=1")
-    assert same(logits, lossless)
+    assert same(logits, exact)
     found = counts_of(counts)
     assert found.fallback_tokens == found.tokens == 20
     assert 0 < found.foretold_right < found.foretold == 20 * 3 * 4
@@ -73,7 +73,7 @@ def test_the_little_model_has_half_the_experts(decoded: Decoded, two_version_bun
     assert counts_of(counts).ranks == 20 * 3 * 3 and not np.array_equal(one, three)
 
 
-def test_misses_become_low_versions_or_nothing(decoded: Decoded, lossless: np.ndarray) -> None:
+def test_misses_become_low_versions_or_nothing(decoded: Decoded, exact: np.ndarray) -> None:
     start = {"expert_cache": "50%", "cache_state": "cold", "prefetch": "off"}
     low, counts = decoded(**start, lossy="dynamic-precision 0,1")
     found = counts_of(counts)
@@ -81,10 +81,10 @@ def test_misses_become_low_versions_or_nothing(decoded: Decoded, lossless: np.nd
     skipping, counts = decoded(**start, lossy="dynamic-precision 0,0")
     found = counts_of(counts)
     assert found.low == 0 and found.skipped > 20
-    distance = [float(np.abs(logits - lossless).mean()) for logits in (low, skipping)]
+    distance = [float(np.abs(logits - exact).mean()) for logits in (low, skipping)]
     assert 0 < distance[0] < distance[1]
     high, counts = decoded(**start, lossy="dynamic-precision 1,1")
-    assert counts_of(counts).low == counts_of(counts).skipped == 0 and same(high, lossless)
+    assert counts_of(counts).low == counts_of(counts).skipped == 0 and same(high, exact)
 
 
 def prompted(path: Path, kernels_name: str | None = None, **options: Any) -> tuple[np.ndarray, ModeCounts | None, int]:
@@ -105,19 +105,19 @@ def prompted(path: Path, kernels_name: str | None = None, **options: Any) -> tup
 
 @pytest.mark.parametrize("prefetch", ["off", "lookahead"])
 def test_a_prompt_reads_fewer_bytes(two_version_bundle: Path, prefetch: str) -> None:
-    lossless, _, all_bytes = prompted(two_version_bundle, prefetch=prefetch)
+    exact, _, all_bytes = prompted(two_version_bundle, prefetch=prefetch)
     found, counts, some_bytes = prompted(two_version_bundle, prefetch=prefetch, lossy="dynamic-precision 0.2,0.7")
-    assert some_bytes < 0.9 * all_bytes and not np.array_equal(found, lossless)
+    assert some_bytes < 0.9 * all_bytes and not np.array_equal(found, exact)
     told = counts_of(counts)
     assert told.prompt_low and told.prompt_skipped and told.ranks == told.low == 0
     high, counts, _ = prompted(two_version_bundle, prefetch=prefetch, lossy="dynamic-precision 1,1")
-    assert same(high, lossless) and counts_of(counts).prompt_low == 0
+    assert same(high, exact) and counts_of(counts).prompt_low == 0
 
 
 def test_other_modes_leave_a_prompt_alone(two_version_bundle: Path) -> None:
-    lossless, _, _ = prompted(two_version_bundle)
+    exact, _, _ = prompted(two_version_bundle)
     found, counts, _ = prompted(two_version_bundle, lossy="big-little gamma=0.5 + cache-routing margin=0.9,drop=0.3")
-    assert same(found, lossless) and counts_of(counts).prompt_experts == 0
+    assert same(found, exact) and counts_of(counts).prompt_experts == 0
 
 
 def test_numpy_decides_a_prompt_as_the_extension(two_version_bundle: Path) -> None:
@@ -144,11 +144,11 @@ def test_sequences_of_a_pass_share_a_version(two_version_bundle: Path) -> None:
     assert all(len({index % 24 for index in experts}) == len(experts) for experts in seen)
 
 
-def test_misses_become_cached_experts_or_nothing(decoded: Decoded, lossless: np.ndarray) -> None:
+def test_misses_become_cached_experts_or_nothing(decoded: Decoded, exact: np.ndarray) -> None:
     start = {"expert_cache": "50%", "prefetch": "off"}
     replaced, counts = decoded(**start, lossy="cache-routing margin=0.9")
     found = counts_of(counts)
-    assert found.replaced > 10 and found.dropped == 0 and not np.array_equal(replaced, lossless)
+    assert found.replaced > 10 and found.dropped == 0 and not np.array_equal(replaced, exact)
     _, counts = decoded(**start, lossy="cache-routing drop=0.2")
     assert counts_of(counts).dropped > 5 and counts_of(counts).replaced == 0
     _, counts = decoded(**start, lossy="cache-routing margin=0.01,drop=0.01")
@@ -157,7 +157,7 @@ def test_misses_become_cached_experts_or_nothing(decoded: Decoded, lossless: np.
 
 def test_fewer_misses_are_what_it_is_for(two_version_bundle: Path) -> None:
     reads = {}
-    for name, modes in {"lossless": {}, "routing": {"lossy": "cache-routing margin=0.9,drop=0.3"}}.items():
+    for name, modes in {"exact": {}, "routing": {"lossy": "cache-routing margin=0.9,drop=0.3"}}.items():
         with load(two_version_bundle, context=64, expert_cache="50%", prefetch="off", **modes) as engine:
             engine.cache.finish_warming()
             engine.begin_sequence()
@@ -166,7 +166,7 @@ def test_fewer_misses_are_what_it_is_for(two_version_bundle: Path) -> None:
             for at in range(3, 40):
                 engine.decode([4 + 7 * at % 200], [0], [at])
             reads[name] = engine.cache.stats.since(before).bytes_read
-    assert reads["routing"] < 0.7 * reads["lossless"]
+    assert reads["routing"] < 0.7 * reads["exact"]
 
 
 @pytest.mark.parametrize("other", [{"readers": 4}, {"io": "mmap"}, {"threads": 1}, {"kernels": "scalar"}])
@@ -266,9 +266,9 @@ def test_the_mode_line_names_what_is_lossy(two_version_bundle: Path) -> None:
             "LOSSY (big-little gamma=0.055,k=K/2 + cache-routing margin=0.3,drop=0.1 + dynamic-precision 0.4,0.8)"
             in (engine.mode)
         )
-        assert "cold start" in engine.mode and not engine.is_lossless
+        assert "cold start" in engine.mode and not engine.is_exact
     with load(two_version_bundle, context=64, expert_cache="50%") as engine:
-        assert ", lossless;" in engine.mode and engine.is_lossless and engine.mode_counts is None
+        assert ", exact;" in engine.mode and engine.is_exact and engine.mode_counts is None
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_low_versions_must_be_there(tiny_bundle: Path) -> None:
     with pytest.raises(OptionError, match="the bundle has none"):
         load(tiny_bundle, lossy="dynamic-precision 0.5,0.9")
     with load(tiny_bundle, context=64, expert_cache="50%", lossy="dynamic-precision 0.5,0.5") as engine:
-        assert not engine.is_lossless, "skipping needs none"
+        assert not engine.is_exact, "skipping needs none"
 
 
 def test_a_budget_holds_both_versions(two_version_bundle: Path) -> None:
@@ -384,7 +384,7 @@ def test_low_versions_that_no_mode_asks_for_change_nothing(two_version_bundle: P
     found = []
     for path in (plain, two_version_bundle):
         with load(path, context=64, expert_cache="50%") as engine:
-            assert engine.is_lossless and bool(engine.bundle.manifest.low_experts) == (path is two_version_bundle)
+            assert engine.is_exact and bool(engine.bundle.manifest.low_experts) == (path is two_version_bundle)
             found.append(engine.logits(PROMPTS[0] * 5))
     assert same(*found)
 

@@ -21,7 +21,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 """Every prefetcher, and with it other policies, other ways to read, another number of threads."""
 
 
-def check_lossless(bundle: Path, tokens: Sequence[int], prompt_tokens: int = 20) -> np.ndarray:
+def check_exact(bundle: Path, tokens: Sequence[int], prompt_tokens: int = 20) -> np.ndarray:
     """Logits [T, V] of forced tokens, the same to the bit in all ways of running. Fails where they differ, or where a
     run does not do what its options say.
     """

@@ -34,7 +34,7 @@ MOST_THREADS = 3
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle with tables of a calibration with random experts, which some policies and prefetchers use."""
-    root, draw = tmp_path_factory.mktemp("lossless"), np.random.default_rng(5)
+    root, draw = tmp_path_factory.mktemp("exact"), np.random.default_rng(5)
     shape = TinyMixtral(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, seed=11)
     target = emit_bundle(save_tiny_mixtral(root / "model", shape), root / "bundle", mixed=True)
     popularity = draw.integers(1, 99, (LAYERS, EXPERTS)).astype(np.uint32)
