@@ -13,8 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from moec.cli.terminal.compile_log import LOG_MARK
+from moec.cli.terminal.compile_result import REPORT_MARK
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.output_lock import hold_output
+from moec.manifests.errors import InputError
+from moec.manifests.files.implied_names import check_implied
 from tests.tiny_compile import contents, names, save_model
 
 from .conftest import Invoke
@@ -144,3 +148,24 @@ def test_a_signal_ends_a_command_as_an_interrupt_does(number: signal.Signals, tm
         run.kill()
     assert run.returncode == 128 + number and told.rstrip().endswith("interrupted"), told
     assert not any(folder.iterdir())
+
+
+EARLIER = {
+    "a log of events alone": (LOG_MARK, b'{\n "events": [\n  {\n   "seconds": 0.1,\n   "event": "x"\n  }\n ]\n}\n'),
+    "a log with stages": (LOG_MARK, b'{\n "events": [\n  {\n   "seconds": 0.1\n  }\n ],\n "stages": []\n}\n'),
+    "a report without generator": (REPORT_MARK, b"<!doctype html>\n<html>from <code>moec.json</code> and x"),
+    "another log": (LOG_MARK, b'{"events": ["mine"]}'),
+    "another page": (REPORT_MARK, b"<!doctype html>\n<html><p>mine"),
+}  # fmt: skip
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("name", EARLIER)
+def test_files_of_earlier_versions_are_replaced_and_those_of_others_stay(name: str, tmp_path: Path) -> None:
+    mark, content = EARLIER[name]
+    (tmp_path / "file").write_bytes(content)
+    if name.startswith("another"):
+        with pytest.raises(InputError, match="was not written by moec"):
+            check_implied(tmp_path / "file", mark)
+    else:
+        check_implied(tmp_path / "file", mark)
