@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import stat
 import sys
 from collections.abc import Iterator
@@ -268,7 +267,8 @@ def require_free_bytes(folder: Path, need_bytes: int) -> None:
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
-    free = shutil.disk_usage(place).free
+    system = os.statvfs(place)
+    free = system.f_bavail * system.f_frsize
     if free < need_bytes:
         raise DiskFull(
             f"the disk of `{folder}` has {human_bytes(free)} free, {human_bytes(need_bytes)} are needed",
