@@ -1,4 +1,4 @@
-"""`moec compile --device a,b,c`: one bundle per device from one set of measurements."""
+"""Progress and results of `moec compile --device a,b,c`. The compiles are in `compiler/devices.py`."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def mxfp4_rows(names: Mapping[str, str], shapes: Shapes) -> PackedWeight:
 def scaled(
     names: Mapping[str, str], shapes: Shapes, block: tuple[int, int], kind: str, has_integers: bool = False
 ) -> PackedWeight:
-    """Return a weight of 8-bit integers or floats with scales.
+    """Return a weight of 8-bit integers or floats (FP8) with scales.
 
     shapes: weight [N, K], scale, and weight_zero_point if it exists, with the shape of the scale. There is one scale
         per block, [N / block, K / block], one per row, [N, 1] or [N], or one in all, [] or [1].

@@ -1,4 +1,4 @@
-"""Slots of the engine, and the tokens whose keys and values each of them holds."""
+"""Slots of the engine: keys and values of a text stay in one, and a later text with the same beginning reuses them."""
 
 from __future__ import annotations
 

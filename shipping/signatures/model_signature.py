@@ -44,9 +44,9 @@ from .dsse import (
 from .keys import PrivateKey, PublicKey
 
 SIGNATURE_SUFFIX = ".sig"
+"""The signature of the bundle `NAME` is `NAME.sig` next to the folder."""
 SIGNATURE_MARK = re.compile(rb'\A\{\s*"mediaType"\s*:\s*"application/vnd\.dev\.sigstore\.bundle')
 """Beginning of a signature, also of one by `model_signing`."""
-"""The signature of the bundle `NAME` is `NAME.sig` next to the folder."""
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"

@@ -1,4 +1,4 @@
-"""Parts that the forms of several APIs share: identifiers, usage."""
+"""Answers in the form of an API: chunks of a stream, identifiers, usage."""
 
 from __future__ import annotations
 
