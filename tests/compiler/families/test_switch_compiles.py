@@ -342,7 +342,7 @@ def test_experts_are_left_out(plain: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_memory_for_no_layer_is_refused_with_what_would_do(plain: Path, tmp_path: Path) -> None:
     save_dialogues(tmp_path / "samsum")
     options: dict[str, Any] = {"data": str(tmp_path / "samsum"), "tasks": ("samsum",), "memory_bytes": 1 << 20}
-    with pytest.raises(OptionError, match=r"one layer at a time takes \d+ bytes of memory, found 1048576") as caught:
+    with pytest.raises(OptionError, match=r"one layer at a time takes \d+MiB of memory, found 1MiB") as caught:
         compile_tiny(plain, tmp_path / "out", "bits_per_weight", 4.5, **options)
     assert "--memory" in str(caught.value.hint) and names(tmp_path) == {"samsum"}
 
