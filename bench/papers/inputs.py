@@ -36,6 +36,7 @@ BUNDLES: dict[str, tuple[Model, tuple[object, ...]]] = {
     "planted-16-4": (PLANTED, ("--uniform", 16, "--dense-bits", 16, "--fallback-bits", 4, *_CALIBRATED)),
     "planted-8": (PLANTED, ("--uniform", 8, *_CALIBRATED)),
     "planted-4": (PLANTED, ("--uniform", 4, *_CALIBRATED)),
+    "planted-edgemoe": (PLANTED, ("--as", "edgemoe", "--loss", "2%", *_CALIBRATED)),
     "planted-2": (PLANTED, ("--uniform", 2, *_CALIBRATED)),
     "plain-16": (PLAIN, ("--uniform", 16, "--dense-bits", 16, *_CALIBRATED)),
     "natural-16": (NATURAL, ("--uniform", 16, "--dense-bits", 16)),

@@ -18,8 +18,8 @@ from ..simulated import Arm, Device, advice_of, simulate
 TEXTS = 2
 BUDGET_SHARE = 0.5
 """Memory for experts of EdgeMoE and moec, as a share of the expert bytes of EdgeMoE's bundle."""
-EDGEMOE, MOEC = "planted-2", SHIPPED
-"""Bundles at a loss of 2 %. EdgeMoE's search with moec's quantizer gives all experts 2 bits there (quality.json)."""
+EDGEMOE, MOEC = "planted-edgemoe", SHIPPED
+"""Bundles at a loss of 2 %. The first is that of EdgeMoE's own search, with its quantizer."""
 LAYERS_HELD = 2
 
 

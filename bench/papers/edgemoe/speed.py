@@ -141,13 +141,13 @@ FIGURES = (
         "times with a hard disk. On a Raspberry Pi 4B it is 2.55 to 3.25 times. Over IO-QEXP it is 1.19 to 2.12 "
         "times, over STI 1.22 to 2.77 times.",
         models=(PLANTED,),
-        how="Two held-out texts of 200 tokens. At a loss of 2 %, EdgeMoE's search with moec's quantizer gives all "
-        "experts 2 bits (`examples/bundle/quality.json`). With its own quantizer it needs 8 bits, because "
-        "sensitivity is planted. EdgeMoE's arm has 2 bits, and its buffer, eviction and path dictionary. "
-        "EdgeMoE and moec have memory for half of the bytes of EdgeMoE's experts. IO-QEXP and STI have 4 bits, "
-        "IO-QFREE 8.",
-        why="All wait for storage nearly all the time. So preloading (P) costs time: it reads experts that are "
-        "mostly not chosen. An "
+        how="Two held-out texts of 200 tokens. At a loss of 2 %, EdgeMoE's own search gives 40 experts 4 bits and 8 "
+        "experts 8 bits (`moec compile --as edgemoe`). Its arm is that bundle, with its buffer, eviction and path "
+        "dictionary. EdgeMoE and moec have memory for half of the bytes of EdgeMoE's experts. IO-QEXP and STI have 4 "
+        "bits, IO-QFREE 8.",
+        why="EdgeMoE is faster than IO-EXP, as published. With preloading (P) it is slower than IO-QEXP: all wait for "
+        "storage nearly all the time, and P reads experts that are mostly not chosen. Without P it is 1.8 to 2.0 times "
+        "as fast as IO-QEXP. All experts of moec, with 1.7 bits, fit into the same memory. An "
         "[experiment](../experiments/2026-11.md#21-simpler-versions-of-moec-"
         "experts-read-for-every-token-cost-most-of-the-speed-neutral) "
         "measured the baselines on a checkpoint of 13.8 GB.",
@@ -164,7 +164,7 @@ FIGURES = (
         models=(PLANTED,),
         how="Arms of figure 11. Without the buffer, the experts of one layer are in memory, with preloading those "
         "of two. Memory counts weights only.",
-        why="Quantization brings most, as published. Preloading pays only in time that computing takes, which is "
+        why="Quantization and the buffer bring most. Preloading pays only in time that computing takes, which is "
         "short here. So +Q+C is the best step.",
         origin="Simulated",
         measure=ablation,
@@ -203,8 +203,8 @@ FIGURES = (
         "every budget.",
         models=(PLANTED,),
         how="Arms of figure 11. IO-QEXP keeps no expert.",
-        why="Time falls with the size of the buffer. With preloading, small buffers are slower than IO-QEXP in 2 "
-        "bits, as the ablation shows.",
+        why="Time falls with the size of the buffer. With preloading, small buffers are slower than IO-QEXP, "
+        "as the ablation shows.",
         origin="Simulated",
         measure=budgets,
     ),
