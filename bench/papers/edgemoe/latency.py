@@ -76,7 +76,8 @@ FIGURES = (
         models=(PLANTED,),
         how=f"{SAMPLES} held-out items, problems and dialogues in turn, with the arms of figure 11. A sample is a "
         "prompt and all tokens of its answer, which are forced. It begins with the warm start of its arm.",
-        why="EdgeMoE is faster than IO-EXP and STI at each percentile, as published, and slower than IO-QEXP, as in figure 11.",
+        why="EdgeMoE is faster than IO-EXP and STI at each percentile, as published, and slower than IO-QEXP, as in "
+        "figure 11.",
         origin="Simulated",
         measure=latency,
     ),
