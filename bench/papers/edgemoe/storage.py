@@ -146,8 +146,8 @@ FIGURES = (
         how="Bytes of all weights, and the score on 500 held-out items: exact match of problems, Rouge-2 of "
         "dialogues. STI and EdgeMoE are rounded to nearest, the others by GPTQ on problems. One problem is 0.2 %.",
         why="EdgeMoE saves as much over IO-FREE as published, and little over IO-QEXP: its linear quantizer needs 4 "
-        "and 8 bits here. STI in 4 bits does not lose most: its groups of 64 have scales of their own. On dialogues, for "
-        "which nothing was chosen, moec loses more than 2 %.",
+        "and 8 bits here. STI in 4 bits does not lose most: its groups of 64 have scales of their own. On "
+        "dialogues, for which nothing was chosen, moec loses more than 2 %.",
         measure=storage,
     ),
     Figure(
