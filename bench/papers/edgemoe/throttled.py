@@ -101,8 +101,8 @@ FIGURES = (
         how=f"`moec bench` decodes {TOKENS} tokens of a held-out text on this machine, once per arm. A control "
         "group limits the reads of storage, and the page cache is dropped before each run. EdgeMoE reads as "
         "by `--as edgemoe`.",
-        why="The gain is like the published one. Over IO-QEXP it is 1.7 and 1.2 times: experts read ahead but not used "
-        "delay others at 90 MB/s. moec holds all of its experts, with 1.7 bits, in the same memory.",
+        why="Over IO-QEXP the gain is 1.7 and 1.2 times. Experts read ahead but not used delay others at 90 MB/s. moec "
+        "holds all of its experts, with 1.7 bits, in the same memory.",
         measure=tpot,
         throttles=True,
     ),
