@@ -82,7 +82,7 @@ def commands_page() -> str:
             groups.setdefault(text, []).append(row)
     for text, rows in groups.items():
         parts.append(f"Of {text}:\n\n" + "\n".join(rows) + "\n")
-    parts.append("## Settings\n\n`--set NAME=VALUE` takes these, as `moec settings` lists them.\n")
+    parts.append("## Settings\n\n`--set NAME=VALUE` takes these, listed by `moec settings`.\n")
     for kind, table in (("run", RUN_SETTINGS), ("compile", COMPILE_SETTINGS)):
         parts.append(f"Of a {kind}:\n")
         for setting in setting_rows(table):
