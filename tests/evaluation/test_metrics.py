@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.evaluation.metrics import ROUGE_KINDS, item_perplexities, perplexity, rouge
-from moec.evaluation.tasks.answer_text import NUMBER, AnswerText, answer_number
+from moec.evaluation.tasks.answer_text import NUMBER, AnswerText
+from moec.evaluation.tasks.numbers import answer_number
 from moec.manifests.errors import MissingDependency
 
 
