@@ -264,11 +264,12 @@ def check_folder(path: Path, suffix: str = "") -> None:
 
 def require_free_bytes(folder: Path, need_bytes: int) -> None:
     """Raise DiskFull if the file system of a folder has fewer bytes free than needed. The folder need not exist."""
+    import shutil  # it loads three compressors, and most commands need none
+
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
-    system = os.statvfs(place)
-    free = system.f_bavail * system.f_frsize
+    free = shutil.disk_usage(place).free
     if free < need_bytes:
         raise DiskFull(
             f"the disk of `{folder}` has {human_bytes(free)} free, {human_bytes(need_bytes)} are needed",
