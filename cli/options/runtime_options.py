@@ -36,7 +36,9 @@ def _option(name: str) -> Callable[[F], F]:
     section = "" if shown.group == "common" else shown.group.capitalize()
     values: dict[str, Any] = {"metavar": shown.metavar, "section": section}
     text = shown.text
-    if shown.choices:
+    if name == "lossy":
+        values |= {"multiple": True, "callback": lambda ctx, parameter, texts: " + ".join(texts) or None}
+    elif shown.choices:
         values["type"] = click.Choice(shown.choices)
     elif isinstance(default, int):
         values["type"] = int

@@ -106,13 +106,12 @@ def spelled(name: str) -> str:
 
 
 def as_arguments(settings: Mapping[str, Any]) -> str:
-    """Return options of a run, by field, as on a command line."""
+    """Return options of a run or a compile, by field, as on a command line."""
     words = []
     for name, value in settings.items():
         text = ("no", "yes")[value] if isinstance(value, bool) else value
-        words.append(
-            f"--set {spelled(name)}={text}" if name in RUN_SETTINGS else f"--{spelled(name)} {shlex.quote(str(text))}"
-        )
+        is_setting = name in RUN_SETTINGS or name in COMPILE_SETTINGS
+        words.append(f"--set {spelled(name)}={text}" if is_setting else f"--{spelled(name)} {shlex.quote(str(text))}")
     return " ".join(words)
 
 

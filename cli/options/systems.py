@@ -14,7 +14,7 @@ from moec.manifests.files.strict_toml import load_strict_toml
 
 from ..terminal import output
 from ..terminal.help_sections import SectionOption
-from .set_option import as_arguments, spelled
+from .set_option import as_arguments
 
 F = TypeVar("F", bound=Callable[..., Any])
 SYSTEMS = ("edgemoe", "hobbit", "mobile", "twiddler")
@@ -93,20 +93,5 @@ def prescribed_compile(name: str | None, given: Collection[str]) -> dict[str, An
         return {}
     system = load_system(name)
     chosen = {field: value for field, value in system.compile.items() if field not in given}
-    shown = " ".join(f"--{spelled(field)} {value}" for field, value in chosen.items() if field != "path_keys")
-    output.say(f"as {system.title}: {shown}")
+    output.say(f"as {system.title}: {as_arguments(chosen)}")
     return chosen
-
-
-def _require(system: System, name: str, bundle: Path) -> None:
-    from moec.runtime.bundle.open_bundle import open_bundle
-
-    from .opening import bundle_folder
-
-    manifest = open_bundle(bundle_folder(bundle)).manifest
-    has = {"statistics": manifest.calibration is not None, "low-versions": bool(manifest.low_experts)}
-    for need, option in system.needs.items():
-        if not has[need]:
-            remedy = f"--as {name} or {option}" if name in COMPILED_SYSTEMS and need == "low-versions" else option
-            lacking = need.replace("-", " ")
-            raise OptionError(f"`{bundle}` has no {lacking}, which {system.title} needs", f"compile it with {remedy}")

@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 _Ints: TypeAlias = Sequence[int]
 _Result = TypeVar("_Result")
 _RunStack: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, KVCache], _Result]
-# An option of the command line, and its value if it is a number or the rest of a text between backticks.
-_OPTION = re.compile(r"--(?:set )?([a-z][a-z-]*)(?:[ =]([^` ]+(?=`)|[0-9][0-9A-Za-z]*))?")
+# An option of the command line, and its value if it is a number, has quotes, or is the rest of a text in backticks.
+_OPTION = re.compile(r"--(?:set )?([a-z][a-z-]*)(?:[ =]('[^'`]+'|[^` ]+(?=`)|[0-9][0-9A-Za-z]*))?")
 _SETTING = re.compile(r"(?<=`)[a-z]+(?:-[a-z]+)+(?=[`=])")
 
 FinishReason = Literal["stop", "length"]
@@ -82,12 +82,12 @@ def load(path: str | Path, **options: Unpack[RuntimeSettings]) -> Engine:
     if type(options.get("memory")) is int:
         values["memory"] = str(options["memory"])
     try:
+        chosen = RuntimeOptions(**values | {"lossy": None})
+        require_memory_for_manifest(Path(path), chosen)
         if options.get("lossy"):
             from ..tuning.mode_records import recorded_setting
 
-            values["lossy"] = recorded_setting(Path(path), str(options["lossy"]))
-        chosen = RuntimeOptions(**values)
-        require_memory_for_manifest(Path(path), chosen)
+            chosen = replace(chosen, lossy=recorded_setting(Path(path), str(options["lossy"])))
         return Engine(open_bundle(Path(path)), chosen, closes_bundle=True)
     except TypeError as error:
         if not values.keys() - RuntimeSettings.__annotations__:
@@ -108,9 +108,13 @@ def _with_keywords(text: str) -> str:
         if name not in RuntimeSettings.__annotations__:
             return match[0]
         is_number = RuntimeSettings.__annotations__[name].__forward_arg__ == "int"
-        return f"{name}=" if value is None else f"{name}={value if is_number else json.dumps(value)}"
+        return f"{name}=" if value is None else f"{name}={value if is_number else json.dumps(value.strip(chr(39)))}"
 
-    return _SETTING.sub(lambda match: match[0].replace("-", "_"), _OPTION.sub(keyword, text))
+    def setting(match: re.Match[str]) -> str:
+        name = match[0].replace("-", "_")
+        return name if name in RuntimeSettings.__annotations__ else match[0]
+
+    return _SETTING.sub(setting, _OPTION.sub(keyword, text))
 
 
 class Engine:
@@ -474,6 +478,7 @@ class Engine:
         self.make_room(target, positions)
         parents = list(range(self.options.slots))
         parents[target.index] = source.index
+        target.tokens = []  # an interrupted copy leaves keys and values of neither text
         self.kv.copy_slots(parents, positions)
         target.tokens = source.tokens[:positions]
 

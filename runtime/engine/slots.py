@@ -37,7 +37,7 @@ class Placement:
 class SlotPool:
     """All slots. A request gets the keys and values of the longest common beginning, from its slot or by a copy.
 
-    can_reuse: whether keys and values depend on nothing but the tokens before, so that they may be used again.
+    can_reuse: whether keys and values depend on nothing but the tokens before. A slot may then be reused.
     """
 
     def __init__(self, count: int, can_reuse: bool) -> None:

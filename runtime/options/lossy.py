@@ -117,8 +117,8 @@ class LossyModes:
             "cache-routing": self.cache_routing,
             "dynamic-precision": self.dynamic_precision,
         }
-        found = {name: value.to_text() for name, value in values.items() if value is not None}
-        return found if self.expert_activations is None else found | {"expert-activations": self.expert_activations}
+        texts = {name: value.to_text() for name, value in values.items() if value is not None}
+        return texts if self.expert_activations is None else texts | {"expert-activations": self.expert_activations}
 
     def to_text(self) -> str:
         """Return the text of the `mode:` line."""
@@ -149,7 +149,8 @@ def parse_lossy(text: str | None) -> LossyModes:
             f"`--lossy {text[:60]}` takes thresholds from the records of a bundle, and here is none",
             "write them, like `--lossy 'dynamic-precision 0.6,0.9'`",
         )
-    return parse_modes(*(_parse_setting(text, "lossy").get(name) for name in MODE_OPTIONS))
+    setting = _parse_setting(text, "lossy")
+    return parse_modes(*(setting.get(name) for name in MODE_OPTIONS))
 
 
 def parse_mode_list(text: str) -> list[dict[str, str]]:

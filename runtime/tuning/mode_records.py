@@ -7,6 +7,7 @@ quality.json with the same setting.
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,18 @@ def recorded_setting(bundle: Path, text: str) -> str:
     Raises OptionError if no thresholds are recorded that fit, and the errors of `open_bundle`.
     """
     word, _, share = text.strip().partition(" ")
+    if word in (AUTO, PUBLISHED) and "+" in share:
+        raise OptionError(
+            f"`--lossy '{text[:60]}'`: the thresholds of `{word}` were measured without other modes",
+            "write the thresholds, like `--lossy 'dynamic-precision 0.6,0.9 + big-little gamma=0.7'`",
+        )
     if word == PUBLISHED and not share:
         return f"dynamic-precision {_published_thresholds(bundle)}"
     if word != AUTO:
         return text
     allowed, rows = _allowed_loss(bundle, share.strip()), measured_rows(bundle)
-    best = best_thresholds(rows, allowed, low_bytes_share(open_bundle(bundle).manifest))
+    with open_bundle(bundle) as opened:
+        best = best_thresholds(rows, allowed, low_bytes_share(opened.manifest))
     if best is not None:
         return str(best["mode"])
     message = f"no thresholds were measured to cost at most {allowed:.2%} of the score of `{bundle}`"
@@ -132,7 +139,7 @@ def recorded_setting(bundle: Path, text: str) -> str:
     if smallest > allowed:
         message += f", and their items can show no bound below {smallest:.2%}"
         raise OptionError(message, "measure on more items: moec eval BUNDLE --data DATA --modes sweep")
-    raise OptionError(message, f"allow more: --lossy 'auto {100 * least:.2g}%'")
+    raise OptionError(message, f"allow more: --lossy 'auto {math.ceil(10_000 * least) / 100:g}%'")
 
 
 def _allowed_loss(bundle: Path, share: str) -> float:

@@ -201,7 +201,7 @@ class Service:
             "model": self.options.name,
             "mode": self.mode,
             "verdict": self.options.verdict,
-            "is_exact": engine.is_exact,
+            "is_exact": engine.options.modes.is_exact,
             "answers_depend_on_other_requests": not engine.is_exact,
             "context": engine.memory.context,
             "slots": engine.options.slots,

@@ -54,7 +54,8 @@ class SavedSlots:
         """
         if not engine.is_exact or engine.accelerator is not None or not engine.slots.can_reuse:
             raise OptionError(
-                "`--prefix-cache` is for exact runs on the CPU of models without an encoder", "leave it out"
+                "`--prefix-cache` is for exact runs on the CPU of models without an encoder or expert capacities",
+                "leave it out",
             )
         self._engine, self._folder, self._limit, self._report = engine, folder, limit_bytes, report
         self._context = engine.memory.context

@@ -214,6 +214,38 @@ def test_the_rule_of_lookahead_can_be_changed_where_the_trace_says_enough(
     assert refused.exit_code == 1 and "lacks what `spread` would ask" in refused.stderr
 
 
+def test_layers_and_rules_change_what_is_read_ahead(
+    invoke: Invoke, two_version_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    """`first-miss` is decided again from fewer layers. Other rules recorded the advice of just so many layers."""
+    at_once = ("--read-rate", "900GB", "--read-latency", "0s")
+    arguments = ("--set", "policy=lru", "--expert-cache", "60%", "--expert-cache", "90%", *at_once)
+    recording = ("--expert-cache", "50%", "--set", "prefetch-layers=2")
+    walking, _ = recorded(invoke, two_version_bundle, tmp_path, *recording, "--set", "prefetch-rule=first-miss")
+    two = simulated(invoke, two_version_bundle, walking, *arguments)["rows"]
+    one = simulated(invoke, two_version_bundle, walking, *arguments, "--set", "prefetch-layers=1")["rows"]
+    assert [row["prefetch_reads"] for row in one] != [row["prefetch_reads"] for row in two]
+    refused = invoke("simulate", two_version_bundle, "--trace", walking, "--set", "prefetch-layers=3")
+    assert refused.exit_code == 1 and "lacks what 3 would ask" in refused.stderr
+    likely, _ = recorded(invoke, two_version_bundle, tmp_path, *recording)
+    refused = invoke("simulate", two_version_bundle, "--trace", likely, "--set", "prefetch-layers=1")
+    assert refused.exit_code == 1 and "by the rule `likely`, and lacks what 1 would ask" in refused.stderr
+
+
+def test_advice_of_tables_follows_the_rule(
+    invoke: Invoke, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
+) -> None:
+    """A trace of tables holds the advice of its own rule. Under another rule it is computed again."""
+    recording = ("--expert-cache", "50%", "--set", "prefetch=popularity", "--set", "prefetch-rule=spread")
+    trace, _ = recorded(invoke, mixed_bundle, tmp_path, *recording)
+    arguments = ("--set", "policy=lru", "--expert-cache", "60%", "--read-rate", "900GB", "--read-latency", "0s")
+    reads = {
+        setting: simulated(invoke, mixed_bundle, trace, *arguments, "--set", setting)["rows"][0]["prefetch_reads"]
+        for setting in ("prefetch-rule=spread", "prefetch-rule=until-routed")
+    }
+    assert len(set(reads.values())) == 2, reads
+
+
 def test_modes_that_the_trace_cannot_decide_are_refused(
     invoke: Invoke, two_version_bundle: Path, mixed_bundle: Path, host: DeviceProfile, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from moec.cli.options.set_option import COMPILE_SETTINGS, RUN_SETTINGS, spelled
 from moec.cli.options.systems import COMPILED_SYSTEMS, SYSTEMS, load_system
 from moec.runtime.options.lossy import PUBLISHED
 from moec.runtime.options.runtime import RuntimeOptions
+from tests.tiny_compile import save_model, save_texts
 
 from .conftest import Invoke
 
@@ -44,6 +45,36 @@ def test_a_system_is_printed_and_the_command_line_comes_first(invoke: Invoke, tw
     assert "LOSSY (big-little gamma=0.7,k=K/2)" in told
     told = invoke(*run, "--as", "mobile", "--lossy", "big-little gamma=0.5", "--set", "prefetch=off").stderr
     assert "as MoBiLE: --set learned-routers=no\n" in told and "big-little gamma=0.5,k=K/2" in told
+
+
+def test_repeated_modes_are_joined(invoke: Invoke, two_version_bundle: Path) -> None:
+    modes = ("big-little gamma=0.7,k=K/2", "cache-routing margin=0.2,drop=0")
+    run = ("run", two_version_bundle, *PROMPT, "--expert-cache", "60%")
+    told = invoke(*run, "--lossy", modes[0], "--lossy", modes[1]).stderr
+    assert f"LOSSY ({' + '.join(modes)})" in told
+    refused = invoke(*run, "--lossy", "published", "--lossy", modes[0])
+    assert refused.exit_code == 1 and "were measured without other modes" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("edgemoe", "policy edgemoe, prefetch path until routed"), ("mobile", "LOSSY (big-little gamma=0.7,k=K/2)")],
+)
+def test_a_run_follows_a_system(invoke: Invoke, name: str, line: str) -> None:
+    """The shipped example has what both need: statistics, and no low versions."""
+    run = ("run", ROOT / "examples" / "bundle", *PROMPT, "--expert-cache", "50%")
+    done = invoke(*run, "--as", name)
+    assert done.exit_code == 0 and line in done.stderr, done.stderr
+
+
+def test_a_compile_for_hobbit_runs_as_hobbit(invoke: Invoke, tmp_path: Path) -> None:
+    model, texts = save_model(tmp_path / "model"), save_texts(tmp_path / "texts")
+    line = ("compile", model, "--uniform", "8", "--data", texts, "-o", tmp_path / "out-moec", "--as", "hobbit")
+    done = invoke(*line)
+    assert done.exit_code == 0 and "as HOBBIT: --fallback-bits 2" in done.stderr, done.stderr
+    done = invoke("run", tmp_path / "out-moec", *PROMPT, "--expert-cache", "60%", "--as", "hobbit")
+    assert done.exit_code == 0 and "LOSSY (dynamic-precision 0." in done.stderr, done.stderr
+    assert "prefetch lookahead to the first miss" in done.stderr and "policy hobbit" in done.stderr
 
 
 def test_a_bundle_that_lacks_what_a_system_needs_is_refused(

@@ -126,7 +126,7 @@ def test_a_compile_with_too_little_memory_names_its_own_option(memory: str, tmp_
     assert names(tmp_path) == {"model", "out.log.json"} or names(tmp_path) == {"model"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_command_as_an_interrupt_does(number: signal.Signals, tmp_path: Path) -> None:
     """An evaluation of a checkpoint writes a whole bundle to the folder for temporary files, and removes it."""
 

@@ -45,6 +45,7 @@ def compiled(*arguments: object) -> tuple[int, str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.in_ci
 def test_all_processes_of_a_compile_stay_within_its_memory(tmp_path: Path) -> None:
     model = save_model(tmp_path / "tiny", layers=2, experts=4, hidden_size=256, width=256)
     texts = save_texts(tmp_path / "texts", train=60, validation=30, test=30)

@@ -173,11 +173,11 @@ def _simulation(bundle: Bundle, trace_path: Path, profile: DeviceProfile | None,
     """Return the simulation of the trace on the device of the options."""
     from moec.runtime.simulation.recorded_advice import recorded_advice, table_advice
 
-    (trace,) = open_traces([trace_path], bundle)
-    rates = device_rates(trace.header, profile, values["readers"], values["read_rate"], values["read_latency"])
-    prefetch, cooperation = values["prefetch"] or trace.header.prefetch, values["cooperation"]
-    trace = with_prefetch_rule(trace, trace_path, bundle, prefetch, values["prefetch_rule"])
-    trace = with_prefetch_layers(trace, trace_path, prefetch, values["prefetch_layers"])
+    (recorded,) = open_traces([trace_path], bundle)
+    rates = device_rates(recorded.header, profile, values["readers"], values["read_rate"], values["read_latency"])
+    prefetch, cooperation = values["prefetch"] or recorded.header.prefetch, values["cooperation"]
+    trace = with_prefetch_rule(recorded, trace_path, bundle, prefetch, values["prefetch_rule"])
+    trace = with_prefetch_layers(trace, trace_path, bundle, prefetch, values["prefetch_layers"])
     replayed = replayed_bundle(bundle)
     if values["cache_state"] == "cold":
         replayed = replace(replayed, warm=[])
@@ -187,7 +187,7 @@ def _simulation(bundle: Bundle, trace_path: Path, profile: DeviceProfile | None,
         shared = shared_device(bundle, trace, rates, accelerator, cooperation)
     elif cooperation != "auto":
         raise OptionError("`cooperation` has no effect without a device", "add `--accelerator`")
-    if prefetch == trace.header.prefetch:
+    if prefetch == recorded.header.prefetch and (prefetch == "lookahead" or trace is recorded):
         advice: Advice = recorded_advice
     elif prefetch == "lookahead":
         raise OptionError(
@@ -246,17 +246,24 @@ def with_prefetch_rule(
     return replace(trace, header=replace(trace.header, prefetch_rule=rule))
 
 
-def with_prefetch_layers(trace: Trace, path: Path, prefetch: Prefetch, layers: int | None) -> Trace:
-    """Return the trace as if later layers than these had not been asked; None keeps it.
+def with_prefetch_layers(trace: Trace, path: Path, bundle: Bundle, prefetch: Prefetch, layers: int | None) -> Trace:
+    """Return the trace as if lookahead had asked so many layers; None keeps it.
 
     path: for messages.
-    Raises OptionError if lookahead recorded fewer layers.
+    Raises OptionError if the trace of a lookahead lacks what would have been asked.
     """
-    if layers is None or layers == trace.header.prefetch_layers:
+    from moec.runtime.options.lossy import LossyModes
+    from moec.runtime.simulation.lossy_replay import missing_scores
+
+    recorded = trace.header.prefetch_layers
+    if layers is None or layers == recorded:
         return trace
-    if prefetch == "lookahead" and layers > trace.header.prefetch_layers:
+    # The rule `first-miss` is decided again from scores. Other rules recorded the advice of just so many layers.
+    is_decided_again = trace.header.prefetch_rule == "first-miss" and missing_scores(trace, LossyModes()) is None
+    if prefetch == "lookahead" and (layers > recorded or not is_decided_again or has_static_routers(bundle)):
         raise OptionError(
-            f"`{path}` was recorded with {trace.header.prefetch_layers} layers of lookahead, fewer than {layers}",
+            f"`{path}` was recorded with {recorded} layers of lookahead by the rule `{trace.header.prefetch_rule}`, "
+            f"and lacks what {layers} would ask",
             f"record it with `moec bench BUNDLE --set prefetch-layers={layers} --trace-out FILE`",
         )
     return replace(trace, header=replace(trace.header, prefetch_layers=layers))

@@ -74,7 +74,7 @@ def run_command(
 
     The text goes to stdout as it is decoded. The mode goes to stderr, and so do the statistics at the end. Caching,
     prefetching and reading of experts never change the text. Exceptions are modes marked LOSSY that depend on the
-    cache. On the device that a bundle is for, its profile sets defaults of --memory, --threads, --io and --readers.
+    cache. On the device that a bundle is for, its profile sets defaults of --memory, --threads, --io and the readers.
 
     \b
     moec run mixtral-moec --prompt $'Question: What is 2 + 3?\\nAnswer:' --memory 2GiB

@@ -243,6 +243,6 @@ RUNS = {
         "simulate",
         "moec.cli.commands.measuring.simulate.Simulation",
         {"prefetch_layers": Given("--set prefetch-layers=1", "trace.header.prefetch_layers", 1)},
-        "--trace {folder}/run.trace",
+        "--trace {folder}/run.trace --set prefetch=path",
     ),
 }

@@ -140,6 +140,24 @@ def test_what_a_failed_pass_wrote_is_not_reused(
         assert answer(engine, FIRST, 3) == alone[len(FIRST)]
 
 
+def test_what_an_interrupted_copy_wrote_is_not_reused(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, alone: dict[int, list[int]]
+) -> None:
+    with load(tiny_bundle, context=64, slots=2) as engine:
+        answer(engine, FIRST, 0)
+        answer(engine, SECOND, 0)
+        source, target = engine.slots.slots
+
+        def interrupted(parents: Sequence[int], positions: int) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(engine.kv, "copy_slots", interrupted)
+            engine.copy_prefix(source, target, 3)
+        assert target.tokens == [] and source.tokens[: len(FIRST)] == FIRST
+        assert answer(engine, OTHER, 3) == alone[len(OTHER)]
+
+
 def test_a_lossy_run_computes_every_prompt(tiny_bundle: Path) -> None:
     with load(tiny_bundle, context=64, expert_cache="40%", lossy="cache-routing margin=0.2,drop=0.1") as engine:
         assert not engine.is_exact
