@@ -13,8 +13,10 @@ from .models import DESCRIBED, NATURAL, RANDOM, Model
 WIDTH = 110
 VERDICTS = {"same": "same", "partly": "partly the same", "different": "different"}
 COMMANDS: dict[Paper, str] = {
-    "edgemoe": "`moec compile MODEL --as edgemoe` searches as EdgeMoE, and `moec run BUNDLE --as edgemoe` runs as it.",
-    "hobbit": "`moec compile MODEL --as hobbit` adds low versions, and `moec run BUNDLE --as hobbit` runs as HOBBIT.",
+    "edgemoe": "`moec compile MODEL --as edgemoe --loss 2% --data DATA` searches as EdgeMoE. "
+    "`moec run BUNDLE --as edgemoe` runs as EdgeMoE.",
+    "hobbit": "`moec compile MODEL --as hobbit --loss 2% --data DATA` adds low versions. "
+    "`moec run BUNDLE --as hobbit` runs as HOBBIT.",
     "twiddler": "`moec run BUNDLE --as twiddler` runs as Twiddler.",
     "mobile": "`moec run BUNDLE --as mobile` runs as MoBiLE.",
 }

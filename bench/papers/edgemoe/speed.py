@@ -143,8 +143,8 @@ FIGURES = (
         models=(PLANTED,),
         how="Two held-out texts of 200 tokens. At a loss of 2 %, EdgeMoE's own search gives 40 experts 4 bits and 8 "
         "experts 8 bits (`moec compile --as edgemoe`). Its arm is that bundle, with its buffer, eviction and path "
-        "dictionary. EdgeMoE and moec have memory for half of the bytes of EdgeMoE's experts. IO-QEXP and STI have 4 "
-        "bits, IO-QFREE 8.",
+        "dictionary. Each row of its matrices has a scale and a minimum; as published, a scale alone. EdgeMoE and moec "
+        "have memory for half of the bytes of EdgeMoE's experts. IO-QEXP and STI have 4 bits, IO-QFREE 8.",
         why="EdgeMoE is faster than IO-EXP, as published. With preloading (P) it is slower than IO-QEXP: all wait for "
         "storage nearly all the time, and P reads experts that are mostly not chosen. Without P it is 1.8 to 2.0 times "
         "as fast as IO-QEXP. All experts of moec, with 1.7 bits, fit into the same memory. An "

@@ -102,8 +102,8 @@ FIGURES = (
         reported="HOBBIT's policy has a penalty of misses 4.69 to 8.68 % below LRU, and 2.13 to 4.19 % below LFU. For "
         "the experts of one layer, LHU has 15 % less than LFU.",
         models=(PLANTED,),
-        how=f"{TRACED} held-out texts, decided again under `--dynamic-precision {THRESHOLDS}` with 16 and 4 bits, "
-        "each with its own cache. A miss costs the bytes of the version that is read. LFU counts each version, "
+        how=f"{TRACED} held-out texts, decided again under `--lossy 'dynamic-precision {THRESHOLDS}'` with 16 and 4 "
+        "bits, each with its own cache. A miss costs the bytes of the version that is read. LFU counts each version, "
         "or both together.",
         why="HOBBIT is below LRU at every size. LFU that counts each version apart is lower still. HOBBIT's weights "
         "are the default ones, not fitted to this mode.",
