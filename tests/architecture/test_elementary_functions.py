@@ -34,7 +34,7 @@ ALLOWED = {
     "expert_cache/records.py": "eviction scores: which expert is evicted changes no logit of an exact run",
     "prefetch/read_ahead_margins.py": "how many experts are read ahead changes no logit of an exact run",
     "kernels/native/experts/residency.cpp": "eviction scores, as in expert_cache/records.py",
-    "kernels/native/prefetch/thresholds.cpp": "experts to read ahead, as in prefetch/read_ahead_margins.py",
+    "kernels/native/experts/prefetch_advice.cpp": "experts to read ahead, as in prefetch/read_ahead_margins.py",
     "accelerator/": "products of torch on a device; runs with an accelerator make no promise across machines",
 }
 """Files and folders of runtime/ that may use them. docs/design/lossy-modes.md says what follows for lossy runs."""

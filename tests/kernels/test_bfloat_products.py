@@ -49,7 +49,7 @@ def truncated(weights: np.ndarray) -> np.ndarray:
 
 
 def check_bound(weights: np.ndarray, x: np.ndarray, out: np.ndarray, order: str) -> None:
-    """Check the bound of products/bfloat_products.h and amx_bfloat_products.h, and its part for rounded activations."""
+    """Check the bound of kernels_avx512bf16.cpp and kernels_amx_bf16.cpp, and its part for rounded activations."""
     wide, held = x.astype(np.float64), np.abs(weights.astype(np.float64))
     read = np.abs(reference.round_to_bfloat16(x).astype(np.float64))
     rounding = np.where(np.abs(wide) < TINY, np.abs(wide), np.abs(wide) / 257)

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <chrono>
 
-#include "threads/clock.h"
 
 namespace moec {
 namespace {

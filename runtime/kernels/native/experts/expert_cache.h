@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -19,11 +20,16 @@
 #include <utility>
 #include <vector>
 
-#include "experts/file_identity.h"
+#include "experts/mapped_faults.h"
 #include "operations/operations.h"
 #include "experts/residency.h"
 
 namespace moec {
+
+// The clock of all measured times.
+inline int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 // Where the bytes of one expert are in its file, and where its matrices begin within them. gate_bytes -1: no gate.
 struct ExpertSource {

@@ -7,7 +7,6 @@
 #include <limits>
 #include <utility>
 
-#include "threads/clock.h"
 
 namespace moec {
 namespace {

@@ -7,14 +7,68 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "experts/expert_cache.h"
-#include "prefetch/path_scores.h"
-#include "prefetch/thresholds.h"
 #include "operations/operations.h"
 
 namespace moec {
+
+// The dictionary of activation paths: tables of runtime/bundle/tables.py. E experts, N keys.
+struct PathTables {
+    const uint32_t* transitions;  // [layers - 1, E, E]
+    const int64_t* keys;          // [N], increasing; null in the exact-set form
+    const uint16_t* sets;         // [N, 1 + 2 top_k], increasing rows; null in the pair form
+    const int64_t* offsets;       // [N + 1]
+    const uint16_t* experts;
+    const uint32_t* counts;
+    int64_t num_keys, num_experts, top_k;
+    double least_count;           // keys seen less often are left out
+};
+
+// The layers that predict another one: the last that routes, and the one before it or -1.
+struct PathSource {
+    int64_t last, before;
+};
+
+// The best experts of a layer and their scores, likeliest first: top_k + 1 of them, or all if there are fewer.
+struct Ranked {
+    std::vector<int64_t> experts;
+    std::vector<double> scores;
+};
+
+// The constants of the specification (RULES in runtime/prefetch/read_ahead_margins.py).
+struct ThresholdRules {
+    double wrong, right, first, least, most, floor;
+};
+
+// Thresholds of the prefetch rule `likely`: the margin from which an expert is read ahead. The margin of an expert is the
+// logarithm of its score over that of the first expert that would not be chosen. The specification is
+// runtime/prefetch/read_ahead_margins.py.
+class LearnedThresholds {
+  public:
+    using Experts = std::vector<int64_t>;
+
+    explicit LearnedThresholds(const ThresholdRules& rules) : rules_(rules) {}
+
+    double threshold(int64_t running, int64_t layer, int64_t rank) const;
+    Experts likely(int64_t running, int64_t layer, int64_t rank, const Ranked& ranked, int64_t top_k);
+    void observe(int64_t layer, const int32_t* chosen, int64_t count);
+    void forget_guesses() { guesses_.clear(); }
+
+  private:
+    struct Guess {
+        int64_t running;
+        double threshold;
+        Experts nearest;
+    };
+
+    ThresholdRules rules_;
+    std::map<std::pair<int64_t, int64_t>, double> thresholds_;  // by running layer and predicted layer
+    std::map<int64_t, std::vector<Guess>> guesses_;          // by predicted layer
+};
 
 // A later layer, whose experts are predicted while this one runs.
 // rank: 1 for the next layer that routes, 2 for the one after it.

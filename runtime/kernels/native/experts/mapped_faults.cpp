@@ -1,7 +1,5 @@
 #include "experts/mapped_faults.h"
 
-#include "experts/file_identity.h"
-
 #include <atomic>
 #include <mutex>
 
@@ -9,6 +7,7 @@
 #define MOEC_HAS_SIGBUS 1
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -149,6 +148,24 @@ bool has_faulted(int64_t) {
 void forget_mapping(int64_t) {}
 
 #endif
+
+FileIdentity identity_of(int descriptor) {
+#if defined(MOEC_HAS_SIGBUS)
+    struct stat found;
+    if (::fstat(descriptor, &found) == 0) {
+#if defined(__APPLE__)
+        const timespec modified = found.st_mtimespec, changed = found.st_ctimespec;
+#else
+        const timespec modified = found.st_mtim, changed = found.st_ctim;
+#endif
+        const auto ns = [](const timespec& time) { return static_cast<int64_t>(time.tv_sec) * 1000000000 + time.tv_nsec; };
+        return {static_cast<int64_t>(found.st_size), ns(modified), ns(changed)};
+    }
+#else
+    static_cast<void>(descriptor);
+#endif
+    return {};
+}
 
 int64_t first_changed(const MappedFileState* files, int64_t count) {
     for (int64_t at = 0; at < count; ++at) {

@@ -6,7 +6,6 @@
 
 #include "experts/expert_cache.h"
 #include "experts/mapped_faults.h"
-#include "threads/clock.h"
 
 #if defined(__unix__) || defined(__APPLE__)
 #define MOEC_HAS_PREADV 1

@@ -5,9 +5,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
+#include <limits>
 
 #include "targets/kernel_table.h"
-#include "threads/scratch.h"
 #include "threads/thread_pool.h"
 
 namespace moec {
@@ -17,6 +18,32 @@ constexpr int64_t kPartsPerThread = 4;  // so that other threads can take work f
 constexpr double kFlopsPerPart = 4e6;   // largest part of a long product, about 10 us
 constexpr int64_t kBlocksPerUnit = 2;   // products over one token take two blocks at a time
 constexpr int64_t kTokensAtOnce = 96;   // tokens whose rounded and hidden values are kept at once
+
+// Memory that is kept from call to call and only grows.
+class Scratch {
+  public:
+    Scratch() = default;
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    ~Scratch() { std::free(data_); }
+
+    // Returns at least `count` uninitialized floats, or null.
+    float* take(int64_t count) {
+        if (count > capacity_) {
+            if (static_cast<uint64_t>(count) > std::numeric_limits<size_t>::max() / sizeof(float)) {
+                return nullptr;
+            }
+            std::free(data_);
+            data_ = static_cast<float*>(std::malloc(static_cast<size_t>(count) * sizeof(float)));
+            capacity_ = data_ != nullptr ? count : 0;
+        }
+        return data_;
+    }
+
+  private:
+    float* data_ = nullptr;
+    int64_t capacity_ = 0;
+};
 
 // All operations of the calling thread share it, so an operation that calls another one must not keep values in it.
 inline thread_local Scratch operation_scratch;

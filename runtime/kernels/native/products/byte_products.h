@@ -1,8 +1,6 @@
 // Products of panels (products/panel.h) with several rounded tokens at once. This file has no include guard: each
 // targets/kernels_*.cpp includes it inside its own namespace, after the header of its panels. AMX has the same names in
-// products/amx_products.h.
-
-#include "products/panel_step.h"
+// kernels_amx.cpp.
 
 static_assert(kChunkTokens % kRowsSideBySide == 0 && kRowsSideBySide % kRoundedTokens == 0,
               "groups lie within rows that stand side by side");

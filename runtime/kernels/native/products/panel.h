@@ -1,7 +1,6 @@
 // Panels: the codes of 16 rows x up to 256 columns as bytes, and their products with several tokens. Each product takes four
 // columns (a quad) of a token. This file has no include guard: targets/kernels_*.cpp include it inside their own namespaces,
-// after products/tile_sums.h. lanes/neon_pair_panel.h (NEON's matrix products) and products/amx_products.h define the same
-// names for other instructions.
+// after products/tile_sums.h. kernels_neon_i8mm.cpp and kernels_amx.cpp define the same names for other instructions.
 
 // 16 rows x up to 256 columns.
 // codes: bytes, [tile][quad][row][4]; unused where codes are multiplied as they are packed.

@@ -147,3 +147,24 @@ MOEC_INLINE Floats add_tile(Floats acc, Floats step, Floats scale, Floats minimu
     const Floats dot = dot_of<Bitwidth, IsSymmetric>(sum, total);
     return fma(step, IsSymmetric ? mul(scale, dot) : fma(scale, dot, mul(minimum, total)), acc);
 }
+
+struct BytePanel;  // differs between instruction sets
+
+// Memory that will be read next.
+struct NextBytes {
+    const uint8_t *begin, *end;
+};
+
+// One step of a product: some panels times some rows of activations.
+// panels: [Blocks], Blocks is kPanelBlocks or 1; they hold tiles [first_tile, first_tile + tiles).
+// rows, first, count: the step takes rows [first, first + count); count <= 96, first is a multiple of kRowsSideBySide.
+// acc: [Blocks, count, 16], read and written.
+struct PanelStep {
+    const BytePanel* panels;
+    int64_t first_tile, tiles;
+    const RoundedRows& rows;
+    int64_t first;
+    int count;
+    float* acc;
+    const NextBytes* next;  // [Blocks]
+};

@@ -1,6 +1,6 @@
 // Bindings of the expert cache and of mapped files. Types and meanings: runtime/kernels/_native.pyi.
 
-#include "python/cache_bindings.h"
+#include "python/bindings.h"
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -12,7 +12,6 @@
 #include "python/arguments.h"
 #include "python/bound_cache.h"
 #include "experts/mapped_faults.h"
-#include "python/vector_arguments.h"
 
 namespace moec {
 namespace {

@@ -11,9 +11,8 @@
 #include <vector>
 
 #include "python/bound_cache.h"
-#include "python/cache_bindings.h"
+#include "python/bindings.h"
 #include "experts/expert_layers.h"
-#include "python/vector_arguments.h"
 
 namespace moec {
 namespace {

@@ -12,7 +12,7 @@
 //
 // AArch64: NEON is always there. The operating system reports the extensions.
 
-#include "targets/detect.h"
+#include "targets/kernel_table.h"
 
 #include <cstdint>
 

@@ -5,10 +5,30 @@
 
 #include <cstdint>
 
-#include "attention/attention_parts.h"
 #include "lanes/block.h"
 
 namespace moec {
+
+constexpr int kMaxAttentionQueries = 4;
+
+// An element of a cache of half floats.
+struct HalfFloat {
+    uint16_t bits;
+};
+
+// `tokens` consecutive tokens of one sequence times `heads` heads that share keys and values.
+// At most kMaxAttentionQueries queries.
+struct AttentionPart {
+    int64_t first_token, tokens, first_head, heads;
+};
+
+// The query of one token and head. It sees positions [first, end).
+struct AttentionQuery {
+    const float* q;  // [Dh]
+    float* scores;   // [end - first]
+    float* out;      // [Dh]
+    int64_t first, end;
+};
 
 // Rows of floats: row i starts at base + (index ? index[i] : i) * stride.
 template <class Float>
@@ -50,7 +70,7 @@ struct BfloatRows;
 using MultiplyBfloats = void (*)(const MatrixView&, int64_t block, int blocks, const BfloatRows& x, int64_t first, int count,
                                  float* acc);
 
-// Rows of activations rounded to bfloat16 (products/bfloat_products.h), and the product that reads them. Their order is that
+// Rows of activations rounded to bfloat16 (kernels_avx512bf16.cpp), and the product that reads them. Their order is that
 // of RoundedRows: one tile of 32 values of kRowsSideBySide rows, then the next tile of them. Values and rows that are missing
 // in the last tile and in the last group of rows are zeros.
 struct BfloatRows {
@@ -176,6 +196,26 @@ const KernelTable* neon_dot_kernels();
 const KernelTable* neon_i8mm_kernels();
 const BfloatKernels* avx512bf16_kernels();
 const BfloatKernels* amx_bf16_kernels();
+
+// Which instruction sets the processor and the operating system support (detect.cpp).
+// AVX2, FMA and F16C, and the operating system saves the wide registers.
+bool has_avx2();
+// has_avx2() and the dot product of bytes on registers of 256 bits.
+bool has_avxvnni();
+// has_avx2() and AVX-512 F, BW, VL and its dot product of bytes.
+bool has_avx512vnni();
+// has_avx512vnni() and the dot product of pairs of bfloat16.
+bool has_avx512bf16();
+// has_avx512vnni() and AMX with products of bytes. The first call asks the operating system for the tile registers, for all
+// threads.
+bool has_amx();
+// has_amx(), has_avx512bf16() and AMX with products of bfloat16.
+bool has_amx_bf16();
+// AArch64.
+bool has_neon();
+bool has_neon_dot();
+// has_neon_dot() and the matrix products of bytes.
+bool has_neon_i8mm();
 
 constexpr int kMaxTables = 8;
 

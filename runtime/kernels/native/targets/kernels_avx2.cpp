@@ -5,8 +5,7 @@
 // Only this file is compiled with AVX2, FMA and F16C (CMakeLists.txt); elsewhere it compiles to nothing. Every name here must
 // have internal linkage: the linker could replace a shared inline function of another file by the one compiled here.
 
-#include "lanes/ask_for_line.h"
-#include "lanes/inlining.h"
+#include "lanes/compilers.h"
 #include "targets/kernel_table.h"
 
 #if defined(__AVX2__) && (defined(__FMA__) || defined(_MSC_VER))
@@ -15,8 +14,6 @@
 
 #include <cstdint>
 #include <cstring>
-
-#include "targets/detect.h"
 
 namespace moec {
 namespace avx2 {

@@ -5,8 +5,7 @@
 // Only this file is compiled with AVX-512 F, BW, VL and VNNI (CMakeLists.txt); elsewhere it compiles to nothing. Every name
 // here must have internal linkage: the linker could replace a shared inline function of another file by the one compiled here.
 
-#include "lanes/ask_for_line.h"
-#include "lanes/inlining.h"
+#include "lanes/compilers.h"
 #include "targets/kernel_table.h"
 
 #if defined(MOEC_EMULATE_VNNI) || (defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__))
@@ -15,8 +14,6 @@
 
 #include <cstdint>
 #include <cstring>
-
-#include "targets/detect.h"
 
 namespace moec {
 namespace avx512vnni {
@@ -34,7 +31,17 @@ namespace half = avx512vnni;
 #else
 #include "lanes/avx512_lanes.h"
 #endif
-#include "products/wide_steps.h"
+
+// Sizes of one step of a product for sixteen lanes and 32 registers.
+constexpr int kPairedBlocks = 2;    // row blocks of a 16-bit matrix, for one token
+constexpr int kFloatTokens = 12;    // tokens, with a 16-bit matrix: as many chains of fma
+constexpr int kPanelBlocks = 2;     // row blocks of a quantized matrix, for several tokens; loaded bytes of inputs serve both
+constexpr int kBytePanelColumns = 256;
+constexpr int kRoundedTokens = 8;   // tokens, with a quantized matrix: half of the rows that stand side by side
+// Whether codes are unpacked to bytes during the product, by execution units that the products leave idle.
+constexpr bool multiplies_packed(int bitwidth) { return bitwidth != kTernary; }
+constexpr int kWeighedSums = 16;    // vectors of sums, of several queries, while attention weighs values
+
 #include "products/linear.h"
 #include "products/tile_sums.h"
 #include "products/panel.h"

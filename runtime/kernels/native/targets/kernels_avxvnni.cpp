@@ -4,8 +4,7 @@
 // Only this file is compiled with AVX-VNNI (CMakeLists.txt); elsewhere it compiles to nothing. Every name here must have
 // internal linkage: the linker could replace a shared inline function of another file by the one compiled here.
 
-#include "lanes/ask_for_line.h"
-#include "lanes/inlining.h"
+#include "lanes/compilers.h"
 #include "targets/kernel_table.h"
 
 #if defined(MOEC_EMULATE_VNNI) || defined(__AVXVNNI__)
@@ -14,8 +13,6 @@
 
 #include <cstdint>
 #include <cstring>
-
-#include "targets/detect.h"
 
 namespace moec {
 namespace avxvnni {

@@ -10,7 +10,7 @@
 #if !defined(MOEC_COMPACT)
 #define MOEC_COMPACT
 #endif
-#include "lanes/inlining.h"
+#include "lanes/compilers.h"
 #include "targets/kernel_table.h"
 
 namespace moec {
@@ -186,7 +186,16 @@ template <int Count>
 inline Floats upper(const Floats& a) { return each<Floats>([&](int i) { return i < Count ? a.v[i + Count] : 0.0f; }); }
 inline float square_root(float x) { return std::sqrt(x); }
 
-#include "products/scalar_steps.h"
+// Sizes of one step of a product. One token at a time: without vector registers, several tokens gain 2 % and take 1.6 times
+// the code.
+constexpr int kPairedBlocks = 2;   // row blocks of a 16-bit matrix, for one token
+constexpr int kFloatTokens = 1;    // tokens, with a 16-bit matrix
+constexpr int kPanelBlocks = 1;    // row blocks of a quantized matrix, for several tokens
+constexpr int kBytePanelColumns = 256;
+constexpr int kRoundedTokens = 1;  // tokens, with a quantized matrix
+constexpr int kWeighedSums = 8;    // vectors of sums, of several queries, while attention weighs values
+constexpr bool multiplies_packed(int) { return false; }  // codes are unpacked to bytes before they are multiplied
+
 #include "targets/all_kernels.h"
 
 bool is_supported() {
