@@ -17,7 +17,7 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.runtime.accelerator.latency import LatencyModel
 from moec.runtime.accelerator.planner import Action, ExpertLoad, plan_layer
 from moec.runtime.options.runtime import Cooperation
-from moec.runtime.simulation.accelerator_device import SimulatedDevice
+from moec.runtime.simulation.accelerator_replay import SimulatedDevice
 
 STRATEGIES: dict[str, Cooperation | None] = {
     "CPU only": None,

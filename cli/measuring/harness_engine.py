@@ -10,8 +10,7 @@ from typing import Any
 from moec.evaluation.harness.engine import AnswerRequest, ContextGroup
 from moec.manifests.errors import ExecutionError
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
-from moec.runtime.engine.answer_scores import AnswerTotal
-from moec.runtime.engine.continuations import score_continuations
+from moec.runtime.engine.continuations import AnswerTotal, score_continuations
 from moec.runtime.engine.engine import Engine
 from moec.runtime.text.sampling import SamplingOptions
 from moec.runtime.text.template_process import template_files

@@ -17,8 +17,8 @@ from moec.manifests.errors import ContextOverflow
 from moec.manifests.progress import Progress
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.manifests.self_test import SelfTest
-from moec.runtime.engine.answer_scores import score_answers
 from moec.runtime.engine.batch import Take, force_answers, forced_logits, generate_many
+from moec.runtime.engine.continuations import score_answers
 from moec.runtime.engine.self_test import make_self_test
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.prefetch.learned_routers import RecordedRouting, recorded_routers

@@ -40,7 +40,7 @@ class EvictionReplays:
     def _read(self, capacity: int, weights: EvictionWeights) -> list[int]:
         """Return the bytes read for each text: HOBBIT's penalty of misses."""
         from moec.runtime.expert_cache.policies import MultidimensionalScore
-        from moec.runtime.simulation.bytes_read import replayed_bytes
+        from moec.runtime.simulation.fitting import replayed_bytes
 
         score, spec, warm = MultidimensionalScore(weights), self._replayed.cache_spec(capacity), self._replayed.warm
         return [replayed_bytes(text, spec, score, warm) for text in self._texts]

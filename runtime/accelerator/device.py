@@ -1,6 +1,6 @@
 """ExpertDevice: the operations that a device offers for experts.
 
-Implementations: `torch_device.py` and `simulation/accelerator_device.py`.
+Implementations: `torch_device.py` and `simulation/accelerator_replay.py`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from moec.manifests.quant import ROWS_PER_BLOCK, round_up
 
 from .. import kernels
 from ..kernels.packed_matrix import PackedMatrix
-from ..layers.attention import Weights
-from ..layers.rotary import RotaryTables
+from ..layers.attention import RotaryTables, Weights
 from .dense import CHUNK_FLOATS, UNPACKED_AT_ONCE
 from .torch_weights import round_activations, unpack
 

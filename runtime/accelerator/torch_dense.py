@@ -13,10 +13,9 @@ from moec.manifests.model import ModelSpec
 
 from .. import kernels
 from ..kernels.packed_matrix import PackedMatrix
-from ..layers.attention import DensePart, layer_weights
+from ..layers.attention import DensePart, RotaryTables, layer_weights
 from ..layers.kv_cache import KVCache
 from ..layers.norms import Norm, stream_norms
-from ..layers.rotary import RotaryTables
 from .dense import HEAD_ROWS, DenseOnDevice
 from .torch_attention import PlacesOnDevice, TorchHeadAttention, TorchLatentAttention, TorchLinear, TorchRotary
 

@@ -20,7 +20,7 @@ import torch
 from .. import kernels
 from .device import COPY_SLOTS
 from .image import ExpertForm, Part, expert_bytes, expert_form, write_image
-from .torch_products import LayerRows, compute_expert
+from .torch_weights import LayerRows, compute_expert
 
 if TYPE_CHECKING:
     from .grouped.grouped_experts import GroupedExperts

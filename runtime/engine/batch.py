@@ -17,7 +17,56 @@ from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.profiles.memory_floor import LOGITS_ROWS_PER_SLOT
 
 from .engine import Engine
-from .text_passes import TextPart, text_passes
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """Tokens to compute in one slot. first: position of the first one; the slot holds the tokens before it."""
+
+    slot: int
+    tokens: Sequence[int]
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedPart:
+    """The tokens of one text in a pass.
+
+    which: index of the TextPart.
+    first: position of the first token.
+    rows: rows of the pass, int [n].
+    """
+
+    which: int
+    first: int
+    rows: np.ndarray
+
+
+def text_passes(engine: Engine, parts: Sequence[TextPart]) -> Iterator[tuple[list[ComputedPart], np.ndarray]]:
+    """Run texts in passes of at most MAX_PASS_TOKENS tokens.
+
+    Yields for each pass the parts of texts that it computed, and the residual stream [T, D].
+    """
+    tokens: list[int] = []
+    slots: list[int] = []
+    positions: list[int] = []
+    computed: list[ComputedPart] = []
+    for which, text in enumerate(parts):
+        start, count = 0, len(text.tokens)
+        while start < count:
+            taken = min(count - start, MAX_PASS_TOKENS - len(tokens))
+            first = text.first + start
+            computed.append(ComputedPart(which, first, np.arange(len(tokens), len(tokens) + taken)))
+            tokens += text.tokens[start : start + taken]
+            slots += [text.slot] * taken
+            positions += range(first, first + taken)
+            start += taken
+            if len(tokens) == MAX_PASS_TOKENS:
+                yield computed, engine.step(tokens, slots, positions)
+                tokens, slots, positions, computed = [], [], [], []
+    if tokens:
+        yield computed, engine.step(tokens, slots, positions)
+
 
 STOP_WINDOW_TOKENS = 16
 """Number of last tokens whose text is searched for stop texts."""

@@ -12,7 +12,6 @@ from moec.manifests.bundle import LOOKAHEAD_NAME, TABLES_NAME, BundleManifest
 from moec.profiles.probe import available_threads
 
 from .. import kernels
-from ..bundle.lookahead import read_lookahead
 from ..bundle.open_bundle import Bundle, verify_files
 from ..expert_cache.bound_experts import bind_experts, check_activations
 from ..expert_cache.cache_spec import CacheSpec
@@ -23,18 +22,18 @@ from ..expert_cache.records import ExpertRecords, bundle_records, warm_order
 from ..layers.kv_cache import KVCache
 from ..memory.budget import MemoryPlan, plan_memory, require_machine_memory
 from ..memory.elastic_cache import ElasticCache
-from ..model.code_path import CodePath, code_path
 from ..model.dense_weights import load_dense
 from ..model.forward import Model
 from ..modes.choice import Versions, low_version_indices
 from ..modes.decoder import LossyDecoder, check_modes
 from ..modes.logical_cache import LogicalCache
 from ..options.runtime import MAX_THREADS, RuntimeOptions
-from ..prefetch.learned_routers import learned_routers
+from ..prefetch.learned_routers import learned_routers, read_lookahead
 from ..prefetch.predictors import make_predictor
 from ..storage.interface import ExpertStorage, page_bytes
 from ..storage.read_storage import open_storage
 from ..text.tokenizer import BundleTokenizer, load_tokenizer
+from .mode_line import CodePath, code_path
 
 if TYPE_CHECKING:
     from ..accelerator.cooperative import CooperativeExperts

@@ -1,4 +1,4 @@
-"""CacheSpec: the facts from which every kind of expert cache decides."""
+"""The facts from which every kind of expert cache decides, and the states of an expert."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .records import ExpertRecords
+
+ABSENT, QUEUED, LOADING, RESIDENT = range(4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

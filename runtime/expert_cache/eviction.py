@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from .cache_spec import CacheSpec
+from .cache_spec import ABSENT, RESIDENT, CacheSpec
 from .cache_stats import CacheStats
-from .expert_state import ABSENT, RESIDENT
 from .policies import PolicyScore
 from .records import ExpertRecords
 

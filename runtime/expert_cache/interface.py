@@ -19,8 +19,8 @@ import numpy as np
 from moec.manifests.errors import ExecutionError, MemoryBudgetExceeded
 
 from ..storage.readers import ReaderThreads
+from .cache_spec import LOADING, RESIDENT
 from .cache_stats import CacheStats
-from .expert_state import LOADING, RESIDENT
 from .serve_layer import serve_layer, too_large_error
 
 
@@ -64,7 +64,7 @@ class StreamingCache(ABC):
         return bool(self._state[index] == RESIDENT)
 
     def states(self) -> np.ndarray:
-        """Return a copy of the state of each expert, int8 [N], values of `expert_state.py`. Any thread may ask."""
+        """Return a copy of the state of each expert, int8 [N], values of `cache_spec.py`. Any thread may ask."""
         return self._state.copy()
 
     @abstractmethod

@@ -26,9 +26,8 @@ from ..storage.interface import NativeStorage
 from ..storage.read_runs import MAX_RUN_BYTES
 from ..storage.readers import ReaderThreads
 from .bound_experts import BoundExperts
-from .cache_spec import CacheSpec
+from .cache_spec import RESIDENT, CacheSpec
 from .cache_stats import CacheStats
-from .expert_state import RESIDENT
 from .interface import StreamingCache
 from .policies import DEFAULT_WEIGHTS
 from .records import ExpertRecords

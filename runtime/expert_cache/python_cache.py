@@ -18,10 +18,9 @@ from ..options.readers import ONE_READER, Readers, Takes
 from ..storage.interface import ExpertStorage
 from ..storage.read_runs import ReadRuns
 from ..storage.readers import BusyClock, ReaderThreads
-from .cache_spec import CacheSpec
+from .cache_spec import ABSENT, LOADING, QUEUED, RESIDENT, CacheSpec
 from .cache_stats import CacheStats
 from .eviction import eviction_order
-from .expert_state import ABSENT, LOADING, QUEUED, RESIDENT
 from .interface import StreamingCache
 from .policies import PolicyScore
 from .residency import Residency

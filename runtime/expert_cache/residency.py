@@ -14,9 +14,8 @@ import numpy as np
 
 from ..options.readers import Takes
 from ..storage.read_runs import NONE, ReadRuns
-from .cache_spec import CacheSpec
+from .cache_spec import ABSENT, LOADING, QUEUED, RESIDENT, CacheSpec
 from .eviction import EvictingLedger, Order
-from .expert_state import ABSENT, LOADING, QUEUED, RESIDENT
 
 
 class Residency(EvictingLedger):

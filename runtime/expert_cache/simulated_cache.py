@@ -14,9 +14,8 @@ import numpy as np
 from moec.manifests.errors import MemoryBudgetExceeded
 
 from ..storage.read_runs import ReadRuns
-from .cache_spec import CacheSpec
+from .cache_spec import RESIDENT, CacheSpec
 from .eviction import eviction_order
-from .expert_state import RESIDENT
 from .policies import PolicyScore
 from .residency import Residency
 from .serve_layer import too_large_error

@@ -16,7 +16,6 @@ import numpy as np
 from moec.manifests.quant import QuantSpec
 
 from . import attention_layer, latent_layer, lookahead, packed_matrix, reference
-from .attention_call import AttentionRule, TokenPlaces
 from .extension import (
     MAX_THREADS,
     NUMPY,
@@ -30,7 +29,7 @@ from .extension import (
     threads,
 )
 from .packed_matrix import Bytes, Floats, Int32s, Int64s, check_array
-from .stream_layer import StreamLayer
+from .stream_layer import AttentionRule, StreamLayer, TokenPlaces
 
 __all__ = [
     "MAX_THREADS",

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from .attention_call import AttentionRule, TokenPlaces
 from .packed_matrix import Floats, PackedMatrix, require
-from .stream_layer import StreamLayer, product
+from .stream_layer import AttentionRule, StreamLayer, TokenPlaces, product
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Attention of one layer over its cache of keys and values.
+"""Attention of one layer over its cache of keys and values, its position tables, and attention to an encoder's states.
 
 Shapes: T tokens of any sequences, D hidden, H heads, Hkv key and value heads, Dh head size, S slots, C context.
 Q features of the latent vector that keys and values share, R rotated features.
@@ -12,12 +12,65 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moec.manifests.model import AttentionSpec, LatentSpec, ModelSpec
+from moec.manifests.model import AttentionSpec, LatentSpec, ModelSpec, RelativeBiasSpec, RopeSpec
 
 from .. import kernels
+from ..kernels.elementary import natural_log, power, sine_cosine
 from .norms import Norm
-from .relative_bias import bias_by_distance
-from .rotary import RotaryTables
+
+
+def distance_buckets(distances: np.ndarray, spec: RelativeBiasSpec, sees_ahead: bool) -> np.ndarray:
+    """Return the bucket of each distance, int64. A distance is key position - query position, int64.
+
+    Logarithms are float32, as in reference models. They decide for a distance at the edge of a bucket.
+    sees_ahead: whether a query sees later keys, as in an encoder. Half of the buckets are then for such keys.
+    Otherwise later keys have distance 0.
+    """
+    buckets, first = spec.buckets, np.zeros_like(distances)
+    if sees_ahead:
+        buckets //= 2
+        first = np.where(distances > 0, buckets, 0)
+        away = np.abs(distances)
+    else:
+        away = -np.minimum(distances, 0)
+    exact = buckets // 2
+    ratio = natural_log(np.maximum(away, 1).astype(np.float32) / np.float32(exact)).astype(np.float32)
+    wide = ratio / np.float32(natural_log(spec.max_distance / exact)) * np.float32(buckets - exact)
+    far = np.minimum(exact + wide.astype(np.int64), buckets - 1)
+    return np.asarray(first + np.where(away < exact, away, far), np.int64)
+
+
+def bias_by_distance(table: np.ndarray, spec: RelativeBiasSpec, context: int, sees_ahead: bool) -> np.ndarray:
+    """Return the bias that `kernels.attention` adds to scores: float32 [H, 2 C - 1]; index C - 1 is distance 0.
+
+    table: float32 [B H].
+    """
+    distances = np.arange(1 - context, context, dtype=np.int64)
+    heads = table.reshape(spec.buckets, -1)
+    return np.ascontiguousarray(heads[distance_buckets(distances, spec, sees_ahead)].T, dtype=np.float32)
+
+
+class RotaryTables:
+    """Cosines and sines of every position, float32 [C, R / 2]. Angles are float32, as in reference models.
+
+    If the context is longer than the original one, all positions use the long form.
+    context: number of positions, C.
+    """
+
+    def __init__(self, rope: RopeSpec, context: int) -> None:
+        self.rope = rope
+        long = rope.long if rope.long is not None and context > rope.long.original_positions else None
+        if long is not None or rope.frequencies:
+            frequencies = np.array(rope.frequencies if long is None else long.frequencies, np.float32)
+        else:
+            exponents = np.arange(0, rope.rotary_size, 2, dtype=np.float32) / np.float32(rope.rotary_size)
+            powers = power(float(np.float32(rope.theta)), exponents).astype(np.float32)
+            frequencies = np.float32(1) / powers
+        angles = np.arange(context, dtype=np.float32)[:, None] * frequencies[None, :]
+        magnitude = np.float32(rope.magnitude if long is None else long.magnitude)
+        sine, cosine = sine_cosine(angles)
+        self.cos, self.sin = cosine * magnitude, sine * magnitude
+
 
 Weights = Mapping[str, Any]
 """Weights of one layer by the last part of their names: kernels.PackedMatrix, or a vector as float32."""
@@ -190,3 +243,39 @@ def attention_blocks(
             make_block(model, layer.attention, weights[at], norms[f"layers.{at}.attention_norm"], tables, bias)
         )
     return blocks
+
+
+class CrossAttention:
+    """Attention to another sequence: no positions, no norms, no biases."""
+
+    def __init__(self, spec: AttentionSpec, weights: Weights) -> None:
+        self._spec, self._weights, self._rule = spec, weights, kernels.AttentionRule(spec.score_scale)
+
+    def store(
+        self, states: np.ndarray, slots: np.ndarray, positions: np.ndarray, keys: np.ndarray, values: np.ndarray
+    ) -> None:
+        """Store keys and values of the encoder's states.
+
+        states: [T, D].
+        slots, positions: int32 [T].
+        """
+        projected = [
+            np.empty((len(states), self._spec.num_kv_heads, self._spec.head_size), np.float32) for _ in range(2)
+        ]
+        matrices = [self._weights[f"cross_{name}"] for name in ("key", "value")]
+        kernels.linears(matrices, states, [rows.reshape(len(states), -1) for rows in projected])
+        kernels.store_kv(projected[0], projected[1], keys, values, slots, positions)
+
+    def __call__(
+        self, normed: np.ndarray, prompts: kernels.TokenPlaces, keys: np.ndarray, values: np.ndarray
+    ) -> np.ndarray:
+        """Attend from each token to the prompt of its slot. Returns [T, D].
+
+        normed: [T, D].
+        prompts: slots of the tokens, with the lengths of their prompts as ends. The positions have no effect.
+        """
+        spec = self._spec
+        query = linear_rows(self._weights["cross_query"], normed).reshape(-1, spec.num_heads, spec.head_size)
+        mixed = np.empty_like(query)
+        kernels.attention(query, keys, values, prompts, self._rule, mixed)
+        return linear_rows(self._weights["cross_output"], mixed.reshape(len(normed), -1))

@@ -14,7 +14,7 @@ import numpy as np
 from moec.manifests.model import ModelSpec
 
 from ..options.runtime import KvType
-from ..storage.address_space import map_anonymous
+from ..storage.arena import map_anonymous
 
 KV_TYPES: dict[KvType, type[np.floating[Any]]] = {"float32": np.float32, "float16": np.float16}
 

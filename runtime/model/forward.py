@@ -16,8 +16,7 @@ from moec.manifests.bundle import BundleManifest
 from .. import kernels
 from ..expert_cache.interface import StreamingCache
 from ..expert_cache.native_cache import NativeCache
-from ..layers.attention import DensePart, attention_blocks, layer_weights, linear_rows
-from ..layers.cross_attention import CrossAttention
+from ..layers.attention import CrossAttention, DensePart, attention_blocks, layer_weights, linear_rows
 from ..layers.kv_cache import KVCache
 from ..layers.norms import Norm, stream_norms
 from ..layers.routing import Router

@@ -10,10 +10,9 @@ from moec.manifests.errors import OptionError
 from moec.manifests.runtime_limits import IO_MODES, MAX_READERS
 from moec.manifests.sizes import parse_bytes
 
-from .field_types import check_field_types
 from .lossy import CACHE_STATES, CacheState, LossyModes, parse_lossy
 from .readers import Readers
-from .setting import check_settings, docstring_of, setting
+from .setting import check_field_types, check_settings, docstring_of, setting
 
 POLICIES = ("lrfu", "edgemoe", "lru", "lfu", "hobbit", "hobbit-printed")
 WEIGHTED_POLICIES = ("hobbit", "hobbit-printed")

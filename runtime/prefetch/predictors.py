@@ -11,8 +11,7 @@ from moec.manifests.model import ModelSpec
 
 from ..bundle.tables import Tables
 from ..layers.norms import Norm
-from ..layers.router_stack import RouterStack, stack_routers
-from ..layers.routing import Router, RoutingRule, least_unimportance
+from ..layers.routing import Router, RouterStack, RoutingRule, least_unimportance, stack_routers
 from ..options.runtime import Prefetch
 from .pass_state import PassState
 

@@ -14,8 +14,8 @@ import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from moec.profiles.probe import resident_set_bytes
+from moec.runtime.expert_cache.cache_spec import RESIDENT
 from moec.runtime.expert_cache.cache_stats import CacheStats
-from moec.runtime.expert_cache.expert_state import RESIDENT
 
 from .answer import sent_event, until_gone
 from .errors import RequestError

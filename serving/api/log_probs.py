@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from moec.runtime.text.log_probabilities import TokenLogProb
+from moec.runtime.text.sampling import TokenLogProb
 from moec.runtime.text.streaming_text import TextStream
 
 from ..engine.request import Ended, TokenMade

@@ -14,8 +14,7 @@ from moec.runtime.engine.engine import Engine
 from moec.runtime.text.generation_defaults import PLAIN, sampling_fields
 from moec.runtime.text.sampling import SamplingOptions
 from moec.runtime.text.template_process import ChatRenderer, template_files
-from moec.runtime.text.token_bytes import TokenBytes
-from moec.runtime.text.tokenizer import BundleTokenizer, named_texts
+from moec.runtime.text.tokenizer import BundleTokenizer, TokenBytes, named_texts
 
 from ..engine.request import Failed
 from ..engine.scheduler import Scheduler

@@ -9,8 +9,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from moec.runtime.text.log_probabilities import TokenLogProb
-from moec.runtime.text.sampling import SamplingOptions
+from moec.runtime.text.sampling import SamplingOptions, TokenLogProb
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 

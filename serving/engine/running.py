@@ -9,8 +9,7 @@ import numpy as np
 from moec.runtime.engine.engine import Engine
 from moec.runtime.engine.slots import Placement
 from moec.runtime.expert_cache.cache_stats import CacheStats
-from moec.runtime.text.log_probabilities import TokenLogProb, token_log_prob
-from moec.runtime.text.sampling import Sampler
+from moec.runtime.text.sampling import Sampler, TokenLogProb, token_log_prob
 from moec.runtime.text.streaming_text import StopTexts, TextStream
 
 from .activity import Activity

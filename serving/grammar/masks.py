@@ -21,8 +21,7 @@ import numpy as np
 
 from moec.manifests.errors import ExecutionError, InputError, MissingDependency
 from moec.runtime.text.limited_process import Answer, LimitedProcess, signal_name
-from moec.runtime.text.token_bytes import TokenBytes
-from moec.runtime.text.tokenizer import BundleTokenizer
+from moec.runtime.text.tokenizer import BundleTokenizer, TokenBytes
 
 PACKAGE, EXTRA = "llguidance", "grammar"
 MAX_SCHEMA_CHARACTERS = 64 << 10

@@ -12,7 +12,7 @@ from moec.runtime import kernels
 from moec.runtime.accelerator.image import expert_bytes
 from moec.runtime.accelerator.latency import SAMPLE_TOKENS, LatencyModel, fit_line, mean_latency, measure_latency
 from moec.runtime.accelerator.torch_device import TorchDevice
-from moec.runtime.simulation.accelerator_device import SimulatedDevice
+from moec.runtime.simulation.accelerator_replay import SimulatedDevice
 from tests.kernels.products import expert_of
 
 TRUE = LatencyModel(4000.0, 900.0, 7000.0, 30.0, 2.0, 5.0, 3000.0, 11000.0)

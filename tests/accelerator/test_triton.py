@@ -51,15 +51,15 @@ def test_every_format_unpacks_to_the_bits_of_torch(device: torch.device, spec: Q
     A row with a single 1 gives a column of the weights. Its products with other weights are 0. Of 384 columns the first
     128 and the last 64 are computed: a whole group, and the end of the last one.
     """
-    from moec.runtime.accelerator.grouped import kernel_calls
+    from moec.runtime.accelerator.grouped.grouped_experts import Jobs, multiply, shape_of
 
     rows, columns = 17, 192 if spec.fits(192) else 384
     data = torch.from_numpy(random_matrix(rows, columns, spec).data.copy()).to(device)
     pairs = torch.tensor([*range(128), *range(columns - 64, columns)], device=device)
     found = torch.empty((len(pairs), rows), dtype=torch.float32, device=device)
     table = torch.tensor([[data.data_ptr(), 0, first, 64, 0] for first in range(0, len(pairs), 64)], device=device)
-    jobs = kernel_calls.Jobs(table, 0, len(table), pairs, 64)
-    kernel_calls.multiply(kernel_calls.shape_of(rows, columns, spec), jobs, torch.eye(columns, device=device), found)
+    jobs = Jobs(table, 0, len(table), pairs, 64)
+    multiply(shape_of(rows, columns, spec), jobs, torch.eye(columns, device=device), found)
     expected = unpack(data, rows, columns, spec)[:, pairs]
     # A weight of -0 comes out as 0
     assert np.array_equal(bits(found.T.cpu().numpy() + 0.0), bits(expected.cpu().numpy() + 0.0))

@@ -8,7 +8,7 @@ import pytest
 from bench.accelerator.workload import STRATEGIES, Workload, decode_ns, pass_ns, prefill_ns
 from moec.manifests.errors import MemoryBudgetExceeded
 from moec.runtime.accelerator.latency import LatencyModel
-from moec.runtime.simulation.accelerator_device import SimulatedDevice
+from moec.runtime.simulation.accelerator_replay import SimulatedDevice
 from tests.kernels.products import expert_of
 
 SIZE = 1 << 20

@@ -19,7 +19,7 @@ from moec.compiler.quantization.own_codes import held_units
 from moec.compiler.request.options import Talk
 from moec.manifests.model import UnitKey
 from moec.runtime.bundle.open_bundle import open_bundle
-from moec.runtime.bundle.weights import BundleWeights
+from moec.runtime.model.dense_weights import BundleWeights
 from tests.tiny_compile import check_bundle, compile_tiny, contents, little_memory
 
 DAMAGED = UnitKey(1, 2, "up")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.runtime.kernels.native.wheels.debian_packages import PackagesUnavailable, unpack_packages
+from moec.runtime.kernels.native.wheels.targets import PackagesUnavailable, unpack_packages
 
 ROOT = Path(__file__).parents[2]
 EMULATOR = "qemu-aarch64"

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from moec.runtime.kernels.native.wheels.checks import MAX_BYTES, WheelRefused, check_wheel
 from moec.runtime.kernels.native.wheels.compiling import CompileFailed, find_gcc
-from moec.runtime.kernels.native.wheels.debian_packages import PackagesUnavailable
-from moec.runtime.kernels.native.wheels.targets import Target, find_headers
+from moec.runtime.kernels.native.wheels.targets import PackagesUnavailable, Target, find_headers
+from moec.runtime.kernels.native.wheels.wheel_file import MAX_BYTES, WheelRefused, check_wheel
 
 ROOT = Path(__file__).parents[2]
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -9,11 +9,12 @@ from unittest import mock
 import pytest
 
 from moec.runtime import kernels
+from moec.runtime.engine import mode_line
 from moec.runtime.expert_cache import open_cache as choice_of_cache
 from moec.runtime.expert_cache.interface import StreamingCache
 from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.expert_cache.python_cache import PythonCache
-from moec.runtime.model import code_path, one_call
+from moec.runtime.model import one_call
 
 Kind = type[StreamingCache]
 both_caches = pytest.mark.parametrize("kind", [NativeCache, PythonCache])
@@ -29,6 +30,6 @@ def caches_of(kind: Kind) -> Iterator[None]:
         pytest.skip("no extension")
     with ExitStack() as patches:
         if kind is PythonCache:
-            for module in (choice_of_cache, code_path, one_call):
+            for module in (choice_of_cache, mode_line, one_call):
                 patches.enter_context(mock.patch.object(module, "why_not_native", return_value="a test"))
         yield

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moec.manifests.errors import InputError
 from moec.runtime import Engine
-from moec.runtime.text.token_bytes import TokenBytes
+from moec.runtime.text.tokenizer import TokenBytes
 from moec.serving.api.errors import error_of_failure
 from moec.serving.engine.scheduler import Scheduler
 from moec.serving.grammar import masks

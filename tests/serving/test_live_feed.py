@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moec.runtime import Engine
-from moec.runtime.expert_cache.expert_state import RESIDENT
+from moec.runtime.expert_cache.cache_spec import RESIDENT
 from moec.serving.api.live_feed import ABSENT, HIT, IN_MEMORY, MAX_LISTENERS, MISSED, READ_AHEAD
 from tests.serving.live_server import LiveServer, live_server
 

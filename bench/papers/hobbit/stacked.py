@@ -12,7 +12,7 @@ import numpy as np
 
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
-from moec.runtime.layers.router_stack import RouterStack
+from moec.runtime.layers.routing import RouterStack
 
 from ...accelerator.simulated import random_matrix
 from ..figure import Figure, Measured, Panel, Verdict

@@ -59,8 +59,8 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     from moec.profiles.present_machine import first_difference, slower_kernels
     from moec.runtime import kernels
     from moec.runtime.bundle.device_file import device_of
+    from moec.runtime.engine.mode_line import code_path
     from moec.runtime.memory.budget import nominal_memory
-    from moec.runtime.model.code_path import code_path
     from moec.runtime.options.runtime import RuntimeOptions
 
     from ...options.profile_defaults import run_settings
@@ -165,7 +165,7 @@ def read_quality(bundle: Bundle) -> dict[str, Any] | None:
 
 def _page(manifest: BundleManifest, facts: dict[str, Any]) -> str:
     from moec.manifests.path_tables import why_no_paths
-    from moec.runtime.model.code_path import CodePath
+    from moec.runtime.engine.mode_line import CodePath
 
     from ...options.profile_defaults import run_text
 

@@ -48,7 +48,7 @@ def export_command(bundle: Path, target: Path, dtype: str, as_json: bool) -> Non
     from moec.manifests.errors import BundleIncomplete, OptionError
     from moec.manifests.files.limits import MAX_COMPANION_BYTES
     from moec.runtime.bundle.open_bundle import open_bundle
-    from moec.runtime.bundle.weights import BundleWeights
+    from moec.runtime.model.dense_weights import BundleWeights
 
     if os.path.lexists(target):
         raise OptionError(f"`{target}` exists", "choose another folder, or remove it")

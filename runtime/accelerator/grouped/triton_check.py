@@ -11,7 +11,7 @@ import torch
 from moec.manifests.quant import QuantSpec
 
 from ..image import ExpertForm, MatrixForm, Part
-from ..torch_products import LayerRows, compute_expert
+from ..torch_weights import LayerRows, compute_expert
 
 _SIZE = 64
 _COUNTS = (1, 8, 40)

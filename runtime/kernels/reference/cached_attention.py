@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..attention_call import AttentionRule, TokenPlaces
 from ..packed_matrix import Floats, Int32s, check_array, check_indices, check_shape, require
+from ..stream_layer import AttentionRule, TokenPlaces
 from .matmul import matmul
 
 

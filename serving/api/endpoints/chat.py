@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moec.runtime.text.log_probabilities import TokenLogProb
+from moec.runtime.text.sampling import TokenLogProb
 
 from ...engine.request import AnswerMask, Ended, Event, GenerationRequest, TokenMade
 from ...tools.calls import NO_TOOLS, ToolsOfRequest

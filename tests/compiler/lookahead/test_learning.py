@@ -16,8 +16,8 @@ from moec.compiler.request.options import Talk
 from moec.compiler.stages import lookahead as stage
 from moec.manifests.bundle import LOOKAHEAD_NAME
 from moec.runtime import load
-from moec.runtime.bundle.lookahead import read_lookahead
 from moec.runtime.bundle.open_bundle import open_bundle
+from moec.runtime.prefetch.learned_routers import read_lookahead
 from tests.tiny_compile import compile_tiny, save_model, save_texts
 
 

@@ -16,8 +16,8 @@ from moec.compiler.lookahead.linear_maps import encode_maps
 from moec.manifests.bundle import LOOKAHEAD_NAME
 from moec.manifests.errors import ChecksumMismatch, ManifestInvalid
 from moec.runtime import load
-from moec.runtime.bundle.lookahead import read_lookahead
 from moec.runtime.bundle.open_bundle import open_bundle
+from moec.runtime.prefetch.learned_routers import read_lookahead
 from moec.runtime.prefetch.predictors import LookaheadPredictor
 from tests.runtime.learned_bundle import random_maps, with_file, with_maps
 

@@ -11,7 +11,7 @@ import pytest
 
 from moec.manifests.errors import ContextOverflow, InputError
 from moec.runtime import Engine, load
-from moec.runtime.engine import batch, text_passes
+from moec.runtime.engine import batch
 from moec.runtime.engine import engine as engine_module
 from moec.runtime.engine.batch import forced_logits, generate_many
 
@@ -45,7 +45,7 @@ def alone(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture
 def pass_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    for module in (batch, text_passes, engine_module):
+    for module in (batch, engine_module):
         monkeypatch.setattr(module, "MAX_PASS_TOKENS", request.param)
     return int(request.param)
 

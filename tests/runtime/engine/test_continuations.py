@@ -10,7 +10,7 @@ import pytest
 
 from moec.manifests.errors import ContextOverflow, InputError
 from moec.runtime import Engine, load
-from moec.runtime.engine import continuations, text_passes
+from moec.runtime.engine import batch, continuations
 from moec.runtime.engine.batch import forced_logits
 from moec.runtime.engine.continuations import Group, score_continuations
 
@@ -62,7 +62,7 @@ def greedy_of(engine: Engine, context: Sequence[int], count: int) -> list[int]:
 def test_scores_of_shared_contexts_are_those_of_whole_passes(
     engine: Engine, pass_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (continuations, text_passes):
+    for module in (continuations, batch):
         monkeypatch.setattr(module, "MAX_PASS_TOKENS", pass_tokens)
     found = list(score_continuations(engine, GROUPS))
     for (context, rest), scores in zip(GROUPS, found, strict=True):

@@ -20,7 +20,7 @@ from moec.runtime.engine.engine import Engine
 from moec.runtime.expert_cache.eviction import eviction_order
 from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.records import expert_records, warm_order
-from moec.runtime.layers.cross_attention import CrossAttention
+from moec.runtime.layers.attention import CrossAttention
 from moec.runtime.layers.kv_cache import KVCache
 from moec.runtime.layers.routing import within_capacity
 from moec.runtime.trace.trace import Access, TraceRecorder

@@ -8,9 +8,8 @@ import pytest
 from moec.manifests.model import AttentionSpec, LatentSpec, RopeSpec
 from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
-from moec.runtime.layers.attention import LatentAttention
+from moec.runtime.layers.attention import LatentAttention, RotaryTables
 from moec.runtime.layers.norms import Norm
-from moec.runtime.layers.rotary import RotaryTables
 from tests.kernels.packer import pack_16_bit
 
 HIDDEN, HEADS, RANK, PLAIN, ROTARY, VALUE, CONTEXT = 64, 3, 32, 16, 8, 16, 12

@@ -8,7 +8,7 @@ import torch
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersAttention
 
 from moec.manifests.model import RelativeBiasSpec
-from moec.runtime.layers.relative_bias import bias_by_distance, distance_buckets
+from moec.runtime.layers.attention import bias_by_distance, distance_buckets
 
 pytestmark = pytest.mark.oracle
 

@@ -18,8 +18,7 @@ from moec.runtime.expert_cache.policies import SCORES
 from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.expert_cache.simulated_cache import SimulatedCache
 from moec.runtime.layers.norms import Norm
-from moec.runtime.layers.router_stack import stack_routers
-from moec.runtime.layers.routing import Router
+from moec.runtime.layers.routing import Router, stack_routers
 from moec.runtime.modes.choice import PassChoice, Versions
 from moec.runtime.modes.logical_cache import LogicalCache
 from moec.runtime.modes.mode_counts import ModeCounts
@@ -112,7 +111,7 @@ def test_all_layers_ahead_are_asked_in_one_product(tiny_bundle: Path, monkeypatc
         assert isinstance(predictor, LookaheadPredictor)
         hidden = np.random.default_rng(4).standard_normal((1, engine.model.spec.hidden_size)).astype(np.float32)
         state = PassState(0, hidden, [])
-        monkeypatch.setattr("moec.runtime.layers.router_stack.kernels.router_shares", counted)
+        monkeypatch.setattr("moec.runtime.layers.routing.kernels.router_shares", counted)
         together = predictor.scores_ahead(state, [1, 2])
         assert products == [2]
         for ahead, found in zip((1, 2), together, strict=True):

@@ -13,7 +13,7 @@ from moec.runtime.expert_cache.policies import SCORES, MultidimensionalScore
 from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.expert_cache.records import expert_records, warm_order
 from moec.runtime.options.runtime import MAX_THREADS, EvictionWeights
-from moec.runtime.simulation.bytes_read import replayed_bytes
+from moec.runtime.simulation.fitting import replayed_bytes
 from moec.runtime.simulation.replay import OPTIMUM, POPULARITY, replay
 from moec.runtime.storage.read_runs import NONE
 from moec.runtime.trace.trace import Access

@@ -22,7 +22,7 @@ from moec.runtime.expert_cache.bound_experts import bind_experts
 from moec.runtime.model.dense_weights import load_dense
 from moec.runtime.options.runtime import IoMode
 from moec.runtime.storage import arena as arena_module
-from moec.runtime.storage.address_space import find_page_maker
+from moec.runtime.storage.arena import find_page_maker
 from moec.runtime.storage.mapped_storage import resident_bytes
 from moec.runtime.storage.read_storage import ReadStorage, open_storage
 from tests.runtime.faulty_source import PATIENCE_S, InTime, wait_for

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from moec.manifests.errors import OptionError
-from moec.runtime.text.log_probabilities import token_log_prob
-from moec.runtime.text.sampling import Sampler, SamplingOptions
+from moec.runtime.text.sampling import Sampler, SamplingOptions, token_log_prob
 
 LOGITS = np.array([1.0, 3.0, 2.5, 0.0], np.float32)
 

@@ -4,7 +4,7 @@
     python -m moec.runtime.kernels.native.wheels -o dist --python 3.10 --headers 3.10=/opt/python310/include
 
 Without `--python`, it builds each version whose headers it finds, and says which ones it left out. It fails if it finds
-none for a version that was asked for, and if a wheel breaks a promise (checks.py).
+none for a version that was asked for, and if a wheel breaks a promise (wheel_file.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from .checks import WheelRefused, check_wheel
 from .compiling import SOURCES, CompileFailed, compile_extension
-from .debian_packages import PackagesUnavailable
-from .targets import PROCESSORS, PYTHONS, Headers, Target, find_headers
-from .wheel_file import add_extension, plain_wheel
+from .targets import PROCESSORS, PYTHONS, Headers, PackagesUnavailable, Target, find_headers
+from .wheel_file import WheelRefused, add_extension, check_wheel, plain_wheel
 
 PROJECT = SOURCES.parents[2]
 
