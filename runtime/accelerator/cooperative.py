@@ -91,7 +91,6 @@ class CooperativeExperts:
         self.uses_dense, self.dense_note, self.kernels_note = False, "", ""
 
     def absent(self, experts: Sequence[int]) -> list[int]:
-        """Return the experts that are not on the device. The host may have to read them."""
         return [index for index in experts if index not in self._residents]
 
     def begin(
@@ -124,7 +123,6 @@ class CooperativeExperts:
         return self._residents[index]
 
     def close(self) -> None:
-        """Free the device's memory."""
         self._residents.clear()
         self._shared.clear()
         self.dense = None
@@ -146,7 +144,6 @@ class CooperativeExperts:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the state as plain values for `--json`."""
         # A device that does not count all of torch's memory leaves out dense weights: add the budget reserved for them.
         dense_bytes = 0 if self.dense is None or self.device.counts_all else self.dense.size_bytes
         return {
@@ -219,6 +216,5 @@ class LayerSplit:
         return [index for index in experts if index not in self._copied]
 
     def finish(self, parts: np.ndarray) -> None:
-        """Wait for the device and write its results into parts, float32 [T, K, D]."""
         if self.uses_device:
             self._device.collect(parts)

@@ -115,7 +115,6 @@ class DenseLatency:
         return passes * fixed_ns + tokens * token_ns < 0
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the times for `--json`."""
         return asdict(self)
 
     def to_text(self) -> str:

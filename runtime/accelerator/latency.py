@@ -69,7 +69,6 @@ class LatencyModel:
         return self.staging_ns(size_bytes) + self.link_ns(size_bytes)
 
     def to_plain(self) -> dict[str, float]:
-        """Return the times for `--json`."""
         return asdict(self)
 
     def to_text(self) -> str:

@@ -110,7 +110,6 @@ class TorchDevice:
         return TorchExpert(image, expert_form(expert))
 
     def copy(self, expert: kernels.Expert) -> TorchExpert:
-        """Begin to copy an expert for one `run`. Waits while its slot is in use."""
         slot, self._next_slot = self._next_slot, (self._next_slot + 1) % COPY_SLOTS
         if any(pending.slot == slot for pending, _, _ in self._pending):
             self.launch()
@@ -132,7 +131,6 @@ class TorchDevice:
         """Do nothing: its slot is free when the copy has arrived."""
 
     def begin(self, hidden_states: np.ndarray) -> None:
-        """Set the rows of a layer, float32 [T, D]. Drops results that were not collected."""
         self._results, self._pending = [], []
         self._hidden_states, self._rows = hidden_states, None
         if self._grouped is not None:
@@ -146,7 +144,6 @@ class TorchDevice:
         self._pending.append((expert, tokens, ranks))
 
     def launch(self) -> None:
-        """Begin to compute the experts that were added."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -184,7 +181,6 @@ class TorchDevice:
                 torch.cuda.current_stream(self._device).wait_event(expert.arrived)
 
     def collect(self, parts: np.ndarray) -> None:
-        """Wait for the results and write them into parts, float32 [T, K, D]."""
         self.launch()
         for tokens, ranks, reads in self._results:
             at = 0
@@ -195,12 +191,10 @@ class TorchDevice:
         self._results = []
 
     def synchronize(self) -> None:
-        """Wait for all work that was begun."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Free the memory."""
         self.synchronize()
         self._arena, self._rows, self._grouped = torch.empty(0), None, None
         self._slots, self._staging, self._results, self._pending = [], [], [], []

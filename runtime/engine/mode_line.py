@@ -32,7 +32,6 @@ class CodePath:
         return f"cache {cache}, layers {layers}"
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the values for `--json`."""
         kinds = {
             "cache": "native" if self.why_not_native is None else "python",
             "layers": "one call" if self.why_not_one_call is None else "steps",

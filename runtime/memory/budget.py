@@ -57,7 +57,6 @@ class MemoryPlan(FixedMemory):
     logical_cache_bytes: int = 0
 
     def to_plain(self) -> dict[str, int | None]:
-        """Return the values for `--json`."""
         return {**asdict(self), "floor_bytes": self.floor_bytes}
 
 

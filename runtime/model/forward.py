@@ -113,11 +113,9 @@ class Model:
         return [self._norms[f"layers.{index}.experts_norm"] for index in range(self.spec.num_layers)]
 
     def routers(self) -> list[Router | None]:
-        """Return the router of each layer; None for a layer without routed experts."""
         return self._routers
 
     def prefetch(self, experts: Sequence[int]) -> None:
-        """Read stored experts ahead, likeliest first."""
         self.cache.prefetch(self.absent(experts))
 
     def forward(
@@ -238,7 +236,6 @@ class Model:
         return hidden
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
-        """Return the logits of rows of the residual stream: [n, D] -> float32 [n, V]."""
         started_ns = time.perf_counter_ns()
         # numpy's warnings are switched off only where numpy computes: the switch takes 4 % of a small model's token.
         if self._is_head_plain and kernels.compiled() is not None:

@@ -30,8 +30,6 @@ from ..prefetch.read_ahead_margins import RULES
 from ..trace.statistics import PhaseTimes
 from ..trace.trace import LayerScores, TraceRecorder
 
-MAX_ROUTERS = 8
-"""Most routers of later layers that the extension evaluates at once."""
 PASS_RULES = RULES | {"most_tokens": MAX_PASS_TOKENS, "choices_for_all": CHOICES_FOR_ALL}
 """Constants of what is read ahead, for the extension."""
 

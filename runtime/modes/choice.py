@@ -110,11 +110,9 @@ class PassChoice:
 
     @property
     def reads_unimportance(self) -> bool:
-        """True if a mode decides by the unimportance of experts."""
         return self._modes.dynamic_precision is not None
 
     def top_k(self, top_k: int) -> int:
-        """Return the experts per token in a layer whose own number is top_k."""
         if self._is_little and self._modes.big_little is not None:
             return self._modes.big_little.little_top_k(top_k)
         return top_k
@@ -156,7 +154,6 @@ class PassChoice:
             self._cache.request(layer, experts, advice)
 
     def index(self, layer: int, expert: int) -> int:
-        """Return the stored index of a chosen expert."""
         return self._versions.index(layer, expert)
 
     def advised(self, layer: int, scores: np.ndarray, experts: Sequence[int], top_k: int) -> list[int]:

@@ -37,7 +37,6 @@ class LayerAdvice:
         return self.predicted / self.demanded if self.demanded else None
 
     def to_plain(self) -> dict[str, float | None]:
-        """Return the values for `--json`."""
         return {**asdict(self), "precision": self.precision, "recall": self.recall}
 
 

@@ -113,7 +113,6 @@ class SimulatedDevice:
         """Do nothing. An expert has no resources to free."""
 
     def begin(self, hidden_states: np.ndarray) -> None:
-        """Begin a layer. hidden_states: float32 [T, D]."""
         self._rows, self._results = hidden_states, []
         self.begin_layer()
 
@@ -123,7 +122,6 @@ class SimulatedDevice:
         self._device_ns = max(self._device_ns, self.now_ns) + self._latency.device_layer_ns
 
     def run(self, expert: SimulatedExpert, tokens: np.ndarray, ranks: np.ndarray) -> None:
-        """Begin to compute an expert."""
         self.run_tokens(expert, len(tokens))
         self._results.append((expert, tokens, ranks))
 
@@ -138,18 +136,15 @@ class SimulatedDevice:
             self._ends.append(self._device_ns)
 
     def collect(self, parts: np.ndarray) -> None:
-        """Wait, and write the results into parts, float32 [T, K, D]."""
         self.synchronize()
         for expert, tokens, ranks in self._results:
             kernels.expert_ffn(expert.expert, self._rows, tokens, ranks, parts)  # type: ignore[arg-type]
         self._results = []
 
     def synchronize(self) -> None:
-        """Wait for all copies and computations."""
         self.now_ns = max(self.now_ns, self._link_ns, self._device_ns)
 
     def close(self) -> None:
-        """Free the memory."""
         self._kept_bytes, self._largest_copy = 0, 0
 
     def _check(self) -> None:
@@ -213,7 +208,6 @@ class ReplayedSplit:
 
     @property
     def comes_together(self) -> bool:
-        """True if all experts may be taken at once, as in LayerSplit."""
         return len(self._copied) <= COPY_SLOTS
 
     def take(self, experts: Sequence[int], now_ns: float) -> tuple[list[int], float]:

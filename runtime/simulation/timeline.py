@@ -152,7 +152,6 @@ class Timeline:
         return _NS_PER_S / self.tpot_mean_ns if self.tpot_mean_ns else None
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the values for `--json`."""
         values = {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("cache", "cooperation")
         }
@@ -379,7 +378,6 @@ class _Run:
         self.storage.begin(self.now_ns)
 
     def unlease(self, indices: Sequence[int]) -> None:
-        """Release experts that have been computed."""
         self._cache.unlease(indices)
 
     def wait_for_some(self, remaining: list[int], all_at_once: bool) -> list[int]:

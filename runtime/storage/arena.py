@@ -164,7 +164,6 @@ class Arena:
         self.give_back(start, end)
 
     def pieces(self, start: int, end: int) -> int:
-        """Return the number of moves that a range needs."""
         return len(self._pieces(start, end))
 
     def move(self, source: int, target: int, size_bytes: int) -> None:

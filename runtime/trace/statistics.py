@@ -119,7 +119,6 @@ class RunStatistics:
     decode_bytes_read_per_token: float = 0.0
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the values for `--json`."""
         return asdict(self)
 
 
