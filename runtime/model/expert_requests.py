@@ -1,11 +1,15 @@
-"""The stored experts that a layer needs: the router's choice, after the changes of lossy modes.
+"""The stored experts that a layer needs, and the interface to an accelerator that computes some of them.
 
-The model and the replays of its traces call this code, so that both decide in the same way.
+The experts are the router's choice, after the changes of lossy modes. The model and the replays of its traces call
+`choose_experts`, so that both decide in the same way. `accelerator/` implements the interface.
+Shapes: T tokens, D hidden, K ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Protocol
 
 import numpy as np
 
@@ -70,3 +74,45 @@ def _places_by_expert(chosen: np.ndarray) -> dict[int, np.ndarray]:
     order = np.argsort(flat, kind="stable")
     unique, starts = np.unique(flat[order], return_index=True)
     return dict(zip(unique.tolist(), np.split(order, starts[1:]), strict=True))
+
+
+class OffloadedLayer(Protocol):
+    """One layer that the CPU and the accelerator compute at the same time.
+
+    wanted: stored experts whose bytes are needed in host memory, in the order in which to request them.
+    has_shared: whether the accelerator computes the shared expert.
+    """
+
+    wanted: list[int]
+    has_shared: bool
+
+    @property
+    def comes_together(self) -> bool:
+        """True if all experts may be taken at once."""
+        ...
+
+    def take(self, experts: Sequence[int]) -> list[int]:
+        """Begin the copies among experts whose bytes are in host memory. Returns the experts that the CPU computes."""
+        ...
+
+    def finish(self, parts: np.ndarray) -> None:
+        """Wait for the accelerator and write its results into `parts`, float32 [T, K, D]."""
+        ...
+
+
+class ExpertOffload(Protocol):
+    """The experts of a bundle, some of them on an accelerator."""
+
+    def absent(self, experts: Sequence[int]) -> list[int]:
+        """Return the experts of a list that are not on the accelerator."""
+        ...
+
+    def begin(
+        self, places_by_expert: dict[int, np.ndarray], hidden_states: np.ndarray, top_k: int, layer: int
+    ) -> OffloadedLayer:
+        """Plan a layer and start the experts that are on the accelerator.
+
+        places_by_expert: for each stored expert its results, as token * top_k + rank, int [n].
+        hidden_states: float32 [T, D].
+        """
+        ...

@@ -26,8 +26,7 @@ from ..prefetch.pass_state import ExpertChoice, PassState
 from ..prefetch.quality import LayerAdvice, PrefetchQuality
 from ..trace.statistics import PhaseTimes
 from ..trace.trace import LayerScores, TraceRecorder
-from .expert_offload import ExpertOffload
-from .expert_requests import choose_experts
+from .expert_requests import ExpertOffload, choose_experts
 from .one_call import PassExperts
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moec.runtime.kernels.native.wheels.compiling import CompileFailed, find_gcc
 from moec.runtime.kernels.native.wheels.targets import PackagesUnavailable, Target, find_headers
-from moec.runtime.kernels.native.wheels.wheel_file import MAX_BYTES, WheelRefused, check_wheel
+from moec.runtime.kernels.native.wheels.wheel_file import MAX_BYTES, CompileFailed, WheelRefused, check_wheel, find_gcc
 
 ROOT = Path(__file__).parents[2]
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -14,9 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from .compiling import SOURCES, CompileFailed, compile_extension
 from .targets import PROCESSORS, PYTHONS, Headers, PackagesUnavailable, Target, find_headers
-from .wheel_file import WheelRefused, add_extension, check_wheel, plain_wheel
+from .wheel_file import SOURCES, CompileFailed, WheelRefused, add_extension, check_wheel, compile_extension, plain_wheel
 
 PROJECT = SOURCES.parents[2]
 
