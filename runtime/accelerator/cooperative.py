@@ -45,21 +45,6 @@ class CooperationCounts:
         return f"{self.resident} resident, {self.copied} copied, {self.cpu} on the CPU"
 
 
-@dataclass(frozen=True, slots=True)
-class HostExperts:
-    """Stored experts of the host.
-
-    experts: all stored experts, by index, bound to host memory.
-    sizes: bytes of each expert's copy on the device, int [N].
-
-    is_in_host: returns whether the bytes of an expert are in host memory now.
-    """
-
-    experts: Sequence[kernels.Expert]
-    sizes: Sequence[int]
-    is_in_host: Callable[[int], bool] = lambda index: False
-
-
 class CooperativeExperts:
     """Experts of one bundle, some of them on a device.
 
@@ -73,18 +58,26 @@ class CooperativeExperts:
     def __init__(
         self,
         device: ExpertDevice,
-        host: HostExperts,
+        experts: Sequence[kernels.Expert],
+        sizes: Sequence[int],
+        is_in_host: Callable[[int], bool],
         placement: ResidentExperts,
         residents: dict[int, DeviceExpert],
         shared: dict[int, DeviceExpert],
         latency: LatencyModel,
         cooperation: Cooperation,
     ) -> None:
-        """residents: experts that stay on the device, by index. shared: shared experts there, by layer."""
+        """Create the experts.
+
+        experts: all stored experts, by index, bound to host memory.
+        sizes: bytes of each expert's copy on the device, int [N].
+        is_in_host: returns whether the bytes of an expert are in host memory now.
+        residents: experts that stay on the device, by index. shared: shared experts there, by layer.
+        """
         self.device, self.latency, self.placement = device, latency, placement
         self.counts = CooperationCounts()
         self.cooperation: Cooperation = cooperation
-        self._host = host
+        self._experts, self._sizes, self._is_in_host = experts, sizes, is_in_host
         self._residents, self._shared = dict(residents), dict(shared)
         self.dense: DenseOnDevice | None = None
         self.dense_latency: DenseLatency | None = None
@@ -102,7 +95,7 @@ class CooperativeExperts:
         hidden_states: float32 [T, D].
         """
         tokens = {index: len(places) for index, places in places_by_expert.items()}
-        loads = expert_loads(tokens, self._host.sizes, self._residents, self._host.is_in_host)
+        loads = expert_loads(tokens, self._sizes, self._residents, self._is_in_host)
         plan = plan_layer(loads, self.latency, self.cooperation)
         by_expert = {
             index: ((places // top_k).astype(np.int32), (places % top_k).astype(np.int32))
@@ -116,7 +109,7 @@ class CooperativeExperts:
 
     def copy(self, index: int) -> DeviceExpert:
         """Begin to copy a stored expert. Its bytes are in host memory."""
-        return self.device.copy(self._host.experts[index])
+        return self.device.copy(self._experts[index])
 
     def resident(self, index: int) -> DeviceExpert:
         """Return an expert that stays on the device."""
@@ -137,7 +130,7 @@ class CooperativeExperts:
         return (
             f"accelerator {self.device.name} for {'dense weights and ' if self.uses_dense else ''}routed experts, "
             f"cooperation {self.cooperation}, "
-            f"{len(self.placement.resident)} of {len(self._host.sizes)} experts on it in "
+            f"{len(self.placement.resident)} of {len(self._sizes)} experts on it in "
             f"{self.placement.resident_bytes / 2**20:.1f} of {self.placement.budget_bytes / 2**20:.1f} MiB, measured: "
             f"{self.latency.to_text()}{notes}{done}; its sums have another order, so logits are not the "
             f"CPU's to the bit"

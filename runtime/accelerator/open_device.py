@@ -23,7 +23,7 @@ from .. import kernels
 from ..memory.budget import chosen_context
 from ..options.runtime import TORCH_CPU, RuntimeOptions
 from ..storage.interface import ExpertStorage
-from .cooperative import CooperativeExperts, HostExperts
+from .cooperative import CooperativeExperts
 from .dense import AttentionSide, DenseLatency, DenseOnDevice, dense_bytes, measure_dense, shared_bytes
 from .device import COPY_SLOTS, DeviceExpert, ExpertDevice
 from .grouped.bounds import pinned_bytes
@@ -190,9 +190,8 @@ def cooperate(
         if dense is None
         else {layer: device.keep(shared_expert.expert) for layer, shared_expert in model.shared_experts.items()}
     )
-    in_host = HostExperts(experts, opened.sizes, is_in_host)
     cooperative = CooperativeExperts(
-        device, in_host, placement, residents, shared_experts, latency, options.cooperation
+        device, experts, opened.sizes, is_in_host, placement, residents, shared_experts, latency, options.cooperation
     )
     cooperative.dense, cooperative.dense_latency, cooperative.dense_note = dense, dense_latency, opened.dense_note
     cooperative.kernels_note = kernels_note
