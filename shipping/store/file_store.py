@@ -26,8 +26,7 @@ from moec.manifests.files.output_file import (
 )
 
 from ..channel import DEFAULT_CHANNEL, channel_path
-from .interface import PART_BYTES, Sent
-from .source_file import SourceFile
+from .interface import PART_BYTES, Sent, SourceFile
 
 _PARTIAL = ".partial"
 _OWN_NAME = re.compile(r"[0-9a-f]{64}(?:\.sig|\.partial)?|channel")

@@ -14,11 +14,9 @@ from moec.manifests.errors import StoreFailed
 
 from .access import Access, web_authorization
 from .address import Address
-from .http_client import HttpClient, HttpOptions
+from .http_client import HttpClient, HttpOptions, refusal, send
 from .http_connection import shown_place
-from .http_upload import refusal, send
-from .interface import Sent
-from .source_file import SourceFile
+from .interface import Sent, SourceFile
 
 _STORED = (200, 201, 204)
 _NO_COPIES = (400, 404, 405, 501)

@@ -21,8 +21,7 @@ from moec.manifests.errors import InputError, StoreFailed
 from .address import GS, Address
 from .http_client import HttpOptions
 from .http_connection import Lateness
-from .interface import PART_BYTES, Sent
-from .source_file import SourceFile
+from .interface import PART_BYTES, Sent, SourceFile
 
 _LEAST_PART_BYTES = 8 << 20
 _MAX_PARTS = 9_000

@@ -22,7 +22,7 @@ def installed_command(folder: Path, as_json: bool) -> None:
     \b
     moec installed /var/lib/moec
     """
-    from moec.shipping.installed.listing import installed_bundles
+    from moec.shipping.installed.device import installed_bundles
 
     state, bundles = installed_bundles(folder)
     if as_json:

@@ -23,7 +23,7 @@ def rollback_command(folder: Path, memory: str | None, as_json: bool) -> None:
     \b
     moec rollback /var/lib/moec
     """
-    from moec.shipping.installed.rollback import roll_back
+    from moec.shipping.installed.device import roll_back
 
     from ...bundle_check import check_bundle
 

@@ -23,9 +23,8 @@ from moec.manifests.errors import StoreFailed
 from moec.manifests.files.limits import JsonLimits
 from moec.manifests.files.strict_json import load_strict_json
 
-from ..interface import Sent
-from ..source_file import SourceFile
-from .registry import MANIFEST_TYPE, MAX_MANIFEST_BYTES, Registry
+from .interface import Sent, SourceFile
+from .oci_registry import MANIFEST_TYPE, MAX_MANIFEST_BYTES, Registry
 
 _BUNDLE_TYPE = "application/vnd.cncf.model.manifest.v1+json"
 _CONFIG_TYPE = "application/vnd.cncf.model.config.v1+json"
