@@ -20,9 +20,9 @@ from .api.endpoints.completions import completions
 from .api.endpoints.messages import count_tokens, message_error, messages
 from .api.endpoints.responses import responses
 from .api.errors import CLIENT_GONE, RequestError, json_bytes
+from .api.facts import METRICS_TYPE, metrics
 from .api.fields import body_limit_bytes, parse_body
 from .api.live_feed import LiveFeed, experts
-from .api.metrics import CONTENT_TYPE, metrics
 from .api.service import Service
 from .security import Guard, SecurityOptions
 
@@ -47,7 +47,7 @@ FACTS: dict[str, Fact] = {
     "/props": Service.facts,
     "/tokenizer_info": facts.tokenizer_info,
     "/v1/moec/experts": experts,
-    "/metrics": lambda service: Response(metrics(service), 200, {"content-type": CONTENT_TYPE}),
+    "/metrics": lambda service: Response(metrics(service), 200, {"content-type": METRICS_TYPE}),
 }
 
 

@@ -12,11 +12,9 @@ from moec.manifests.errors import MoecError, OptionError
 from moec.runtime.engine.engine import Engine
 from moec.runtime.engine.slots import Placement, common_length
 
-from ..saved_slots.saved_slots import SavedSlots
-from .activity import Activity
-from .passes import PassRunner
 from .request import Failed, GenerationRequest
-from .running import RunningSequence
+from .running import Activity, PassRunner, RunningSequence
+from .saved_slots import SavedSlots
 
 _SHARED_TOKENS = 16
 """A request waits for a prompt in progress if it can then copy so many tokens more."""

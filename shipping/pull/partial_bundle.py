@@ -1,7 +1,7 @@
 """A bundle that grows in `<id>.partial`: its files, and which of their bytes are there. Threads share it.
 
-Bytes of installed bundles are copied. `copy_file_range` lets btrfs and XFS share the blocks of a copy, which FICLONERANGE
-would ask for by name. Elsewhere the kernel copies without a way through this process.
+Bytes of installed bundles are copied. `copy_file_range` lets btrfs and XFS share the blocks of a copy, which
+FICLONERANGE would ask for by name. Elsewhere the kernel copies without a way through this process.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ upload up when a chunk is cut. The upload then begins again.
 
 Credentials are user and password, or a token of another server that takes them.
 
-Sources: OCI distribution specification 1.1 (github.com/opencontainers/distribution-spec), spec.md. For tokens, the Docker
-registry's specification (github.com/distribution/distribution), docs/spec/auth/token.md and oauth.md.
+Sources: OCI distribution specification 1.1 (github.com/opencontainers/distribution-spec), spec.md. For tokens, the
+Docker registry's specification (github.com/distribution/distribution), docs/spec/auth/token.md and oauth.md.
 """
 
 from __future__ import annotations

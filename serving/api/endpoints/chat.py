@@ -10,14 +10,12 @@ from moec.runtime.text.log_probabilities import TokenLogProb
 
 from ...engine.request import AnswerMask, Ended, Event, GenerationRequest, TokenMade
 from ...tools.calls import NO_TOOLS, ToolsOfRequest
-from ..answer import Answer
+from ..answer import Answer, OpenAIForm
 from ..encoded import EncodedList
 from ..errors import RequestError, bad_field, shown
-from ..fields import Fields, check_unicode
+from ..fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, Fields, check_unicode, read_asked
 from ..log_probs import ShownTokens, chat_log_prob
-from ..sampling_fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, read_asked
 from ..service import Service
-from .forms import OpenAIForm
 from .response_format import answer_masks, read_response_format
 from .tool_fields import new_call_id, plain_call, read_calls, read_tools
 

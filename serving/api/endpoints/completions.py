@@ -9,13 +9,11 @@ from typing import Any
 from moec.runtime.text.streaming_text import TextStream
 
 from ...engine.request import Ended, Event, GenerationRequest, PromptScored, TokenMade
-from ..answer import Answer
+from ..answer import Answer, OpenAIForm
 from ..errors import RequestError, bad_field
-from ..fields import Fields, token_ids
+from ..fields import MAX_ANSWERS, MAX_LOG_PROBS, Asked, Fields, read_asked, token_ids
 from ..log_probs import CompletionLogProbs
-from ..sampling_fields import MAX_ANSWERS, MAX_LOG_PROBS, Asked, read_asked
 from ..service import Service
-from .forms import OpenAIForm
 
 _DEFAULT_TOKENS = 16
 """As in the API of OpenAI."""
