@@ -1,10 +1,11 @@
-"""Numbers as people read them, and parts of HTML that several figures share."""
+"""Numbers as people read them, parts of HTML that several figures share, and files of the folder `page`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from html import escape
+from importlib import resources
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -74,3 +75,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], classes: str = "
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     content = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     return f'<div class="scroll"><table class="{classes}">{content}</table></div>'
+
+
+def page_file(name: str) -> str:
+    """Return the text of a file of the folder `page`."""
+    return resources.files(__package__).joinpath("page", name).read_text(encoding="utf-8")
+
+
+def svg_file(picture: str) -> str:
+    """Return the file of an SVG element. It needs no other file, and runs no script.
+
+    picture: an element that begins with `<svg class="chart"`.
+    """
+    named = picture.replace('<svg class="chart"', '<svg xmlns="http://www.w3.org/2000/svg" class="chart"', 1)
+    background = '<rect width="100%" height="100%" style="fill:var(--paper)"/>'
+    return named.replace(">", f"><style>{page_file('report.css')}</style>{background}", 1) + "\n"

@@ -259,7 +259,7 @@ class QualitySweep:
         """
         import numpy as np
 
-        from moec.evaluation.divergence import log_softmax, summarise_divergence
+        from moec.evaluation.statistics import log_softmax, summarise_divergence
 
         texts = [(self.task.prompt(item, self.shots), self.task.answer(item)) for item in self.items[:KL_ITEMS]]
         pairs = [(prompt, answer[:KL_TOKENS]) for prompt, answer in engine.encode_pairs(texts)]
@@ -316,7 +316,7 @@ def speed_sweep(
     path: Path, modes: str, options: RuntimeOptions, kernels: str | None, sequence: list[int], prompt_tokens: int
 ) -> list[dict[str, Any]]:
     """Time every setting on the same forced tokens, each in a new engine. Compare its logits with the exact ones."""
-    from moec.evaluation.divergence import log_softmax, summarise_divergence
+    from moec.evaluation.statistics import log_softmax, summarise_divergence
     from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.tuning.mode_records import calibrated_deciles, measured_rows
 

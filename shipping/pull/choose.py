@@ -25,8 +25,7 @@ from moec.manifests.errors import (
 from moec.manifests.sizes import limit_bytes, option_bytes
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_json import decode_device
-from moec.profiles.present_machine import first_difference
-from moec.profiles.probe import memory_limit_bytes
+from moec.profiles.probe import first_difference, memory_limit_bytes
 
 from ..channel import (
     MAX_CHANNEL_BYTES,

@@ -18,7 +18,7 @@ from moec.compiler.request.ports import UnpublishedBundle
 from moec.evaluation import run
 from moec.evaluation.data import load_items
 from moec.manifests.errors import OptionError
-from moec.manifests.router import RouterSpec
+from moec.manifests.model import RouterSpec
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.tuning import mode_records

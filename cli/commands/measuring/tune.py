@@ -228,8 +228,7 @@ def _write(
 
     others: names of options that keep their values from an earlier file, if that file is still valid.
     """
-    from moec.profiles.probe import machine_sha256
-    from moec.profiles.storage_identity import storage_sha256
+    from moec.profiles.probe import machine_sha256, storage_sha256
     from moec.runtime.tuning.tune_file import Tuning, bundle_sha256, read_tuning, write_tuning
 
     try:
