@@ -116,7 +116,6 @@ class Verdict:
         return "met" if self.met else "missed"
 
     def to_json(self) -> dict[str, object]:
-        """Return plain values for JSON."""
         return {"status": self.status, **asdict(self)}
 
 

@@ -23,7 +23,6 @@ def size_text(size_bytes: float) -> str:
 
 
 def share_text(share: float, digits: int = 2) -> str:
-    """Return a share in percent."""
     return f"{100 * share:.{digits}f} %"
 
 
@@ -50,12 +49,10 @@ def number(value: object) -> float:
 
 
 def section(anchor: str, title: str, *parts: str) -> str:
-    """Return a section with a heading."""
     return f'<section id="{anchor}"><h2>{escape(title)}</h2>{"".join(parts)}</section>'
 
 
 def paragraph(text: str) -> str:
-    """Return a paragraph of plain text."""
     return f"<p>{escape(text)}</p>"
 
 
@@ -78,7 +75,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], classes: str = "
 
 
 def page_file(name: str) -> str:
-    """Return the text of a file of the folder `page`."""
     return resources.files(__package__).joinpath("page", name).read_text(encoding="utf-8")
 
 

@@ -90,7 +90,6 @@ def make_app(service: Service, security: SecurityOptions) -> ASGIApp:
 
 
 def _page_files() -> dict[str, tuple[bytes, str]]:
-    """Return path -> content and type of the files of the page."""
     files = sorted(path for path in PAGE.glob("*") if path.suffix in _KINDS)
     page = {f"/{path.name}": (path.read_bytes(), _KINDS[path.suffix]) for path in files}
     return ({"/": page[f"/{_INDEX}"]} if f"/{_INDEX}" in page else {}) | page

@@ -45,7 +45,6 @@ def channel_path(channel: str) -> str:
 
 
 def bundle_path(manifest_sha256: str, file: str) -> str:
-    """Return the path of a bundle's file on the store."""
     return f"{manifest_sha256}/{file}"
 
 

@@ -112,7 +112,6 @@ def _task(request: Any) -> str:
 
 
 def _size(arguments: Sequence[Any]) -> int:
-    """Return the characters of a request."""
     return sum(len(argument) for argument in arguments if isinstance(argument, str))
 
 

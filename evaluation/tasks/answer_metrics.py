@@ -127,7 +127,6 @@ def foreign_metric(name: str, trusts_code: bool) -> ForeignMetric:
 
 
 def _loaded(place: str) -> Any:
-    """Load a metric by `evaluate.load`."""
     evaluate = load("evaluate", "this metric")
     code_folder, evaluate.config.HF_MODULES_CACHE = evaluate.config.HF_MODULES_CACHE, _code_folder().name
     try:
@@ -149,7 +148,6 @@ def _code_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _pass_interrupt(error: BaseException) -> None:
-    """Raise an interrupt of the user or the system again."""
     if isinstance(error, KeyboardInterrupt):
         raise error
 

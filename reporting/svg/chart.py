@@ -74,7 +74,6 @@ class Chart:
         object.__setattr__(self, "_named", [series for series in self.series if series.name and series.points])
 
     def to_svg(self) -> str:
-        """Return the chart as an SVG element."""
         body = [*self._grid(), *self._level()]
         for series in self.series:
             body += self._line(series) if series.is_line else []
@@ -93,7 +92,6 @@ class Chart:
         return round(self.height - _BOTTOM - self.y.share(value) * (self.height - _TOP - _BOTTOM), 1)
 
     def _grid(self) -> list[str]:
-        """Return grid lines, ticks and titles of both axes."""
         bottom, right = self.height - _BOTTOM, WIDTH - _RIGHT
         parts = []
         for value in self.y.ticks():

@@ -212,7 +212,6 @@ class Collected:
     ended: Ended | None = None
 
     def add(self, event: Event) -> None:
-        """Take an event."""
         if isinstance(event, TokenMade):
             self.count += 1
             self.pieces.append(event.text)
@@ -221,7 +220,6 @@ class Collected:
 
     @property
     def text(self) -> str:
-        """Text of the answer so far."""
         return "".join(self.pieces)
 
 
@@ -249,7 +247,6 @@ class OpenAIForm:
         return sent_event({**self._head, "object": self.chunk_kind, "choices": choices, **usage, **more})
 
     def begin(self) -> Iterable[bytes]:
-        """Return the events before the first token."""
         return ()
 
     def finish(self) -> Iterable[bytes]:
@@ -259,11 +256,9 @@ class OpenAIForm:
         yield DONE
 
     def failed(self, error: RequestError) -> Iterable[bytes]:
-        """Return the error and the end of the stream."""
         return (sent_event(error.to_plain()), DONE)
 
     def error_body(self, error: RequestError) -> dict[str, Any]:
-        """Return the body of a response without an answer."""
         return error.to_plain()
 
     def usage(self) -> dict[str, Any]:
@@ -278,7 +273,6 @@ class OpenAIForm:
         }
 
     def timings(self, index: int = 0) -> dict[str, Any]:
-        """Return the times and cache counts of one answer."""
         ended = self.answers[index].ended
         return {} if ended is None else ended.timings.to_plain()
 
@@ -288,7 +282,6 @@ class OpenAIForm:
         return None if ended is None else ended.reason
 
     def whole_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the whole answer around its choices."""
         return {
             **self._head,
             "object": self.kind,

@@ -87,7 +87,6 @@ async def detokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def metrics(service: Service) -> str:
-    """Return all metrics of the server."""
     return "".join(_lines(service))
 
 

@@ -97,7 +97,6 @@ class Fields:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return true or false."""
         value = self.take(name)
         if value is None:
             return default

@@ -278,7 +278,6 @@ class Activity:
     cache: CacheStats = field(default_factory=CacheStats)
 
     def add_pass(self, elapsed_ns: int, cache: CacheStats) -> None:
-        """Count one pass."""
         self.passes += 1
         self.running_ns += elapsed_ns
         self.cache = self.cache.plus(cache)
@@ -290,5 +289,4 @@ class Activity:
         self.ttft_count += 1
 
     def add_end(self, how: str) -> None:
-        """Count the end of a request."""
         self.requests[how] = self.requests.get(how, 0) + 1

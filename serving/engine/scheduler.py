@@ -116,12 +116,10 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for a slot."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Number of requests that have a slot."""
         return len(self._running)
 
     @property
@@ -191,7 +189,6 @@ class Scheduler:
                 self._save_slot()
 
     def _save_slot(self) -> None:
-        """Save what one free slot holds."""
         self._steps_done += 1
         slot = self.pool.slots[self._unsaved.pop()]
         try:

@@ -361,7 +361,6 @@ class AfterThinking:
         self._stream, self._tail = TextStream(tokenizer), ""
 
     def allowed(self) -> np.ndarray | None:
-        """Return the tokens that may come next, bool [V]."""
         if self._is_open:
             return self._before_end
         allowed = self._mask.allowed()
@@ -371,7 +370,6 @@ class AfterThinking:
         return allowed
 
     def take(self, token: int) -> bool:
-        """Take the next token. Returns whether the answer is complete."""
         is_first, self._is_first = self._is_first, False
         if is_first and token == self._opening:
             self._is_open = True

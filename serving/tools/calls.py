@@ -53,7 +53,6 @@ def call_of(value: Any) -> ToolCall | None:
 
 
 def json_text(value: Any) -> str:
-    """Return a value as JSON."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -202,5 +201,4 @@ def syntax_of(files: Sequence[bytes]) -> ToolSyntax | None:
 
 
 def takes_tools(files: Sequence[bytes]) -> bool:
-    """Return whether a template takes tools."""
     return is_in("tools", files)

@@ -127,11 +127,9 @@ class ThinkingSplitter:
 
     @property
     def is_thinking(self) -> bool:
-        """True between the tags."""
         return self._tag == _CLOSE
 
     def push(self, piece: str) -> list[tuple[bool, str]]:
-        """Add a piece. Returns texts that can be shown now, as (is thinking, text)."""
         texts = list[tuple[bool, str]]()
         self._unread += piece
         if self._tag == _OPEN:
@@ -242,7 +240,6 @@ class HarmonyParts:
         self._arguments = list[str]()
 
     def push(self, piece: str) -> list[tuple[bool, str]]:
-        """Add a piece. Returns texts that can be shown now, as (is thinking, text)."""
         was_thinking = self._is_in_body and self._is_thought
         texts = list[tuple[bool, str]]()
         self._unread += piece

@@ -63,7 +63,6 @@ class Copy:
 
     @property
     def end(self) -> int:
-        """Byte of the new file after the last one."""
         return self.start + self.size_bytes
 
 
@@ -146,7 +145,6 @@ def _weights(manifest: BundleManifest) -> Iterator[_Weight]:
 
 
 def _dense_bytes(entry: DenseEntry) -> int:
-    """Return the size of a dense weight in the file."""
     return 2 * entry.shape[0] if len(entry.shape) == 1 else entry.spec.packed_bytes(*entry.shape)
 
 
@@ -160,7 +158,6 @@ def _equal_file(entry: FileEntry, sources: Iterable[Source]) -> Path | None:
 
 
 def _equal_weight(number: int, weight: _Weight, sources: Iterable[Source]) -> Copy | None:
-    """Return the copy of a weight that an installed bundle has, or None."""
     for source in sources:
         place = source.weights.get((weight.size_bytes, weight.xxh3))
         if place is not None:

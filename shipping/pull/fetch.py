@@ -196,7 +196,6 @@ class Fetch:
                 return
 
     def _fetch(self) -> None:
-        """Fetch waiting ranges until there are none."""
         while not self._ended.is_set():
             try:
                 number, start, end = self._waiting.popleft()

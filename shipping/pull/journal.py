@@ -75,7 +75,6 @@ class Journal:
         self._write(f"S {line_count}")
 
     def close(self) -> None:
-        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -134,17 +133,14 @@ class Intervals:
         self._ends[first:last] = [end]
 
     def clear(self) -> None:
-        """Remove everything."""
         self._starts.clear()
         self._ends.clear()
 
     @property
     def size_bytes(self) -> int:
-        """Number of bytes."""
         return sum(self._ends) - sum(self._starts)
 
     def has(self, start: int, end: int) -> bool:
-        """Return whether all bytes of a range are there."""
         return start >= end or self.end_from(start) >= end
 
     def end_from(self, start: int) -> int:

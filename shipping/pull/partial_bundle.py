@@ -86,17 +86,14 @@ class PartialBundle:
 
     @property
     def done_bytes(self) -> int:
-        """Number of bytes that are there."""
         with self._changed:
             return sum(done.size_bytes for done in self.done)
 
     def missing(self, number: int) -> list[tuple[int, int]]:
-        """Return the ranges of a file that are not there."""
         with self._changed:
             return self.done[number].missing(self.entries[number].size_bytes)
 
     def has(self, number: int, start: int, end: int) -> bool:
-        """Return whether a range of a file is there."""
         with self._changed:
             return self.done[number].has(start, end)
 
@@ -163,7 +160,6 @@ class PartialBundle:
             return end
 
     def stop(self) -> None:
-        """End all waiting."""
         with self._changed:
             self.is_stopped = True
             self._changed.notify_all()

@@ -180,7 +180,6 @@ class _Pull:
         return "installed"
 
     def _is_installed(self) -> bool:
-        """Return whether the bundle is there, and unchanged since it was checked."""
         receipt = read_receipt(self.places.receipt(self.name))
         if receipt is None or receipt.manifest_sha256 != self.bundle.manifest_sha256:
             return False

@@ -112,7 +112,6 @@ class HubStore(UrlFiles):
             raise StoreFailed(f"`{self.address}` has no `{lost}` after a commit", "remove `.gitignore` there")
 
     def replace(self, path: str, data: bytes) -> None:
-        """Commit a small file. Raises StoreFailed."""
         self._commit([CommitOperationAdd(path_in_repo=path, path_or_fileobj=data)], f"Write {path}")
         self._client.forget(self._url(path))
 

@@ -80,7 +80,6 @@ class Registry:
         return self._client.read_small(self._blob(digest), limit_bytes)
 
     def put_blob(self, digest: str, source: SourceFile) -> None:
-        """Upload a blob. Raises StoreFailed, InputError."""
         upload = _BlobUpload(self._client, self._uploads, source, self._chunk_bytes)
         upload.send()
         self._close_upload(upload.place, digest, b"", source.size_bytes)
@@ -112,7 +111,6 @@ class Registry:
             raise refusal("PUT", self._tagged(tag), reply)
 
     def close(self) -> None:
-        """Close connections."""
         self._client.close()
 
     def _blob(self, digest: str) -> str:

@@ -65,7 +65,6 @@ class ChatForm(OpenAIForm):
             yield self.chunk([self._choice(index, {"role": "assistant", "content": ""})])
 
     def add(self, index: int, event: Event) -> Iterable[bytes]:
-        """Take an event and return its pieces."""
         answer = self.answers[index]
         answer.add(event)
         if isinstance(event, TokenMade):
@@ -104,7 +103,6 @@ class ChatForm(OpenAIForm):
         return {**super().usage(), "completion_tokens_details": {"reasoning_tokens": thoughts}}
 
     def reason(self, index: int) -> str | None:
-        """Return why an answer ended; None if it goes on."""
         reason = super().reason(index)
         return "tool_calls" if reason == "stop" and self._calls[index] else reason
 
@@ -117,7 +115,6 @@ class ChatForm(OpenAIForm):
         return texts[0], texts[1]
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole answer."""
         choices = []
         for index in range(len(self.answers)):
             content, thought = self.message(index)

@@ -48,7 +48,6 @@ class CompletionForm(OpenAIForm):
         return CompletionLogProbs(service.token_text, TextStream(service.engine.tokenizer, before), keeps)
 
     def add(self, index: int, event: Event) -> Iterable[bytes]:
-        """Take an event and return its piece."""
         answer = self.answers[index]
         answer.add(event)
         if isinstance(event, Ended):
@@ -72,7 +71,6 @@ class CompletionForm(OpenAIForm):
         return {"index": index, "text": text, "logprobs": log_probs, "finish_reason": None}
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole answer."""
         choices = []
         for index, answer in enumerate(self.answers):
             log_probs = self._log_probs[index].whole if self._has_log_probs else None

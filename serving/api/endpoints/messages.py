@@ -50,12 +50,10 @@ class MessageForm:
         self._calls = 0
 
     def begin(self) -> Iterable[bytes]:
-        """Return the event that begins a message."""
         message = {**self._message([], None), "usage": {"input_tokens": self._prompt_tokens, "output_tokens": 0}}
         yield sent_event({"type": "message_start", "message": message}, "message_start")
 
     def add(self, index: int, event: Event) -> Iterable[bytes]:
-        """Take an event and return those that it makes."""
         self._answer.add(event)
         if isinstance(event, TokenMade):
             yield from self._deltas(self._splitter.push(event.text))
@@ -68,22 +66,18 @@ class MessageForm:
             yield self._event("content_block_stop", index=len(self._blocks) - 1)
 
     def finish(self) -> Iterable[bytes]:
-        """Return the events that end a message."""
         reason, stop = self._stop_reason()
         delta = {"stop_reason": reason, "stop_sequence": stop}
         yield self._event("message_delta", delta=delta, usage=self._usage())
         yield self._event("message_stop")
 
     def failed(self, error: RequestError) -> Iterable[bytes]:
-        """Return the error as an event."""
         return (sent_event(message_error(error), "error"),)
 
     def error_body(self, error: RequestError) -> dict[str, Any]:
-        """Return the body of a response without an answer."""
         return message_error(error)
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole message."""
         timings = {} if self._answer.ended is None else self._answer.ended.timings.to_plain()
         return {**self._message(self._blocks, self._stop_reason()), "timings": timings}
 

@@ -76,13 +76,11 @@ class ResponseForm:
         self._calls, self._number = 0, -1
 
     def begin(self) -> Iterable[bytes]:
-        """Return the events before the first token."""
         response = self._response("in_progress")
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
     def add(self, index: int, event: Event) -> Iterable[bytes]:
-        """Take an event and return those that it makes."""
         self._answer.add(event)
         if isinstance(event, TokenMade):
             yield from self._told(self._splitter.push(event.text))
@@ -95,21 +93,17 @@ class ResponseForm:
             yield from self._close_text(status)
 
     def finish(self) -> Iterable[bytes]:
-        """Return the last event: the whole response."""
         response = self.whole()
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: RequestError) -> Iterable[bytes]:
-        """Return the failure as an event."""
         failure = {"code": error.code, "message": error.message}
         yield self._event("response.failed", response={**self._response("failed"), "error": failure})
 
     def error_body(self, error: RequestError) -> dict[str, Any]:
-        """Return the body of a response without an answer."""
         return error.to_plain()
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole response."""
         ended = self._answer.ended
         status = "completed" if ended is not None and ended.reason == "stop" else "incomplete"
         response = self._response(status)
@@ -329,7 +323,6 @@ class CallItem:
         self._call, self._call_id, self._id = call, call_id, new_id("fc")
 
     def events(self) -> Iterable[ItemEvent]:
-        """Return all events of the call."""
         place, arguments = {"item_id": self._id}, self._call.arguments
         yield "output_item.added", {"item": {**self.to_plain("in_progress"), "arguments": ""}}
         yield "function_call_arguments.delta", {**place, "delta": arguments}
@@ -337,7 +330,6 @@ class CallItem:
         yield "output_item.done", {"item": self.to_plain()}
 
     def to_plain(self, status: str = "completed") -> dict[str, Any]:
-        """Return the item."""
         return {
             "type": "function_call",
             "id": self._id,
