@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from moec.cli.lossy_modes.mode_sweep import allowed_settings, settings_of
-from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
+from moec.cli.lossy_modes.mode_sweep import ModesMeasurement, allowed_settings, settings_of
 from moec.cli.main import cli
 from moec.compiler.request.ports import UnpublishedBundle
 from moec.evaluation import run
