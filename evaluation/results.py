@@ -1,4 +1,4 @@
-"""Results of an evaluation, item by item, their plain form, and the tasks for which a verdict holds."""
+"""Results of an evaluation, item by item, and their plain form."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from moec.manifests.errors import ExecutionError
 from .data import items_sha256
 from .statistics import Array
 from .tasks import Item, Task
-
-_VERDICTS = ("supported", "met", "missed", "refuted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +126,3 @@ def finite(value: float | None) -> float | None:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def verdict_scope(quality: Mapping[str, Any] | None) -> str:
-    """Return for which tasks the verdict of quality.json holds: `supported for gsm8k; other tasks were not measured`.
-
-    Empty without a verdict on a target, without a measured task, or for an object of another form.
-    """
-    if not quality or quality.get("verdict") not in _VERDICTS:
-        return ""
-    measured = [quality.get(name) for name in ("tasks", "held_out_kl")]
-    tasks = sorted({task for names in measured if isinstance(names, Mapping) for task in names})
-    return f"{quality['verdict']} for {', '.join(tasks)}; other tasks were not measured" if tasks else ""

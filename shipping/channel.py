@@ -24,8 +24,6 @@ PAYLOAD_TYPE = "application/vnd.moec.channel.v1+json"
 CHANNEL_VERSION = 1
 MAX_CHANNEL_BYTES = 4 << 20
 """Size of a channel file, bytes."""
-MAX_SIGNATURE_BYTES = 8 << 20
-"""Size of a bundle's signature, bytes: 10,000 files."""
 DEFAULT_CHANNEL = "stable"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

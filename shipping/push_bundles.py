@@ -25,7 +25,6 @@ from .channel import (
     CHANNEL_VERSION,
     DEFAULT_CHANNEL,
     MAX_CHANNEL_BYTES,
-    MAX_SIGNATURE_BYTES,
     Channel,
     ChannelBundle,
     bundle_path,
@@ -38,6 +37,7 @@ from .channel import (
 )
 from .signatures.keys import PrivateKey, PublicKey
 from .signatures.model_signature import (
+    MAX_SIGNATURE_BYTES,
     read_signature,
     read_signature_file,
     sign_bundle,

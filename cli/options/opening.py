@@ -79,7 +79,7 @@ def open_engine(
 
 def verdict_of(bundle: Path) -> str:
     """Return for which tasks the verdict on a bundle holds; empty without a measured one."""
-    from moec.evaluation.results import verdict_scope
+    from moec.evaluation.verdict_scope import verdict_scope
     from moec.manifests.bundle import QUALITY_NAME
     from moec.runtime.tuning.mode_records import load_record
 

@@ -15,7 +15,7 @@ from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import LOG_JSON, MAX_LOG_BYTES
 from moec.manifests.files.strict_json import load_strict_json
 
-from ..exit_codes import is_interrupt
+from ..interrupts import is_interrupt
 from . import output
 from .progress_bar import ProgressBar
 

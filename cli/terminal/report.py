@@ -139,7 +139,7 @@ def curve_table(curve: Sequence[Mapping[str, Any]]) -> str:
 
 def verdict_line(quality: Quality) -> str:
     """Return the last line of a report: the verdict in words, and the tasks that it is for."""
-    from moec.evaluation.results import verdict_scope
+    from moec.evaluation.verdict_scope import verdict_scope
 
     verdict, target = quality["verdict"], quality["target"]
     kind, more = target["kind"], ""

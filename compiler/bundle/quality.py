@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moec.evaluation.results import verdict_scope
 from moec.evaluation.statistics import judge_divergence
+from moec.evaluation.verdict_scope import verdict_scope
 from moec.manifests.bundle import BundleManifest, CostSummary
 from moec.manifests.codec import to_plain
 from moec.manifests.hobbit_thresholds import unimportance_quantiles

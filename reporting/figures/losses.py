@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moec.evaluation.results import verdict_scope
+from moec.evaluation.verdict_scope import verdict_scope
 from moec.manifests.bundle import BundleManifest
 from moec.manifests.path_tables import why_no_paths
 

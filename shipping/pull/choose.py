@@ -29,7 +29,6 @@ from moec.profiles.probe import first_difference, memory_limit_bytes
 
 from ..channel import (
     MAX_CHANNEL_BYTES,
-    MAX_SIGNATURE_BYTES,
     Channel,
     ChannelBundle,
     bundle_path,
@@ -41,7 +40,7 @@ from ..channel import (
 )
 from ..installed.state import DeviceState
 from ..signatures.keys import PublicKey
-from ..signatures.model_signature import verify_signature
+from ..signatures.model_signature import MAX_SIGNATURE_BYTES, verify_signature
 from ..store.interface import Store
 
 AUTO = "auto"

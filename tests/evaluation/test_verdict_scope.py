@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moec.evaluation.results import verdict_scope
+from moec.evaluation.verdict_scope import verdict_scope
 
 
 @pytest.mark.parametrize(
