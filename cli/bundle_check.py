@@ -9,6 +9,7 @@ has it free for the next one.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,20 @@ from pathlib import Path
 from moec.manifests import errors
 from moec.manifests.errors import ExecutionError, InputError, KernelUnavailable, MoecError, TryAgain
 
-from .own_process import own_command
-
 LIMIT_S = 3600
 """Longest time of a self-test, seconds. It takes seconds."""
 _MAX_ERROR_CHARACTERS = 2000
+_PROGRAM = """\
+import sys
+sys.path[:] = [place for place in sys.path if place]
+import ctypes, os, signal
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv.pop(1)):
+    raise SystemExit(1)  # the parent has ended before
+import runpy
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
 
 
 def check_bundle(folder: Path, memory: str | None = None) -> str:
@@ -89,3 +99,15 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+
+
+def own_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module as a program, with this interpreter. This process must start it.
+
+    Unlike with `python -m`, modules in the current folder are not imported. The system kills the program when the
+    thread that started it ends, however that ends.
+    Raises ExecutionError if the interpreter is not known.
+    """
+    if not sys.executable:
+        raise ExecutionError("moec needs a Python interpreter, `sys.executable` names none", "set it")
+    return [sys.executable, "-c", _PROGRAM, str(os.getpid()), module, *arguments]

@@ -1,12 +1,19 @@
-"""`moec`: the group of commands, loaded on demand. Errors become messages and exit codes in `exit_codes.py`."""
+"""`moec`: the group of commands, loaded on demand. Errors become messages and exit codes in `exit_codes.py`.
+
+Warnings of other packages are for developers of moec, so they are hidden. MOEC_WARNINGS=1 shows them. Warnings that
+modules of moec raise themselves are always shown.
+"""
 
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -36,14 +43,14 @@ _SECTIONS = {
         "settings": "running.settings:settings_command",
     },
     "Ship it": {
-        "keygen": "shipping.keygen:keygen_command",
-        "sign": "shipping.sign:sign_command",
+        "keygen": "shipping.signing:keygen_command",
+        "sign": "shipping.signing:sign_command",
         "push": "shipping.push:push_command",
         "pull": "shipping.pull:pull_command",
-        "rollback": "shipping.rollback:rollback_command",
-        "installed": "shipping.installed:installed_command",
-        "pack": "bundles.pack:pack_command",
-        "unpack": "bundles.unpack:unpack_command",
+        "rollback": "shipping.device:rollback_command",
+        "installed": "shipping.device:installed_command",
+        "pack": "bundles.archive:pack_command",
+        "unpack": "bundles.archive:unpack_command",
     },
     "Measure it": {
         "eval": "measuring.evaluate:eval_command",
@@ -56,6 +63,18 @@ _SECTIONS = {
 }
 """Commands by the way of a bundle, with the places of their functions."""
 _COMMANDS = {name: place for commands in _SECTIONS.values() for name, place in commands.items()}
+VARIABLE = "MOEC_WARNINGS"
+# Packages that print advice without `warnings` and `logging`: variable and value that turn it off.
+_QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "DATASETS_VERBOSITY": "error",
+    "EVALUATE_VERBOSITY": "error",
+    "HF_HUB_VERBOSITY": "error",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+_WARNING_MODULES = ("warnings", "_py_warnings")
+_show_warning = warnings.showwarning
 
 
 def _run_guarded(command: click.Command, run: Callable[..., Any], *args: Any, **values: Any) -> Any:
@@ -165,3 +184,38 @@ def cli() -> None:
     moec run BUNDLE --prompt "Question: ..."  continue a prompt in a memory budget
     moec eval BUNDLE --data test.jsonl        measure the score of the bundle, with its interval
     """
+
+
+def hide_foreign_warnings() -> None:
+    """Hide all warnings and log lines of other packages. With MOEC_WARNINGS=1, show all of them.
+
+    Settings that the user made for one of these packages stay. Call before the packages are imported.
+    """
+    if os.environ.get(VARIABLE) == "1":
+        if not sys.warnoptions:
+            warnings.simplefilter("default")
+        return
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    logging.lastResort = logging.NullHandler()  # handles lines of loggers without a handler
+    warnings.showwarning = _show_own
+
+
+def _show_own(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Show a warning if a function of moec raised it.
+
+    The file name of a warning does not tell that, because other packages warn in the name of their caller.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _WARNING_MODULES:
+        frame = frame.f_back
+    is_own = str(frame.f_globals.get("__name__", "")).startswith("moec.")
+    if is_own and "warn" in frame.f_code.co_names:  # otherwise an extension that it called warns
+        _show_warning(message, category, filename, lineno, file, line)

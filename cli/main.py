@@ -42,8 +42,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     heed_quota()
-    from .group import cli
-    from .terminal.foreign_warnings import hide_foreign_warnings
+    from .group import cli, hide_foreign_warnings
 
     hide_foreign_warnings()
     try:

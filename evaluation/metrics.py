@@ -1,7 +1,8 @@
-"""Metrics: functions of (predictions, references) that return the score of each item."""
+"""Metrics: functions of (predictions, references) that return the score of each item. Packages of extras are loaded."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .optional import load
+from moec.manifests.errors import MissingDependency
 
 Scores = NDArray[np.float64]
 
@@ -62,3 +63,17 @@ def item_perplexities(nll: Scores, tokens: Scores) -> Scores:
     """Return the perplexity of each text, [n]; nan for a text without scored tokens."""
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         return np.where(tokens > 0, np.exp(nll / tokens), np.nan)
+
+
+def load(module: str, purpose: str, extra: str = "eval") -> Any:
+    """Import `module`. Raises MissingDependency with the extra that contains it."""
+    remedy = f"pip install 'moec[{extra}]'"
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name is not None and error.name.partition(".")[0] != package:
+            raise MissingDependency(
+                f"`{package}` needs the package `{error.name}`, which is not installed", remedy
+            ) from error
+        raise MissingDependency(f"{purpose} needs the package `{package}`, which is not installed", remedy) from error

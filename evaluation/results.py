@@ -117,7 +117,6 @@ def check_count(count: int, expected: int) -> None:
 
 
 def rate(tokens: int, seconds: float) -> float:
-    """Return tokens per second; 0 without time."""
     return tokens / seconds if seconds > 0 else 0.0
 
 

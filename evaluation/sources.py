@@ -18,7 +18,7 @@ from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import MAX_CONFIG_BYTES, JsonLimits
 from moec.manifests.files.strict_json import load_strict_json
 
-from .optional import load
+from .metrics import load
 from .table_files import read_tables
 from .text_files import Row, Rows, counted, read_csv, read_json, read_jsonl
 

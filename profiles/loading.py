@@ -12,7 +12,7 @@ from moec.manifests.files.limits import MAX_TOML_BYTES
 from moec.manifests.files.strict_toml import load_strict_toml
 
 from .device import CONTENT, HOST_NAME, DeviceProfile
-from .plain_profile import profile_from_plain
+from .device_json import profile_from_plain
 
 _SHIPPED = Path(__file__).parent
 

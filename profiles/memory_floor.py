@@ -52,8 +52,6 @@ Measured with tokenizers 0.22 and the indentation of checkpoints: BPE of 60,000 
 UNIGRAM_FACTOR = 23
 """TOKENIZER_FACTOR of a Unigram tokenizer, as in models with an encoder: a tree of tables. Measured: 22.2."""
 
-_MIB = 1 << 20
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedMemory:

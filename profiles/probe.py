@@ -1,4 +1,7 @@
-"""The `host` profile: the present machine, measured in less than two seconds. Nothing is cached or left on disk."""
+"""The present machine: its `host` profile, its difference from another profile, and the identity of its storage.
+
+The profile is measured in less than two seconds. Nothing is cached or left on disk. The others measure nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ from functools import partial
 from pathlib import Path
 
 from moec.manifests.errors import ProfileError
+from moec.manifests.files.mounts import mount_of
 
 from .control_group import group_free_memory, group_memory_limits, processor_quota
-from .device import HOST_NAME, MEASURED, DeviceProfile
-from .processor import core_kinds, instruction_sets, read_text
+from .device import HOST_NAME, MEASURED, DeviceProfile, processor_family
+from .processor import core_kinds, instruction_sets, physical_cores, read_text
 
 REQUEST_BYTES = 2 << 20
 READERS = 2
@@ -40,6 +44,21 @@ LATENCY_READS = 64
 DEFAULT_BLOCK_BYTES = 4096
 _SYSTEM = Path("/")
 _HUGE_PAGE_BYTES = 2 << 20
+# Files of a block device in /sys that identify it; each driver has some of them. Names and numbers of devices are left
+# out, because both may change with a restart.
+_DISK_FACTS = (
+    "device/model",
+    "device/serial",
+    "device/wwid",
+    "device/cid",
+    "serial",
+    "wwid",
+    "queue/rotational",
+    "size",
+    "loop/backing_file",
+)
+# Files of a device that is made of other devices: encryption, volumes, arrays.
+_MAPPING_FACTS = ("dm/uuid", "md/level")
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,3 +328,72 @@ def _timed_reads(descriptor: int, offsets: list[int], size: int, limit_s: float,
             if time.perf_counter() > deadline:
                 break
     return times
+
+
+def first_difference(profile: DeviceProfile, system: Path = _SYSTEM) -> str | None:
+    """Return the first difference of this machine from a profile in words, or None if it is such a device.
+
+    Compared are the threads of this process, the best instruction set, and whether all memory holds the budget of the
+    profile. A profile may leave some processors to reading, so all of its cores match too. It may also count cores of
+    two threads once.
+    system: root folder of /proc and /sys.
+    """
+    processors, cores = allowed_processors(), profile.cores
+    threads, physical = len(processors), physical_cores(processors, system)
+    all_stated = () if cores is None else (cores.big + cores.little,)
+    if threads not in (profile.threads, *all_stated) and physical != profile.threads:
+        on_cores = f" on {physical} cores" if 0 < physical < threads else ""
+        return f"it has {threads} threads{on_cores}, the profile {profile.threads}"
+    best = instruction_sets(system)[0]
+    if best != profile.instruction_sets[0]:
+        return f"its best instruction set is {best}, that of the profile {profile.instruction_sets[0]}"
+    try:
+        memory = memory_limit_bytes(system)
+    except ProfileError:
+        return "it does not tell how much memory it has"
+    if memory < profile.memory_budget_bytes:
+        return (
+            f"it has {memory >> 20}MiB of memory, the budget of the profile is {profile.memory_budget_bytes >> 20}MiB"
+        )
+    return None
+
+
+def slower_kernels(profile: DeviceProfile, system: Path = _SYSTEM) -> str | None:
+    """Return why a run is slower than predicted: the processor lacks the assumed instruction set. None: it has it.
+
+    Processors of another family have sets of their own, so nothing is said of them.
+    system: root folder of /proc and /sys.
+    """
+    assumed, sets = profile.instruction_sets[0], instruction_sets(system)
+    if assumed in sets or processor_family(sets[0]) not in (None, processor_family(assumed)):
+        return None
+    return f"its predicted speed assumes {assumed}, which this processor lacks, so a run is slower"
+
+
+def storage_sha256(place: Path, system: Path = _SYSTEM) -> str:
+    """Return a digest of the storage of an existing file or folder: its disks and the type of its file system.
+
+    If the system reports no disk (network, memory, containers), the type and the source of the mount are used.
+    Two disks of one model have different digests if they report a serial number.
+    system: root folder of /proc and /sys.
+    Raises OSError.
+    """
+    device = place.stat().st_dev
+    mount = mount_of(place.resolve(), system)
+    blocks = [system / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"]
+    if mount.source.startswith("/dev/"):  # some file systems, such as btrfs, number their devices themselves
+        blocks.append(system / "sys/class/block" / (system / mount.source.lstrip("/")).resolve().name)
+    facts = next((disks for block in blocks if any(disks := _disks(block))), mount.source)
+    return hashlib.sha256(json.dumps([mount.kind, facts]).encode()).hexdigest()
+
+
+def _disks(block: Path) -> list[list[str]]:
+    """Return the facts of a block device in /sys and of the disks below it, sorted; empty if it is missing."""
+    block = block.resolve()
+    if not block.is_dir():
+        return []
+    if (block / "partition").exists():
+        block = block.parent
+    below = sorted(disk for slave in (block / "slaves").glob("*") for disk in _disks(slave))
+    names = _MAPPING_FACTS if below else _DISK_FACTS
+    return [[f"{name} {text}" for name in names if (text := read_text(block / name).strip())], *below]

@@ -11,11 +11,9 @@ from moec.manifests.bundle import BITS_PICTURE_NAME, LOSSES_PICTURE_NAME, Bundle
 from .curves import Curve
 from .figures.losses import kl_chart, loss_chart
 from .figures.maps import bits_of
-from .page_files import svg_file
 from .svg.cell_map import CellMap
-from .svg.chart import Chart, Point, Series
-from .svg.scale import scale_of
-from .text import share_text, size_text, tick_share
+from .svg.chart import Chart, Point, Series, scale_of
+from .text import share_text, size_text, svg_file, tick_share
 
 MAX_PICTURE_BYTES = 60_000
 """Size of a picture for a model of 48 layers with 128 experts, bytes."""

@@ -12,12 +12,10 @@ from moec.manifests.bundle import BundleManifest
 from moec.manifests.errors import ManifestInvalid
 
 from .curves import Curve
-from .figures.caches import CacheRow, cache_section
-from .figures.losses import loss_section, trials_section
+from .figures.losses import loss_section, promise_section, trials_section
 from .figures.maps import map_section, maps_of
-from .figures.promise import promise_section
-from .figures.token_timeline import TokenTimeline, timeline_section
-from .page_files import page_file
+from .figures.replay import CacheRow, TokenTimeline, cache_section, timeline_section
+from .text import page_file
 
 MAX_PAGE_BYTES = 400_000
 """Size of a page for a model of 48 layers with 128 experts, bytes."""

@@ -1,10 +1,11 @@
-"""Numbers as people read them, and parts of HTML that several figures share."""
+"""Numbers as people read them, parts of HTML that several figures share, and files of the folder `page`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from html import escape
+from importlib import resources
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -22,7 +23,6 @@ def size_text(size_bytes: float) -> str:
 
 
 def share_text(share: float, digits: int = 2) -> str:
-    """Return a share in percent."""
     return f"{100 * share:.{digits}f} %"
 
 
@@ -49,12 +49,10 @@ def number(value: object) -> float:
 
 
 def section(anchor: str, title: str, *parts: str) -> str:
-    """Return a section with a heading."""
     return f'<section id="{anchor}"><h2>{escape(title)}</h2>{"".join(parts)}</section>'
 
 
 def paragraph(text: str) -> str:
-    """Return a paragraph of plain text."""
     return f"<p>{escape(text)}</p>"
 
 
@@ -74,3 +72,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], classes: str = "
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     content = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     return f'<div class="scroll"><table class="{classes}">{content}</table></div>'
+
+
+def page_file(name: str) -> str:
+    return resources.files(__package__).joinpath("page", name).read_text(encoding="utf-8")
+
+
+def svg_file(picture: str) -> str:
+    """Return the file of an SVG element. It needs no other file, and runs no script.
+
+    picture: an element that begins with `<svg class="chart"`.
+    """
+    named = picture.replace('<svg class="chart"', '<svg xmlns="http://www.w3.org/2000/svg" class="chart"', 1)
+    background = '<rect width="100%" height="100%" style="fill:var(--paper)"/>'
+    return named.replace(">", f"><style>{page_file('report.css')}</style>{background}", 1) + "\n"

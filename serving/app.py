@@ -20,9 +20,9 @@ from .api.endpoints.completions import completions
 from .api.endpoints.messages import count_tokens, message_error, messages
 from .api.endpoints.responses import responses
 from .api.errors import CLIENT_GONE, RequestError, json_bytes
+from .api.facts import METRICS_TYPE, metrics
 from .api.fields import body_limit_bytes, parse_body
 from .api.live_feed import LiveFeed, experts
-from .api.metrics import CONTENT_TYPE, metrics
 from .api.service import Service
 from .security import Guard, SecurityOptions
 
@@ -47,7 +47,7 @@ FACTS: dict[str, Fact] = {
     "/props": Service.facts,
     "/tokenizer_info": facts.tokenizer_info,
     "/v1/moec/experts": experts,
-    "/metrics": lambda service: Response(metrics(service), 200, {"content-type": CONTENT_TYPE}),
+    "/metrics": lambda service: Response(metrics(service), 200, {"content-type": METRICS_TYPE}),
 }
 
 
@@ -90,7 +90,6 @@ def make_app(service: Service, security: SecurityOptions) -> ASGIApp:
 
 
 def _page_files() -> dict[str, tuple[bytes, str]]:
-    """Return path -> content and type of the files of the page."""
     files = sorted(path for path in PAGE.glob("*") if path.suffix in _KINDS)
     page = {f"/{path.name}": (path.read_bytes(), _KINDS[path.suffix]) for path in files}
     return ({"/": page[f"/{_INDEX}"]} if f"/{_INDEX}" in page else {}) | page

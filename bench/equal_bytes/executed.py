@@ -19,8 +19,7 @@ from moec.compiler.request.options import Talk
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.ports import LocalEngine
 from moec.compiler.walker.texts import AnswerTexts
-from moec.evaluation.divergence import log_softmax
-from moec.evaluation.statistics import DistributionSummary
+from moec.evaluation.statistics import DistributionSummary, log_softmax
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from moec.compiler.search.space import SearchSpace
 from moec.compiler.search.swaps import NO_SWAPS, Swaps
 from moec.compiler.sensitivity.answer_walk import planned_weights
 from moec.compiler.stages.planning import open_space, swaps
-from moec.evaluation.divergence import divergence_bound
+from moec.evaluation.statistics import divergence_bound
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.quant import QuantSpec
 

@@ -68,7 +68,7 @@ def profile_defaults(bundle: Path, given: Collection[str], *, is_sweep: bool = F
     is_sweep: whether lossy modes are swept. A sweep has a small cache of its own, which must have misses.
     Raises BundleError, StorageReadFailed.
     """
-    from moec.profiles.present_machine import first_difference, slower_kernels
+    from moec.profiles.probe import first_difference, slower_kernels
     from moec.runtime.bundle.device_file import stated_device
     from moec.runtime.memory.budget import default_budget_bytes
 

@@ -38,7 +38,7 @@ def opened_store(address: str, *, for_writing: bool = False) -> AbstractContextM
     """
     from moec.shipping.store.address import parse_address
     from moec.shipping.store.http_client import HttpOptions
-    from moec.shipping.store.opening import open_store
+    from moec.shipping.store.open_store import open_store
 
     options = HttpOptions(proxy_for=proxy_for)
     return closing(open_store(parse_address(address), store_access(), for_writing=for_writing, options=options))

@@ -43,8 +43,7 @@ def made_elsewhere(tuning: Tuning, bundle: Path) -> str | None:
 
     The size of the cache is not checked.
     """
-    from moec.profiles.probe import machine_sha256
-    from moec.profiles.storage_identity import storage_sha256
+    from moec.profiles.probe import machine_sha256, storage_sha256
     from moec.runtime.tuning.tune_file import bundle_sha256
 
     if tuning.bundle != bundle_sha256(bundle):

@@ -14,7 +14,7 @@ from .traces import open_traces, replayed_bundle
 
 if TYPE_CHECKING:
     from moec.profiles.device import DeviceProfile
-    from moec.reporting.figures.token_timeline import TokenTimeline
+    from moec.reporting.figures.replay import TokenTimeline
     from moec.reporting.report import Replayed
     from moec.runtime.bundle.open_bundle import Bundle
     from moec.runtime.simulation.timeline import Event
@@ -31,7 +31,7 @@ def replayed_for_report(bundle: Bundle, path: Path, profile: DeviceProfile | Non
     cache_share: size of the cache of that token, as a share of all routed experts.
     Raises InputError for a trace of another model, OptionError for a cache that is too small.
     """
-    from moec.reporting.figures.caches import CacheRow
+    from moec.reporting.figures.replay import CacheRow
     from moec.reporting.report import Replayed
     from moec.runtime.simulation.recorded_advice import recorded_advice
 
@@ -66,7 +66,7 @@ def median_token(events: Sequence[Event], prompt_passes: int, cache_share: float
 
     events: all events of a replay. Each pass ends with the event of its head.
     """
-    from moec.reporting.figures.token_timeline import Span, TokenTimeline
+    from moec.reporting.figures.replay import Span, TokenTimeline
 
     ends = [event.end_ns for event in events if event.kind == "head"]
     steps = [(later - earlier, earlier, later) for earlier, later in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""Messages of a compile while it runs, and the cost of each stage."""
+"""Messages of a compile while it runs, the cost of each stage, and the inputs that its log names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from moec.manifests.bundle import PARTIAL_SUFFIX, WORK_SUFFIX
+from moec.manifests.errors import OptionError
+from moec.manifests.files.input_file import UnreadableFile, read_input
+from moec.manifests.files.limits import LOG_JSON, MAX_LOG_BYTES
+from moec.manifests.files.strict_json import load_strict_json
 
 from ..interrupts import is_interrupt
 from . import output
@@ -140,3 +144,29 @@ def forecast_table(stages: Sequence[dict[str, Any]]) -> str:
         for row in (*stages, total)
     ]
     return output.table(rows, ["stage", "time", "memory at most", "on disk at most", "for"])
+
+
+def measurement_inputs(bundle: Path, model: str | None, data: str | None) -> tuple[str, str]:
+    """Return the checkpoint and the data of a bundle's compile.
+
+    bundle: the folder, as an absolute path.
+    model, data: values of `--model` and `--data`. None: from the log next to the bundle.
+    Raises OptionError if a path is neither given nor in the log.
+    """
+    try:
+        log = load_strict_json(read_input(bundle.with_name(bundle.name + LOG_SUFFIX), MAX_LOG_BYTES), LOG_JSON)
+    except (UnreadableFile, ValueError):
+        log = None
+    texts = {name: text for name, text in log.items() if isinstance(text, str)} if isinstance(log, dict) else {}
+    model, data = model or texts.get("model"), data or texts.get("data")
+    if model is None or data is None:
+        missing = " and ".join(
+            text
+            for value, text in ((model, "the checkpoint (`--model`)"), (data, "the task data (`--data`)"))
+            if value is None
+        )
+        raise OptionError(
+            f"a measurement reads the inputs of the compile, and the log next to `{bundle}` does not name {missing}",
+            "name the paths of the compile",
+        )
+    return model, data

@@ -1,4 +1,7 @@
-"""The result of a compile, a sweep or an estimate on stdout, and the files of a sweep."""
+"""The result of a compile, a sweep or an estimate on stdout, and the files next to a bundle.
+
+Checks before the work find out whether these files have a place.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moec.manifests.files.implied_names import write_implied
+import click
+
+from moec.manifests.bundle import PARTIAL_SUFFIX, WORK_SUFFIX
+from moec.manifests.errors import OptionError
+from moec.manifests.files.implied_names import check_implied, write_implied
+from moec.manifests.files.output_file import check_folder
 
 from . import output
-from .compile_log import forecast_table
+from .compile_log import LOG_MARK, LOG_SUFFIX, forecast_table
 from .report import comparison_table, curve_table, loss_table, plan_heat_map, verdict_line
+
+LONGEST_SUFFIX = ".moec-replaced"
+"""The longest suffix of a file or folder next to a bundle."""
 
 if TYPE_CHECKING:
     from moec.compiler.forecast import StageForecast
@@ -72,3 +83,36 @@ def print_result(result: CompileResult, stages: str = "", run: str = "") -> None
     if run:
         output.data(f"run      {run}")
     output.data(verdict_line(quality))
+
+
+def check_measurements(folder: Path, destination: Path, is_many: bool) -> None:
+    """Check before the work that a folder can hold measurements.
+
+    is_many: the bundles are those of several devices, whose names begin with that of the destination.
+    Raises InputError, DoesNotFit.
+    """
+    check_folder(folder, LONGEST_SUFFIX)
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"`--measurements {folder}` is a file, expected a folder", "name another one")
+    place, bundle = folder.resolve(), destination.resolve()
+    taken = [bundle.name + ending for ending in ("", PARTIAL_SUFFIX, WORK_SUFFIX)]
+    above = [path.name for path in (place, *place.parents) if path.parent == bundle.parent]
+    is_taken = any(name in taken or (is_many and name.startswith(f"{bundle.name}-")) for name in above)
+    if is_taken or place in bundle.parents:
+        raise OptionError(
+            f"`--measurements {folder}` is in the way of the bundle `{destination}`", "name a folder apart from it"
+        )
+
+
+def check_outputs(destination: Path, writes_nothing: bool, is_sweep: bool) -> None:
+    """Check before the work that the outputs can be written. Raises BadParameter, InputError, DoesNotFit."""
+    for suffix in (PARTIAL_SUFFIX, WORK_SUFFIX):
+        if destination.name.endswith(suffix):
+            raise click.BadParameter(f"`{destination}` ends in `{suffix}`, the name of an unfinished compile.")
+    check_folder(destination, LONGEST_SUFFIX)
+    if writes_nothing:
+        return
+    curves = ((CURVE_SUFFIX, CURVE_MARK), (PICTURE_SUFFIX, PICTURE_MARK))
+    reports = ((LOG_SUFFIX, LOG_MARK), (REPORT_SUFFIX, REPORT_MARK))
+    for suffix, mark in curves if is_sweep else reports:
+        check_implied(destination.with_name(destination.name + suffix), mark, "move it, or name another `-o`")

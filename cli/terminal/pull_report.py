@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from moec.shipping.channel import Channel, ChannelBundle
-from moec.shipping.pull.observer import PullObserver, PullPlan
+from moec.shipping.pull.delta import PullObserver, PullPlan
 
 from . import output
 from .progress_bar import ProgressBar

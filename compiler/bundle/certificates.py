@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moec.evaluation.data import ItemSet
-from moec.evaluation.divergence import divergence as token_divergences
 from moec.evaluation.engine import TextEngine
 from moec.evaluation.results import EvaluationResult, finite
 from moec.evaluation.run import compare, evaluate, joined
@@ -25,6 +24,7 @@ from moec.evaluation.statistics import (
     distribution_summary,
     judge,
 )
+from moec.evaluation.statistics import divergence as token_divergences
 from moec.evaluation.tasks import Item
 
 from ..request.options import Talk

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moec.evaluation.divergence import judge_divergence
+from moec.evaluation.statistics import judge_divergence
 from moec.evaluation.verdict_scope import verdict_scope
 from moec.manifests.bundle import BundleManifest, CostSummary
 from moec.manifests.codec import to_plain

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moec.evaluation.divergence import divergence_bound
-from moec.evaluation.statistics import DistributionSummary
+from moec.evaluation.statistics import DistributionSummary, divergence_bound
 from moec.manifests.errors import TargetUnreachable
 
 from ..request.plan import CompilePlan

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moec.evaluation.divergence import divergence_bound
+from moec.evaluation.statistics import divergence_bound
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
 

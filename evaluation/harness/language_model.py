@@ -15,8 +15,16 @@ from moec.manifests.errors import OptionError
 from moec.manifests.progress import Progress
 
 from ..tasks.task_settings import ChatTemplate
-from .engine import AnswerRequest, ContextGroup, ContinuationScore, HarnessEngine
-from .request_order import answer_settings, by_context, longest_first, shortened
+from .engine import (
+    AnswerRequest,
+    ContextGroup,
+    ContinuationScore,
+    HarnessEngine,
+    answer_settings,
+    by_context,
+    longest_first,
+    shortened,
+)
 
 K = TypeVar("K")
 

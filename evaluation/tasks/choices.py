@@ -72,7 +72,6 @@ def _texts(row: Row, name: str) -> list[str]:
 
 
 def _number(value: object, name: str) -> int:
-    """Return a whole number, given as number or text. Raises HiddenAnswer, ValueError."""
     if not isinstance(value, bool) and value in _HIDDEN:
         raise HiddenAnswer(f"hides its answer: `{name}` is {value!r}")
     if isinstance(value, bool) or not isinstance(value, (int, str)) or not re.fullmatch(r"\d{1,3}", str(value)):

@@ -14,7 +14,7 @@ from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import MAX_TOML_BYTES
 from moec.manifests.files.strict_toml import load_strict_toml
 
-from ..optional import load
+from ..metrics import load
 from .answer_metrics import EXACT_MATCH, PERPLEXITY, answer_metric
 from .answer_text import COMPARISONS, TEXT, AnswerText
 from .base import Item, Task, places

@@ -3,12 +3,23 @@
 The tokenizers library trusts its file. Some values end in a panic of the library. Others cause texts that grow without
 bound, or regular expressions that never end. So the sections of the file are checked before the library reads them.
 The vocabulary, nearly all of the bytes, is not parsed here if the file has the form that the library writes.
+It is only searched for members that would replace those that are returned.
+
+The table of a `Precompiled` normalizer is a double array (https://github.com/s-yata/darts-clone) of 32-bit units. The
+replacements follow, each ended by a zero byte. The library follows its offsets without a check, and panics if they lead
+out of the table. So they are checked here.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+import re
+import sys
+from array import array
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ..files.limits import (
@@ -27,8 +38,6 @@ from ..files.limits import (
     MAX_TOKENIZER_STEPS,
     MAX_WORD_CHARACTERS,
 )
-from .charsmap import DamagedCharsmap, check_charsmap
-from .outer_members import outer_members, without_duplicates
 from .regex_cost import CostlyPattern, check_pattern
 
 _SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -38,6 +47,11 @@ _LISTS = {
     "post_processor": "processors",
     "decoder": "decoders",
 }
+_BLANKS = b" \t\r\n"
+_LIST_FOLLOWS = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*\[")
+_NUMBER_FOLLOWS = re.compile(rb"[ \t\r\n]*(?:[^ \t\r\n:]|:[ \t\r\n]*-?[0-9])")
+_COLON = ord(":")
+_CANDIDATES = 4
 
 
 class UnsafeTokenizer(Exception):
@@ -324,3 +338,140 @@ def _check_pieces(pieces: list[Any], model: Mapping[str, Any]) -> None:
             raise UnsafeTokenizer(f"a piece of the vocabulary has not 1 to {MAX_PIECE_BYTES} bytes")
     if model.get("unk_id") is not None:
         _integer(model, "unk_id", 0, len(pieces) - 1)
+
+
+class DamagedCharsmap(Exception):
+    """A table that is not accepted. The message follows its name in a sentence."""
+
+
+def check_charsmap(encoded: str) -> int:
+    """Return the length of the longest replacement, bytes. Raises DamagedCharsmap.
+
+    encoded: the table in base64.
+    """
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DamagedCharsmap(f"is not base64: {error}") from error
+    size = int.from_bytes(data[:4], "little")
+    if len(data) < 8 or size % 4 or not 4 <= size <= len(data) - 4:
+        raise DamagedCharsmap(f"has {len(data)} bytes, which do not hold the table that its head promises")
+    units = array("I", data[4 : 4 + size])
+    if sys.byteorder == "big":
+        units.byteswap()
+    replacements = data[4 + size :]
+    try:
+        replacements.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DamagedCharsmap(f"has replacements that are not UTF-8 at byte {error.start}") from error
+    _check_units(units, replacements)
+    return max(map(len, replacements.split(b"\0")))
+
+
+def _check_units(units: array[int], replacements: bytes) -> None:
+    """Check that every step from every unit, and every replacement that it names, is inside the table."""
+    count, end = len(units), len(replacements)
+    for at, unit in enumerate(units):
+        if unit >> 31:
+            continue  # a value: it is read only where an earlier unit refers to it, and never followed
+        target = at ^ ((unit >> 10) << ((unit & 512) >> 6))
+        if target | 255 >= count:
+            raise DamagedCharsmap(f"leads out of its table at unit {at}")
+        if unit & 256:
+            value = units[target] & 0x7FFFFFFF
+            if value > end or (value < end and replacements[value] & 0xC0 == 0x80):
+                raise DamagedCharsmap(f"names a replacement at byte {value} that does not begin there")
+
+
+def outer_members(data: bytes) -> dict[str, Any] | None:
+    """Return all members except the vocabulary of a BPE model that is the last member, as the library writes it.
+
+    Returns None for a file of another form, which must be parsed as a whole.
+    The rest of the file, after the beginning of the vocabulary, is searched for members that would replace those
+    checked here.
+    """
+    at = -1
+    for _ in range(_CANDIDATES):
+        at = data.find(b'"model"', at + 1)
+        if at < 0:
+            return None
+        outer = _members(data[:at])
+        if outer is not None:
+            break
+    else:
+        return None
+    opening = data.find(b"{", at)
+    vocabulary = data.find(b'"vocab"', at)
+    if opening < 0 or vocabulary < 0 or data[at + 7 : opening].strip(_BLANKS) != b":" or "model" in outer:
+        return None
+    model = _members(data[opening:vocabulary])
+    if model is None or model.get("type") != "BPE" or model.get("continuing_subword_prefix"):
+        return None
+    return {**outer, "model": model} if _has_plain_vocabulary(data, vocabulary + len(b'"vocab"')) else None
+
+
+def _has_plain_vocabulary(data: bytes, start: int) -> bool:
+    """Return whether the rest of a file is numbers by name, then `merges`, then texts.
+
+    start: the byte after the name `vocab`.
+    The name of a member ends in a letter or a digit, a quote and a colon. A quote inside a text follows a backslash.
+    A quote that begins a text follows neither a letter, a digit nor a backslash.
+    """
+    opening = data.find(b"{", start)
+    merges = len(data)
+    while (merges := data.rfind(b'"merges"', start, merges)) >= 0:
+        if _LIST_FOLLOWS.match(data, merges + len(b'"merges"')) is not None:
+            break
+    if merges < 0 or opening < 0 or data[start:opening].strip(_BLANKS) != b":":
+        return False
+    inside = partial(_places, data, start=opening + 1, end=merges)
+    if any(data[at + 4 : at + 5] in (b"4", b"5", b"6", b"7") for at in inside(rb"\u00")):
+        return False  # escaped letters could spell any name
+    for character in (b"{", b"["):
+        if any(_ends_name(data, colon) for at in inside(character) if data[colon := _before(data, at)] == _COLON):
+            return False
+    for quoted in (b'"type"', b'"continuing_subword_prefix"'):
+        if any(_NUMBER_FOLLOWS.match(data, at + len(quoted)) is None for at in inside(quoted)):
+            return False
+    return not any(_ends_name(data, at) for at in _places(data, b":", data.find(b"[", merges), len(data)))
+
+
+def _places(data: bytes, sought: bytes, start: int, end: int) -> Iterator[int]:
+    """Yield the positions of a part in a range of bytes."""
+    at = data.find(sought, start, end)
+    while at >= 0:
+        yield at
+        at = data.find(sought, at + 1, end)
+
+
+def _before(data: bytes, at: int) -> int:
+    """Return the position of the last byte before `at` that is not blank."""
+    at -= 1
+    while at > 0 and data[at] in _BLANKS:
+        at -= 1
+    return at
+
+
+def _ends_name(data: bytes, colon: int) -> bool:
+    """Return whether a colon follows the name of a member."""
+    quote = _before(data, colon)
+    return data[quote] == ord('"') and data[quote - 1 : quote].isalnum()
+
+
+def _members(beginning: bytes) -> dict[str, Any] | None:
+    """Return the members of an object that is cut before another name; None if the bytes are something else."""
+    members = beginning.rstrip(_BLANKS)
+    members = members[:-1] if members.endswith(b",") else members
+    try:
+        plain = json.loads(members + b"}", object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError):
+        return None
+    return plain if isinstance(plain, dict) else None
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the members of an object, for json.loads. Raises ValueError if a name occurs twice."""
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("a name occurs twice in one object")
+    return members

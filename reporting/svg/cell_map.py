@@ -75,7 +75,6 @@ class CellMap:
         return share_index
 
     def to_svg(self) -> str:
-        """Return the map as an SVG element."""
         layers, experts = len(self.rows), max(map(len, self.rows))
         cell = min(_LARGEST_CELL, max(_LEAST_CELL, _MAP_HEIGHT / layers))
         height, width = round(cell * layers, 1), WIDTH - _LEFT - _RIGHT

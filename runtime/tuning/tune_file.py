@@ -50,7 +50,7 @@ class Tuning:
     """Tuned options and what they were measured on.
 
     machine: digest of the machine (profiles.probe.machine_sha256).
-    storage: digest of the storage that holds the bundle (profiles.storage_identity.storage_sha256).
+    storage: digest of the storage that holds the bundle (profiles.probe.storage_sha256).
     bundle: SHA-256 of the bundle's manifest file.
     expert_cache_bytes: capacity of the measured cache, while a short text is decoded.
 

@@ -28,7 +28,6 @@ class EncodedList:
 
     @property
     def parts(self) -> tuple[bytes, bytearray, bytes]:
-        """The JSON in parts."""
         return b"[", self._data, b"]"
 
 

@@ -40,14 +40,12 @@ class RequestError(Exception):
         self.headers = headers or {}
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the body of the answer."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def bad_field(name: str, message: str, code: str = "invalid_value") -> RequestError:
-    """Return the error of a field with a wrong value."""
     return RequestError(400, f"`{name}` {message}", name, code)
 
 

@@ -62,7 +62,6 @@ class LogProbMemory:
         self.held_bytes += size_bytes
 
     def release(self, size_bytes: int) -> None:
-        """Count the end of an answer."""
         self.held_bytes -= size_bytes
 
 

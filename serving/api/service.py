@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from moec.manifests.errors import InputError, MoecError, OptionError
 from moec.runtime.engine.engine import Engine
@@ -16,13 +18,11 @@ from moec.runtime.text.sampling import SamplingOptions
 from moec.runtime.text.template_process import ChatRenderer, template_files
 from moec.runtime.text.tokenizer import BundleTokenizer, TokenBytes, named_texts
 
-from ..engine.request import Failed
+from ..engine.request import Event, Failed
 from ..engine.scheduler import Scheduler
 from ..grammar.masks import Grammars, GrammarsClosed, GrammarsFull
-from ..memory_shares import memory_shares
 from ..tools.chat_form import chat_form_of
 from .errors import RequestError, error_of, error_of_failure
-from .event_post import EventPost
 from .log_probs import LogProbMemory
 
 R = TypeVar("R")
@@ -254,3 +254,104 @@ class TokenTexts:
         if not text or "\ufffd" in text:
             return piece
         return f" {text}" if piece.startswith(_PIECE_MARKS) and not text.startswith(" ") else text
+
+
+class Inbox:
+    """Events of the requests of one answer, from the engine's thread to the task that answers.
+
+    receivers: take the events of each request, in the engine's thread.
+    """
+
+    def __init__(self, count: int, put: Callable[[Inbox, int, Event], None]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._events = deque[tuple[int, Event]]()
+        self._waiter: asyncio.Future[None] | None = None
+        self.receivers = [self._receiver(index, put) for index in range(count)]
+
+    def _receiver(self, index: int, put: Callable[[Inbox, int, Event], None]) -> Callable[[Event], None]:
+        return lambda event: put(self, index, event)
+
+    def add(self, index: int, event: Event) -> None:
+        """Add an event. Called in the loop."""
+        self._events.append((index, event))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self, timeout_s: float) -> list[tuple[int, Event]]:
+        """Return all events, after waiting for one; an empty list after the time-out."""
+        if not self._events:
+            self._waiter = self.loop.create_future()
+            timer = self.loop.call_later(timeout_s, self._wake)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+
+class EventPost:
+    """Hands events to inboxes, those of a pass together.
+
+    A crossing wakes the loop by a system call, which gives up the interpreter lock. With one crossing per event, the
+    engine would wait for the loop after each of them.
+    """
+
+    def __init__(self) -> None:
+        self._waiting = deque[tuple[Inbox, int, Event]]()
+
+    def inbox(self, count: int) -> Inbox:
+        """Return an inbox for the events of `count` requests."""
+        return Inbox(count, self._put)
+
+    def _put(self, inbox: Inbox, index: int, event: Event) -> None:
+        self._waiting.append((inbox, index, event))
+
+    def send(self) -> None:
+        """Hand over all events that wait. Any thread may call this."""
+        waiting = self._waiting
+        if waiting:
+            with contextlib.suppress(RuntimeError, IndexError):  # the loop has ended; another thread has sent them
+                waiting[0][0].loop.call_soon_threadsafe(self._hand_out)
+
+    def _hand_out(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                inbox, index, event = self._waiting.popleft()
+                inbox.add(index, event)
+
+
+class MemoryShares(TypedDict):
+    """Bytes of each part, as `/props` has them. All parts together are the budget."""
+
+    process_bytes: int  # interpreter, libraries, tokenizer, manifest
+    server_bytes: int  # HTTP, requests, log probabilities, and grammars of answers
+    dense_bytes: int
+    experts_bytes: int  # expert cache
+    slot_bytes: int  # keys and values of one slot, which stay for the next turn of a conversation
+    slots: int
+    buffers_bytes: int  # the longest pass
+    tables_bytes: int  # tables for reading ahead
+    accelerator_bytes: int  # memory of the host that an accelerator needs
+    unused_bytes: int | None  # for passes that need less to keep more experts; None without a budget
+
+
+def memory_shares(engine: Engine) -> MemoryShares:
+    """Return how the memory of an engine and its server is divided."""
+    plan, slots, server = engine.memory, engine.options.slots, engine.options.other_bytes
+    return {
+        "process_bytes": plan.process_bytes - server,
+        "server_bytes": server,
+        "dense_bytes": plan.dense_bytes,
+        "experts_bytes": plan.cache_bytes,
+        "slot_bytes": plan.kv_bytes // slots,
+        "slots": slots,
+        "buffers_bytes": plan.scratch_bytes,
+        "tables_bytes": plan.tables_bytes,
+        "accelerator_bytes": plan.accelerator_bytes,
+        "unused_bytes": None if plan.budget_bytes is None else plan.budget_bytes - plan.fixed_bytes - plan.cache_bytes,
+    }

@@ -160,5 +160,4 @@ class GenerationRequest:
         self.is_cancelled = True
 
     def is_late(self, now_ns: int) -> bool:
-        """Return whether the deadline has passed."""
         return self.deadline_s is not None and now_ns - self.arrived_ns > self.deadline_s * 1e9

@@ -12,11 +12,9 @@ from moec.manifests.errors import MoecError, OptionError
 from moec.runtime.engine.engine import Engine
 from moec.runtime.engine.slots import Placement, common_length
 
-from ..saved_slots.saved_slots import SavedSlots
-from .activity import Activity
-from .passes import PassRunner
 from .request import Failed, GenerationRequest
-from .running import RunningSequence
+from .running import Activity, PassRunner, RunningSequence
+from .saved_slots import SavedSlots
 
 _SHARED_TOKENS = 16
 """A request waits for a prompt in progress if it can then copy so many tokens more."""
@@ -118,12 +116,10 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for a slot."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Number of requests that have a slot."""
         return len(self._running)
 
     @property
@@ -193,7 +189,6 @@ class Scheduler:
                 self._save_slot()
 
     def _save_slot(self) -> None:
-        """Save what one free slot holds."""
         self._steps_done += 1
         slot = self.pool.slots[self._unsaved.pop()]
         try:

@@ -19,7 +19,6 @@ _END = 256
 
 
 def prepare() -> None:
-    """Import the package."""
     import llguidance  # noqa: F401
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from moec.manifests.errors import ExecutionError, InputError, MissingDependency
 from moec.runtime.text.limited_process import Answer, LimitedProcess, signal_name
+from moec.runtime.text.streaming_text import Decoder, TextStream
 from moec.runtime.text.tokenizer import BundleTokenizer, TokenBytes
 
 PACKAGE, EXTRA = "llguidance", "grammar"
@@ -54,6 +55,7 @@ STEP_LIMITS = {
 _SPACE = r"\x20|\x0A\x20{0,32}|\x0A\x09{0,8}"
 """White space between the parts of JSON: a space, or a line end with an indent. Without a bound, a model may write
 nothing else."""
+OPEN, CLOSE = "<think>", "</think>"
 
 
 def is_installed() -> bool:
@@ -329,3 +331,50 @@ def mark_literals(text: str, special: Mapping[str, int]) -> list[str]:
 def _require_short(schema: dict[str, Any]) -> None:
     if len(json.dumps(schema)) > MAX_SCHEMA_CHARACTERS:
         raise InputError(f"the schema has more than {MAX_SCHEMA_CHARACTERS} characters", "make it shorter")
+
+
+class AfterThinking:
+    """Allows all tokens but the end until `</think>`, then those of another mask."""
+
+    def __init__(
+        self,
+        mask: TokenMask,
+        tokenizer: Decoder,
+        is_open: bool,
+        vocabulary: int,
+        ends: Sequence[int],
+        opening: int | None = None,
+        closing: int | None = None,
+    ) -> None:
+        """is_open: the prompt has opened the thinking.
+
+        vocabulary: number of token ids.
+        ends: tokens that end an answer.
+        opening, closing: the tokens `<think>` and `</think>`; None if a vocabulary spells them with several. An answer
+            without an opening token does not begin to think.
+        """
+        self._mask, self._is_open, self._is_first = mask, is_open, not is_open
+        self._before_end = np.ones(vocabulary, bool)
+        self._before_end[list(ends)] = False
+        self._opening, self._closing = opening, closing
+        self._stream, self._tail = TextStream(tokenizer), ""
+
+    def allowed(self) -> np.ndarray | None:
+        if self._is_open:
+            return self._before_end
+        allowed = self._mask.allowed()
+        if self._is_first and self._opening is not None:
+            allowed = allowed.copy()
+            allowed[self._opening] = True
+        return allowed
+
+    def take(self, token: int) -> bool:
+        is_first, self._is_first = self._is_first, False
+        if is_first and token == self._opening:
+            self._is_open = True
+            return False
+        if not self._is_open:
+            return self._mask.take(token)
+        self._tail = self._tail[-len(CLOSE) :] + self._stream.push(token)
+        self._is_open = token != self._closing and CLOSE not in self._tail
+        return False

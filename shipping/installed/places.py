@@ -50,7 +50,6 @@ class Places:
     folder: Path
 
     def bundle(self, name: str) -> Path:
-        """Return the folder of an installed bundle."""
         return self.folder / name
 
     def partial(self, name: str) -> Path:
@@ -62,7 +61,6 @@ class Places:
         return self.folder / f"{name}{JOURNAL_SUFFIX}"
 
     def signature(self, name: str) -> Path:
-        """Return the signature of a bundle."""
         return self.folder / f"{name}.sig"
 
     def receipt(self, name: str) -> Path:
@@ -70,7 +68,6 @@ class Places:
         return self.folder / f"{name}.receipt.json"
 
     def removing(self, name: str) -> Path:
-        """Return the name of a bundle while it is removed."""
         return self.folder / f"{name}{REMOVING_SUFFIX}"
 
     @property

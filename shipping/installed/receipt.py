@@ -53,7 +53,6 @@ class Receipt:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files."""
         return sum(file.size_bytes for file in self.files)
 
 
@@ -63,7 +62,6 @@ def make_receipt(folder: Path, manifest_sha256: str, names: Iterable[str]) -> Re
 
 
 def write_receipt(path: Path, receipt: Receipt, system: FileSystem) -> None:
-    """Write a receipt in one step. Raises OSError."""
     with AtomicFile(path, path.with_name(f".{path.name}{WRITING_SUFFIX}"), system) as file:
         file.write(canonical_json(to_plain(receipt)))
 
@@ -97,7 +95,6 @@ def difference(folder: Path, receipt: Receipt | None) -> str | None:
 
 
 def is_unchanged(folder: Path, file: CheckedFile) -> bool:
-    """Return whether a file is the one that was checked."""
     try:
         return file_identity(folder, file.name) == file
     except OSError:

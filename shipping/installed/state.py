@@ -66,7 +66,6 @@ class BundleState:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
         return bundle_id(self.manifest_sha256)
 
 
@@ -92,15 +91,12 @@ class DeviceState:
             raise ValueError("bundles: a bundle occurs twice")
 
     def channel(self, name: str) -> ChannelState:
-        """Return what is known about a channel."""
         return next((item for item in self.channels if item.channel == name), ChannelState(name, 0, 0))
 
     def bundle(self, name: str) -> BundleState | None:
-        """Return what is known about an installed bundle."""
         return next((item for item in self.bundles if item.name == name), None)
 
     def with_channel(self, changed: ChannelState) -> DeviceState:
-        """Return the state with another state of a channel."""
         others = tuple(item for item in self.channels if item.channel != changed.channel)
         return replace(self, channels=(*others, changed))
 
@@ -114,7 +110,6 @@ class DeviceState:
         return replace(self, bundles=(left, *(item for item in self.bundles if item.name != left.name)))
 
     def without_bundles(self, names: set[str]) -> DeviceState:
-        """Return the state without some bundles."""
         return replace(self, bundles=tuple(item for item in self.bundles if item.name not in names))
 
 

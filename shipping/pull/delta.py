@@ -14,7 +14,8 @@ from pathlib import Path
 
 from moec.manifests.bundle import DENSE_NAME, BundleManifest, DenseEntry, FileEntry
 
-from .intervals import Intervals
+from ..channel import Channel, ChannelBundle
+from .journal import Intervals
 
 MOST_GAP_BYTES = 256 << 10
 """Longest gap between two ranges that are fetched as one."""
@@ -62,7 +63,6 @@ class Copy:
 
     @property
     def end(self) -> int:
-        """Byte of the new file after the last one."""
         return self.start + self.size_bytes
 
 
@@ -145,7 +145,6 @@ def _weights(manifest: BundleManifest) -> Iterator[_Weight]:
 
 
 def _dense_bytes(entry: DenseEntry) -> int:
-    """Return the size of a dense weight in the file."""
     return 2 * entry.shape[0] if len(entry.shape) == 1 else entry.spec.packed_bytes(*entry.shape)
 
 
@@ -159,7 +158,6 @@ def _equal_file(entry: FileEntry, sources: Iterable[Source]) -> Path | None:
 
 
 def _equal_weight(number: int, weight: _Weight, sources: Iterable[Source]) -> Copy | None:
-    """Return the copy of a weight that an installed bundle has, or None."""
     for source in sources:
         place = source.weights.get((weight.size_bytes, weight.xxh3))
         if place is not None:
@@ -197,3 +195,40 @@ def _between(copies: Sequence[Copy], size_bytes: int) -> list[tuple[int, int]]:
     """Return the ranges of a file between its copies, which are in order."""
     starts, ends = [0, *(copy.end for copy in copies)], [*(copy.start for copy in copies), size_bytes]
     return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
+
+@dataclass(frozen=True, slots=True)
+class PullPlan:
+    """Bytes of a pull.
+
+    total_bytes: the bundle without its `moec.json`.
+    linked_bytes: files that an installed bundle has; they take no disk.
+    kept_bytes: bytes that an earlier pull left.
+    copied_bytes: experts and dense weights that an installed bundle has.
+    fetched_bytes: bytes that come from the store.
+    """
+
+    total_bytes: int
+    linked_bytes: int
+    kept_bytes: int
+    copied_bytes: int
+    fetched_bytes: int
+
+
+class PullObserver:
+    """Receives the events of a pull. This one ignores them."""
+
+    def chosen(self, channel: Channel, bundle: ChannelBundle, name: str) -> None:
+        """Receive the bundle of a verified channel. name: of its folder."""
+
+    def planned(self, plan: PullPlan) -> None:
+        """Receive the plan, before any weight is fetched."""
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        """Receive the bytes of the bundle that are there."""
+
+    def testing(self) -> None:
+        """Learn that all bytes are there, and that the bundle is opened."""
+
+    def warning(self, text: str) -> None:
+        """Receive a sentence that the user should read."""

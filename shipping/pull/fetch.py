@@ -19,8 +19,7 @@ from moec.manifests.progress import Progress
 
 from ..channel import bundle_path
 from ..store.interface import Store
-from .copying import write_at
-from .partial_bundle import PartialBundle
+from .partial_bundle import PartialBundle, write_at
 
 CONNECTIONS = 4
 MAX_RANGE_BYTES = 8 << 20
@@ -197,7 +196,6 @@ class Fetch:
                 return
 
     def _fetch(self) -> None:
-        """Fetch waiting ranges until there are none."""
         while not self._ended.is_set():
             try:
                 number, start, end = self._waiting.popleft()

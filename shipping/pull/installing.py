@@ -23,13 +23,11 @@ from ..installed.places import Places
 from ..installed.prune import partial_names, remove_partial
 from ..installed.receipt import is_unchanged, make_receipt, read_receipt, write_receipt
 from ..store.interface import Store
-from .copying import copy_all
-from .delta import Copy, Delta, Source, plan_delta, source_of
+from .choose import SignedManifest
+from .delta import Copy, Delta, PullObserver, PullPlan, Source, plan_delta, source_of
 from .fetch import Fetch, FetchOptions
-from .intervals import Intervals
-from .observer import PullObserver, PullPlan
-from .partial_bundle import PartialBundle, kept_ranges
-from .remote import SignedManifest
+from .journal import Intervals
+from .partial_bundle import PartialBundle, copy_all, kept_ranges
 
 _HERE, _EXCHANGE = -100, 2
 """AT_FDCWD and RENAME_EXCHANGE of Linux."""

@@ -20,12 +20,11 @@ from ..installed.receipt import read_receipt, recheck
 from ..installed.state import STATE_VERSION, BundleState, DeviceState, read_state, write_state
 from ..signatures.keys import PublicKey
 from ..store.interface import Store
-from .choose import AUTO, check_version, choose_bundle
+from .choose import AUTO, check_channel, check_version, choose_bundle, read_channel, read_signed_manifest
+from .delta import PullObserver, PullPlan
 from .fetch import FetchOptions
 from .installing import Installation, delta_of, install, plan_of
-from .observer import PullObserver, PullPlan
 from .partial_bundle import growing_manifest
-from .remote import check_channel, read_channel, read_signed_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +180,6 @@ class _Pull:
         return "installed"
 
     def _is_installed(self) -> bool:
-        """Return whether the bundle is there, and unchanged since it was checked."""
         receipt = read_receipt(self.places.receipt(self.name))
         if receipt is None or receipt.manifest_sha256 != self.bundle.manifest_sha256:
             return False

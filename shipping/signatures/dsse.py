@@ -127,7 +127,6 @@ def verify_signatures(envelope: Envelope, payload_type: str, keys: Sequence[Publ
 
 
 def encode_envelope(envelope: Envelope) -> dict[str, Any]:
-    """Return an envelope as values for JSON."""
     signatures = [{"sig": _base64(item.signature), "keyid": item.key_id} for item in envelope.signatures]
     return {"payload": _base64(envelope.payload), "payloadType": envelope.payload_type, "signatures": signatures}
 
@@ -157,7 +156,6 @@ def _decode_signature(plain: Any, place: str) -> EnvelopeSignature:
 
 
 def load_json(data: bytes, limits: JsonLimits, place: str) -> Any:
-    """Return the values of strict JSON. Raises SignatureInvalid."""
     try:
         return load_strict_json(data, limits)
     except ValueError as error:

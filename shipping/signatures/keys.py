@@ -101,7 +101,6 @@ def encode_public_key(point: p256.Affine) -> bytes:
 
 
 def read_public_key(path: Path) -> PublicKey:
-    """Read a public key from a PEM file. Raises InputError."""
     return decode_public_key(_read_key_file(path), str(path))
 
 
@@ -188,7 +187,6 @@ def make_key_pair(path: Path, passphrase: bytes | None = None) -> tuple[Path, Pu
 
 
 def check_passphrase(passphrase: bytes) -> None:
-    """Raise InputError if a passphrase is empty or too long."""
     if not 1 <= len(passphrase) <= MAX_PASSPHRASE_BYTES:
         limits = f"expected 1 to {MAX_PASSPHRASE_BYTES}"
         raise InputError(f"the passphrase has {len(passphrase)} bytes, {limits}", "give another passphrase")

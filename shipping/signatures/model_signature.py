@@ -29,7 +29,6 @@ from moec.manifests.errors import DoesNotFit, SignatureInvalid
 from moec.manifests.files.input_file import UnreadableFile, read_input
 from moec.manifests.files.limits import JsonLimits
 
-from ..channel import MAX_SIGNATURE_BYTES
 from .dsse import (
     Envelope,
     compact_json,
@@ -43,6 +42,8 @@ from .dsse import (
 )
 from .keys import PrivateKey, PublicKey
 
+MAX_SIGNATURE_BYTES = 8 << 20
+"""Size of a bundle's signature, bytes: 10,000 files."""
 SIGNATURE_SUFFIX = ".sig"
 """The signature of the bundle `NAME` is `NAME.sig` next to the folder."""
 SIGNATURE_MARK = re.compile(rb'\A\{\s*"mediaType"\s*:\s*"application/vnd\.dev\.sigstore\.bundle')

@@ -53,7 +53,6 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """True if the host is this machine."""
         return is_loopback(self.host)
 
 

@@ -26,8 +26,7 @@ from moec.manifests.files.output_file import (
 )
 
 from ..channel import DEFAULT_CHANNEL, channel_path
-from .interface import PART_BYTES, Sent
-from .source_file import SourceFile
+from .interface import PART_BYTES, Sent, SourceFile
 
 _PARTIAL = ".partial"
 _OWN_NAME = re.compile(r"[0-9a-f]{64}(?:\.sig|\.partial)?|channel")
@@ -53,7 +52,6 @@ class FileStore:
         self._lock: int | None = None
 
     def size_bytes(self, path: str) -> int | None:
-        """Return the size of a file, or None. Raises StoreFailed."""
         descriptor = self._open(path)
         if descriptor is None:
             return None
@@ -63,7 +61,6 @@ class FileStore:
             os.close(descriptor)
 
     def read(self, path: str, start: int, end: int) -> Iterator[memoryview]:
-        """Yield a range of a file. Raises StoreFailed."""
         place = self._folder / path
         descriptor = self._open(path)
         if descriptor is None:
@@ -82,7 +79,6 @@ class FileStore:
             os.close(descriptor)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes | None:
-        """Return a whole file, or None. Raises StoreFailed."""
         try:
             return read_input(self._folder / path, limit_bytes, follow_links=True)
         except UnreadableFile as error:
@@ -91,7 +87,6 @@ class FileStore:
             raise StoreFailed(f"`{self._folder / path}` {error}", "name another store") from error
 
     def note(self, path: str, size_bytes: int, sha256: str) -> None:
-        """Learn the content of a file that the store has."""
         self._known.setdefault((size_bytes, sha256), path)
 
     def put(
@@ -140,7 +135,6 @@ class FileStore:
                 put_in_place(growing, target, self._system)
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write a small file in one step. Raises StoreFailed."""
         target = self._folder / path
         with self._writing(target), AtomicFile(target, temporary_path(target), self._system) as file:
             file.write(data)

@@ -1,4 +1,4 @@
-"""Read files from HTTP servers that are not trusted: ranges, redirects, time-outs, bounded retries.
+"""Read and send files over HTTP, to servers that are not trusted: ranges, redirects, time-outs, bounded retries.
 
 Source of the rules: RFC 9110, sections 13.1.5 (If-Range), 14 (ranges) and 15.4 (redirects).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from moec.manifests.errors import StoreFailed
 
 from .access import ProxyFor
 from .http_connection import Connections, shown_place
-from .http_request import Again, Authorize, HttpAnswer, HttpRequests
+from .http_request import Again, Authorize, Body, HttpAnswer, HttpRequests
 from .interface import PART_BYTES
 
 _T = TypeVar("_T")
@@ -27,6 +27,15 @@ _TOTAL = re.compile(r"bytes (?:[0-9]{1,18}-[0-9]{1,18}|\*)/([0-9]{1,18})")
 _MISSING = (404, 410)
 _LATER = "try again later"
 _CHECK = "check the address and the server"
+_MAX_REPLY_BYTES = 64 << 10
+_REMEDIES = {
+    401: "check the credentials",
+    403: "check the credentials",
+    405: "use a server that takes uploads (PUT)",
+    413: "raise the server's limit of a request's size",
+    501: "use a server that takes uploads (PUT)",
+    507: "free space on the server",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +232,50 @@ def _refusal(url: str, answer: HttpAnswer) -> StoreFailed:
     if answer.status == 407:
         remedy = "check HTTP_PROXY and its credentials"
     return StoreFailed(f"`{shown_place(url)}`: the server answered {answer.status}", remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer of a server.
+
+    headers: those that were asked for, by name; empty if not there.
+    body: at most 64 KiB of it.
+    """
+
+    status: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+def send(
+    client: HttpClient,
+    method: str,
+    url: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    body: Body | None = None,
+    size_bytes: int = 0,
+    wanted: Collection[str] = (),
+) -> Reply:
+    """Send a request, and again after errors of the connection. Return the answer, of any status.
+
+    body: content; None: it has none.
+    size_bytes: size of the content.
+    wanted: headers of the answer that are returned.
+    Raises StoreFailed, and the errors of the body.
+    """
+    sized = {"Content-Length": str(size_bytes)} if method in ("PUT", "POST", "PATCH") else {}
+
+    def attempt() -> Reply:
+        with client.requests.answer(method, url, {**sized, **(headers or {})}, body) as answer:
+            content = bytearray(_MAX_REPLY_BYTES)
+            count = answer.read_into(memoryview(content)) if method != "HEAD" else 0
+            return Reply(answer.status, {name: answer.header(name) for name in wanted}, bytes(content[:count]))
+
+    return client.repeated(url, attempt)
+
+
+def refusal(method: str, url: str, reply: Reply) -> StoreFailed:
+    """Return the error for an answer that no retry changes."""
+    remedy = _REMEDIES.get(reply.status, "check the address and the server")
+    return StoreFailed(f"`{shown_place(url)}`: the server answered {reply.status} to {method}", remedy)

@@ -67,7 +67,6 @@ class HttpAnswer:
         return self._response.readinto(buffer)
 
     def goes_on(self) -> bool:
-        """Return whether the body has another byte."""
         return not self._response.isclosed() and self._response.readinto(bytearray(1)) > 0
 
     def drain(self) -> None:
@@ -246,7 +245,6 @@ def _origin(url: str, place: str) -> Origin:
 
 
 def _target(place: str) -> str:
-    """Return path and query of a URL."""
     target = re.sub("^[a-z]+://[^/?#]*", "", place.partition("#")[0])
     return target if target.startswith("/") else f"/{target}"
 
@@ -296,7 +294,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _remedy(error: BaseException) -> str:
-    """Return what a user can do about an error that a repetition does not end."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return "check the address, or let SSL_CERT_FILE name the certificates that you trust"
     return "check HTTPS_PROXY and its credentials" if isinstance(error, TunnelRefused) else _CHECK

@@ -14,11 +14,9 @@ from moec.manifests.errors import StoreFailed
 
 from .access import Access, web_authorization
 from .address import Address
-from .http_client import HttpClient, HttpOptions
+from .http_client import HttpClient, HttpOptions, refusal, send
 from .http_connection import shown_place
-from .http_upload import refusal, send
-from .interface import Sent
-from .source_file import SourceFile
+from .interface import Sent, SourceFile
 
 _STORED = (200, 201, 204)
 _NO_COPIES = (400, 404, 405, 501)
@@ -35,19 +33,15 @@ class UrlFiles:
         raise NotImplementedError
 
     def size_bytes(self, path: str) -> int | None:
-        """Return the size of a file, or None. Raises StoreFailed."""
         return self._client.size_bytes(self._url(path))
 
     def read(self, path: str, start: int, end: int) -> Iterator[memoryview]:
-        """Yield a range of a file. Raises StoreFailed."""
         return self._client.read(self._url(path), start, end)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes | None:
-        """Return a whole file, or None. Raises StoreFailed."""
         return self._client.read_small(self._url(path), limit_bytes)
 
     def close(self) -> None:
-        """Close connections."""
         self._client.close()
 
 
@@ -63,7 +57,6 @@ class HttpStore(UrlFiles):
         self._has_copies = True
 
     def note(self, path: str, size_bytes: int, sha256: str) -> None:
-        """Learn the content of a file that the store has."""
         self._known.setdefault((size_bytes, sha256), path)
 
     def put(
@@ -92,7 +85,6 @@ class HttpStore(UrlFiles):
         """Do nothing. No channel names the bundle before all its files are there."""
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write a small file by one PUT. Raises StoreFailed."""
         self._make_folder(path)
         url = self._url(path)
         headers = {"Content-Type": "application/json", "Cache-Control": "no-cache"}

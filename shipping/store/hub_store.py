@@ -23,8 +23,7 @@ from .address import Address
 from .http_client import HttpClient, HttpOptions
 from .http_connection import shown_place
 from .http_store import UrlFiles
-from .interface import Sent
-from .source_file import SourceFile
+from .interface import Sent, SourceFile
 
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 _FAILURES: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError)
@@ -113,7 +112,6 @@ class HubStore(UrlFiles):
             raise StoreFailed(f"`{self.address}` has no `{lost}` after a commit", "remove `.gitignore` there")
 
     def replace(self, path: str, data: bytes) -> None:
-        """Commit a small file. Raises StoreFailed."""
         self._commit([CommitOperationAdd(path_in_repo=path, path_or_fileobj=data)], f"Write {path}")
         self._client.forget(self._url(path))
 

@@ -21,8 +21,7 @@ from moec.manifests.errors import InputError, StoreFailed
 from .address import GS, Address
 from .http_client import HttpOptions
 from .http_connection import Lateness
-from .interface import PART_BYTES, Sent
-from .source_file import SourceFile
+from .interface import PART_BYTES, Sent, SourceFile
 
 _LEAST_PART_BYTES = 8 << 20
 _MAX_PARTS = 9_000
@@ -75,12 +74,10 @@ class ObjectStore:
         self._known: dict[tuple[int, str], str] = {}
 
     def size_bytes(self, path: str) -> int | None:
-        """Return the size of a file, or None. Raises StoreFailed."""
         head = self._ask("HEAD", path, lambda: obstore.head(self._bucket, path))
         return None if head is None else int(head["size"])
 
     def read(self, path: str, start: int, end: int) -> Iterator[memoryview]:
-        """Yield a range of a file. Raises StoreFailed."""
         if start >= end:
             return
         result = self._ask("GET", path, lambda: obstore.get(self._bucket, path, options={"range": (start, end)}))
@@ -98,7 +95,6 @@ class ObjectStore:
             raise self._other_bytes(path, start, end)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes | None:
-        """Return a whole file, or None. Raises StoreFailed."""
         result = self._ask("GET", path, lambda: obstore.get(self._bucket, path))
         if result is None:
             return None
@@ -110,7 +106,6 @@ class ObjectStore:
         return bytes(data)
 
     def note(self, path: str, size_bytes: int, sha256: str) -> None:
-        """Learn the content of a file that the store has."""
         self._known.setdefault((size_bytes, sha256), path)
 
     def put(
@@ -137,14 +132,12 @@ class ObjectStore:
         """Do nothing. No channel names the bundle before all its files are there."""
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write a small file by one request. Raises StoreFailed."""
         self._put(path, data, attributes={"Content-Type": "application/json", "Cache-Control": "no-cache"})
 
     def close(self) -> None:
         """Do nothing. obstore closes its connections by itself."""
 
     def _put(self, path: str, body: bytes | Iterator[bytes], **settings: Any) -> None:
-        """Write a file. Raises StoreFailed."""
         self._bucket = self._patient  # a body can be sent once
         done = self._ask("PUT", path, lambda: obstore.put(self._bucket, path, body, **settings))
         if done is None:

@@ -108,7 +108,7 @@ def test_engine_loads_numpy_and_tokenizers_only() -> None:
 def test_the_profile_of_a_bundle_is_read_without_toml() -> None:
     """A run reads it at each start."""
     code = """
-import moec.runtime.bundle.device_file, moec.profiles.present_machine
+import moec.runtime.bundle.device_file, moec.profiles.probe
 from moec.profiles.device_json import decode_device
 extra = [name for name in sys.modules if "toml" in name or name.endswith("profiles.loading")]
 """

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from moec.cli.chat.answering import repeated_tokens
+from moec.cli.chat.conversation import repeated_tokens
 from moec.runtime import Engine, GenerationStep, load
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from tests.interrupts import hear_interrupts

@@ -203,7 +203,7 @@ def test_warnings_of_other_packages_are_hidden_unless_asked_for(checkpoint: Path
 
 def test_warnings_of_our_own_modules_are_shown() -> None:
     script = (
-        "import warnings; from moec.cli.terminal.foreign_warnings import hide_foreign_warnings\n"
+        "import warnings; from moec.cli.group import hide_foreign_warnings\n"
         "hide_foreign_warnings()\n"
         "import numpy as np\n"
         "own = 'import warnings\\ndef f(): warnings.warn(\"ours\", UserWarning)\\n'\n"

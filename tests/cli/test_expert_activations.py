@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
+from moec.cli.lossy_modes.mode_sweep import ModesMeasurement
 from moec.manifests.errors import OptionError
 from moec.runtime import kernels
 from moec.runtime.bundle.open_bundle import open_bundle

@@ -23,9 +23,8 @@ from moec.manifests.errors import ChecksumMismatch, MemoryBudgetExceeded
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_parts import Cores, Run
 from moec.profiles.loading import load_profile
-from moec.profiles.probe import allowed_processors, machine_sha256, memory_limit_bytes
+from moec.profiles.probe import allowed_processors, machine_sha256, memory_limit_bytes, storage_sha256
 from moec.profiles.processor import instruction_sets, little_processors
-from moec.profiles.storage_identity import storage_sha256
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.tuning.mode_records import write_record
 from moec.runtime.tuning.tune_file import Tuning, bundle_sha256, write_tuning
@@ -245,7 +244,7 @@ def test_another_machine(
 def test_a_processor_without_the_assumed_set(
     make: Callable[..., Path], chosen: list[RuntimeOptions], command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moec.profiles.present_machine.instruction_sets", lambda _: ("avx2", "scalar"))
+    monkeypatch.setattr("moec.profiles.probe.instruction_sets", lambda _: ("avx2", "scalar"))
     told = call(make(board(instruction_sets=("avx512vnni", "avx2"))), command=command)
     said = told.stdout if command == ("inspect",) else told.stderr
     assert "its predicted speed assumes avx512vnni, which this processor lacks, so a run is slower" in said

@@ -22,8 +22,7 @@ from moec.cli.options.tuned_options import planned_cache_bytes
 from moec.cli.terminal.output import human_bytes
 from moec.manifests.errors import MoecError
 from moec.profiles.loading import load_profile
-from moec.profiles.probe import machine_sha256
-from moec.profiles.storage_identity import storage_sha256
+from moec.profiles.probe import machine_sha256, storage_sha256
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine, load
 from moec.runtime.memory.budget import plan_memory

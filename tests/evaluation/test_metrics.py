@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.evaluation.metrics import ROUGE_KINDS, item_perplexities, perplexity, rouge
-from moec.evaluation.tasks.answer_text import NUMBER, AnswerText
-from moec.evaluation.tasks.numbers import answer_number
+from moec.evaluation.tasks.answer_text import NUMBER, AnswerText, answer_number
 from moec.manifests.errors import MissingDependency
 
 
@@ -139,7 +138,7 @@ def test_rouge_without_its_packages(monkeypatch, package: str) -> None:
 
 
 def test_a_package_that_lacks_its_own_dependency_is_named(tmp_path, monkeypatch) -> None:
-    from moec.evaluation.optional import load
+    from moec.evaluation.metrics import load
 
     (tmp_path / "half_installed.py").write_text("import not_there_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)

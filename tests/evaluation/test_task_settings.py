@@ -12,7 +12,7 @@ import pytest
 from moec.evaluation.data import items_sha256
 from moec.evaluation.run import compare, evaluate
 from moec.evaluation.tasks import find_task
-from moec.evaluation.tasks.foreign_metrics import ForeignMetric, foreign_metric
+from moec.evaluation.tasks.answer_metrics import ForeignMetric, foreign_metric
 from moec.evaluation.tasks.prompt_forms import RenderedPrompt
 from moec.evaluation.tasks.task_settings import TaskSettings
 from moec.evaluation.text_pairs import encode_pairs

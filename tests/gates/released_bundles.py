@@ -32,9 +32,8 @@ from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.workspace.durable import Disk
 from moec.manifests.bundle import EVICTION_NAME
 from moec.manifests.codec import canonical_json
-from moec.manifests.model import ExpertKey, UnitKey
+from moec.manifests.model import ExpertKey, RouterSpec, StaticRouting, UnitKey
 from moec.manifests.quant import QuantSpec
-from moec.manifests.router import RouterSpec, StaticRouting
 from moec.runtime import kernels, load
 from moec.runtime.bundle.archive import pack_bundle
 from moec.runtime.bundle.open_bundle import open_bundle

@@ -25,7 +25,7 @@ from moec.shipping.store.access import Access
 from moec.shipping.store.address import parse_address
 from moec.shipping.store.http_client import HttpOptions
 from moec.shipping.store.http_connection import MAX_ANSWER_HEAD_BYTES
-from moec.shipping.store.opening import open_store
+from moec.shipping.store.open_store import open_store
 from tests.shipping.devices import Device, check_whole
 from tests.shipping.killed_pull import KILLED, scene
 from tests.shipping.model_bundles import LARGE, Shape, digests, push, sha256_of, write_bundle

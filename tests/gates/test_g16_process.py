@@ -75,11 +75,11 @@ def test_sigterm_lets_answers_end_and_kill_leaves_a_server_that_starts() -> None
 
 STALLED = """
 import sys, threading
-import moec.serving.http_server, moec.serving.serve
+import moec.serving.serve
 from moec.cli.main import main
 from moec.runtime.engine.engine import Engine
 moec.serving.serve.STALLED_S = 0.5
-moec.serving.http_server.LEAVING_S = 0.5
+moec.serving.serve.LEAVING_S = 0.5
 Engine.step = lambda *values, **more: threading.Event().wait()
 main()
 """

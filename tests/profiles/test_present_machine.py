@@ -10,13 +10,13 @@ import pytest
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_parts import Cores
 from moec.profiles.loading import load_profile
-from moec.profiles.present_machine import first_difference, slower_kernels
+from moec.profiles.probe import first_difference, slower_kernels
 
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Raspberry Pi 5 with 8 GB."""
-    monkeypatch.setattr("moec.profiles.present_machine.allowed_processors", lambda: set(range(4)))
+    monkeypatch.setattr("moec.profiles.probe.allowed_processors", lambda: set(range(4)))
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal:  8245000 kB\n")
     (tmp_path / "proc/cpuinfo").write_text("Features\t: fp asimd asimddp\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moec.profiles.storage_identity import storage_sha256
+from moec.profiles.probe import storage_sha256
 
 SSD = {"device/model": "SSD 990", "device/serial": "S1", "queue/rotational": "0", "size": "1000"}
 HDD = {"device/model": "HDD 7200", "device/serial": "H1", "queue/rotational": "1", "size": "9000"}

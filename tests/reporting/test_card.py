@@ -17,8 +17,8 @@ from moec.manifests.bundle import CARD_NAME, MANIFEST_NAME, QUALITY_NAME, Bundle
 from moec.manifests.codec import decode_manifest
 from moec.reporting.card import MAX_PICTURE_BYTES, card_pictures
 from moec.reporting.figures.losses import kl_chart
-from moec.reporting.page_files import page_file, svg_file
 from moec.reporting.svg.cell_map import RAMP, CellMap
+from moec.reporting.text import page_file, svg_file
 
 BUNDLE = Path(__file__).parents[2] / "examples" / "bundle"
 QUALITY: dict[str, Any] = json.loads((BUNDLE / QUALITY_NAME).read_text())

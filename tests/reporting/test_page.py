@@ -17,10 +17,9 @@ from moec.manifests.bundle import MANIFEST_NAME, QUALITY_NAME, BundleManifest
 from moec.manifests.codec import decode_manifest
 from moec.manifests.errors import ManifestInvalid
 from moec.reporting.curves import Curve, CurvePoint
-from moec.reporting.figures.caches import CacheRow
 from moec.reporting.figures.losses import kl_chart, loss_chart
 from moec.reporting.figures.maps import ExpertMap, Maps, rounded
-from moec.reporting.figures.token_timeline import Span, TokenTimeline, side_by_side
+from moec.reporting.figures.replay import CacheRow, Span, TokenTimeline, side_by_side
 from moec.reporting.report import MAX_PAGE_BYTES, Replayed, Report, report_page
 
 BUNDLE = Path(__file__).parents[2] / "examples" / "bundle"

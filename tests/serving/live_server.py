@@ -15,9 +15,8 @@ from moec.runtime import Engine
 from moec.serving.api.service import Service, ServiceOptions
 from moec.serving.app import make_app
 from moec.serving.engine.scheduler import Scheduler, ServingOptions
-from moec.serving.http_server import HttpServer
 from moec.serving.security import SecurityOptions
-from moec.serving.serve import bind
+from moec.serving.serve import HttpServer, bind
 
 PATIENCE_S = 60
 

@@ -19,8 +19,7 @@ from moec.runtime.text.tokenizer import TokenBytes
 from moec.serving.api.errors import error_of_failure
 from moec.serving.engine.scheduler import Scheduler
 from moec.serving.grammar import masks
-from moec.serving.grammar.masks import Grammars, grammar_bytes, json_grammar
-from moec.serving.grammar.thinking import AfterThinking
+from moec.serving.grammar.masks import AfterThinking, Grammars, grammar_bytes, json_grammar
 from tests.serving.engine_requests import Asked, ask
 from tests.serving.live_server import LiveServer
 

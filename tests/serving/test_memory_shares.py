@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moec.runtime import load
 from moec.serving.api.fields import server_bytes
-from moec.serving.memory_shares import memory_shares
+from moec.serving.api.service import memory_shares
 from tests.serving.live_server import LiveServer, live_server
 
 CONTEXT = 96

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moec.serving.api.endpoints.message_input import read_conversation
+from moec.serving.api.endpoints.messages import read_conversation
 from moec.serving.api.errors import RequestError
 from tests.serving.live_server import LiveServer
 

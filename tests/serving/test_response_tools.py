@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from moec.serving.api.endpoints.response_input import read_input
-from moec.serving.api.endpoints.responses import ResponseForm
+from moec.serving.api.endpoints.responses import ResponseForm, read_input
 from moec.serving.api.errors import RequestError
 from moec.serving.engine.request import Ended, Timings, TokenMade
 from moec.serving.tools.calls import ToolsOfRequest

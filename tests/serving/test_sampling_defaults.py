@@ -9,8 +9,7 @@ import pytest
 from moec.runtime import Engine
 from moec.runtime.text.generation_defaults import PLAIN
 from moec.runtime.text.sampling import SamplingOptions
-from moec.serving.api.fields import Fields
-from moec.serving.api.sampling_fields import read_sampling
+from moec.serving.api.fields import Fields, read_sampling
 from moec.serving.api.service import ServiceOptions
 from tests.serving.live_server import live_server
 

@@ -13,10 +13,10 @@ import pytest
 
 from moec.manifests.errors import InputError, OptionError
 from moec.runtime import Engine, load
+from moec.serving.engine import saved_slots
 from moec.serving.engine.request import TokenMade
+from moec.serving.engine.saved_slots import SavedSlots
 from moec.serving.engine.scheduler import Scheduler
-from moec.serving.saved_slots import slot_file
-from moec.serving.saved_slots.saved_slots import SavedSlots
 from tests.serving.engine_requests import Asked, ask
 
 CONTEXT, LIMIT = 96, 1 << 30
@@ -158,10 +158,10 @@ def test_values_that_are_no_numbers_are_refused(opened: Engine, folder: Path) ->
     with started(opened, folder) as (_, store, _):
         saved = store.longest([*TURN, 1, 2, 3])
     (path,) = folder.iterdir()
-    text = slot_file.read_tokens(path, path.read_bytes()[8:40], CONTEXT, token_bytes(opened))
+    text = saved_slots.read_tokens(path, path.read_bytes()[8:40], CONTEXT, token_bytes(opened))
     parts = [part.copy() for part in opened.kv.prefix_parts(0, len(text))]
     parts[0][0] = float("nan")
-    slot_file.write_slot(path, path.read_bytes()[8:40], text, parts)
+    saved_slots.write_slot(path, path.read_bytes()[8:40], text, parts)
     with started(opened, folder) as (scheduler, store, said):
         found = answer(scheduler, TURN)
     assert (
@@ -188,7 +188,7 @@ def test_links_and_other_kinds_are_left_alone(opened: Engine, folder: Path, tmp_
 
 
 def test_the_bytes_are_bounded(opened: Engine, tmp_path: Path) -> None:
-    limit = 3 * slot_file.file_bytes(50, token_bytes(opened))
+    limit = 3 * saved_slots.file_bytes(50, token_bytes(opened))
     for start in range(8):
         with started(opened, tmp_path, limit) as (scheduler, store, _):
             answer(scheduler, [start + 3, *TEXT])
@@ -235,7 +235,7 @@ def test_a_full_disk_costs_the_file_only(opened: Engine, tmp_path: Path, monkeyp
     def full(*values: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(slot_file.FileSystem, "sync", full)
+    monkeypatch.setattr(saved_slots.FileSystem, "sync", full)
     with started(opened, tmp_path / "kv") as (scheduler, store, said):
         answer(scheduler, TEXT)
     assert list((tmp_path / "kv").iterdir()) == [] and store.saved == 0

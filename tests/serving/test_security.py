@@ -15,7 +15,7 @@ import pytest
 
 from moec.manifests.errors import InputError, OptionError
 from moec.runtime import Engine
-from moec.serving import http_server, security
+from moec.serving import security, serve
 from moec.serving.api.service import ServiceOptions
 from moec.serving.security import SecurityOptions, read_key
 from tests.serving.live_server import PATIENCE_S, LiveServer, live_server
@@ -92,7 +92,7 @@ def test_long_headers_are_refused(server: LiveServer) -> None:
 @pytest.mark.gate("G16")
 def test_clients_that_read_nothing_are_cut_off(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The response is longer than what the system keeps for the connection."""
-    monkeypatch.setattr(http_server, "UNREAD_S", 0.2)
+    monkeypatch.setattr(serve, "UNREAD_S", 0.2)
     longest = max(range(engine.model.spec.vocab_size), key=lambda token: len(engine.tokenizer.decode([token])))
     body = json.dumps({"tokens": [longest] * 200_000}, separators=(",", ":")).encode()
     head = f"POST /detokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -201,7 +201,7 @@ def test_the_rest_of_a_body_is_dropped_within_limits(server: LiveServer, monkeyp
 
 
 def test_slow_clients_are_cut_off(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "HEADER_S", 0.2)
+    monkeypatch.setattr(serve, "HEADER_S", 0.2)
     options = ServiceOptions("tiny", deadline_s=PATIENCE_S, body_s=0.2)
     with live_server(engine, service_options=options) as server:
         assert raw(server, b"POST /v1/completions HT") == b""

@@ -11,8 +11,8 @@ from typing import Any
 from moec.manifests.errors import StoreFailed
 from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
 from moec.shipping.channel import Channel, ChannelBundle
+from moec.shipping.pull.delta import PullObserver, PullPlan
 from moec.shipping.pull.fetch import FetchOptions
-from moec.shipping.pull.observer import PullObserver, PullPlan
 from moec.shipping.pull.pull import Machine, Pulled, PullRequest, pull
 from moec.shipping.signatures.keys import PublicKey, encode_public_key
 from moec.shipping.store.file_store import FileStore

@@ -34,10 +34,17 @@ from moec.manifests.quant import LAYOUT, QuantSpec
 from moec.manifests.safetensors_header import build_header
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_json import encode_device
-from moec.shipping.channel import CHANNEL_VERSION, Channel, ChannelBundle, channel_path, encode_moment, signature_path
+from moec.shipping.channel import (
+    CHANNEL_VERSION,
+    Channel,
+    ChannelBundle,
+    channel_path,
+    encode_moment,
+    sign_channel,
+    signature_path,
+)
 from moec.shipping.signatures.keys import PrivateKey
 from moec.shipping.signatures.model_signature import sign_bundle
-from moec.shipping.signed_channel import sign_channel
 
 UNIT, DENSE = QuantSpec.parse("q4g32"), QuantSpec.parse("bf16")
 NOW = datetime(2026, 11, 26, 12, tzinfo=timezone.utc)

@@ -56,7 +56,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     """Return the content of `--json`. Raises BundleError, StorageReadFailed."""
     from moec.manifests.codec import to_plain
     from moec.manifests.sizes import option_bytes
-    from moec.profiles.present_machine import first_difference, slower_kernels
+    from moec.profiles.probe import first_difference, slower_kernels
     from moec.runtime import kernels
     from moec.runtime.bundle.device_file import device_of
     from moec.runtime.engine.mode_line import code_path

@@ -9,11 +9,10 @@ from typing import Any
 
 import click
 
-from ...measuring.bundle_inputs import measurement_inputs
 from ...options.opening import bundle_folder
 from ...options.paths import PATH, json_option, work_memory_option
 from ...terminal import output
-from ...terminal.compile_log import CompileLog
+from ...terminal.compile_log import CompileLog, measurement_inputs
 from ...terminal.report import comparison_table
 
 _MARK = re.compile(rb'\A\{\s*"manifest_sha256": "[0-9a-f]{64}",\s*"comparison"')
@@ -59,8 +58,8 @@ def compare_command(
     from moec.profiles.loading import load_profile
     from moec.runtime.bundle.open_bundle import open_bundle
 
+    from ...terminal.compile_result import check_measurements
     from ..bundles.inspect import read_quality
-    from .output_checks import check_measurements
     from .partial_bundle import open_partial
 
     opened = open_bundle(bundle_folder(bundle))

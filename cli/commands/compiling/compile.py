@@ -14,7 +14,6 @@ from moec.manifests.files.implied_names import write_implied
 
 from ...compile_devices import MakeRequest, compile_all, run_on
 from ...lossy_modes.mode_sweep import mode_sweep_option
-from ...options.compile_options import compile_options
 from ...options.paths import (
     PATH,
     PLACE,
@@ -26,14 +25,13 @@ from ...options.paths import (
 )
 from ...options.set_option import COMPILE_SETTINGS, set_option
 from ...options.systems import COMPILED_SYSTEMS, as_option, prescribed_compile
-from ...options.task_options import TemplateProcesses, task_options
+from ...options.task_options import TemplateProcesses, task_options, task_settings
 from ...simulation.compile_eviction import fit_to_texts
 from ...terminal import output
 from ...terminal.compile_log import LOG_MARK, LOG_SUFFIX, CompileLog, stage_table
-from ...terminal.compile_result import print_curve, print_forecast, print_result
+from ...terminal.compile_result import check_measurements, check_outputs, print_curve, print_forecast, print_result
 from ...terminal.help_sections import SectionCommand, section_option
 from ..bundles.report import draw_card, report_beside
-from .output_checks import check_measurements, check_outputs
 from .partial_bundle import open_partial, torch_threads
 
 if TYPE_CHECKING:
@@ -42,11 +40,14 @@ if TYPE_CHECKING:
     from moec.compiler.request.result import CompileResult
     from moec.manifests.errors import CheckpointError
 
-
 _task = section_option("Task")
 _machine = section_option("Machine")
 _search = section_option("Formats and search")
 _planned = section_option("Plans and measurements")
+MAX_DIGITS = 9
+"""Digits of a number in a list."""
+MAX_SHOWN = 80
+"""Characters of a wrong value that an error repeats."""
 
 
 @click.command(
@@ -337,8 +338,7 @@ def _request(
     from moec.manifests.sizes import parse_bytes
     from moec.profiles.loading import load_profile
 
-    from ...lossy_modes.mode_sweep import DYNAMIC
-    from ...lossy_modes.modes_measurement import ModesMeasurement
+    from ...lossy_modes.mode_sweep import DYNAMIC, ModesMeasurement
 
     profile, measure_modes = load_profile(values["device"], existing_parent(destination)), None
     has_bundle = options.data is not None and not values["plan_only"]
@@ -410,3 +410,58 @@ def write_beside(result: CompileResult, log: CompileLog) -> None:
     lines = json.dumps({"events": log.events, "stages": log.stages(), **log.sources}, indent=1)
     write_implied(base.with_name(base.name + LOG_SUFFIX), lines.encode(), LOG_MARK)
     report_beside(base)
+
+
+def compile_options(values: dict[str, Any]) -> CompileOptions:
+    """Return the options of the command line. Raises OptionError."""
+    from moec.compiler.request.options import DEFAULT_BITS, CompileOptions
+    from moec.compiler.request.targets import choose_target
+
+    target = choose_target(values["loss"], values["kl"], values["bits_per_weight"], values["size"], values["uniform"])
+    return CompileOptions(
+        target=target,
+        data=values["data"],
+        tasks=tuple(values["tasks"]),
+        dense_bits=values["dense_bits"],
+        bits=_bitwidths(values["bits"]) if values["bits"] is not None else DEFAULT_BITS,
+        group_sizes=_numbers(values["group_size"]),
+        sensitivity=values["sensitivity"],
+        search=values["search"],
+        objective=values["objective"],
+        quantizer=values["quantizer"],
+        shots=values["shots"],
+        limit=values["limit"],
+        seed=values["seed"],
+        comparisons=values["comparisons"],
+        symmetric=values["symmetric"],
+        confidence=values["confidence"],
+        fallback_bits=values["fallback_bits"],
+        prune=values["prune"],
+        swaps=values["swaps"],
+        path_keys=values["path_keys"],
+        long_items=values["long_items"],
+        task_settings=task_settings(values),
+        torch_device=values["torch_device"],
+    )
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    """Parse a list: `2,3,4` -> (2, 3, 4). Raises OptionError."""
+    from moec.manifests.errors import OptionError
+
+    if text is None:
+        return ()
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() and len(number.strip()) <= MAX_DIGITS for number in numbers):
+        raise OptionError(f"`{text[:MAX_SHOWN]}` is not a list of numbers", "write them with commas, like `32,64`")
+    return tuple(map(int, numbers))
+
+
+def _bitwidths(text: str) -> tuple[float, ...]:
+    """Parse a list of bitwidths: `1,1.6,2` -> (1, 1.6, 2). Raises OptionError."""
+    from moec.manifests.quant import TERNARY
+
+    bitwidths: list[float] = []
+    for number in text.split(","):
+        bitwidths += (TERNARY,) if number.strip() == str(TERNARY) else _numbers(number)
+    return tuple(bitwidths)

@@ -13,15 +13,15 @@ import click
 from moec.manifests.errors import ExecutionError, InputError
 from moec.manifests.files.output_file import check_folder, made_folders
 
+from ...bundle_check import own_command
 from ...options.paths import PATH
-from ...own_process import own_command
 from ...terminal import output
 from ...terminal.compile_log import CompileLog
+from ...terminal.compile_result import LONGEST_SUFFIX
 from ...terminal.progress_bar import ProgressBar
 from ...terminal.report import comparison_table, loss_table, plan_heat_map, verdict_line
 from ..bundles.report import draw_card
 from .compile import write_beside
-from .output_checks import LONGEST_SUFFIX
 from .partial_bundle import open_partial
 
 if TYPE_CHECKING:

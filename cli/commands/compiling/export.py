@@ -9,11 +9,11 @@ import click
 
 from moec.manifests.files.output_file import check_folder
 
-from ...options.archives import held_target
 from ...options.opening import bundle_folder
 from ...options.paths import PATH, bundle_argument, json_option
 from ...terminal import output
 from ...terminal.progress_bar import ProgressBar
+from ..bundles.archive import held_target
 
 DTYPES = ("float32", "bfloat16", "float16")
 

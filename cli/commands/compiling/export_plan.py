@@ -15,11 +15,10 @@ from moec.compiler.export.engine_formats import ENGINES, GPTQMODEL, LLAMA_CPP, M
 from moec.manifests.errors import OptionError
 from moec.manifests.files.output_file import STDOUT, write_output
 
-from ...measuring.bundle_inputs import measurement_inputs
 from ...options.opening import bundle_folder
 from ...options.paths import OUTPUT_FILE, bundle_argument, json_option, work_memory_option
 from ...terminal import output
-from ...terminal.compile_log import CompileLog
+from ...terminal.compile_log import CompileLog, measurement_inputs
 
 if TYPE_CHECKING:
     from moec.compiler.export.coarse_plan import EnginePlan

@@ -96,8 +96,7 @@ def lm_eval_command(
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    from moec.evaluation.harness.run import HarnessSettings, parse_gen_kwargs, run_tasks, score_rows
-    from moec.evaluation.harness.tasks import load_tasks
+    from moec.evaluation.harness.run import HarnessSettings, load_tasks, parse_gen_kwargs, run_tasks, score_rows
     from moec.runtime.bundle.open_bundle import open_bundle
     from moec.runtime.memory.budget import plan_memory, require_memory_for_manifest
 

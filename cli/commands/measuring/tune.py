@@ -23,7 +23,7 @@ from ...options.paths import bundle_argument, file_option
 from ...options.profile_defaults import device_facts, say_device, with_reader_cpus
 from ...options.runtime_options import TUNED, build_options, refuse_given, tunable_options
 from ...options.tuned_options import made_elsewhere, planned_cache_bytes
-from ...simulation.eviction_fit import SHARES, PolicyFit, fit_table
+from ...simulation.compile_eviction import TRACE_SHARES, PolicyFit, fit_table
 from ...simulation.lossy_replay import require_scores
 from ...simulation.traces import open_traces, replayed_bundle
 from ...terminal import output
@@ -167,7 +167,7 @@ def fit_policy(
     by_path = dict(zip((*training, *held_out), chain(*traces), strict=True))
     setting = {} if modes is None else _setting(modes, opened, by_path)
     fit = PolicyFit(opened, replayed, *traces, setting)
-    capacities = {capacity for share in SHARES if (capacity := replayed.capacity_bytes(share)) is not None}
+    capacities = {capacity for share in TRACE_SHARES if (capacity := replayed.capacity_bytes(share)) is not None}
     if in_use < replayed.total_bytes:
         capacities.add(in_use)
     rows = fit.rows(sorted(capacities))
@@ -228,8 +228,7 @@ def _write(
 
     others: names of options that keep their values from an earlier file, if that file is still valid.
     """
-    from moec.profiles.probe import machine_sha256
-    from moec.profiles.storage_identity import storage_sha256
+    from moec.profiles.probe import machine_sha256, storage_sha256
     from moec.runtime.tuning.tune_file import Tuning, bundle_sha256, read_tuning, write_tuning
 
     try:

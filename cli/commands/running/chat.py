@@ -9,10 +9,8 @@ import click
 
 from moec.manifests.errors import OptionError
 
-from ...chat.answering import AnswerOptions
-from ...chat.conversation import Conversation, chat_template
-from ...chat.message_reader import MessageReader
-from ...chat.session import ChatSession
+from ...chat.conversation import AnswerOptions, Conversation, chat_template
+from ...chat.session import ChatSession, MessageReader
 from ...lossy_modes.mode_costs import say_mode_cost
 from ...lossy_modes.mode_sweep import say_decisions
 from ...options.opening import open_engine, verdict_of

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moec.runtime.engine.engine import Engine
     from moec.runtime.options.runtime import RuntimeOptions
     from moec.runtime.text.sampling import SamplingOptions
-    from moec.serving.memory_shares import MemoryShares
+    from moec.serving.api.service import MemoryShares
 
 DEFAULT_SLOTS = 4
 _MOST_NAME_CHARACTERS = 200
@@ -99,10 +99,9 @@ def serve_command(
     """
     from moec.runtime.bundle.open_bundle import open_bundle
     from moec.serving.api.fields import server_bytes
-    from moec.serving.api.service import ServiceOptions
+    from moec.serving.api.service import ServiceOptions, memory_shares
     from moec.serving.engine.scheduler import ServingOptions
     from moec.serving.grammar.masks import grammar_bytes, is_installed
-    from moec.serving.memory_shares import memory_shares
     from moec.serving.security import SecurityOptions, read_key
     from moec.serving.serve import ServeOptions, bind, serve
 

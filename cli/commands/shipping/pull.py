@@ -18,7 +18,7 @@ from ...terminal import output
 from ...terminal.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
-    from moec.shipping.pull.observer import PullObserver
+    from moec.shipping.pull.delta import PullObserver
     from moec.shipping.pull.pull import Pulled
 
 _OUTCOMES = {

@@ -99,7 +99,7 @@ def push_command(
     moec push mixtral-pi s3://models/mixtral --channel beta --key fleet.pem --expires 30d
     """
     folders = [bundle_folder(path) for path in bundles]
-    from moec.shipping.push.push import ChannelRequest, push_bundles
+    from moec.shipping.push_bundles import ChannelRequest, push_bundles
 
     accepted = read_accepted_keys(accepted_files, "--accept-key", others=1)
     key = read_signing_key(key_file, passphrase_variable)

@@ -10,14 +10,12 @@ from moec.runtime.text.sampling import TokenLogProb
 
 from ...engine.request import AnswerMask, Ended, Event, GenerationRequest, TokenMade
 from ...tools.calls import NO_TOOLS, ToolsOfRequest
-from ..answer import Answer
+from ..answer import Answer, OpenAIForm
 from ..encoded import EncodedList
 from ..errors import RequestError, bad_field, shown
-from ..fields import Fields, check_unicode
+from ..fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, Fields, check_unicode, read_asked
 from ..log_probs import ShownTokens, chat_log_prob
-from ..sampling_fields import DEFAULT_NEW_TOKENS, MAX_LOG_PROBS, Asked, read_asked
 from ..service import Service
-from .forms import OpenAIForm
 from .response_format import answer_masks, read_response_format
 from .tool_fields import new_call_id, plain_call, read_calls, read_tools
 
@@ -67,7 +65,6 @@ class ChatForm(OpenAIForm):
             yield self.chunk([self._choice(index, {"role": "assistant", "content": ""})])
 
     def add(self, index: int, event: Event) -> Iterable[bytes]:
-        """Take an event and return its pieces."""
         answer = self.answers[index]
         answer.add(event)
         if isinstance(event, TokenMade):
@@ -106,7 +103,6 @@ class ChatForm(OpenAIForm):
         return {**super().usage(), "completion_tokens_details": {"reasoning_tokens": thoughts}}
 
     def reason(self, index: int) -> str | None:
-        """Return why an answer ended; None if it goes on."""
         reason = super().reason(index)
         return "tool_calls" if reason == "stop" and self._calls[index] else reason
 
@@ -119,7 +115,6 @@ class ChatForm(OpenAIForm):
         return texts[0], texts[1]
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole answer."""
         choices = []
         for index in range(len(self.answers)):
             content, thought = self.message(index)

@@ -9,13 +9,11 @@ from typing import Any
 from moec.runtime.text.streaming_text import TextStream
 
 from ...engine.request import Ended, Event, GenerationRequest, PromptScored, TokenMade
-from ..answer import Answer
+from ..answer import Answer, OpenAIForm
 from ..errors import RequestError, bad_field
-from ..fields import Fields, token_ids
+from ..fields import MAX_ANSWERS, MAX_LOG_PROBS, Asked, Fields, read_asked, token_ids
 from ..log_probs import CompletionLogProbs
-from ..sampling_fields import MAX_ANSWERS, MAX_LOG_PROBS, Asked, read_asked
 from ..service import Service
-from .forms import OpenAIForm
 
 _DEFAULT_TOKENS = 16
 """As in the API of OpenAI."""
@@ -50,7 +48,6 @@ class CompletionForm(OpenAIForm):
         return CompletionLogProbs(service.token_text, TextStream(service.engine.tokenizer, before), keeps)
 
     def add(self, index: int, event: Event) -> Iterable[bytes]:
-        """Take an event and return its piece."""
         answer = self.answers[index]
         answer.add(event)
         if isinstance(event, Ended):
@@ -74,7 +71,6 @@ class CompletionForm(OpenAIForm):
         return {"index": index, "text": text, "logprobs": log_probs, "finish_reason": None}
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole answer."""
         choices = []
         for index, answer in enumerate(self.answers):
             log_probs = self._log_probs[index].whole if self._has_log_probs else None

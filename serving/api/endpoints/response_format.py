@@ -8,8 +8,7 @@ from typing import Any
 from moec.manifests.errors import InputError, MissingDependency
 
 from ...engine.request import AnswerMask
-from ...grammar.masks import CompiledGrammar, json_between, json_grammar
-from ...grammar.thinking import CLOSE, OPEN, AfterThinking
+from ...grammar.masks import CLOSE, OPEN, AfterThinking, CompiledGrammar, json_between, json_grammar
 from ...tools.calls import NO_TOOLS, ToolsOfRequest
 from ..errors import RequestError, bad_field, shown
 from ..fields import Fields

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 from ...engine.request import Ended, Event, TokenMade
-from ...tools.calls import NO_TOOLS, ToolsOfRequest
-from ..answer import Answer, sent_event
+from ...tools.calls import NO_TOOLS, ToolCall, ToolsOfRequest
+from ..answer import Answer, Collected, new_id, sent_event
 from ..errors import RequestError, bad_field, shown
-from ..fields import Fields
-from ..sampling_fields import DEFAULT_NEW_TOKENS, Asked, read_sampling
+from ..fields import DEFAULT_NEW_TOKENS, Asked, Fields, read_sampling
 from ..service import Service
-from .chat import MAX_EFFORT_CHARACTERS, chat_requests, chat_tokens
-from .forms import Collected, new_id
+from .chat import MAX_EFFORT_CHARACTERS, chat_requests, chat_tokens, message_text, read_message
 from .response_format import answer_masks, read_text_format
-from .response_input import read_input
-from .response_output import CallItem, ItemEvent, TextItem
-from .tool_fields import named_choice, new_call_id, read_function, read_tools, tool_fields
+from .tool_fields import (
+    MAX_CALL_CHARACTERS,
+    named_choice,
+    new_call_id,
+    no_tools,
+    read_call,
+    read_function,
+    read_tools,
+    tool_fields,
+)
 
 _NO_EFFECT = (
     "metadata",
@@ -42,6 +47,11 @@ _HARMLESS_INCLUDES = (
     "code_interpreter_call.outputs",
 )
 """What a response never has here: built-in tools, images, and thinking that is hidden from the client."""
+ItemEvent: TypeAlias = tuple[str, dict[str, Any]]
+"""Name of an event after `response.`, and its fields without the number of the event and the place of the item."""
+_KINDS = ("message", "reasoning", "function_call", "function_call_output")
+_OF_ANSWERS = ("id", "status")
+"""Fields of items that come back from an answer. They say nothing about the conversation."""
 
 
 class ResponseForm:
@@ -66,13 +76,11 @@ class ResponseForm:
         self._calls, self._number = 0, -1
 
     def begin(self) -> Iterable[bytes]:
-        """Return the events before the first token."""
         response = self._response("in_progress")
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
     def add(self, index: int, event: Event) -> Iterable[bytes]:
-        """Take an event and return those that it makes."""
         self._answer.add(event)
         if isinstance(event, TokenMade):
             yield from self._told(self._splitter.push(event.text))
@@ -85,21 +93,17 @@ class ResponseForm:
             yield from self._close_text(status)
 
     def finish(self) -> Iterable[bytes]:
-        """Return the last event: the whole response."""
         response = self.whole()
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: RequestError) -> Iterable[bytes]:
-        """Return the failure as an event."""
         failure = {"code": error.code, "message": error.message}
         yield self._event("response.failed", response={**self._response("failed"), "error": failure})
 
     def error_body(self, error: RequestError) -> dict[str, Any]:
-        """Return the body of a response without an answer."""
         return error.to_plain()
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole response."""
         ended = self._answer.ended
         status = "completed" if ended is not None and ended.reason == "stop" else "incomplete"
         response = self._response(status)
@@ -261,3 +265,196 @@ def _refuse_unsupported(fields: Fields) -> None:
     if options is not None:
         options.without_effect("include_obfuscation")
         options.end()
+
+
+class TextItem:
+    """An item of text, which arrives in pieces.
+
+    is_thought: thinking, not a message.
+    """
+
+    def __init__(self, is_thought: bool) -> None:
+        self.is_thought = is_thought
+        self._kind, prefix = ("reasoning_text", "rs") if is_thought else ("output_text", "msg")
+        self._id, self._pieces, self._status = new_id(prefix), list[str](), "in_progress"
+        self._place = {"item_id": self._id, "content_index": 0}
+        self._log_probs: dict[str, Any] = {} if is_thought else {"logprobs": []}
+
+    def begin(self) -> Iterable[ItemEvent]:
+        """Return the events before the first piece."""
+        yield "output_item.added", {"item": self.to_plain()}
+        yield "content_part.added", {**self._place, "part": self._part("")}
+
+    def push(self, piece: str) -> Iterable[ItemEvent]:
+        """Add a piece and return its events."""
+        self._pieces.append(piece)
+        if piece:
+            yield f"{self._kind}.delta", {**self._place, "delta": piece, **self._log_probs}
+
+    def end(self, status: str) -> Iterable[ItemEvent]:
+        """Return the events after the last piece. status: `completed`, or `incomplete` for a text that was cut."""
+        self._status = status
+        text = "".join(self._pieces)
+        yield f"{self._kind}.done", {**self._place, "text": text, **self._log_probs}
+        yield "content_part.done", {**self._place, "part": self._part(text)}
+        yield "output_item.done", {"item": self.to_plain()}
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the item, without its text before it has ended."""
+        status = self._status
+        content = [] if status == "in_progress" else [self._part("".join(self._pieces))]
+        if self.is_thought:
+            return {"type": "reasoning", "id": self._id, "summary": [], "content": content, "status": status}
+        return {"type": "message", "id": self._id, "role": "assistant", "content": content, "status": status}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        if self.is_thought:
+            return {"type": self._kind, "text": text}
+        return {"type": self._kind, "text": text, "annotations": [], "logprobs": []}
+
+
+class CallItem:
+    """A call of a tool, which is told whole.
+
+    call_id: identifier that the result of the call repeats.
+    """
+
+    def __init__(self, call: ToolCall, call_id: str) -> None:
+        self._call, self._call_id, self._id = call, call_id, new_id("fc")
+
+    def events(self) -> Iterable[ItemEvent]:
+        place, arguments = {"item_id": self._id}, self._call.arguments
+        yield "output_item.added", {"item": {**self.to_plain("in_progress"), "arguments": ""}}
+        yield "function_call_arguments.delta", {**place, "delta": arguments}
+        yield "function_call_arguments.done", {**place, "name": self._call.name, "arguments": arguments}
+        yield "output_item.done", {"item": self.to_plain()}
+
+    def to_plain(self, status: str = "completed") -> dict[str, Any]:
+        return {
+            "type": "function_call",
+            "id": self._id,
+            "call_id": self._call_id,
+            "name": self._call.name,
+            "arguments": self._call.arguments,
+            "status": status,
+        }
+
+
+def read_input(given: Any, takes_tools: bool) -> list[dict[str, Any]]:
+    """Return the messages of `input`: a text, or a list of items. Raises RequestError.
+
+    takes_tools: whether items may be calls of tools and their results.
+    """
+    if given is None:
+        raise RequestError(400, "`input` is missing", "input", "missing_field")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items:
+        raise bad_field("input", f"must be a text or a list of items, found {shown(given)}")
+    reader = _Items(takes_tools)
+    for at, item in enumerate(items):
+        reader.add(item, f"input[{at}]")
+    return reader.messages()
+
+
+class _Items:
+    """Items that become messages, one after the other.
+
+    What the model said before the next message or result is a turn: one message of the assistant.
+    """
+
+    def __init__(self, takes_tools: bool) -> None:
+        self._takes_tools = takes_tools
+        self._messages: list[dict[str, Any]] = []
+        self._turn: dict[str, Any] | None = None
+        self._thoughts: list[str] = []
+        self._open_calls: dict[str, str] = {}
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the messages of all items. Raises RequestError without one, and for a call without a result."""
+        for call_id, place in self._open_calls.items():
+            raise bad_field(f"{place}.call_id", f"has no `function_call_output` with {shown(call_id)} after it")
+        if not self._messages:
+            raise bad_field("input", "must have a message, found none")
+        return self._messages
+
+    def add(self, item: Any, place: str) -> None:
+        """Take the next item. Raises RequestError."""
+        if not isinstance(item, dict):
+            raise bad_field(place, f"must be an object, found {shown(item)}")
+        fields = Fields(item, f"{place}.")
+        kind = fields.text("type", "message")
+        if kind == "message":
+            self._message({name: value for name, value in item.items() if name not in ("type", *_OF_ANSWERS)}, place)
+        elif kind == "reasoning":
+            self._reasoning(fields)
+        elif kind == "function_call" and self._takes_tools:
+            self._call(fields)
+        elif kind == "function_call_output" and self._takes_tools:
+            self._result(fields)
+        elif kind in _KINDS:
+            raise no_tools(f"{place}.type")
+        else:
+            raise bad_field(f"{place}.type", f"must be {', '.join(_KINDS)}, found {shown(kind)}", "unsupported_value")
+
+    def _message(self, item: dict[str, Any], place: str) -> None:
+        message = read_message(item, place)
+        if message["role"] != "assistant":
+            self._add(message)
+            return
+        if self._turn is not None and "tool_calls" not in self._turn:  # two texts without calls are two messages
+            self._turn = None
+        turn = self._answer()
+        turn["content"] += message["content"]
+        if "reasoning_content" in message:
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + message["reasoning_content"]
+
+    def _reasoning(self, fields: Fields) -> None:
+        """Keep thinking for the text or the call after it. A summary and encrypted thinking are not read."""
+        content = fields.take("content")
+        if content is not None:
+            self._thoughts.append(message_text(content, f"{fields.place}content", ("reasoning_text",)))
+
+    def _call(self, fields: Fields) -> None:
+        fields.without_effect(*_OF_ANSWERS)
+        call_id = _call_id(fields)
+        if call_id in self._open_calls:
+            raise bad_field(f"{fields.place}call_id", f"is that of another call, {shown(call_id)}")
+        self._answer().setdefault("tool_calls", []).append(read_call(fields, call_id))
+        self._open_calls[call_id] = fields.place.rstrip(".")
+
+    def _result(self, fields: Fields) -> None:
+        fields.without_effect(*_OF_ANSWERS)
+        call_id = _call_id(fields)
+        if self._open_calls.pop(call_id, None) is None:
+            raise bad_field(
+                f"{fields.place}call_id", f"must be that of an earlier call without a result, found {shown(call_id)}"
+            )
+        message: dict[str, Any] = {"role": "tool", "tool_call_id": call_id}
+        name = fields.text("name", most=MAX_CALL_CHARACTERS)
+        if name is not None:
+            message["name"] = name
+        message["content"] = message_text(fields.take("output"), f"{fields.place}output")
+        fields.end()
+        self._add(message)
+
+    def _add(self, message: dict[str, Any]) -> None:
+        """Add a message that is not the model's."""
+        self._messages.append(message)
+        self._turn, self._thoughts = None, []
+
+    def _answer(self) -> dict[str, Any]:
+        """Return the message of the model that goes on, with the thinking before this item."""
+        if self._turn is None:
+            self._turn = {"role": "assistant", "content": ""}
+            self._messages.append(self._turn)
+        if self._thoughts:
+            self._turn["reasoning_content"] = self._turn.get("reasoning_content", "") + "".join(self._thoughts)
+        self._thoughts = []
+        return self._turn
+
+
+def _call_id(fields: Fields) -> str:
+    call_id = fields.text("call_id", most=MAX_CALL_CHARACTERS)
+    if not call_id:
+        raise RequestError(400, f"`{fields.place}call_id` is missing", f"{fields.place}call_id", "missing_field")
+    return call_id

@@ -111,7 +111,6 @@ def require_tools(service: Service, is_forced: bool) -> None:
 
 
 def no_tools(param: str) -> RequestError:
-    """Return the error of a bundle without tools."""
     return RequestError(400, "this bundle has no chat template that takes tools", param, "tools_not_supported")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moec.cli.commands.bundles.report import draw_card
 from moec.cli.commands.compiling.partial_bundle import open_partial
-from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
+from moec.cli.lossy_modes.mode_sweep import ModesMeasurement
 from moec.cli.simulation.compile_eviction import fit_to_texts
 from moec.compiler.request.targets import Target
 

@@ -24,9 +24,16 @@ from moec.compiler.request.ports import LocalEngine
 from moec.compiler.request.targets import Target
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts
 from moec.evaluation.data import ItemSet
-from moec.evaluation.divergence import judge_divergence, log_softmax, summarise_divergence
 from moec.evaluation.engine import Generation, TextEngine
-from moec.evaluation.statistics import MIN_ITEMS, DistributionSummary, LossEstimate, judge
+from moec.evaluation.statistics import (
+    MIN_ITEMS,
+    DistributionSummary,
+    LossEstimate,
+    judge,
+    judge_divergence,
+    log_softmax,
+    summarise_divergence,
+)
 from moec.evaluation.tasks import find_task
 from moec.evaluation.text_pairs import forced_rows
 from moec.manifests.errors import OptionError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
+from moec.cli.lossy_modes.mode_sweep import ModesMeasurement
 from moec.compiler.forecast import StageForecast, forecast
 from moec.compiler.forecast.after_writing import stages_after_writing
 from moec.compiler.forecast.rates import DiskRates

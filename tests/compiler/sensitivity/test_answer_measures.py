@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from moec.compiler.sensitivity.answer_walk import AnswerMeasures
-from moec.evaluation.divergence import divergence_bound
-from moec.evaluation.statistics import ONE_SIDED_95
+from moec.evaluation.statistics import ONE_SIDED_95, divergence_bound
 
 
 def measured(kl: np.ndarray) -> AnswerMeasures:

@@ -17,8 +17,8 @@ from moec.compiler.walker.texts import TextStates
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.compiler.workspace.parallel import workers
-from moec.evaluation.divergence import log_softmax, summarise_divergence
 from moec.evaluation.engine import no_progress
+from moec.evaluation.statistics import log_softmax, summarise_divergence
 from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec

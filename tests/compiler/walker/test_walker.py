@@ -30,8 +30,8 @@ from moec.compiler.walker.texts import AnswerTexts, TextStates, TokenTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.compiler.workspace.parallel import workers
-from moec.evaluation.divergence import divergence, log_softmax
 from moec.evaluation.engine import no_progress
+from moec.evaluation.statistics import divergence, log_softmax
 from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
 from moec.manifests.quant import QuantSpec
 from tests.compiler.walked import walked_logits

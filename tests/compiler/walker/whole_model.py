@@ -13,7 +13,7 @@ from torch import Tensor
 from moec.compiler.reference.expert_module import intermediate
 from moec.compiler.walker.loaded_layer import WeightName
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts
-from moec.evaluation.divergence import divergence, log_softmax
+from moec.evaluation.statistics import divergence, log_softmax
 from tests.transformers_oracle import TransformersOracle
 
 

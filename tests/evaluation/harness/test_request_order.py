@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moec.evaluation.harness.request_order import answer_settings, by_context, longest_first, shortened
+from moec.evaluation.harness.engine import answer_settings, by_context, longest_first, shortened
 from moec.evaluation.harness.run import plain, score_rows
 from moec.manifests.errors import ContextOverflow, OptionError
 

@@ -9,7 +9,7 @@ import functools
 import json
 
 from moec.manifests.errors import BundleError
-from moec.shipping.channel import PAYLOAD_TYPE, Channel, ChannelBundle
+from moec.shipping.channel import PAYLOAD_TYPE, Channel, ChannelBundle, decode_channel, encode_channel
 from moec.shipping.signatures import model_signature
 from moec.shipping.signatures.dsse import (
     ENVELOPE_JSON,
@@ -22,7 +22,6 @@ from moec.shipping.signatures.dsse import (
     verify_envelope,
 )
 from moec.shipping.signatures.keys import PrivateKey, read_private_key
-from moec.shipping.signed_channel import decode_channel, encode_channel
 from tests.fuzz.targets.scratch import file_of
 
 DIGESTS = {"moec.json": "0" * 64, "a": "f" * 64}

@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.manifests.model import ExpertsSpec
-from moec.manifests.router import RouterSpec
+from moec.manifests.model import ExpertsSpec, RouterSpec
 from moec.runtime.layers.routing import (
     NO_EXPERT,
     NOT_CHOSEN,

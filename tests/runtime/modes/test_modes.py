@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moec.manifests.errors import OptionError
-from moec.manifests.router import RouterSpec, StaticRouting
+from moec.manifests.model import RouterSpec, StaticRouting
 from moec.profiles.memory_floor import PROCESS_SLACK_BYTES
 from moec.runtime import load
 from moec.runtime.bundle.open_bundle import open_bundle

@@ -12,10 +12,9 @@ import pytest
 from moec.manifests.bundle import DENSE_NAME
 from moec.manifests.errors import ChecksumMismatch, InputError
 from moec.manifests.files.output_file import FileSystem
-from moec.shipping.installed.listing import installed_bundles
+from moec.shipping.installed.device import installed_bundles, roll_back
 from moec.shipping.installed.places import Places
 from moec.shipping.installed.receipt import NO_RECEIPT, difference, make_receipt, read_receipt, write_receipt
-from moec.shipping.installed.rollback import roll_back
 from moec.shipping.installed.state import BundleState, ChannelState, DeviceState, read_state, write_state
 from moec.shipping.store.file_store import FileStore
 from tests.shipping.devices import CountingStore, Device

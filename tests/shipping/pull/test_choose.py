@@ -10,8 +10,7 @@ from moec.manifests.errors import ChannelRefused, DeviceRefused
 from moec.profiles.device import DeviceProfile
 from moec.profiles.device_json import encode_device
 from moec.profiles.loading import load_profile
-from moec.profiles.present_machine import first_difference
-from moec.profiles.probe import allowed_processors
+from moec.profiles.probe import allowed_processors, first_difference
 from moec.profiles.processor import instruction_sets
 from moec.shipping.channel import ChannelBundle
 from moec.shipping.pull.choose import check_version, choose_bundle

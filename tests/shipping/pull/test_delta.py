@@ -10,7 +10,7 @@ from bench.shipping.shared_bytes import Shared, dense_of, experts_of, other_file
 from moec.manifests.bundle import DENSE_NAME, MANIFEST_NAME, BundleManifest
 from moec.manifests.codec import decode_manifest
 from moec.shipping.pull.delta import GAP_SHARE, plan_delta, source_of
-from moec.shipping.pull.intervals import Intervals
+from moec.shipping.pull.journal import Intervals
 from tests.shipping.model_bundles import Shape, write_bundle
 
 KEPT = Path(__file__).parent / "manifests"

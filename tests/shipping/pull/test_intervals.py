@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.shipping.pull.intervals import Intervals
+from moec.shipping.pull.journal import Intervals
 
 SIZE = 40
 places = st.integers(0, SIZE)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from moec.shipping.channel import channel_path
+from moec.shipping.channel import channel_path, verify_channel
 from moec.shipping.signatures.keys import make_key_pair, read_public_key
-from moec.shipping.signed_channel import verify_channel
 from tests.shipping.devices import Device
 from tests.shipping.model_bundles import Shape, digests, write_bundle
 

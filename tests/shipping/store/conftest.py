@@ -18,7 +18,7 @@ from moec.shipping.store.access import Access
 from moec.shipping.store.address import parse_address
 from moec.shipping.store.http_client import HttpOptions
 from moec.shipping.store.interface import Store
-from moec.shipping.store.opening import open_store
+from moec.shipping.store.open_store import open_store
 from tests.shipping.servers import serving
 from tests.shipping.store.dav_server import DavHandler, DavServer
 from tests.shipping.store.fake_hub import FakeHub, serving_hub

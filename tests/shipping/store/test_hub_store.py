@@ -14,7 +14,7 @@ from moec.shipping.store.access import Access
 from moec.shipping.store.address import parse_address
 from moec.shipping.store.hub_store import HubStore
 from moec.shipping.store.interface import Store
-from moec.shipping.store.opening import open_store
+from moec.shipping.store.open_store import open_store
 from tests.shipping.store.conftest import PATIENCE
 from tests.shipping.store.fake_hub import FakeHub
 from tests.shipping.store.test_every_store import BUNDLE, MANIFEST_NAME, NAME, OTHER, WEIGHTS, push, read, write

@@ -16,7 +16,7 @@ from moec.manifests.errors import InputError, MissingDependency, StoreFailed
 from moec.shipping.store.access import Access
 from moec.shipping.store.address import parse_address
 from moec.shipping.store.interface import Store
-from moec.shipping.store.opening import open_store
+from moec.shipping.store.open_store import open_store
 from tests.shipping.servers import Fault
 from tests.shipping.store.conftest import PATIENCE
 from tests.shipping.store.dav_server import DavServer

@@ -10,9 +10,8 @@ import pytest
 
 from moec.manifests.errors import StoreFailed
 from moec.shipping.store.access import IdentityToken, Login, RegistryLogin
-from moec.shipping.store.oci.authorization import RegistryAuthorization
-from moec.shipping.store.oci.registry import Registry
-from moec.shipping.store.oci.store import OciStore
+from moec.shipping.store.oci_registry import Registry, RegistryAuthorization
+from moec.shipping.store.oci_store import OciStore
 from tests.shipping.store.conftest import PATIENCE
 from tests.shipping.store.services import docker_registry
 from tests.shipping.store.test_every_store import BUNDLE, NAME, OTHER, WEIGHTS, push, read

@@ -18,7 +18,7 @@ from moec.shipping.store.access import Access, Login, Proxy, parse_proxy
 from moec.shipping.store.address import parse_address
 from moec.shipping.store.http_client import HttpOptions
 from moec.shipping.store.interface import Store
-from moec.shipping.store.opening import open_store
+from moec.shipping.store.open_store import open_store
 from tests.shipping.certificates import server_context, write_certificate
 from tests.shipping.servers import serving
 from tests.shipping.store.conftest import PATIENCE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moec.shipping.push.push import ChannelRequest, push_bundles
+from moec.shipping.push_bundles import ChannelRequest, push_bundles
 from tests.shipping.devices import Device
 from tests.shipping.model_bundles import NOW, digests, write_bundle
 from tests.shipping.signing_keys import signing_key

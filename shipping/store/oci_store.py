@@ -23,9 +23,8 @@ from moec.manifests.errors import StoreFailed
 from moec.manifests.files.limits import JsonLimits
 from moec.manifests.files.strict_json import load_strict_json
 
-from ..interface import Sent
-from ..source_file import SourceFile
-from .registry import MANIFEST_TYPE, MAX_MANIFEST_BYTES, Registry
+from .interface import Sent, SourceFile
+from .oci_registry import MANIFEST_TYPE, MAX_MANIFEST_BYTES, Registry
 
 _BUNDLE_TYPE = "application/vnd.cncf.model.manifest.v1+json"
 _CONFIG_TYPE = "application/vnd.cncf.model.config.v1+json"
@@ -57,19 +56,16 @@ class OciStore:
         self._put: dict[str, dict[str, _Layer]] = {}
 
     def size_bytes(self, path: str) -> int | None:
-        """Return the size of a file, or None. Raises StoreFailed."""
         layer = self._find(path)
         return None if layer is None else layer.size_bytes
 
     def read(self, path: str, start: int, end: int) -> Iterator[memoryview]:
-        """Yield a range of a file. Raises StoreFailed."""
         layer = self._find(path)
         if layer is None:
             raise StoreFailed(f"`{self.address}` has no `{path}`", _CHECK)
         return self._registry.read_blob(layer.digest, start, end)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes | None:
-        """Return a whole file, or None. Raises StoreFailed."""
         layer = self._find(path)
         if layer is None:
             return None
@@ -112,7 +108,6 @@ class OciStore:
         self._put_manifest(_tag(path), _FILE_TYPE, _EMPTY_TYPE, b"{}", [_describe(_SETTINGS, layer, name)])
 
     def close(self) -> None:
-        """Close connections."""
         self._registry.close()
 
     def _put_manifest(self, tag: str, kind: str, config_type: str, config: bytes, layers: list[Any]) -> None:
@@ -126,7 +121,6 @@ class OciStore:
         self._registry.put_manifest(tag, canonical_json(manifest))
 
     def _put_data(self, data: bytes) -> _Layer:
-        """Add a small blob."""
         layer = _Layer(f"sha256:{hashlib.sha256(data).hexdigest()}", len(data))
         self._registry.put_small_blob(layer.digest, data)
         return layer
@@ -164,13 +158,11 @@ def _decode_layer(plain: Any) -> _Layer:
 
 
 def _describe(kind: str, layer: _Layer, name: str | None = None) -> dict[str, Any]:
-    """Return the descriptor of a blob."""
     described: dict[str, Any] = {"mediaType": kind, "digest": layer.digest, "size": layer.size_bytes}
     return described if name is None else {**described, "annotations": {_PATH: name}}
 
 
 def _kind(name: str) -> str:
-    """Return the media type of a bundle's file."""
     if name.endswith(".safetensors"):
         return _WEIGHTS
     return _TEXT if name.endswith(".md") else _SETTINGS

@@ -1,17 +1,48 @@
-"""`moec unpack`: make a bundle from a packed file."""
+"""`moec pack` and `moec unpack`: put a bundle into one file, and make a bundle from it."""
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import click
 
+from moec.manifests.bundle import PARTIAL_SUFFIX
 from moec.manifests.errors import InputError, ProfileError
+from moec.manifests.files.output_file import STDOUT, check_folder
 
-from ...options.archives import check_target, held_target, report_archive
-from ...options.paths import PATH, json_option
+from ...options.opening import bundle_folder
+from ...options.paths import PATH, bundle_argument, json_option, refuse_inside_bundle
 from ...terminal import output
 from ...terminal.progress_bar import ProgressBar
+
+SUFFIX = ".moec"
+
+
+@click.command("pack", short_help="Put a bundle into one file.")
+@bundle_argument
+@click.argument("file", required=False, type=PATH)
+@json_option
+def pack_command(bundle: Path, file: Path | None, as_json: bool) -> None:
+    """Pack the bundle in folder BUNDLE into FILE, by default BUNDLE.moec.
+
+    Every member is a frame with a checksum, compressed if that makes it smaller. An interrupted pack continues when
+    the command is repeated. A packed bundle cannot run: unpack it first.
+
+    \b
+    moec pack mixtral-moec
+    moec pack mixtral-moec /media/stick/mixtral.moec
+    """
+    folder = bundle_folder(bundle)
+    target = file or folder.resolve().with_name(folder.resolve().name + SUFFIX)
+    check_target(target)
+    from moec.runtime.bundle.archive import pack_bundle
+
+    with held_target(target, "FILE", "pack"), ProgressBar("packing") as progress:
+        pack_bundle(folder, target, progress)
+    before = sum(path.stat().st_size for path in folder.iterdir())
+    report_archive("packed", folder, target, before, target.stat().st_size, as_json)
 
 
 @click.command("unpack", short_help="Make a bundle from a packed file.")
@@ -61,3 +92,33 @@ def unpack_command(file: Path, folder: Path | None, max_size: str | None, as_jso
     if difference is not None:
         output.say(f"note: the bundle for `{device}` does not fit this machine: {difference}")
     report_archive("unpacked", file, target, file.stat().st_size, after, as_json)
+
+
+def check_target(target: Path) -> None:
+    """Check before the work that the target can become a new archive or bundle. Raises InputError, DoesNotFit."""
+    if os.path.lexists(target):
+        raise InputError(f"`{target}` exists already", "remove it or name another")
+    refuse_inside_bundle(target)
+    if target == STDOUT:
+        raise InputError("an archive or a bundle is not written to standard output", "name a file or a folder")
+    check_folder(target, PARTIAL_SUFFIX)
+
+
+def held_target(target: Path, option: str, run: str) -> AbstractContextManager[None]:
+    """Keep other runs away from a target, and make the folders above it. Raises the errors of `hold_output`.
+
+    option: names the target on the command line.
+    run: the command, in the error.
+    """
+    from moec.compiler.workspace.durable import Disk
+    from moec.compiler.workspace.output_lock import hold_output
+
+    return hold_output(target, Disk(), output.say, option, run)
+
+
+def report_archive(what: str, source: Path, target: Path, before: int, after: int, as_json: bool) -> None:
+    if as_json:
+        output.data_json({"path": str(target), "source_bytes": before, "bytes": after})
+        return
+    sizes = f"{output.human_bytes(before)} to {output.human_bytes(after)}"
+    output.data(f"{what} `{source}` into `{target}`: {sizes}")

@@ -3,25 +3,30 @@
 A blob is uploaded in chunks. After a cut its upload goes on where the registry has got to. docker-registry 2.8 gives an
 upload up when a chunk is cut. The upload then begins again.
 
-Source: OCI distribution specification 1.1 (github.com/opencontainers/distribution-spec), spec.md.
+Credentials are user and password, or a token of another server that takes them.
+
+Sources: OCI distribution specification 1.1 (github.com/opencontainers/distribution-spec), spec.md. For tokens, the
+Docker registry's specification (github.com/distribution/distribution), docs/spec/auth/token.md and oauth.md.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from urllib.parse import urljoin
+from urllib.parse import urlencode, urljoin
 
 from moec.manifests.errors import StoreFailed
+from moec.manifests.files.limits import JsonLimits
+from moec.manifests.files.strict_json import load_strict_json
 
-from ..access import RegistryLogin
-from ..http_client import HttpClient, HttpOptions
-from ..http_connection import shown_place
-from ..http_request import Again, HttpAnswer
-from ..http_upload import Reply, refusal, send
-from ..source_file import SourceFile
-from .authorization import RegistryAuthorization
+from .access import IdentityToken, Login, RegistryLogin, keeps_secrets
+from .http_client import HttpClient, HttpOptions, Reply, refusal, send
+from .http_connection import origin_of, shown_place
+from .http_request import Again, HttpAnswer
+from .interface import SourceFile
 
 CHUNK_BYTES = 16 << 20
 """Bytes of one request."""
@@ -33,6 +38,16 @@ _FINAL = (401, 403, 413, 507)
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 MAX_MANIFEST_BYTES = 4 << 20
 """Size of a manifest, bytes: what every registry must take."""
+_TOKEN_JSON = JsonLimits(1 << 20, containers=1 << 6, values=1 << 10, texts=1 << 10)
+_LEAST_TOKEN_S = 60.0
+_MOST_TOKEN_S = 86_400.0
+_SPARE_TOKEN_S = 10.0
+_MAX_CHALLENGE_CHARACTERS = 8192
+_PARAMETER = re.compile(r'([A-Za-z]+)="([^"\\]*)"')
+_TOKEN = re.compile(r"[!-~]{1,65536}")
+_CLIENT_ID = "moec"
+_CHECK = "check the address and the registry"
+_LOG_IN = "log in with `docker login`, or write the user into docker's config.json"
 
 
 class Registry:
@@ -65,7 +80,6 @@ class Registry:
         return self._client.read_small(self._blob(digest), limit_bytes)
 
     def put_blob(self, digest: str, source: SourceFile) -> None:
-        """Upload a blob. Raises StoreFailed, InputError."""
         upload = _BlobUpload(self._client, self._uploads, source, self._chunk_bytes)
         upload.send()
         self._close_upload(upload.place, digest, b"", source.size_bytes)
@@ -97,7 +111,6 @@ class Registry:
             raise refusal("PUT", self._tagged(tag), reply)
 
     def close(self) -> None:
-        """Close connections."""
         self._client.close()
 
     def _blob(self, digest: str) -> str:
@@ -191,3 +204,89 @@ class _BlobUpload:
     def _move(self, answer: HttpAnswer) -> None:
         location = answer.header("Location")
         self.place = urljoin(self.place, location) if location else self.place
+
+
+class RegistryAuthorization:
+    """Gives the header `Authorization` for requests to a registry. Several threads may ask at the same time.
+
+    A registry answers 401 with a challenge first. A token is kept until shortly before it expires.
+    """
+
+    def __init__(self, base_url: str, login: RegistryLogin | None, options: HttpOptions | None = None) -> None:
+        """base_url: scheme and host. login: password or identity token; None: public repositories alone."""
+        self._origin, self._login, self._options = origin_of(base_url), login, options
+        self._header: str | None = None
+        self._until = float("inf")
+        self._lock = threading.Lock()
+
+    def __call__(self, url: str, challenge: str | None) -> str | None:
+        """Return the header for a URL: the one that a challenge asks for, or the last one. Raises StoreFailed."""
+        if origin_of(url) != self._origin:
+            return None
+        with self._lock:
+            if challenge is not None:
+                self._header, self._until = self._answer(challenge[:_MAX_CHALLENGE_CHARACTERS])
+            elif time.monotonic() > self._until:
+                self._header = None
+            return self._header
+
+    def _answer(self, challenge: str) -> tuple[str | None, float]:
+        """Return the header that a challenge asks for, and until when it holds. Raises StoreFailed."""
+        kind, fields = challenge.partition(" ")[0].lower(), dict(_PARAMETER.findall(challenge))
+        if kind == "bearer" and "realm" in fields:
+            return self._fetch_token(fields)
+        return self._basic() if kind == "basic" else None, float("inf")
+
+    def _basic(self) -> str | None:
+        return self._login.header() if isinstance(self._login, Login) else None
+
+    def _fetch_token(self, fields: dict[str, str]) -> tuple[str, float]:
+        """Return the header with a new token, and until when it holds. Raises StoreFailed."""
+        realm = fields["realm"]
+        try:
+            origin = origin_of(realm)
+        except ValueError as error:
+            raise StoreFailed(f"the registry names no server of tokens: {error}", _CHECK) from error
+        has_secrets = self._login is not None or self._origin.scheme == "https"
+        if has_secrets and not keeps_secrets(f"{origin.scheme}://{origin.place}"):
+            raise StoreFailed(f"the registry takes tokens of `{shown_place(realm)}`, which has no TLS", _CHECK)
+        parameters = [(name, fields[name]) for name in ("service", "scope") if name in fields]
+        header, started = self._basic(), time.monotonic()
+        client = HttpClient(self._options, lambda url, challenge: header)
+        try:
+            if isinstance(self._login, IdentityToken):
+                data = _bought_token(client, realm, self._login, parameters)
+            else:
+                url = f"{realm}{'&' if '?' in realm else '?'}{urlencode(parameters)}"
+                data = client.read_small(url, _TOKEN_JSON.size_bytes) or b""
+        finally:
+            client.close()
+        token, lasting_s = _decode_token(data, realm)
+        return f"Bearer {token}", started + lasting_s - _SPARE_TOKEN_S
+
+
+def _bought_token(
+    client: HttpClient, realm: str, identity: IdentityToken, parameters: Sequence[tuple[str, str]]
+) -> bytes:
+    """Return the answer of a server that gives tokens for an identity token. Raises StoreFailed."""
+    grant = [("grant_type", "refresh_token"), ("client_id", _CLIENT_ID), ("refresh_token", identity.text)]
+    form = urlencode([*grant, *parameters]).encode()
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    reply = send(client, "POST", realm, headers=headers, body=lambda: [form], size_bytes=len(form))
+    if reply.status != 200:
+        raise refusal("POST", realm, reply)
+    return reply.body
+
+
+def _decode_token(data: bytes, realm: str) -> tuple[str, float]:
+    """Return a token and the seconds for which it holds. Raises StoreFailed."""
+    try:
+        answer = load_strict_json(data, _TOKEN_JSON)
+    except ValueError:
+        answer = None
+    values = answer if isinstance(answer, dict) else {}
+    token, seconds = values.get("token") or values.get("access_token"), values.get("expires_in")
+    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+        raise StoreFailed(f"`{shown_place(realm)}` sends no token", _LOG_IN)
+    lasting_s = seconds if isinstance(seconds, (int, float)) else 0
+    return token, float(min(max(lasting_s, _LEAST_TOKEN_S), _MOST_TOKEN_S))

@@ -12,8 +12,8 @@ from .file_store import FileStore
 from .http_client import HttpOptions
 from .http_store import HttpStore
 from .interface import Store
-from .oci.registry import Registry
-from .oci.store import OciStore
+from .oci_registry import Registry
+from .oci_store import OciStore
 
 
 def open_store(

@@ -1,4 +1,4 @@
-"""`moec installed`: list the bundles on a device."""
+"""`moec installed` and `moec rollback`: list the bundles on a device, and return to the previous one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ...options.paths import PATH, json_option
+from ...options.paths import PATH, json_option, test_memory_option
 from ...terminal import output
 
 
@@ -22,7 +22,7 @@ def installed_command(folder: Path, as_json: bool) -> None:
     \b
     moec installed /var/lib/moec
     """
-    from moec.shipping.installed.listing import installed_bundles
+    from moec.shipping.installed.device import installed_bundles
 
     state, bundles = installed_bundles(folder)
     if as_json:
@@ -49,3 +49,31 @@ def installed_command(folder: Path, as_json: bool) -> None:
         for bundle in bundles
     ]
     output.data(output.table(rows, ("bundle", "use", "device", "sequence", "installed", "size", "files")))
+
+
+@click.command("rollback", short_help="Return to the previous bundle.")
+@click.argument("folder", metavar="DIR", type=PATH)
+@test_memory_option
+@json_option
+def rollback_command(folder: Path, memory: str | None, as_json: bool) -> None:
+    """Let DIR/current name the bundle that was current before. DIR is the folder that `moec pull` installs into.
+
+    Its files must be unchanged, and its self-test must pass. The sequence that is left is not pulled again: `moec pull`
+    waits for a higher one.
+
+    \b
+    moec rollback /var/lib/moec
+    """
+    from moec.shipping.installed.device import roll_back
+
+    from ...bundle_check import check_bundle
+
+    result = roll_back(folder, lambda bundle: output.say(check_bundle(bundle, memory)))
+    if as_json:
+        facts = {"left": result.left, "current": result.current, "channel": result.channel}
+        output.data_json({**facts, "sequence": result.sequence})
+        return
+    output.data(
+        f"returned from `{result.left}` to `{result.current}`; sequence {result.sequence} of the channel "
+        f"`{result.channel}` is not installed again"
+    )

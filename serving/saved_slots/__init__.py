@@ -1,1 +1,0 @@
-"""Slots on disk: keys and values of conversations, in files."""

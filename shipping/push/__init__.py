@@ -1,1 +1,0 @@
-"""Push: put bundles on a store, and name them in a channel."""
