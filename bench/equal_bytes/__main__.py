@@ -28,7 +28,7 @@ from torch import Tensor
 
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.sensitivity.answer_walk import planned_weights
-from moec.compiler.walker.kept_layers import LARGE_TEXTS
+from moec.compiler.walker.memory import LARGE_TEXTS
 from moec.compiler.walker.texts import TokenTexts
 from moec.manifests.model import PROJECTIONS, UnitKey
 

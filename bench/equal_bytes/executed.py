@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 
 from moec.cli.measuring.text_engines import BundleEngine
-from moec.compiler.bundle.certificates import certify_divergence
+from moec.compiler.bundle.certify import certify_divergence
 from moec.compiler.bundle.plan_bundles import UNQUANTIZED, PlanBundles
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.options import Talk

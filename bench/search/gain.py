@@ -21,10 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from moec.compiler.request.objective import Objective
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.plan import CompilePlan
-from moec.compiler.request.targets import Target
+from moec.compiler.request.targets import Objective, Target
 from moec.compiler.search.bisect import search
 from moec.compiler.search.space import SearchSpace
 from moec.compiler.search.swaps import NO_SWAPS, Swaps

@@ -16,7 +16,7 @@ from .report import comparison_table, curve_table, loss_table, plan_heat_map, ve
 
 if TYPE_CHECKING:
     from moec.compiler.forecast import StageForecast
-    from moec.compiler.request.result import CompileResult, LossCurve
+    from moec.compiler.request.plan import CompileResult, LossCurve
 
 REPORT_SUFFIX = ".report.html"
 """Name of the report next to its bundle: NAME and this."""

@@ -9,7 +9,7 @@ from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
 
-from ..bundle.certificates import MODES_ITEMS
+from ..bundle.certify import MODES_ITEMS
 from ..checkpoint.tokenizer import load_tokenizer
 from ..preflight.prepared import Prepared
 from ..request.ports import ModesWork

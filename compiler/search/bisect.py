@@ -1,7 +1,7 @@
 """The search: predictions propose plans, measurements decide.
 
 The knapsack gives a plan for a predicted loss in milliseconds. Its real loss is measured. The budget moves until the
-measured value meets the target: a KL (kl_bisection.py), or the loss of generated answers (loss_search.py). In between,
+measured value meets the target: a KL (bracket.py), or the loss of generated answers (loss_search.py). In between,
 cheap measurements of plans at equal cost correct the predictions (swaps.py).
 """
 
@@ -19,8 +19,7 @@ from ..request.plan import CompilePlan
 from ..request.targets import Target
 from ..sensitivity.trials import Trials
 from .boundary import Boundaries, Boundary, Ended, corrected_space
-from .bracket import AIM, choice_within, largest_budget, most_precise, predicted_at
-from .kl_bisection import KlLimit, least_within
+from .bracket import AIM, KlLimit, choice_within, largest_budget, least_within, most_precise, predicted_at
 from .knapsack import least_loss
 from .loss_search import LossSearch
 from .space import SearchSpace

@@ -18,8 +18,7 @@ from ..request.plan import CompilePlan
 from ..sensitivity.acceptance import items_for_precision
 from ..sensitivity.trials import Trials
 from .boundary import Boundary, Ended, corrected_space
-from .bracket import Found, choice_within, largest_budget, least_plan, most_precise, predicted_at
-from .kl_bisection import KlLimit, least_within
+from .bracket import Found, KlLimit, choice_within, largest_budget, least_plan, least_within, most_precise, predicted_at
 from .loss_by_kl import LEAST_KL, LossByKl
 from .space import SearchSpace
 from .swaps import Swaps
