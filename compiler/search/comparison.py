@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -129,13 +130,15 @@ def compare_with_baselines(
     target: Target,
     talk: Talk,
     chosen: Collection[str] = EVERY,
+    is_result: bool = True,
 ) -> Comparison:
     """Measure the best uniform format and EdgeMoE's search, as published and with moec's quantizer.
 
     chosen: names of the baselines to measure. EdgeMoE's search needs the best uniform format first.
+    is_result: whether to measure the KL of the plan. Otherwise it is NaN, and the plan only tells dense formats.
     """
     specs = store.held_by_all(specs)
-    plan_kl = trials.kl(plan, "plan").mean
+    plan_kl = trials.kl(plan, "plan").mean if is_result else math.nan
     size = budget_bytes(plan, target)
     by_size = is_in_bytes(target)
     if UNIFORM not in chosen:

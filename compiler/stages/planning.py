@@ -35,20 +35,14 @@ def make_plan(context: CompileContext) -> Planned:
 
 def plan_by_request(context: CompileContext) -> Planned:
     """Return the plan of a uniform target, calibrated if there is data."""
-    plan = plan_uniform(context.prepared)
-    if context.prepared.splits:
-        return Planned(plan, *calibrate(context))
-    with_use_on_devices(context.prepared, None)
-    return Planned(plan)
-
-
-def plan_uniform(prepared: Prepared) -> CompilePlan:
-    """Give all units the format of the request. Nothing is searched."""
-    options, lowering = prepared.options, prepared.lowering
+    prepared, options, lowering = context.prepared, context.prepared.options, context.prepared.lowering
     experts, dense = uniform_spec(options, lowering), uniform_dense_spec(options, lowering)
     plan = uniform_plan(lowering.model, experts, dense, lowering.float_type, uniform_quantizer(options))
     check_device(prepared, plan)
-    return plan
+    if prepared.splits:
+        return Planned(plan, *calibrate(context))
+    with_use_on_devices(prepared, None)
+    return Planned(plan)
 
 
 def plan_by_search(context: CompileContext) -> Planned:
@@ -56,9 +50,14 @@ def plan_by_search(context: CompileContext) -> Planned:
     prepared, options = context.prepared, context.prepared.options
     measured = measure(context)
     space = open_space(prepared, measured)
-    plan = search(space, measured.trials, options.target, prepared.talk.note, swaps(prepared), context.boundaries)
-    check_device(prepared, plan)
-    comparison = compare(prepared, measured, plan)
+    # EdgeMoE's search takes the formats of dense weights from the plan. If these are fixed, no other search is needed.
+    searches = not options.is_edgemoe or len(space.dense_options) > 1
+    if searches:
+        plan = search(space, measured.trials, options.target, prepared.talk.note, swaps(prepared), context.boundaries)
+        check_device(prepared, plan)
+    else:
+        plan = replace(space.plain, dense=space.dense_of([0] * len(space.groups)))
+    comparison = compare(prepared, measured, plan, is_result=searches)
     if options.is_edgemoe:
         comparison = with_plan_of_edgemoe(prepared, measured, comparison)
         plan = comparison.plan
@@ -104,8 +103,11 @@ def check_device(prepared: Prepared, plan: CompilePlan) -> None:
     summarise_device(prepared.profile, plan, prepared.checkpoint.tokenizer_file_bytes)
 
 
-def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Comparison | None:
-    """Compare the plan with baselines. By default only with those that add at most a third to all measurements."""
+def compare(prepared: Prepared, measured: Measured, plan: CompilePlan, is_result: bool) -> Comparison | None:
+    """Compare the plan with baselines. By default only with those that add at most a third to all measurements.
+
+    is_result: whether a search found the plan. Otherwise its KL is not measured.
+    """
     options, talk = prepared.options, prepared.talk
     is_comparing = may_compare(options, prepared.kept_layers.holds_model) or options.is_edgemoe
     if not prepared.splits or not is_comparing:
@@ -116,14 +118,16 @@ def compare(prepared: Prepared, measured: Measured, plan: CompilePlan) -> Compar
     if options.comparisons is None and not options.is_edgemoe:
         formats = sum(fits_all(plan, spec) for spec in prepared.specs)
         chosen = affordable_here(trials, formats, options.target.kind == "loss")
-    comparison = compare_with_baselines(plan, prepared.specs, trials, trials.store, options.target, talk, chosen)
+    comparison = compare_with_baselines(
+        plan, prepared.specs, trials, trials.store, options.target, talk, chosen, is_result
+    )
     if comparison.left_out:
         talk.note(left_out_note(comparison.left_out))
     return comparison
 
 
 def with_plan_of_edgemoe(prepared: Prepared, measured: Measured, comparison: Comparison | None) -> Comparison:
-    """Replace the searched plan by that of EdgeMoE's own search. Raises TargetUnreachable."""
+    """Replace the plan by that of EdgeMoE's own search. Raises TargetUnreachable."""
     options, statistics = prepared.options, measured.statistics
     baseline = None if comparison is None else comparison.edgemoe
     if options.search == "edgemoe-popularity" and comparison is not None and statistics is not None:
