@@ -35,7 +35,6 @@ class DeviceUse:
 
     sha256: digest of the file.
     use: its content.
-    model: the model.
     stacks: its routes; empty if it has none.
     """
 

@@ -8,7 +8,7 @@ from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.model import ModelSpec
 
 from ..checkpoint.tokenizer import load_tokenizer
-from ..lookahead import (
+from ..linear_maps import (
     HELD_OUT,
     MAX_AHEAD,
     can_learn,

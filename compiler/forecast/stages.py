@@ -17,7 +17,7 @@ from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES, QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
 
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
-from ..lookahead import can_learn, learned_weights
+from ..linear_maps import can_learn, learned_weights
 from ..preflight.preflight import reachable_bytes
 from ..preflight.prepared import MemoryNeed, Prepared, may_compare, measures_tasks
 from ..request.options import UNIFORM_DENSE_BITS

@@ -79,6 +79,14 @@ def left_out(rows: int) -> QuantizedMatrix:
     return QuantizedMatrix(LEFT_OUT, nothing.to(torch.uint8), nothing.half(), None)
 
 
+def to_half(values: Tensor) -> Tensor:
+    """Round to float16. Raises RangeExceeded beyond its range."""
+    half = values.half().contiguous()
+    if not torch.isfinite(half).all():
+        raise RangeExceeded(f"scales up to {float(values.abs().max()):.3g} exceed float16")
+    return half
+
+
 def on_bytes(scales: Tensor, minima: Tensor, largest_code: int) -> tuple[Tensor, Tensor]:
     """Return the nearest scales and minima that bytes can hold, float16 [N, G] each.
 

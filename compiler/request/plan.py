@@ -160,7 +160,6 @@ class CompileResult:
     """The result of a compile.
 
     path: the bundle, or None after a plan-only run.
-    plan: the plan.
     quality: content of quality.json.
     curve: points of a sweep, or None.
     popularity: tokens of each expert, on devices or else in calibration, per layer; or None.

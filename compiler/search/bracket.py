@@ -40,7 +40,6 @@ Report = Callable[[CompilePlan, DistributionSummary, bool], None]
 class Found:
     """An accepted plan.
 
-    plan: the plan.
     predicted: its budget, as predicted loss.
     cost: its cost in the knapsack.
     exponent: power of the predicted loss with which the KL rose near this plan.

@@ -31,7 +31,6 @@ EVERY = frozenset(BY_USE)
 class Comparison:
     """Results of the baselines.
 
-    plan: the plan.
     plan_kl: mean KL of the plan on the items of the trials, for comparison at equal KL.
     uniform, published, edgemoe: results, or None for a baseline that was left out.
     by_size: the target is in bytes, so all plans have about the same size and the gain is in the KL.

@@ -21,7 +21,7 @@ from moec.manifests.model import ExpertKey
 from moec.manifests.runtime_limits import MAX_PASS_TOKENS
 from moec.manifests.self_test import SELF_TEST_NAME, encode_self_test
 
-from ..lookahead import (
+from ..linear_maps import (
     HELD_OUT,
     MAX_AHEAD,
     MAX_TOKENS,

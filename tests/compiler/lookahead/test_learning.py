@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moec.cli.measuring.text_engines import BundleEngine
-from moec.compiler import lookahead
+from moec.compiler import linear_maps
 from moec.compiler.request.options import Talk
 from moec.compiler.stages import learning as stage
 from moec.manifests.bundle import LOOKAHEAD_NAME
@@ -32,7 +32,7 @@ def options(folder: Path, train: int) -> dict[str, Any]:
 
 def test_a_compile_writes_what_it_learned(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random weights may teach nothing, so every map is kept here. With little memory the bytes are the same."""
-    monkeypatch.setattr(lookahead, "ONE_SIDED_95", -1e9)
+    monkeypatch.setattr(linear_maps, "ONE_SIDED_95", -1e9)
     quality = compile_tiny(model, tmp_path / "out", "uniform", 4, **options(tmp_path, 10)).quality
     rows = quality["lookahead"]["rows"]
     assert [(row["ahead"], row["layers"]) for row in rows] == [(1, [0, 1]), (2, [0])]
