@@ -14,8 +14,8 @@ from .terminal.compile_log import CompileLog, stage_table
 from .terminal.compile_result import print_result
 
 if TYPE_CHECKING:
+    from moec.compiler.request.plan import CompileResult
     from moec.compiler.request.request import CompileRequest
-    from moec.compiler.request.result import CompileResult
     from moec.profiles.device import DeviceProfile
 
 _LITTLE = 1.01

@@ -22,8 +22,8 @@ from .preflight.device_fit import predicted_token_ns
 from .preflight.preparation import prepare
 from .preflight.prepared import Prepared
 from .request.options import Talk
+from .request.plan import CompileResult
 from .request.request import CompileRequest, SharedWork
-from .request.result import CompileResult
 from .workspace.output_lock import hold_measurements, hold_output
 from .workspace.work_folder import work_folder
 

@@ -34,7 +34,9 @@ from .request.ports import OpenRuntime
 from .request.request import CompileRequest
 from .request.targets import Target
 from .request.task_data import load_task_data
+from .search.comparison import can_compare, compare_with_baselines
 from .stages.compile_context import CompileContext, open_for_comparison
+from .stages.measure import measure
 from .workspace.output_lock import hold_measurements, hold_output
 
 
@@ -204,3 +206,24 @@ def _check_source(request: BundleRequest, checkpoint: Checkpoint) -> None:
             f"`{request.source}` is not the checkpoint that `{request.bundle}` was compiled from: `{wrong[0]}` differs",
             "name that checkpoint with `--model`",
         )
+
+
+COMPARISON_SUFFIX = ".comparison"
+
+
+def compare_bundle(request: BundleRequest) -> dict[str, Any]:
+    """Measure the best uniform format and EdgeMoE's search. Return the entry `comparison` of quality.json.
+
+    Raises OptionError if no baseline exists.
+    Raises the errors of `opened_measurement`.
+    """
+    # The plan is there: predictions decide nothing, and gradients take long.
+    with opened_measurement(request, COMPARISON_SUFFIX, "proxy") as (context, plan):
+        specs, target = context.prepared.specs, context.prepared.options.target
+        if not can_compare(plan, specs):
+            raise OptionError(
+                f"`{request.bundle}` has nothing to be compared with: no format below 16 bits fits every expert",
+                "offer others with `--bits` when you compile",
+            )
+        trials = measure(context).trials
+        return compare_with_baselines(plan, specs, trials, trials.store, target, request.talk).to_json()

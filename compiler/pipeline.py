@@ -15,12 +15,11 @@ from .bundle.publish import check_replaceable, publish_directory, recover_replac
 from .preflight.finished import complete_earlier_run, may_be_finished, note_certified
 from .preflight.preparation import prepare
 from .preflight.prepared import Prepared
+from .request.plan import CompileResult
 from .request.request import CompileRequest
-from .request.result import CompileResult
 from .stages.bundle import certify_bundle, complete_bundle, report, write_bundle
-from .stages.compile_context import Certified, open_for_compile, open_for_plan
+from .stages.compile_context import Certified, open_for_compile, open_for_plan, used_popularity
 from .stages.planning import make_curve, make_plan
-from .stages.used_experts import used_popularity
 from .walker.torch_device import device_errors
 from .workspace.output_lock import hold_measurements, hold_output
 from .workspace.work_folder import check_partial, removed_on_failure

@@ -12,10 +12,10 @@ from moec.cli.commands.bundles.report import draw_card
 from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.compiler.pipeline import compile_checkpoint
 from moec.compiler.request.options import CompileOptions
+from moec.compiler.request.plan import CompileResult
 from moec.compiler.request.request import CompileRequest
-from moec.compiler.request.result import CompileResult
 from moec.compiler.request.targets import Target, TargetKind
-from moec.compiler.walker.kept_layers import NOTHING_KEPT
+from moec.compiler.walker.memory import NOTHING_KEPT
 from moec.compiler.workspace.durable import Disk
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile

@@ -28,17 +28,14 @@ from torch import Tensor
 
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.sensitivity.answer_walk import planned_weights
-from moec.compiler.walker.kept_layers import LARGE_TEXTS
+from moec.compiler.walker.memory import LARGE_TEXTS
 from moec.compiler.walker.texts import TokenTexts
 from moec.manifests.model import PROJECTIONS, UnitKey
 
 from ..example import Example, moments_of
 from ..search.grouped_space import by_layer_and_projection
-from .executed import open_executed
-from .ggml_blocks import GgmlBlocks, library_path
-from .importance import importance_of
-from .llama_mixtures import MIXTURES, block_type
-from .our_plans import OurPlans
+from .llama_quantize import MIXTURES, GgmlBlocks, block_type, importance_of, library_path
+from .our_plans import OurPlans, open_executed
 from .peer_environment import rounded_by, tuned_by_autoround
 from .rows import Quantized, Rows, ratio_text
 

@@ -20,7 +20,7 @@ import numpy as np
 from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.cli.simulation.compile_eviction import SHARES, EvictionReplays, fit_to_texts, requests_of
 from moec.cli.simulation.traces import replayed_bundle
-from moec.compiler.stages.eviction import routed_texts
+from moec.compiler.stages.learning import routed_texts
 from moec.evaluation.data import load_splits
 from moec.evaluation.statistics import mean_interval95
 from moec.evaluation.tasks import Item

@@ -2,8 +2,8 @@
 
     python -m bench.expert_cache.native_cache BUNDLE TEXT --expert-cache 61%
 
-Two engines in one process decode the same forced tokens in turns (`runs/turns.py`). Prints medians per token and the
-quotient of the times, paired by round. Takes a minute for a gigabyte of experts.
+Two engines in one process decode the same forced tokens in turns (`runs/side_by_side.py`). Prints medians per
+token and the quotient of the times, paired by round. Takes a minute for a gigabyte of experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest import mock
 from moec.runtime import Engine, load
 from moec.runtime.expert_cache import open_cache as choice_of_cache
 
-from ..runs.turns import begin, decode_in_turns, print_turns
+from ..runs.side_by_side import begin, decode_in_turns, print_turns
 
 
 def opened(path: Path, expert_cache: str, is_native: bool) -> Engine:

@@ -18,7 +18,7 @@ import numpy as np
 
 from moec.runtime import Engine, kernels, load
 
-from ..runs.turns import FIRST_POSITION, TURN_TOKENS, Rows, begin, print_turns, turn
+from ..runs.side_by_side import FIRST_POSITION, TURN_TOKENS, Rows, begin, print_turns, turn
 
 
 @contextmanager

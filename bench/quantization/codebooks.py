@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moec.compiler.quantization.output_error import output_error, row_errors
 from moec.compiler.quantization.quantizers.gptq import DAMPING, PreparedInputs, prepare_inputs
+from moec.compiler.quantization.unit_store import output_error, row_errors
 from moec.manifests.model import PROJECTIONS, UnitKey
 
 from ..example import SEED, Example, moments_of

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from moec.compiler.calibration.layer_inputs import LayerInputs
-from moec.compiler.quantization.output_error import relative_output_error
 from moec.compiler.quantization.quantizers import quantizer
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
+from moec.compiler.quantization.unit_store import relative_output_error
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
 

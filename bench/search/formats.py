@@ -20,7 +20,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
-from moec.compiler.request.objective import byte_weights
+from moec.compiler.request.targets import byte_weights
 from moec.compiler.request.uniform import fits_all, uniform_like
 from moec.compiler.search.pruning import left_out_losses, with_pruning
 from moec.compiler.search.space import build_space

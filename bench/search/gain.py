@@ -21,25 +21,28 @@ from pathlib import Path
 
 import numpy as np
 
-from moec.compiler.request.objective import Objective
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.plan import CompilePlan
-from moec.compiler.request.targets import Target
+from moec.compiler.request.targets import Objective, Target
 from moec.compiler.search.bisect import search
 from moec.compiler.search.space import SearchSpace
 from moec.compiler.search.swaps import NO_SWAPS, Swaps
 from moec.compiler.sensitivity.answer_walk import planned_weights
 from moec.compiler.stages.planning import open_space, swaps
 from moec.evaluation.statistics import divergence_bound
+from moec.evaluation.tasks import Item
 from moec.manifests.errors import TargetUnreachable
 from moec.manifests.quant import QuantSpec
+from moec.runtime.expert_cache.cache_spec import CacheSpec
+from moec.runtime.expert_cache.records import expert_records, warm_order
+from moec.runtime.simulation.replay import replay
+from moec.runtime.storage.interface import page_bytes
 
 from ..equal_bytes.rows import Row, Rows, ratio_text
 from ..example import Example
 from .grouped_space import Grouping, by_layer_and_projection, grouped, with_formats
 from .measured_model import floats, measure_model, model_options, model_parser, plan_of_size, say
 from .plans import markdown
-from .reads import Routes
 
 ALL, MATRIX = "all experts", "each matrix"
 GROUPINGS: dict[str, Grouping] = {
@@ -62,9 +65,44 @@ AT_LOSS = (ALL, "each layer and projection", MATRIX, "each matrix, experts left 
 LEFT_OUT, SWAPPED = "each matrix, experts left out", "each matrix, experts left out, swaps"
 HEAD = ("one format for", "bits per weight", "KL", "perplexity", f"KL of {MATRIX} over it (95 %)", "bytes saved")
 HEAD_AT_LOSS = ("target", "one format for", "bytes", "bits per weight", "experts left out", "KL", "loss of the search")
-
-
 HEAD_OF_READS = ("plan", "bytes", "bits per weight", "KL", "hit rate", "bytes per token", "of the first")
+POLICY = "lrfu"
+
+
+class Routes:
+    """Experts that the unquantized model chooses on texts, one token after the other.
+
+    The same routes serve all plans. Rounding changes some of them, which is not counted.
+
+    popularity: tokens of each expert in calibration, [L, E], for the warm start.
+    """
+
+    def __init__(self, example: Example, items: Sequence[Item], popularity: np.ndarray) -> None:
+        routes = example.routes(example.texts(items))
+        self.tokens, self._layers, self._experts = len(routes), popularity.shape[0], popularity.shape[1]
+        self._popularity = popularity
+        first = np.arange(self._layers)[:, None] * self._experts
+        self._accesses = [
+            (layer, tuple(sorted(experts)))
+            for token in (routes + first).tolist()
+            for layer, experts in enumerate(token)
+        ]
+
+    def bytes_per_token(self, plan: CompilePlan, cache_bytes: int) -> tuple[float, float]:
+        """Return the bytes that a token reads, and the hit rate.
+
+        cache_bytes: room for experts. It is full of the most popular ones at the start.
+        """
+        sizes = np.zeros(self._layers * self._experts, np.int64)
+        for unit, spec in plan.units.items():
+            rows, columns = plan.model.unit_shape(unit.layer, unit.projection)
+            if not spec.is_pruned:
+                sizes[unit.layer * self._experts + unit.expert] += rows * spec.row_bytes(columns)
+        sizes = np.array([page_bytes(int(size)) for size in sizes], np.int64)
+        layer = np.repeat(np.arange(self._layers), self._experts)
+        records = expert_records(layer, self._popularity.reshape(-1), self._layers)
+        stats = replay(self._accesses, CacheSpec(sizes, cache_bytes, records), POLICY, warm_order(records).tolist())
+        return stats.bytes_read / self.tokens, stats.hit_rate
 
 
 class Gain:

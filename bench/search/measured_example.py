@@ -18,7 +18,7 @@ from moec.compiler.sensitivity.gradients import LayerGradients
 from moec.compiler.sensitivity.sensitivity import SensitivityTable, with_gradients
 from moec.compiler.stages.encode_texts import CompileTexts
 from moec.compiler.stages.sweep import Sweep
-from moec.compiler.walker.kept_layers import LARGE_TEXTS
+from moec.compiler.walker.memory import LARGE_TEXTS
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.manifests.quant import QuantSpec

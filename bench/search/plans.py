@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moec.compiler.request.objective import byte_weights
 from moec.compiler.request.plan import CompilePlan
+from moec.compiler.request.targets import byte_weights
 from moec.compiler.request.uniform import uniform_like
 from moec.compiler.search.space import build_space
 from moec.compiler.sensitivity.sensitivity import SensitivityTable, probed

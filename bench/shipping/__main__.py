@@ -19,6 +19,7 @@ system. Bytes are those of nginx's log.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -35,6 +36,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+import numpy as np
+
 from moec.manifests.bundle import DENSE_NAME
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.shipping.channel import ChannelBundle
@@ -42,7 +45,6 @@ from moec.shipping.signatures.keys import encode_public_key
 from tests.shipping.model_bundles import Shape, channel_of, described, put_bundle, put_channel, sha256_of, write_bundle
 from tests.shipping.signing_keys import signing_key
 
-from .chunks import Chunks
 from .shared_bytes import equal_keys, experts_of
 
 Row = dict[str, object]
@@ -60,6 +62,46 @@ http {{
   server {{ listen 127.0.0.1:{port}; root {root}; }}
 }}
 """
+
+
+MEAN_BITS = 16
+"""A cut comes after 2^MEAN_BITS bytes on average, in addition to the shortest chunk."""
+SHORTEST, LONGEST = 8 << 10, 128 << 10
+_BLOCK = 32 << 20
+
+
+class Chunks:
+    """Chunks of files by digest and size."""
+
+    def __init__(self, seed: int = 5) -> None:
+        self._gear = np.random.default_rng(seed).integers(0, 1 << 16, 256, dtype=np.uint16)
+
+    def of(self, path: Path) -> Iterator[tuple[bytes, int]]:
+        """Yield digest and size of each chunk of a file."""
+        data = np.fromfile(path, np.uint8)
+        start = 0
+        cuts = self._cuts(data)
+        at = 0
+        while start < len(data):
+            end = min(start + LONGEST, len(data))
+            at = int(np.searchsorted(cuts, start + SHORTEST))
+            if at < len(cuts) and cuts[at] < end:
+                end = int(cuts[at])
+            yield hashlib.blake2b(data[start:end].data, digest_size=16).digest(), end - start
+            start = end
+
+    def _cuts(self, data: np.ndarray) -> np.ndarray:
+        """Return the places after which the low bits of the sum are zero."""
+        chunks = []
+        for begin in range(0, len(data), _BLOCK):
+            first = max(0, begin - MEAN_BITS + 1)
+            values = self._gear[data[first : begin + _BLOCK]]
+            total = np.zeros(len(values), np.uint16)
+            for back in range(min(MEAN_BITS, len(values))):
+                total[back:] += values[: len(values) - back] << np.uint16(back)
+            places = np.flatnonzero(total == 0) + first + 1
+            chunks.append(places[places > begin])
+        return np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
 
 
 def main() -> None:

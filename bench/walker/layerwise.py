@@ -26,12 +26,12 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerF
 
 from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.compiler.pipeline import compile_checkpoint
-from moec.compiler.preflight.kept_layers import MemoryNeed
 from moec.compiler.preflight.preparation import prepare
+from moec.compiler.preflight.prepared import MemoryNeed
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.request import CompileRequest
 from moec.compiler.request.targets import Target
-from moec.compiler.walker.kept_layers import LARGE_TEXTS, SMALL_TEXTS, resident_bytes
+from moec.compiler.walker.memory import LARGE_TEXTS, SMALL_TEXTS, resident_bytes
 from moec.profiles.loading import load_profile
 from moec.runtime.trace.statistics import peak_memory_bytes
 

@@ -27,7 +27,7 @@ LONGEST_SUFFIX = ".moec-replaced"
 
 if TYPE_CHECKING:
     from moec.compiler.forecast import StageForecast
-    from moec.compiler.request.result import CompileResult, LossCurve
+    from moec.compiler.request.plan import CompileResult, LossCurve
 
 REPORT_SUFFIX = ".report.html"
 """Name of the report next to its bundle: NAME and this."""

@@ -1,34 +1,98 @@
 """Certify a bundle: KL on held-out answers, then the tasks if they are measured (`measures_tasks`).
 
-Its results are compared with those of the unquantized model. `certificates.py` measures one task, or the KL on one
-task's answers.
+The runtime runs the written bundle on items that no other stage uses. Its results are compared with those of the
+unquantized model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from moec.evaluation.data import SplitData
+from moec.evaluation.data import ItemSet, SplitData
 from moec.evaluation.engine import TextEngine
+from moec.evaluation.results import EvaluationResult, finite
+from moec.evaluation.run import compare, evaluate, joined
+from moec.evaluation.statistics import ERROR, DistributionSummary, LossEstimate, Verdict, distribution_summary, judge
+from moec.evaluation.statistics import divergence as token_divergences
+from moec.evaluation.tasks import Item
 from moec.profiles.probe import resident_set_bytes
 
 from ..families import Lowering
 from ..request.options import Talk
 from ..request.plan import plain_plan
 from ..request.ports import LocalEngine
+from ..request.targets import Target
 from ..request.task_data import Shots
 from ..walker.output_head import output_head
-from ..walker.texts import AnswerTexts
+from ..walker.texts import LOGITS_AT_ONCE, AnswerTexts
 from ..workspace.parallel import one_torch_thread
-from .certificates import DivergenceCertificate, TaskCertificate, certify_divergence, certify_task
 from .plan_bundles import UNQUANTIZED, PlanBundles
 
-Certificates = tuple[dict[str, TaskCertificate], dict[str, DivergenceCertificate]]
+LOOKS = (500, 1000, 2000, 4000)
+
+MODES_ITEMS = 500
+"""Held-out items for the measurement of lossy modes, one sequence at a time."""
+LogProbs = Callable[[int, int], np.ndarray]
+"""Gives log probabilities [n, V] of the reference, from one scored token of all answers to another."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCertificate:
+    """One task on held-out items.
+
+    baseline: result of the checkpoint.
+    value: result of the bundle.
+    loss: relative loss, or None if the baseline scores 0.
+    verdict: verdict on the loss, or None if the target is not a loss.
+    divergence: KL and agreement.
+    settings: what differs from the task's own definition, such as the digest of a chat template.
+    """
+
+    baseline: EvaluationResult
+    value: EvaluationResult
+    loss: LossEstimate | None
+    verdict: Verdict | None
+    divergence: DistributionSummary
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the entry of the task in quality.json. Without times, equal bundles have equal reports."""
+        return {
+            "metric": self.value.metric,
+            "n": self.value.n,
+            "baseline": self.baseline.value,
+            "baseline_interval95": [finite(bound) for bound in self.baseline.interval95],
+            "value": finite(self.value.value),
+            "value_interval95": [finite(bound) for bound in self.value.interval95],
+            "other_metrics": {
+                name: {"baseline": self.baseline.other_metrics[name], "value": value}
+                for name, value in self.value.other_metrics.items()
+            },
+            "loss": None if self.loss is None else self.loss.to_json(),
+            "verdict": None if self.verdict is None else self.verdict.to_json(),
+            "kl": self.divergence.to_json(),
+            "data_sha256": self.value.data_sha256,
+            **({"settings": dict(self.settings)} if self.settings else {}),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceCertificate:
+    """KL on one task's held-out answers, for a reference that scores answers and generates none.
+
+    divergence: KL and agreement.
+    items: number of answers.
+    """
+
+    divergence: DistributionSummary
+    items: int
 
 
 def certify(
@@ -38,7 +102,7 @@ def certify(
     states: Mapping[str, Tensor],
     splits: Sequence[SplitData],
     shots: Shots,
-) -> Certificates:
+) -> tuple[dict[str, TaskCertificate], dict[str, DivergenceCertificate]]:
     """Measure the KL of the bundle on each task's held-out answers, then the tasks.
 
     For the tasks the checkpoint answers as well, from a temporary bundle of its own weights. Each of the two runtimes
@@ -88,3 +152,133 @@ def _certify_answers(
             return np.asarray(head.log_probs(states[start:end]).numpy())
 
     return certify_divergence(task, answers, reference, lowering.model.vocab_size, engine, talk)
+
+
+def certify_divergence(
+    task: str,
+    answers: AnswerTexts,
+    reference_log_probs: LogProbs,
+    vocab_size: int,
+    engine: LocalEngine,
+    talk: Talk,
+) -> DivergenceCertificate:
+    """Compare the bundle with the reference on answers.
+
+    Logits of the bundle are compared as they are computed. Of the reference, LOGITS_AT_ONCE are held.
+    """
+    progress, pairs = talk.progress(f"KL on {task}"), answers.pairs
+    compared = _ComparedTokens(answers.counts, reference_log_probs, max(1, LOGITS_AT_ONCE // vocab_size))
+    for first, last in compared.groups():
+
+        def report(done: int, _: int, before: int = first) -> None:
+            progress(before + done, len(pairs))
+
+        engine.force_answers(pairs[first:last], compared.add, report)
+    items = np.repeat(np.arange(len(pairs)), answers.counts)
+    return DivergenceCertificate(distribution_summary(compared.kl, compared.agrees, items), len(pairs))
+
+
+class _ComparedTokens:
+    """KL and agreement of the scored tokens of answers, filled as logits come.
+
+    counts: number of scored tokens of each answer.
+    at_once: maximum number of tokens for which log probabilities of the reference are held.
+    kl: nats of each scored token.
+    agrees: whether the most likely token is the same.
+    """
+
+    def __init__(self, counts: Sequence[int], log_probs: LogProbs, at_once: int) -> None:
+        self._counts, self._log_probs, self._at_once = counts, log_probs, at_once
+        self._next = [0, *itertools.accumulate(counts)]  # of each answer, the first token that is not filled
+        self.kl, self.agrees = np.full(self._next[-1], np.nan), np.zeros(self._next[-1], bool)
+        self._held, self._rows = range(0), np.empty((0, 0), np.float32)
+        self._first, self._tokens = 0, range(0)  # of the present group: its first answer, and all tokens
+
+    def groups(self) -> Iterator[tuple[int, int]]:
+        """Yield consecutive answers whose tokens can be held at once, and longer answers alone, before they are filled.
+
+        Yields the first answer and the one after the last.
+        """
+        first = 0
+        while first < len(self._counts):
+            last, tokens = first + 1, self._counts[first]
+            while last < len(self._counts) and tokens + self._counts[last] <= self._at_once:
+                tokens += self._counts[last]
+                last += 1
+            self._first, self._tokens = first, range(self._next[first], self._next[first] + tokens)
+            yield first, last
+            first = last
+
+    def add(self, index: int, logits: np.ndarray) -> None:
+        """Fill the next tokens of an answer.
+
+        index: of the answer in the present group.
+        logits: of the bundle, [n, V].
+        """
+        answer = self._first + index
+        while len(logits):
+            start = self._next[answer]
+            log_p = self._reference(start)[: len(logits)]
+            end = start + len(log_p)
+            self.kl[start:end], self.agrees[start:end] = token_divergences(log_p, logits[: len(log_p)])
+            self._next[answer], logits = end, logits[len(log_p) :]
+
+    def _reference(self, token: int) -> np.ndarray:
+        """Return log probabilities of the reference from a token on, as many as are held."""
+        if token not in self._held:
+            self._rows = np.empty((0, 0), np.float32)  # freed before the next ones are made
+            start = token - (token - self._tokens.start) % self._at_once
+            self._held = range(start, min(start + self._at_once, self._tokens.stop))
+            self._rows = self._log_probs(self._held.start, self._held.stop)
+        return self._rows[token - self._held.start :]
+
+
+def certify_task(
+    items: ItemSet,
+    shots: tuple[Item, ...],
+    reference: TextEngine,
+    engine: TextEngine,
+    target: Target,
+    talk: Talk,
+    divergence: DistributionSummary,
+    confidence: float | None = None,
+) -> TaskCertificate:
+    """Evaluate both engines, compare item by item, and judge the loss against the target.
+
+    items: items that only the certificate uses.
+    shots: solved examples before each item.
+    divergence: KL and agreement on held-out answers.
+    confidence: confidence of a verdict that may come before the last item, after LOOKS items. Each look has a share of
+        the error. None: one look at all items, at 95 %.
+    """
+    task = items.task
+    counts = look_counts(len(items.items)) if confidence is not None and target.kind == "loss" else [len(items.items)]
+    error = ERROR if confidence is None else round((1 - confidence) / len(counts), 12)
+    # A file may be sorted by subject. So a look is at a sample, and never at the first items of the file.
+    order = list(range(len(items.items))) if len(counts) == 1 else items.order()
+    baselines, values = list[EvaluationResult](), list[EvaluationResult]()
+    placed: list[int] = []
+    for before, count in itertools.pairwise([0, *counts]):
+        positions = sorted(order[before:count])
+        chosen, title = [items.items[at] for at in positions], f"{task.name}, items {before + 1} to {count}"
+        answered = evaluate(task, chosen, reference, shots=shots, progress=talk.progress(f"baseline on {title}"))
+        baselines.append(answered)
+        drafts, progress = [task.continuation(item.prediction) for item in answered.items], talk.progress
+        values.append(
+            evaluate(task, chosen, engine, shots=shots, drafts=drafts, progress=progress(f"bundle on {title}"))
+        )
+        placed += positions
+        looked = [items.items[at] for at in sorted(placed)]
+        baseline, value = (joined(task, looked, results, shots, placed) for results in (baselines, values))
+        # A checkpoint that solves no item has no relative loss, and needs another target. The first items may be hard.
+        is_stated = baseline.value > 0 or (target.kind == "loss" and count == counts[-1])
+        loss = compare(task, baseline, value, error=error) if is_stated else None
+        verdict = judge(loss, target.value) if loss is not None and target.kind == "loss" else None
+        if verdict is not None and (verdict.supported or verdict.refuted):
+            break
+    return TaskCertificate(baseline, value, loss, verdict, divergence, task.settings)
+
+
+def look_counts(items: int) -> list[int]:
+    """Return the numbers of items after which a certificate looks. The last look is at all items."""
+    return [*(count for count in LOOKS if count < items), items]

@@ -21,7 +21,7 @@ from ..request.targets import Target
 from ..search.comparison import Comparison
 from ..sensitivity.sensitivity import SensitivityTable
 from ..sensitivity.trials import Trial
-from .certificates import DivergenceCertificate, TaskCertificate
+from .certify import DivergenceCertificate, TaskCertificate
 
 QUALITY_VERSION = 1
 

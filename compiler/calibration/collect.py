@@ -112,7 +112,6 @@ def count_statistics(
     Raises DataError if no layer of the decoder routes.
     """
     stacks = _stacks(model, texts, counts)
-    counted = count_routes(model, stacks, path_keys)
     layers = [stack.layers for stack in stacks]
     weights = [np.stack([counts[at]["weights"] for at in layer_numbers], axis=1) for layer_numbers in layers]
     grid = np.linspace(0, 1, QUANTILES)
@@ -124,18 +123,11 @@ def count_statistics(
         num_tokens=sum(len(stack.experts) for stack in stacks),
         texts_sha256=texts_digest([*texts.rows, *texts.prompts]),
         seed=seed,
-        popularity=counted.popularity,
-        transitions=counted.transitions,
-        path_keys=counted.paths.keys,
-        path_offsets=counted.paths.offsets,
-        path_experts=counted.paths.experts,
-        path_counts=counted.paths.counts,
+        **count_routes(model, stacks, path_keys),
         router_quantiles=spread(quantiles, layers, model.num_layers),
         lower_half=spread(lower_half, layers, model.num_layers),
         unimportance=unimportance,
         unseen_experts=tuple(key for key in model.expert_keys() if not counts[key.layer]["tokens"][key.expert]),
-        path_report=counted.report,
-        paths_kept=counted.kept,
     )
 
 

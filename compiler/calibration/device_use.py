@@ -8,7 +8,7 @@ Shapes: L layers, E experts of the largest layer, M routed layers of a stack, K 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from moec.manifests.model import ModelSpec
 
 from .activation_paths import PathKeys
 from .collect import ActivationStatistics
-from .stack_routes import RouteCounts, StackRoutes, count_routes, routed_stacks
+from .stack_routes import StackRoutes, count_routes, routed_stacks
 from .tables import Tables
 
 MOST_TOKENS = 1 << 24
@@ -35,7 +35,6 @@ class DeviceUse:
 
     sha256: digest of the file.
     use: its content.
-    model: the model.
     stacks: its routes; empty if it has none.
     """
 
@@ -49,39 +48,14 @@ class DeviceUse:
 
         path_keys: keys of the path tables, see `count_statistics`.
         """
-        used = replace(
-            calibrated, popularity=self.popularity(calibrated.popularity), calibrated=calibrated.calibrated_tokens
-        )
-        counted = self._counted(path_keys)
-        if counted is None:
-            return used
-        paths = counted.paths
-        return replace(
-            used,
-            transitions=counted.transitions,
-            path_keys=paths.keys,
-            path_offsets=paths.offsets,
-            path_experts=paths.experts,
-            path_counts=paths.counts,
-            path_report=counted.report,
-            paths_kept=counted.kept,
-        )
+        counted = {**self._counted(path_keys), "popularity": self.popularity(calibrated.popularity)}
+        return replace(calibrated, **counted, calibrated=calibrated.calibrated_tokens)
 
     def tables(self, path_keys: PathKeys) -> Tables:
         """Return the tables of a compile without data. They have no router scores."""
-        counted, plain = self._counted(path_keys), Tables.empty(self.model)
-        plain = replace(plain, popularity=self.popularity(None))
-        if counted is None:
-            return plain
-        paths = counted.paths
-        return replace(
-            plain,
-            transitions=counted.transitions,
-            path_keys=paths.keys,
-            path_offsets=paths.offsets,
-            path_experts=paths.experts,
-            path_counts=paths.counts,
-        )
+        counted = {**self._counted(path_keys), "popularity": self.popularity(None)}
+        plain = Tables.empty(self.model)
+        return replace(plain, **{field.name: counted[field.name] for field in fields(plain) if field.name in counted})
 
     def popularity(self, calibrated: NDArray[np.integer] | None) -> NDArray[np.uint32]:
         """Return the tokens of each expert, uint32 [L, E]. A row of a routed layer sums to K times its tokens.
@@ -101,9 +75,9 @@ class DeviceUse:
             counts[layer, :count] = np.rint(rates * min(tokens, MOST_TOKENS)).astype(np.uint32)
         return counts
 
-    def _counted(self, path_keys: PathKeys) -> RouteCounts | None:
-        """Return the counts over the routes; None without routes."""
-        return count_routes(self.model, self.stacks, path_keys) if self.stacks else None
+    def _counted(self, path_keys: PathKeys) -> dict[str, Any]:
+        """Return the counts over the routes, by their names in the statistics; none without routes."""
+        return count_routes(self.model, self.stacks, path_keys) if self.stacks else {}
 
     def to_json(self) -> dict[str, Any]:
         """Return what quality.json says of it."""

@@ -18,7 +18,6 @@ from moec.manifests.model import ModelSpec
 from .activation_paths import (
     PathDictionary,
     PathKeys,
-    PathReport,
     count_path_sets,
     count_paths,
     count_popularity,
@@ -43,24 +42,6 @@ class StackRoutes:
     held_out: NDArray[np.bool_]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class RouteCounts:
-    """Counts over the routes of all stacks.
-
-    popularity: uint32 [L, E], tokens of each expert.
-    transitions: uint32 [L-1, E, E], from a routed layer to the next routed layer of its stack.
-    paths: successors of observed paths.
-    report: quality of predictions from paths in the decoder.
-    kept: `pairs` or `sets` if the report decided which keys are kept; empty if it did not.
-    """
-
-    popularity: NDArray[np.uint32]
-    transitions: NDArray[np.uint32]
-    paths: PathDictionary
-    report: PathReport
-    kept: str
-
-
 def routed_stacks(model: ModelSpec) -> list[list[int]]:
     """Return the routed layers of the encoder, if it has any, and of the decoder, if it has any."""
     first = model.first_decoder_layer
@@ -68,8 +49,10 @@ def routed_stacks(model: ModelSpec) -> list[list[int]]:
     return [layers for layers in stacks if layers]
 
 
-def count_routes(model: ModelSpec, stacks: Sequence[StackRoutes], path_keys: PathKeys) -> RouteCounts:
-    """Count routes. The path report covers the decoder alone, the last stack, whose routes are predicted.
+def count_routes(model: ModelSpec, stacks: Sequence[StackRoutes], path_keys: PathKeys) -> dict[str, Any]:
+    """Count the routes of all stacks. Return fields of ActivationStatistics.
+
+    The path report covers the decoder alone, the last stack, whose routes are predicted.
 
     path_keys: `best`: the path report chooses the keys of the paths. Without held-out tokens they are pairs.
     """
@@ -81,13 +64,17 @@ def count_routes(model: ModelSpec, stacks: Sequence[StackRoutes], path_keys: Pat
     layers, starts = [stack.layers for stack in stacks], [stack.layers[:-1] for stack in stacks]
     popularity = [count_popularity(stack.experts, experts) for stack in stacks]
     transitions = [count_transitions(stack.experts, experts) for stack in stacks]
-    return RouteCounts(
-        popularity=spread(popularity, layers, model.num_layers),
-        transitions=spread(transitions, starts, model.num_layers - 1),
-        paths=_paths(stacks, experts, has_sets),
-        report=report,
-        kept="" if not decides else "sets" if has_sets else "pairs",
-    )
+    paths = _paths(stacks, experts, has_sets)
+    return {
+        "popularity": spread(popularity, layers, model.num_layers),
+        "transitions": spread(transitions, starts, model.num_layers - 1),
+        "path_keys": paths.keys,
+        "path_offsets": paths.offsets,
+        "path_experts": paths.experts,
+        "path_counts": paths.counts,
+        "path_report": report,
+        "paths_kept": "" if not decides else "sets" if has_sets else "pairs",
+    }
 
 
 def _paths(stacks: Sequence[StackRoutes], experts: int, has_sets: bool) -> PathDictionary:

@@ -10,12 +10,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from . import packed_weights
 from .packed_weights import DEFAULT_BLOCK, LayoutError, PackedWeight
+from .weight_files import TensorRef
 
 METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
 """Values of `quant_method` whose weights are decoded."""
@@ -32,20 +33,6 @@ _WORDS = frozenset({"qweight", "qzeros", "weight_packed"})
 """Parts that are 32-bit words of codes."""
 _SCALES = ("weight_scale_inv", "weight_scale")
 _FLOATS = ("F8_E4M3", "F8_E5M2")
-
-
-class Ref(Protocol):
-    """A tensor on disk."""
-
-    @property
-    def dtype(self) -> str:
-        """Its type as the file names it."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +54,9 @@ class PackedTensors:
         return ", ".join(sorted(counts, key=lambda name: (-counts[name], name)))
 
 
-def find_packed(tensors: Mapping[str, Ref], config: Mapping[str, Any], read: Callable[[str], Tensor]) -> PackedTensors:
+def find_packed(
+    tensors: Mapping[str, TensorRef], config: Mapping[str, Any], read: Callable[[str], Tensor]
+) -> PackedTensors:
     """Return the quantized weights among the tensors of a checkpoint.
 
     config: `quantization_config` of config.json.
@@ -116,7 +105,7 @@ def _is_less_one(weights: Mapping[str, PackedWeight], config: Mapping[str, Any],
 
 
 def _weight(
-    names: Mapping[str, str], tensors: Mapping[str, Ref], config: Mapping[str, Any], read: Callable[[str], Tensor]
+    names: Mapping[str, str], tensors: Mapping[str, TensorRef], config: Mapping[str, Any], read: Callable[[str], Tensor]
 ) -> PackedWeight | None:
     """Return the quantized weight of a module, or None if it has none."""
     shapes = {suffix: tensors[name].shape for suffix, name in names.items()}
@@ -152,7 +141,7 @@ def _weight(
     return packed_weights.scaled(stored_names, {**shapes, "scale": shapes[scale]}, _block(config), kind, dtype == "I8")
 
 
-def _mxfp4(names: Mapping[str, str], tensors: Mapping[str, Ref]) -> PackedWeight:
+def _mxfp4(names: Mapping[str, str], tensors: Mapping[str, TensorRef]) -> PackedWeight:
     """Return a weight of 4-bit floats. Raises LayoutError for other layouts of bytes, NVFP4 among them."""
     stored_names = {suffix: names[suffix] for suffix in ("weight_packed", "weight_scale") if suffix in names}
     scale_type = tensors[stored_names["weight_scale"]].dtype if "weight_scale" in stored_names else "none"

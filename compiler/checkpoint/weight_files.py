@@ -31,7 +31,6 @@ class TensorRef:
 
     file: its file in the folder.
     dtype: the name of its type in the file.
-    shape: its shape.
     offset_bytes, size_bytes: its place in the file.
     """
 

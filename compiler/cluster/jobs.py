@@ -21,7 +21,7 @@ from ..quantization.layer_quantizer import ExpertQuantizer
 from ..quantization.own_codes import exact_matrices
 from ..quantization.packing import unpack
 from ..workspace.parallel import workers
-from .wire import BundleFiles, Handle, PlainMatrix, to_plain
+from .site import BundleFiles, Handle, PlainMatrix, to_plain
 
 if TYPE_CHECKING:
     from ..sensitivity.answer_walk import AnswerMeasures

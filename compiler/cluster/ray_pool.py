@@ -25,8 +25,7 @@ from moec.manifests.errors import DoesNotFit, ExecutionError, MissingDependency,
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..request.options import Talk
 from ..request.ports import OpenRuntime
-from .site import Site, checkpoint_identity
-from .wire import Handle
+from .site import Handle, Site, checkpoint_identity
 
 RESTARTS = 8
 """How often a worker is started again before the compile is given up. Its jobs are tried as often as it takes: while

@@ -30,7 +30,7 @@ from ..walker.texts import AnswerTexts, text_batches
 from ..workspace.parallel import in_parts
 from .jobs import BundleGenerations, BundleScores, MeasureTexts, PriceExperts, QuantizeExperts
 from .ray_pool import Job, Pool
-from .wire import BundleFiles, Handle, from_plain, to_plain
+from .site import BundleFiles, Handle, from_plain, to_plain
 
 _ITEMS_PER_BUNDLE_JOB = 64
 _PIECE_BYTES = 64 << 20

@@ -6,9 +6,13 @@ import contextlib
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from moec.evaluation.engine import TextEngine, no_progress
 from moec.manifests.codec import canonical_json
@@ -17,9 +21,9 @@ from moec.manifests.model import UnitKey
 
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..families import Lowering, lower
+from ..quantization.quantized import QuantizedMatrix
 from ..request.ports import OpenRuntime
 from ..workspace.durable import disk_errors
-from .wire import BundleFiles, Handle, from_plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +32,37 @@ if TYPE_CHECKING:
     from ..walker.loaded_layer import LoadedLayer, Replaced
 
 _SAMPLE_BYTES = 1 << 16
+Handle = Any
+"""Names an object that the cluster holds; `Site.fetch` gives it. Equal handles name the same object."""
+PlainMatrix = tuple[Any, ...]
+"""A QuantizedMatrix on its way: its fields in order, arrays for tensors."""
+
+
+def to_plain(matrix: QuantizedMatrix) -> PlainMatrix:
+    """Fields of a matrix, each array with its own memory: a pickled view of a batch would carry all of the batch."""
+    values = (getattr(matrix, item.name) for item in fields(matrix))
+    return tuple(value.contiguous().numpy().copy() if isinstance(value, torch.Tensor) else value for value in values)
+
+
+def from_plain(values: PlainMatrix) -> QuantizedMatrix:
+    """The inverse of `to_plain`."""
+    fields_again: list[Any] = [torch.tensor(value) if isinstance(value, np.ndarray) else value for value in values]
+    return QuantizedMatrix(*fields_again)
+
+
+@dataclass(frozen=True, slots=True)
+class BundleFiles:
+    """An unpublished bundle on its way to workers.
+
+    digest: name of the bundle.
+    files: file name -> handles of its pieces, in order.
+    share: share of a node's memory for the runtime on it. The runtime then stays open until it is closed. 0: the free
+        memory, until another bundle is needed.
+    """
+
+    digest: str
+    files: Mapping[str, Sequence[Handle]]
+    share: float = 0.0
 
 
 def checkpoint_identity(checkpoint: Checkpoint) -> str:

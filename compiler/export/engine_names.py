@@ -108,7 +108,6 @@ def mlx_dense(model: ModelSpec, group: str) -> list[str]:
 def gptqmodel_experts(family: str, layer: int, projection: str, experts: Sequence[int], count: int) -> str:
     """Return a regular expression of one projection of some experts of a layer.
 
-    experts: the experts.
     count: number of experts of the layer.
     """
     pattern, projections = _GPTQMODEL_EXPERTS[family]

@@ -1,6 +1,7 @@
 """Model families: how each checkpoint names its weights and settings. No other package depends on these names.
 
-A family is one module. FAMILIES lists it by the `model_type` of config.json.
+A family is one module. FAMILIES lists it by the `model_type` of config.json. Tensor names that a module does not list
+are in `decoder_weights.py`; settings shared by families are in `decoder.py`.
 """
 
 from __future__ import annotations

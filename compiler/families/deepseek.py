@@ -3,7 +3,6 @@
 V2 scores by softmax. V3 scores by sigmoid, with a correction that balances experts.
 Source: transformers, models/deepseek_v2 and models/deepseek_v3; DeepSeek-V2, sections 2.1 and 2.2; DeepSeek-V3,
 section 2.1.2.
-Tensor names that are not listed here are in `decoder_weights.py`; settings shared by families are in `decoder.py`.
 """
 
 from __future__ import annotations

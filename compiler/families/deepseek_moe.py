@@ -2,7 +2,6 @@
 
 Source: DeepSeekMoE, sections 3.1 and 3.2; the configuration published with deepseek-moe-16b. docs/families.md lists
 the facts that come from other implementations.
-Tensor names that are not listed here are in `decoder_weights.py`; settings shared by families are in `decoder.py`.
 """
 
 from __future__ import annotations

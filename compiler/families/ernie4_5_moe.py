@@ -1,7 +1,6 @@
 """Ernie 4.5 MoE: interleaved rotary pairs, plain layers around routed ones, shared experts, corrected softmax.
 
 Source: transformers, models/ernie4_5_moe/modeling_ernie4_5_moe.py and configuration_ernie4_5_moe.py.
-Tensor names that are not listed here are in `decoder_weights.py`; settings shared by families are in `decoder.py`.
 """
 
 from __future__ import annotations

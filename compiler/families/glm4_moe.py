@@ -1,7 +1,6 @@
 """GLM-4-MoE: half of each head rotates, plain layers first, a shared expert, routing as in DeepSeek-V3.
 
 Source: transformers, models/glm4_moe/modeling_glm4_moe.py and configuration_glm4_moe.py.
-Tensor names that are not listed here are in `decoder_weights.py`; settings shared by families are in `decoder.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """gpt-oss: attention sinks, windows in every second layer, biases everywhere, clamped and transposed experts.
 
 Source: transformers, models/gpt_oss/modeling_gpt_oss.py and configuration_gpt_oss.py; gpt-oss model card, section 2.
-Tensor names that are not listed here are in `decoder_weights.py`; settings shared by families are in `decoder.py`.
 """
 
 from __future__ import annotations

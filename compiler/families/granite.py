@@ -1,7 +1,6 @@
 """GraniteMoE: softmax over the chosen experts, stacked experts on disk, multipliers of embeddings and residuals.
 
 Source: transformers, models/granitemoe/modeling_granitemoe.py and conversion_mapping.py.
-Tensor names that are not listed here are in `decoder_weights.py`; settings shared by families are in `decoder.py`.
 """
 
 from __future__ import annotations

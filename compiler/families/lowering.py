@@ -44,7 +44,6 @@ class HeadPart:
 class TensorSource:
     """The place of one weight on disk.
 
-    name: the tensor.
     shape: the shape that the tensor must have on disk.
     index: the matrix in a stack [E, ., .], or None without a stack.
     rows: start and stop in that matrix, or None for all rows.

@@ -1,7 +1,6 @@
 """MiniCPM-MoE: Llama's attention, Mixtral's experts, scales of embeddings, residuals and logits.
 
 Source: MiniCPM, section 3 and appendix A.1. docs/families.md lists the facts that come from other implementations.
-Tensor names that are not listed here are in `decoder_weights.py`; settings shared by families are in `decoder.py`.
 """
 
 from __future__ import annotations

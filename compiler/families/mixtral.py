@@ -1,7 +1,6 @@
 """Mixtral: softmax router over all experts, top-k renormalised.
 
 Source: transformers, models/mixtral/modeling_mixtral.py and conversion_mapping.py.
-Tensor names that are not listed here are in `decoder_weights.py`; settings shared by families are in `decoder.py`.
 """
 
 from __future__ import annotations

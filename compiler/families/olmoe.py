@@ -1,7 +1,6 @@
 """OLMoE: queries and keys normed over their full width, softmax router over all experts, top-k not renormalised.
 
 Source: transformers, models/olmoe/modeling_olmoe.py; OLMoE: Open Mixture-of-Experts Language Models, section 2.
-Tensor names that are not listed here are in `decoder_weights.py`; settings shared by families are in `decoder.py`.
 """
 
 from __future__ import annotations

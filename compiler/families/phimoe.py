@@ -1,7 +1,6 @@
 """Phi-3.5-MoE: layer norms, routing by sparsemixer, biases, rotary embeddings with a short and a long form.
 
 Source: transformers, models/phimoe/modeling_phimoe.py and conversion_mapping.py; GRIN, SparseMixer-v2.
-Tensor names that are not listed here are in `decoder_weights.py`; settings shared by families are in `decoder.py`.
 """
 
 from __future__ import annotations

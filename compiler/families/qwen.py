@@ -3,7 +3,6 @@
 Qwen2 adds biases of queries, keys and values, and a shared expert with its own gate.
 Qwen3 norms each head of queries and keys.
 Source: transformers, models/qwen2_moe and models/qwen3_moe.
-Tensor names that are not listed here are in `decoder_weights.py`; settings shared by families are in `decoder.py`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.model import ModelSpec
 
 from ..checkpoint.tokenizer import load_tokenizer
-from ..lookahead.linear_maps import (
+from ..linear_maps import (
     HELD_OUT,
     MAX_AHEAD,
     can_learn,
@@ -21,9 +21,8 @@ from ..lookahead.linear_maps import (
 from ..preflight.prepared import Prepared
 from ..request.ports import MeasureModes, ModesWork
 from ..search.comparison_budget import active_weights
-from ..stages.lookahead import sample_bytes, sample_texts
-from ..walker.kept_layers import resident_bytes
-from ..walker.memory import all_weights, certifying_bytes, expert_weights
+from ..stages.learning import sample_bytes, sample_texts
+from ..walker.memory import all_weights, certifying_bytes, expert_weights, resident_bytes
 from .answers import count_mode_answers
 from .rates import DiskRates, LayerRates
 from .stages import StageForecast, layer_scales
@@ -89,12 +88,12 @@ def _modes(
     model = prepared.lowering.model
     if not work.settings:
         return []
-    answers = count_mode_answers(prepared, work)
+    items, prompts, read, decoded = count_mode_answers(prepared, work)
     missed = (1 - work.cached_share) * bundle_bytes * disk.digested_byte
-    seconds = answers.read * rates.token * sum(layer_scales(model, rates.layer)) + answers.prompts * missed
+    seconds = read * rates.token * sum(layer_scales(model, rates.layer)) + prompts * missed
     moved = bundle_bytes * active_weights(model) / all_weights(model) * rates.memory_byte
-    seconds += answers.decoded * max(moved, missed * _share_of_chosen(model))
-    text = f"at most {work.settings} settings on {answers.items:,} items, token by token"
+    seconds += decoded * max(moved, missed * _share_of_chosen(model))
+    text = f"at most {work.settings} settings on {items:,} items, token by token"
     logits = min(work.kept_logits, work.divergence_items * work.divergence_tokens * model.vocab_size)
     memory = _runtime_bytes(prepared) + _FLOAT * logits
     return [StageForecast("measuring lossy modes", work.settings * seconds, memory, disk_bytes, text)]

@@ -9,7 +9,7 @@ from moec.evaluation.data import SplitData
 from moec.evaluation.tasks import Item
 from moec.evaluation.text_pairs import TokenPair, encode_pairs
 
-from ..bundle.certificates import MODES_ITEMS
+from ..bundle.certify import MODES_ITEMS
 from ..checkpoint.tokenizer import load_tokenizer
 from ..preflight.prepared import Prepared
 from ..request.ports import ModesWork
@@ -46,39 +46,23 @@ def count_answers(prepared: Prepared) -> tuple[AnswerTokens, AnswerTokens]:
     return validation, test
 
 
-@dataclass(frozen=True, slots=True)
-class ModeTokens:
-    """Tokens of one setting of lossy modes, which decodes one sequence at a time.
+def count_mode_answers(prepared: Prepared, work: ModesWork) -> tuple[int, float, float, float]:
+    """Return the items, prompts, prompt tokens and answer tokens of one setting of lossy modes.
 
-    items: items that are measured.
-    prompts: prompts that pass through the model.
-    read: their tokens.
-    decoded: tokens of given answers, or of generated ones that are as long as the data's.
+    Items are those of the first task, those with a KL, and the timed prompts. Answers are as long as the data's.
     """
-
-    items: int
-    prompts: float
-    read: float
-    decoded: float
-
-
-def count_mode_answers(prepared: Prepared, work: ModesWork) -> ModeTokens:
-    """Return the tokens of the items of the first task, of those with a KL, and of the timed prompts."""
     split = prepared.splits[0]
     items = split.test.sample(MODES_ITEMS, prepared.options.seed)
     sample = items[:SAMPLE_ITEMS]
     right, given = _encoded(prepared, split, sample, prepared.shots[split.task.name])
-    scale, with_divergence, timed = (
-        len(items) / max(len(sample), 1),
-        right[: work.divergence_items],
-        right[: work.timed_prompts],
-    )
+    scale = len(items) / max(len(sample), 1)
+    with_divergence, timed = right[: work.divergence_items], right[: work.timed_prompts]
     read = scale * sum(len(prompt) for prompt, _ in given) + sum(
         len(prompt) for prompt, _ in (*with_divergence, *timed)
     )
     decoded = scale * sum(len(answer) for _, answer in given)
     decoded += sum(min(len(answer), work.divergence_tokens) + 1 for _, answer in with_divergence)
-    return ModeTokens(len(items), scale * len(given) + len(with_divergence) + len(timed), read, decoded)
+    return len(items), scale * len(given) + len(with_divergence) + len(timed), read, decoded
 
 
 def _encoded(

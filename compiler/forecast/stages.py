@@ -17,10 +17,9 @@ from moec.manifests.quant import EXPERT_ALIGNMENT_BYTES, QuantSpec
 from moec.manifests.runtime_limits import ANSWER_SLOTS, MAX_PASS_TOKENS
 
 from ..checkpoint.checkpoint import DIGESTS_AT_ONCE
-from ..lookahead.linear_maps import can_learn, learned_weights
-from ..preflight.kept_layers import MemoryNeed, may_compare, measures_tasks
+from ..linear_maps import can_learn, learned_weights
 from ..preflight.preflight import reachable_bytes
-from ..preflight.prepared import Prepared
+from ..preflight.prepared import MemoryNeed, Prepared, may_compare, measures_tasks
 from ..request.options import UNIFORM_DENSE_BITS
 from ..request.uniform import uniform_spec
 from ..search.bisect import MAX_KL
@@ -39,16 +38,16 @@ from ..search.swaps import SWAPS
 from ..sensitivity.exact import EXACT_ITEMS
 from ..sensitivity.fisher import asks_gradients
 from ..stages.encode_texts import CompileTexts
-from ..walker.kept_layers import resident_bytes
-from ..walker.limits import SKETCHES
 from ..walker.memory import (
     COMPILE_PROCESS_BYTES,
     all_weights,
     gradients_bytes,
     layer_weights,
+    resident_bytes,
     sweep_bytes,
     variant_count,
 )
+from ..walker.texts import SKETCHES
 from .answers import count_answers
 from .rates import DiskRates, ExpertRates, LayerRates
 

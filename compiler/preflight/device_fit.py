@@ -16,9 +16,9 @@ from moec.profiles.memory_floor import FixedMemory, kv_bytes, process_bytes, scr
 from moec.profiles.predict import default_objective, expected_misses, predicted_tpot_ns, recommended_cache_bytes
 
 from ..families import Lowering
-from ..request.objective import Objective, reads_decide
 from ..request.options import UNIFORM_GROUP_SIZE, CompileOptions
 from ..request.plan import CompilePlan, plain_plan
+from ..request.targets import Objective, reads_decide
 from ..sensitivity.sensitivity import dense_formats
 
 

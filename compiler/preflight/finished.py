@@ -21,9 +21,8 @@ from moec.profiles.device_json import encode_device
 
 from ..bundle.emit import producer
 from ..calibration.collect import training_digest
-from ..request.plan import CompilePlan
+from ..request.plan import CompilePlan, CompileResult
 from ..request.request import CompileRequest
-from ..request.result import CompileResult
 from ..workspace.journal import Journal
 from ..workspace.work_folder import certified_stage, forget
 from .prepared import Prepared

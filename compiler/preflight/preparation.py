@@ -27,12 +27,11 @@ from ..request.request import CompileRequest
 from ..request.task_data import fit_splits, load_task_data
 from ..search.pruning import prunes
 from ..sensitivity.fisher import asks_gradients
-from ..walker.kept_layers import fitting_layers, resident_bytes
+from ..walker.memory import fitting_layers, resident_bytes
 from ..walker.torch_device import find_device
 from .device_fit import smallest_plan, summarise_device
-from .kept_layers import MemoryNeed, choose_kept_layers
 from .preflight import preflight
-from .prepared import Prepared
+from .prepared import MemoryNeed, Prepared, choose_kept_layers
 
 
 def prepare(request: CompileRequest, like: Prepared | None = None) -> Prepared:

@@ -45,7 +45,6 @@ Moments = tuple[Tensor, Tensor]
 class ExpertQuantizer:
     """The way in which every expert of a layer is quantized.
 
-    quantizer: name of the quantizer.
     specs: formats below 16 bits. A projection gets each format that fits it.
     """
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moec.manifests.model import ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 
 from ..families.lowering import Lowering
-from .output_error import output_error
 from .own_codes import unit_matrix
 from .packing import pack
 from .quantized import QuantizedMatrix, left_out
@@ -124,3 +124,31 @@ class UnitStore:
                 total += float((rows - piece.dequantize()).square().sum(dtype=torch.float64))
             self._dense_errors[(name, spec)] = total
         return self._dense_errors[(name, spec)]
+
+
+def output_error(weight: Tensor, quantized_weight: Tensor, second_moment: Tensor | None) -> Tensor:
+    """Return trace(D H D^T) with D = weight - quantized_weight, in the unit of the outputs squared, float32 [...].
+
+    Let x be the inputs, g their router weights, H = sum of g^2 x x^T. It is the squared error of g D x over all inputs.
+    Source: Optimal Brain Compression, section 3 (the layer-wise problem), with inputs weighted by routing.
+
+    weight, quantized_weight: [..., N, K].
+    second_moment: [..., K, K] symmetric, or None for the identity.
+    """
+    return row_errors(weight, quantized_weight, second_moment).sum(-1)
+
+
+def row_errors(weight: Tensor, quantized_weight: Tensor, second_moment: Tensor | None) -> Tensor:
+    """Return the part of each output row in `output_error`, float32 [..., N], never below 0."""
+    difference = weight.float() - quantized_weight.float()
+    if second_moment is None:
+        return difference.square().sum(-1)
+    weighted = torch.matmul(difference, second_moment.float())
+    return weighted.mul_(difference).sum(-1).clamp_min_(0.0)
+
+
+def relative_output_error(weight: Tensor, quantized_weight: Tensor, second_moment: Tensor | None) -> Tensor:
+    """Return sqrt(trace(D H D^T) / trace(W H W^T)), float32 [...]: error over the outputs' norm, 0 for W = 0."""
+    error = output_error(weight, quantized_weight, second_moment)
+    size = output_error(weight, torch.zeros_like(weight), second_moment)
+    return torch.where(size > 0, error / size, torch.zeros_like(size)).sqrt()

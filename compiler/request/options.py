@@ -24,9 +24,8 @@ from moec.manifests.quant import (
 
 from ..calibration.activation_paths import DEFAULT_PATH_KEYS, PathKeys
 from ..quantization.quantizers import PACKAGES, QUANTIZERS, WITH_MOMENTS, can_make
-from .objective import OBJECTIVES, Objective
-from .result import CompileResult
-from .targets import Target, require_data
+from .plan import CompileResult
+from .targets import OBJECTIVES, Objective, Target, require_data
 
 Sensitivity = Literal["exact", "fisher", "proxy", "auto"]
 Search = Literal["knapsack", "edgemoe", "edgemoe-popularity"]

@@ -1,12 +1,17 @@
-"""CompilePlan: the result of the search and the input of emit. Pure data; plan-only mode prints it."""
+"""CompilePlan: the result of the search and the input of emit; and what a compile returns. Pure data."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from moec.manifests.bundle import unit_offsets
+import numpy as np
+
+from moec.evaluation.statistics import LossEstimate
+from moec.manifests.bundle import DeviceSummary, unit_offsets
 from moec.manifests.errors import PlanError
 from moec.manifests.model import ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
@@ -114,3 +119,56 @@ def with_low_versions(plan: CompilePlan, spec: QuantSpec, store: UnitStore | Non
             "leave it out, or take fewer bits",
         )
     return replace(plan, low_units=low)
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """One loss of a sweep.
+
+    target: the relative loss.
+    plan: the plan that keeps it, or None if no plan does.
+    losses: losses of the plan on validation items, per task.
+    kl: mean KL of the plan on validation items, nats per token.
+    baselines: expert bytes of the best plan of each kind at the same loss, None where no plan keeps it.
+    """
+
+    target: float
+    plan: CompilePlan | None
+    losses: Mapping[str, LossEstimate]
+    kl: float | None
+    baselines: Mapping[str, int | None]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        plan = self.plan
+        return {
+            "target": self.target,
+            "expert_packed_bytes": None if plan is None else plan.expert_packed_bytes,
+            "dense_packed_bytes": None if plan is None else plan.dense_packed_bytes,
+            "bits_per_weight": None if plan is None else plan.bits_per_weight,
+            "losses": {task: estimate.to_json() for task, estimate in self.losses.items()},
+            "kl": self.kl,
+            "baselines": dict(self.baselines),
+        }
+
+
+LossCurve = tuple[CurvePoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompileResult:
+    """The result of a compile.
+
+    path: the bundle, or None after a plan-only run.
+    quality: content of quality.json.
+    curve: points of a sweep, or None.
+    popularity: tokens of each expert, on devices or else in calibration, per layer; or None.
+    device: the device entry of the bundle's manifest, or None after a plan-only run.
+    """
+
+    path: Path | None
+    plan: CompilePlan
+    quality: dict[str, Any]
+    curve: LossCurve | None = None
+    popularity: np.ndarray | None = None
+    device: DeviceSummary | None = None

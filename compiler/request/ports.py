@@ -82,7 +82,6 @@ class UnpublishedBundle:
     """The bundle and items on which lossy modes are measured.
 
     path: folder of the bundle.
-    task: the task.
     items: items to measure.
     shots: solved examples.
     deciles: quality.unimportance_deciles.

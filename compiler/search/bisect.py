@@ -1,7 +1,7 @@
 """The search: predictions propose plans, measurements decide.
 
 The knapsack gives a plan for a predicted loss in milliseconds. Its real loss is measured. The budget moves until the
-measured value meets the target: a KL (kl_bisection.py), or the loss of generated answers (loss_search.py). In between,
+measured value meets the target: a KL (bracket.py), or the loss of generated answers (loss_search.py). In between,
 cheap measurements of plans at equal cost correct the predictions (swaps.py).
 """
 
@@ -17,9 +17,8 @@ from moec.manifests.errors import TargetUnreachable
 from ..request.plan import CompilePlan
 from ..request.targets import Target
 from ..sensitivity.trials import Trials
-from .boundary import Boundaries, Boundary, Ended, corrected_space
-from .bracket import AIM, choice_within, largest_budget, most_precise, predicted_at
-from .kl_bisection import KlLimit, least_within
+from .boundary import Boundaries, Boundary, corrected_space
+from .bracket import AIM, Found, KlLimit, choice_within, largest_budget, least_within, most_precise, predicted_at
 from .knapsack import least_loss
 from .loss_search import LossSearch
 from .space import SearchSpace
@@ -47,12 +46,12 @@ def search(
     if target.kind in ("loss", "kl"):
         known = None if boundaries is None else boundaries.of_another(space, target)
         if target.kind == "loss":
-            ended = LossSearch(space, trials, target.value, note).run(swaps, known)
+            found, ended = LossSearch(space, trials, target.value, note).run(swaps, known)
         else:
-            ended = _search_kl(space, trials, target.value, note, swaps, known)
+            found, ended = _search_kl(space, trials, target.value, note, swaps, known)
         if boundaries is not None and known is None:
             boundaries.keep(space, target, ended)
-        return ended.found.plan
+        return found.plan
     weights = space.plain.expert_weights
     budget = target.value if target.kind == "size" else target.value * weights / 8
     table = space.size_table()
@@ -91,8 +90,8 @@ def _each_once(note: Note) -> Note:
 
 def _search_kl(
     space: SearchSpace, trials: Trials, target: float, note: Note, swaps: Swaps, known: Boundary | None
-) -> Ended:
-    """Return the plan of least cost whose `divergence_bound` is at most the target."""
+) -> tuple[Found, Boundary]:
+    """Return the plan of least cost whose `divergence_bound` is at most the target, and the end of the search."""
     limit, plain = KlLimit(target, divergence_bound, MAX_KL), np.ones(space.num_factors)
 
     def report(plan: CompilePlan, summary: DistributionSummary, is_kept: bool) -> None:
@@ -108,9 +107,11 @@ def _search_kl(
     first = least_within(space, trials, limit, target, report)
     if first is None:
         precise = most_precise(space, judged, f"KL {target:g} nats per token")
-        return Ended(precise, target, (), plain)
+        return precise, Boundary(target, precise.predicted, (), plain)
     if known is not None or first.predicted >= largest_budget(space):
-        return Ended(first, target, (), plain)  # swaps were made for another device, or no plan is cheaper
+        return first, Boundary(
+            target, first.predicted, (), plain
+        )  # swaps were made for another device, or no plan is cheaper
     cost = first.cost
     better = swaps.corrected(space, trials, lambda tried: tried.plan(choice_within(tried.table, cost)))
     second = None
@@ -118,7 +119,7 @@ def _search_kl(
         budget = predicted_at(better.space, cost) * AIM / better.gain
         second = least_within(better.space, trials, limit, budget, report, first.exponent)
     cheaper = first if second is None or second.cost >= first.cost else second
-    return Ended(cheaper, target, (), better.factors)
+    return cheaper, Boundary(target, cheaper.predicted, (), better.factors)
 
 
 def _kl_text(summary: DistributionSummary, target: float) -> str:

@@ -19,30 +19,14 @@ from moec.manifests.files.strict_json import load_strict_json
 from ..request.targets import Target
 from ..sensitivity.trials import Trials
 from ..workspace.journal import Journal
-from .bracket import Found, choice_within, least_plan
+from .bracket import choice_within, least_plan
 from .loss_by_kl import MeasuredPlan, measured_plans
 from .space import SearchSpace
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """The end of a search.
-
-    found: the plan that it took.
-    kl: the KL at which the target is used up, nats per token.
-    measured: plans whose answers were measured.
-    factors: corrections by swaps, [num_factors].
-    """
-
-    found: Found
-    kl: float
-    measured: Sequence[MeasuredPlan]
-    factors: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
 class Boundary:
-    """The knowledge of an earlier search.
+    """The end of a search, as far as it helps another one.
 
     kl: the KL at which the target is used up, nats per token.
     predicted: the predicted loss of the plan that it took. Predictions are equal for all devices.
@@ -75,7 +59,7 @@ class Boundaries:
                 return Boundary(plain["kl"], plain["predicted"], measured, factors)
         return None
 
-    def keep(self, space: SearchSpace, target: Target, ended: Ended) -> None:
+    def keep(self, space: SearchSpace, target: Target, ended: Boundary) -> None:
         """Store the end of a search, once for the same costs."""
         stored, digest = self._stored(target), _costs_digest(space)
         if any(plain["costs"] == digest for plain in stored):
@@ -83,7 +67,7 @@ class Boundaries:
         plain = {
             "costs": digest,
             "kl": ended.kl,
-            "predicted": ended.found.predicted,
+            "predicted": ended.predicted,
             "measured": [plan.to_json() for plan in ended.measured],
             "factors": ended.factors.tolist(),
         }

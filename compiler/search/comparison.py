@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,7 +31,6 @@ EVERY = frozenset(BY_USE)
 class Comparison:
     """Results of the baselines.
 
-    plan: the plan.
     plan_kl: mean KL of the plan on the items of the trials, for comparison at equal KL.
     uniform, published, edgemoe: results, or None for a baseline that was left out.
     by_size: the target is in bytes, so all plans have about the same size and the gain is in the KL.
@@ -129,13 +129,15 @@ def compare_with_baselines(
     target: Target,
     talk: Talk,
     chosen: Collection[str] = EVERY,
+    is_result: bool = True,
 ) -> Comparison:
     """Measure the best uniform format and EdgeMoE's search, as published and with moec's quantizer.
 
     chosen: names of the baselines to measure. EdgeMoE's search needs the best uniform format first.
+    is_result: whether to measure the KL of the plan. Otherwise it is NaN, and the plan only tells dense formats.
     """
     specs = store.held_by_all(specs)
-    plan_kl = trials.kl(plan, "plan").mean
+    plan_kl = trials.kl(plan, "plan").mean if is_result else math.nan
     size = budget_bytes(plan, target)
     by_size = is_in_bytes(target)
     if UNIFORM not in chosen:

@@ -11,8 +11,7 @@ from moec.manifests.errors import TargetUnreachable
 from moec.manifests.quant import QuantSpec
 
 from ..quantization.unit_store import UnitStore
-from ..request.plan import CompilePlan
-from ..request.result import CurvePoint, LossCurve
+from ..request.plan import CompilePlan, CurvePoint, LossCurve
 from ..request.targets import Target
 from ..sensitivity.trials import Trials
 from .bisect import search

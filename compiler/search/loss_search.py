@@ -17,9 +17,8 @@ from moec.evaluation.statistics import DistributionSummary, LossEstimate
 from ..request.plan import CompilePlan
 from ..sensitivity.acceptance import items_for_precision
 from ..sensitivity.trials import Trials
-from .boundary import Boundary, Ended, corrected_space
-from .bracket import Found, choice_within, largest_budget, least_plan, most_precise, predicted_at
-from .kl_bisection import KlLimit, least_within
+from .boundary import Boundary, corrected_space
+from .bracket import Found, KlLimit, choice_within, largest_budget, least_plan, least_within, most_precise, predicted_at
 from .loss_by_kl import LEAST_KL, LossByKl
 from .space import SearchSpace
 from .swaps import Swaps
@@ -59,8 +58,8 @@ class LossSearch:
         self._kept, self._judged = list[Found](), set[str]()
         self._exponent = 1.0  # power of the predicted loss with which the KL rises, as measured so far
 
-    def run(self, swaps: Swaps, known: Boundary | None) -> Ended:
-        """Return the plan, by the knowledge of an earlier search if there is one and it leads to a plan.
+    def run(self, swaps: Swaps, known: Boundary | None) -> tuple[Found, Boundary]:
+        """Return the plan and the end of the search. An earlier search is used if there is one and it leads to a plan.
 
         Raises TargetUnreachable if the most precise plan is refused too.
         """
@@ -68,9 +67,10 @@ class LossSearch:
             return self._ended(np.ones(self._space.num_factors))
         return self._ended(self._alone(swaps))
 
-    def _ended(self, factors: np.ndarray) -> Ended:
+    def _ended(self, factors: np.ndarray) -> tuple[Found, Boundary]:
         best = min(self._kept, key=lambda candidate: candidate.cost) if self._kept else self._most_precise()
-        return Ended(best, self._relation.used_up(), tuple(self._relation.measured), factors)
+        end = Boundary(self._relation.used_up(), best.predicted, tuple(self._relation.measured), factors)
+        return best, end
 
     def _alone(self, swaps: Swaps) -> np.ndarray:
         """Search without earlier knowledge, and return the corrections by swaps."""

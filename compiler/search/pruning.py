@@ -19,9 +19,9 @@ from moec.manifests.quant import QuantSpec
 
 from ..quantization.quantized import LEFT_OUT
 from ..quantization.unit_store import UnitStore
-from ..request.objective import ByteWeights
 from ..request.options import CompileOptions
 from ..request.plan import CompilePlan
+from ..request.targets import ByteWeights
 from ..sensitivity.sensitivity import SensitivityTable
 from ..sensitivity.unit_prices import LEAST_TOKENS
 from .knapsack import ChoiceTable, hull_steps

@@ -26,10 +26,9 @@ from moec.manifests.quant import QuantSpec
 
 from ..quantization.unit_store import UnitStore
 from ..reference.expert_module import SeparateExperts, summed_experts
-from ..walker.limits import SKETCHES, TOKENS_PER_BACKWARD
 from ..walker.loaded_layer import LoadedLayer
 from ..walker.output_head import OutputHead
-from ..walker.texts import AnswerTexts, TextStates
+from ..walker.texts import SKETCHES, TOKENS_PER_BACKWARD, AnswerTexts, TextStates
 from ..workspace.journal import Journal
 from ..workspace.parallel import Workers, workers
 from .fisher import sketch

@@ -50,7 +50,6 @@ class OpenPlans(Protocol):
 class TaskData:
     """One task of the target.
 
-    task: the task.
     validation: items of the search.
     certification_items: number of items of the certificate.
     shots: solved examples before each item.
@@ -96,7 +95,6 @@ class Trials:
     walk: measures answers; None without data.
     bundles: opens the runtime on plans.
     store: quantized units.
-    tasks: the tasks.
     progress: called with (items done, items in all).
     journal: stores the results.
     decisions: stores the results that no other search shares. These are losses of generated answers, which stop where

@@ -45,7 +45,6 @@ class HandedTexts:
     """Inputs that all texts handed to the experts of a layer.
 
     texts: the text of each token, int64 [N], in host memory.
-    num_texts: number of texts.
     """
 
     tokens: HandedTokens

@@ -10,21 +10,18 @@ from moec.manifests.bundle import BundleManifest
 from moec.manifests.codec import canonical_json
 from moec.manifests.hobbit_thresholds import calibrated_thresholds
 
-from ..bundle.certificates import MODES_ITEMS
-from ..bundle.certify import certify
+from ..bundle.certify import MODES_ITEMS, certify
 from ..bundle.emit import BundleContent, cost_summary, emit, finish
 from ..bundle.quality import model_card, quality_report, unimportance_deciles
 from ..calibration.collect import calibration_summary
 from ..calibration.tables import Tables
 from ..preflight.device_fit import summarise_device
-from ..preflight.kept_layers import measures_tasks
-from ..preflight.prepared import Prepared
+from ..preflight.prepared import Prepared, measures_tasks
 from ..quantization.own_codes import units_held_by
 from ..request.ports import UnpublishedBundle
-from ..search.expert_losses import expert_losses
-from .compile_context import Certified, CompileContext, Planned
+from ..search.space import expert_losses
+from .compile_context import Certified, CompileContext, Planned, used_tables
 from .learning import learn
-from .used_experts import used_tables
 
 
 def write_bundle(prepared: Prepared, planned: Planned, partial: Path) -> BundleManifest:

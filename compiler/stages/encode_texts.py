@@ -19,8 +19,7 @@ from ..preflight.prepared import KL_ITEMS, Prepared
 from ..request.task_data import texts_of, train_texts
 from ..sensitivity.fisher import TEXTS
 from ..sensitivity.gradients import TOKENS_PER_TEXT
-from ..walker.limits import SCORED_TOKENS
-from ..walker.texts import AnswerTexts, TokenTexts, divided_pairs
+from ..walker.texts import SCORED_TOKENS, AnswerTexts, TokenTexts, divided_pairs
 
 HELD_OUT_ITEMS = 500
 """Maximum number of held-out answers for the KL of the certificate. Means over tokens need fewer items than a task."""

@@ -23,10 +23,9 @@ from ..sensitivity.gradients import LayerGradients
 from ..sensitivity.sensitivity import SensitivityTable, corrected_by_measurement, with_gradients
 from ..sensitivity.trials import TaskData, Trials
 from ..walker.loaded_layer import LoadedLayer
-from .compile_context import CompileContext, Measured
+from .compile_context import CompileContext, Measured, with_use_on_devices
 from .encode_texts import CompileTexts, encode_all_texts
 from .sweep import Sweep, Swept, sweep_dense_probe
-from .used_experts import with_use_on_devices
 
 _MAX_UNHELD_NOTES = 5
 

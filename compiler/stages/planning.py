@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from moec.manifests.errors import TargetUnreachable
+
 from ..preflight.device_fit import choose_objective, summarise_device
-from ..preflight.kept_layers import may_compare
-from ..preflight.prepared import Prepared
-from ..request.objective import byte_weights
-from ..request.plan import CompilePlan, with_low_versions
-from ..request.result import LossCurve
-from ..request.uniform import uniform_dense_spec, uniform_plan, uniform_quantizer, uniform_spec
+from ..preflight.prepared import Prepared, may_compare
+from ..request.plan import CompilePlan, LossCurve, with_low_versions
+from ..request.targets import byte_weights
+from ..request.uniform import fits_all, uniform_dense_spec, uniform_plan, uniform_quantizer, uniform_spec
 from ..search.bisect import search
-from ..search.comparison import EVERY
+from ..search.comparison import EVERY, Comparison, can_compare, compare_with_baselines, left_out_note, with_popularity
 from ..search.comparison_budget import affordable_here
 from ..search.loss_curve import measure_curve
 from ..search.pruning import left_out_losses, with_pruning
 from ..search.space import SearchSpace, build_space
 from ..search.swaps import SWAPS, Swaps
-from .comparing import compare, with_plan_of_edgemoe
-from .compile_context import CompileContext, Measured, Planned
+from .compile_context import CompileContext, Measured, Planned, used_popularity, with_use_on_devices
 from .measure import calibrate, measure
-from .used_experts import used_popularity, with_use_on_devices
 
 
 def make_plan(context: CompileContext) -> Planned:
@@ -37,20 +35,14 @@ def make_plan(context: CompileContext) -> Planned:
 
 def plan_by_request(context: CompileContext) -> Planned:
     """Return the plan of a uniform target, calibrated if there is data."""
-    plan = plan_uniform(context.prepared)
-    if context.prepared.splits:
-        return Planned(plan, *calibrate(context))
-    with_use_on_devices(context.prepared, None)
-    return Planned(plan)
-
-
-def plan_uniform(prepared: Prepared) -> CompilePlan:
-    """Give all units the format of the request. Nothing is searched."""
-    options, lowering = prepared.options, prepared.lowering
+    prepared, options, lowering = context.prepared, context.prepared.options, context.prepared.lowering
     experts, dense = uniform_spec(options, lowering), uniform_dense_spec(options, lowering)
     plan = uniform_plan(lowering.model, experts, dense, lowering.float_type, uniform_quantizer(options))
     check_device(prepared, plan)
-    return plan
+    if prepared.splits:
+        return Planned(plan, *calibrate(context))
+    with_use_on_devices(prepared, None)
+    return Planned(plan)
 
 
 def plan_by_search(context: CompileContext) -> Planned:
@@ -58,9 +50,14 @@ def plan_by_search(context: CompileContext) -> Planned:
     prepared, options = context.prepared, context.prepared.options
     measured = measure(context)
     space = open_space(prepared, measured)
-    plan = search(space, measured.trials, options.target, prepared.talk.note, swaps(prepared), context.boundaries)
-    check_device(prepared, plan)
-    comparison = compare(prepared, measured, plan)
+    # EdgeMoE's search takes the formats of dense weights from the plan. If these are fixed, no other search is needed.
+    searches = not options.is_edgemoe or len(space.dense_options) > 1
+    if searches:
+        plan = search(space, measured.trials, options.target, prepared.talk.note, swaps(prepared), context.boundaries)
+        check_device(prepared, plan)
+    else:
+        plan = replace(space.plain, dense=space.dense_of([0] * len(space.groups)))
+    comparison = compare(prepared, measured, plan, is_result=searches)
     if options.is_edgemoe:
         comparison = with_plan_of_edgemoe(prepared, measured, comparison)
         plan = comparison.plan
@@ -104,3 +101,39 @@ def swaps(prepared: Prepared) -> Swaps:
 def check_device(prepared: Prepared, plan: CompilePlan) -> None:
     """Refuse a plan that the device cannot run. Raises DoesNotFit."""
     summarise_device(prepared.profile, plan, prepared.checkpoint.tokenizer_file_bytes)
+
+
+def compare(prepared: Prepared, measured: Measured, plan: CompilePlan, is_result: bool) -> Comparison | None:
+    """Compare the plan with baselines. By default only with those that add at most a third to all measurements.
+
+    is_result: whether a search found the plan. Otherwise its KL is not measured.
+    """
+    options, talk = prepared.options, prepared.talk
+    is_comparing = may_compare(options, prepared.kept_layers.holds_model) or options.is_edgemoe
+    if not prepared.splits or not is_comparing:
+        return None
+    if not can_compare(plan, prepared.specs):
+        return None
+    trials, chosen = measured.trials, EVERY
+    if options.comparisons is None and not options.is_edgemoe:
+        formats = sum(fits_all(plan, spec) for spec in prepared.specs)
+        chosen = affordable_here(trials, formats, options.target.kind == "loss")
+    comparison = compare_with_baselines(
+        plan, prepared.specs, trials, trials.store, options.target, talk, chosen, is_result
+    )
+    if comparison.left_out:
+        talk.note(left_out_note(comparison.left_out))
+    return comparison
+
+
+def with_plan_of_edgemoe(prepared: Prepared, measured: Measured, comparison: Comparison | None) -> Comparison:
+    """Replace the plan by that of EdgeMoE's own search. Raises TargetUnreachable."""
+    options, statistics = prepared.options, measured.statistics
+    baseline = None if comparison is None else comparison.edgemoe
+    if options.search == "edgemoe-popularity" and comparison is not None and statistics is not None:
+        comparison = with_popularity(comparison, prepared.specs, measured.trials, options.target, statistics.popularity)
+        baseline = comparison.by_popularity
+    plan = None if baseline is None else baseline.plan
+    if comparison is None or plan is None:
+        raise TargetUnreachable(f"EdgeMoE's search has no plan that keeps {options.target}", "take `--search knapsack`")
+    return replace(comparison, plan=plan, plan_kl=measured.trials.kl(plan, "plan").mean)

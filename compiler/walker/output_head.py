@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..families import Lowering
 from ..workspace.parallel import Workers, workers
-from .limits import LOGITS_PER_CHUNK
+from .texts import LOGITS_PER_CHUNK
 from .torch_device import CPU
 
 _HEADS_AT_ONCE = 4

@@ -19,6 +19,17 @@ from ..reference.single_layer import Prompts
 
 TOKENS_PER_FORWARD = 2048
 """Tokens of one forward pass. More tokens are slower on a CPU, because their activations exceed the cache."""
+# `memory.py` computes bytes from these limits.
+SCORED_TOKENS = 512
+"""Maximum number of scored tokens of one text: its last."""
+SKETCHES = 2
+"""Gaussian vectors per text. Each needs one more backward pass. A quarter less variance would double the time."""
+TOKENS_PER_BACKWARD = 512
+"""Tokens of one pass with gradients. They bound its graph."""
+LOGITS_AT_ONCE = 1 << 25
+"""Logits of the checkpoint that a certificate holds at once (128 MiB)."""
+LOGITS_PER_CHUNK = 1 << 22
+"""Number of logits that a thread holds at once (16 MiB), where only sums over each row are needed."""
 
 Embed = Callable[[Tensor], Tensor]
 """Token ids [...] -> residual stream [..., D]."""

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from bench.papers.edgemoe.arms import streamed
-from bench.papers.edgemoe.latency import distribution, sample_ms
+from bench.papers.edgemoe.latency import distribution, prompt_of, sample_ms
 from bench.papers.edgemoe.paths import skew_curve
 from bench.papers.edgemoe.predictions import conditioned, found_in_top, predictors
 from bench.papers.edgemoe.storage import lowered, lowered_count
 from bench.papers.replays import FIFO, RANDOM, TEXT_TOKENS, equal_experts, replay_texts, requests_of
-from bench.papers.samples import prompt_of
 from bench.papers.simulated import Arm, Device, reformatted, simulate
 from bench.papers.twiddler.popularity import hit_rate
 from bench.prefetch.learned_routers import PASS_TOKENS

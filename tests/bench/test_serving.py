@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.serving import live_map
 from bench.serving.arms import ALL, OwnArm, PeerArm, Room
 from bench.serving.read_bound import Request, least_reads, recorded
 from bench.serving.servers import Answer, Load, Server
@@ -40,14 +39,6 @@ def test_an_answer_in_few_pieces_has_no_rate() -> None:
     """Text of incomplete characters is held back. The time of one piece says nothing of a token."""
     assert Answer(tokens=9, pieces=9, first_s=1.0, last_s=3.0).rate == 4.0
     assert Answer(tokens=9, pieces=3, first_s=1.0, last_s=1.001).rate is None
-
-
-def test_the_live_feed_is_heard_in_one_half_of_the_answers() -> None:
-    arm, room = OwnArm("moec", sys.executable, SHIPPED), Room("50%", None, slots=1, context=512)
-    with Server(arm.command(room)) as server:
-        rows = live_map.measure(server, Load([[5, 6, 7]], 450, end_token=0), rounds=2)
-    assert len(rows) == 2 and all(row["alone"] > 0 and row["heard"] > 0 for row in rows)
-    assert sum(row["events_per_s"] for row in rows) > 0 and sum(row["bytes_per_s"] for row in rows) > 100
 
 
 def test_a_server_runs_with_the_memory_that_moec_names() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moec.cli.commands.compiling import demo
-from moec.compiler.request.result import CompileResult
+from moec.compiler.request.plan import CompileResult
 
 from .conftest import Invoke
 

@@ -12,7 +12,7 @@ import pytest
 from moec.compiler.devices import check_devices, compile_for_devices
 from moec.compiler.request.options import Talk
 from moec.compiler.stages import encode_texts
-from moec.compiler.walker import kept_layers
+from moec.compiler.walker import memory
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.output_lock import hold_output
@@ -67,7 +67,7 @@ def test_another_target_measures_the_model_once_and_gets_the_bytes_of_a_compile_
 
 def test_another_search_does_not_change_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each search takes its own number of spare texts, by the first plan near the target. Losses are those of texts."""
-    monkeypatch.setattr(kept_layers, "LARGE_TEXTS", replace(kept_layers.LARGE_TEXTS, calibration=40))
+    monkeypatch.setattr(memory, "LARGE_TEXTS", replace(memory.LARGE_TEXTS, calibration=40))
     monkeypatch.setattr(encode_texts, "TEXTS", 4)
     model, data = save_model(tmp_path / "tiny"), save_texts(tmp_path / "texts", train=40, validation=3, test=6)
     common: dict[str, Any] = {"data": str(data), "tasks": ("perplexity",)}

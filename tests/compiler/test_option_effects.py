@@ -15,9 +15,9 @@ from moec.compiler.bundle import certify
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.preflight.prepared import Prepared
 from moec.compiler.request.options import CompileOptions
-from moec.compiler.request.result import CompileResult
+from moec.compiler.request.plan import CompileResult
 from moec.compiler.sensitivity.gradients import LayerGradients
-from moec.compiler.stages import comparing, encode_texts, measure, planning
+from moec.compiler.stages import encode_texts, measure, planning
 from moec.evaluation.tasks.task_settings import TaskSettings
 from tests.tiny_compile import compile_tiny, make_request, save_problems
 
@@ -29,7 +29,7 @@ WATCHED = {
     "choose_objective": planning,
     "search": planning,
     "certify_task": certify,
-    "compare_with_baselines": comparing,
+    "compare_with_baselines": planning,
 }
 """Names of stages, and where each is looked up."""
 

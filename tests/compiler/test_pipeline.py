@@ -155,6 +155,7 @@ def test_edgemoes_own_search_decides_by_whole_experts(model: Path, texts: Path, 
         widths[unit.layer, unit.expert].add(spec.bitwidth)
     assert all(len(found) == 1 for found in widths.values())
     quality = check_bundle(tmp_path / "out")
+    assert not {"search", "swaps"} & {trial["purpose"] for trial in quality["trials"]}, "dense formats are fixed"
     own = quality["comparison"]["baselines"][2]
     assert own["expert_packed_bytes"] == quality["sizes"]["expert_packed_bytes"] and own["gain_at_target"] == 0
     assert quality["comparison"]["plan_kl"] <= KL

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moec.compiler.preflight.kept_layers import MemoryNeed
 from moec.compiler.preflight.preparation import prepare
+from moec.compiler.preflight.prepared import MemoryNeed
 from moec.compiler.request.targets import TargetKind
-from moec.compiler.walker.kept_layers import LARGE_TEXTS, SMALL_TEXTS, TextLimits
+from moec.compiler.walker.memory import LARGE_TEXTS, SMALL_TEXTS, TextLimits
 from moec.manifests.errors import OptionError
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine

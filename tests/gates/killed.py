@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moec.compiler.request.result import CompileResult
+from moec.compiler.request.plan import CompileResult
 from moec.compiler.workspace.durable import Disk
 from tests.tiny_compile import compile_tiny, little_memory
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from moec.compiler.lookahead.linear_maps import LearnedMap, encode_maps
+from moec.compiler.linear_maps import LearnedMap, encode_maps
 from moec.compiler.quantization.packing import pack
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.bundle import LOOKAHEAD_NAME, MANIFEST_NAME

@@ -49,8 +49,7 @@ def compare_command(
     """
     import hashlib
 
-    from moec.compiler.compare_bundle import COMPARISON_SUFFIX, compare_bundle
-    from moec.compiler.measured_bundle import BundleRequest
+    from moec.compiler.measured_bundle import COMPARISON_SUFFIX, BundleRequest, compare_bundle
     from moec.compiler.request.options import Talk
     from moec.manifests.bundle import MANIFEST_NAME
     from moec.manifests.files.implied_names import check_implied, write_implied

@@ -36,8 +36,8 @@ from .partial_bundle import open_partial, torch_threads
 
 if TYPE_CHECKING:
     from moec.compiler.request.options import CompileOptions
+    from moec.compiler.request.plan import CompileResult
     from moec.compiler.request.request import CompileRequest
-    from moec.compiler.request.result import CompileResult
     from moec.manifests.errors import CheckpointError
 
 _task = section_option("Task")

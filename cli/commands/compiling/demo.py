@@ -26,7 +26,7 @@ from .partial_bundle import open_partial
 
 if TYPE_CHECKING:
     from moec.compiler.request.options import CompileOptions
-    from moec.compiler.request.result import CompileResult
+    from moec.compiler.request.plan import CompileResult
 
 HALF = "50%"
 # Items for the speed and the hit rate of the bundle with half of its experts in memory.

@@ -22,7 +22,6 @@ from ...terminal.compile_log import CompileLog, measurement_inputs
 
 if TYPE_CHECKING:
     from moec.compiler.export.coarse_plan import EnginePlan
-    from moec.compiler.export.plan_cost import PlanCost
     from moec.runtime.bundle.open_bundle import Bundle
 
 _PROJECTIONS = ("gate", "up", "down")
@@ -69,7 +68,7 @@ def export_plan_command(
     """
     from moec.compiler.export.coarse_plan import coarse_plan
     from moec.compiler.export.engine_files import engine_file
-    from moec.compiler.export.plan_summary import summary
+    from moec.compiler.export.plan_cost import summary
     from moec.compiler.preflight.finished import plan_of
     from moec.runtime.bundle.open_bundle import open_bundle
 
@@ -78,7 +77,7 @@ def export_plan_command(
     given = "--memory" if memory is not None else "--resume" if resume else None
     if given is not None and not is_measured:
         raise OptionError(f"`{given}` has no effect without a measurement", "add `--model` and `--data`")
-    cost: PlanCost | None = None
+    cost: dict[str, Any] | None = None
     with open_bundle(bundle_folder(bundle)) as opened:
         if is_measured:
             plan, cost = _measured(opened, bundle, engine, (model, data), memory, resume)
@@ -109,7 +108,7 @@ def _check_target(target: Path) -> None:
 
 def _measured(
     opened: Bundle, bundle: Path, engine: str, given: tuple[str | None, str | None], memory: str | None, resume: bool
-) -> tuple[EnginePlan, PlanCost]:
+) -> tuple[EnginePlan, dict[str, Any]]:
     """Measure the plan. Return it and its cost.
 
     given: values of `--model` and `--data`.
@@ -137,7 +136,7 @@ def _measured(
 def _page(facts: Mapping[str, Any]) -> str:
     """Return the page of a plan.
 
-    facts: what `compiler/export/plan_summary.py` returns.
+    facts: what `summary` of `compiler/export/plan_cost.py` returns.
     """
     engine, measured = facts["engine"], facts["measured"]
     names = [name for name in _PROJECTIONS if any(name in row for row in facts["layers"])]

@@ -23,7 +23,7 @@ from torch import Tensor
 from moec.manifests.errors import MissingDependency, OptionError
 from moec.manifests.quant import QuantSpec
 
-from ..quantized import QuantizedMatrix, RangeExceeded
+from ..quantized import QuantizedMatrix, to_half
 
 DAMPING = 0.01
 """Share of the mean diagonal that is added to the second moment: the package's default."""
@@ -55,7 +55,7 @@ def quantize_auto_gptq(weight: Tensor, spec: QuantSpec, second_moment: Tensor | 
         scale, zero, _ = solver.fasterquant(percdamp=DAMPING, group_size=spec.group_size or -1)
     rounded = layer.weight.data.reshape(rows, scale.shape[1], -1)
     codes = (rounded / scale.unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(0, spec.largest_code)
-    scales, minima = _half(scale), _half(-scale * zero)
+    scales, minima = to_half(scale), to_half(-scale * zero)
     return QuantizedMatrix(
         spec, codes.reshape(rows, columns).to(torch.uint8), scales, None if spec.symmetric else minima
     )
@@ -67,14 +67,6 @@ def check_format(spec: QuantSpec) -> None:
         raise OptionError(
             f"AutoGPTQ has no weights of {spec.bitwidth:g} bits", "choose 2 bits or more, or another `--quantizer`"
         )
-
-
-def _half(values: Tensor) -> Tensor:
-    """Round to float16. Raises RangeExceeded beyond its range."""
-    half = values.half().contiguous()
-    if not torch.isfinite(half).all():
-        raise RangeExceeded(f"scales up to {float(values.abs().max()):.3g} exceed float16")
-    return half
 
 
 class _TorchWithoutCuda:

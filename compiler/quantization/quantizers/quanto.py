@@ -19,7 +19,7 @@ from torch import Tensor
 from moec.manifests.errors import MissingDependency, OptionError
 from moec.manifests.quant import QuantSpec
 
-from ..quantized import QuantizedMatrix, RangeExceeded
+from ..quantized import QuantizedMatrix, to_half
 
 
 def quantize_quanto(weight: Tensor, spec: QuantSpec) -> QuantizedMatrix:
@@ -67,9 +67,9 @@ def check_format(spec: QuantSpec) -> None:
 def _int8(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Return scales, minima and codes. Each row has one scale over -128 to 127, stored as codes 0 to 255 about 128."""
     quanto = _quanto()
-    scales = _half(quanto.AbsmaxOptimizer()(weight, quanto.qint8, axis=0))
+    scales = to_half(quanto.AbsmaxOptimizer()(weight, quanto.qint8, axis=0))
     codes = (weight / _divisor(scales)).round_().clamp_(-128, 127) + 128
-    return scales, _half(scales.float() * -128.0), codes.to(torch.uint8)
+    return scales, to_half(scales.float() * -128.0), codes.to(torch.uint8)
 
 
 def _affine(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,19 +81,11 @@ def _affine(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
     kind = known or _type_of(int(spec.bitwidth))
     optimizer = quanto.HqqOptimizer() if known else quanto.MaxOptimizer()
     scale, shift = optimizer(weight, kind, axis=0, group_size=size)
-    scales, minima = _half(scale), _half(-shift)
+    scales, minima = to_half(scale), to_half(-shift)
     codes = torch.ops.quanto.quantize_affine(
         weight, bits=int(spec.bitwidth), axis=0, group_size=size, scale=_divisor(scales), shift=-minima.float()
     )
     return scales.reshape(rows, -1), minima.reshape(rows, -1), codes.reshape(rows, columns)
-
-
-def _half(values: Tensor) -> Tensor:
-    """Round to float16. Raises RangeExceeded beyond its range."""
-    half = values.half().contiguous()
-    if not torch.isfinite(half).all():
-        raise RangeExceeded(f"scales up to {float(values.abs().max()):.3g} exceed float16")
-    return half
 
 
 def _divisor(scales: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..byte_scales import on_bytes
-from ..quantized import QuantizedMatrix
+from ..quantized import QuantizedMatrix, on_bytes
 
 _RIDGE = 1e-4  # share of the mean diagonal; keeps what codes do not determine, such as scales of groups of zeros
 SYSTEM_VALUES = 1 << 22

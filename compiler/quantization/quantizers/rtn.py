@@ -11,8 +11,7 @@ import torch
 
 from moec.manifests.quant import QuantSpec
 
-from ..byte_scales import on_bytes
-from ..quantized import QuantizedMatrix, RangeExceeded
+from ..quantized import QuantizedMatrix, RangeExceeded, on_bytes
 
 # Shrink factors of the clip search. The best factor for Gaussian rows of 64 is 1 at 8 bits and near 0.7 at 2 bits.
 # At 1 bit it is near 0.3, because a code is then the mean of its half.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moec.cli.terminal.report import verdict_line
-from moec.compiler.bundle.certificates import (
+from moec.compiler.bundle.certify import (
     DivergenceCertificate,
     TaskCertificate,
     certify_divergence,
@@ -165,9 +165,7 @@ def test_a_certificate_holds_no_more_logits_of_the_checkpoint_than_allowed(
     engine, held, done = Coarse(reference, 40.0), list[int](), list[tuple[int, int]]()
     whole = divergence_of(reference, engine, [])
     assert min(len(text) for text in TEXTS) > 10, "longer than two of the limits, in tokens"
-    monkeypatch.setattr(
-        "moec.compiler.bundle.certificates.LOGITS_AT_ONCE", (tokens + 1) * reference.model.vocab_size - 1
-    )
+    monkeypatch.setattr("moec.compiler.bundle.certify.LOGITS_AT_ONCE", (tokens + 1) * reference.model.vocab_size - 1)
     talk = Talk(progress=lambda title: lambda some, every: done.append((some, every)))
     parts = divergence_of(reference, engine, held, talk)
     assert max(held) <= tokens and sum(held) == whole.divergence.n
@@ -203,7 +201,7 @@ def test_a_clear_case_is_decided_at_an_early_look(
     reference: TransformersOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The verdict is that of a sample, with wider bounds for several looks. An unclear case takes all items."""
-    monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (40, 80))
+    monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (40, 80))
     texts = [f"{n} and one text more, {n * n}" for n in range(120)]
     sampled = ItemSet(find_task("perplexity"), "made", tuple({"text": text} for text in texts)).limit(40)
     first = certify(reference, Coarse(reference, 1.0), texts=[item["text"] for item in sampled.items])
@@ -237,7 +235,7 @@ class RightUntil:
 
 def test_a_look_at_a_sorted_file_is_at_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bundle fails on all but the first third. A look at the first items of the file would support it."""
-    monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (40, 80))
+    monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (40, 80))
     task = find_task("gsm8k")
     items = ItemSet(task, "made", tuple({"question": f"#{n} ?", "answer": f"#### {n}"} for n in range(120)))
     solved, bundle = cast(TextEngine, RightUntil(120)), cast(TextEngine, RightUntil(40))
@@ -252,7 +250,7 @@ def test_a_look_at_a_sorted_file_is_at_a_sample(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_first_look_at_unsolved_items_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (1,))
+    monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (1,))
     task = find_task("gsm8k")
     items = ItemSet(task, "made", tuple({"question": f"#{n} ?", "answer": f"#### {n}"} for n in range(8)))
     first = items.order()[0]

@@ -13,11 +13,11 @@ import pytest
 
 from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.compiler.bundle.plan_bundles import TRIAL, UNQUANTIZED, PlanBundles, clear_trials, trial_folder
-from moec.compiler.preflight.kept_layers import runtime_bytes
+from moec.compiler.preflight.prepared import runtime_bytes
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import plain_plan
 from moec.compiler.request.uniform import uniform_like
-from moec.compiler.stages.lookahead import SAMPLE_SHARE
+from moec.compiler.stages.learning import SAMPLE_SHARE
 from moec.compiler.workspace.durable import Disk
 from moec.evaluation.engine import no_progress
 from moec.manifests.errors import MoecError, OptionError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moec.cli.terminal.report import comparison_table, heat_map, loss_table, plan_heat_map, verdict_line
-from moec.compiler.bundle.certificates import TaskCertificate
+from moec.compiler.bundle.certify import TaskCertificate
 from moec.compiler.bundle.emit import cost_summary
 from moec.compiler.bundle.quality import QUALITY_VERSION, quality_report
 from moec.compiler.request.plan import CompilePlan, plain_plan

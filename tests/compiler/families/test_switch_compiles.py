@@ -15,7 +15,7 @@ from transformers import SwitchTransformersForConditionalGeneration
 from moec.cli.measuring.text_engines import checkpoint_engine
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
-from moec.compiler.request.objective import byte_weights
+from moec.compiler.request.targets import byte_weights
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import divided_pairs
 from moec.compiler.workspace.durable import Disk

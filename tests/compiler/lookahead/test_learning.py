@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from moec.cli.measuring.text_engines import BundleEngine
-from moec.compiler.lookahead import linear_maps
+from moec.compiler import linear_maps
 from moec.compiler.request.options import Talk
-from moec.compiler.stages import lookahead as stage
+from moec.compiler.stages import learning as stage
 from moec.manifests.bundle import LOOKAHEAD_NAME
 from moec.runtime import load
 from moec.runtime.bundle.open_bundle import open_bundle

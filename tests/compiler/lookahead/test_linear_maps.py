@@ -11,7 +11,7 @@ import torch
 
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
-from moec.compiler.lookahead.linear_maps import (
+from moec.compiler.linear_maps import (
     HELD_OUT,
     LearnedMap,
     RoutingSample,

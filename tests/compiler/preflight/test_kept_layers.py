@@ -13,22 +13,22 @@ import torch
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
 from moec.compiler.preflight import preparation
-from moec.compiler.preflight.kept_layers import MemoryNeed, choose_kept_layers, measures_tasks, runtime_bytes
 from moec.compiler.preflight.preparation import prepare
-from moec.compiler.preflight.prepared import Prepared
+from moec.compiler.preflight.prepared import MemoryNeed, Prepared, choose_kept_layers, measures_tasks, runtime_bytes
 from moec.compiler.request import request as request_module
 from moec.compiler.request.options import CompileOptions, Sensitivity
 from moec.compiler.request.targets import Target, TargetKind
-from moec.compiler.walker.kept_layers import (
+from moec.compiler.walker.loaded_layer import LoadedLayer
+from moec.compiler.walker.memory import (
     LARGE_TEXTS,
     NOTHING_KEPT,
     SMALL_TEXTS,
     KeptLayers,
+    certificate_bytes,
     fitting_layers,
+    layer_weights,
     resident_bytes,
 )
-from moec.compiler.walker.loaded_layer import LoadedLayer
-from moec.compiler.walker.memory import certificate_bytes, layer_weights
 from moec.manifests.errors import OptionError
 from tests.compiler.search.toy_search import SPECS, toy_model
 from tests.tiny_compile import make_request
@@ -164,8 +164,8 @@ from moec.compiler.preflight import preparation
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.preflight.prepared import Prepared
 from moec.compiler.request import request as request_module
-from moec.compiler.preflight.kept_layers import MemoryNeed
-from moec.compiler.walker.kept_layers import LARGE_TEXTS, resident_bytes
+from moec.compiler.preflight.prepared import MemoryNeed
+from moec.compiler.walker.memory import LARGE_TEXTS, resident_bytes
 from tests.tiny_compile import make_request
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 model, texts, output = map(Path, sys.argv[1:])

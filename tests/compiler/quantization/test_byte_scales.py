@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.compiler.quantization.byte_scales import LARGEST_BYTE, bytes_of, exponents, on_bytes
+from moec.compiler.quantization.quantized import LARGEST_BYTE, bytes_of, exponents, on_bytes
 from moec.compiler.quantization.quantizers.gptq import quantize_gptq
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.quant import QuantSpec

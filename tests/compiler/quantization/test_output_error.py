@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moec.compiler.quantization.output_error import output_error, relative_output_error, row_errors
+from moec.compiler.quantization.unit_store import output_error, relative_output_error, row_errors
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.compiler.quantization.byte_scales import on_bytes
 from moec.compiler.quantization.packing import pack, pack_16bit, unpack
-from moec.compiler.quantization.quantized import QuantizedMatrix
+from moec.compiler.quantization.quantized import QuantizedMatrix, on_bytes
 from moec.manifests.quant import QuantSpec
 from moec.runtime.kernels import packed_matrix
 

@@ -14,8 +14,8 @@ from moec.compiler.quantization.layer_quantizer import ExpertQuantizer
 from moec.compiler.quantization.quantized import RangeExceeded
 from moec.compiler.quantization.quantizers.rtn import holds, quantize_rtn
 from moec.compiler.quantization.unit_store import UnitStore
-from moec.compiler.request.objective import ByteWeights
 from moec.compiler.request.plan import plain_plan
+from moec.compiler.request.targets import ByteWeights
 from moec.compiler.search.space import build_space
 from moec.compiler.sensitivity.sensitivity import SensitivityTable
 from moec.manifests.errors import CheckpointError

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.compiler.quantization.output_error import row_errors
 from moec.compiler.quantization.quantized import QuantizedMatrix
 from moec.compiler.quantization.quantizers import refit as module
 from moec.compiler.quantization.quantizers.refit import refit
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
+from moec.compiler.quantization.unit_store import row_errors
 from moec.manifests.quant import QuantSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

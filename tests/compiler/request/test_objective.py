@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from moec.compiler.preflight.device_fit import choose_objective
-from moec.compiler.request.objective import SIZE_SHARE, byte_weights, reads_decide
 from moec.compiler.request.plan import plain_plan
+from moec.compiler.request.targets import SIZE_SHARE, byte_weights, reads_decide
 from moec.compiler.search.knapsack import least_cost
 from moec.profiles.loading import load_profile
 from tests.compiler.search.toy_search import BF16, toy_model, toy_space

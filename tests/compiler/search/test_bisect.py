@@ -10,7 +10,7 @@ import pytest
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.targets import Target, TargetKind
 from moec.compiler.search.bisect import MAX_KL, search
-from moec.compiler.search.kl_bisection import USED_UP, KlLimit, least_within
+from moec.compiler.search.bracket import USED_UP, KlLimit, least_within
 from moec.compiler.search.knapsack import least_cost
 from moec.compiler.search.loss_search import KL_STEPS, MAX_GENERATED, mean_of
 from moec.compiler.search.space import SearchSpace

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moec.compiler.request.objective import ByteWeights
 from moec.compiler.request.options import Talk
 from moec.compiler.request.plan import CompilePlan
-from moec.compiler.request.targets import Target
+from moec.compiler.request.targets import ByteWeights, Target
 from moec.compiler.search.bisect import search
 from moec.compiler.search.boundary import Boundaries, Boundary, corrected_space
 from moec.compiler.search.loss_search import CLOSE_KL, FROM_BOUNDARY

@@ -84,7 +84,7 @@ def test_a_compile_leaves_out_what_is_too_much_and_says_so(
         trials.append(found)
         return comparison_budget.affordable_here(found, formats, is_loss)
 
-    monkeypatch.setattr("moec.compiler.stages.comparing.affordable_here", watched)
+    monkeypatch.setattr("moec.compiler.stages.planning.affordable_here", watched)
     for name in ("one", "two"):
         request = make_request(model, tmp_path / name, data=texts, **KL, swaps=8)
         request.talk.note = notes.append

@@ -16,9 +16,8 @@ from transformers import MixtralForCausalLM
 
 from moec.compiler.bundle.emit import cost_summary
 from moec.compiler.quantization.quantized import left_out
-from moec.compiler.request.objective import ByteWeights
 from moec.compiler.request.options import CompileOptions
-from moec.compiler.request.targets import Target
+from moec.compiler.request.targets import ByteWeights, Target
 from moec.compiler.search.knapsack import least_cost, least_loss
 from moec.compiler.search.pruning import LEAST_TOKENS, LEFT_OUT, left_out_losses, prunes, with_pruning
 from moec.compiler.sensitivity.sensitivity import SensitivityTable

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from moec.compiler.request.objective import ByteWeights
+from moec.compiler.request.targets import ByteWeights
 from moec.compiler.search.knapsack import least_cost
 from moec.compiler.search.space import dense_bytes
 from moec.manifests.errors import ExecutionError

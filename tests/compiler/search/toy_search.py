@@ -10,8 +10,8 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from moec.compiler.quantization.unit_store import UnitStore
-from moec.compiler.request.objective import ByteWeights
 from moec.compiler.request.plan import CompilePlan, plain_plan
+from moec.compiler.request.targets import ByteWeights
 from moec.compiler.search.space import SearchSpace, build_space
 from moec.compiler.sensitivity.acceptance import keeps
 from moec.compiler.sensitivity.sensitivity import SensitivityTable, dense_formats, dense_groups

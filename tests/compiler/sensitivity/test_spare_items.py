@@ -18,7 +18,7 @@ from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.sensitivity.acceptance import PRECISION, is_clear, items_for_precision
 from moec.compiler.sensitivity.trials import LOOKS, TaskData, Trials
 from moec.compiler.stages import encode_texts
-from moec.compiler.walker import kept_layers
+from moec.compiler.walker import memory
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.data import ItemSet
@@ -174,8 +174,8 @@ def test_looks_end_with_the_validation_texts(tmp_path: Path) -> None:
 @pytest.fixture
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calibration take few tokens, and gradients few texts, so that train texts are left."""
-    small = replace(kept_layers.LARGE_TEXTS, calibration=40)
-    monkeypatch.setattr(kept_layers, "LARGE_TEXTS", small)
+    small = replace(memory.LARGE_TEXTS, calibration=40)
+    monkeypatch.setattr(memory, "LARGE_TEXTS", small)
     monkeypatch.setattr(encode_texts, "TEXTS", 4)
 
 

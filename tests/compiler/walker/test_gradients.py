@@ -22,11 +22,10 @@ from moec.compiler.sensitivity.fisher import predictions, ranks_well, sketch
 from moec.compiler.sensitivity.gradients import LayerGradients
 from moec.compiler.sensitivity.sensitivity import SensitivityTable, with_gradients
 from moec.compiler.sensitivity.unit_prices import LEAST_TOKENS
-from moec.compiler.walker.limits import SKETCHES, TOKENS_PER_BACKWARD
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.memory import gradients_bytes
 from moec.compiler.walker.output_head import OutputHead
-from moec.compiler.walker.texts import AnswerTexts, TokenTexts, text_batches
+from moec.compiler.walker.texts import SKETCHES, TOKENS_PER_BACKWARD, AnswerTexts, TokenTexts, text_batches
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.engine import no_progress

@@ -27,7 +27,7 @@ from pathlib import Path
 from moec.runtime.trace.statistics import peak_memory_bytes
 from tests.tiny_compile import compile_tiny
 from moec.compiler.preflight import preparation
-from moec.compiler.walker.kept_layers import KeptLayers
+from moec.compiler.walker.memory import KeptLayers
 preparation.choose_kept_layers = lambda *_: KeptLayers(0, holds_model=False)
 model, texts, out = sys.argv[1:]
 compile_tiny(Path(model), Path(out), "bits_per_weight", 4.0, data=texts, tasks=("perplexity",), quantizer="rtn")

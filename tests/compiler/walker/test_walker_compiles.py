@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moec.compiler.request.targets import TargetKind
-from moec.compiler.walker.kept_layers import KeptLayers
+from moec.compiler.walker.memory import KeptLayers
 from moec.evaluation.data import load_splits
 from moec.evaluation.run import evaluate
 from moec.manifests.errors import OptionError

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moec.compiler.lookahead.linear_maps import encode_maps
+from moec.compiler.linear_maps import encode_maps
 from moec.manifests.bundle import LOOKAHEAD_NAME
 from moec.manifests.errors import ChecksumMismatch, ManifestInvalid
 from moec.runtime import load

@@ -22,11 +22,11 @@ from moec.manifests.model import ExpertKey, ModelSpec
 from moec.manifests.quant import QuantSpec
 from moec.manifests.safetensors_header import build_header
 
-from ..quantization.packing import pack, pack_16bit
-from ..quantization.quantizers.rtn import holds, quantize_rtn
-from ..reference.routers import FirstOfEqual
-from ..request.ports import RoutingRecord
-from ..workspace.parallel import one_torch_thread
+from .quantization.packing import pack, pack_16bit
+from .quantization.quantizers.rtn import holds, quantize_rtn
+from .reference.routers import FirstOfEqual
+from .request.ports import RoutingRecord
+from .workspace.parallel import one_torch_thread
 
 MAX_AHEAD = 3
 """Layers from the running one to the furthest one that is foreseen."""
@@ -219,23 +219,20 @@ def _learn(
     error = float(gains.std()) / len(gains) ** 0.5 if len(gains) > 1 else float("inf")
     if float(gains.mean()) <= ONE_SIDED_95 * error:
         return None
-    rounded = _smallest(weights, lambda candidate: float(hits_of(candidate).mean()), float(router_hits.mean()))
-    recall = float(hits_of(rounded.weights).mean())
-    bias = rounded.weights[:, -1].contiguous().numpy()
-    return LearnedMap(layer, ahead, recall, float(router_hits.mean()), rounded.spec, rounded.data, bias)
+    spec, rounded, data = _smallest(
+        weights, lambda candidate: float(hits_of(candidate).mean()), float(router_hits.mean())
+    )
+    recall, bias = float(hits_of(rounded).mean()), rounded[:, -1].contiguous().numpy()
+    return LearnedMap(layer, ahead, recall, float(router_hits.mean()), spec, data, bias)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rounded:
-    """A map in a format. weights: float32 [E, D + 1], with the bias last. data: packed matrix [E, D]."""
+def _smallest(
+    weights: Tensor, recall: Callable[[Tensor], float], own_recall: float
+) -> tuple[QuantSpec, Tensor, np.ndarray]:
+    """Return the smallest format that keeps nearly all of a map's gain, the map in it, and its packed matrix [E, D].
 
-    spec: QuantSpec
-    weights: Tensor
-    data: np.ndarray
-
-
-def _smallest(weights: Tensor, recall: Callable[[Tensor], float], own_recall: float) -> _Rounded:
-    """Return a map in the smallest format that keeps nearly all of its gain."""
+    weights, result: float32 [E, D + 1], with the bias last.
+    """
     matrix, bias = weights[:, :-1].contiguous(), weights[:, -1:]
     most = recall(weights)
     for spec in _FORMATS:
@@ -243,10 +240,10 @@ def _smallest(weights: Tensor, recall: Callable[[Tensor], float], own_recall: fl
             quantized = quantize_rtn(matrix, spec, clip_search=True)
             rounded = torch.cat([quantized.dequantize(), bias], dim=1)
             if most - recall(rounded) <= _SPARED * (most - own_recall):
-                return _Rounded(spec, rounded, pack(quantized))
+                return spec, rounded, pack(quantized)
     spec = QuantSpec(16, float_type="bfloat16")
     halves = matrix.bfloat16()
-    return _Rounded(spec, torch.cat([halves.float(), bias], dim=1), pack_16bit(halves, spec))
+    return spec, torch.cat([halves.float(), bias], dim=1), pack_16bit(halves, spec)
 
 
 def _hits(logits: Tensor, chosen: Tensor, left_out: Sequence[int]) -> Tensor:

@@ -1,1 +1,0 @@
-"""Experts on an accelerator, measured and simulated."""

@@ -1,1 +1,0 @@
-"""KL and perplexity over bytes, next to what people would use."""

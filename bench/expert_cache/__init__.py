@@ -1,1 +1,0 @@
-"""Eviction, prefetching and the implementations of the expert cache."""

@@ -1,1 +1,0 @@
-"""Speed of products and of whole layers in the extension."""

@@ -1,1 +1,0 @@
-"""EdgeMoE: sensitivity, paths, caches, time per token."""

@@ -1,1 +1,0 @@
-"""HOBBIT: importance of experts, lookahead, dynamic loading, caches."""

@@ -1,1 +1,0 @@
-"""MoBiLE: little models."""

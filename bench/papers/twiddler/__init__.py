@@ -1,1 +1,0 @@
-"""Twiddler: popularity and placement of experts."""

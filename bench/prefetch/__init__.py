@@ -1,1 +1,0 @@
-"""Measurements of what is read ahead."""

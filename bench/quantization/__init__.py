@@ -1,1 +1,0 @@
-"""Losses of formats and quantizers at equal bits per weight."""

@@ -1,1 +1,0 @@
-"""Speed of whole runs: options in turns, and start-up."""

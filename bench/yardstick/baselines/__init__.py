@@ -1,1 +1,0 @@
-"""moec next to simpler versions of itself."""

@@ -1,1 +1,0 @@
-"""moec next to llama.cpp and its fork ik_llama.cpp."""

@@ -1,1 +1,0 @@
-"""Runs with throttled storage: predictions and lossy modes."""

@@ -1,1 +1,0 @@
-"""Linear maps that foresee the routers of later layers."""
