@@ -35,12 +35,9 @@ from moec.evaluation.engine import no_progress
 from moec.manifests.errors import DoesNotFit, OptionError
 from moec.manifests.quant import QuantSpec
 from tests.accelerator.conftest import NO_GPU
-from tests.compiler.configured import lowered
+from tests.compiler.lowered import compile_texts_of, lowered, save_family, walked_logits
 from tests.compiler.other_device import OTHER, OtherMode, other_device
-from tests.compiler.swept import compile_texts_of
-from tests.compiler.walked import walked_logits
 from tests.tiny_compile import check_bundle, compile_tiny, contents, make_request, names, save_model, save_texts
-from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_switch import TINY_SWITCHES, TinySwitch, save_tiny_switch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -143,19 +140,8 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def save_family(name: str, folder: Path) -> Path:
-    """Write the tiny checkpoint of a family."""
-    if name in TINY_SWITCHES:
-        return save_tiny_switch(folder, TINY_SWITCHES[name])
-    return save_tiny_family(folder, TINY_FAMILIES[name])
-
-
-@pytest.mark.parametrize("family", ["switch"])
-def test_each_kind_of_expert_measures_the_same_on_another_device(family: str, tmp_path: Path) -> None:
-    """An encoder; the next test has transposed experts with biases."""
-    folder = tmp_path / "tiny"
-    saved = save_tiny_switch(folder, ENCODING) if family == "switch" else save_family(family, folder)
-    lowering = lowered(saved)
+def test_an_encoder_measures_the_same_on_another_device(tmp_path: Path) -> None:
+    lowering = lowered(save_tiny_switch(tmp_path / "tiny", ENCODING))
     expected = measures(lowering, CPU, tmp_path / "here")
     with other_device() as counts:
         found = measures(lowering, OTHER, tmp_path / "there")

@@ -30,14 +30,23 @@ from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.workspace.durable import Disk
-from moec.manifests.bundle import MANIFEST_NAME, BundleManifest, expert_tensor_name, experts_file_name, unit_offsets
+from moec.manifests.bundle import (
+    DEVICE_NAME,
+    MANIFEST_NAME,
+    BundleManifest,
+    expert_tensor_name,
+    experts_file_name,
+    unit_offsets,
+)
 from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.manifests.errors import CheckpointError, DiskFull, MoecError, OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.manifests.safetensors_header import read_header
+from moec.profiles.device_json import decode_device
+from moec.profiles.loading import load_profile
 from moec.runtime.kernels import packed_matrix
-from tests.tiny_models import NO_DEVICE, TINY_MODELS, save_tiny_mixtral
+from tests.tiny_models import NO_DEVICE, TINY_MODELS, TinyMixtral, save_tiny_mixtral
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPECS = [QuantSpec.parse(text) for text in ("q2g32", "q3", "q4g32", "q8", "bf16", "q4s", "q2g32s")]
@@ -377,3 +386,22 @@ def test_the_manifest_names_the_source_without_a_path(folder: Path, tmp_path: Pa
     plain = json.loads((tmp_path / "out.partial" / MANIFEST_NAME).read_text())
     assert (plain["name"], plain["source"]["name"], plain["options"]) == ("tiny", "tiny", {"a": "2", "z": "1"})
     assert WEIGHTS_NAME in {file["name"] for file in plain["source"]["files"]}
+
+
+def test_a_bundle_for_a_named_device_has_one_file_more(tmp_path: Path) -> None:
+    """All other files are the same, and equal profiles give equal bytes."""
+    lowering = lower(open_checkpoint(str(save_tiny_mixtral(tmp_path / "tiny", TinyMixtral(layers=1)))))
+    plan = uniform_plan(lowering.model, QuantSpec(4, 32), QuantSpec(8, 32), lowering.float_type)
+    content, profile = BundleContent(plan, NO_DEVICE), load_profile("jetson-tx2-hdd")
+    written, listed = list[dict[str, bytes]](), list[set[str]]()
+    for name, each in (("host", None), ("one", profile), ("two", replace(profile))):
+        partial = tmp_path / f"{name}.partial"
+        listed.append({entry.name for entry in emit(lowering, replace(content, profile=each), partial).files})
+        written.append({file.name: file.read_bytes() for file in partial.iterdir()})
+    host, one, two = written
+    assert one == two and listed[1] == listed[0] | {DEVICE_NAME}
+    assert decode_device(one[DEVICE_NAME], DEVICE_NAME) == profile
+    for contents in (host, one):
+        del contents[MANIFEST_NAME]
+    del one[DEVICE_NAME]
+    assert one == host

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,8 @@ from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.manifests.errors import OptionError
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RouterSpec, UnitKey
 from moec.manifests.quant import PRUNED, QuantSpec
-from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
-from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+from tests.compiler.lowered import save_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe
-from tests.tiny_switch import save_tiny_switch
 
 BF16 = QuantSpec.parse("bf16")
 # Source: ggml's block sizes, gguf-py/gguf/constants.py: columns and bytes of a block.
@@ -41,18 +40,14 @@ BLOCKS = {
 SAVED: dict[str, Callable[[Path], Path]] = {
     "mixtral": lambda folder: save_tiny_mixtral(folder, TinyMixtral(layers=2, experts=4)),
     "olmoe": save_tiny_olmoe,
-    "switch_transformers": save_tiny_switch,
     **{
-        family: lambda folder, name=name: save_tiny_family(folder, TINY_FAMILIES[name])  # type: ignore[misc]
+        family: partial(save_family, name)
         for family, name in {
             "qwen2_moe": "qwen2-plain-between", "qwen3_moe": "qwen3-plain-first", "deepseek_v2": "deepseek-v2",
             "deepseek_v3": "deepseek-v3", "glm4_moe": "glm4", "ernie4_5_moe": "ernie", "granitemoe": "granite",
-            "gpt_oss": "gpt-oss", "phimoe": "phimoe",
+            "gpt_oss": "gpt-oss", "phimoe": "phimoe", "deepseek": "deepseek", "minicpm": "minicpm",
+            "switch_transformers": "switch",
         }.items()
-    },
-    **{
-        family: lambda folder, name=name: save_own_family(folder, OWN_FAMILIES[name])  # type: ignore[misc]
-        for family, name in {"deepseek": "deepseek", "minicpm": "minicpm"}.items()
     },
 }  # fmt: skip
 UNKNOWN = {

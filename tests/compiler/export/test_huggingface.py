@@ -18,11 +18,11 @@ from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.families import lower
 from moec.manifests.model import ExpertKey
 from moec.runtime import load
+from tests.compiler.lowered import save_family
 from tests.gates.bundles import emit_bundle
-from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
+from tests.oracles.checkpoints import OWN_FAMILIES
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import save_tiny_mixtral
-from tests.tiny_switch import save_tiny_switch
 
 TOKENS = [1, 17, 40, 9, 33, 12, 25, 8, 30, 4, 21]
 
@@ -39,19 +39,9 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def saved(name: str, folder: Path) -> Path:
-    if name == "switch":
-        return save_tiny_switch(folder)
-    return (
-        save_own_family(folder, OWN_FAMILIES[name])
-        if name in OWN_FAMILIES
-        else save_tiny_family(folder, TINY_FAMILIES[name])
-    )
-
-
 @pytest.fixture(scope="module", params=[*TINY_FAMILIES, *OWN_FAMILIES, "switch"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(request.param, tmp_path_factory.mktemp("export") / "model")
+    return save_family(request.param, tmp_path_factory.mktemp("export") / "model")
 
 
 def test_a_16_bit_bundle_gives_the_tensors_of_its_checkpoint(folder: Path, tmp_path: Path) -> None:

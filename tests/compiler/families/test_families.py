@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import UnitKey
-from tests.compiler.configured import configured, lowered
+from tests.compiler.lowered import configured, lowered
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TINY_MODELS, TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 

@@ -19,8 +19,7 @@ from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.model import ExpertKey
 from moec.runtime import load
-from tests.compiler.swept import swept
-from tests.compiler.walked import walked_logits
+from tests.compiler.lowered import swept, walked_logits
 from tests.exact_runs import check_exact
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import compile_tiny, save_texts

@@ -23,9 +23,7 @@ from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import PROJECTIONS
 from moec.runtime.text.template_process import render_chat
-from tests.compiler.configured import configured, lowered
-from tests.compiler.swept import swept
-from tests.compiler.walked import walked_logits
+from tests.compiler.lowered import configured, lowered, swept, walked_logits
 from tests.exact_runs import check_exact
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.oracles.models import load_oracle

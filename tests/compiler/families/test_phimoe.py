@@ -18,7 +18,7 @@ from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.evaluation.engine import GenerationRequest, no_progress
 from moec.manifests.errors import CheckpointError, ContextOverflow
 from moec.runtime.options.runtime import RuntimeOptions
-from tests.compiler.configured import configured, lowered
+from tests.compiler.lowered import configured, lowered
 from tests.gates.bundles import emit_bundle
 from tests.tiny_families import LONGROPE, TINY_FAMILIES, TinyFamily, save_tiny_family
 

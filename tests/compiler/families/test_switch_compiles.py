@@ -26,9 +26,7 @@ from moec.manifests.model import UnitKey
 from moec.runtime import load
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.options.runtime import RuntimeOptions
-from tests.compiler.configured import lowered
-from tests.compiler.swept import swept
-from tests.compiler.walked import walked_logits
+from tests.compiler.lowered import lowered, swept, walked_logits
 from tests.exact_runs import WAYS
 from tests.tiny_compile import (
     SUMMARY,

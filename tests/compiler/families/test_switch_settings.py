@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.manifests.errors import CheckpointError
 from moec.manifests.model import RelativeBiasSpec
-from tests.compiler.configured import configured, lowered
+from tests.compiler.lowered import configured, lowered
 from tests.tiny_switch import TINY_SWITCHES, save_tiny_switch
 
 pytestmark = pytest.mark.oracle

@@ -22,8 +22,7 @@ from moec.evaluation.engine import no_progress
 from moec.evaluation.text_pairs import TokenPair
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
-from tests.compiler.configured import lowered
-from tests.compiler.swept import scored
+from tests.compiler.lowered import lowered, scored
 from tests.tiny_switch import TINY_SWITCHES, save_tiny_switch
 from tests.transformers_oracle import TransformersOracle
 
