@@ -8,17 +8,24 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
 from tests.compiler.checkpoint import write_packed
-from tests.tiny_compile import save_model, save_texts
-from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_qwen3_moe
+from tests.compiler.lowered import save_family
+from tests.tiny_compile import little_memory, save_model, save_texts
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
 
 TOOLS = Path(__file__).parents[2] / "build" / "quantization-tools"
 TINY_PLAIN = TinyMixtral(layers=2, experts=4, width=64, hidden_size=64, heads=2, kv_heads=1, head_size=32)
 """The checkpoint that `quantized` quantizes."""
+BUILDERS = {
+    "mixtral": save_tiny_mixtral,
+    "olmoe": partial(save_tiny_olmoe, tiny=TinyMixtral(kv_heads=2, experts=5)),
+    "qwen3_moe": partial(save_tiny_qwen3_moe, tiny=TinyMixtral(kv_heads=2, experts=5, head_size=32)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +71,21 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
             assert run.returncode == 0, run.stderr
             (folder / "complete").touch()
     return lambda layout: folder / layout
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives the checkpoint of a family, written once."""
+    root = tmp_path_factory.mktemp("families")
+
+    @cache
+    def folder_of(family: str) -> Path:
+        return BUILDERS.get(family, partial(save_family, family))(root / family)
+
+    return folder_of
+
+
+@pytest.fixture
+def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for one layer: none stays between passes."""
+    little_memory(monkeypatch.setattr)

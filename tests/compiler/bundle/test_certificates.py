@@ -61,11 +61,8 @@ DIVERGENCE = summary(0.01, 0.001)
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersOracle]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield TransformersOracle(save_model(tmp_path_factory.mktemp("certify") / "tiny", layers=1, experts=2))
-    torch.set_num_threads(before)
+def reference(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> TransformersOracle:
+    return TransformersOracle(save_model(tmp_path_factory.mktemp("certify") / "tiny", layers=1, experts=2))
 
 
 class Coarse:
@@ -398,6 +395,7 @@ def test_with_little_memory_a_kl_target_is_certified_by_its_bundle_alone(
     recorded = Recorded()
     quality = compiled(model, texts, tmp_path / "out", recorded)
     assert [name for name, *_ in recorded.opened] == ["out.partial"] * 2, "its KL, then the self-test"
+    assert min(trial["kl"]["mean"] for trial in quality["trials"] if trial["purpose"] == "search") <= 0.05
     assert quality["tasks"] == {} and quality["held_out_kl"]["perplexity"]["mean"] > 0
 
 
@@ -445,3 +443,6 @@ def test_temporary_bundles_take_the_place_of_nothing_and_are_cleared(model: Path
         trial_folder(output, name).mkdir()
     clear_trials(output, Disk())
     assert names(tmp_path) == set()
+    trial_folder(output, TRIAL).mkdir()
+    compile_tiny(model, output, "uniform", 4)
+    assert names(tmp_path) == {"out"}

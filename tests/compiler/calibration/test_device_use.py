@@ -233,7 +233,8 @@ def test_the_plan_gives_fewer_bytes_to_the_experts_that_devices_read(
 
 def test_a_bundle_names_the_file_and_repeats(model: Path, texts: Path, plain: Path, tmp_path: Path) -> None:
     notes: list[str] = []
-    use = popularity_file(tmp_path / "use", plain, 1)
+    offered = ((1000, 1000, 1000, 0), *((1000,) * 4,) * 3)
+    use = popularity_file(tmp_path / "use", plain, 1, offered=offered)
     for name in ("a", "b"):
         compile_tiny(model, tmp_path / name, "uniform", 4, data=str(texts), popularity=use, talk=Talk(notes.append))
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
@@ -243,20 +244,6 @@ def test_a_bundle_names_the_file_and_repeats(model: Path, texts: Path, plain: Pa
     assert "popularity" not in open_bundle(tmp_path / "c").manifest.options
     assert "use_on_devices" not in json.loads((tmp_path / "c" / "quality.json").read_text())
     assert any("the use of experts is that of 1 trace, of 1,000 tokens; calibration has" in note for note in notes)
-
-
-def test_an_expert_that_devices_never_held_keeps_the_use_of_calibration(
-    model: Path, texts: Path, plain: Path, tmp_path: Path
-) -> None:
-    """The traced bundle leaves out expert 3 of layer 0."""
-    offered = ((1000, 1000, 1000, 0), *((1000,) * 4,) * 3)
-    use = popularity_file(tmp_path / "use", plain, 0, offered=offered)
-    notes: list[str] = []
-    compile_tiny(model, tmp_path / "a", "uniform", 4, data=str(texts), popularity=use, talk=Talk(notes.append))
-    found, calibrated = (open_bundle(path).tables().popularity for path in (tmp_path / "a", plain))
-    share = calibrated[0, 3] / calibrated[0].sum()
-    assert 0 < share < 1 and found[0, 3] / found[0].sum() == pytest.approx(share, abs=1e-3)
-    assert found[0, 2] == 0 and found[0, 0] == found[0, 1]
     assert any("no traced bundle holds the experts 0.3: their use is that of calibration" in note for note in notes)
 
 
@@ -273,12 +260,6 @@ def test_what_is_of_another_model_is_refused_before_any_work(
     with pytest.raises(InputError, match="is no popularity file"):
         compile_checkpoint(make_request(model, tmp_path / "out", "uniform", 4, popularity=tmp_path / "bad"))
     assert not list(tmp_path.glob("out*/*"))
-
-
-def test_a_forecast_reads_the_file(model: Path, texts: Path, plain: Path, tmp_path: Path) -> None:
-    use = popularity_file(tmp_path / "use", plain, 0)
-    stages = forecast(make_request(model, tmp_path / "out", "kl", 0.1, data=str(texts), popularity=use))
-    assert stages and all(stage.seconds >= 0 for stage in stages)
 
 
 def test_edgemoe_weighs_losses_by_the_use_on_devices(

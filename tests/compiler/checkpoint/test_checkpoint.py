@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moec.compiler.checkpoint.checkpoint import INDEX_NAME, WEIGHTS_NAME, open_checkpoint
-from moec.compiler.families import lower
 from moec.manifests.errors import CheckpointError
+from tests.compiler.lowered import lowered
 from tests.tiny_models import TINY_MODELS, save_tiny_mixtral
 
 ROUTER = "model.layers.1.block_sparse_moe.gate.weight"
@@ -211,7 +211,7 @@ def _index(folder: Path, file: str, tied: bool, extra: str) -> None:
 
 def test_a_stale_entry_of_a_tied_head_is_passed_over(copy: Path) -> None:
     _index(copy, _shard(1, 1), True, "lm_head.weight")
-    assert lower(open_checkpoint(str(copy))).model.tie_embeddings
+    assert lowered(copy).model.tie_embeddings
 
 
 @pytest.mark.parametrize(("tied", "extra"), [(False, "lm_head.weight"), (True, "model.norm.bias")])

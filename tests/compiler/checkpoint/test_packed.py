@@ -26,6 +26,7 @@ from moec.manifests.errors import CheckpointError
 from moec.runtime import load
 from tests.compiler.checkpoint import write_packed
 from tests.compiler.conftest import TINY_PLAIN
+from tests.compiler.lowered import lowered
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import compile_tiny, save_texts
 from tests.tiny_models import save_tiny_qwen3_moe
@@ -158,7 +159,7 @@ def test_layouts_that_no_reader_knows(
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=message):
-        lowering = lower(open_checkpoint(str(folder)))
+        lowering = lowered(folder)
         [lowering.unit(key) for key in lowering.units]
 
 

@@ -15,17 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.export.coarse_plan import EnginePlan, coarse_plan, stack_formats
 from moec.compiler.export.engine_files import engine_file
 from moec.compiler.export.engine_formats import ENGINES, GPTQMODEL, LLAMA_CPP, MLX, gptqmodel_format
 from moec.compiler.export.plan_summary import summary
-from moec.compiler.families import FAMILIES, lower
+from moec.compiler.families import FAMILIES
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.manifests.errors import OptionError
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RouterSpec, UnitKey
 from moec.manifests.quant import PRUNED, QuantSpec
-from tests.compiler.lowered import save_family
+from tests.compiler.lowered import lowered, save_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe
 
 BF16 = QuantSpec.parse("bf16")
@@ -130,7 +129,7 @@ def check_units(plan: EnginePlan) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
     """The ModelSpec of a tiny checkpoint of each family."""
     root = tmp_path_factory.mktemp("engines")
-    return {family: lower(open_checkpoint(str(save(root / family)))).model for family, save in SAVED.items()}
+    return {family: lowered(save(root / family)).model for family, save in SAVED.items()}
 
 
 def mixed_plan(model: ModelSpec, specs: list[str], pruned: tuple[int, ...] = ()) -> CompilePlan:

@@ -31,7 +31,6 @@ from moec.manifests.errors import MoecError, OptionError
 from tests.tiny_compile import (
     compile_tiny,
     contents,
-    little_memory,
     make_request,
     names,
     save_dialogues,
@@ -46,12 +45,6 @@ NO_DISK = DiskRates(0.0, 0.0)
 
 
 SWEEP, MEASURING = "calibrating and quantizing", "measuring plans by their KL"
-
-
-@pytest.fixture
-def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No layer stays in memory between passes."""
-    little_memory(monkeypatch.setattr)
 
 
 def named(stages: list[StageForecast]) -> dict[str, StageForecast]:
@@ -69,7 +62,7 @@ def seconds(tmp_path: Path, kind: Any = "kl", value: float = 0.05, **rates: floa
     return {stage.title: stage.seconds for stage in found.stages()}
 
 
-def test_pieces_are_counted(too_large: None, tmp_path: Path) -> None:
+def test_pieces_are_counted(one_layer: None, tmp_path: Path) -> None:
     held_out = "KL on perplexity"
     quantized = seconds(tmp_path, expert=1.0)
     assert quantized[SWEEP] == 3 * 4 and quantized[MEASURING] == 0
@@ -96,7 +89,7 @@ def test_pieces_are_counted(too_large: None, tmp_path: Path) -> None:
 
 
 def test_disk_and_stages_are_those_of_the_compile(
-    too_large: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_layer: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, texts = save_model(tmp_path / "model", layers=3, experts=4), save_texts(tmp_path / "texts")
     sizes, titles = list[int](), list[str]()
@@ -226,7 +219,7 @@ def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
     assert compared == pytest.approx(divergences + answered)
 
 
-def test_bundles_that_answer_from_disk_are_read_once_a_pass(too_large: None, tmp_path: Path) -> None:
+def test_bundles_that_answer_from_disk_are_read_once_a_pass(one_layer: None, tmp_path: Path) -> None:
     """The memory holds no part of either bundle: 2 bytes per weight of the checkpoint's, 4 bits of a plan's."""
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
     prepared = prepare(make_request(model, tmp_path / "out", "loss", 0.05, quick=False, data=str(texts), **SEARCHED))

@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from moec.cli.measuring.text_engines import BundleEngine
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
 from moec.compiler.lookahead import linear_maps
 from moec.compiler.lookahead.linear_maps import (
     HELD_OUT,
@@ -32,6 +30,7 @@ from moec.manifests.model import ExpertKey, ModelSpec
 from moec.runtime import load
 from moec.runtime.bundle.lookahead import read_lookahead
 from moec.runtime.bundle.open_bundle import open_bundle
+from tests.compiler.lowered import lowered
 from tests.tiny_compile import compile_tiny, save_model, save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
@@ -41,7 +40,7 @@ TEXTS, LENGTH, TOP_K = 40, 32, 2
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     folder = save_tiny_mixtral(tmp_path_factory.mktemp("model"), TinyMixtral(layers=3, experts=8, top_k=TOP_K))
-    return lower(open_checkpoint(str(folder))).model
+    return lowered(folder).model
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def test_only_softmax_routers_of_decoders_learn(model: ModelSpec, tmp_path: Path
     assert can_learn(model)
     assert not can_learn(replace(model, layers=(model.layers[0], other, model.layers[2])))
     one = save_tiny_mixtral(tmp_path / "one", TinyMixtral(layers=1, experts=3, top_k=1))
-    assert not can_learn(lower(open_checkpoint(str(one))).model)
+    assert not can_learn(lowered(one).model)
 
 
 def test_groups_of_layers_teach_the_same(model: ModelSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from moec.manifests.quant import QuantSpec
 from moec.manifests.sizes import option_bytes
 from moec.profiles.device import DeviceProfile
 from moec.profiles.loading import load_profile
+from tests.compiler.lowered import lowered
 from tests.compiler.search.toy_search import BF16, toy_model, toy_space
+from tests.tiny_switch import save_tiny_switch
 
 MODEL = toy_model(layers=4, experts=8, hidden=512, width=1024, vocab=32_000)
 PI = load_profile("raspberry-pi-4b-sd")
@@ -160,3 +163,12 @@ def test_an_objective_that_is_asked_for_wins() -> None:
         profile = load_profile(name)
         assert choose_objective(profile, "bytes-per-token", plain, SKEWED)
         assert not choose_objective(profile, "size", plain, SKEWED)
+
+
+def test_bytes_of_an_encoder_are_paid_once(tmp_path: Path) -> None:
+    model = lowered(save_tiny_switch(tmp_path / "model")).model
+    popularity = np.zeros((model.num_layers, 4), np.uint32)
+    popularity[list(model.expert_layers)] = [9, 1, 0, 0]
+    weights = byte_weights(model, popularity, reads=True).experts
+    assert weights[1].tolist() == weights[3].tolist() == [1, 1, 1, 1]
+    assert weights[5, 0] > weights[5, 1] > weights[5, 2]

@@ -11,19 +11,20 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from moec.cli.commands.compiling.compile import companion_problems
-from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, Checkpoint, open_checkpoint
-from moec.compiler.families import Lowering, lower
+from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, Checkpoint
+from moec.compiler.families import Lowering
 from moec.compiler.preflight.preflight import preflight, reachable_bytes
 from moec.manifests.bundle import TOKENIZER_NAME
 from moec.manifests.errors import CheckpointError, PlanError, TargetUnreachable
 from moec.manifests.quant import QuantSpec
+from tests.compiler.lowered import lowered
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 OFFERED = tuple(QuantSpec.parse(text) for text in ("q2g32", "q4g32", "q4g64", "q8"))
 
 
 def _open(path: Path) -> Lowering:
-    return lower(open_checkpoint(str(path)))
+    return lowered(path)
 
 
 def test_a_good_checkpoint_has_no_problems(folder: Path) -> None:

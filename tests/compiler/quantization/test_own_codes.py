@@ -33,7 +33,8 @@ from moec.manifests.quant import QuantSpec
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.bundle.weights import BundleWeights
 from tests.compiler.cluster.pool_here import PoolHere
-from tests.tiny_compile import check_bundle, compile_tiny, contents, little_memory
+from tests.compiler.lowered import lowered
+from tests.tiny_compile import check_bundle, compile_tiny, little_memory
 
 FORMATS = [
     *(f"q{bits}{group}{end}" for bits in (2, 3, 4, 5, 6, 8) for group in ("", "g32", "g64") for end in ("", "s")),
@@ -144,7 +145,7 @@ def test_formats_with_minima_and_finer_groups_hold_them_too() -> None:
 
 @pytest.mark.parametrize("layout", FORMAT_OF_LAYOUT)
 def test_what_the_original_tools_wrote(layout: str, quantized: Callable[[str], Path]) -> None:
-    lowering = lower(open_checkpoint(str(quantized(layout))))
+    lowering = lowered(quantized(layout))
     held = held_units(lowering)
     expected = FORMAT_OF_LAYOUT[layout]
     assert {str(spec): count for spec, count in held.items()} == ({expected: 24} if expected else {})
@@ -180,7 +181,7 @@ def decoded(lowering: Lowering, unit: UnitKey) -> torch.Tensor:
 def test_all_ways_to_a_unit_give_the_same_codes(name: str, quantized: Callable[[str], Path]) -> None:
     """This machine, workers of a cluster and a store without inputs. Other formats are quantized as ever."""
     folder = quantized("ct-int4")
-    lowering, specs = lower(open_checkpoint(str(folder))), (QuantSpec(2, 32), Q4)
+    lowering, specs = lowered(folder), (QuantSpec(2, 32), Q4)
     slot, how = LoadedLayer(lowering), ExpertQuantizer(1, name, specs)
     slot.load(1)
     inputs: LayerInputs | None = None
@@ -339,7 +340,7 @@ def test_a_unit_that_does_not_fit_is_quantized_as_ever(
     assert HELD.replace("24 of", "23 of") in notes
     assert result.quality["bits"]["formats"] == {"q4g32s": 24}
     assert result.quality["own_codes"] == {"held": 23, "of": 24}
-    assert kept(tmp_path / "out", damaged) == set(lower(open_checkpoint(str(damaged))).units) - {DAMAGED}
+    assert kept(tmp_path / "out", damaged) == set(lowered(damaged).units) - {DAMAGED}
 
 
 def test_groups_that_differ_between_projections(quantized: Callable[[str], Path], tmp_path: Path) -> None:
@@ -349,36 +350,10 @@ def test_groups_that_differ_between_projections(quantized: Callable[[str], Path]
     for name in [name for name in tensors if name.endswith(("gate_proj.weight_scale", "up_proj.weight_scale"))]:
         tensors[name] = tensors[name][:, :1].contiguous()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert {str(s): n for s, n in held_units(lower(open_checkpoint(str(folder)))).items()} == {"q4g32s": 24, "q4s": 16}
+    assert {str(s): n for s, n in held_units(lowered(folder)).items()} == {"q4g32s": 24, "q4s": 16}
     uniform = compile_tiny(folder, tmp_path / "uniform", "uniform", 4)
     searched = compile_tiny(folder, tmp_path / "searched", "bits_per_weight", 4.34)
     assert uniform.quality["bits"]["formats"] == {"q4g32s": 24}
     assert searched.quality["bits"]["formats"] == {"q4g32s": 8, "q4s": 16}
     for name in ("uniform", "searched"):
         assert len(kept(tmp_path / name, folder)) == 24
-
-
-def test_equal_compiles_give_equal_bytes_killed_or_not(
-    quantized: Callable[[str], Path], texts: Path, tmp_path: Path
-) -> None:
-    source, data = quantized("gptq-v2"), str(texts)
-    compile_tiny(source, tmp_path / "whole", "uniform", 4, data=data)
-
-    class Killed(BaseException):
-        pass
-
-    def stop(title: str) -> Callable[[int, int], None]:
-        def report(done: int, total: int) -> None:
-            if title == "calibrating and quantizing" and done == 1:
-                raise Killed
-
-        return report
-
-    with pytest.raises(Killed):
-        compile_tiny(source, tmp_path / "out", "uniform", 4, data=data, talk=Talk(progress=stop))
-    notes = list[str]()
-    values: dict[str, Any] = {"data": data, "resume": True, "talk": Talk(notes.append)}
-    compile_tiny(source, tmp_path / "out", "uniform", 4, **values)
-    assert any("taking up" in note for note in notes)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert len(kept(tmp_path / "out", source)) == 24

@@ -97,37 +97,6 @@ def test_bytes_of_a_hand_made_block_with_byte_scales() -> None:
     assert packed.tobytes() == bytes(expected)
 
 
-def test_bytes_of_a_hand_made_tile() -> None:
-    codes = torch.zeros(1, 32, dtype=torch.uint8)
-    codes[0, 0], codes[0, 5], codes[0, 31] = 7, 15, 9
-    scales = torch.tensor([[1.0]], dtype=torch.float16)
-    packed = pack(QuantizedMatrix(QuantSpec(4), codes, scales, torch.tensor([[-2.0]], dtype=torch.float16)))
-    expected = bytearray(64 + 256)
-    expected[0:2], expected[32:34] = b"\x00\x3c", b"\x00\xc0"
-    expected[64 + 0] = 7  # row 0, column 0: plane 0, low half
-    expected[64 + 1] = 15 << 4  # column 5: q = 1, the high half of plane 0
-    expected[64 + 192 + 3] = 9 << 4  # column 31: q = 7, the high half of plane 3
-    assert packed.tobytes() == bytes(expected)
-
-
-def test_bytes_of_hand_made_tiles_with_high_planes() -> None:
-    codes = torch.zeros(2, 32, dtype=torch.uint8)
-    codes[0, 0], codes[0, 5], codes[1, 31] = 23, 16, 25
-    scales = torch.ones(2, 1, dtype=torch.float16)
-    packed = pack(QuantizedMatrix(QuantSpec(5, symmetric=True), codes, scales, None))
-    expected = bytearray(32 + 320)
-    expected[0:4] = b"\x00\x3c\x00\x3c"
-    expected[32 + 0] = 23 - 16  # row 0, column 0: the low half of plane 0
-    expected[32 + 192 + 4 + 3] = (25 - 16) << 4  # row 1, column 31: q = 7, the high half of plane 3
-    expected[32 + 256 + 0], expected[32 + 256 + 1], expected[32 + 256 + 4 + 3] = 1 << 0, 1 << 1, 1 << 7
-    assert packed.tobytes() == bytes(expected)
-    codes[0, 0], codes[0, 5], codes[1, 31] = 55, 32, 25
-    packed = pack(QuantizedMatrix(QuantSpec(6, symmetric=True), codes, scales, None))
-    high = bytearray(128)
-    high[0], high[1], high[64 + 4 + 3] = 3, 2 << 2, 1 << 6
-    assert packed.tobytes() == bytes(expected[: 32 + 256] + high)
-
-
 @given(
     bitwidth=st.sampled_from([1, 1.6, 2, 3, 4, 5, 6, 8]),
     group=st.sampled_from([0, 32, 64, 128]),

@@ -242,14 +242,6 @@ def test_a_size_below_the_smallest_plan() -> None:
     assert plan.expert_packed_bytes == smallest
 
 
-def test_equal_trials_give_equal_plans() -> None:
-    found = {
-        search(SPACE, ToyTrials(noisy_kl(SPACE)).as_trials(), target, silent).digest
-        for target in [Target("loss", 0.03)] * 2
-    }
-    assert len(found) == 1
-
-
 def test_the_toy_accepts_as_the_search_does() -> None:
     assert keeps(estimate(0.01, 0.001), 0.02, ITEMS) and not keeps(estimate(0.019, 0.001), 0.02, ITEMS)
 

@@ -13,19 +13,17 @@ import numpy as np
 import pytest
 
 from moec.compiler.preflight.preparation import prepare
-from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.sensitivity.acceptance import PRECISION, is_clear, items_for_precision
 from moec.compiler.sensitivity.trials import LOOKS, TaskData, Trials
 from moec.compiler.stages import encode_texts
 from moec.compiler.walker import kept_layers
-from moec.compiler.workspace.durable import Disk
-from moec.compiler.workspace.journal import Journal
 from moec.evaluation.data import ItemSet
-from moec.evaluation.engine import AnswerScore, TextEngine, no_progress
+from moec.evaluation.engine import AnswerScore, TextEngine
 from moec.evaluation.tasks import Item, find_task
 from moec.manifests.progress import Progress
 from tests.compiler.search.toy_search import BF16, toy_model
+from tests.compiler.sensitivity.test_trials import scripted_trials
 from tests.tiny_compile import compile_tiny, make_request, save_model, save_problems, save_texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,11 +74,7 @@ def noisy_trials(
     task = find_task("perplexity")
     own, more = texts(0, validation), texts(validation, spare)
     data = TaskData(task, ItemSet(task, "made", own), test, (), more)
-    lowering = SimpleNamespace(model=toy_model(), spec_16bit=BF16)
-    store = cast(UnitStore, SimpleNamespace(lowering=lowering, quantizer="rtn"))
-    folder.mkdir(exist_ok=True)
-    journal = Journal(folder / "model.work", "one", Disk())
-    return Trials(None, bundles, store, (data,), no_progress, journal, journal)
+    return scripted_trials(bundles, folder, data)
 
 
 def plan_number(number: int) -> CompilePlan:

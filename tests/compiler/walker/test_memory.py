@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
 from moec.compiler.walker.memory import layer_weights, sweep_bytes
 from moec.manifests.quant import QuantSpec
+from tests.compiler.lowered import lowered
 from tests.tiny_compile import save_model, save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
@@ -65,13 +64,13 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[int, Path
 
 def test_the_peak_is_within_what_was_said(peaks: dict[int, tuple[int, Path]]) -> None:
     for peak, folder in peaks.values():
-        model = lower(open_checkpoint(str(folder))).model
+        model = lowered(folder).model
         assert peak <= sweep_bytes(model, TOKENS, 512, SPECS, os.cpu_count() or 1)
 
 
 def test_eight_more_layers_take_less_than_four(peaks: dict[int, tuple[int, Path]]) -> None:
     (few, folder), (many, _) = peaks[2], peaks[10]
-    model = lower(open_checkpoint(str(folder))).model
+    model = lowered(folder).model
     assert many - few < 4 * 4 * layer_weights(model, 0)
 
 

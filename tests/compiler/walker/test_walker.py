@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from moec.compiler.calibration.layer_inputs import calibrate_layer
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import Lowering, lower
+from moec.compiler.families import Lowering
 from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.quantization.quantizers.gptq import quantize_gptq
 from moec.compiler.quantization.swept_store import SweptStore
@@ -35,7 +34,7 @@ from moec.compiler.workspace.parallel import workers
 from moec.evaluation.engine import no_progress
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
-from tests.compiler.lowered import save_family, walked_logits
+from tests.compiler.lowered import lowered, save_family, walked_logits
 from tests.compiler.walker.whole_model import answers_of, measured_kl, recorded, texts_of
 from tests.manifests.examples import layer_spec, model_spec
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
@@ -66,7 +65,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def lowering(folder: Path) -> Lowering:
-    return lower(open_checkpoint(str(folder)))
+    return lowered(folder)
 
 
 def token_texts(lowering: Lowering) -> TokenTexts:

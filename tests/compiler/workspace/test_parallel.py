@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
 from moec.compiler.sensitivity.answer_walk import AnswerWalk
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.output_head import OutputHead
 from moec.compiler.workspace.parallel import one_torch_thread, workers
-from tests.compiler.lowered import scored
+from tests.compiler.lowered import lowered, scored
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 
@@ -114,7 +112,7 @@ def test_the_number_of_threads_changes_no_bit(folder: Path, monkeypatch: pytest.
         return logits(head, states)
 
     monkeypatch.setattr(OutputHead, "logits", noted)
-    lowering, random, found = lower(open_checkpoint(str(folder))), np.random.default_rng(1), []
+    lowering, random, found = lowered(folder), np.random.default_rng(1), []
     pairs = [(random.integers(4, 250, 5 + 9 * (n % 7)).tolist(), [n, 7, 9]) for n in range(150)]
     answers = scored(lowering.model, pairs)
     matrix = {"lm_head": lowering.dense_weight("lm_head").float().mul(1.1)}
