@@ -8,11 +8,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
+from moec.compiler.stages import encode_texts
+from moec.compiler.walker import kept_layers
 from tests.compiler.checkpoint import write_packed
 from tests.compiler.lowered import save_family
 from tests.tiny_compile import little_memory, save_model, save_texts
@@ -52,12 +55,18 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that gives the checkpoint of a layout. One process writes all of them for the others."""
+def tools() -> Path:
+    """The folder of the original quantizers."""
     if not (TOOLS / ".ready").exists():
         if os.environ.get("CI"):
             pytest.fail("`make quantization-tools` has not filled build/quantization-tools")
         pytest.skip("needs `make quantization-tools`")
+    return TOOLS
+
+
+@pytest.fixture(scope="session")
+def quantized(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives the checkpoint of a layout. One process writes all of them for the others."""
     # One folder for all processes of a run: the tools take twelve seconds to load.
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "packed"
@@ -66,7 +75,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "complete").exists():
             save_tiny_qwen3_moe(folder / "plain", TINY_PLAIN)
-            command = [sys.executable, write_packed.__file__, TOOLS, folder / "plain", folder]
+            command = [sys.executable, write_packed.__file__, tools, folder / "plain", folder]
             run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
             assert run.returncode == 0, run.stderr
             (folder / "complete").touch()
@@ -89,3 +98,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for one layer: none stays between passes."""
     little_memory(monkeypatch.setattr)
+
+
+@pytest.fixture
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calibration take few tokens, and gradients few texts, so that train texts are left."""
+    small = replace(kept_layers.LARGE_TEXTS, calibration=40)
+    monkeypatch.setattr(kept_layers, "LARGE_TEXTS", small)
+    monkeypatch.setattr(encode_texts, "TEXTS", 4)

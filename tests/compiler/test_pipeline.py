@@ -21,14 +21,7 @@ from moec.reporting.card import card_pictures
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine
 from moec.runtime.options.runtime import RuntimeOptions
-from tests.tiny_compile import (
-    check_bundle,
-    compile_tiny,
-    contents,
-    names,
-    save_model,
-    save_problems,
-)
+from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save_model, save_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KL = 0.05
@@ -133,17 +126,8 @@ def test_a_loss_target_on_plain_text(model: Path, texts: Path, tmp_path: Path) -
 
 
 def test_edgemoes_own_search_decides_by_whole_experts(model: Path, texts: Path, tmp_path: Path) -> None:
-    result = compile_tiny(
-        model,
-        tmp_path / "out",
-        "kl",
-        KL,
-        data=str(texts),
-        search="edgemoe",
-        quick=False,
-        dense_bits=8,
-        group_sizes=(32,),
-    )
+    options: dict[str, Any] = {"data": str(texts), "quick": False, "dense_bits": 8, "group_sizes": (32,)}
+    result = compile_tiny(model, tmp_path / "out", "kl", KL, search="edgemoe", **options)
     widths = {(u.layer, u.expert): set() for u in result.plan.units}
     for unit, spec in result.plan.units.items():
         widths[unit.layer, unit.expert].add(spec.bitwidth)

@@ -18,6 +18,8 @@ from tests.compiler.lowered import lowered
 from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save_model
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def test_uniform_plans(tmp_path: Path) -> None:
     model = lowered(save_tiny_mixtral(tmp_path / "tiny")).model
@@ -38,9 +40,6 @@ def test_uniform_plans(tmp_path: Path) -> None:
         uniform_plan(narrow, QuantSpec(4), QuantSpec(8), "bfloat16")
     plan = uniform_plan(narrow, QuantSpec(16, float_type="bfloat16"), QuantSpec(8), "bfloat16")
     assert {str(spec) for spec in plan.units.values()} == {"bf16"}
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 
 from moec.compiler.bundle.emit import BundleContent, cost_summary, emit, finish, packed_pieces
@@ -34,7 +33,6 @@ from moec.manifests.bundle import (
     DEVICE_NAME,
     MANIFEST_NAME,
     BundleManifest,
-    expert_tensor_name,
     experts_file_name,
     unit_offsets,
 )
@@ -47,7 +45,7 @@ from moec.profiles.device_json import decode_device
 from moec.profiles.loading import load_profile
 from moec.runtime.kernels import packed_matrix
 from tests.compiler.lowered import lowered
-from tests.tiny_models import NO_DEVICE, TINY_MODELS, save_tiny_mixtral
+from tests.tiny_models import NO_DEVICE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPECS = [QuantSpec.parse(text) for text in ("q2g32", "q3", "q4g32", "q8", "bf16", "q4s", "q2g32s")]
@@ -129,23 +127,6 @@ def test_every_dense_weight_is_there(folder: Path, tmp_path: Path) -> None:
             expected = quantize_rtn(expected, entry.spec, clip_search=True).dequantize()
         values = packed_matrix.unpack(stored.numpy(), *entry.shape, entry.spec)[: entry.shape[0]]
         np.testing.assert_array_equal(values, expected.numpy())
-
-
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_sixteen_bits_are_the_checkpoints_own(name: str, tmp_path: Path) -> None:
-    lowering = lowered(save_tiny_mixtral(tmp_path / name, TINY_MODELS[name]))
-    plan = uniform_plan(lowering.model, lowering.spec_16bit, lowering.spec_16bit, lowering.float_type)
-    manifest = _emit(lowering, tmp_path / "out.partial", plan)
-    assert manifest.cost.expert_bits_per_weight == 16
-    for entry in manifest.experts:
-        raw = load_arrays(tmp_path / "out.partial" / entry.file)[expert_tensor_name(entry.expert)]
-        specs = plan.expert_specs(entry.key)
-        for projection, start in unit_offsets(plan.model, entry.layer, specs)[0].items():
-            rows, columns = plan.model.unit_shape(entry.layer, projection)
-            stored = raw[start : start + specs[projection].packed_bytes(rows, columns)]
-            values = packed_matrix.unpack(stored, rows, columns, specs[projection])[:rows]
-            weight = lowering.unit(UnitKey(*entry.key, projection))
-            np.testing.assert_array_equal(values, weight.float().numpy())
 
 
 def test_files_are_aligned_and_accounted_for(folder: Path, tmp_path: Path) -> None:

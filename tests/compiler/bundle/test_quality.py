@@ -79,7 +79,7 @@ def test_equal_reports_are_equal_bytes_without_any_time() -> None:
     assert b"seconds" not in first and b"tokens_per_s" not in first and b"777" not in first
 
 
-def test_what_the_issue_asks_for_is_there() -> None:
+def test_verdict_task_and_trials_are_there() -> None:
     quality = json.loads(canonical_json(report()))
     assert (quality["version"], quality["verdict"]) == (QUALITY_VERSION, "supported")
     assert quality["target"] == {"kind": "loss", "value": 0.02}

@@ -28,6 +28,8 @@ from moec.runtime.trace.trace_file import growing_trace
 from tests.manifests.examples import layer_spec, model_spec
 from tests.tiny_compile import check_bundle, compile_tiny, contents, make_request, save_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODEL = model_spec([layer_spec(experts=4), layer_spec(experts=4), layer_spec(experts=4)])
 EVEN = ((5, 5, 5, 5), (8, 6, 4, 2), (10, 10, 0, 0))
 WHOLE = ((10, 10, 10, 10),) * 3
@@ -127,9 +129,6 @@ def test_layers_without_experts_have_no_counts() -> None:
     model = model_spec([MODEL.layers[0], dense])
     use = ExpertUse(architecture_digest(model), (4, 0), (2, 0), 1, (10, 10), (EVEN[0], ()), (WHOLE[0], ()), ())
     assert DeviceUse("0" * 64, use, model, ()).popularity(None).tolist() == [[5, 5, 5, 5], [0, 0, 0, 0]]
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

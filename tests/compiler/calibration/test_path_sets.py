@@ -22,6 +22,8 @@ from moec.runtime import load
 from moec.runtime.bundle.open_bundle import open_bundle
 from tests.tiny_compile import check_bundle, compile_tiny, contents, save_model, save_texts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 REPORT = PathReport(0.5, 0.6, 0.4, 0.3, 0.2, 0.1, 9)
 
 
@@ -79,9 +81,6 @@ def test_sets_know_what_pairs_confuse() -> None:
 )
 def test_sets_are_kept_where_they_predict_better(report: PathReport, top_ks: list[int], is_kept: bool) -> None:
     assert keeps_sets(report, top_ks) == is_kept
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

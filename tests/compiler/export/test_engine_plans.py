@@ -263,21 +263,8 @@ def test_the_bytes_of_llama_cpp_are_those_of_its_blocks(models: dict[str, ModelS
 def test_stand_ins_have_about_the_bits_of_the_engine(columns: int) -> None:
     plan = mixed_plan(sized_mixtral(columns), ["mxfp4"])
     formats = [each for engine in (LLAMA_CPP, MLX) for each in stack_formats(engine, plan)]
-    formats += [
-        gptqmodel_format(QuantSpec.parse(text), columns, BF16)
-        for text in (
-            "q2g32b",
-            "q2g64b",
-            "q2g128b",
-            "q3g32b",
-            "q3g64b",
-            "q3g128b",
-            "q4g32b",
-            "q4g64b",
-            "q4g128",
-            "q8g64",
-        )
-    ]
+    texts = ["q2g32b", "q2g64b", "q2g128b", "q3g32b", "q3g64b", "q3g128b", "q4g32b", "q4g64b", "q4g128", "q8g64"]
+    formats += [gptqmodel_format(QuantSpec.parse(text), columns, BF16) for text in texts]
     assert len(formats) > 30
     for each in formats:
         assert abs(each.bits - each.stand_in.bits_per_weight(columns)) < 0.13, each

@@ -22,7 +22,6 @@ from moec.compiler.checkpoint.weight_files import TensorRef
 from moec.compiler.families import Lowering, lower
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.manifests.errors import CheckpointError
-from moec.manifests.model import PROJECTIONS
 from tests.compiler.lowered import configured, lowered
 from tests.tiny_families import LONGROPE, TinyFamily, save_tiny_family
 
@@ -325,49 +324,6 @@ def test_a_start_token_is_needed(copied: Callable[[str], Path]) -> None:
         lowered(configured(copy, decoder_start_token_id=...))
 
 
-# config.json of deepseek-moe-16b-chat, and that of MiniCPM-2B with eight experts, the origin of MiniCPM-MoE-8x2B.
-OWN_PUBLISHED = {
-    "deepseek": {
-        "architectures": ["DeepseekForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekConfig"}, "aux_loss_alpha": 0.001,
-        "bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_act": "silu",
-        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 4096,
-        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_routed_experts": 64, "n_shared_experts": 2,
-        "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 28,
-        "num_key_value_heads": 16, "pretraining_tp": 1, "rms_norm_eps": 1e-06, "rope_scaling": None,
-        "rope_theta": 10000, "scoring_func": "softmax", "seq_aux": True, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "transformers_version": "4.36.2", "use_cache": True, "vocab_size": 102400,
-    },
-    "minicpm": {
-        "architectures": ["MiniCPMForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-        "auto_map": {"AutoConfig": "configuration_minicpm.MiniCPMConfig"}, "hidden_size": 2304,
-        "initializer_range": 0.1, "intermediate_size": 5760, "max_position_embeddings": 4096, "num_attention_heads": 36,
-        "num_hidden_layers": 40, "num_key_value_heads": 36, "rms_norm_eps": 1e-05, "rope_scaling": None,
-        "torch_dtype": "bfloat16", "transformers_version": "4.36.0", "use_cache": True, "vocab_size": 122753,
-        "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4, "num_experts": 8, "num_experts_per_tok": 2,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("family", "billions", "gigabytes"), [("deepseek", 16.4, (32.7, 32.8)), ("minicpm", 13.9, (27.65, 27.75))]
-)
-def test_published_models_have_the_sizes_of_their_files(
-    family: str, billions: float, gigabytes: tuple[float, float]
-) -> None:
-    """At 16 bits per weight: six files of 5 GB and one of 2.77 GB, and one of 27.7 GB with one matrix of embeddings."""
-    config = {**OWN_PUBLISHED[family], "model_type": family}
-    model = lower(Checkpoint(Path("none"), "none", config, {}, {})).model
-    weights = sum(math.prod(shape) for shape in model.dense_shapes().values())
-    for layer in model.expert_layers:
-        each = sum(math.prod(model.unit_shape(layer, projection)) for projection in PROJECTIONS)
-        weights += model.layers[layer].experts.count * each
-    assert round(weights / 1e9, 1) == billions
-    assert gigabytes[0] <= 2 * weights / 1e9 <= gigabytes[1]
-
-
-# Published configurations
-
 PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 NAMES = [entry["checkpoint"].rpartition("/")[2] for entry in PUBLISHED]
 _CORRECTIONS = ("mlp.gate.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias")
@@ -395,10 +351,11 @@ def without_weights(folder: Path, config: Mapping[str, Any]) -> Lowering:
 
 @pytest.mark.parametrize("entry", PUBLISHED, ids=NAMES)
 def test_a_published_config_is_accepted_and_counted(entry: dict[str, Any], tmp_path: Path) -> None:
+    """Where the sizes of all files are known, they are half of the weights at 16 bits, up to a tolerance."""
     model = without_weights(tmp_path, entry["config"]).model
     units = sum(math.prod(model.unit_shape(unit.layer, unit.projection)) for unit in model.unit_keys())
     weights = units + sum(map(math.prod, model.dense_shapes().values()))
-    assert weights / 1e9 == pytest.approx(entry["billion_weights"], rel=0.01)
+    assert weights / 1e9 == pytest.approx(entry["billion_weights"], rel=entry.get("tolerance", 0.01))
 
 
 @pytest.mark.parametrize(

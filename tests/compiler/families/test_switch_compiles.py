@@ -23,14 +23,7 @@ from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.options.runtime import RuntimeOptions
 from tests.compiler.lowered import lowered, walked_logits
 from tests.exact_runs import WAYS
-from tests.tiny_compile import (
-    SUMMARY,
-    check_bundle,
-    compile_tiny,
-    contents,
-    little_memory,
-    save_dialogues,
-)
+from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, contents, little_memory, save_dialogues
 from tests.tiny_models import VOCABULARY, tiny_tokenizer
 from tests.tiny_switch import START, TINY_SWITCHES, Oracle, TinySwitch, save_tiny_switch
 

@@ -28,15 +28,7 @@ from moec.compiler.walker.memory import all_weights, variant_count
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import MoecError, OptionError
-from tests.tiny_compile import (
-    compile_tiny,
-    contents,
-    make_request,
-    names,
-    save_dialogues,
-    save_model,
-    save_texts,
-)
+from tests.tiny_compile import compile_tiny, contents, make_request, names, save_dialogues, save_model, save_texts
 from tests.tiny_switch import save_tiny_switch
 
 SEARCHED: dict[str, Any] = {"tasks": ("perplexity",), "bits": (2, 3, 4), "group_sizes": (32,), "dense_bits": 8}
@@ -88,28 +80,28 @@ def test_pieces_are_counted(one_layer: None, tmp_path: Path) -> None:
     assert seconds(tmp_path, "loss", 0.05, decoded_token=1.0)["measuring the tasks"] == 0
 
 
-def test_disk_and_stages_are_those_of_the_compile(
-    one_layer: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, texts = save_model(tmp_path / "model", layers=3, experts=4), save_texts(tmp_path / "texts")
-    sizes, titles = list[int](), list[str]()
-    remove = Journal.remove
+@pytest.fixture
+def journal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that the journal of `out` has each time that it is removed."""
+    sizes, remove = list[int](), Journal.remove
 
     def removed(journal: Journal, last: str | None = None) -> None:
-        folder = tmp_path / "out.work"
-        sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
+        sizes.append(sum(path.stat().st_size for path in (tmp_path / "out.work").iterdir()))
         remove(journal, last)
 
-    def progress(title: str) -> Any:
-        return lambda done, total: titles.append(title)
-
     monkeypatch.setattr(Journal, "remove", removed)
-    talk = Talk(lambda sentence: None, progress)
+    return sizes
+
+
+def test_disk_and_stages_are_those_of_the_compile(one_layer: None, tmp_path: Path, journal_bytes: list[int]) -> None:
+    model, texts = save_model(tmp_path / "model", layers=3, experts=4), save_texts(tmp_path / "texts")
+    titles = list[str]()
+    talk = Talk(progress=lambda title: lambda done, total: titles.append(title))
     options = {"data": str(texts), "quick": False, **SEARCHED}
     foreseen = named(forecast(make_request(model, tmp_path / "out", "bits_per_weight", 4.0, **options)))
     compile_checkpoint(make_request(model, tmp_path / "out", "bits_per_weight", 4.0, talk=talk, **options))
     work = foreseen[SWEEP].disk_bytes
-    assert 0.5 * work < sizes[-1] <= work, "the journal, its second set of residual streams apart"
+    assert 0.5 * work < journal_bytes[-1] <= work, "the journal, its second set of residual streams apart"
     files = [path for path in (tmp_path / "out").glob("*.safetensors") if not path.name.startswith("tables")]
     written = sum(path.stat().st_size for path in files)
     assert written <= foreseen["writing the bundle"].disk_bytes - work < 1.5 * written
@@ -138,7 +130,7 @@ def test_every_piece_of_a_layer_takes_time(tmp_path: Path, has_encoder: bool) ->
     assert told[0][0] == 0 and told[-1][0] == told[-1][1]
 
 
-def test_a_model_that_memory_holds_is_foreseen_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_memory_holds_is_foreseen_as_well(tmp_path: Path, journal_bytes: list[int]) -> None:
     """With more stages: swaps, comparisons, and generated answers in the certificate."""
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
     titles = list[str]()
@@ -149,16 +141,9 @@ def test_a_model_that_memory_holds_is_foreseen_as_well(tmp_path: Path, monkeypat
     assert {"swapping formats at equal bytes", "comparing with uniform formats and EdgeMoE"} < {*found}
     assert found["measuring the tasks"].seconds > 0
     assert (names(tmp_path)) == {"model", "texts"}, "nothing stays"
-    journal, remove = list[int](), Journal.remove
-
-    def removed(finished: Journal, last: str | None = None) -> None:
-        journal.append(sum(path.stat().st_size for path in (tmp_path / "out.work").iterdir()))
-        remove(finished, last)
-
-    monkeypatch.setattr(Journal, "remove", removed)
     compile_checkpoint(request)
     predicted = found["predicting what each unit costs"].disk_bytes
-    assert 0.3 * predicted < journal[-1] <= predicted
+    assert 0.3 * predicted < journal_bytes[-1] <= predicted
     assert {SWEEP, "predicting what each unit costs", MEASURING, "KL on perplexity"} < {*titles}
 
 

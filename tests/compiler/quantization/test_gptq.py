@@ -13,6 +13,8 @@ from moec.compiler.quantization.quantizers.gptq import quantize_gptq, triangular
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.quant import QuantSpec
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def case():
@@ -54,7 +56,6 @@ def test_nothing_changed_costs_nothing(case):
     assert (row_errors(weights, weights * (1 + 1e-7), -moments * 1e-9) >= 0).all()
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 FORMATS = ("q2g128", "q3g128", "q4g128", "q8g128", "q2g128s", "q1.6g128s")
 
 

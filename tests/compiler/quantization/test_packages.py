@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -14,20 +13,16 @@ from moec.compiler.quantization.quantizers.quanto import quantize_quanto
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.errors import MissingDependency, OptionError
 from moec.manifests.quant import QuantSpec
+from tests.compiler.conftest import TOOLS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TOOLS = Path(__file__).parents[3] / "build" / "quantization-tools"
 TOKENS = 1500
 
 
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> None:
+def package(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the package importable, as `pip install --no-deps auto-gptq` does."""
-    if not (TOOLS / ".ready").exists():
-        if os.environ.get("CI"):
-            pytest.fail("`make quantization-tools` has not filled build/quantization-tools")
-        pytest.skip("needs `make quantization-tools`")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(TOOLS)])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tools)])
     auto_gptq.import_class.cache_clear()
 
 

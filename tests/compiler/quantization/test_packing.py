@@ -16,6 +16,8 @@ from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.manifests.quant import QuantSpec
 from moec.runtime.kernels import packed_matrix
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def _matrix(spec: QuantSpec, codes: torch.Tensor, seed: int = 0) -> QuantizedMatrix:
     generator = torch.Generator().manual_seed(seed)
@@ -192,9 +194,6 @@ def test_matrices_that_break_the_format_are_refused(changes: dict[str, object], 
 def test_other_floats_are_refused(weight: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack_16bit(weight, QuantSpec(16, float_type="bfloat16"))
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @given(rows=st.integers(1, 6), groups=st.integers(1, 8), power=st.integers(-40, 15), seed=st.integers(0, 999))

@@ -80,12 +80,6 @@ def test_targets_out_of_range(given: dict[str, Any]) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("text", ["x", "1%,nan", "0.5%..x"])
-def test_a_loss_of_a_sweep_is_named_by_its_option(text: str) -> None:
-    with pytest.raises(OptionError, match="`--sweep "):
-        parse_sweep(text)
-
-
 KL, SIZE, UNIFORM = Target("kl", 0.05), Target("size", 1e6), Target("uniform", 4)
 BF16 = QuantSpec(16, float_type="bfloat16")
 
@@ -102,6 +96,7 @@ BF16 = QuantSpec(16, float_type="bfloat16")
         ({"objective": "speed"}, "speed"),
         ({"shots": -1}, "shots"),
         ({"limit": 0}, "limit"),
+        ({"swaps": -1}, "--swaps -1"),
         ({"tasks": ("gsm8k", "gsm8k")}, "twice"),
     ],
 )
@@ -128,6 +123,10 @@ def test_out_of_range(values: dict[str, Any], named: str) -> None:
         (SIZE, {"path_keys": "pairs"}, "--set path-keys"),
         (SIZE, {"sensitivity": "proxy"}, "--sensitivity"),
         (SIZE, {"objective": "bytes-per-token"}, "--objective"),
+        (UNIFORM, {"swaps": 3}, "--swaps"),
+        (UNIFORM, {"prune": False}, "--prune-experts/--keep-experts"),
+        (UNIFORM, {"torch_device": "cuda"}, "--torch-device"),
+        (KL, {"data": "a", "search": "edgemoe", "prune": True}, "--prune-experts/--keep-experts"),
         (KL, {"data": "a", "search": "edgemoe", "bits": (4, 8)}, "--bits"),
         (KL, {"data": "a", "search": "edgemoe", "comparisons": False}, "--comparisons/--no-comparisons"),
         (KL, {"data": "a", "search": "edgemoe-popularity", "swaps": 2}, "--swaps"),
@@ -259,3 +258,13 @@ def test_symmetric_belongs_to_uniform_formats(target: Target) -> None:
     with pytest.raises(OptionError, match="--symmetric"):
         CompileOptions(target, symmetric=True)
     assert not CompileOptions(target).is_uniform_symmetric
+
+
+def test_what_a_sweep_names() -> None:
+    assert parse_sweep("0.5%..20%") == (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+    assert parse_sweep("1.5%..3%") == (0.015, 0.02, 0.03)
+    assert parse_sweep("5%,1%,2%,1%") == (0.01, 0.02, 0.05)
+    assert parse_sweep("2%") == (0.02,)
+    for wrong in ("20%..1%", "1%..1%", "..", "1..2", "0%..5%", "x", "1%,nan", "0.5%..x"):
+        with pytest.raises(OptionError, match="`--sweep "):
+            parse_sweep(wrong)

@@ -135,7 +135,3 @@ def test_asked_for_where_it_cannot_be() -> None:
     needed = [replace(layer, experts=replace(layer.experts, top_k=layer.experts.count)) for layer in model.layers]
     with pytest.raises(OptionError, match="`--prune-experts`: the routers of this model need all of their experts"):
         prunes(options, replace(model, layers=tuple(needed)), has_gradients=True)
-    with pytest.raises(OptionError, match="`--prune-experts/--keep-experts` has no effect with `--search edgemoe`"):
-        CompileOptions(LOSS, data="d", prune=True, search="edgemoe")
-    with pytest.raises(OptionError, match="has no effect with `--uniform`"):
-        CompileOptions(Target("uniform", 4), prune=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +16,6 @@ from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.sensitivity.acceptance import PRECISION, is_clear, items_for_precision
 from moec.compiler.sensitivity.trials import LOOKS, TaskData, Trials
 from moec.compiler.stages import encode_texts
-from moec.compiler.walker import kept_layers
 from moec.evaluation.data import ItemSet
 from moec.evaluation.engine import AnswerScore, TextEngine
 from moec.evaluation.tasks import Item, find_task
@@ -163,14 +161,6 @@ def test_looks_end_with_the_validation_texts(tmp_path: Path) -> None:
     bundles = NoisyTexts(0.012, 0.5)
     trials = noisy_trials(bundles, tmp_path, 4000, LOOKS[0] - 100, 4000)
     assert trials.accepts(plan_number(0), TARGET, "search")[1]["perplexity"].n > LOOKS[1]
-
-
-@pytest.fixture
-def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let calibration take few tokens, and gradients few texts, so that train texts are left."""
-    small = replace(kept_layers.LARGE_TEXTS, calibration=40)
-    monkeypatch.setattr(kept_layers, "LARGE_TEXTS", small)
-    monkeypatch.setattr(encode_texts, "TEXTS", 4)
 
 
 @pytest.mark.usefixtures("few_tokens")

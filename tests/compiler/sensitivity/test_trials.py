@@ -47,6 +47,8 @@ from tests.compiler.search.toy_search import BF16, estimate, toy_model
 from tests.tiny_compile import make_request, names, save_model, save_texts
 from tests.transformers_oracle import TransformersOracle
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def measured(kl: np.ndarray) -> AnswerMeasures:
     return AnswerMeasures(kl, np.ones(len(kl), bool), np.zeros(len(kl)))
@@ -76,9 +78,6 @@ def test_a_task_with_one_text_counts_with_its_mean() -> None:
     assert found.by_task[1] == (pytest.approx(0.05), math.inf)
     assert json.loads(json.dumps(found.to_json(), allow_nan=False))["by_task"][1] == [pytest.approx(0.05), None]
     assert divergence_bound(found) == pytest.approx(0.05)
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def open_journal(folder: Path, identity: str = "one") -> Journal:

@@ -31,7 +31,7 @@ from moec.compiler.workspace.journal import Journal
 from moec.evaluation.engine import no_progress
 from moec.manifests.model import PROJECTIONS, UnitKey
 from moec.manifests.quant import QuantSpec
-from tests.compiler.lowered import lowered, save_family
+from tests.compiler.lowered import lowered, save_family, scored
 from tests.compiler.walker.whole_model import answers_of, kl_from, scored_logits
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 from tests.transformers_oracle import TransformersOracle
@@ -56,11 +56,15 @@ Model = tuple[Path, Lowering, UnitStore]
 def texts_for(lowering: Lowering, count: int = 48) -> AnswerTexts:
     """Made-up prompts and answers of several lengths."""
     random = np.random.default_rng(7)
-    prompts = [random.integers(4, 250, 3 + at % 5).tolist() for at in range(count)]
-    answers = [random.integers(4, 250, 6 + at % 7).tolist() for at in range(count)]
-    counts = [len(answer) for answer in answers]
+
+    def tokens(size: int) -> list[int]:
+        return list(map(int, random.integers(4, 250, size)))
+
     if lowering.model.encoder is not None:
-        return answers_of(TokenTexts([[0, *answer[:-1]] for answer in answers], prompts), counts)
+        return scored(lowering.model, [(tokens(3 + at % 5), tokens(6 + at % 7)) for at in range(count)])
+    prompts = [tokens(3 + at % 5) for at in range(count)]
+    answers = [tokens(6 + at % 7) for at in range(count)]
+    counts = [len(answer) for answer in answers]
     return answers_of(TokenTexts([(p + a)[:-1] for p, a in zip(prompts, answers, strict=True)]), counts)
 
 

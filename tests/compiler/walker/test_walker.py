@@ -34,6 +34,7 @@ from moec.compiler.workspace.parallel import workers
 from moec.evaluation.engine import no_progress
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
+from tests.compiler.families.test_family_compiles import CHOSEN
 from tests.compiler.lowered import lowered, save_family, walked_logits
 from tests.compiler.walker.whole_model import answers_of, measured_kl, recorded, texts_of
 from tests.manifests.examples import layer_spec, model_spec
@@ -42,14 +43,9 @@ from tests.transformers_oracle import TransformersOracle
 
 SPECS = (QuantSpec(3, 32), QuantSpec(4, 32))
 TEXTS = [[5, 6, 200, 7, 90, 33, 8], [1, 2, 3], [250, 9, 8, 7, 6, 5, 4, 3, 2, 1], [17, 17, 40]]
-# Those with plain layers, corrections, latent attention, windows and scales among them.
-OTHERS = (
-    "qwen2-plain-between", "qwen2-window-no-bias", "qwen3-plain-first", "deepseek-v2-groups-yarn", "deepseek-v3",
-    "glm4-bias", "ernie-no-shared", "granite-scaled", "gpt-oss", "phimoe",
-)  # fmt: skip
-OWN = ("deepseek-every-other", "minicpm")
 ENCODERS = ("switch", "switch-capacity", "switch-all-routed-half")
-DECODERS = ("mixtral", "olmoe", "qwen3", *OTHERS, *OWN)
+SAVED = {"mixtral": save_tiny_mixtral, "olmoe": save_tiny_olmoe, "qwen3": save_tiny_qwen3_moe}
+DECODERS = (*SAVED, *CHOSEN.values(), "qwen2-window-no-bias", "ernie-no-shared")
 EVERY_FAMILY = pytest.mark.parametrize("folder", [*DECODERS, *ENCODERS], indirect=True)
 
 
@@ -57,10 +53,9 @@ EVERY_FAMILY = pytest.mark.parametrize("folder", [*DECODERS, *ENCODERS], indirec
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers of four experts, one of which few tokens reach; or another family."""
     name, root = request.param, tmp_path_factory.mktemp(request.param) / "tiny"
-    if name in (*OTHERS, *OWN, *ENCODERS):
-        return save_family(name, root)
-    save = {"mixtral": save_tiny_mixtral, "olmoe": save_tiny_olmoe, "qwen3": save_tiny_qwen3_moe}[name]
-    return save(root, TinyMixtral(layers=3, width=64, seed=7))
+    if name in SAVED:
+        return SAVED[name](root, TinyMixtral(layers=3, width=64, seed=7))
+    return save_family(name, root)
 
 
 @pytest.fixture(scope="module")
