@@ -1,4 +1,4 @@
-"""A model and texts that are small enough for whole compiles."""
+"""Checkpoints and texts that are small enough for whole compiles, and little memory or few tokens for them."""
 
 from __future__ import annotations
 
