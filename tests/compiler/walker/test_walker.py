@@ -118,6 +118,7 @@ def _following(model: ModelSpec, layer: int) -> int:
     return next(later, 0)
 
 
+@pytest.mark.oracle
 @EVERY_FAMILY
 def test_every_weight_is_exchanged_under_its_own_name(folder: Path, lowering: Lowering) -> None:
     """Another weight changes the layers and the whole model in the same way."""
@@ -146,6 +147,7 @@ def test_every_weight_is_exchanged_under_its_own_name(folder: Path, lowering: Lo
     assert torch.equal(reference.batch_logits([row], prompts)[0], before)
 
 
+@pytest.mark.oracle
 @EVERY_FAMILY
 def test_the_sweep_counts_what_the_whole_model_routes(
     folder: Path, lowering: Lowering, whole: tuple[Swept, SweptStore]
