@@ -12,19 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.manifests.codec import decode_manifest
 from moec.reporting.card import card_pictures
-from tests.tiny_compile import (
-    check_bundle,
-    compile_tiny,
-    contents,
-    names,
-    save_model,
-    save_problems,
-)
+from moec.runtime.bundle.open_bundle import open_bundle
+from moec.runtime.engine.engine import Engine
+from moec.runtime.options.runtime import RuntimeOptions
+from tests.tiny_compile import check_bundle, compile_tiny, contents, names, save_model, save_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KL = 0.05
@@ -119,16 +116,6 @@ def test_a_size_with_data_is_compared_at_that_size(model: Path, texts: Path, tmp
         assert row["expert_packed_bytes"] <= size and row["gain_at_target"] is None
 
 
-def test_uniform_needs_no_data(model: Path, tmp_path: Path) -> None:
-    result = compile_tiny(model, tmp_path / "out", "uniform", 3)
-    quality = check_bundle(tmp_path / "out")
-    assert set(quality["bits"]["formats"]) == {"q3g64"} and quality["comparison"] is None
-    assert {str(spec) for spec in result.plan.dense.values()} == {"q8g64", "bf16"}
-    other = compile_tiny(model, tmp_path / "other", "uniform", 4, quantizer="quanto", dense_bits=16)
-    assert other.plan.quantizer == "quanto"
-    check_bundle(tmp_path / "other")
-
-
 def test_a_loss_target_on_plain_text(model: Path, texts: Path, tmp_path: Path) -> None:
     compile_tiny(model, tmp_path / "out", "loss", 0.3, data=str(texts), tasks=("perplexity",))
     quality = check_bundle(tmp_path / "out")
@@ -139,17 +126,8 @@ def test_a_loss_target_on_plain_text(model: Path, texts: Path, tmp_path: Path) -
 
 
 def test_edgemoes_own_search_decides_by_whole_experts(model: Path, texts: Path, tmp_path: Path) -> None:
-    result = compile_tiny(
-        model,
-        tmp_path / "out",
-        "kl",
-        KL,
-        data=str(texts),
-        search="edgemoe",
-        quick=False,
-        dense_bits=8,
-        group_sizes=(32,),
-    )
+    options: dict[str, Any] = {"data": str(texts), "quick": False, "dense_bits": 8, "group_sizes": (32,)}
+    result = compile_tiny(model, tmp_path / "out", "kl", KL, search="edgemoe", **options)
     widths = {(u.layer, u.expert): set() for u in result.plan.units}
     for unit, spec in result.plan.units.items():
         widths[unit.layer, unit.expert].add(spec.bitwidth)
@@ -183,16 +161,6 @@ def test_edgemoes_search_by_popularity_is_next_to_the_plain_one(model: Path, tex
     assert weighed["comparison"]["expert_losses"] == plain["comparison"]["expert_losses"]
 
 
-def test_the_form_of_path_keys_is_chosen_by_held_out_texts(texts: Path, tmp_path: Path) -> None:
-    model, options = save_model(tmp_path / "tiny", layers=4, experts=4), {"data": str(texts), "plan_only": True}
-    plain, best = (
-        compile_tiny(model, tmp_path / form, "uniform", 4, path_keys=form, **options).quality["statistics"]["paths"]
-        for form in ("pairs", "best")
-    )
-    kept = "sets" if best["accuracy_sets"] > best["accuracy_pairs"] else "pairs"
-    assert "kept" not in plain and best["kept"] == kept
-
-
 def test_exact_sensitivity_corrects_each_expert(model: Path, texts: Path, tmp_path: Path) -> None:
     result = compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), sensitivity="exact", plan_only=True)
     corrections = {value for row in result.quality["sensitivity"]["corrections"] for value in row}
@@ -207,11 +175,6 @@ def test_group_sizes_that_fit_some_projections_only(texts: Path, tmp_path: Path)
     # Only 16 bits fit the down projections.
     result = compile_tiny(source, tmp_path / "two", "kl", KL, data=str(texts), quick=False, group_sizes=(64,))
     assert {spec.bitwidth for unit, spec in result.plan.units.items() if unit.projection == "down"} == {16}
-
-
-def test_nothing_below_16_bits_on_offer(model: Path, texts: Path, tmp_path: Path) -> None:
-    result = compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), quick=False, bits=(16,), plan_only=True)
-    assert result.plan.bits_per_weight == 16 and result.quality["comparison"] is None
 
 
 def test_every_task_must_meet_the_target(model: Path, texts: Path, tmp_path: Path) -> None:
@@ -259,5 +222,29 @@ def test_overwrite_replaces_at_the_very_end(model: Path, texts: Path, tmp_path: 
     assert names(tmp_path) == {"out"}
 
 
-class Halt(Exception):
-    """A fault of the machine."""
+@pytest.mark.parametrize(("kind", "value"), [("kl", KL), ("loss", 0.02)])
+def test_nothing_below_16_bits_on_offer(model: Path, texts: Path, tmp_path: Path, kind: Any, value: float) -> None:
+    options: dict[str, Any] = {"bits": (16,), "dense_bits": 16, "plan_only": True}
+    result = compile_tiny(model, tmp_path / "out", kind, value, data=str(texts), **options)
+    assert result.plan.bits_per_weight == 16 and result.quality["comparison"] is None
+
+
+def test_a_search_with_quanto_ends_in_a_bundle(model: Path, texts: Path, tmp_path: Path) -> None:
+    result = compile_tiny(model, tmp_path / "out", "kl", 0.5, data=str(texts), quantizer="quanto", comparisons=True)
+    assert result.path is not None
+    manifest = json.loads((result.path / "moec.json").read_bytes())
+    assert manifest["options"]["quantizer"] == "quanto"
+    names = [row["name"] for row in result.quality["comparison"]["baselines"]]
+    assert "EdgeMoE with our quantizer" in names
+
+
+def test_eight_bits_are_used_where_128_divides_no_width(texts: Path, tmp_path: Path) -> None:
+    """Widths of 576 and 192: a search between 8 and 16 bits, and answers of its bundle."""
+    odd = save_model(tmp_path / "odd", layers=1, experts=2, hidden_size=576, width=192)
+    options: dict[str, Any] = {"bits": (4, 8, 16), "group_sizes": (), "dense_bits": 8, "swaps": 0, "comparisons": False}
+    result = compile_tiny(odd, tmp_path / "out", "bits_per_weight", 7.0, quick=False, data=str(texts), **options)
+    assert "q8g64" in {str(spec) for spec in result.plan.units.values()}
+    assert not {spec.bitwidth for spec in result.plan.units.values()} & {16}
+    check_bundle(tmp_path / "out")
+    with Engine(open_bundle(tmp_path / "out"), RuntimeOptions()) as engine:
+        assert np.isfinite(engine.logits([5, 6, 7])).all()

@@ -28,6 +28,10 @@ class Halt(Exception):
     """A fault of the machine."""
 
 
+def halt(*_: object, **__: object) -> Any:
+    raise Halt
+
+
 @pytest.mark.parametrize(
     ("module", "stage"),
     [
@@ -41,21 +45,11 @@ class Halt(Exception):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_failed_stage_loses_nothing_and_resume_takes_up(
-    model: Path,
-    texts: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    module: ModuleType,
-    stage: str,
-    whole: dict[str, bytes],
+    model: Path, texts: Path, tmp_path: Path, whole: dict[str, bytes], module: ModuleType, stage: str
 ) -> None:
-    def halt(*arguments: Any, **options: Any) -> Any:
-        raise Halt
-
-    with monkeypatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Halt):
         patched.setattr(module, stage, halt)
-        with pytest.raises(Halt):
-            compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts))
+        compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts))
     assert names(tmp_path) == {"out.work"}
     done = len(names(tmp_path / "out.work"))
     compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True)
@@ -75,12 +69,9 @@ def whole(model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_resume_measures_nothing_twice(
     model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
 ) -> None:
-    def fails(*_: object) -> Any:
-        raise Halt
-
     with pytest.raises(Halt):
-        compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), open_runtime=fails)
-    monkeypatch.setattr(LoadedLayer, "load", fails)
+        compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), open_runtime=halt)
+    monkeypatch.setattr(LoadedLayer, "load", halt)
     notes: list[str] = []
     compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts), resume=True, talk=Talk(notes.append))
     assert contents(tmp_path / "out") == whole
@@ -90,11 +81,8 @@ def test_resume_measures_nothing_twice(
 
 
 def test_resume_of_other_options_starts_anew(model: Path, texts: Path, tmp_path: Path) -> None:
-    def fails(*_: object) -> Any:
-        raise Halt
-
     with pytest.raises(Halt):
-        compile_tiny(model, tmp_path / "out", "kl", 0.2, data=str(texts), open_runtime=fails)
+        compile_tiny(model, tmp_path / "out", "kl", 0.2, data=str(texts), open_runtime=halt)
     notes: list[str] = []
     compile_tiny(model, tmp_path / "out", "bits_per_weight", 3.0, resume=True, talk=Talk(notes.append))
     assert any("no finished stage of these inputs" in note for note in notes)
@@ -112,13 +100,10 @@ def test_every_weight_is_read_layer_by_layer_before_the_search(
         read.append(source.name)
         return plain(self, source)
 
-    def stop(*arguments: Any) -> Any:
-        raise Halt
-
     if not has_memory:
         little_memory(monkeypatch.setattr)
     monkeypatch.setattr(Lowering, "read", counting)
-    monkeypatch.setattr(planning_stages, "search", stop)
+    monkeypatch.setattr(planning_stages, "search", halt)
     with pytest.raises(Halt):
         compile_tiny(model, tmp_path / "out", "kl", KL, data=str(texts))
     assert set(read) == set(load_file(model / "model.safetensors"))

@@ -35,12 +35,9 @@ from moec.evaluation.engine import no_progress
 from moec.manifests.errors import DoesNotFit, OptionError
 from moec.manifests.quant import QuantSpec
 from tests.accelerator.conftest import NO_GPU
-from tests.compiler.configured import lowered
+from tests.compiler.lowered import compile_texts_of, lowered, save_family, walked_logits
 from tests.compiler.other_device import OTHER, OtherMode, other_device
-from tests.compiler.swept import compile_texts_of
-from tests.compiler.walked import walked_logits
-from tests.tiny_compile import check_bundle, compile_tiny, contents, make_request, names, save_model, save_texts
-from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+from tests.tiny_compile import check_bundle, compile_tiny, contents, make_request, names, save_texts
 from tests.tiny_switch import TINY_SWITCHES, TinySwitch, save_tiny_switch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,11 +63,6 @@ def compiling_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[OtherM
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "tiny", layers=1, experts=2)
-
-
-@pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_texts(tmp_path_factory.mktemp("texts") / "texts", train=12, validation=6, test=6))
 
@@ -79,14 +71,8 @@ def test_a_compile_on_another_device_writes_the_same_bytes(
     model: Path, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every stage computes there. No operation takes tensors of two devices. The manifest names the device."""
-    options: dict[str, Any] = {
-        "data": data,
-        "tasks": ("perplexity",),
-        "prune": False,
-        "dense_bits": None,
-        "swaps": 1,
-        "bits": (3, 16),
-    }
+    options: dict[str, Any] = {"data": data, "tasks": ("perplexity",), "prune": False, "dense_bits": None}
+    options |= {"swaps": 1, "bits": (3, 16)}
     compile_tiny(model, tmp_path / "cpu", "kl", 0.05, **options)
     with compiling_elsewhere(monkeypatch) as counts:
         compile_tiny(model, tmp_path / "cuda", "kl", 0.05, **options, torch_device="cuda")
@@ -143,19 +129,8 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def save_family(name: str, folder: Path) -> Path:
-    """Write the tiny checkpoint of a family."""
-    if name in TINY_SWITCHES:
-        return save_tiny_switch(folder, TINY_SWITCHES[name])
-    return save_tiny_family(folder, TINY_FAMILIES[name])
-
-
-@pytest.mark.parametrize("family", ["switch"])
-def test_each_kind_of_expert_measures_the_same_on_another_device(family: str, tmp_path: Path) -> None:
-    """An encoder; the next test has transposed experts with biases."""
-    folder = tmp_path / "tiny"
-    saved = save_tiny_switch(folder, ENCODING) if family == "switch" else save_family(family, folder)
-    lowering = lowered(saved)
+def test_an_encoder_measures_the_same_on_another_device(tmp_path: Path) -> None:
+    lowering = lowered(save_tiny_switch(tmp_path / "tiny", ENCODING))
     expected = measures(lowering, CPU, tmp_path / "here")
     with other_device() as counts:
         found = measures(lowering, OTHER, tmp_path / "there")
@@ -193,8 +168,6 @@ def test_the_default_is_the_cpu() -> None:
 
 
 def test_options_that_another_device_does_not_serve_are_refused(model: Path, data: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="`--torch-device` has no effect with `--uniform` and without `--data`"):
-        CompileOptions(Target("uniform", 4), torch_device="cuda")
     with pytest.raises(OptionError, match="workers of `--cluster` compute on their CPUs"):
         check_cluster("kl", "cuda")
     request = make_request(model, tmp_path / "out", "kl", 0.1, data=data, torch_device="cuda")

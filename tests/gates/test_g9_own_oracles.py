@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from moec.runtime import load
-from tests.compiler.configured import lowered
-from tests.compiler.walked import walked_logits
+from tests.compiler.lowered import lowered, walked_logits
 from tests.gates.bundles import emit_bundle
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.oracles.models import load_oracle

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
-
-Observe = Callable[[int, Tensor], None]
-"""Called with the index of a layer and the experts of its tokens, [N, K]."""
 
 
 class Swiglu(nn.Module):
@@ -57,12 +54,10 @@ class Routed(nn.Module):
         self.experts = nn.ModuleList(Swiglu(hidden, width, names) for _ in range(experts))
         self.shared_experts = Swiglu(hidden, shared, names) if shared else None
         self._top_k, self._divide = top_k, divide
-        self.observe: Callable[[Tensor], None] = lambda chosen: None
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
         weights, chosen = self.gate(rows).softmax(-1).topk(self._top_k)
-        self.observe(chosen)
         if self._divide:
             weights = weights / weights.sum(-1, keepdim=True)
         out = torch.stack(
@@ -138,12 +133,6 @@ class Oracle(nn.Module):
         while len(tokens) < len(prompt) + count and tokens[-1] != end:
             tokens.append(int(self(torch.tensor([tokens]))[0, -1].argmax()))
         return tokens[len(prompt) :]
-
-    def watch(self, observe: Observe) -> None:
-        """Call a function with the experts that every routed layer chose."""
-        for at, layer in enumerate(self.model.layers):
-            if isinstance(layer.mlp, Routed):
-                layer.mlp.observe = lambda chosen, at=at: observe(at, chosen)
 
 
 def load_oracle(folder: Path) -> Oracle:

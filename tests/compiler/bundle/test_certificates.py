@@ -1,46 +1,54 @@
-"""Certificates: the compared results, and the words of a verdict for estimates made by hand."""
+"""Certificates: compared results, words of a verdict, and the bundles that a compile opens for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.cli.terminal.report import verdict_line
-from moec.compiler.bundle.certify import (
+from moec.compiler.bundle.certificates import (
     DivergenceCertificate,
     TaskCertificate,
     certify_divergence,
     certify_task,
     look_counts,
 )
+from moec.compiler.bundle.plan_bundles import TRIAL, UNQUANTIZED, PlanBundles, clear_trials, trial_folder
 from moec.compiler.bundle.quality import overall_verdict
+from moec.compiler.preflight.kept_layers import runtime_bytes
+from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.options import Talk
+from moec.compiler.request.plan import plain_plan
 from moec.compiler.request.ports import LocalEngine
 from moec.compiler.request.targets import Target
+from moec.compiler.request.uniform import uniform_like
+from moec.compiler.stages.lookahead import SAMPLE_SHARE
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts
+from moec.compiler.workspace.durable import Disk
 from moec.evaluation.data import ItemSet
-from moec.evaluation.engine import Generation, TextEngine
-from moec.evaluation.statistics import (
-    MIN_ITEMS,
-    DistributionSummary,
-    LossEstimate,
-    judge,
-    judge_divergence,
-    log_softmax,
-    summarise_divergence,
-)
+from moec.evaluation.divergence import judge_divergence, log_softmax, summarise_divergence
+from moec.evaluation.engine import Generation, TextEngine, no_progress
+from moec.evaluation.statistics import MIN_ITEMS, DistributionSummary, LossEstimate, judge
 from moec.evaluation.tasks import find_task
 from moec.evaluation.text_pairs import forced_rows
-from moec.manifests.errors import OptionError
+from moec.manifests.errors import MoecError, OptionError
 from moec.manifests.model import UnitKey
+from moec.manifests.quant import QuantSpec
+from tests.compiler.lowered import lowered
 from tests.compiler.search.toy_search import estimate
-from tests.tiny_compile import save_model
+from tests.tiny_compile import check_bundle, compile_tiny, little_memory, make_request, names, save_model
 from tests.transformers_oracle import TransformersOracle
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOSS = Target("loss", 0.02)
 ANSWERS_AT_ONCE, ROWS_AT_ONCE = 3, 4
@@ -55,11 +63,8 @@ DIVERGENCE = summary(0.01, 0.001)
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersOracle]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield TransformersOracle(save_model(tmp_path_factory.mktemp("certify") / "tiny", layers=1, experts=2))
-    torch.set_num_threads(before)
+def reference(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> TransformersOracle:
+    return TransformersOracle(save_model(tmp_path_factory.mktemp("certify") / "tiny", layers=1, experts=2))
 
 
 class Coarse:
@@ -90,11 +95,25 @@ class Coarse:
             progress(first + len(found), len(pairs))
 
 
-class Wrong:
-    """A model that answers everything wrongly."""
+class Solving:
+    """A model that answers numbered questions, rightly where `is_right`."""
+
+    def __init__(self, is_right: Callable[[int], bool]) -> None:
+        self._is_right = is_right
 
     def generate(self, requests: Sequence[Any], progress: Any) -> list[Generation]:
-        return [Generation("#### -1", 1, 1)] * len(requests)
+        numbers = [int(request.prompt.split("#")[1].split()[0]) for request in requests]
+        return [Generation(f"#### {n if self._is_right(n) else -1}", 1, 1) for n in numbers]
+
+
+def solving(is_right: Callable[[int], bool]) -> TextEngine:
+    return cast(TextEngine, Solving(is_right))
+
+
+def numbered(count: int) -> ItemSet:
+    """Return numbered questions."""
+    task = find_task("gsm8k")
+    return ItemSet(task, "made", tuple({"question": f"#{n} ?", "answer": f"#### {n}"} for n in range(count)))
 
 
 def certify(
@@ -165,7 +184,9 @@ def test_a_certificate_holds_no_more_logits_of_the_checkpoint_than_allowed(
     engine, held, done = Coarse(reference, 40.0), list[int](), list[tuple[int, int]]()
     whole = divergence_of(reference, engine, [])
     assert min(len(text) for text in TEXTS) > 10, "longer than two of the limits, in tokens"
-    monkeypatch.setattr("moec.compiler.bundle.certify.LOGITS_AT_ONCE", (tokens + 1) * reference.model.vocab_size - 1)
+    monkeypatch.setattr(
+        "moec.compiler.bundle.certificates.LOGITS_AT_ONCE", (tokens + 1) * reference.model.vocab_size - 1
+    )
     talk = Talk(progress=lambda title: lambda some, every: done.append((some, every)))
     parts = divergence_of(reference, engine, held, talk)
     assert max(held) <= tokens and sum(held) == whole.divergence.n
@@ -180,9 +201,7 @@ def test_other_targets_have_no_verdict(reference: TransformersOracle) -> None:
 
 
 def test_a_baseline_of_zero_has_no_loss_and_refuses_a_loss_target() -> None:
-    task = find_task("gsm8k")
-    items = ItemSet(task, "made", tuple({"question": f"{n}?", "answer": f"#### {n}"} for n in range(2)))
-    engine = cast(TextEngine, Wrong())
+    items, engine = numbered(2), solving(lambda number: False)
     certificate = certify_task(items, (), engine, engine, Target("kl", 0.05), Talk(), DIVERGENCE)
     assert certificate.baseline.value == 0.0 and certificate.loss is None
     assert certificate.to_json()["loss"] is None
@@ -201,7 +220,7 @@ def test_a_clear_case_is_decided_at_an_early_look(
     reference: TransformersOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The verdict is that of a sample, with wider bounds for several looks. An unclear case takes all items."""
-    monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (40, 80))
+    monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (40, 80))
     texts = [f"{n} and one text more, {n * n}" for n in range(120)]
     sampled = ItemSet(find_task("perplexity"), "made", tuple({"text": text} for text in texts)).limit(40)
     first = certify(reference, Coarse(reference, 1.0), texts=[item["text"] for item in sampled.items])
@@ -222,23 +241,10 @@ def test_a_clear_case_is_decided_at_an_early_look(
     assert whole.loss.bounds[0] <= whole.loss.lower95 <= whole.loss.upper95 <= whole.loss.bounds[1]
 
 
-class RightUntil:
-    """A model that answers the first numbered questions of a file rightly, and the others wrongly."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def generate(self, requests: Sequence[Any], progress: Any) -> list[Generation]:
-        numbers = [int(request.prompt.split("#")[1].split()[0]) for request in requests]
-        return [Generation(f"#### {n if n < self._count else -1}", 1, 1) for n in numbers]
-
-
 def test_a_look_at_a_sorted_file_is_at_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bundle fails on all but the first third. A look at the first items of the file would support it."""
-    monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (40, 80))
-    task = find_task("gsm8k")
-    items = ItemSet(task, "made", tuple({"question": f"#{n} ?", "answer": f"#### {n}"} for n in range(120)))
-    solved, bundle = cast(TextEngine, RightUntil(120)), cast(TextEngine, RightUntil(40))
+    monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (40, 80))
+    items, solved, bundle = numbered(120), solving(lambda number: True), solving(lambda number: number < 40)
     target = Target("loss", 0.4)
     early = certify_task(items, (), solved, bundle, target, Talk(), DIVERGENCE, confidence=0.95)
     assert early.value.n < 120 and early.verdict is not None and early.verdict.status == "refuted"
@@ -250,17 +256,10 @@ def test_a_look_at_a_sorted_file_is_at_a_sample(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_first_look_at_unsolved_items_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moec.compiler.bundle.certify.LOOKS", (1,))
-    task = find_task("gsm8k")
-    items = ItemSet(task, "made", tuple({"question": f"#{n} ?", "answer": f"#### {n}"} for n in range(8)))
+    monkeypatch.setattr("moec.compiler.bundle.certificates.LOOKS", (1,))
+    items = numbered(8)
     first = items.order()[0]
-
-    class WrongAtFirst:
-        def generate(self, requests: Sequence[Any], progress: Any) -> list[Generation]:
-            numbers = [int(request.prompt.split("#")[1].split()[0]) for request in requests]
-            return [Generation(f"#### {n if n != first else -1}", 1, 1) for n in numbers]
-
-    engine = cast(TextEngine, WrongAtFirst())
+    engine = solving(lambda number: number != first)
     found = certify_task(items, (), engine, engine, LOSS, Talk(), DIVERGENCE, confidence=0.95)
     assert found.value.n == 8 and found.loss is not None and found.loss.loss == 0
 
@@ -292,14 +291,6 @@ def test_the_verdict_and_its_sentence(reference: TransformersOracle, status: str
     assert ("items would decide" in line) == (status in ("met", "missed"))
 
 
-def test_too_few_items_prove_nothing(reference: TransformersOracle) -> None:
-    """29 items without a difference: the verdict is met, and the report names the number of items needed."""
-    certificate = certificate_of(estimate(0.0, 0.0, 29), certify(reference, Coarse(reference, 1.0)))
-    assert certificate.verdict is not None and not certificate.verdict.enough_items
-    assert overall_verdict(LOSS, {"toy": certificate}) == "met"
-    assert certificate.verdict.items_needed is not None and certificate.verdict.items_needed > 29
-
-
 def test_the_weakest_task_speaks_for_all(reference: TransformersOracle) -> None:
     base = certify(reference, Coarse(reference, 1.0))
     order = ("supported", "met", "missed", "refuted")
@@ -329,3 +320,114 @@ def test_a_kl_target_gets_a_verdict_of_its_own(mean: float, standard_error: floa
     told = {"items": 100, **found.divergence.to_json()}
     quality = {"verdict": status, "target": {"kind": "kl", "value": 0.05}, "tasks": {}, "held_out_kl": {"a": told}}
     assert verdict_line(quality).startswith(status) and "0.05" in verdict_line(quality)
+
+
+MEMORY_BYTES = 8 << 30
+
+
+@dataclass
+class Recorded:
+    """Opens bundles, and records each: its folder's name, its memory, and how many were open before it.
+
+    fails_on: name of a folder that cannot be opened.
+    """
+
+    fails_on: str = ""
+    opened: list[tuple[str, int, int]] = field(default_factory=list)
+    count: int = 0
+
+    @contextmanager
+    def __call__(self, path: Path, memory_bytes: int) -> Iterator[Any]:
+        self.opened.append((path.name, memory_bytes, self.count))
+        if path.name == self.fails_on:
+            raise MoecError("it cannot be opened")
+        self.count += 1
+        with cast(AbstractContextManager[Any], open_partial(path, memory_bytes)) as engine:
+            yield engine
+        self.count -= 1
+
+
+def compiled(model: Path, texts: Path, output: Path, recorded: Recorded) -> dict[str, Any]:
+    """Compile to a KL. Returns quality.json."""
+    options: dict[str, Any] = {"data": str(texts), "tasks": ("perplexity",), "memory_bytes": MEMORY_BYTES}
+    compile_tiny(model, output, "kl", 0.05, open_runtime=recorded, **options)
+    return check_bundle(output)
+
+
+def test_tasks_are_measured_next_to_the_checkpoint_where_memory_holds_the_model(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the two runtimes has half of what is left. The metric takes all items, and the KL the first."""
+    monkeypatch.setattr("moec.compiler.stages.encode_texts.HELD_OUT_ITEMS", 5)
+    recorded, room = Recorded(), runtime_bytes(lowered(model).model, MEMORY_BYTES)
+    task = compiled(model, texts, tmp_path / "out", recorded)["tasks"]["perplexity"]
+    alone, reference, bundle, self_test = recorded.opened
+    assert alone == ("out.partial", room, 0) and bundle == ("out.partial", room, 1)
+    assert self_test == ("out.partial", room - room // SAMPLE_SHARE, 0)
+    assert reference[0] == trial_folder(tmp_path / "out", UNQUANTIZED).name and reference[2] == 0
+    assert room / 2 < reference[1] < room
+    rows = [json.loads(line)["text"] for line in (texts / "test.jsonl").read_text().splitlines()]
+    assert task["n"] == len(rows) == 40
+    tokens = [len(row) for row in rows[:5]]  # one for each byte, one for the end, less the first, which has no prompt
+    assert task["kl"]["n"] in range(sum(tokens), sum(tokens) + 6)
+    assert names(tmp_path) == {"out"}
+
+
+def test_with_little_memory_a_kl_target_is_certified_by_its_bundle_alone(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little_memory(monkeypatch.setattr)
+    recorded = Recorded()
+    quality = compiled(model, texts, tmp_path / "out", recorded)
+    assert [name for name, *_ in recorded.opened] == ["out.partial"] * 2, "its KL, then the self-test"
+    assert min(trial["kl"]["mean"] for trial in quality["trials"] if trial["purpose"] == "search") <= 0.05
+    assert quality["tasks"] == {} and quality["held_out_kl"]["perplexity"]["mean"] > 0
+
+
+@pytest.mark.parametrize("name", ["out.partial", "out.work-unquantized.partial"])
+def test_a_certificate_that_fails_leaves_no_bundle(name: str, model: Path, texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(MoecError, match="it cannot be opened"):
+        compiled(model, texts, tmp_path / "out", Recorded(name))
+    assert names(tmp_path) == {"out.work"}
+
+
+def bundles_of(model: Path, output: Path, **values: Any) -> PlanBundles:
+    request = make_request(model, output, "bits_per_weight", 4.0, **values)
+    return PlanBundles(request, lowered(model), MEMORY_BYTES, open_partial)
+
+
+@pytest.mark.parametrize("plan_only", [False, True])
+def test_a_plan_answers_from_a_temporary_bundle(plan_only: bool, model: Path, tmp_path: Path) -> None:
+    """With the bits of a bundle that a compile publishes. A plan alone writes nothing near its output."""
+    bundles = bundles_of(model, tmp_path / "out", plan_only=plan_only)
+    plain = plain_plan(bundles.lowering.model, bundles.lowering.spec_16bit, "rtn")
+    plan, pairs = uniform_like(plain, QuantSpec(4, 32), "rtn"), [("a pen", " and a lamp"), ("the box", " near a pen")]
+    with bundles.opened(plan, UnitStore(bundles.lowering, "rtn")) as engine:
+        scores = engine.answer_log_probs(pairs, no_progress)
+        assert names(tmp_path) == (set() if plan_only else {"out.work-trial.partial"})
+    assert names(tmp_path) == set()
+    compile_tiny(model, tmp_path / "flat", "uniform", 4, symmetric=False, group_sizes=(32,), dense_bits=16)
+    with cast(AbstractContextManager[Any], open_partial(tmp_path / "flat")) as engine:
+        assert engine.answer_log_probs(pairs, no_progress) == scores
+
+
+def test_temporary_bundles_take_the_place_of_nothing_and_are_cleared(model: Path, tmp_path: Path) -> None:
+    output, bundles = tmp_path / "out", bundles_of(model, tmp_path / "out")
+    plain, own = plain_plan(bundles.lowering.model, bundles.lowering.spec_16bit, "rtn"), trial_folder(output, TRIAL)
+    own.mkdir()
+    (own / "letter.txt").write_text("mine")
+    for refused in (lambda: bundles.opened(plain, None).__enter__(), lambda: clear_trials(output, Disk())):
+        with pytest.raises(OptionError, match="is in the way and was not left by a compile"):
+            refused()
+    assert (own / "letter.txt").read_text() == "mine"
+    (own / "letter.txt").rename(own / "dense.safetensors")  # as a killed compile leaves it
+    with bundles.opened(plain, None):
+        pass
+    assert names(tmp_path) == set()
+    for name in (TRIAL, UNQUANTIZED):
+        trial_folder(output, name).mkdir()
+    clear_trials(output, Disk())
+    assert names(tmp_path) == set()
+    trial_folder(output, TRIAL).mkdir()
+    compile_tiny(model, output, "uniform", 4)
+    assert names(tmp_path) == {"out"}

@@ -18,33 +18,37 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 
 from moec.compiler.bundle.emit import BundleContent, cost_summary, emit, finish, packed_pieces
 from moec.compiler.calibration.tables import Tables, encode_tables
-from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, open_checkpoint
-from moec.compiler.families import Lowering, lower
+from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
+from moec.compiler.families import Lowering
 from moec.compiler.quantization.packing import pack
 from moec.compiler.quantization.quantizers.rtn import quantize_rtn
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.workspace.durable import Disk
-from moec.manifests.bundle import MANIFEST_NAME, BundleManifest, expert_tensor_name, experts_file_name, unit_offsets
+from moec.manifests.bundle import (
+    DEVICE_NAME,
+    MANIFEST_NAME,
+    BundleManifest,
+    experts_file_name,
+    unit_offsets,
+)
 from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.manifests.errors import CheckpointError, DiskFull, MoecError, OptionError
 from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.manifests.safetensors_header import read_header
+from moec.profiles.device_json import decode_device
+from moec.profiles.loading import load_profile
 from moec.runtime.kernels import packed_matrix
-from tests.tiny_models import NO_DEVICE, TINY_MODELS, save_tiny_mixtral
+from tests.compiler.lowered import lowered
+from tests.tiny_models import NO_DEVICE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPECS = [QuantSpec.parse(text) for text in ("q2g32", "q3", "q4g32", "q8", "bf16", "q4s", "q2g32s")]
-
-
-def _open(path: Path) -> Lowering:
-    return lower(open_checkpoint(str(path)))
 
 
 def _mixed_plan(model: ModelSpec) -> CompilePlan:
@@ -64,7 +68,7 @@ def _contents(path: Path) -> dict[str, bytes]:
 
 
 def test_every_unit_is_what_the_quantizer_gave(folder: Path, tmp_path: Path) -> None:
-    lowering = _open(folder)
+    lowering = lowered(folder)
     plan, partial = _mixed_plan(lowering.model), tmp_path / "out.partial"
     manifest = _emit(lowering, partial, plan)
     for entry in manifest.experts:
@@ -97,18 +101,18 @@ def test_threads_pack_side_by_side_to_the_same_bytes(
         both.abort()
         return unit_offsets(*arguments)
 
-    _emit(_open(folder), tmp_path / "one.partial")
+    _emit(lowered(folder), tmp_path / "one.partial")
     monkeypatch.setattr("moec.compiler.bundle.emit.unit_offsets", offsets)  # called first for each expert
     torch.set_num_threads(3)
     try:
-        _emit(_open(folder), tmp_path / "three.partial")
+        _emit(lowered(folder), tmp_path / "three.partial")
     finally:
         torch.set_num_threads(1)
     assert len(seen) > 1 and _contents(tmp_path / "one.partial") == _contents(tmp_path / "three.partial")
 
 
 def test_every_dense_weight_is_there(folder: Path, tmp_path: Path) -> None:
-    lowering = _open(folder)
+    lowering = lowered(folder)
     manifest, arrays = _emit(lowering, tmp_path / "out.partial"), load_file(tmp_path / "out.partial/dense.safetensors")
     assert list(arrays) and set(arrays) == {entry.name for entry in manifest.dense}
     for entry in manifest.dense:
@@ -125,29 +129,13 @@ def test_every_dense_weight_is_there(folder: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(values, expected.numpy())
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_sixteen_bits_are_the_checkpoints_own(name: str, tmp_path: Path) -> None:
-    lowering = _open(save_tiny_mixtral(tmp_path / name, TINY_MODELS[name]))
-    plan = uniform_plan(lowering.model, lowering.spec_16bit, lowering.spec_16bit, lowering.float_type)
-    manifest = _emit(lowering, tmp_path / "out.partial", plan)
-    assert manifest.cost.expert_bits_per_weight == 16
-    for entry in manifest.experts:
-        raw = load_arrays(tmp_path / "out.partial" / entry.file)[expert_tensor_name(entry.expert)]
-        specs = plan.expert_specs(entry.key)
-        for projection, start in unit_offsets(plan.model, entry.layer, specs)[0].items():
-            rows, columns = plan.model.unit_shape(entry.layer, projection)
-            stored = raw[start : start + specs[projection].packed_bytes(rows, columns)]
-            values = packed_matrix.unpack(stored, rows, columns, specs[projection])[:rows]
-            weight = lowering.unit(UnitKey(*entry.key, projection))
-            np.testing.assert_array_equal(values, weight.float().numpy())
-
-
 def test_files_are_aligned_and_accounted_for(folder: Path, tmp_path: Path) -> None:
     partial = tmp_path / "out.partial"
-    manifest = _emit(_open(folder), partial)
+    manifest = _emit(lowered(folder), partial)
     on_disk = _contents(partial)
     assert set(on_disk) == {entry.name for entry in manifest.files} | {MANIFEST_NAME}
-    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(on_disk)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert on_disk[name] == (folder / name).read_bytes(), name
     for entry in manifest.files:
         data = on_disk[entry.name]
         assert (entry.size_bytes, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
@@ -165,7 +153,7 @@ def test_files_are_aligned_and_accounted_for(folder: Path, tmp_path: Path) -> No
 @pytest.mark.gate("G4")
 def test_emitting_twice_gives_identical_bytes(folder: Path, tmp_path: Path) -> None:
     copy_elsewhere = Path(shutil.copytree(folder, tmp_path / "elsewhere" / "tiny"))
-    manifests = [_emit(_open(folder), tmp_path / "a.partial"), _emit(_open(copy_elsewhere), tmp_path / "b.partial")]
+    manifests = [_emit(lowered(folder), tmp_path / "a.partial"), _emit(lowered(copy_elsewhere), tmp_path / "b.partial")]
     assert manifests[0] == manifests[1]
     one, other = _contents(tmp_path / "a.partial"), _contents(tmp_path / "b.partial")
     assert one == other and len(one) == 9
@@ -173,7 +161,7 @@ def test_emitting_twice_gives_identical_bytes(folder: Path, tmp_path: Path) -> N
 
 
 def test_costs(folder: Path, tmp_path: Path) -> None:
-    lowering = _open(folder)
+    lowering = lowered(folder)
     plan = _mixed_plan(lowering.model)
     tables = Tables.empty(plan.model)
     tables.popularity[0] = [7, 1, 0, 0]
@@ -189,7 +177,7 @@ def test_costs(folder: Path, tmp_path: Path) -> None:
 
 
 def test_progress_ends_at_the_number_of_weights(folder: Path, tmp_path: Path) -> None:
-    lowering, seen = _open(folder), []
+    lowering, seen = lowered(folder), []
     _emit(lowering, tmp_path / "out.partial", progress=lambda done, total: seen.append((done, total)))
     total = len(lowering.units) + len(lowering.dense)
     assert seen == [(done, total) for done in range(1, total + 1)]
@@ -197,7 +185,7 @@ def test_progress_ends_at_the_number_of_weights(folder: Path, tmp_path: Path) ->
 
 def test_finish_certifies(folder: Path, tmp_path: Path) -> None:
     partial = tmp_path / "out.partial"
-    before = _emit(_open(folder), partial)
+    before = _emit(lowered(folder), partial)
     after = finish(partial, before, b'{"a": 1}\n', b"# Card\n")
     on_disk = _contents(partial)
     assert after.certified and decode_manifest(on_disk[MANIFEST_NAME], MANIFEST_NAME) == after
@@ -208,7 +196,7 @@ def test_finish_certifies(folder: Path, tmp_path: Path) -> None:
 
 
 def test_units_of_an_earlier_stage_are_taken(folder: Path, tmp_path: Path) -> None:
-    lowering = _open(folder)
+    lowering = lowered(folder)
     asked: list[UnitKey] = []
 
     def known(key: UnitKey, spec: QuantSpec) -> np.ndarray | None:
@@ -225,25 +213,15 @@ def test_what_a_killed_run_left_is_replaced(folder: Path, tmp_path: Path) -> Non
     partial = tmp_path / "out.partial"
     (partial / "deeper").mkdir(parents=True)
     (partial / "experts-00099.safetensors.writing").write_bytes(b"half")
-    manifest = _emit(_open(folder), partial)
+    manifest = _emit(lowered(folder), partial)
     assert set(_contents(partial)) == {entry.name for entry in manifest.files} | {MANIFEST_NAME}
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_leaves_nothing(copy: Path, tmp_path: Path, value: float) -> None:
-    tensors, name = load_file(copy / WEIGHTS_NAME), "model.layers.1.block_sparse_moe.experts.3.w3.weight"
-    tensors[name][0, 0] = value
-    save_file(tensors, copy / WEIGHTS_NAME)
-    with pytest.raises(CheckpointError, match=f"tensor `{name}` in .* holds NaN or infinite"):
-        _emit(_open(copy), tmp_path / "out.partial")
-    assert not (tmp_path / "out.partial").exists()
 
 
 def test_finite_weights_whose_sum_is_not_are_read(copy: Path) -> None:
     tensors, name = load_file(copy / WEIGHTS_NAME), "model.layers.1.block_sparse_moe.experts.3.w3.weight"
     tensors[name][0] = 3e38
     save_file(tensors, copy / WEIGHTS_NAME)
-    weight = _open(copy).unit(UnitKey(1, 3, "up"))
+    weight = lowered(copy).unit(UnitKey(1, 3, "up"))
     assert torch.isfinite(weight).all() and not torch.isfinite(weight.sum(dtype=torch.float32))
 
 
@@ -253,12 +231,12 @@ def test_a_weight_beyond_the_scales_is_named(copy: Path, tmp_path: Path, tensor:
     tensors[f"{tensor}.weight"][1, 2] = -1e6
     save_file(tensors, copy / WEIGHTS_NAME)
     with pytest.raises(CheckpointError, match=f"tensor `{tensor}.weight` .* cannot be stored: .* exceed the float16"):
-        _emit(_open(copy), tmp_path / "out.partial")
+        _emit(lowered(copy), tmp_path / "out.partial")
     assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_file_cut_off_after_opening_leaves_nothing(copy: Path, tmp_path: Path) -> None:
-    lowering = _open(copy)
+    lowering = lowered(copy)
     (copy / WEIGHTS_NAME).write_bytes((copy / WEIGHTS_NAME).read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="ends inside tensor"):
         _emit(lowering, tmp_path / "out.partial")
@@ -269,7 +247,7 @@ def test_no_space_is_found_before_the_first_byte(folder: Path, tmp_path: Path, m
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
     with pytest.raises(DiskFull, match=r"has 10 B free, [\d.]+ MiB are needed"):
-        _emit(_open(folder), tmp_path / "out.partial")
+        _emit(lowered(folder), tmp_path / "out.partial")
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -287,7 +265,7 @@ class _FullDisk(Disk):
 
 
 def test_a_disk_that_fills_up_leaves_nothing(folder: Path, tmp_path: Path) -> None:
-    lowering = _open(folder)
+    lowering = lowered(folder)
     plan = uniform_plan(lowering.model, lowering.spec_16bit, lowering.spec_16bit, "bfloat16")
     for writes in range(100):
         try:
@@ -306,21 +284,21 @@ def test_an_interrupt_leaves_nothing(folder: Path, tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _emit(_open(folder), tmp_path / "out.partial", progress=interrupt)
+        _emit(lowered(folder), tmp_path / "out.partial", progress=interrupt)
     assert not list(tmp_path.iterdir())
 
 
 def test_only_unfinished_names_are_written(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     with pytest.raises(OptionError, match=r"precious` does not end in `\.partial`"):
-        _emit(_open(folder), tmp_path / "precious")
+        _emit(lowered(folder), tmp_path / "precious")
     assert (tmp_path / "precious").is_dir()
     with pytest.raises(MoecError):
-        _emit(_open(folder), tmp_path / "absent" / "out.partial")
+        _emit(lowered(folder), tmp_path / "absent" / "out.partial")
 
 
 def test_a_quantizer_that_breaks_its_promise_is_found(folder: Path, tmp_path: Path) -> None:
-    lowering = _open(folder)
+    lowering = lowered(folder)
     plan = uniform_plan(lowering.model, QuantSpec(4, 32), lowering.spec_16bit, "bfloat16")
 
     def other_format(key: UnitKey, spec: QuantSpec) -> np.ndarray:
@@ -352,7 +330,7 @@ def test_tables_come_back(folder: Path, tmp_path: Path) -> None:
         np.array([5, 4, 3], np.uint32),
         generator.random((2, 3)).astype(np.float32),
     )
-    model = _open(folder).model
+    model = lowered(folder).model
     for value in (tables, Tables.empty(model)):
         value.check(model)
         (tmp_path / "tables.safetensors").write_bytes(encode_tables(value))
@@ -371,9 +349,28 @@ def test_tables_come_back(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_manifest_names_the_source_without_a_path(folder: Path, tmp_path: Path) -> None:
-    lowering = _open(folder)
+    lowering = lowered(folder)
     content = BundleContent(_mixed_plan(lowering.model), NO_DEVICE, options={"z": "1", "a": "2"})
     emit(lowering, content, tmp_path / "out.partial")
     plain = json.loads((tmp_path / "out.partial" / MANIFEST_NAME).read_text())
     assert (plain["name"], plain["source"]["name"], plain["options"]) == ("tiny", "tiny", {"a": "2", "z": "1"})
     assert WEIGHTS_NAME in {file["name"] for file in plain["source"]["files"]}
+
+
+def test_a_bundle_for_a_named_device_has_one_file_more(folder: Path, tmp_path: Path) -> None:
+    """All other files are the same, and equal profiles give equal bytes."""
+    lowering = lowered(folder)
+    plan = uniform_plan(lowering.model, QuantSpec(4, 32), QuantSpec(8, 32), lowering.float_type)
+    content, profile = BundleContent(plan, NO_DEVICE), load_profile("jetson-tx2-hdd")
+    written, listed = list[dict[str, bytes]](), list[set[str]]()
+    for name, each in (("host", None), ("one", profile), ("two", replace(profile))):
+        partial = tmp_path / f"{name}.partial"
+        listed.append({entry.name for entry in emit(lowering, replace(content, profile=each), partial).files})
+        written.append({file.name: file.read_bytes() for file in partial.iterdir()})
+    host, one, two = written
+    assert one == two and listed[1] == listed[0] | {DEVICE_NAME}
+    assert decode_device(one[DEVICE_NAME], DEVICE_NAME) == profile
+    for contents in (host, one):
+        del contents[MANIFEST_NAME]
+    del one[DEVICE_NAME]
+    assert one == host

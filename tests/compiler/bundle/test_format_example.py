@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from moec.compiler.bundle.emit import BundleContent, emit, finish
 from moec.compiler.bundle.publish import publish_directory
-from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, open_checkpoint
-from moec.compiler.families import lower
+from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.compiler.request.uniform import uniform_plan
 from moec.compiler.workspace.durable import Disk
 from moec.manifests.bundle import ExpertEntry, unit_offsets
@@ -26,6 +25,7 @@ from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.runtime.bundle.open_bundle import Bundle, open_bundle
 from moec.runtime.kernels.packed_matrix import unpack
+from tests.compiler.lowered import lowered
 from tests.tiny_models import NO_DEVICE, TinyMixtral, save_tiny_mixtral
 
 PAGE = Path(__file__).parents[3] / "docs" / "format.md"
@@ -71,7 +71,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
         assert tensors[name].shape == matrix.shape
         tensors[name] = torch.from_numpy(matrix).to(torch.bfloat16)
     save_file(tensors, weights, {"format": "pt"})
-    lowering = lower(open_checkpoint(str(root / "tiny")))
+    lowering = lowered(root / "tiny")
     plan = uniform_plan(lowering.model, QuantSpec(4, SIZE), lowering.spec_16bit, lowering.float_type)
     units = {UnitKey(0, 0, projection): QuantSpec.parse(text) for projection, text in FORMATS.items()}
     plan = replace(plan, units={**plan.units, **units})

@@ -27,8 +27,7 @@ from moec.compiler.calibration.collect import (
 )
 from moec.compiler.calibration.layer_inputs import calibrate_layer
 from moec.compiler.calibration.tables import Tables
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import Lowering, lower
+from moec.compiler.families import Lowering
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import TextStates, TokenTexts
 from moec.compiler.workspace.parallel import workers
@@ -48,9 +47,8 @@ def reference(tmp_path_factory) -> TransformersOracle:
 
 
 @pytest.fixture(scope="module")
-def lowering(tmp_path_factory) -> Lowering:
-    tiny = TinyMixtral(layers=4, experts=5, top_k=2, seed=5)
-    return lower(open_checkpoint(str(save_tiny_mixtral(tmp_path_factory.mktemp("tiny"), tiny))))
+def lowering(reference) -> Lowering:
+    return reference.lowering
 
 
 @pytest.fixture(scope="module")

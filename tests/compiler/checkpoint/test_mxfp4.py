@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME, open_checkpoint
+from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.compiler.checkpoint.mxfp4 import decode, encode
-from moec.compiler.families import lower
 from moec.compiler.quantization.packing import pack, unpack
 from moec.compiler.quantization.quantizers import quantizer
 from moec.compiler.quantization.unit_store import UnitStore
@@ -23,6 +22,7 @@ from moec.manifests.errors import CheckpointError
 from moec.manifests.quant import QuantSpec
 from moec.runtime import load
 from moec.runtime.kernels import packed_matrix
+from tests.compiler.lowered import lowered
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import compile_tiny, save_texts
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
@@ -121,7 +121,7 @@ def test_four_bits_are_the_checkpoint_s_own_and_lose_nothing(folder: Path, tmp_p
     result = compile_tiny(folder, tmp_path / "own", "uniform", 4, dense_bits=16)
     assert result.path is not None and {str(spec) for spec in result.plan.units.values()} == {"mxfp4"}
     assert result.plan.bits_per_weight == 4.25
-    lowering = lower(open_checkpoint(str(folder)))
+    lowering = lowered(folder)
     store = UnitStore(lowering, "gptq")
     for key in lowering.units:
         assert torch.equal(store.weight(key, MXFP4), lowering.unit(key).float())
@@ -150,13 +150,13 @@ def test_what_is_packed_wrongly_is_named(folder: Path, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.down_proj_scales"
     save_file(tensors | {name: tensors[name][:, :, :1].contiguous()}, copy / WEIGHTS_NAME)
     with pytest.raises(CheckpointError, match=f"expected a tensor `{name}` of shape"):
-        lower(open_checkpoint(str(copy)))
+        lowered(copy)
     scales = tensors[name].clone()
     scales[1, 2, 0] = 255
     save_file(tensors | {name: scales}, copy / WEIGHTS_NAME)
-    lowering = lower(open_checkpoint(str(copy)))
+    lowering = lowered(copy)
     with pytest.raises(CheckpointError, match=r"down_proj_blocks` .*NaN or infinite"):
         [lowering.unit(key) for key in lowering.units if key.layer == 1]
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-    assert lower(open_checkpoint(str(copy))).own_unit_spec.is_mxfp4, "tensors decide, not labels"
+    assert lowered(copy).own_unit_spec.is_mxfp4, "tensors decide, not labels"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -11,41 +12,72 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.compiler.calibration.layer_inputs import ExpertInputs, LayerInputs
 from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.cluster.jobs import CloseBundle
-from moec.compiler.cluster.remote import RemoteEngine, experts_priced_by, experts_quantized_by
+from moec.compiler.cluster.remote import RemoteAnswers, RemoteEngine, experts_priced_by, experts_quantized_by
 from moec.compiler.cluster.session import check_cluster, layer_worker_bytes
 from moec.compiler.cluster.site import Site, checkpoint_identity
 from moec.compiler.families import Lowering
 from moec.compiler.quantization.layer_quantizer import ExpertQuantizer, LayerQuantizer, QuantizeElsewhere
 from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.quantization.swept_store import SweptStore
+from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.request.plan import CompilePlan, plain_plan
+from moec.compiler.sensitivity.answer_walk import AnswerMeasures, AnswerWalk
 from moec.compiler.sensitivity.gradients import LayerGradients, PriceElsewhere
-from moec.compiler.stages.encode_texts import CompileTexts
 from moec.compiler.stages.sweep import Sweep, Swept
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.memory import COMPILE_PROCESS_BYTES
-from moec.compiler.walker.texts import AnswerTexts, TokenTexts, divided_pairs
+from moec.compiler.walker.texts import AnswerTexts, TokenTexts, length_batches, text_batches
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
-from moec.compiler.workspace.parallel import workers
+from moec.compiler.workspace.parallel import in_parts, workers
 from moec.evaluation.engine import GenerationRequest, no_progress
-from moec.evaluation.text_pairs import forced_rows
 from moec.manifests.errors import CheckpointError, OptionError
-from moec.manifests.model import ModelSpec
-from tests.compiler.cluster.pool_here import (
-    FAMILIES,
-    SPECS,
-    WORKERS,
-    PoolHere,
-    save_family,
-    text_pairs,
+from moec.manifests.model import ModelSpec, UnitKey
+from moec.manifests.quant import QuantSpec
+from tests.compiler.cluster.pool_here import PoolHere
+from tests.compiler.lowered import compile_texts_of, lowered, save_family, scored
+from tests.tiny_compile import WORDS, compile_tiny, save_model
+from tests.tiny_models import tiny_tokenizer
+
+SPECS = (QuantSpec(2, 32), QuantSpec(4, 32))
+WORKERS = pytest.mark.parametrize(
+    ("count", "threads"), [(3, 1), (2, 2), *(pytest.param(*few, marks=pytest.mark.slow) for few in ((1, 1), (7, 3)))]
 )
-from tests.compiler.configured import lowered
-from tests.tiny_compile import compile_tiny
+FAMILIES = ("deepseek-v2-groups-yarn", "gpt-oss", "qwen2-plain-between", "granite-scaled")
+PAIRS = [([5, 6, 200, 7], [90, 33]), ([1, 2], [3]), ([9, 8, 7, 6, 5], [4, 3])]
+
+
+def text_pairs(count: int) -> list[tuple[str, str]]:
+    """Return prompts and answers of many lengths. Some answers are empty."""
+    draw = random.Random(count)
+    return [
+        (" ".join(draw.choices(WORDS, k=draw.randint(1, 12))), " ".join(draw.choices(WORDS, k=draw.randint(0, 6))))
+        for _ in range(count)
+    ]
+
+
+def answers_of_two_tasks(model: ModelSpec, count: int) -> AnswerTexts:
+    """Return texts whose answers are scored, end token included."""
+    encode = tiny_tokenizer().encode
+    pairs = [(encode(prompt), encode(answer) if answer else []) for prompt, answer in text_pairs(count)]
+    return replace(scored(model, pairs), tasks=[count // 2, count - count // 2])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("cluster") / "tiny", layers=2, experts=4)
+
+
+@pytest.fixture(scope="module")
+def lowering(folder: Path) -> Lowering:
+    return lowered(folder)
 
 
 def random_inputs(model: ModelSpec, experts: Any) -> LayerInputs:
@@ -84,25 +116,15 @@ def is_same(one: Any, other: Any) -> bool:
     return all(a is b if a is None else torch.equal(a, b) for a, b in parts)
 
 
-def compile_texts(model: ModelSpec) -> CompileTexts:
-    """Return a few texts for all stages."""
-    pairs = [([5, 6, 200, 7], [90, 33]), ([1, 2], [3]), ([9, 8, 7, 6, 5], [4, 3])]
-    prompts, decoded = divided_pairs(model, pairs)
-    rows, answers, counts = forced_rows(decoded, model.eos_token_ids[:1])
-    texts = TokenTexts([prompt + answer for prompt, answer in decoded], prompts)
-    scored = AnswerTexts(TokenTexts(rows, prompts), counts, answers, pairs, [3])
-    return CompileTexts(texts, texts.first(8), scored, scored, {"one": scored})
-
-
 @pytest.mark.parametrize("quantizer", ["gptq", pytest.param("rtn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*FAMILIES, "switch"])
 def test_a_sweep_over_the_layers_is_the_same_with_experts_quantized_elsewhere(
     name: str, quantizer: str, tmp_path: Path
 ) -> None:
     """Codes, costs, gains and prices have equal bits. Some families store experts transposed, or have plain layers."""
-    folder = save_family(tmp_path / "tiny", name)
+    folder = save_family(name, tmp_path / "tiny")
     lowering, pool = lowered(folder), PoolHere(folder, 3, 2)
-    model, texts = lowering.model, compile_texts(lowering.model)
+    model, texts = lowering.model, compile_texts_of(lowering.model, PAIRS)
     probe = dict.fromkeys(model.dense_shapes(), lowering.spec_16bit)
 
     def swept(
@@ -209,3 +231,92 @@ def test_a_cluster_is_refused_where_it_has_nothing_to_do() -> None:
     with pytest.raises(OptionError, match="no effect with `--uniform`"):
         check_cluster("uniform")
     check_cluster("kl")
+
+
+def is_equal(one: AnswerMeasures, other: AnswerMeasures) -> bool:
+    """Return whether two measurements have equal bits."""
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("kl", "agrees", "nll"))
+
+
+def mixed(
+    plain: CompilePlan, units: dict[UnitKey, QuantSpec], dense: dict[str, QuantSpec] | None = None
+) -> CompilePlan:
+    return replace(plain, units={**plain.units, **units}, dense={**plain.dense, **(dense or {})})
+
+
+def some_plans(lowering: Lowering) -> list[CompilePlan]:
+    """Return four plans. Below 16 bits are all weights, half of the units, the dense weights, and none."""
+    plain, shapes = plain_plan(lowering.model, lowering.spec_16bit, "rtn"), lowering.model.dense_shapes()
+    units = list(plain.units)
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2 and QuantSpec(4, 32).fits(shape[1])]
+    dense = dict.fromkeys([name for name in matrices if not name.endswith("router")], QuantSpec(4, 32))
+    plans = [mixed(plain, dict.fromkeys(units, SPECS[0]), dense), mixed(plain, dict.fromkeys(units[::2], SPECS[1]))]
+    return [*plans, mixed(plain, {}, dense), plain]
+
+
+@pytest.fixture(scope="module")
+def told(lowering: Lowering) -> list[list[AnswerMeasures]]:
+    """Return the measures by one machine of 400 answers, and of the first 37, under each plan."""
+    answers, store = answers_of_two_tasks(lowering.model, 400), UnitStore(lowering, "rtn")
+    walk = AnswerWalk(lambda: LoadedLayer(lowering, 2), answers, 1, no_progress)
+    plans = [(plan, store) for plan in some_plans(lowering)]
+    return [list(walk.measure_each(plans, items)) for items in (None, 37)]
+
+
+@WORKERS
+def test_answers_are_measured_to_the_last_bit(
+    folder: Path, lowering: Lowering, told: list[list[AnswerMeasures]], count: int, threads: int
+) -> None:
+    pool, store = PoolHere(folder, count, threads), UnitStore(lowering, "rtn")
+    remote = RemoteAnswers(pool, answers_of_two_tasks(lowering.model, 400))
+    for items, expected in zip((None, 37), told, strict=True):
+        found = list(remote.measure_each([(plan, store) for plan in some_plans(lowering)], items))
+        assert len(found) == len(expected)
+        assert all(is_equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert len(pool.jobs) > 2 * len(told[0]), "the answers were divided"
+    assert len({float(measured.kl.mean()) for measured in told[0]}) == 4 and not told[0][-1].kl.any()
+    assert sum(remote.answers.counts[:37]) == len(told[1][0].nll) < len(told[0][0].nll)
+
+
+def test_what_was_tested_spans_batches(lowering: Lowering) -> None:
+    """Otherwise the test above would pass with any division."""
+    answers = answers_of_two_tasks(lowering.model, 400)
+    assert len(text_batches(answers.texts)) > 4 and len(text_batches(answers.first(37).texts)) > 1
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 120), st.integers(1, 5))
+def test_a_run_of_batches_is_cut_into_the_same_batches(lengths: list[int], tokens: int, per_job: int) -> None:
+    texts = TokenTexts([[7] * length for length in lengths])
+    batches = text_batches(texts, tokens)
+    assert batches == length_batches(lengths, tokens)
+    for run in in_parts(batches, per_job):
+        indices = [index for batch in run for index in batch]
+        again = text_batches(TokenTexts([texts.rows[index] for index in indices]), tokens)
+        assert [[indices[at] for at in batch] for batch in again] == run
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "switch", "switch-capacity"])
+def test_what_a_plan_exchanged_is_put_back_in_every_family(name: str, tmp_path: Path) -> None:
+    """One worker measures plan after plan with the bits of a machine that measures nothing else."""
+    folder = save_family(name, tmp_path / "tiny")
+    lowering = lowered(folder)
+    answers, store = answers_of_two_tasks(lowering.model, 12), UnitStore(lowering, "rtn")
+    remote, plans = RemoteAnswers(PoolHere(folder, 1, 1), answers), some_plans(lowering)
+    found = list(remote.measure_each([(plan, store) for plan in plans]))
+    for plan, measured in zip(plans, found, strict=True):
+        walk = AnswerWalk(lambda: LoadedLayer(lowering), answers, 1, no_progress)
+        assert all(is_equal(alone, measured) for alone in walk.measure_each([(plan, store)]))
+    assert found[0].kl.mean() > 0.0001 and not found[-1].kl.any()
+
+
+def test_a_weight_is_sent_once_for_all_plans(folder: Path, lowering: Lowering) -> None:
+    """The texts are sent once, too. The weights of another store are sent again."""
+    pool, plans, store = PoolHere(folder, 2, 1), some_plans(lowering)[:1], UnitStore(lowering, "rtn")
+    remote, sent = RemoteAnswers(pool, answers_of_two_tasks(lowering.model, 20)), list[int]()
+    for own in (store, store, UnitStore(lowering, "rtn")):
+        before = pool.put(None)
+        list(remote.measure_each([(plan, own) for plan in plans]))
+        sent.append(pool.put(None) - before - 1)
+    weights = sum(spec.bitwidth < 16 for spec in (*plans[0].units.values(), *plans[0].dense.values()))
+    texts = sent[0] - weights - 1
+    assert texts > 0 and sent == [texts + weights + 1, 1, weights + 1], "beside weights and texts, the list of handles"

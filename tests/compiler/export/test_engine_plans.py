@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,20 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
 from moec.compiler.export.coarse_plan import EnginePlan, coarse_plan, stack_formats
 from moec.compiler.export.engine_files import engine_file
 from moec.compiler.export.engine_formats import ENGINES, GPTQMODEL, LLAMA_CPP, MLX, gptqmodel_format
-from moec.compiler.export.plan_cost import summary
-from moec.compiler.families import FAMILIES, lower
+from moec.compiler.export.plan_summary import summary
+from moec.compiler.families import FAMILIES
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.manifests.errors import OptionError
 from moec.manifests.model import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RouterSpec, UnitKey
 from moec.manifests.quant import PRUNED, QuantSpec
-from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
-from tests.tiny_families import TINY_FAMILIES, save_tiny_family
+from tests.compiler.lowered import lowered, save_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe
-from tests.tiny_switch import save_tiny_switch
 
 BF16 = QuantSpec.parse("bf16")
 # Source: ggml's block sizes, gguf-py/gguf/constants.py: columns and bytes of a block.
@@ -41,18 +39,14 @@ BLOCKS = {
 SAVED: dict[str, Callable[[Path], Path]] = {
     "mixtral": lambda folder: save_tiny_mixtral(folder, TinyMixtral(layers=2, experts=4)),
     "olmoe": save_tiny_olmoe,
-    "switch_transformers": save_tiny_switch,
     **{
-        family: lambda folder, name=name: save_tiny_family(folder, TINY_FAMILIES[name])  # type: ignore[misc]
+        family: partial(save_family, name)
         for family, name in {
             "qwen2_moe": "qwen2-plain-between", "qwen3_moe": "qwen3-plain-first", "deepseek_v2": "deepseek-v2",
             "deepseek_v3": "deepseek-v3", "glm4_moe": "glm4", "ernie4_5_moe": "ernie", "granitemoe": "granite",
-            "gpt_oss": "gpt-oss", "phimoe": "phimoe",
+            "gpt_oss": "gpt-oss", "phimoe": "phimoe", "deepseek": "deepseek", "minicpm": "minicpm",
+            "switch_transformers": "switch",
         }.items()
-    },
-    **{
-        family: lambda folder, name=name: save_own_family(folder, OWN_FAMILIES[name])  # type: ignore[misc]
-        for family, name in {"deepseek": "deepseek", "minicpm": "minicpm"}.items()
     },
 }  # fmt: skip
 UNKNOWN = {
@@ -135,7 +129,7 @@ def check_units(plan: EnginePlan) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
     """The ModelSpec of a tiny checkpoint of each family."""
     root = tmp_path_factory.mktemp("engines")
-    return {family: lower(open_checkpoint(str(save(root / family)))).model for family, save in SAVED.items()}
+    return {family: lowered(save(root / family)).model for family, save in SAVED.items()}
 
 
 def mixed_plan(model: ModelSpec, specs: list[str], pruned: tuple[int, ...] = ()) -> CompilePlan:
@@ -269,21 +263,8 @@ def test_the_bytes_of_llama_cpp_are_those_of_its_blocks(models: dict[str, ModelS
 def test_stand_ins_have_about_the_bits_of_the_engine(columns: int) -> None:
     plan = mixed_plan(sized_mixtral(columns), ["mxfp4"])
     formats = [each for engine in (LLAMA_CPP, MLX) for each in stack_formats(engine, plan)]
-    formats += [
-        gptqmodel_format(QuantSpec.parse(text), columns, BF16)
-        for text in (
-            "q2g32b",
-            "q2g64b",
-            "q2g128b",
-            "q3g32b",
-            "q3g64b",
-            "q3g128b",
-            "q4g32b",
-            "q4g64b",
-            "q4g128",
-            "q8g64",
-        )
-    ]
+    texts = ["q2g32b", "q2g64b", "q2g128b", "q3g32b", "q3g64b", "q3g128b", "q4g32b", "q4g64b", "q4g128", "q8g64"]
+    formats += [gptqmodel_format(QuantSpec.parse(text), columns, BF16) for text in texts]
     assert len(formats) > 30
     for each in formats:
         assert abs(each.bits - each.stand_in.bits_per_weight(columns)) < 0.13, each

@@ -14,15 +14,13 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moec.cli.main import cli
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
 from moec.manifests.model import ExpertKey
 from moec.runtime import load
+from tests.compiler.lowered import lowered, save_family
 from tests.gates.bundles import emit_bundle
-from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
+from tests.oracles.checkpoints import OWN_FAMILIES
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import save_tiny_mixtral
-from tests.tiny_switch import save_tiny_switch
 
 TOKENS = [1, 17, 40, 9, 33, 12, 25, 8, 30, 4, 21]
 
@@ -39,31 +37,21 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def saved(name: str, folder: Path) -> Path:
-    if name == "switch":
-        return save_tiny_switch(folder)
-    return (
-        save_own_family(folder, OWN_FAMILIES[name])
-        if name in OWN_FAMILIES
-        else save_tiny_family(folder, TINY_FAMILIES[name])
-    )
-
-
 @pytest.fixture(scope="module", params=[*TINY_FAMILIES, *OWN_FAMILIES, "switch"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(request.param, tmp_path_factory.mktemp("export") / "model")
+    return save_family(request.param, tmp_path_factory.mktemp("export") / "model")
 
 
 def test_a_16_bit_bundle_gives_the_tensors_of_its_checkpoint(folder: Path, tmp_path: Path) -> None:
     bundle, out = emit_bundle(folder, tmp_path / "bundle"), tmp_path / "out"
-    lowering = lower(open_checkpoint(str(folder)))
+    lowering = lowered(folder)
     result = export(bundle, "-o", out, "--dtype", lowering.float_type)
     assert result.exit_code == 0, result.output
     original, found = tensors_of(folder), tensors_of(out)
     assert set(original) - set(found) <= lowering.ignored
     for name, tensor in found.items():
         assert tensor.shape == original[name].shape and torch.equal(tensor.float(), original[name].float()), name
-    again = lower(open_checkpoint(str(out)))
+    again = lowered(out)
     assert again.model == lowering.model and again.units.keys() == lowering.units.keys()
 
 
@@ -72,7 +60,7 @@ def test_transformers_computes_the_logits_of_the_bundle(folder: Path, tmp_path: 
 
     In random models this can turn a router, and later tokens read that, so the best quarter of the tokens counts.
     """
-    lowering = lower(open_checkpoint(str(folder)))
+    lowering = lowered(folder)
     if lowering.model.encoder is not None or lowering.model.family in ("deepseek", "minicpm"):
         pytest.skip("no decoder of this family in transformers")
     bundle, out = emit_bundle(folder, tmp_path / "bundle", bitwidth=2, dense_bits=8), tmp_path / "out"
@@ -90,7 +78,7 @@ def test_transformers_computes_the_logits_of_the_bundle(folder: Path, tmp_path: 
 def test_experts_that_are_left_out_have_a_bias_that_never_chooses_them(tmp_path: Path) -> None:
     name = next(name for name in TINY_FAMILIES if TINY_FAMILIES[name].name == "GptOss")
     folder = save_tiny_family(tmp_path / "model", TINY_FAMILIES[name])
-    layers = lower(open_checkpoint(str(folder))).model.expert_layers
+    layers = lowered(folder).model.expert_layers
     bundle = emit_bundle(folder, tmp_path / "bundle", pruned=[ExpertKey(layers[0], 1), ExpertKey(layers[-1], 0)])
     assert export(bundle, "-o", tmp_path / "out").exit_code == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()

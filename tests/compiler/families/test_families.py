@@ -3,25 +3,120 @@
 from __future__ import annotations
 
 import json
-import re
+import math
+import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from moec.cli.measuring.text_engines import bundle_engine
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
-from moec.manifests.errors import CheckpointError
-from moec.manifests.model import UnitKey
-from tests.compiler.configured import configured, lowered
+from moec.compiler.preflight.preflight import preflight
+from moec.compiler.walker.loaded_layer import LoadedLayer
+from moec.evaluation.engine import GenerationRequest, no_progress
+from moec.manifests.errors import CheckpointError, ContextOverflow
+from moec.manifests.model import PROJECTIONS, RelativeBiasSpec, UnitKey
+from moec.runtime.options.runtime import RuntimeOptions
+from tests.compiler.lowered import configured, lowered
+from tests.gates.bundles import emit_bundle
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
-from tests.tiny_models import TINY_MODELS, TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
+from tests.tiny_models import TINY_MODELS, TinyMixtral, save_tiny_mixtral
 
 pytestmark = pytest.mark.oracle
 
-DISK_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
+OWN = ("deepseek-every-other", "minicpm")
+MIXTRAL = "model.layers.{layer}.block_sparse_moe.experts.{expert}"
+MLP = "model.layers.{layer}.mlp.experts.{expert}"
+DISK_NAMES = {
+    "mixtral": (MIXTRAL, ("w1", "w3", "w2"), {"layers.0.output": "model.layers.0.self_attn.o_proj.weight"}),
+    "olmoe": (
+        MLP, ("gate_proj", "up_proj", "down_proj"),
+        {
+            "layers.1.query_norm": "model.layers.1.self_attn.q_norm.weight",
+            "layers.1.router": "model.layers.1.mlp.gate.weight",
+        },
+    ),
+    "qwen3_moe": (
+        MLP, ("gate_proj", "up_proj", "down_proj"), {"layers.1.key_norm": "model.layers.1.self_attn.k_norm.weight"},
+    ),
+    "phimoe": (
+        MIXTRAL, ("w1", "w3", "w2"),
+        {
+            "layers.1.attention_norm_bias": "model.layers.1.input_layernorm.bias",
+            "layers.1.experts_norm_bias": "model.layers.1.post_attention_layernorm.bias",
+            "layers.0.output_bias": "model.layers.0.self_attn.o_proj.bias",
+            "layers.0.router": "model.layers.0.block_sparse_moe.gate.weight",
+            "final_norm_bias": "model.norm.bias", "lm_head_bias": "lm_head.bias",
+        },
+    ),
+    "deepseek-every-other": (
+        MLP, ("gate_proj", "up_proj", "down_proj"),
+        {
+            "layers.2.router": "model.layers.2.mlp.gate.weight",
+            "layers.2.shared_up": "model.layers.2.mlp.shared_experts.up_proj.weight",
+            "layers.1.shared_down": "model.layers.1.mlp.down_proj.weight",
+        },
+    ),
+    "minicpm": (
+        MLP, ("w1", "w3", "w2"),
+        {"layers.2.router": "model.layers.2.mlp.gate.weight", "embedding": "model.embed_tokens.weight"},
+    ),
+    "switch": ("{place}.mlp.experts.expert_{expert}", ("", "wi", "wo"), {}),
+}  # fmt: skip
+"""Name of an expert on disk, those of its gate, up and down projection, and those of a few dense weights."""
+SWITCH_PLACES = {
+    1: "encoder.block.1.layer.1", 3: "encoder.block.3.layer.1", 5: "decoder.block.1.layer.2",
+    7: "decoder.block.3.layer.2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", DISK_NAMES)
+def test_every_tensor_is_read_under_its_name(family: str, saved: Callable[[str], Path]) -> None:
+    lowering, on_disk = lowered(saved(family)), load_file(saved(family) / WEIGHTS_NAME)
+    expert, projections, dense = DISK_NAMES[family]
+    for key in lowering.units:
+        name = expert.format(layer=key.layer, expert=key.expert, place=SWITCH_PLACES.get(key.layer))
+        projection = dict(zip(PROJECTIONS, projections, strict=True))[key.projection]
+        assert torch.equal(lowering.unit(key), on_disk[f"{name}.{projection}.weight"]), key
+    for name, own in dense.items():
+        assert torch.equal(lowering.dense_weight(name), on_disk[own]), name
+    for name, shape in lowering.model.dense_shapes().items():
+        assert lowering.dense_weight(name).shape == shape
+    assert {source.name for source in (*lowering.dense.values(), *lowering.units.values())} == set(on_disk)
+
+
+def test_olmoe_is_what_its_configuration_says(saved: Callable[[str], Path]) -> None:
+    model = lowered(saved("olmoe")).model
+    layer = model.layers[1]
+    assert (model.family, layer.attention.query_key_norm) == ("olmoe", "full")
+    assert (layer.experts.count, layer.experts.top_k, layer.experts.width) == (5, 2, 96)
+    assert not layer.experts.router.renormalize
+    assert model.dense_shapes()["layers.0.query_norm"] == (64,)
+    assert model.dense_shapes()["layers.0.key_norm"] == (32,)
+
+
+def test_qwen3_moe_is_what_its_configuration_says(saved: Callable[[str], Path]) -> None:
+    model = lowered(saved("qwen3_moe")).model
+    layer = model.layers[1]
+    assert (model.family, layer.attention.query_key_norm, layer.attention.head_size) == ("qwen3_moe", "head", 32)
+    assert (layer.experts.count, layer.experts.top_k, layer.experts.width) == (5, 2, 96)
+    assert not layer.experts.router.renormalize and layer.attention.sliding_window == 0
+    assert model.dense_shapes()["layers.0.query_norm"] == model.dense_shapes()["layers.0.key_norm"] == (32,)
+    assert model.dense_shapes()["layers.0.query"] == (4 * 32, 64)
+
+
+def test_phimoe_is_what_its_configuration_says(saved: Callable[[str], Path]) -> None:
+    model = lowered(saved("phimoe")).model
+    layer = model.layers[1]
+    assert (model.family, model.norm, model.has_head_bias, model.max_positions) == ("phimoe", "layer", True, 256)
+    assert (layer.experts.router.scoring, layer.experts.router.margin) == ("sparsemixer", 0.4)
+    assert (layer.experts.count, layer.experts.top_k, layer.experts.width) == (6, 2, 96)
+    assert (layer.attention.bias, layer.attention.sliding_window, layer.attention.num_kv_heads) == ("all", 0, 2)
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
@@ -41,53 +136,31 @@ def test_the_model_is_what_the_configuration_says(name: str, tmp_path: Path) -> 
     assert not lowering.notes
 
 
-def test_units_and_dense_weights_are_the_tensors_on_disk(folder: Path) -> None:
-    lowering, on_disk = lowered(folder), load_file(folder / WEIGHTS_NAME)
-    for key in lowering.units:
-        name = f"model.layers.{key.layer}.block_sparse_moe.experts.{key.expert}.{DISK_NAMES[key.projection]}.weight"
-        assert torch.equal(lowering.unit(key), on_disk[name])
-    for name, shape in lowering.model.dense_shapes().items():
-        assert lowering.dense_weight(name).shape == shape
-    assert torch.equal(lowering.dense_weight("layers.1.router"), on_disk["model.layers.1.block_sparse_moe.gate.weight"])
-    assert torch.equal(lowering.dense_weight("layers.0.output"), on_disk["model.layers.0.self_attn.o_proj.weight"])
-
-
-def test_stacked_experts_give_the_same_units(folder: Path, copy: Path) -> None:
-    tensors, stacked = load_file(folder / WEIGHTS_NAME), {}
-    for layer in range(2):
-        block = f"model.layers.{layer}.block_sparse_moe."
-        w1, w2, w3 = (torch.stack([tensors.pop(f"{block}experts.{e}.{w}.weight") for e in range(4)]) for w in
-                      ("w1", "w2", "w3"))  # fmt: skip
-        stacked[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([w1, w3], dim=1)
-        stacked[f"model.layers.{layer}.mlp.experts.down_proj"] = w2
-        stacked[f"model.layers.{layer}.mlp.gate.weight"] = tensors.pop(f"{block}gate.weight")
-    save_file(tensors | stacked, copy / WEIGHTS_NAME)
-    one, other = lowered(folder), lowered(copy)
-    assert one.model == other.model
-    for key in one.units:
-        assert torch.equal(one.unit(key), other.unit(key)), key
-    for name in one.dense:
-        assert torch.equal(one.dense_weight(name), other.dense_weight(name)), name
+ROUTERS = {
+    "mixtral": (".block_sparse_moe.gate.", ".mlp.gate."), "phimoe": (".block_sparse_moe.gate.", ".mlp.router."),
+}  # fmt: skip
+"""Names of routers on disk and in transformers' model, where they differ."""
 
 
 # For each family with one tensor per expert on disk: the stacks that transformers' model holds.
 @pytest.mark.parametrize(
-    "name", ["qwen2", "qwen3-plain-first", "deepseek-v2", "deepseek-v3", "glm4", "ernie", "granite", "phimoe"]
+    "name", [*ROUTERS, "qwen2", "qwen3-plain-first", "deepseek-v2", "deepseek-v3", "glm4", "ernie", "granite"]
 )
-def test_experts_as_transformers_holds_them_give_the_same_units(name: str, tmp_path: Path) -> None:
-    path = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES[name])
-    before = lowered(path)
-    own = {key: before.unit(key) for key in before.units}
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+def test_weights_as_transformers_holds_them_give_the_same_units(
+    name: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    before, path = lowered(saved(name)), Path(shutil.copytree(saved(name), tmp_path / "tiny"))
+    model, (old, new) = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16), ROUTERS.get(name, ("", ""))
     read = {source.name for source in before.dense.values()} | before.ignored | before.auxiliary
-    kept = {key: tensor for key, tensor in load_file(path / WEIGHTS_NAME).items() if key in read}
+    kept = {key.replace(old, new): tensor for key, tensor in load_file(path / WEIGHTS_NAME).items() if key in read}
     fused = {key: tensor.clone() for key, tensor in model.state_dict().items() if "_proj" in key and ".experts." in key}
     assert fused
     save_file(kept | fused, path / WEIGHTS_NAME)
     after = lowered(path)
     assert {source.name for source in after.units.values()} == set(fused)
     assert after.model == before.model
-    assert all(torch.equal(after.unit(key), weight) for key, weight in own.items())
+    assert all(torch.equal(after.unit(key), before.unit(key)) for key in before.units)
+    assert all(torch.equal(after.dense_weight(key), before.dense_weight(key)) for key in before.dense)
 
 
 def test_corrections_are_kept_exactly(tmp_path: Path) -> None:
@@ -106,108 +179,6 @@ def test_corrections_are_kept_exactly(tmp_path: Path) -> None:
     save_file(on_disk, path / WEIGHTS_NAME)
     with pytest.raises(CheckpointError, match=f"has no tensor `{name}`"):
         lowered(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("deepseek-v2", {"topk_method": "noaux_tc"}, "key `topk_method`: expected one of `greedy`"),
-        ("deepseek-v2", {"norm_topk_prob": True}, "key `norm_topk_prob`: expected false"),
-        ("deepseek-v2", {"first_k_dense_replace": 3}, "key `first_k_dense_replace`: expected fewer layers than the 3"),
-        ("deepseek-v2", {"kv_lora_rank": 40}, "contradicts itself: rank must be a multiple of 16"),
-        ("deepseek-v2", {"moe_layer_freq": 2}, "key `moe_layer_freq`: expected `1`"),
-        ("deepseek-v3", {"n_group": 3}, "contradicts itself: 3 groups must divide 8 experts"),
-        ("deepseek-v3", {"scoring_func": "softmax"}, "key `scoring_func`: expected `sigmoid`"),
-        (
-            "glm4",
-            {"partial_rotary_factor": 2, "rope_parameters": ..., "rope_theta": 1e4},
-            "key `partial_rotary_factor`",
-        ),
-        ("ernie", {"use_bias": True}, "key `use_bias`: expected false"),
-        ("ernie", {"moe_layer_start_index": -5}, "key `moe_layer_start_index`: expected a layer"),
-        ("granite", {"logits_scaling": 0}, "key `logits_scaling`: expected a positive number"),
-        ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "key `layer_types`"),
-        ("qwen2", {"shared_expert_intermediate_size": 0}, "key `shared_expert_intermediate_size`: expected a whole"),
-    ],
-)
-def test_settings_of_further_families_are_named(
-    name: str, changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    path = save_tiny_family(tmp_path / "tiny", TINY_FAMILIES[name])
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        lowered(configured(path, **changes))
-
-
-def test_an_unknown_family_is_refused_by_name(copy: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model family `dbrx` is unknown, expected one of .*`mixtral`"):
-        lowered(configured(copy, model_type="dbrx"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_act": "gelu"}, "key `hidden_act`: expected one of `silu`, found `gelu`"),
-        ({"num_local_experts": ...}, "key `num_local_experts`: expected a whole number .* found nothing"),
-        ({"num_local_experts": 10**9}, "key `num_local_experts`: expected a whole number from 1 to"),
-        ({"num_hidden_layers": 10**12}, "key `num_hidden_layers`: expected a whole number from 1 to"),
-        ({"hidden_size": "64"}, "key `hidden_size`: expected a whole number"),
-        ({"rms_norm_eps": 0}, "key `rms_norm_eps`: expected a positive number"),
-        ({"tie_word_embeddings": 1}, "key `tie_word_embeddings`: expected true or false"),
-        ({"num_experts_per_tok": 5}, "contradicts itself: top_k must be 1 to 4, found 5"),
-        ({"num_key_value_heads": 3}, "contradicts itself: num_kv_heads 3 must divide num_heads 4"),
-        ({"num_attention_heads": 5}, "key `num_attention_heads`: expected a divisor of hidden_size 64"),
-        ({"eos_token_id": 999, "vocab_size": 288}, None),
-        ({"rope_parameters": ...}, "key `rope_theta`: expected a positive number, found nothing"),
-        ({"rope_theta": 5.0}, "key `rope_theta`: expected the 10000.0 of `rope_parameters`, found `5.0`"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "key `rope_parameters`: expected rope type"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "key `rope_scaling`: expected rope type `default`"),
-        ({"rope_parameters": {"rope_theta": 1e4, "factor": 2}}, "embedding without `factor`"),
-        ({"attention_bias": True}, "key `attention_bias`: expected `False`, found `True`"),
-        ({"logit_cap": 30}, r"key `logit_cap`: expected only keys whose effect is known \(unknown: logit_cap\)"),
-    ],
-)
-def test_settings_that_cannot_be_expressed_are_named(copy: Path, changes: dict[str, Any], message: str | None) -> None:
-    configured(copy, **changes)
-    if message is None:  # generation_config.json decides the end of a generation, so a stale id here has no effect
-        assert lowered(copy).model.eos_token_ids == (2,)  # that of the tokenizer, too
-        return
-    with pytest.raises(CheckpointError, match=message):
-        lowered(copy)
-
-
-def test_rope_theta_of_older_configurations(copy: Path) -> None:
-    old = configured(copy, rope_parameters=..., rope_theta=500.0, rope_scaling=None, torch_dtype="bfloat16")
-    assert lowered(old).model.layers[0].attention.rope.theta == 500.0
-
-
-@pytest.mark.parametrize(
-    ("own", "generation", "ending", "expected"),
-    [
-        (7, None, None, (7,)),
-        (7, [5, 6, 5], None, (5, 6)),
-        (None, None, None, ()),
-        (None, None, "</s>", (2,)),
-        (7, None, {"content": "</s>"}, (7, 2)),
-        (7, [5, 2], "</s>", (5, 2)),
-        (7, None, "no such token", (7,)),
-    ],
-)
-@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_end_tokens(copy: Path, own: Any, generation: Any, ending: Any, expected: tuple[int, ...], file: str) -> None:
-    configured(copy, eos_token_id=own)
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        (copy / name).write_text(json.dumps({"eos_token": ending} if name == file and ending else {}))
-    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    assert lowered(copy).model.eos_token_ids == expected
-
-
-def test_end_tokens_that_are_none(copy: Path) -> None:
-    (copy / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    with pytest.raises(CheckpointError, match=r"generation_config.json`: key `eos_token_id`: expected token ids"):
-        lowered(copy)
-    (copy / "generation_config.json").write_text('{"eos_token_id": 288}')
-    with pytest.raises(CheckpointError, match="eos token 288 outside the vocabulary"):
-        lowered(copy)
 
 
 def test_float32_is_rounded_to_bfloat16_and_said(tmp_path: Path) -> None:
@@ -236,120 +207,126 @@ def test_a_tied_checkpoint_with_an_output_matrix(copy: Path, equal: bool) -> Non
     assert lowered(configured(copy, tie_word_embeddings=True)).model.tie_embeddings is equal
 
 
+def test_deepseek_is_what_its_configuration_says(saved: Callable[[str], Path]) -> None:
+    model = lowered(saved("deepseek")).model
+    plain, routed = model.layers[:2]
+    assert lowered(saved("deepseek-every-other")).model.expert_layers == (2, 4)
+    assert (model.family, model.expert_layers, model.tie_embeddings) == ("deepseek", (1, 2), False)
+    assert (routed.experts.count, routed.experts.top_k, routed.experts.width) == (8, 4, 64)
+    assert routed.shared is not None and (routed.shared.width, routed.shared.has_gate) == (128, False)
+    assert plain.shared is not None and plain.shared.width == 96
+    assert (routed.experts.router.scoring, routed.experts.router.renormalize) == ("softmax", False)
+    one = lowered(saved("deepseek-top1-half")).model
+    # The published code divides by the sum only if it chooses more than one expert.
+    assert not one.layers[0].experts.router.renormalize and one.layers[0].shared is None
+    assert one.layers[0].attention.rope == model.layers[0].attention.rope, "10,000 is the base that is not said"
+
+
+def test_minicpm_is_what_its_configuration_says(saved: Callable[[str], Path]) -> None:
+    model = lowered(saved("minicpm")).model
+    assert (model.family, model.tie_embeddings, model.embedding_scale) == ("minicpm", True, 12)
+    assert (model.residual_scale, model.logits_scale) == (pytest.approx(1.4 / math.sqrt(3)), 16 / 64)
+    experts = model.layers[0].experts
+    assert (experts.count, experts.top_k, experts.width, experts.router.renormalize) == (6, 2, 96, True)
+
+
+def test_switch_is_what_the_configuration_says(saved: Callable[[str], Path]) -> None:
+    model = lowered(saved("switch-capacity")).model
+    assert (model.family, model.num_layers, model.first_decoder_layer) == ("switch_transformers", 8, 3)
+    assert model.expert_layers == (1, 3, 4, 5, 6, 7) and model.tie_embeddings and model.logits_scale == 64**-0.5
+    routers = [model.layers[layer].experts.router for layer in model.expert_layers]
+    assert [router.capacity for router in routers] == [6, 0, 0, 0, 0, 0]
+    assert all(router.has_bias and not router.renormalize for router in routers)
+    attention = model.layers[0].attention
+    assert (attention.num_heads, attention.head_size, attention.score_scale) == (3, 32, 1.0)
+    assert attention.relative_bias == RelativeBiasSpec(32, 128) and attention.rope is None
+    assert model.max_positions == 512 and model.eos_token_ids == (2,)
+    untied = lowered(saved("switch-all-routed-half")).model
+    assert not untied.tie_embeddings and untied.logits_scale == 1.0 and untied.expert_layers == (0, 1, 2, 3, 4)
+
+
+def test_older_switch_checkpoints_hold_copies_of_the_embedding(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """They also hold a table that no release of transformers reads. A copy that differs is refused."""
+    plain = saved("switch")
+    copy = Path(shutil.copytree(plain, tmp_path / "copy"))
+    tensors = load_file(plain / WEIGHTS_NAME)
+    shared = tensors["shared.weight"]
+    names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+    unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    copies = {name: shared.clone() for name in names}
+    save_file({**tensors, **copies, unread: torch.ones(32, 4)}, copy / WEIGHTS_NAME)
+    lowering = lowered(copy)
+    assert lowering.model == lowered(plain).model and lowering.ignored == {*names, unread}
+    save_file({**tensors, "encoder.embed_tokens.weight": shared + 1}, copy / WEIGHTS_NAME)
+    with pytest.raises(CheckpointError, match=r"`encoder.embed_tokens.weight` .* differs from `shared.weight`"):
+        lowered(copy)
+    save_file({**tensors, "lm_head.weight": shared + 1}, copy / WEIGHTS_NAME)
+    model = lowered(copy).model
+    assert not model.tie_embeddings and model.logits_scale == 64**-0.5  # the key decides the scale, not the weights
+
+
+def test_both_rotary_forms_of_phimoe_are_what_transformers_computes(saved: Callable[[str], Path]) -> None:
+    folder = saved("phimoe")
+    rope = lowered(folder).model.layers[0].attention.rope
+    assert rope is not None and rope.long is not None and rope.long.original_positions == 128
+    config, make = AutoConfig.from_pretrained(folder), ROPE_INIT_FUNCTIONS["longrope"]
+    assert list(rope.frequencies) == make(config, seq_len=128)[0].tolist()
+    assert list(rope.long.frequencies) == make(config, seq_len=129)[0].tolist()
+    assert rope.frequencies != rope.long.frequencies
+    assert (rope.magnitude, rope.long.magnitude) == (1.1, 1.3)
+
+
+def test_evaluations_stay_within_the_original_context(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """Beyond it, transformers rotates in another way than the runtime."""
+    with bundle_engine(emit_bundle(saved("phimoe"), tmp_path / "bundle"), RuntimeOptions()) as engine:
+        assert len(engine.forced_logits([([5] * 64, [6] * 63)])) == 1
+        with pytest.raises(ContextOverflow, match="expected 1 to 127"):
+            engine.generate([GenerationRequest("p" * 200, None, 1)], no_progress)
+
+
+def test_minicpm_ties_every_output_matrix(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """The published code ties every output matrix. An equal one is left out, a different one is an error."""
+    copy = Path(shutil.copytree(saved("minicpm"), tmp_path / "copy"))
+    tensors = load_file(copy / WEIGHTS_NAME)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, copy / WEIGHTS_NAME)
+    assert lowered(copy).model.tie_embeddings and "lm_head.weight" in lowered(copy).ignored
+    save_file(tensors | {"lm_head.weight": embedding * 2}, copy / WEIGHTS_NAME)
+    with pytest.raises(CheckpointError, match=r"key `tie_word_embeddings`: expected false, because `lm_head\.weight`"):
+        lowered(copy)
+
+
+@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_weight_that_is_missing_or_has_another_shape_is_named(
+    family: str, is_missing: bool, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(saved(family), tmp_path / "copy"))
+    tensors, name = load_file(copy / WEIGHTS_NAME), "model.layers.2.mlp.gate.weight"
+    other = tensors.pop(name)
+    save_file(tensors if is_missing else tensors | {name: other[:-1].clone()}, copy / WEIGHTS_NAME)
+    with pytest.raises(CheckpointError, match=f"{'missing' if is_missing else 'misshapen'} tensor `{name}`"):
+        preflight(lowered(copy))
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_code_of_a_checkpoint_is_never_run(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """config.json names Python files that are next to it on the hub."""
+    copy = Path(shutil.copytree(saved(family), tmp_path / "copy"))
+    named = set(json.loads((copy / "config.json").read_text())["auto_map"].values())
+    for place in named:
+        (copy / f"{place.partition('.')[0]}.py").write_text("raise SystemExit('code of the checkpoint was run')\n")
+    assert named and LoadedLayer(lowered(copy)).single.model.__module__.startswith("transformers.")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_name_their_tensor(copy: Path, value: float) -> None:
     tensors, name = load_file(copy / WEIGHTS_NAME), "model.layers.1.block_sparse_moe.experts.2.w2.weight"
-    tensors[name][3, 4] = value
+    tensors[name][3, 4] = tensors["model.embed_tokens.weight"][3, 5] = value
     save_file(tensors, copy / WEIGHTS_NAME)
     lowering = lowered(copy)
     lowering.unit(UnitKey(1, 1, "down"))
     with pytest.raises(CheckpointError, match=f"tensor `{name}` in .* holds NaN or infinite values"):
         lowering.unit(UnitKey(1, 2, "down"))
-
-
-# OLMoE
-
-
-@pytest.fixture
-def olmoe(tmp_path: Path) -> Path:
-    return save_tiny_olmoe(tmp_path / "olmoe", TinyMixtral(kv_heads=2, experts=5))
-
-
-def test_olmoe_is_what_its_configuration_says(olmoe: Path) -> None:
-    lowering, on_disk = lowered(olmoe), load_file(olmoe / WEIGHTS_NAME)
-    model, layer = lowering.model, lowering.model.layers[1]
-    assert (model.family, layer.attention.query_key_norm) == ("olmoe", "full")
-    assert (layer.experts.count, layer.experts.top_k, layer.experts.width) == (5, 2, 96)
-    assert not layer.experts.router.renormalize
-    for key in lowering.units:
-        name = f"model.layers.{key.layer}.mlp.experts.{key.expert}.{key.projection}_proj.weight"
-        assert torch.equal(lowering.unit(key), on_disk[name])
-    assert model.dense_shapes()["layers.0.query_norm"] == (64,)
-    assert model.dense_shapes()["layers.0.key_norm"] == (32,)
-    for name, on in (("query_norm", "self_attn.q_norm"), ("key_norm", "self_attn.k_norm"), ("router", "mlp.gate")):
-        assert torch.equal(lowering.dense_weight(f"layers.1.{name}"), on_disk[f"model.layers.1.{on}.weight"])
-    read = {source.name for source in (*lowering.dense.values(), *lowering.units.values())}
-    assert read == set(on_disk), "every tensor is read"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"clip_qkv": 8.0}, "key `clip_qkv`: expected null, found `8.0`"),
-        ({"head_dim": 32}, "key `head_dim`: expected hidden_size 64 divided by 4 heads"),
-        ({"attention_bias": True}, "key `attention_bias`"),
-        ({"num_experts": 0}, "key `num_experts`: expected a whole number"),
-        ({"hidden_act": "gelu"}, "key `hidden_act`"),
-        ({"router_kind": "other"}, "unknown: router_kind"),
-        ({"num_experts_per_tok": 9}, "contradicts itself: top_k must be 1 to 5"),
-    ],
-)
-def test_olmoe_settings_that_cannot_be_expressed_are_named(olmoe: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        lowered(configured(olmoe, **changes))
-
-
-@pytest.mark.parametrize("renormalized", [True, False])
-def test_olmoe_says_whether_weights_are_renormalised(olmoe: Path, renormalized: bool) -> None:
-    assert (
-        lowered(configured(olmoe, norm_topk_prob=renormalized)).model.layers[0].experts.router.renormalize
-        is renormalized
-    )
-    assert not lowered(configured(olmoe, norm_topk_prob=...)).model.layers[0].experts.router.renormalize
-
-
-# Qwen3-MoE
-
-
-@pytest.fixture
-def qwen3_moe(tmp_path: Path) -> Path:
-    return save_tiny_qwen3_moe(tmp_path / "qwen3", TinyMixtral(kv_heads=2, experts=5, head_size=32))
-
-
-def test_qwen3_moe_is_what_its_configuration_says(qwen3_moe: Path) -> None:
-    lowering, on_disk = lowered(qwen3_moe), load_file(qwen3_moe / WEIGHTS_NAME)
-    model, layer = lowering.model, lowering.model.layers[1]
-    assert (model.family, layer.attention.query_key_norm, layer.attention.head_size) == ("qwen3_moe", "head", 32)
-    assert (layer.experts.count, layer.experts.top_k, layer.experts.width) == (5, 2, 96)
-    assert not layer.experts.router.renormalize and layer.attention.sliding_window == 0
-    for key in lowering.units:
-        name = f"model.layers.{key.layer}.mlp.experts.{key.expert}.{key.projection}_proj.weight"
-        assert torch.equal(lowering.unit(key), on_disk[name])
-    assert model.dense_shapes()["layers.0.query_norm"] == model.dense_shapes()["layers.0.key_norm"] == (32,)
-    assert model.dense_shapes()["layers.0.query"] == (4 * 32, 64)
-    read = {source.name for source in (*lowering.dense.values(), *lowering.units.values())}
-    assert read == set(on_disk), "every tensor is read"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mlp_only_layers": [0.5]}, "key `mlp_only_layers`: expected a list of layers"),
-        ({"mlp_only_layers": [0, 1]}, "contradicts itself: no layer has routed experts"),
-        ({"decoder_sparse_step": -1}, "key `decoder_sparse_step`: expected a whole number"),
-        ({"attention_bias": True}, "key `attention_bias`"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6}}, "rope type `default`"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "parameters that transformers accepts"),
-        ({"num_experts_per_tok": 9}, "contradicts itself: top_k must be 1 to 5"),
-        ({"num_experts": 4}, "key `num_experts`: expected the 5 of `num_local_experts`, found `4`"),
-        ({"num_local_experts": ...}, "key `num_experts`: expected a whole number"),
-    ],
-)
-def test_qwen3_moe_settings_that_cannot_be_expressed_are_named(
-    qwen3_moe: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        lowered(configured(qwen3_moe, **changes))
-
-
-def test_qwen3_moe_counts_its_experts_under_either_name(qwen3_moe: Path) -> None:
-    """Configurations on the hub have `num_experts`, those written by transformers 5 `num_local_experts`."""
-    changed = configured(qwen3_moe, num_local_experts=..., num_experts=5)
-    assert lowered(changed).model.layers[0].experts.count == 5
-
-
-def test_qwen3_moe_slides_only_where_it_is_told_to(qwen3_moe: Path) -> None:
-    changed = configured(qwen3_moe, sliding_window=7, use_sliding_window=False)
-    assert lowered(changed).model.layers[0].attention.sliding_window == 0
-    changed = configured(qwen3_moe, sliding_window=7, use_sliding_window=True)
-    assert lowered(changed).model.layers[0].attention.sliding_window == 7
+    with pytest.raises(CheckpointError, match=r"tensor `model.embed_tokens.weight` in .* holds NaN or infinite values"):
+        lowering.dense_weight("embedding")

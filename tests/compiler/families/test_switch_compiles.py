@@ -1,4 +1,4 @@
-"""Switch Transformers through the whole compile: statistics, search and certificate."""
+"""Switch Transformers through the whole compile: answers of the checkpoint, search and certificate."""
 
 from __future__ import annotations
 
@@ -10,39 +10,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import SwitchTransformersForConditionalGeneration
 
 from moec.cli.measuring.text_engines import checkpoint_engine
 from moec.compiler.checkpoint.checkpoint import WEIGHTS_NAME
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
-from moec.compiler.request.targets import byte_weights
-from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.texts import divided_pairs
-from moec.compiler.workspace.durable import Disk
 from moec.evaluation.engine import GenerationRequest, no_progress
 from moec.evaluation.text_pairs import encode_pairs
-from moec.manifests.errors import InputError, OptionError
-from moec.manifests.model import UnitKey
+from moec.manifests.errors import InputError
 from moec.runtime import load
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.options.runtime import RuntimeOptions
-from tests.compiler.configured import lowered
-from tests.compiler.swept import swept
-from tests.compiler.walked import walked_logits
+from tests.compiler.lowered import lowered, walked_logits
 from tests.exact_runs import WAYS
-from tests.tiny_compile import (
-    SUMMARY,
-    check_bundle,
-    compile_tiny,
-    contents,
-    little_memory,
-    names,
-    save_dialogues,
-    save_texts,
-)
+from tests.tiny_compile import SUMMARY, check_bundle, compile_tiny, contents, little_memory, save_dialogues
 from tests.tiny_models import VOCABULARY, tiny_tokenizer
 from tests.tiny_switch import START, TINY_SWITCHES, Oracle, TinySwitch, save_tiny_switch
-from tests.transformers_oracle import TransformersOracle
 
 pytestmark = pytest.mark.oracle
 
@@ -69,78 +52,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_switch(tmp_path_factory.mktemp("plain") / "model")
 
 
-# -- reference and statistics ------------------------------------------------------------------------------------------
-
-
-def test_statistics_are_those_of_the_model_that_transformers_loads(folder: Path, tmp_path: Path) -> None:
-    """The counts are made again from transformers' routers: prompts in the encoder, answers in the decoder."""
-    model = SwitchTransformersForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    spec, pairs = lowered(folder).model, encode_pairs(load_tokenizer(folder), TEXTS, is_joint=False)
-    seen: dict[int, list[np.ndarray]] = {}
-    received: dict[int, np.ndarray] = {}
-    for name, module in model.named_modules():
-        if name.endswith(".router"):
-            layer = int(name.split(".")[2]) + (spec.first_decoder_layer if name.startswith("decoder") else 0)
-            if layer >= spec.first_decoder_layer:
-                module.expert_capacity = 1 << 30  # called with whole answers here, and with single tokens by `generate`
-
-            def record(_: Any, __: Any, found: tuple[torch.Tensor, ...], at: int = layer) -> None:
-                seen.setdefault(at, []).append(found[2][0].argmax(-1).numpy())
-                received[at] = received.get(at, 0) + found[0][0].sum(0).numpy()
-
-            module.register_forward_hook(record)
-    for prompt, answer in pairs:
-        with torch.no_grad():
-            model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[START, *answer]]))
-    result, _, journal = swept(lowered(folder), pairs, tmp_path / "out.work")
-    found = result.statistics
-    assert found is not None
-    assert tuple(sorted(seen)) == spec.expert_layers
-    assert found.num_tokens == sum(len(prompt) + len(answer) + 1 for prompt, answer in pairs)
-    chosen = {layer: np.concatenate(rows) for layer, rows in seen.items()}
-    for layer in range(spec.num_layers):
-        own = chosen.get(layer, np.zeros(0, np.int64))
-        assert np.array_equal(found.popularity[layer], np.bincount(own, minlength=found.popularity.shape[1]))
-    for before in range(spec.num_layers - 1):
-        stack = [
-            at for at in spec.expert_layers if (at < spec.first_decoder_layer) == (before < spec.first_decoder_layer)
-        ]
-        after = next((at for at in stack if at > before), None)
-        expected = np.zeros(found.transitions.shape[1:], np.int64)
-        if before in chosen and after is not None:
-            np.add.at(expected, (chosen[before], chosen[after]), 1)
-        assert np.array_equal(found.transitions[before], expected)
-    for layer in spec.expert_layers:  # tokens over the capacity of an expert do not count
-        tokens = journal.arrays(f"layer-{layer}", dict)["tokens"]
-        assert tokens.tolist() == received[layer].tolist()
-    if spec.layers[spec.expert_layers[0]].experts.router.capacity < 20:
-        assert received[spec.expert_layers[0]].sum() < len(chosen[spec.expert_layers[0]])
-
-
-def test_every_weight_is_exchanged_under_its_own_name(plain: Path) -> None:
-    """Another weight changes the layers and the model of transformers in the same way."""
-    reference, row, prompt = TransformersOracle(plain), [START, *TOKENS[:20]], TOKENS[20:]
-    lowering, before = reference.lowering, reference.logits(row, prompt)
-    slot = LoadedLayer(lowering)
-
-    def check(weights: dict[Any, torch.Tensor]) -> None:
-        with reference.weights(weights):
-            expected = reference.logits(row, prompt)
-        assert not torch.equal(expected, before), list(weights)
-        if weights.keys().isdisjoint({"final_norm", "encoder_norm"}):  # always the checkpoint's own
-            (found,) = walked_logits(lowering, [row], [prompt], weights, slot)
-            assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max())), list(weights)
-
-    for name in lowering.model.dense_shapes():
-        own = lowering.dense_weight(name).float()
-        assert torch.equal(reference.weight(name), own), name
-        check({name: own * 1.5 + 0.01})  # a constant added to all biases does not change a softmax: stretched too
-    for layer in lowering.model.expert_layers:
-        for projection in ("up", "down"):
-            units = [UnitKey(layer, e, projection) for e in range(lowering.model.layers[layer].experts.count)]
-            assert all(torch.equal(reference.weight(unit), lowering.unit(unit).float()) for unit in units)
-            check({unit: lowering.unit(unit).float() * 2 for unit in units})
-    assert torch.equal(reference.logits(row, prompt), before)
+# -- the layers and the checkpoint -------------------------------------------------------------------------------------
 
 
 def test_logits_of_whole_answers_are_those_of_single_steps(folder: Path) -> None:
@@ -168,15 +80,6 @@ def test_the_checkpoint_generates_what_transformers_generates(folder: Path) -> N
             found = engine.generate(requests, no_progress)
             assert [generation.text for generation in found] == expected
             assert [generation.prompt_tokens for generation in found] == [len(ids) for ids in encoded]
-
-
-def test_bytes_of_an_encoder_are_paid_once(plain: Path) -> None:
-    model = lowered(plain).model
-    popularity = np.zeros((model.num_layers, 4), np.uint32)
-    popularity[list(model.expert_layers)] = [9, 1, 0, 0]
-    weights = byte_weights(model, popularity, reads=True).experts
-    assert weights[1].tolist() == weights[3].tolist() == [1, 1, 1, 1]
-    assert weights[5, 0] > weights[5, 1] > weights[5, 2]
 
 
 # -- compiles ----------------------------------------------------------------------------------------------------------
@@ -285,47 +188,6 @@ def test_little_memory_changes_no_weight(plain: Path, tmp_path: Path, monkeypatc
     assert weights[0] == weights[1] and len(weights[0]) > 1
 
 
-class Killed(Exception):
-    """What a killed compile ends with here."""
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Options of a compile, and the files that it wrote."""
-    root = tmp_path_factory.mktemp("uninterrupted")
-    data = save_dialogues(root / "samsum", train=4, validation=4, test=4)
-    options: dict[str, Any] = {"data": str(data), "tasks": ("samsum",), "bits": BITS, "sensitivity": "fisher"}
-    compile_tiny(plain, root / "out", "bits_per_weight", 4.5, swaps=0, **options)
-    return {"swaps": 0, **options}, contents(root / "out")
-
-
-@pytest.mark.gate("G5")
-@pytest.mark.parametrize(
-    "stage",
-    [
-        "layer-1", "states-3", "gradients-3",
-        *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("layer-3", "layer-5", "encoded")),
-    ],
-)  # fmt: skip
-def test_a_killed_compile_goes_on(
-    plain: Path, tmp_path: Path, uninterrupted: tuple[dict[str, Any], dict[str, bytes]], stage: str
-) -> None:
-    """Within the encoder, between encoder and decoder, within the decoder, and on the way back."""
-
-    class Killing(Disk):
-        def rename(self, source: Path, target: Path) -> None:
-            super().rename(source, target)
-            if target.name.startswith(f"{stage}-"):
-                raise Killed
-
-    options, expected = uninterrupted
-    with pytest.raises(Killed):
-        compile_tiny(plain, tmp_path / "out", "bits_per_weight", 4.5, disk=Killing(), **options)
-    assert names(tmp_path) == {"out.work"}
-    compile_tiny(plain, tmp_path / "out", "bits_per_weight", 4.5, resume=True, **options)
-    assert contents(tmp_path / "out") == expected and names(tmp_path) == {"out"}
-
-
 def test_experts_are_left_out(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """2 bits in groups of 32 take 3 bits per weight, so 2.75 cannot be had with every expert."""
     little_memory(monkeypatch.setattr)
@@ -339,52 +201,19 @@ def test_experts_are_left_out(plain: Path, tmp_path: Path, monkeypatch: pytest.M
     assert 0.2 < walked / held_out < 5, "the runtime chooses among the experts that are left, as the compile did"
 
 
-def test_memory_for_no_layer_is_refused_with_what_would_do(plain: Path, tmp_path: Path) -> None:
-    save_dialogues(tmp_path / "samsum")
-    options: dict[str, Any] = {"data": str(tmp_path / "samsum"), "tasks": ("samsum",), "memory_bytes": 1 << 20}
-    with pytest.raises(OptionError, match=r"one layer at a time takes \d+MiB of memory, found 1MiB") as caught:
-        compile_tiny(plain, tmp_path / "out", "bits_per_weight", 4.5, **options)
-    assert "--memory" in str(caught.value.hint) and names(tmp_path) == {"samsum"}
-
-
-def test_text_without_a_prompt_is_refused(plain: Path, tmp_path: Path) -> None:
-    data = save_texts(tmp_path / "texts")
-    with pytest.raises(InputError, match="a prompt is empty"):
-        compile_tiny(plain, tmp_path / "out", "bits_per_weight", 4.5, data=str(data), tasks=("perplexity",))
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("has_memory", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_units_are_priced_by_gradients(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool
-) -> None:
+def test_auto_is_proxy_exact_corrects_it_and_gradients_tell_more(plain: Path, tmp_path: Path) -> None:
     """Gradients go through the decoder into the encoder, whose units are searched as well."""
-    if not has_memory:
-        little_memory(monkeypatch.setattr)
-    data = save_dialogues(tmp_path / "samsum", train=8, validation=4, test=4)
-    options: dict[str, Any] = {"data": str(data), "tasks": ("samsum",), "bits": BITS, "quantizer": "rtn"}
-    found = {
-        kind: compile_tiny(plain, tmp_path / kind, "bits_per_weight", 5, sensitivity=kind, **options)
-        for kind in ("fisher", "proxy")
-    }
-    quality = check_bundle(tmp_path / "fisher")
-    assert quality["trials"][-1]["kl"]["mean"] > 0
-    formats = [result.plan.units for result in found.values()]
-    first = lowered(plain).model.first_decoder_layer
-    for is_decoder in (False, True):
-        own = [unit for unit in formats[0] if (unit.layer >= first) == is_decoder]
-        assert any(formats[0][unit] != formats[1][unit] for unit in own), "gradients tell more than one gain per layer"
-        assert len({formats[0][unit] for unit in own}) > 1
-
-
-def test_auto_is_proxy_and_exact_corrects_it(plain: Path, tmp_path: Path) -> None:
-    save_dialogues(tmp_path / "data", train=4, validation=4, test=4)
-    told = {}
-    for kind in ("auto", "proxy", "exact"):
+    save_dialogues(tmp_path / "data", train=8, validation=4, test=4)
+    told, units = {}, {}
+    for kind in ("auto", "proxy", "exact", "fisher"):
         result = compile_tiny(
-            plain, tmp_path / "out", "bits_per_weight", 5, data=str(tmp_path / "data"), tasks=("samsum",),
+            plain, tmp_path / "out", "bits_per_weight", 5, data=str(tmp_path / "data"), tasks=("samsum",), bits=BITS,
             sensitivity=kind, quantizer="rtn", plan_only=True,
         )  # fmt: skip
-        told[kind] = result.quality["sensitivity"]
+        told[kind], units[kind] = result.quality["sensitivity"], result.plan.units
     assert told["auto"] == told["proxy"] and not any(told["auto"]["gains"]["gate"])
     assert told["exact"]["gains"] == told["proxy"]["gains"] and told["exact"] != told["proxy"]
+    first = lowered(plain).model.first_decoder_layer
+    for is_decoder in (False, True):
+        own = [unit for unit in units["fisher"] if (unit.layer >= first) == is_decoder]
+        assert any(units["fisher"][unit] != units["proxy"][unit] for unit in own), "more than one gain per layer"

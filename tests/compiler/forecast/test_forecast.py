@@ -10,30 +10,25 @@ from typing import Any
 
 import pytest
 
+from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.forecast import StageForecast, forecast
+from moec.compiler.forecast.after_writing import stages_after_writing
 from moec.compiler.forecast.answers import count_answers
 from moec.compiler.forecast.rates import DiskRates, LayerRates, measure_layer
 from moec.compiler.forecast.stages import SearchForecast
 from moec.compiler.pipeline import compile_checkpoint
+from moec.compiler.preflight.kept_layers import runtime_bytes
 from moec.compiler.preflight.preparation import prepare
-from moec.compiler.preflight.prepared import runtime_bytes
+from moec.compiler.preflight.prepared import Prepared
 from moec.compiler.request.options import Talk
+from moec.compiler.search.comparison_budget import active_weights
 from moec.compiler.stages.encode_texts import encode_all_texts
-from moec.compiler.walker.memory import variant_count
+from moec.compiler.walker.memory import all_weights, variant_count
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.text_pairs import encode_pairs
 from moec.manifests.errors import MoecError, OptionError
-from tests.tiny_compile import (
-    compile_tiny,
-    contents,
-    little_memory,
-    make_request,
-    names,
-    save_dialogues,
-    save_model,
-    save_texts,
-)
+from tests.tiny_compile import compile_tiny, contents, make_request, names, save_dialogues, save_model, save_texts
 from tests.tiny_switch import save_tiny_switch
 
 SEARCHED: dict[str, Any] = {"tasks": ("perplexity",), "bits": (2, 3, 4), "group_sizes": (32,), "dense_bits": 8}
@@ -42,12 +37,6 @@ NO_DISK = DiskRates(0.0, 0.0)
 
 
 SWEEP, MEASURING = "calibrating and quantizing", "measuring plans by their KL"
-
-
-@pytest.fixture
-def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No layer stays in memory between passes."""
-    little_memory(monkeypatch.setattr)
 
 
 def named(stages: list[StageForecast]) -> dict[str, StageForecast]:
@@ -65,7 +54,7 @@ def seconds(tmp_path: Path, kind: Any = "kl", value: float = 0.05, **rates: floa
     return {stage.title: stage.seconds for stage in found.stages()}
 
 
-def test_pieces_are_counted(too_large: None, tmp_path: Path) -> None:
+def test_pieces_are_counted(one_layer: None, tmp_path: Path) -> None:
     held_out = "KL on perplexity"
     quantized = seconds(tmp_path, expert=1.0)
     assert quantized[SWEEP] == 3 * 4 and quantized[MEASURING] == 0
@@ -91,28 +80,28 @@ def test_pieces_are_counted(too_large: None, tmp_path: Path) -> None:
     assert seconds(tmp_path, "loss", 0.05, decoded_token=1.0)["measuring the tasks"] == 0
 
 
-def test_disk_and_stages_are_those_of_the_compile(
-    too_large: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, texts = save_model(tmp_path / "model", layers=3, experts=4), save_texts(tmp_path / "texts")
-    sizes, titles = list[int](), list[str]()
-    remove = Journal.remove
+@pytest.fixture
+def journal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that the journal of `out` has each time that it is removed."""
+    sizes, remove = list[int](), Journal.remove
 
     def removed(journal: Journal, last: str | None = None) -> None:
-        folder = tmp_path / "out.work"
-        sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
+        sizes.append(sum(path.stat().st_size for path in (tmp_path / "out.work").iterdir()))
         remove(journal, last)
 
-    def progress(title: str) -> Any:
-        return lambda done, total: titles.append(title)
-
     monkeypatch.setattr(Journal, "remove", removed)
-    talk = Talk(lambda sentence: None, progress)
+    return sizes
+
+
+def test_disk_and_stages_are_those_of_the_compile(one_layer: None, tmp_path: Path, journal_bytes: list[int]) -> None:
+    model, texts = save_model(tmp_path / "model", layers=3, experts=4), save_texts(tmp_path / "texts")
+    titles = list[str]()
+    talk = Talk(progress=lambda title: lambda done, total: titles.append(title))
     options = {"data": str(texts), "quick": False, **SEARCHED}
     foreseen = named(forecast(make_request(model, tmp_path / "out", "bits_per_weight", 4.0, **options)))
     compile_checkpoint(make_request(model, tmp_path / "out", "bits_per_weight", 4.0, talk=talk, **options))
     work = foreseen[SWEEP].disk_bytes
-    assert 0.5 * work < sizes[-1] <= work, "the journal, its second set of residual streams apart"
+    assert 0.5 * work < journal_bytes[-1] <= work, "the journal, its second set of residual streams apart"
     files = [path for path in (tmp_path / "out").glob("*.safetensors") if not path.name.startswith("tables")]
     written = sum(path.stat().st_size for path in files)
     assert written <= foreseen["writing the bundle"].disk_bytes - work < 1.5 * written
@@ -141,7 +130,7 @@ def test_every_piece_of_a_layer_takes_time(tmp_path: Path, has_encoder: bool) ->
     assert told[0][0] == 0 and told[-1][0] == told[-1][1]
 
 
-def test_a_model_that_memory_holds_is_foreseen_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_memory_holds_is_foreseen_as_well(tmp_path: Path, journal_bytes: list[int]) -> None:
     """With more stages: swaps, comparisons, and generated answers in the certificate."""
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
     titles = list[str]()
@@ -152,16 +141,9 @@ def test_a_model_that_memory_holds_is_foreseen_as_well(tmp_path: Path, monkeypat
     assert {"swapping formats at equal bytes", "comparing with uniform formats and EdgeMoE"} < {*found}
     assert found["measuring the tasks"].seconds > 0
     assert (names(tmp_path)) == {"model", "texts"}, "nothing stays"
-    journal, remove = list[int](), Journal.remove
-
-    def removed(finished: Journal, last: str | None = None) -> None:
-        journal.append(sum(path.stat().st_size for path in (tmp_path / "out.work").iterdir()))
-        remove(finished, last)
-
-    monkeypatch.setattr(Journal, "remove", removed)
     compile_checkpoint(request)
     predicted = found["predicting what each unit costs"].disk_bytes
-    assert 0.3 * predicted < journal[-1] <= predicted
+    assert 0.3 * predicted < journal_bytes[-1] <= predicted
     assert {SWEEP, "predicting what each unit costs", MEASURING, "KL on perplexity"} < {*titles}
 
 
@@ -222,7 +204,7 @@ def test_generated_answers_are_as_long_as_the_datas(tmp_path: Path) -> None:
     assert compared == pytest.approx(divergences + answered)
 
 
-def test_bundles_that_answer_from_disk_are_read_once_a_pass(too_large: None, tmp_path: Path) -> None:
+def test_bundles_that_answer_from_disk_are_read_once_a_pass(one_layer: None, tmp_path: Path) -> None:
     """The memory holds no part of either bundle: 2 bytes per weight of the checkpoint's, 4 bits of a plan's."""
     model, texts = save_model(tmp_path / "model", layers=2, experts=3), save_texts(tmp_path / "texts")
     prepared = prepare(make_request(model, tmp_path / "out", "loss", 0.05, quick=False, data=str(texts), **SEARCHED))
@@ -253,3 +235,96 @@ def test_of_several_choices_only_the_right_one_tells_a_kl(tmp_path: Path) -> Non
     validation, test = count_answers(prepared)
     assert validation.decoded == test.decoded == 0
     assert validation.read == pytest.approx(4 * validation.answered, rel=0.01) and test.answered > validation.answered
+
+
+LEARNING, MODES = "learning to look ahead", "measuring lossy modes"
+TEXTS = {"train": 10, "validation": 3, "test": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 3 layers with 4 experts each, and texts of one token per letter."""
+    root = tmp_path_factory.mktemp("after")
+    save_model(root / "model", layers=3, experts=4)
+    save_texts(root / "texts", **TEXTS)
+    return root
+
+
+def prepared(folder: Path, **values: Any) -> Prepared:
+    return prepare(make_request(folder / "model", folder / "out", "uniform", 8, data=str(folder / "texts"), **values))
+
+
+def foreseen(prepared: Prepared, disk: DiskRates = NO_DISK, **rates: float) -> dict[str, StageForecast]:
+    """Return the stages if only the named parts take time."""
+    found = stages_after_writing(prepared, disk, replace(NOTHING, **rates), 1000, 5, prepared.request.measure_modes)
+    return {stage.title: stage for stage in found}
+
+
+def letters(folder: Path, name: str) -> int:
+    text = (folder / "texts" / f"{name}.jsonl").read_text()
+    return len(text) - len('{"text": ""}\n') * text.count("\n")
+
+
+def test_learned_routers_are_counted(folder: Path) -> None:
+    found = prepared(folder)
+    width, tokens = found.lowering.model.hidden_size + 1, letters(folder, "train")
+    (passes,) = foreseen(found, token=1.0).values()
+    assert passes.title == LEARNING and passes.seconds == pytest.approx(3 * tokens, rel=0.05)
+    assert passes.work.endswith(" tokens once, at most 3 maps") and passes.disk_bytes == 5 and passes.memory_bytes > 0
+    # Three penalties: a factor each, and targets and solutions of three maps to 4 experts.
+    expected = 3 * (0.8 * tokens * width**2 + width**3 / 2) + 3 * 4 * width * 3 * (0.8 * tokens + width)
+    assert foreseen(found, product=1.0)[LEARNING].seconds == pytest.approx(expected, rel=0.05)
+    little = replace(found, request=replace(found.request, memory_bytes=1))
+    assert foreseen(little, token=1.0)[LEARNING].seconds == pytest.approx(3 * passes.seconds), "layer by layer"
+
+
+def test_what_learns_nothing_has_no_stage(folder: Path, tmp_path: Path) -> None:
+    few = save_texts(tmp_path / "few", **{**TEXTS, "train": 4})
+    request = make_request(folder / "model", folder / "out", "uniform", 8, data=str(few))
+    assert foreseen(prepare(request), token=1.0) == {}
+    one_layer = save_model(tmp_path / "one", layers=1, experts=2)
+    request = make_request(one_layer, folder / "out", "uniform", 8, data=str(folder / "texts"))
+    assert foreseen(prepare(request), token=1.0) == {}
+
+
+def test_lossy_modes_are_counted(folder: Path) -> None:
+    measured = prepared(folder, measure_modes=ModesMeasurement("big-little gamma=0.5; cache-routing margin=0.2"))
+    tokens = letters(folder, "test")
+    # Each of 3 settings decodes the texts for a score, and again for a KL, with an end token. They have no prompts.
+    decoded = 3 * (2 * tokens + TEXTS["test"])
+    found, model = foreseen(measured, memory_byte=1.0)[MODES], measured.lowering.model
+    moved = 1000 * active_weights(model) / all_weights(model)
+    assert found.seconds == pytest.approx(decoded * moved, rel=0.05)
+    assert found.work == "at most 3 settings on 4 items, token by token"
+    disk = replace(NO_DISK, digested_byte=1.0)
+    prompts, share = 3 * (4 + 4 + 4), 2 / 4  # top-2 of 4 experts; a quarter of 1,000 bytes is in the cache
+    read = 750 * (prompts + share * decoded)
+    assert foreseen(measured, disk)[MODES].seconds == pytest.approx(read, rel=0.05)
+    longer = read + decoded * (moved - 750 * share)
+    assert moved > 750 * share
+    assert foreseen(measured, disk, memory_byte=1.0)[MODES].seconds == pytest.approx(longer, rel=0.05)
+
+
+@pytest.mark.parametrize(("is_asked", "low"), [(False, None), (False, 2), (True, None)])
+def test_thresholds_that_nobody_asked_for_are_measured_with_low_versions(
+    folder: Path, tmp_path: Path, is_asked: bool, low: int | None
+) -> None:
+    model = prepared(folder).lowering.model
+    work = ModesMeasurement("dynamic-precision", is_asked).work(model, low is not None)
+    assert work.settings == (9 if low else 3)
+    top_1 = save_model(tmp_path / "top-1", layers=1, experts=2, top_k=1)
+    request = make_request(top_1, folder / "out", "uniform", 8, data=str(folder / "texts"))
+    refused = prepare(request).lowering.model
+    if is_asked:
+        with pytest.raises(OptionError, match="this model has no other"):
+            ModesMeasurement("dynamic-precision").work(refused, False)
+    else:
+        assert ModesMeasurement("dynamic-precision", is_asked=False).work(refused, low is not None).settings == 0
+
+
+def test_the_stages_follow_the_others(folder: Path) -> None:
+    options: dict[str, Any] = {"data": str(folder / "texts"), "fallback_bits": 2}
+    asked = ModesMeasurement("dynamic-precision", is_asked=False)
+    found = forecast(make_request(folder / "model", folder / "out", "uniform", 8, measure_modes=asked, **options))
+    assert [stage.title for stage in found][-3:] == ["writing the bundle", LEARNING, MODES]
+    assert all(stage.seconds > 0 for stage in found)

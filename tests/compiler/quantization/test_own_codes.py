@@ -1,16 +1,21 @@
-"""Integer codes of a checkpoint in formats of moec: the same weights to the last bit, or the format does not fit."""
+"""Integer codes of a checkpoint in formats of moec: weights to the last bit, and whole compiles that keep them."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
+from moec.cli.terminal.report import loss_table
 from moec.compiler.calibration.layer_inputs import LayerInputs
 from moec.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from moec.compiler.checkpoint.integer_codes import IntegerCodes, IntegerGrid
@@ -20,18 +25,23 @@ from moec.compiler.quantization.layer_quantizer import ExpertQuantizer, LayerQua
 from moec.compiler.quantization.own_codes import exact_matrices, held_units, hold_codes, units_held_by
 from moec.compiler.quantization.packing import pack, unpack
 from moec.compiler.quantization.unit_store import UnitStore
+from moec.compiler.request.options import Talk
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.workspace.parallel import workers
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
+from moec.runtime.bundle.open_bundle import open_bundle
+from moec.runtime.bundle.weights import BundleWeights
 from tests.compiler.cluster.pool_here import PoolHere
+from tests.compiler.lowered import lowered
+from tests.tiny_compile import check_bundle, compile_tiny, little_memory
 
 FORMATS = [
     *(f"q{bits}{group}{end}" for bits in (2, 3, 4, 5, 6, 8) for group in ("", "g32", "g64") for end in ("", "s")),
     *("q1g32", "q1.6s", "q1.6g64s", "q4g32b", "mxfp4", "bf16", "q0"),
 ]
 Q4 = QuantSpec.parse("q4g32s")
-HELD = {
+FORMAT_OF_LAYOUT = {
     "gptq-2": "q3g32s", "gptq-3": "q4g32s", "gptq-4": "q5g32s", "gptq-v2": "q4g32s", "awq": "q5g32s",
     "ct-int4": "q4g32s", "ct-int4-zeros": "q5g32s", "ct-int8": "q8s",
     "gptq-8": "", "gptq-act-order": "", "ct-fp8": "", "ct-mxfp4": "", "fp8-blocks": "", "fp8-ue8m0": "",
@@ -133,11 +143,12 @@ def test_formats_with_minima_and_finer_groups_hold_them_too() -> None:
     assert not odd.need().is_met_by(QuantSpec.parse("q4g64")) and odd.need().is_met_by(QuantSpec.parse("q5g64s"))
 
 
-@pytest.mark.parametrize("layout", HELD)
+@pytest.mark.parametrize("layout", FORMAT_OF_LAYOUT)
 def test_what_the_original_tools_wrote(layout: str, quantized: Callable[[str], Path]) -> None:
-    lowering = lower(open_checkpoint(str(quantized(layout))))
+    lowering = lowered(quantized(layout))
     held = held_units(lowering)
-    assert {str(spec): count for spec, count in held.items()} == ({HELD[layout]: 24} if HELD[layout] else {})
+    expected = FORMAT_OF_LAYOUT[layout]
+    assert {str(spec): count for spec, count in held.items()} == ({expected: 24} if expected else {})
     for unit in lowering.units:
         for spec, matrix in exact_matrices(lowering, unit, list(held)).items():
             assert same_bits(matrix.dequantize(), decoded(lowering, unit)) and spec in held
@@ -170,7 +181,7 @@ def decoded(lowering: Lowering, unit: UnitKey) -> torch.Tensor:
 def test_all_ways_to_a_unit_give_the_same_codes(name: str, quantized: Callable[[str], Path]) -> None:
     """This machine, workers of a cluster and a store without inputs. Other formats are quantized as ever."""
     folder = quantized("ct-int4")
-    lowering, specs = lower(open_checkpoint(str(folder))), (QuantSpec(2, 32), Q4)
+    lowering, specs = lowered(folder), (QuantSpec(2, 32), Q4)
     slot, how = LoadedLayer(lowering), ExpertQuantizer(1, name, specs)
     slot.load(1)
     inputs: LayerInputs | None = None
@@ -199,3 +210,150 @@ def test_all_ways_to_a_unit_give_the_same_codes(name: str, quantized: Callable[[
 def pack_of(matrix: object) -> torch.Tensor:
     """Return the bytes of a matrix."""
     return torch.from_numpy(pack(matrix))  # type: ignore[arg-type]
+
+
+DAMAGED = UnitKey(1, 2, "up")
+HELD = "24 of 24 expert projections are stored with codes that `q4g32s` holds exactly; they are taken as they are"
+
+
+def kept(bundle: Path, source: Path) -> set[UnitKey]:
+    """Return the units of a bundle whose weights are those of the checkpoint's parts, to the last bit."""
+    checkpoint, weights = open_checkpoint(str(source)), BundleWeights(open_bundle(bundle))
+    lowering, found = lower(checkpoint), set[UnitKey]()
+    for unit, tensor in lowering.units.items():
+        decoded = checkpoint.packed[tensor.name].decode(checkpoint.stored_parts(tensor.name))
+        if np.array_equal(weights.unit(unit), decoded.numpy()):
+            found.add(unit)
+    return found
+
+
+@pytest.fixture(scope="module")
+def searched(
+    quantized: Callable[[str], Path], texts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[str]]:
+    """A bundle of an int4 checkpoint for a strict target, and the notes of its compile."""
+    output, notes = tmp_path_factory.mktemp("searched") / "out", list[str]()
+    values: dict[str, Any] = {"data": str(texts), "talk": Talk(notes.append), "comparisons": True}
+    compile_tiny(quantized("ct-int4"), output, "kl", 0.004, **values)
+    return output, notes
+
+
+def test_a_search_takes_the_codes_of_the_checkpoint(
+    searched: tuple[Path, list[str]], quantized: Callable[[str], Path]
+) -> None:
+    output, notes = searched
+    quality, source = check_bundle(output), quantized("ct-int4")
+    assert HELD in notes
+    formats = quality["bits"]["formats"]
+    assert formats["q4g32s"] >= 18 and "bf16" not in formats
+    assert len(kept(output, source)) == formats["q4g32s"]
+    assert quality["own_codes"] == {"held": formats["q4g32s"], "of": 24}
+    assert quality["sizes"]["expert_bits_per_weight"] <= 4.5
+    uniform = next(row for row in quality["comparison"]["baselines"] if row["name"] == "best uniform")
+    assert (
+        uniform["bits_per_weight"] == 4.5 and uniform["expert_packed_bytes"] >= quality["sizes"]["expert_packed_bytes"]
+    )
+
+
+def test_the_certificate_names_its_baseline(searched: tuple[Path, list[str]]) -> None:
+    quality = check_bundle(searched[0])
+    assert loss_table(quality).endswith("baseline: the checkpoint's own weights, stored as compressed-tensors, 4 bits")
+    card = (searched[0] / "README.md").read_text()
+    assert "stores weights as compressed-tensors, 4 bits; what they decode to is the baseline" in card
+    assert f"{quality['own_codes']['held']} of 24 expert projections keep the checkpoint's own codes" in card
+
+
+def test_little_memory_gives_the_same_experts(
+    searched: tuple[Path, list[str]],
+    quantized: Callable[[str], Path],
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    little_memory(monkeypatch.setattr)
+    values: dict[str, Any] = {"data": str(texts), "swaps": 0}
+    compile_tiny(quantized("ct-int4"), tmp_path / "out", "bits_per_weight", 4.5, **values)
+    assert len(kept(tmp_path / "out", quantized("ct-int4"))) == 24
+
+
+@pytest.mark.parametrize("with_data", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "bits", "spec"),
+    [("ct-int4", 4, "q4g32s"), ("awq", 5, "q5g32s"), ("ct-int8", 8, "q8s"), ("ct-mxfp4", 4, "mxfp4")],
+)
+def test_uniform_bits_of_the_codes_keep_them(
+    layout: str, bits: int, spec: str, with_data: bool, quantized: Callable[[str], Path], texts: Path, tmp_path: Path
+) -> None:
+    values, notes = {"data": str(texts)} if with_data else {}, list[str]()
+    result = compile_tiny(quantized(layout), tmp_path / "out", "uniform", bits, talk=Talk(notes.append), **values)
+    assert not any("rounded to nearest" in note for note in notes)
+    assert result.quality["bits"]["formats"] == {spec: 24}
+    assert len(kept(tmp_path / "out", quantized(layout))) == 24
+
+
+def test_a_requested_group_keeps_the_codes_too(quantized: Callable[[str], Path], tmp_path: Path) -> None:
+    """Groups of 32 with minima hold codes in groups of 32; one scale per row cannot."""
+    source = quantized("ct-int4")
+    for name, values, count in [
+        ("minima", {"group_sizes": (32,), "symmetric": False}, 24),
+        ("rows", {"group_sizes": (0,)}, 0),
+    ]:
+        result = compile_tiny(source, tmp_path / name, "uniform", 4, **values)
+        assert len(kept(tmp_path / name, source)) == result.quality["own_codes"]["held"] == count
+
+
+def test_bits_that_are_not_on_offer_are_named(quantized: Callable[[str], Path], tmp_path: Path) -> None:
+    notes = list[str]()
+    compile_tiny(quantized("awq"), tmp_path / "out", "bits_per_weight", 6, talk=Talk(notes.append))
+    named = "`q5g32s` holds exactly, which is not on offer: add 5 to `--bits`"
+    assert f"24 of 24 expert projections are stored with codes that {named}" in notes
+    result = compile_tiny(quantized("awq"), tmp_path / "five", "bits_per_weight", 6, bits=(2, 4, 5, 16))
+    assert result.quality["own_codes"]["held"] == len(kept(tmp_path / "five", quantized("awq"))) > 12
+
+
+def test_a_quantizer_without_the_format_offers_others(quantized: Callable[[str], Path], tmp_path: Path) -> None:
+    """optimum-quanto has no symmetric 4 bits, and groups of 64 are too wide for these codes."""
+    pytest.importorskip("optimum.quanto")
+    result = compile_tiny(quantized("ct-int4"), tmp_path / "out", "uniform", 4, quantizer="quanto")
+    assert result.quality["bits"]["formats"] == {"q4g64": 24} and result.quality["own_codes"]["held"] == 0
+
+
+@pytest.fixture
+def damaged(quantized: Callable[[str], Path], tmp_path: Path) -> Path:
+    """An int4 checkpoint with a scale that float16 cannot hold."""
+    folder = Path(shutil.copytree(quantized("ct-int4"), tmp_path / "damaged"))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.2.up_proj.weight_scale"
+    tensors[name] = tensors[name].clone()
+    tensors[name][3, 1] = torch.tensor(2.0**-30, dtype=torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("quantizer", ["gptq", "rtn"])
+def test_a_unit_that_does_not_fit_is_quantized_as_ever(
+    damaged: Path, texts: Path, quantizer: str, tmp_path: Path
+) -> None:
+    notes = list[str]()
+    values: dict[str, Any] = {"data": str(texts), "quantizer": quantizer, "talk": Talk(notes.append)}
+    result = compile_tiny(damaged, tmp_path / "out", "uniform", 4, **values)
+    assert HELD.replace("24 of", "23 of") in notes
+    assert result.quality["bits"]["formats"] == {"q4g32s": 24}
+    assert result.quality["own_codes"] == {"held": 23, "of": 24}
+    assert kept(tmp_path / "out", damaged) == set(lowered(damaged).units) - {DAMAGED}
+
+
+def test_groups_that_differ_between_projections(quantized: Callable[[str], Path], tmp_path: Path) -> None:
+    """Down projections in groups of 32, the others with one scale per row: the search is offered both formats."""
+    folder = Path(shutil.copytree(quantized("ct-int4"), tmp_path / "mixed"))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_proj.weight_scale", "up_proj.weight_scale"))]:
+        tensors[name] = tensors[name][:, :1].contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert {str(s): n for s, n in held_units(lowered(folder)).items()} == {"q4g32s": 24, "q4s": 16}
+    uniform = compile_tiny(folder, tmp_path / "uniform", "uniform", 4)
+    searched = compile_tiny(folder, tmp_path / "searched", "bits_per_weight", 4.34)
+    assert uniform.quality["bits"]["formats"] == {"q4g32s": 24}
+    assert searched.quality["bits"]["formats"] == {"q4g32s": 8, "q4s": 16}
+    for name in ("uniform", "searched"):
+        assert len(kept(tmp_path / name, folder)) == 24

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
 from moec.compiler.quantization.packing import unpack
 from moec.compiler.request.plan import with_low_versions
 from moec.compiler.request.uniform import uniform_plan
@@ -20,6 +18,7 @@ from moec.manifests.errors import ChecksumMismatch, ManifestInvalid, PlanError
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
+from tests.compiler.lowered import lowered
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
@@ -38,7 +37,7 @@ def bundle(checkpoint: Path) -> Path:
 
 
 def test_a_low_version_is_the_weight_in_fewer_bits(checkpoint: Path, bundle: Path) -> None:
-    opened, lowering = open_bundle(bundle), lower(open_checkpoint(str(checkpoint)))
+    opened, lowering = open_bundle(bundle), lowered(checkpoint)
     manifest = opened.manifest
     assert [entry.key for entry in manifest.low_experts] == [entry.key for entry in manifest.experts]
     entry = manifest.low_experts[5]
@@ -63,7 +62,7 @@ def test_verify_looks_at_low_versions(bundle: Path, tmp_path: Path) -> None:
 
 
 def test_experts_that_are_small_already_have_none(checkpoint: Path) -> None:
-    lowering = lower(open_checkpoint(str(checkpoint)))
+    lowering = lowered(checkpoint)
     plan = uniform_plan(lowering.model, QuantSpec(8, 32), lowering.spec_16bit, lowering.float_type)
     small = {unit: LOW if unit.expert == 1 else spec for unit, spec in plan.units.items()}
     mixed = with_low_versions(dataclasses.replace(plan, units=small), LOW)

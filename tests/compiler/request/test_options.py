@@ -1,4 +1,4 @@
-"""Options that are out of range, exclude each other, or have no effect are refused before any work."""
+"""Exactly one target; options that are out of range, exclude each other, or have no effect are refused before work."""
 
 from __future__ import annotations
 
@@ -7,9 +7,78 @@ from typing import Any
 import pytest
 
 from moec.compiler.request.options import DEFAULT_BITS, CompileOptions
-from moec.compiler.request.targets import Target
+from moec.compiler.request.targets import Target, choose_target, parse_loss, parse_sweep
 from moec.manifests.errors import OptionError
 from moec.manifests.quant import BITWIDTHS, QuantSpec
+
+NONE: dict[str, Any] = dict.fromkeys(("loss", "kl", "bits_per_weight", "size", "uniform"))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("2%", 0.02), ("2 %", 0.02), ("0.02", 0.02), (".02", 0.02), ("0.5%", 0.005), ("99.9%", 0.999)]
+)
+def test_losses(text: str, value: float) -> None:
+    assert parse_loss(text) == pytest.approx(value, rel=1e-12)
+    assert choose_target(**{**NONE, "loss": text}) == Target("loss", parse_loss(text))
+
+
+def test_a_bare_two_could_mean_either() -> None:
+    with pytest.raises(OptionError, match="ambiguous") as caught:
+        parse_loss("2")
+    assert caught.value.hint == "write `2%`"
+
+
+@pytest.mark.parametrize(
+    "text", ["100%", "150%", "0", "0%", "-1%", "", "two", "2%%", "1e-2", "1", "nan", "%", "9" * 400]
+)
+def test_what_is_no_loss(text: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse_loss(text)
+    assert caught.value.hint
+
+
+def test_exactly_one_target() -> None:
+    with pytest.raises(OptionError, match="found none") as caught:
+        choose_target(**NONE)
+    assert "--loss" in str(caught.value.hint) and "--uniform" in str(caught.value.hint)
+    with pytest.raises(OptionError, match="found --loss and --size"):
+        choose_target(**{**NONE, "loss": "2%", "size": "1GB"})
+
+
+@pytest.mark.parametrize(
+    ("given", "target"),
+    [
+        ({"kl": 0.05}, Target("kl", 0.05)),
+        ({"bits_per_weight": 3.25}, Target("bits_per_weight", 3.25)),
+        ({"bits_per_weight": 16.0}, Target("bits_per_weight", 16.0)),
+        ({"size": "900MB"}, Target("size", 900_000_000)),
+        ({"uniform": 3}, Target("uniform", 3)),
+    ],
+)
+def test_targets(given: dict[str, Any], target: Target) -> None:
+    assert choose_target(**{**NONE, **given}) == target
+    assert str(target)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kl": 0.0},
+        {"kl": -1.0},
+        {"kl": float("nan")},
+        {"kl": float("inf")},
+        {"bits_per_weight": 0.0},
+        {"bits_per_weight": 16.5},
+        {"bits_per_weight": float("nan")},
+        {"uniform": 7},
+        {"uniform": 0},
+    ],
+)
+def test_targets_out_of_range(given: dict[str, Any]) -> None:
+    with pytest.raises(OptionError) as caught:
+        choose_target(**{**NONE, **given})
+    assert caught.value.hint
+
 
 KL, SIZE, UNIFORM = Target("kl", 0.05), Target("size", 1e6), Target("uniform", 4)
 BF16 = QuantSpec(16, float_type="bfloat16")
@@ -27,6 +96,7 @@ BF16 = QuantSpec(16, float_type="bfloat16")
         ({"objective": "speed"}, "speed"),
         ({"shots": -1}, "shots"),
         ({"limit": 0}, "limit"),
+        ({"swaps": -1}, "--swaps -1"),
         ({"tasks": ("gsm8k", "gsm8k")}, "twice"),
     ],
 )
@@ -53,6 +123,10 @@ def test_out_of_range(values: dict[str, Any], named: str) -> None:
         (SIZE, {"path_keys": "pairs"}, "--set path-keys"),
         (SIZE, {"sensitivity": "proxy"}, "--sensitivity"),
         (SIZE, {"objective": "bytes-per-token"}, "--objective"),
+        (UNIFORM, {"swaps": 3}, "--swaps"),
+        (UNIFORM, {"prune": False}, "--prune-experts/--keep-experts"),
+        (UNIFORM, {"torch_device": "cuda"}, "--torch-device"),
+        (KL, {"data": "a", "search": "edgemoe", "prune": True}, "--prune-experts/--keep-experts"),
         (KL, {"data": "a", "search": "edgemoe", "bits": (4, 8)}, "--bits"),
         (KL, {"data": "a", "search": "edgemoe", "comparisons": False}, "--comparisons/--no-comparisons"),
         (KL, {"data": "a", "search": "edgemoe-popularity", "swaps": 2}, "--swaps"),
@@ -184,3 +258,13 @@ def test_symmetric_belongs_to_uniform_formats(target: Target) -> None:
     with pytest.raises(OptionError, match="--symmetric"):
         CompileOptions(target, symmetric=True)
     assert not CompileOptions(target).is_uniform_symmetric
+
+
+def test_what_a_sweep_names() -> None:
+    assert parse_sweep("0.5%..20%") == (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+    assert parse_sweep("1.5%..3%") == (0.015, 0.02, 0.03)
+    assert parse_sweep("5%,1%,2%,1%") == (0.01, 0.02, 0.05)
+    assert parse_sweep("2%") == (0.02,)
+    for wrong in ("20%..1%", "1%..1%", "..", "1..2", "0%..5%", "x", "1%,nan", "0.5%..x"):
+        with pytest.raises(OptionError, match="`--sweep "):
+            parse_sweep(wrong)

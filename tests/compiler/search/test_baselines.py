@@ -258,16 +258,11 @@ def test_edgemoe_takes_formats_on_offer_alone(offered: str, group: int, found: s
     assert all(spec.bitwidth == bitwidth for bitwidth, spec in formats.items())
 
 
-def test_bytes_at_equal_kl_interpolate_in_log_kl() -> None:
-    frontier = [(1000, 0.1), (2000, 0.001)]
-    assert bytes_at_kl(frontier, 0.01) == pytest.approx(1500)
-    assert bytes_at_kl(frontier, 0.1) == pytest.approx(1000)
-    assert bytes_at_kl(frontier, 0.001) == pytest.approx(2000)
-
-
-@pytest.mark.parametrize("kl", [0.11, 0.0009, 0.0])
-def test_nothing_is_said_outside_the_frontier(kl: float) -> None:
-    assert bytes_at_kl([(1000, 0.1), (2000, 0.001)], kl) is None
+@pytest.mark.parametrize(
+    ("kl", "size"), [(0.01, 1500), (0.1, 1000), (0.001, 2000), (0.11, None), (0.0009, None), (0.0, None)]
+)
+def test_bytes_at_equal_kl_interpolate_in_log_kl_within_the_frontier(kl: float, size: float | None) -> None:
+    assert bytes_at_kl([(1000, 0.1), (2000, 0.001)], kl) == (size and pytest.approx(size))
 
 
 def test_the_frontier_is_its_lower_envelope() -> None:

@@ -7,11 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from moec.compiler.request.plan import CompileResult, CurvePoint, LossCurve
-from moec.compiler.request.targets import parse_sweep
+from moec.compiler.request.result import CompileResult, CurvePoint, LossCurve
 from moec.compiler.search.knapsack import least_cost
 from moec.compiler.search.loss_curve import PER_LAYER, per_layer_space
-from moec.manifests.errors import OptionError
 from moec.reporting.card import sweep_svg
 from moec.reporting.curves import curves_of_sweep
 from tests.compiler.search.toy_search import toy_space
@@ -76,13 +74,3 @@ def test_the_picture_and_the_plain_form(result: CompileResult) -> None:
     nothing = CurvePoint(0.001, None, {}, None, {}).to_json()
     assert nothing["expert_packed_bytes"] is None
     assert sweep_svg("x", curves_of_sweep([nothing, *plain])).count("<circle") > 0
-
-
-def test_what_a_sweep_names() -> None:
-    assert parse_sweep("0.5%..20%") == (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
-    assert parse_sweep("1.5%..3%") == (0.015, 0.02, 0.03)
-    assert parse_sweep("5%,1%,2%,1%") == (0.01, 0.02, 0.05)
-    assert parse_sweep("2%") == (0.02,)
-    for wrong in ("20%..1%", "1%..1%", "..", "1..2", "0%..5%", "x"):
-        with pytest.raises(OptionError):
-            parse_sweep(wrong)

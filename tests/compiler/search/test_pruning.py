@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import MixtralForCausalLM
 
 from moec.compiler.bundle.emit import cost_summary
-from moec.compiler.quantization.quantized import left_out
+from moec.compiler.request.objective import ByteWeights
 from moec.compiler.request.options import CompileOptions
-from moec.compiler.request.targets import ByteWeights, Target
+from moec.compiler.request.targets import Target
 from moec.compiler.search.knapsack import least_cost, least_loss
 from moec.compiler.search.pruning import LEAST_TOKENS, LEFT_OUT, left_out_losses, prunes, with_pruning
 from moec.compiler.sensitivity.sensitivity import SensitivityTable
-from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.manifests.errors import OptionError
 from moec.manifests.model import ExpertKey
 from moec.manifests.quant import QuantSpec
-from tests.compiler.configured import lowered
 from tests.compiler.search.toy_search import BF16, predicted_loss, toy_model, toy_space
-from tests.compiler.walked import walked_logits
-from tests.pruned_mixtral import PRUNED, save_whole, save_without
 
 LOSS = Target("loss", 0.02)
 EVEN = ByteWeights(np.ones((2, 4)), 1.0)
@@ -117,26 +110,6 @@ def test_who_too_few_tokens_asked_for_stays() -> None:
     assert left_out_losses(Store(), table, None) == {}  # type: ignore[arg-type]
 
 
-def test_the_layers_route_among_the_others(tmp_path: Path) -> None:
-    """They compute as a checkpoint without those experts. When these are restored, every bit is as before."""
-    fewer = MixtralForCausalLM.from_pretrained(save_without(tmp_path / "fewer"), dtype=torch.float32)
-    rows = [[5, 6, 7, 8, 9, 10, 11, 12]]
-    with torch.no_grad():
-        expected = fewer(torch.tensor(rows)).logits[0]
-    lowering = lowered(save_whole(tmp_path / "whole"))
-    slot, model = LoadedLayer(lowering), lowering.model
-    (before,) = walked_logits(lowering, rows, slot=slot)
-    units = [unit for key in PRUNED for unit in model.units_of(key)]
-    nothing = {unit: left_out(model.unit_shape(unit.layer, unit.projection)[0]).dequantize() for unit in units}
-    (found,) = walked_logits(lowering, rows, weights=nothing, slot=slot)
-    assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()))
-    back = {unit: torch.zeros(model.unit_shape(0, unit.projection)) for unit in units[:3]}
-    (inner,) = walked_logits(lowering, rows, weights=nothing | back, slot=slot)
-    assert not torch.equal(inner, found), "expert 1 of layer 0 is back, without weights"
-    assert torch.equal(found, walked_logits(lowering, rows, weights=nothing, slot=slot)[0])
-    assert torch.equal(before, walked_logits(lowering, rows, slot=slot)[0])
-
-
 @pytest.mark.parametrize(
     ("target", "given", "has_gradients", "expected"),
     [
@@ -162,7 +135,3 @@ def test_asked_for_where_it_cannot_be() -> None:
     needed = [replace(layer, experts=replace(layer.experts, top_k=layer.experts.count)) for layer in model.layers]
     with pytest.raises(OptionError, match="`--prune-experts`: the routers of this model need all of their experts"):
         prunes(options, replace(model, layers=tuple(needed)), has_gradients=True)
-    with pytest.raises(OptionError, match="`--prune-experts/--keep-experts` has no effect with `--search edgemoe`"):
-        CompileOptions(LOSS, data="d", prune=True, search="edgemoe")
-    with pytest.raises(OptionError, match="has no effect with `--uniform`"):
-        CompileOptions(Target("uniform", 4), prune=False)

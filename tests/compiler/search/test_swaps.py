@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from moec.compiler.request.options import CompileOptions, Talk
+from moec.compiler.request.options import Talk
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.request.targets import Target
 from moec.compiler.search.bisect import search
@@ -15,7 +15,6 @@ from moec.compiler.search.knapsack import least_loss
 from moec.compiler.search.pruning import PrunableSpace, with_pruning
 from moec.compiler.search.space import SearchSpace
 from moec.compiler.search.swaps import PATIENCE, Swaps
-from moec.manifests.errors import OptionError
 from tests.compiler.search.test_pruning import EVEN
 from tests.compiler.search.toy_search import ToyTrials, noisy_kl, predicted_loss, toy_model, toy_space, uniform_number
 
@@ -124,13 +123,3 @@ def test_experts_that_may_be_left_out_have_a_factor_of_their_own() -> None:
     assert changed.left_out == {keys[0]: 1.5, keys[1]: 0.5}
     assert np.array_equal(changed.table.costs, space.table.costs)
     assert np.array_equal(changed.units_alone.table.losses, alone.table.losses)
-
-
-def test_a_negative_number_of_swaps_is_refused() -> None:
-    with pytest.raises(OptionError, match="--swaps -1"):
-        CompileOptions(Target("kl", 0.1), data="data", swaps=-1)
-
-
-def test_swaps_without_a_search_are_refused() -> None:
-    with pytest.raises(OptionError, match="`--swaps` has no effect with `--uniform`"):
-        CompileOptions(Target("uniform", 4), swaps=3)

@@ -83,13 +83,17 @@ def toy_space(
     return build_space(plain, store, table, weights or ByteWeights(np.ones((layers, experts)), 1.0), specs, dense)
 
 
-def predicted_loss(space: SearchSpace, plan: CompilePlan) -> float:
-    """Return the sum that the knapsack uses."""
+def totals(space: SearchSpace, plan: CompilePlan) -> tuple[float, float]:
+    """Return the sums that the knapsack uses: the cost and the predicted loss."""
     rows = [space.unit_specs.index(plan.units[unit]) for unit in space.units]
     for group in space.groups:
         wanted = plan.dense[group.tensors[0]]
         rows.append(next(i for i, option in enumerate(space.dense_options) if option[group.tensors[0]] == wanted))
-    return space.table.totals(np.array(rows))[1]
+    return space.table.totals(np.array(rows))
+
+
+def predicted_loss(space: SearchSpace, plan: CompilePlan) -> float:
+    return totals(space, plan)[1]
 
 
 class ToyTrials:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,19 +12,16 @@ import numpy as np
 import pytest
 
 from moec.compiler.preflight.preparation import prepare
-from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.compiler.sensitivity.acceptance import PRECISION, is_clear, items_for_precision
 from moec.compiler.sensitivity.trials import LOOKS, TaskData, Trials
 from moec.compiler.stages import encode_texts
-from moec.compiler.walker import memory
-from moec.compiler.workspace.durable import Disk
-from moec.compiler.workspace.journal import Journal
 from moec.evaluation.data import ItemSet
-from moec.evaluation.engine import AnswerScore, TextEngine, no_progress
+from moec.evaluation.engine import AnswerScore, TextEngine
 from moec.evaluation.tasks import Item, find_task
 from moec.manifests.progress import Progress
 from tests.compiler.search.toy_search import BF16, toy_model
+from tests.compiler.sensitivity.test_trials import scripted_trials
 from tests.tiny_compile import compile_tiny, make_request, save_model, save_problems, save_texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,11 +72,7 @@ def noisy_trials(
     task = find_task("perplexity")
     own, more = texts(0, validation), texts(validation, spare)
     data = TaskData(task, ItemSet(task, "made", own), test, (), more)
-    lowering = SimpleNamespace(model=toy_model(), spec_16bit=BF16)
-    store = cast(UnitStore, SimpleNamespace(lowering=lowering, quantizer="rtn"))
-    folder.mkdir(exist_ok=True)
-    journal = Journal(folder / "model.work", "one", Disk())
-    return Trials(None, bundles, store, (data,), no_progress, journal, journal)
+    return scripted_trials(bundles, folder, data)
 
 
 def plan_number(number: int) -> CompilePlan:
@@ -169,14 +161,6 @@ def test_looks_end_with_the_validation_texts(tmp_path: Path) -> None:
     bundles = NoisyTexts(0.012, 0.5)
     trials = noisy_trials(bundles, tmp_path, 4000, LOOKS[0] - 100, 4000)
     assert trials.accepts(plan_number(0), TARGET, "search")[1]["perplexity"].n > LOOKS[1]
-
-
-@pytest.fixture
-def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let calibration take few tokens, and gradients few texts, so that train texts are left."""
-    small = replace(memory.LARGE_TEXTS, calibration=40)
-    monkeypatch.setattr(memory, "LARGE_TEXTS", small)
-    monkeypatch.setattr(encode_texts, "TEXTS", 4)
 
 
 @pytest.mark.usefixtures("few_tokens")

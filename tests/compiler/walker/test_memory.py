@@ -1,20 +1,22 @@
-"""A compile layer by layer takes its predicted memory, and a deeper model takes no more."""
+"""The memory of compiles in processes of their own: the predicted one of a layer, and all of `--memory`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
 from moec.compiler.walker.memory import layer_weights, sweep_bytes
 from moec.manifests.quant import QuantSpec
-from tests.tiny_compile import save_texts
+from tests.compiler.lowered import lowered
+from tests.tiny_compile import save_model, save_texts
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 pytestmark = pytest.mark.slow  # two compiles in new processes, 1.5 minutes of processor time
@@ -62,11 +64,54 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[int, Path
 
 def test_the_peak_is_within_what_was_said(peaks: dict[int, tuple[int, Path]]) -> None:
     for peak, folder in peaks.values():
-        model = lower(open_checkpoint(str(folder))).model
+        model = lowered(folder).model
         assert peak <= sweep_bytes(model, TOKENS, 512, SPECS, os.cpu_count() or 1)
 
 
 def test_eight_more_layers_take_less_than_four(peaks: dict[int, tuple[int, Path]]) -> None:
     (few, folder), (many, _) = peaks[2], peaks[10]
-    model = lower(open_checkpoint(str(folder))).model
+    model = lowered(folder).model
     assert many - few < 4 * 4 * layer_weights(model, 0)
+
+
+OPTIONS = ("--bits", "4,16", "--group-size", "32", "--dense-bits", "8", "--swaps", "0", "--no-comparisons")
+COMMAND = "from moec.cli.main import main; main()"
+
+
+def resident_bytes(process: int) -> int:
+    """Return the memory of a process and of all that it has started, each shared page counted once."""
+    total = 0
+    with contextlib.suppress(OSError):  # it has ended
+        rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
+        total += int(re.findall(r"^Pss: +(\d+) kB", rollup, re.MULTILINE)[0]) * 1024
+        for task in Path(f"/proc/{process}/task").iterdir():
+            total += sum(map(resident_bytes, map(int, (task / "children").read_text().split())))
+    return total
+
+
+def compiled(*arguments: object) -> tuple[int, str, int]:
+    """Return code, messages and largest resident memory of a compile in processes of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", COMMAND, "compile", *map(str, arguments)]
+    most = 0
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while process.poll() is None:
+            most = max(most, resident_bytes(process.pid))
+            time.sleep(0.02)
+        assert process.stderr is not None
+        return process.returncode, process.stderr.read(), most
+
+
+@pytest.mark.in_ci
+def test_all_processes_of_a_compile_stay_within_its_memory(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "tiny", layers=2, experts=4, hidden_size=256, width=256)
+    texts = save_texts(tmp_path / "texts", train=60, validation=30, test=30)
+    arguments = (model, "--kl", "1", "--data", texts, *OPTIONS, "-o", tmp_path / "out", "--memory")
+    code, said, _ = compiled(*arguments, "1MiB")
+    assert code == 1, said
+    least = int(re.findall(r"give `--memory (\d+)MiB`", said)[0])
+    code, said, most = compiled(*arguments, f"{least}MiB")
+    assert code == 0, said
+    assert 200 << 20 < most <= least << 20, f"{most / 2**20:.0f} MiB under --memory {least}MiB"

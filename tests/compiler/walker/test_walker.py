@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from moec.compiler.calibration.layer_inputs import calibrate_layer
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import Lowering, lower
+from moec.compiler.families import Lowering
 from moec.compiler.quantization.quantized import LEFT_OUT
 from moec.compiler.quantization.quantizers.gptq import quantize_gptq
 from moec.compiler.quantization.swept_store import SweptStore
@@ -25,34 +26,26 @@ from moec.compiler.stages.encode_texts import CompileTexts
 from moec.compiler.stages.sweep import Sweep, Swept
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.memory import sweep_bytes
-from moec.compiler.walker.output_head import divergence as token_divergence
-from moec.compiler.walker.texts import AnswerTexts, TextStates, TokenTexts
+from moec.compiler.walker.output_head import OutputHead
+from moec.compiler.walker.texts import AnswerTexts, Embed, TextStates, TokenTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.compiler.workspace.parallel import workers
 from moec.evaluation.engine import no_progress
-from moec.evaluation.statistics import divergence, log_softmax
-from moec.manifests.model import PROJECTIONS, ExpertKey, UnitKey
+from moec.manifests.model import PROJECTIONS, ExpertKey, ModelSpec, UnitKey
 from moec.manifests.quant import QuantSpec
-from tests.compiler.walked import walked_logits
+from tests.compiler.families.test_family_compiles import CHOSEN
+from tests.compiler.lowered import lowered, save_family, walked_logits
 from tests.compiler.walker.whole_model import answers_of, measured_kl, recorded, texts_of
 from tests.manifests.examples import layer_spec, model_spec
-from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
-from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral, save_tiny_olmoe, save_tiny_qwen3_moe
-from tests.tiny_switch import TINY_SWITCHES, save_tiny_switch
 from tests.transformers_oracle import TransformersOracle
 
 SPECS = (QuantSpec(3, 32), QuantSpec(4, 32))
 TEXTS = [[5, 6, 200, 7, 90, 33, 8], [1, 2, 3], [250, 9, 8, 7, 6, 5, 4, 3, 2, 1], [17, 17, 40]]
-# Those with plain layers, corrections, latent attention, windows and scales among them.
-OTHERS = (
-    "qwen2-plain-between", "qwen2-window-no-bias", "deepseek-v3", "ernie-no-shared", "granite-scaled", "gpt-oss",
-    "phimoe",
-)  # fmt: skip
-OWN = ("deepseek-every-other", "minicpm")
 ENCODERS = ("switch", "switch-capacity", "switch-all-routed-half")
-DECODERS = ("mixtral", "olmoe", "qwen3", *OTHERS, *OWN)
+SAVED = {"mixtral": save_tiny_mixtral, "olmoe": save_tiny_olmoe, "qwen3": save_tiny_qwen3_moe}
+DECODERS = (*SAVED, *CHOSEN.values(), "qwen2-window-no-bias", "ernie-no-shared")
 EVERY_FAMILY = pytest.mark.parametrize("folder", [*DECODERS, *ENCODERS], indirect=True)
 
 
@@ -60,19 +53,14 @@ EVERY_FAMILY = pytest.mark.parametrize("folder", [*DECODERS, *ENCODERS], indirec
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers of four experts, one of which few tokens reach; or another family."""
     name, root = request.param, tmp_path_factory.mktemp(request.param) / "tiny"
-    if name in ENCODERS:
-        return save_tiny_switch(root, TINY_SWITCHES[name])
-    if name in OWN:
-        return save_own_family(root, OWN_FAMILIES[name])
-    if name in OTHERS:
-        return save_tiny_family(root, TINY_FAMILIES[name])
-    save = {"mixtral": save_tiny_mixtral, "olmoe": save_tiny_olmoe, "qwen3": save_tiny_qwen3_moe}[name]
-    return save(root, TinyMixtral(layers=3, width=64, seed=7))
+    if name in SAVED:
+        return SAVED[name](root, TinyMixtral(layers=3, width=64, seed=7))
+    return save_family(name, root)
 
 
 @pytest.fixture(scope="module")
 def lowering(folder: Path) -> Lowering:
-    return lower(open_checkpoint(str(folder)))
+    return lowered(folder)
 
 
 def token_texts(lowering: Lowering) -> TokenTexts:
@@ -123,6 +111,43 @@ def test_layers_in_turn_compute_what_the_whole_model_does(folder: Path, lowering
         assert torch.allclose(found, expected, atol=1e-5 * max(1.0, float(expected.abs().max())))
 
 
+def _following(model: ModelSpec, layer: int) -> int:
+    """Return the next layer with experts in the same stack, or 0."""
+    is_decoder = layer >= model.first_decoder_layer
+    later = (at for at in model.expert_layers if at > layer and (at >= model.first_decoder_layer) == is_decoder)
+    return next(later, 0)
+
+
+@pytest.mark.oracle
+@EVERY_FAMILY
+def test_every_weight_is_exchanged_under_its_own_name(folder: Path, lowering: Lowering) -> None:
+    """Another weight changes the layers and the whole model in the same way."""
+    reference, slot, texts = TransformersOracle(folder), LoadedLayer(lowering), token_texts(lowering)
+    row, prompts = texts.rows[2], texts.prompts[2:3]
+    before = reference.batch_logits([row], prompts)[0]
+
+    def check(weights: dict[Any, torch.Tensor]) -> None:
+        with reference.weights(weights):
+            expected = reference.batch_logits([row], prompts)[0]
+        assert not torch.equal(expected, before), list(weights)
+        if weights.keys().isdisjoint({"final_norm", "final_norm_bias", "encoder_norm", "lm_head_bias"}):
+            (found,) = walked_logits(lowering, [row], prompts, weights, slot)
+            assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max())), list(weights)
+
+    for name in lowering.model.dense_shapes():
+        own = lowering.dense_weight(name).float()
+        assert torch.equal(reference.weight(name), own), name
+        check({name: own * 1.5 + 0.01})  # a constant added to all biases does not change a softmax: stretched too
+    for layer in lowering.model.expert_layers:
+        for projection in PROJECTIONS:
+            units = [unit for unit in lowering.model.units_of_layer(layer) if unit.projection == projection]
+            assert all(torch.equal(reference.weight(unit), lowering.unit(unit).float()) for unit in units)
+            if units:
+                check({unit: lowering.unit(unit).float() * 2 for unit in units})
+    assert torch.equal(reference.batch_logits([row], prompts)[0], before)
+
+
+@pytest.mark.oracle
 @EVERY_FAMILY
 def test_the_sweep_counts_what_the_whole_model_routes(
     folder: Path, lowering: Lowering, whole: tuple[Swept, SweptStore]
@@ -133,6 +158,12 @@ def test_the_sweep_counts_what_the_whole_model_routes(
         count = lowering.model.layers[layer].experts.count
         counted = np.bincount(record.routes.ravel(), minlength=count)
         assert statistics.popularity[layer, :count].tolist() == counted.tolist()
+        following = _following(lowering.model, layer)
+        transitions = np.zeros(statistics.transitions.shape[1:], int)
+        for before, after in zip(record.routes, records[following].routes if following else (), strict=following > 0):
+            np.add.at(transitions, np.ix_(before, after), 1)
+        if layer < len(statistics.transitions):
+            assert np.array_equal(statistics.transitions[layer], transitions)
         assert statistics.unimportance[layer].sum() == record.routes.size - len(record.routes)
         largest = np.quantile(record.weights.max(axis=1), [0, 0.5, 1])
         assert statistics.router_quantiles[layer, [0, 50, 100]] == pytest.approx(largest, abs=1e-5)
@@ -357,8 +388,9 @@ def test_neither_threads_nor_resident_layers_change_a_bit(
     found, store = sweep(lowering, tmp_path / "w.work", "gptq", threads, resident_layers)
     assert np.array_equal(found.sensitivity.gains, whole[0].sensitivity.gains)
     assert torch.equal(found.answers, whole[0].answers)
-    unit = UnitKey(1, 2, "down")
-    assert np.array_equal(store.for_bundle(unit, SPECS[0]), whole[1].for_bundle(unit, SPECS[0]))
+    for unit in lowering.model.unit_keys():
+        assert np.array_equal(store.for_bundle(unit, SPECS[0]), whole[1].for_bundle(unit, SPECS[0]))
+        assert store.error(unit, SPECS[0]) == whole[1].error(unit, SPECS[0])
 
 
 def test_resident_layers_are_read_once(lowering: Lowering, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,17 +410,56 @@ def test_resident_layers_are_read_once(lowering: Lowering, monkeypatch: pytest.M
     assert [reads.count(layer) for layer in range(3)] == [units, units, 2 * units]
 
 
-def test_divergences_are_those_of_the_plain_formula() -> None:
-    generator = torch.Generator().manual_seed(1)
-    states, own = (torch.randn(5, 8, generator=generator) for _ in range(2))
-    head, other = (torch.randn(40, 8, generator=generator) for _ in range(2))
-    kl, agrees = token_divergence((own @ head.T).log_softmax(-1), (states @ other.T).log_softmax(-1))
-    expected = divergence(log_softmax((own @ head.T).numpy()), (states @ other.T).numpy())
-    assert kl.numpy() == pytest.approx(expected[0], rel=1e-4) and agrees.numpy().tolist() == expected[1].tolist()
-
-
 def test_memory_grows_with_a_layer_not_with_the_model() -> None:
     deep, flat = (model_spec([layer_spec(width=512)] * count) for count in (40, 4))
     specs = (QuantSpec(2, 32), QuantSpec(4, 32))
     grown = sweep_bytes(deep, 1000, 512, specs, 2) - sweep_bytes(flat, 1000, 512, specs, 2)
     assert grown < 40 * 2 * 512 * 4 * deep.hidden_size
+
+
+TOKENS, HIDDEN, VOCABULARY = 23, 16, 50
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 23, 100])
+def test_log_probabilities_do_not_depend_on_how_many_tokens_are_held(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    head = OutputHead(torch.randn(VOCABULARY, HIDDEN).bfloat16(), torch.randn(VOCABULARY))
+    states = torch.randn(TOKENS, HIDDEN)
+    expected = head.logits(states).double().log_softmax(-1)
+    whole = head.log_probs(states)
+    monkeypatch.setattr("moec.compiler.walker.output_head.LOGITS_PER_CHUNK", tokens * VOCABULARY)
+    found = head.log_probs(states)
+    assert torch.equal(found, whole) and found.shape == (TOKENS, VOCABULARY)
+    assert (found - expected).abs().max() < 1e-5
+
+
+def embedder() -> tuple[Embed, weakref.ref[Tensor]]:
+    """An embedding by a table, and whether the table is still in memory."""
+    table = torch.ones(8, 4)
+    return (lambda ids: table[ids]), weakref.ref(table)
+
+
+def test_first_texts_are_those_that_fit() -> None:
+    texts = TokenTexts([[1] * 4, [1] * 3, [1] * 5], [[2] * 2, [2], [2]])
+    assert [len(texts.first(tokens).rows) for tokens in (0, 6, 9, 10, 15, 16, 99)] == [1, 1, 1, 2, 2, 3, 3]
+    assert texts.num_tokens == 16 and texts.first(10).prompts == [[2] * 2, [2]]
+
+
+def test_texts_of_a_decoder_do_not_keep_the_embedding() -> None:
+    embed, table = embedder()
+    texts = TextStates.begin(TokenTexts([[1, 2]]), embed)
+    del embed
+    assert table() is None and texts.copy().tokens().shape == (2, 4)
+
+
+def test_texts_of_an_encoder_keep_the_embedding_until_the_decoder_begins() -> None:
+    embed, table = embedder()
+    texts = TextStates.begin(TokenTexts([[1, 2]], [[3, 4, 5]]), embed)
+    copy = texts.copy()
+    del embed
+    for each in (texts, copy):
+        assert table() is not None
+        each.begin_decoding(lambda states: states)
+    assert table() is None and copy.tokens().shape == (2, 4)

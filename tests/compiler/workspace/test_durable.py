@@ -67,14 +67,6 @@ def test_write_file_leaves_old_or_new(tmp_path: Path, mode: Mode, existing: byte
             assert set(found) <= {"file"}
 
 
-def test_a_finished_write_survives_a_power_cut(tmp_path: Path) -> None:
-    for seed in range(20):
-        disk = FaultyDisk(tmp_path / "attic", seed=seed)
-        disk.write_file(tmp_path / "file", NEW)
-        disk.cut_power()
-        assert (tmp_path / "file").read_bytes() == NEW
-
-
 def test_the_faulty_disk_does_lose_what_is_not_synced(tmp_path: Path) -> None:
     """The other tests of this file would pass on a disk that loses nothing. The faulty disk does lose content."""
     outcomes = set()

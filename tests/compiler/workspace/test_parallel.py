@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from moec.compiler.checkpoint.checkpoint import open_checkpoint
-from moec.compiler.families import lower
 from moec.compiler.sensitivity.answer_walk import AnswerWalk
 from moec.compiler.walker.loaded_layer import LoadedLayer
 from moec.compiler.walker.output_head import OutputHead
 from moec.compiler.workspace.parallel import one_torch_thread, workers
-from moec.manifests.quant import QuantSpec
-from tests.compiler.swept import scored, swept
+from tests.compiler.lowered import lowered, scored
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 
@@ -115,7 +112,7 @@ def test_the_number_of_threads_changes_no_bit(folder: Path, monkeypatch: pytest.
         return logits(head, states)
 
     monkeypatch.setattr(OutputHead, "logits", noted)
-    lowering, random, found = lower(open_checkpoint(str(folder))), np.random.default_rng(1), []
+    lowering, random, found = lowered(folder), np.random.default_rng(1), []
     pairs = [(random.integers(4, 250, 5 + 9 * (n % 7)).tolist(), [n, 7, 9]) for n in range(150)]
     answers = scored(lowering.model, pairs)
     matrix = {"lm_head": lowering.dense_weight("lm_head").float().mul(1.1)}
@@ -129,20 +126,3 @@ def test_the_number_of_threads_changes_no_bit(folder: Path, monkeypatch: pytest.
     for measures in found[1:]:
         assert np.array_equal(measures.kl, found[0].kl) and np.array_equal(measures.nll, found[0].nll)
     assert found[0].kl.mean() > 0
-
-
-@pytest.mark.parametrize("quantizer", ["gptq", "rtn"])
-def test_the_number_of_threads_changes_no_code(folder: Path, tmp_path: Path, quantizer: str) -> None:
-    """With the second moments of texts that pass in parallel, and without any texts."""
-    spec, lowering = QuantSpec.parse("q3g32"), lower(open_checkpoint(str(folder)))
-    random = np.random.default_rng(0)
-    pairs = [(random.integers(4, 250, 90).tolist(), random.integers(4, 250, 9).tolist()) for _ in range(60)]
-    for texts in (pairs, None):
-        found = [
-            swept(lowering, texts, tmp_path / f"{threads}-{texts is None}.work", [spec], quantizer, threads)[1]
-            for threads in (1, 3)
-        ]
-        for unit in lowering.model.unit_keys():
-            one, three = (store.matrix(unit, spec) for store in found)
-            assert (one.codes == three.codes).all()
-            assert found[0].error(unit, spec) == found[1].error(unit, spec)

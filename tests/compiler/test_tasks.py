@@ -1,9 +1,10 @@
-"""Multiple choice in a compile and in evaluations: likelihoods equal those of transformers."""
+"""Data of tasks in a compile: items that are too long, and multiple choice with the likelihoods of transformers."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,47 @@ from transformers import AutoModelForCausalLM
 from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.cli.measuring.text_engines import checkpoint_engine
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
+from moec.compiler.request.options import CompileOptions
+from moec.compiler.request.targets import Target
+from moec.compiler.request.task_data import fit_splits, load_task_data
 from moec.evaluation.data import load_items
+from moec.evaluation.long_items import Context
 from moec.evaluation.run import evaluate
 from moec.evaluation.tasks.choices import choices_of
 from moec.evaluation.text_pairs import encode_pairs
+from moec.manifests.errors import ContextOverflow
 from moec.runtime.options.runtime import RuntimeOptions
 from tests.gates.bundles import emit_bundle
 from tests.tiny_compile import WORDS, compile_tiny, save_model
+
+
+def words(pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+    """Return a token per word."""
+    return [([0] * len(prompt.split()), [0] * len(answer.split())) for prompt, answer in pairs]
+
+
+CONTEXT = Context(50, words)
+
+
+def test_each_long_item_is_named_and_cut(tmp_path: Path) -> None:
+    for split, size in (("train", 90), ("validation", 60), ("test", 70)):
+        rows = [{"text": f"{split} {at} " + "word " * (size if at == 1 else 5)} for at in range(4)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = CompileOptions(Target("kl", 0.1), data=str(tmp_path))
+    splits, shots = load_task_data(options, lambda sentence: None)
+    notes = list[str]()
+    (fitted,) = fit_splits(splits, shots, CONTEXT, options.long_items, notes.append)
+    assert [len(part) for _, part in fitted.sets] == [4, 4, 4]
+    assert fitted.train is splits[0].train
+    assert max(len(item["text"].split()) for item in fitted.test.items) == 49
+    assert notes == [
+        f"perplexity, {name}: 1 items lose the end of their text: item 1 has {size} tokens; the context has 50"
+        for name, size in (("validation", 63), ("test", 73))
+    ]
+    (skipped,) = fit_splits(splits, shots, CONTEXT, "skip", notes.append)
+    assert [len(part) for _, part in skipped.sets] == [4, 3, 3]
+    with pytest.raises(ContextOverflow, match="item 1 has 63 tokens"):
+        fit_splits(splits, shots, CONTEXT, "refuse", notes.append)
 
 
 @pytest.fixture(scope="module")
