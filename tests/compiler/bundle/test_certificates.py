@@ -15,27 +15,27 @@ import torch
 
 from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.cli.terminal.report import verdict_line
-from moec.compiler.bundle.certificates import (
-    DivergenceCertificate,
-    TaskCertificate,
-    certify_divergence,
-    certify_task,
-    look_counts,
-)
+from moec.compiler.bundle.certify import DivergenceCertificate
+from moec.compiler.bundle.certify import TaskCertificate
+from moec.compiler.bundle.certify import certify_divergence
+from moec.compiler.bundle.certify import certify_task
+from moec.compiler.bundle.certify import look_counts
 from moec.compiler.bundle.plan_bundles import TRIAL, UNQUANTIZED, PlanBundles, clear_trials, trial_folder
 from moec.compiler.bundle.quality import overall_verdict
-from moec.compiler.preflight.kept_layers import runtime_bytes
+from moec.compiler.preflight.prepared import runtime_bytes
 from moec.compiler.quantization.unit_store import UnitStore
 from moec.compiler.request.options import Talk
 from moec.compiler.request.plan import plain_plan
 from moec.compiler.request.ports import LocalEngine
 from moec.compiler.request.targets import Target
 from moec.compiler.request.uniform import uniform_like
-from moec.compiler.stages.lookahead import SAMPLE_SHARE
+from moec.compiler.stages.learning import SAMPLE_SHARE
 from moec.compiler.walker.texts import AnswerTexts, TokenTexts
 from moec.compiler.workspace.durable import Disk
 from moec.evaluation.data import ItemSet
-from moec.evaluation.divergence import judge_divergence, log_softmax, summarise_divergence
+from moec.evaluation.statistics import judge_divergence
+from moec.evaluation.statistics import log_softmax
+from moec.evaluation.statistics import summarise_divergence
 from moec.evaluation.engine import Generation, TextEngine, no_progress
 from moec.evaluation.statistics import MIN_ITEMS, DistributionSummary, LossEstimate, judge
 from moec.evaluation.tasks import find_task

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from moec.compiler.export.coarse_plan import EnginePlan, coarse_plan, stack_formats
 from moec.compiler.export.engine_files import engine_file
 from moec.compiler.export.engine_formats import ENGINES, GPTQMODEL, LLAMA_CPP, MLX, gptqmodel_format
-from moec.compiler.export.plan_summary import summary
+from moec.compiler.export.plan_cost import summary
 from moec.compiler.families import FAMILIES
 from moec.compiler.request.plan import CompilePlan, plain_plan
 from moec.manifests.errors import OptionError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
+from moec.cli.lossy_modes.mode_sweep import ModesMeasurement
 from moec.compiler.checkpoint.tokenizer import load_tokenizer
 from moec.compiler.forecast import StageForecast, forecast
 from moec.compiler.forecast.after_writing import stages_after_writing
@@ -18,7 +18,7 @@ from moec.compiler.forecast.answers import count_answers
 from moec.compiler.forecast.rates import DiskRates, LayerRates, measure_layer
 from moec.compiler.forecast.stages import SearchForecast
 from moec.compiler.pipeline import compile_checkpoint
-from moec.compiler.preflight.kept_layers import runtime_bytes
+from moec.compiler.preflight.prepared import runtime_bytes
 from moec.compiler.preflight.preparation import prepare
 from moec.compiler.preflight.prepared import Prepared
 from moec.compiler.request.options import Talk

@@ -31,7 +31,7 @@ from moec.compiler.workspace.parallel import workers
 from moec.manifests.model import UnitKey
 from moec.manifests.quant import QuantSpec
 from moec.runtime.bundle.open_bundle import open_bundle
-from moec.runtime.bundle.weights import BundleWeights
+from moec.runtime.model.dense_weights import BundleWeights
 from tests.compiler.cluster.pool_here import PoolHere
 from tests.compiler.lowered import lowered
 from tests.tiny_compile import check_bundle, compile_tiny, little_memory

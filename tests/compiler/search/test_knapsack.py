@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moec.compiler.request.objective import ByteWeights
+from moec.compiler.request.targets import ByteWeights
 from moec.compiler.search.knapsack import ChoiceTable, hull_steps, least_cost, least_loss
 from moec.compiler.search.space import dense_bytes
 from moec.manifests.errors import ExecutionError

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.compiler.bundle.emit import cost_summary
-from moec.compiler.request.objective import ByteWeights
+from moec.compiler.request.targets import ByteWeights
 from moec.compiler.request.options import CompileOptions
 from moec.compiler.request.targets import Target
 from moec.compiler.search.knapsack import least_cost, least_loss

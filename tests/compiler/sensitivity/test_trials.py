@@ -35,7 +35,10 @@ from moec.compiler.walker.texts import AnswerTexts
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.journal import Journal
 from moec.evaluation.data import ItemSet
-from moec.evaluation.divergence import divergence, divergence_bound, log_softmax, summarise_divergence
+from moec.evaluation.statistics import divergence
+from moec.evaluation.statistics import divergence_bound
+from moec.evaluation.statistics import log_softmax
+from moec.evaluation.statistics import summarise_divergence
 from moec.evaluation.engine import Generation, GenerationRequest, TextEngine, no_progress
 from moec.evaluation.run import compare, evaluate
 from moec.evaluation.statistics import ONE_SIDED_95
