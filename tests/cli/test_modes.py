@@ -19,6 +19,7 @@ from moec.evaluation import run
 from moec.evaluation.data import load_items
 from moec.manifests.errors import OptionError
 from moec.manifests.router import RouterSpec
+from moec.runtime import kernels
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.tuning import mode_records
@@ -417,3 +418,45 @@ def test_so_many_tokens_of_an_answer_are_held(two_versions: Path, texts: Path, m
     record = ModesMeasurement("big-little gamma=0.5")(UnpublishedBundle(two_versions, items.task, items.items, (), []))
     # The texts have five tokens, one, and five, and an end token each. The first token of a text has no score.
     assert all(row["kl"]["n"] == 5 + 1 + 5 for row in record["rows"])
+
+
+SETTING = "expert-activations bfloat16"
+RUN = ("--prompt", "a", "--max-new-tokens", 2, "--lossy", SETTING)
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A bundle with 16-bit experts."""
+    folder = save_tiny_mixtral(tmp_path / "model", TinyMixtral(layers=2, experts=4, top_k=2, seed=9))
+    return emit_bundle(folder, tmp_path / "wide-moec")
+
+
+def test_the_price_of_expert_activations_is_measured_and_quoted(invoke: Invoke, wide: Path) -> None:
+    if not kernels.bfloat_kernels():
+        pytest.skip(f"the kernels {kernels.active()} have no products of bfloat16")
+    before = invoke("run", wide, *RUN)
+    assert "LOSSY (expert-activations bfloat16)" in before.stderr
+    assert f'its cost was not measured: moec eval BUNDLE --data DATA --modes "{SETTING}"' in before.stderr
+    data = wide.with_name("short.jsonl")
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("A first text", "Another, longer")))
+    record = json.loads(
+        invoke("eval", wide, "--data", data, "--modes", SETTING, "--expert-cache", "100%", "--json").stdout
+    )
+    plain, row = record["rows"]
+    assert (plain["mode"], row["mode"], row["decisions"]) == ("", SETTING, None) and row["kl"]["mean"] > 0
+    assert [each["mode"] for each in measured_rows(wide)] == [SETTING]
+    after = invoke("run", wide, *RUN)
+    assert "measured to cost" in after.stderr and "of perplexity on 2 items" in after.stderr
+    assert "LOSSY" not in invoke("run", wide, "--prompt", "a", "--max-new-tokens", 2).stderr
+    timed = invoke("bench", wide, "--modes", SETTING, "--tokens", 2, "--json")
+    assert [each["mode"] for each in json.loads(timed.stdout)["rows"]] == ["", SETTING]
+
+
+def test_kernels_without_bfloat16_refuse_expert_activations(invoke: Invoke, wide: Path) -> None:
+    found = invoke("run", wide, *RUN, "--set", "kernels=numpy")
+    assert found.exit_code != 0 and "the kernels `numpy` have no products of bfloat16" in found.stderr
+
+
+def test_a_compile_does_not_measure_expert_activations(wide: Path) -> None:
+    with pytest.raises(OptionError, match="few processors"):
+        ModesMeasurement(SETTING).check(open_bundle(wide).manifest.model, False)

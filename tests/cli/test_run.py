@@ -253,3 +253,26 @@ def test_help_shows_first_what_people_use_first(invoke: Invoke) -> None:
     assert len(options) <= 15
     sections = re.findall(r"^([A-Z][a-z ]+):", rest, re.M)
     assert sections == ["Memory and cache", "Machine", "Lossy modes", "Accelerator"]
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "bundle"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--set", "prefetch=path"), "`prefetch=path` begins"),
+        (
+            ("--set", "prefetch=popularity", "--set", "policy=edgemoe"),
+            "`prefetch=popularity` and `policy=edgemoe` begins",
+        ),
+        ((), ""),
+    ],
+)
+def test_options_without_statistics(options: tuple[str, ...], named: str, invoke: Invoke, bundle: Path) -> None:
+    arguments = ("--prompt", "a", "--max-new-tokens", 1, "--expert-cache", "50%", *options)
+    said = invoke("run", bundle, *arguments)
+    assert said.exit_code == 0, said.stderr
+    assert ("compiled without data and has no statistics" in said.stderr) == bool(named) and named in said.stderr
+    with_statistics = invoke("run", EXAMPLE, *arguments)
+    assert "has no statistics" not in with_statistics.stderr

@@ -1,4 +1,4 @@
-"""`moec tune` keeps the options that are faster. A file of another machine or bundle is ignored."""
+"""Tuning: the options that are faster are kept, files of others are ignored, and weights are fitted."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
@@ -19,15 +20,19 @@ from moec.cli.commands.measuring import tune
 from moec.cli.main import cli
 from moec.cli.options.opening import open_engine
 from moec.cli.options.tuned_options import planned_cache_bytes
+from moec.cli.simulation.compile_eviction import EvictionReplays, fit_to_texts, requests_of
+from moec.cli.simulation.traces import replayed_bundle
 from moec.cli.terminal.output import human_bytes
+from moec.compiler.request.ports import RoutedText
 from moec.manifests.errors import MoecError
 from moec.profiles.loading import load_profile
 from moec.profiles.probe import machine_sha256
 from moec.profiles.storage_identity import storage_sha256
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine, load
+from moec.runtime.expert_cache.policies import DEFAULT_WEIGHTS
 from moec.runtime.memory.budget import plan_memory
-from moec.runtime.options.runtime import RuntimeOptions, parse_cache
+from moec.runtime.options.runtime import EvictionWeights, RuntimeOptions, parse_cache
 from moec.runtime.tuning.tune_file import Tuning, bundle_sha256, read_tuning, tuning_path, write_tuning
 
 
@@ -366,3 +371,60 @@ def test_a_fitted_policy_is_used_unless_the_command_line_names_one(bundle: Path)
     write_tuning(bundle, tuning_of(bundle, options))
     assert "policy hobbit 0.25,0.5,0,0.25," in mode(bundle)
     assert "policy lru," in mode(bundle, "--set", "policy=lru"), "a policy and its weights are one choice"
+
+
+RECENT = EvictionWeights(1, 0, 0, 0)
+
+
+def text(seed: int, tokens: int, habit: int) -> RoutedText:
+    """Return a text of three layers whose tokens choose two of eight experts.
+
+    habit: number of experts from which consecutive tokens choose; they move on every few tokens.
+    """
+    draw = np.random.default_rng(seed)
+    chosen = {
+        layer: np.array([(draw.permutation(habit)[:2] + at // 6 * habit + layer) % 8 for at in range(tokens)], np.int32)
+        for layer in range(3)
+    }
+    return RoutedText(4, chosen)
+
+
+def test_a_prompt_requests_each_expert_once_and_tokens_their_own() -> None:
+    chosen = {0: np.array([[1, 2], [2, 3], [0, 1], [3, 0]], np.int32), 2: np.array([[0, 1]] * 4, np.int32)}
+    assert requests_of(RoutedText(2, chosen), [0, 8, 16, 24]) == [
+        (0, (1, 2, 3)),
+        (2, (16, 17)),
+        (0, (0, 1)),
+        (2, (16, 17)),
+        (0, (3, 0)),
+        (2, (16, 17)),
+    ]
+
+
+def test_penalties_are_relative_to_the_default_weights(mixed_bundle: Path) -> None:
+    with open_bundle(mixed_bundle) as opened:
+        replayed = replayed_bundle(opened)
+    replays = EvictionReplays(replayed, [requests_of(text(seed, 60, 3), [0, 8, 16, 24]) for seed in range(4)])
+    assert replays.capacities and replays.penalty(DEFAULT_WEIGHTS) == 1
+    by_text = replays.by_text(RECENT)
+    assert by_text.shape == (4,) and replays.penalty(RECENT) == pytest.approx(by_text.mean()) != 1
+
+
+def test_weights_are_fitted_to_one_set_and_judged_on_another(mixed_bundle: Path) -> None:
+    alike = [text(seed, 40, 3) for seed in range(8)]
+    unlike = [text(100 + seed, 40, 8) for seed in range(8)]
+    told: list[tuple[int, int]] = []
+    found = fit_to_texts(mixed_bundle, alike, unlike, lambda done, every: told.append((done, every)))
+    assert found is not None and told[-1] == (1, 1)
+    record = found.record
+    assert record["texts"] == record["held_out_texts"] == 8
+    with open_bundle(mixed_bundle) as opened:
+        replayed = replayed_bundle(opened)
+    weights = EvictionWeights(**found.weights)
+    for texts, ratio in ((alike, record["fitted_ratio"]), (unlike, record["held_out_ratio"])):
+        replays = EvictionReplays(replayed, [requests_of(each, [0, 8, 16, 24]) for each in texts])
+        assert replays.penalty(weights) == pytest.approx(ratio, abs=1e-6)
+    assert record["fitted_ratio"] < 1, "these texts have habits that the default weights do not know"
+    assert found.is_better == record["kept"] == (record["held_out_interval95"][1] < 1)
+    again = fit_to_texts(mixed_bundle, alike, alike, lambda done, every: None)
+    assert again is not None and again.record["held_out_ratio"] == record["fitted_ratio"]
