@@ -173,7 +173,8 @@ def test_options_of_the_runtime_work_for_a_checkpoint(invoke: Invoke, checkpoint
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        (("--lossy", "auto"), "`--lossy auto` takes thresholds from the records of a bundle"),
+        (("--lossy", "auto"), "`--lossy auto` takes thresholds from the records of a bundle, and here is none"),
+        (("--lossy", "published"), "records of a bundle, and here is none\nhint: write them"),
         (("--lossy", "dynamic-precision 0.5,0.9"), "asks for low versions"),
         (("--modes", "sweep"), "holds no bundle"),
     ],
@@ -195,29 +196,6 @@ def test_a_checkpoint_without_a_weight_is_refused(
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     result = invoke("eval", broken, "--data", texts)
     assert result.exit_code == 1 and "missing tensor `model.norm.weight`" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ("", "expected JSON lines, found an empty file"),
-        ('{"question": "a", "answer": "#### 1"}\n{"question": ', "bad.jsonl:2`: malformed JSON"),
-        ('{"title": "a"}\n', "expected the fields of a known task, found `title`"),
-    ],
-)
-def test_bad_data_names_file_and_line(
-    invoke: Invoke, bundle: Path, tmp_path: Path, content: str, sentence: str
-) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(content)
-    result = invoke("eval", bundle, "--data", path)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert sentence in result.stderr and "hint: " in result.stderr
-
-
-def test_a_prompt_longer_than_the_context(invoke: Invoke, bundle: Path, problems: Path) -> None:
-    result = invoke("eval", bundle, "--data", problems, "--context", 8)
-    assert result.exit_code == 1 and "fits a context of 8 tokens" in result.stderr and "--context" in result.stderr
 
 
 def test_long_items_do_not_end_an_evaluation(invoke: Invoke, bundle: Path, tmp_path: Path) -> None:
@@ -244,11 +222,6 @@ def test_models_that_are_none(invoke: Invoke, own_bundle: Path, texts: Path, tmp
     (own_bundle / "moec.json").unlink()
     beheaded = invoke("eval", own_bundle, "--data", texts)
     assert beheaded.exit_code == 3 and "moec.json" in beheaded.stderr
-
-
-def test_items_that_cannot_be_written(invoke: Invoke, bundle: Path, texts: Path) -> None:
-    result = invoke("eval", bundle, "--data", texts, "--per-item", texts / "items.jsonl")
-    assert result.exit_code == 1 and "cannot be written" in result.stderr and result.stdout == ""
 
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from moec.runtime import load
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.trace.trace import Trace, TracedPass, TraceHeader
 from moec.runtime.trace.trace_file import read_trace, write_trace
 from tests.oracles.checkpoints import OWN_FAMILIES, save_own_family
 from tests.tiny_compile import compile_tiny, save_dialogues, save_texts
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
-from tests.tiny_switch import TINY_SWITCHES, Oracle, save_tiny_switch
+from tests.tiny_switch import TINY_SWITCHES, save_tiny_switch
 
 from .conftest import Invoke, InvokeIn
 
@@ -71,17 +70,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_run_prints_what_transformers_generates(invoke: Invoke, encoder: Path) -> None:
-    result = invoke("run", encoder / "plain", "--prompt", PROMPT, "--max-new-tokens", 12, "--expert-cache", "50%")
-    assert result.exit_code == 0, result.stderr
-    with load(encoder / "plain", expert_cache="100%") as engine:
-        tokens = Oracle(encoder / "model").greedy(engine.encode(PROMPT), 12)
-        expected = engine.tokenizer.decode([token for token in tokens if token != 2])
-    assert result.stdout == expected + "\n" and "streaming" in result.stderr
-    beams = invoke("run", encoder / "plain", "--prompt", PROMPT, "--max-new-tokens", 6, "--beams", 3, "--json")
-    assert len(json.loads(beams.stdout)["beams"]) == 3
-
-
 def test_an_empty_path_table_is_told(invoke: Invoke, encoder: Path) -> None:
     """The tiny model has two routed layers in its decoder and two in its encoder."""
     paths = json.loads((encoder / "bundle" / "quality.json").read_text())["statistics"]["paths"]
@@ -116,6 +104,8 @@ def test_eval_of_summaries(invoke: Invoke, encoder: Path, task: str) -> None:
         ("inspect",), ("inspect", "--json"), ("verify",),
         ("bench", "--expert-cache", "50%", "--tokens", 4), ("bench", "--expert-cache", "50%", "--tokens", 4, "--json"),
         ("bench", "--expert-cache", "50%", "--tokens", 4, "--policies", "all", "--json"),
+        ("run", "--prompt", PROMPT, "--max-new-tokens", 4, "--expert-cache", "50%"),
+        ("run", "--prompt", PROMPT, "--max-new-tokens", 6, "--beams", 3, "--json"),
         ("tune", "--expert-cache", "50%", "--tokens", 4, "--json"),
         ("eval", "--task", "samsum", "--data", "samsum", "--expert-cache", "50%"),
         ("compile", "--data", "samsum", "--task", "samsum", "--bits-per-weight", 4.5, "--bits", "3,4,16",

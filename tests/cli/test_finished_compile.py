@@ -195,7 +195,8 @@ def test_bundles_without_a_search_have_nothing_to_compare(place: Path, tmp_path:
     assert invoke("compile", place / "tiny", *sized, *PI, "-o", tmp_path / "sized").exit_code == 0
     result = invoke("compare", tmp_path / "sized", "--data", place / "texts")
     assert result.exit_code == 1 and "compiled without data" in result.stderr
-    assert invoke("compare", tmp_path / "nowhere").exit_code == 1
+    result = invoke("compare", tmp_path / "nowhere")
+    assert result.exit_code == 1 and "does not exist, expected a bundle folder" in result.stderr
 
 
 ENGINES = ("llama.cpp", "mlx", "gptqmodel")

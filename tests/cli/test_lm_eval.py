@@ -88,47 +88,29 @@ def harness_line(folder: Path, bundle: Path, task: str, *more: object) -> list[o
 
 def command_lines(folder: Path, started: Path) -> dict[str, list[object]]:
     """Name and words of each command line. The first one is the only one whose peak of memory counts."""
-    tasks, line = folder / "tasks", partial(harness_line, folder)
-    per_item = "--per-item"
+    line, sampled = partial(harness_line, folder), ("--gen-kwargs", "temperature=1.5,do_sample=True")
+
+    def per_item(name: str) -> tuple[object, ...]:
+        return ("--per-item", folder / name)
+
     return {
         "scores": line(
-            EXAMPLE,
-            "choices,answers",
-            "--slots",
-            2,
-            "--memory",
-            "320MiB",
-            "-o",
-            folder / "scores.json",
-            per_item,
-            folder / "scores.jsonl",
-            "--json",
+            EXAMPLE, "choices,answers", "--slots", 2, "--memory", "320MiB", "-o", folder / "scores.json",
+            *per_item("scores.jsonl"), "--json",
         ),
         "table": line(EXAMPLE, "choices", "--limit", 2, "--num-fewshot", 0),
-        "lossy": line(
-            EXAMPLE,
-            "choices",
-            "--lossy",
-            "cache-routing margin=0.5",
-            "--expert-cache",
-            "40%",
-            "--json",
-            per_item,
-            folder / "lossy.jsonl",
-        ),
-        "texts": line(started, "texts", per_item, folder / "texts.jsonl"),
+        "lossy": line(EXAMPLE, "choices", "--lossy", "cache-routing margin=0.5", "--expert-cache", "40%", "--json"),
+        "texts": line(started, "texts", *per_item("texts.jsonl")),
         "eval": ["eval", started, "--data", folder / "texts-of-eval.jsonl", "--task", "perplexity", "--json"],
-        "windows": line(started, "texts", "--context", WINDOW, per_item, folder / "windows.jsonl"),
+        "windows": line(started, "texts", "--context", WINDOW, *per_item("windows.jsonl")),
         "chat": line(
-            started, "choices", "--apply-chat-template", "--system", "kind", per_item, folder / "chat.jsonl", "--json"
+            started, "choices", "--apply-chat-template", "--system", "kind", *per_item("chat.jsonl"), "--json"
         ),
-        "sampled": line(EXAMPLE, "answers", "--gen-kwargs", "temperature=1.5,do_sample=True", per_item, folder / "a"),
-        "sampled again": line(
-            EXAMPLE, "answers", "--gen-kwargs", "temperature=1.5,do_sample=True", "--slots", 1, per_item, folder / "b"
-        ),
-        "by path": ["lm-eval", EXAMPLE, "--tasks", tasks / "choices.yaml", "--limit", 1],
+        "sampled": line(EXAMPLE, "answers", *sampled, *per_item("a")),
+        "sampled again": line(EXAMPLE, "answers", *sampled, "--slots", 1, *per_item("b")),
+        "by path": ["lm-eval", EXAMPLE, "--tasks", folder / "tasks" / "choices.yaml", "--limit", 1],
         **refused_lines(folder),
-    }
+    }  # fmt: skip
 
 
 def refused_lines(folder: Path) -> dict[str, list[object]]:

@@ -249,24 +249,12 @@ def test_a_long_text_is_read_at_its_start(example: Path, tmp_path: Path, invoke:
     assert result.exit_code == 0, result.stderr
 
 
-def test_a_trace_without_rates_is_told(example: Path, tmp_path: Path, invoke: Invoke) -> None:
-    trace = tmp_path / "a.trace"
-    assert invoke("run", example, *RUN, "--trace-out", trace).exit_code == 0
-    result = invoke("report", example, "--trace", trace, "-o", tmp_path / "r.html")
-    assert result.exit_code == 1 and "has no rates of its machine" in result.stderr
-
-
 @pytest.mark.parametrize("storage", ["missing", "/dev/null", "small"])
 def test_a_place_without_a_disk_is_not_measured(storage: str, tmp_path: Path, invoke: Invoke) -> None:
     (tmp_path / "small").write_bytes(b"x")
     place = tmp_path / storage
     result = invoke("profile-device", "--storage", place)
     assert result.exit_code == 1 and f"`--storage {place}`" in result.stderr and not result.stdout
-
-
-def test_a_comparison_of_nothing_says_so(tmp_path: Path, invoke: Invoke) -> None:
-    result = invoke("compare", tmp_path / "nowhere")
-    assert result.exit_code == 1 and "does not exist, expected a bundle folder" in result.stderr
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -171,13 +171,6 @@ def test_prompts_that_are_none_are_named_and_nothing_is_written(
     assert out.read_text() == "kept" and sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "out.jsonl"]
 
 
-def test_a_file_that_cannot_be_written(invoke: Invoke, bundle: Path, prompts: Path, tmp_path: Path) -> None:
-    result = invoke("generate", bundle, "--prompts", prompts, "-o", prompts / "out", "--max-new-tokens", 1)
-    assert result.exit_code == 1 and "cannot be written" in result.stderr and "mode:" not in result.stderr
-    result = invoke("generate", bundle, "--prompts", prompts, "-o", tmp_path / "out", "--max-new-tokens", 0)
-    assert result.exit_code == 1 and "--max-new-tokens" in result.stderr
-
-
 @pytest.mark.gate("G10")
 @pytest.mark.parametrize("name", ["NaN", "-Infinity", "[1, Infinity]", r'"\ud800"', r'{"a": "\udfff"}', "1e999"])
 def test_a_task_id_that_json_does_not_have_is_refused(name: str, invoke: Invoke, bundle: Path, tmp_path: Path) -> None:

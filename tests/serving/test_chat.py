@@ -56,18 +56,6 @@ def test_parts_and_roles(server: LiveServer, engine: Engine) -> None:
     assert found["choices"][0]["message"]["content"] == expected(engine, "[user] hi[assistant] yo[user] on!")
 
 
-def test_the_next_turn_reuses_the_conversation(server: LiveServer) -> None:
-    first = server.post(PATH, {**GREEDY, "messages": [{"role": "user", "content": "tell me about it"}]}).json
-    content = first["choices"][0]["message"]["content"]
-    turn = [
-        {"role": "user", "content": "tell me about it"},
-        {"role": "assistant", "content": content},
-        {"role": "user", "content": "more"},
-    ]
-    second = server.post(PATH, {**GREEDY, "messages": turn}).json
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 10
-
-
 def text_of(data: bytes) -> str:
     """Return the text of a token; bytes that are none as OpenAI writes them."""
     try:
