@@ -10,8 +10,6 @@ import jsonschema
 import pytest
 
 from moec.cli.documents import schema_text
-from moec.profiles.device import DeviceProfile
-from moec.profiles.loading import load_profile
 from moec.runtime.bundle.open_bundle import open_bundle
 from tests.tiny_compile import contents, save_model
 
@@ -109,11 +107,8 @@ TEXT = "one byte of this text is one token, so it is long enough for a few dozen
 
 
 @pytest.fixture
-def trace(invoke: Invoke, mixed_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Record a trace of 20 tokens, with the rates of a shipped profile in place of a probe, which takes seconds."""
-    profile: DeviceProfile = load_profile("laptop")
-    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: profile)
-    monkeypatch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+def trace(invoke: Invoke, mixed_bundle: Path, tmp_path: Path, laptop: None) -> Path:
+    """Record a trace of 20 tokens."""
     text, path = tmp_path / "text.txt", tmp_path / "run.trace"
     text.write_text(TEXT)
     arguments = ("bench", mixed_bundle, "--text", text, "--prompt-tokens", 7, "--tokens", 20, "--expert-cache", "40%")

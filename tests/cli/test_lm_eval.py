@@ -9,7 +9,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,11 +19,10 @@ import pytest
 
 from moec.cli.measuring.text_engines import BundleEngine
 from moec.evaluation.engine import GenerationRequest, no_progress
-from moec.manifests.bundle import MANIFEST_NAME, TOKENIZER_NAME, FileEntry
-from moec.manifests.codec import decode_manifest, encode_manifest
+from moec.manifests.bundle import MANIFEST_NAME, TOKENIZER_NAME
 from moec.runtime import Engine, load
 from tests.cli.conftest import Invoke
-from tests.cli.test_run import add_file
+from tests.listed_file import add_listed
 from tests.serving.clients.client_runs import ROOT, run_with_lm_eval
 
 EXAMPLE = ROOT / "examples" / "bundle"
@@ -72,14 +70,8 @@ def with_start_token(folder: Path) -> Path:
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {"<unk>": {"id": "<unk>", "ids": [0], "tokens": ["<unk>"]}},
     }
-    data = json.dumps(settings).encode()
-    manifest = decode_manifest((bundle / MANIFEST_NAME).read_bytes(), "test")
-    entry = FileEntry(TOKENIZER_NAME, len(data), hashlib.sha256(data).hexdigest())
-    files = tuple(entry if each.name == TOKENIZER_NAME else each for each in manifest.files)
-    (bundle / TOKENIZER_NAME).write_bytes(data)
-    (bundle / MANIFEST_NAME).write_bytes(encode_manifest(replace(manifest, files=files)))
-    add_file(bundle, "chat_template.jinja", TEMPLATE)
-    return bundle
+    add_listed(bundle, TOKENIZER_NAME, json.dumps(settings).encode())
+    return add_listed(bundle, "chat_template.jinja", TEMPLATE)
 
 
 def harness_line(folder: Path, bundle: Path, task: str, *more: object) -> list[object]:

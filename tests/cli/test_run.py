@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moec.manifests.bundle import MANIFEST_NAME, FileEntry
-from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.runtime import load
 from moec.runtime.bundle.open_bundle import open_bundle
+from tests.listed_file import add_listed
 
 from .conftest import Invoke
 
@@ -27,15 +24,6 @@ def text_of(invoke: Invoke, bundle: Path, *options: object) -> str:
     values = json.loads(result.stdout)
     assert len(values["token_ids"]) <= 12
     return str(values["text"])
-
-
-def add_file(bundle: Path, name: str, data: bytes) -> None:
-    """Add a listed file to a published bundle."""
-    manifest = decode_manifest((bundle / MANIFEST_NAME).read_bytes(), "test")
-    entry = FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
-    files = tuple(sorted((*manifest.files, entry), key=lambda file: file.name))
-    (bundle / name).write_bytes(data)
-    (bundle / MANIFEST_NAME).write_bytes(encode_manifest(replace(manifest, files=files)))
 
 
 def test_text_goes_to_stdout_and_talk_to_stderr(invoke: Invoke, bundle: Path) -> None:
@@ -99,7 +87,7 @@ def test_beams_come_best_first(invoke: Invoke, bundle: Path) -> None:
 
 def test_a_chat_goes_through_the_template(invoke: Invoke, bundle: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
-    add_file(copy, "chat_template.jinja", b"{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}!")
+    add_listed(copy, "chat_template.jinja", b"{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}!")
     said = invoke("run", copy, "--prompt", "hi", "--chat", "--system", "be brief", "--max-new-tokens", 6, "--json")
     plain = invoke("run", bundle, "--prompt", "[system] be brief[user] hi!", "--max-new-tokens", 6, "--json")
     assert json.loads(said.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]

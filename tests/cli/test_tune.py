@@ -25,7 +25,6 @@ from moec.cli.simulation.traces import replayed_bundle
 from moec.cli.terminal.output import human_bytes
 from moec.compiler.request.ports import RoutedText
 from moec.manifests.errors import MoecError
-from moec.profiles.loading import load_profile
 from moec.profiles.probe import machine_sha256
 from moec.profiles.storage_identity import storage_sha256
 from moec.runtime.bundle.open_bundle import open_bundle
@@ -39,6 +38,11 @@ from moec.runtime.tuning.tune_file import Tuning, bundle_sha256, read_tuning, tu
 @pytest.fixture
 def bundle(mixed_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(mixed_bundle, tmp_path / "bundle"))
+
+
+def call(arguments: list[str]) -> Result:
+    """Call `moec`. An error is the exception of the result."""
+    return CliRunner().invoke(cli, arguments, standalone_mode=False)
 
 
 def tuning_of(bundle: Path, options: dict[str, str | int], cache: str = "50%") -> Tuning:
@@ -107,9 +111,7 @@ def test_the_file_lies_beside_the_bundle_and_is_used(
 ) -> None:
     monkeypatch.setattr("moec.cli.commands.measuring.tune.ROUNDS", 1)
     before = sorted(path.name for path in bundle.iterdir())
-    done = CliRunner().invoke(
-        cli, ["tune", str(bundle), "--expert-cache", "50%", "--tokens", "3", "--json"], standalone_mode=False
-    )
+    done = call(["tune", str(bundle), "--expert-cache", "50%", "--tokens", "3", "--json"])
     assert done.exception is None
     told = json.loads(done.stdout)
     assert Path(told["path"]) == tmp_path / "bundle.tune.json" == tuning_path(bundle)
@@ -136,7 +138,7 @@ def test_no_engine_takes_memory_from_the_next(bundle: Path, monkeypatch: pytest.
     monkeypatch.setattr(tune, "ROUNDS", 1)
     monkeypatch.setattr(tune, "LEAST_GAIN", math.inf)  # keep no option, so that every alternative is measured
     arguments = ["tune", str(bundle), "--expert-cache", "50%", "--tokens", "2"]
-    assert CliRunner().invoke(cli, arguments, standalone_mode=False).exception is None
+    assert call(arguments).exception is None
     found = read_tuning(bundle)
     assert found is not None and len(found.trials) >= 4
     assert len(opened) == 2 * len(found.trials)
@@ -144,7 +146,7 @@ def test_no_engine_takes_memory_from_the_next(bundle: Path, monkeypatch: pytest.
 
 def mode(bundle: Path, *more: str, cache: tuple[str, str] = ("--expert-cache", "50%")) -> str:
     arguments = ["run", str(bundle), "--prompt", "ab", "--max-new-tokens", "1", *cache, *more]
-    done = CliRunner().invoke(cli, arguments, standalone_mode=False)
+    done = call(arguments)
     assert done.exception is None
     return done.stderr
 
@@ -190,7 +192,7 @@ def test_a_sweep_of_modes_has_a_cache_of_its_own(bundle: Path, tmp_path: Path) -
     arguments = ["eval", str(bundle), "--data", str(tmp_path / "data.jsonl"), "--modes", "big-little gamma=0,k=1"]
     for cache, is_left in (("25%", False), ("100%", True)):
         write_tuning(bundle, tuning_of(bundle, {"readers": 5}, cache))
-        done = CliRunner().invoke(cli, arguments, standalone_mode=False)
+        done = call(arguments)
         assert done.exception is None and ("is ignored" in done.stderr) == is_left
         assert ("readers 5" in done.stderr) != is_left
 
@@ -271,22 +273,19 @@ def traced(bundle: Path, folder: Path, name: str, text: str) -> Path:
     source.write_text(text)
     arguments = ["bench", str(bundle), "--text", str(source), "--prompt-tokens", "4", "--tokens", "20"]
     arguments += ["--expert-cache", "40%", "--trace-out", str(trace)]
-    assert CliRunner().invoke(cli, arguments, standalone_mode=False).exception is None
+    assert call(arguments).exception is None
     return trace
 
 
-def test_weights_are_fitted_and_compared_on_other_traces(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: load_profile("laptop"))
-    monkeypatch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+@pytest.mark.usefixtures("laptop")
+def test_weights_are_fitted_and_compared_on_other_traces(bundle: Path, tmp_path: Path) -> None:
     training = traced(bundle, tmp_path, "a", "this text is what the weights are fitted to")
     held_out = [traced(bundle, tmp_path, name, f"{name} is another text, for comparing them") for name in "bc"]
     write_tuning(bundle, tuning_of(bundle, {"readers": 5, "policy": "lfu"}))
     arguments = ["tune", str(bundle), "--expert-cache", "50%", "--trace", str(training)]
     for path in held_out:
         arguments += ["--held-out", str(path)]
-    done = CliRunner().invoke(cli, [*arguments, "--json"], standalone_mode=False)
+    done = call([*arguments, "--json"])
     assert done.exception is None
     told = json.loads(done.stdout)
     policies = ["lrfu", "lru", "lfu", "edgemoe", "popularity", "optimum", "hobbit", "hobbit-printed"]
@@ -307,28 +306,22 @@ def test_weights_are_fitted_and_compared_on_other_traces(
     assert found.options == told["options"] and found.trials == told["trials"]
     kept = [trial for trial in told["trials"] if trial["kept"]]
     assert found.options.get("policy") == (kept[0]["value"].split()[0] if kept else None)
-    table = CliRunner().invoke(cli, arguments, standalone_mode=False)
+    table = call(arguments)
     assert table.exception is None and "gap closed" in table.stdout
     write_tuning(bundle, tuning_of(bundle, {"readers": 5}, "30%"))
-    assert CliRunner().invoke(cli, arguments, standalone_mode=False).exception is None
+    assert call(arguments).exception is None
     found = read_tuning(bundle)
     assert found is not None and "readers" not in found.options, "what paid in another cache does not stay"
     assert found.expert_cache_bytes == tuning_of(bundle, {}).expert_cache_bytes
 
 
-def test_weights_are_fitted_to_what_a_lossy_mode_decides(
-    two_version_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: load_profile("laptop"))
-    monkeypatch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+@pytest.mark.usefixtures("laptop")
+def test_weights_are_fitted_to_what_a_lossy_mode_decides(two_version_bundle: Path, tmp_path: Path) -> None:
     training = traced(two_version_bundle, tmp_path, "a", "this text is what the weights are fitted to")
     held_out = traced(two_version_bundle, tmp_path, "b", "b is another text, for comparing them")
     arguments = ["tune", str(two_version_bundle), "--trace", str(training), "--held-out", str(held_out)]
 
-    def fitted(*more: str) -> Result:
-        return CliRunner().invoke(cli, [*arguments, *more], standalone_mode=False)
-
-    done = fitted("--modes", "dynamic-precision 0.2,0.7", "--json")
+    done = call([*arguments, "--modes", "dynamic-precision 0.2,0.7", "--json"])
     assert done.exception is None
     told = json.loads(done.stdout)
     assert told["modes"] == "dynamic-precision 0.2,0.7" and not tuning_path(two_version_bundle).exists()
@@ -339,7 +332,7 @@ def test_weights_are_fitted_to_what_a_lossy_mode_decides(
     }
     assert all(row["decisions"]["low_share"] > 0 and row["gap_closed"] is None for row in by_policy.values())
     assert by_policy["hobbit, lhu 0"]["weights"].split(",")[2] == "0"
-    table = fitted("--modes", "dynamic-precision 0.2,0.7")
+    table = call([*arguments, "--modes", "dynamic-precision 0.2,0.7"])
     assert "low" in table.stdout and "policy-weights" in table.stderr
     for modes, message in [
         ("big-little gamma=0.5", "does not depend on the cache"),
@@ -347,7 +340,7 @@ def test_weights_are_fitted_to_what_a_lossy_mode_decides(
         ("dynamic-precision 0,1; dynamic-precision 0,0.5", "weights are fitted to one setting"),
         ("dynamic-precision 0,1 + big-little gamma=0.5,k=3", "has not recorded: a little model of this size"),
     ]:
-        refused = fitted("--modes", modes).exception
+        refused = call([*arguments, "--modes", modes]).exception
         assert isinstance(refused, MoecError) and message in refused.message
 
 
@@ -361,7 +354,7 @@ def test_weights_are_fitted_to_what_a_lossy_mode_decides(
     ],
 )
 def test_a_fit_without_what_it_needs_is_refused(bundle: Path, more: list[str], message: str) -> None:
-    done = CliRunner().invoke(cli, ["tune", str(bundle), *more], standalone_mode=False)
+    done = call(["tune", str(bundle), *more])
     assert isinstance(done.exception, MoecError) and message in done.exception.message
     assert not tuning_path(bundle).exists()
 

@@ -11,7 +11,7 @@ import pytest
 from moec.runtime import Engine, load
 from moec.serving.api.sampling_fields import MAX_ANSWERS
 from moec.serving.tools.tagged_parts import ThinkingSplitter
-from tests.cli.test_run import add_file
+from tests.listed_file import add_listed
 from tests.serving.conftest import CONTEXT
 from tests.serving.live_server import LiveServer, live_server
 
@@ -150,7 +150,7 @@ def test_variables_of_a_request_reach_the_template(
     tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
-    add_file(copy, "chat_template.jinja", b"{{ enable_thinking }}/{{ reasoning_effort }}/{{ messages[0].content }}")
+    add_listed(copy, "chat_template.jinja", b"{{ enable_thinking }}/{{ reasoning_effort }}/{{ messages[0].content }}")
     with load(copy, context=CONTEXT, slots=1) as engine, live_server(engine) as server:
         texts, encode = list[str](), engine.encode
         monkeypatch.setattr(engine, "encode", lambda text, *more: texts.append(text) or encode(text, *more))
