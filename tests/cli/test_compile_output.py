@@ -245,6 +245,18 @@ def interrupted(*_: Any, **__: Any) -> Any:
     raise KeyboardInterrupt
 
 
+def test_a_sweep_leaves_what_a_loss_takes(invoke: Invoke, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke("compile", "tiny", *COMMON, "--loss", "50%", "-o", "alone").exit_code == 0
+    kept = (*COMMON, "--measurements", "kept")
+    swept = invoke("compile", "tiny", *kept, "--sweep", "20%,50%", "-o", "curve")
+    assert swept.exit_code == 0, swept.stderr
+    monkeypatch.setattr("moec.compiler.stages.sweep.LayerQuantizer.run", interrupted)
+    result = invoke("compile", "tiny", *kept, "--loss", "50%", "-o", "out")
+    assert result.exit_code == 0, result.stderr
+    assert "finished stages from `kept`" in result.stderr
+    assert contents(place / "out") == contents(place / "alone")
+
+
 def test_an_interrupt_says_that_the_same_command_continues(
     invoke: Invoke, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,13 @@ def test_a_standard_error_that_refuses_loses_talk_alone(bundle: Path, tmp_path: 
     assert done.stdout.endswith("0\n") and done.stderr == ""
 
 
+def test_a_prompt_from_a_standard_input_that_is_closed_or_no_text(bundle: Path) -> None:
+    done = shell('"$@" <&-', "run", bundle, "--prompt", "-")
+    assert done.returncode == 1 and "the prompt is empty" in done.stderr
+    done = shell('printf "ab\\377c" | "$@"', "run", bundle, "--prompt", "-")
+    assert done.returncode == 1 and "the prompt is not UTF-8 at byte 2" in done.stderr
+
+
 def test_a_reader_that_leaves_ends_the_command_in_silence(bundle: Path) -> None:
     line = start(SCRIPT, "inspect", bundle)
     ours, theirs = os.pipe()

@@ -108,6 +108,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": "a", "text": {"format": {"type": "xml"}}}),
     (MESSAGES, {"messages": [USER]}),
     (MESSAGES, {"messages": [USER], "max_tokens": 0}),
+    (MESSAGES, {"messages": [{"role": "system", "content": "a"}], "max_tokens": 5}),
     (MESSAGES, {"messages": [USER], "max_tokens": 5, "tools": [{"name": "x"}]}),
     (MESSAGES, {"messages": [USER], "max_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": 99}}),
     (MESSAGES, {"messages": [USER], "max_tokens": 5, "unknown": 1}),
