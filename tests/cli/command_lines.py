@@ -68,9 +68,7 @@ RUNTIME = {
     "learned_routers": Given("--set learned-routers=no", "options.learned_routers", False),
     "cache_state": Given("--set cache-state=cold", "options.cache_state", "cold"),
 }
-LOSSY = {
-    "lossy": Given("--lossy 'big-little gamma=0.6,k=2'", "options.lossy", "big-little gamma=0.6,k=2"),
-}
+LOSSY = {"lossy": Given("--lossy 'big-little gamma=0.6,k=2'", "options.lossy", "big-little gamma=0.6,k=2")}
 ACCELERATOR = {
     "accelerator": Given("--accelerator torch-cpu", "options.accelerator", "torch-cpu"),
     "accelerator_memory": Given("--accelerator-memory 9MiB", "options.accelerator_memory", "9MiB"),

@@ -207,11 +207,7 @@ def test_a_complete_bundle_is_finished_by_a_resumed_run(
     assert again.exit_code == 0, again.stderr
     assert "`out` is complete: an earlier run of these inputs and options wrote it" in again.stderr
     assert (again.stdout, (folder / "out.log.json").read_bytes()) == (result.stdout, log)
-    for more in (
-        ("--limit", "3"),
-        ("--modes", "dynamic-precision"),
-        ("--comparisons",),
-    ):
+    for more in (("--limit", "3"), ("--modes", "dynamic-precision"), ("--comparisons",)):
         other = invoke(*arguments, "--resume", *more)
         assert other.exit_code == 1 and "error: `out` exists" in other.stderr, (more, other.stderr)
     assert names(folder) == {"texts", "out", "out.log.json", "out.report.html"}

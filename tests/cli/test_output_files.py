@@ -78,11 +78,7 @@ def test_folders_are_made_and_links_are_followed(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(
-    "name",
-    ["", "x" * 300, "with\0zero", "prompts.jsonl/x"],
-    ids=lambda name: repr(name[:12]),
-)
+@pytest.mark.parametrize("name", ["", "x" * 300, "with\0zero", "prompts.jsonl/x"], ids=lambda name: repr(name[:12]))
 def test_a_bad_place_is_refused_before_the_work(
     invoke: Invoke, writing: dict[str, tuple[object, ...]], command: str, name: str, tmp_path: Path, prompts: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -192,10 +192,7 @@ def test_devices_verify_without_cryptography(folder: Path) -> None:
 
 
 def test_the_missing_package_of_signing_is_named(folder: Path) -> None:
-    for words in (
-        ("sign", folder / "tiny", "--key", folder / "fleet.pem"),
-        ("keygen", folder / "another.pem"),
-    ):
+    for words in (("sign", folder / "tiny", "--key", folder / "fleet.pem"), ("keygen", folder / "another.pem")):
         done = without_cryptography(folder, *words)
         assert done.returncode == 1 and 'pip install "moec[ship]"' in done.stderr
     assert not (folder / "another.pem").exists()

@@ -53,11 +53,7 @@ TREE = {
     "version 2, another period": ("0::/a", {"a/cpu.max": "2500 1000"}, 2.5),
     "no quota": ("0::/a", {"a/cpu.max": "max 100000"}, math.inf),
     "no control groups": ("", {}, math.inf),
-    "version 1": (
-        "4:cpu:/a",
-        {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"},
-        0.5,
-    ),
+    "version 1": ("4:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"}, 0.5),
     "version 1, two controllers in one mount": (
         "4:cpu,cpuacct:/a",
         {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "25000"},
@@ -68,16 +64,8 @@ TREE = {
         {"cpu/cpu.cfs_quota_us": "70000", "cpu/cpu.cfs_period_us": "100000"},
         0.7,
     ),
-    "version 1, no quota": (
-        "4:cpu:/",
-        {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
-        math.inf,
-    ),
-    "a hybrid": (
-        "4:cpu:/a\n0::/a",
-        {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"},
-        0.5,
-    ),
+    "version 1, no quota": ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+    "a hybrid": ("4:cpu:/a\n0::/a", {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"}, 0.5),
     "another controller's group": ("4:cpuset:/a", {"cpu/a/cpu.cfs_quota_us": "50000"}, math.inf),
     "damaged files": ("0::/a\nodd", {"a/cpu.max": "9" * 5000, "cpu.max": "0 0"}, math.inf),
 }

@@ -141,10 +141,7 @@ def test_a_machine_that_tells_nothing_is_refused(tmp_path: Path) -> None:
     [
         (FLAGS, ("avx2", "scalar")),
         (FLAGS + " avx512f avx512bw avx512vl avx512_vnni", ("avx512vnni", "avx2", "scalar")),
-        (
-            FLAGS + " avx512f avx512bw avx512vl avx512_vnni amx_tile amx_int8",
-            ("amx", "avx512vnni", "avx2", "scalar"),
-        ),
+        (FLAGS + " avx512f avx512bw avx512vl avx512_vnni amx_tile amx_int8", ("amx", "avx512vnni", "avx2", "scalar")),
         (FLAGS + " avx_vnni", ("avxvnni", "avx2", "scalar")),
         ("flags : fpu sse2 avx2", ("scalar",)),
         ("Features : fp asimd asimddp i8mm", ("neon-i8mm", "neon-dot", "neon", "scalar")),
