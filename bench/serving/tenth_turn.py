@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from moec.runtime import Engine, load
-from tests.cli.test_run import add_file
 from tests.gates.bundles import emit_bundle
+from tests.listed_file import add_listed
 from tests.serving.live_server import LiveServer, live_server
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
@@ -38,7 +38,7 @@ def make_bundle(folder: Path) -> Path:
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": CONTEXT}))
     bundle = emit_bundle(model, folder / "bundle", mixed=True)
-    add_file(bundle, "chat_template.jinja", TEMPLATE)
+    add_listed(bundle, "chat_template.jinja", TEMPLATE)
     return bundle
 
 

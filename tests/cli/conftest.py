@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from moec.cli.main import cli
+from moec.profiles.loading import load_profile
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
@@ -76,6 +77,14 @@ def invoke_in(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> InvokeIn:
         return result
 
     return call
+
+
+@pytest.fixture
+def laptop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rates of a shipped profile in place of a probe of this machine, which takes seconds."""
+    profile = load_profile("laptop")
+    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: profile)
+    monkeypatch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
 
 
 @pytest.fixture

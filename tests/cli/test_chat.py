@@ -24,9 +24,9 @@ from moec.cli.chat.conversation import repeated_tokens
 from moec.runtime import Engine, GenerationStep, load
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from tests.interrupts import hear_interrupts
+from tests.listed_file import add_listed
 
 from .conftest import Invoke
-from .test_run import add_file
 
 TEMPLATE = b"{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 SHIPPED = Path(__file__).parents[2] / "examples" / "bundle"
@@ -37,8 +37,7 @@ PATIENCE_S = 60
 def chat_bundle(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle with a chat template."""
     copy = Path(shutil.copytree(bundle, tmp_path_factory.mktemp("chat") / "chat-moec"))
-    add_file(copy, "chat_template.jinja", TEMPLATE)
-    return copy
+    return add_listed(copy, "chat_template.jinja", TEMPLATE)
 
 
 def turns(invoke: Invoke, bundle: Path, stdin: str, *options: object) -> list[dict[str, Any]]:
@@ -142,7 +141,7 @@ def test_a_script_ends_with_the_first_error(invoke: Invoke, bundle: Path, told: 
 
 def test_a_damaged_template_is_refused_at_the_start(invoke: Invoke, bundle: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(bundle, tmp_path / "damaged"))
-    add_file(copy, "chat_template.jinja", b"{% for %}")
+    add_listed(copy, "chat_template.jinja", b"{% for %}")
     result = invoke("chat", copy, stdin="hi\n")
     assert result.exit_code == 3 and "the chat template is damaged" in result.stderr
 

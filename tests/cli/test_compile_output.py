@@ -1,4 +1,4 @@
-"""Output of a compile: new folders, one compile at a time, and a run that was cut off at its end."""
+"""Output of a compile: new folders, one compile at a time, kept measurements, and a run that was cut off at its end."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from moec.cli.commands.compiling import compile as compile_command
 from moec.cli.main import cli
 from moec.compiler.preflight import finished
+from moec.compiler.stages import bundle as bundle_stages
 from moec.compiler.workspace import output_lock, work_folder
 from moec.compiler.workspace.durable import Disk
 from moec.compiler.workspace.output_lock import hold_output
@@ -133,7 +134,7 @@ def test_missing_folders_are_made(invoke: Invoke, model: Path, tmp_path: Path) -
     check_bundle(out)
     (tmp_path / "file").write_text("mine")
     result = invoke("compile", model, *UNIFORM, "-o", tmp_path / "file" / "out")
-    assert result.exit_code == 1 and "is not a folder" in result.stderr
+    assert result.exit_code == 1 and f"`{tmp_path / 'file'}` is not a folder" in result.stderr
 
 
 # -- cut off after the bundle has its name -----------------------------------------------------------------------------
@@ -206,11 +207,7 @@ def test_a_complete_bundle_is_finished_by_a_resumed_run(
     assert again.exit_code == 0, again.stderr
     assert "`out` is complete: an earlier run of these inputs and options wrote it" in again.stderr
     assert (again.stdout, (folder / "out.log.json").read_bytes()) == (result.stdout, log)
-    for more in (
-        ("--limit", "3"),
-        ("--modes", "dynamic-precision"),
-        ("--comparisons",),
-    ):
+    for more in (("--limit", "3"), ("--modes", "dynamic-precision"), ("--comparisons",)):
         other = invoke(*arguments, "--resume", *more)
         assert other.exit_code == 1 and "error: `out` exists" in other.stderr, (more, other.stderr)
     assert names(folder) == {"texts", "out", "out.log.json", "out.report.html"}
@@ -223,3 +220,69 @@ def test_the_plan_of_a_bundle_is_the_one_that_was_compiled(model: Path, tmp_path
     plan = compile_tiny(model, tmp_path / "out", "uniform", 8, fallback_bits=2).plan
     found = finished.plan_of(open_bundle(tmp_path / "out").manifest)
     assert found == plan and found.digest == plan.digest and list(found.units) == list(plan.units)
+
+
+COMMON = (
+    "--data", "texts", "--task", "perplexity", "--bits", "2,16", "--group-size", "32", "--dense-bits", "8",
+    "--no-comparisons", "--device", "raspberry-pi-4b-sd",
+)  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model and texts."""
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "tiny", layers=1, experts=2)
+    save_texts(tmp_path / "texts", train=4, validation=4, test=6)
+    return tmp_path
+
+
+def interrupted(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_a_sweep_leaves_what_a_loss_takes(invoke: Invoke, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke("compile", "tiny", *COMMON, "--loss", "50%", "-o", "alone").exit_code == 0
+    kept = (*COMMON, "--measurements", "kept")
+    swept = invoke("compile", "tiny", *kept, "--sweep", "20%,50%", "-o", "curve")
+    assert swept.exit_code == 0, swept.stderr
+    monkeypatch.setattr("moec.compiler.stages.sweep.LayerQuantizer.run", interrupted)
+    result = invoke("compile", "tiny", *kept, "--loss", "50%", "-o", "out")
+    assert result.exit_code == 0, result.stderr
+    assert "finished stages from `kept`" in result.stderr
+    assert contents(place / "out") == contents(place / "alone")
+
+
+def test_an_interrupt_says_that_the_same_command_continues(
+    invoke: Invoke, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("compile", "tiny", *COMMON, "--measurements", "kept", "--kl", "0.2", "-o", "out")
+    with monkeypatch.context() as patched:
+        patched.setattr(bundle_stages, "emit", interrupted)
+        result = invoke(*command)
+    assert result.exit_code == 130
+    assert "finished stages are in `kept`; the same command with `--resume` continues" in result.stderr
+    assert invoke(*command, "--resume").exit_code == 0
+
+
+def test_a_file_is_refused_and_kept(invoke: Invoke, place: Path) -> None:
+    (place / "kept").write_text("notes")
+    result = invoke("compile", "tiny", *COMMON, "--measurements", "kept", "--kl", "0.2", "-o", "out")
+    assert result.exit_code == 1
+    assert "`--measurements kept` is a file, expected a folder" in result.stderr
+    assert len([line for line in result.stderr.splitlines() if line.startswith("error: ")]) == 1
+    assert (place / "kept").read_text() == "notes"
+    assert names(place) == {"tiny", "texts", "kept"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "devices"), [("out", ""), ("out.work", ""), ("out/kept", ""), ("out-laptop", ",laptop")]
+)
+def test_a_folder_in_the_way_of_the_bundle_is_refused(invoke: Invoke, place: Path, folder: str, devices: str) -> None:
+    """Publishing the bundle would remove it, or another compile would."""
+    *rest, device = COMMON
+    line = ("compile", "tiny", *rest, f"{device}{devices}", "--kl", "0.2", "-o", "out", "--measurements", folder)
+    result = invoke(*line)
+    assert result.exit_code == 1
+    assert f"`--measurements {folder}` is in the way of the bundle `out`" in result.stderr
+    assert names(place) == {"tiny", "texts"}

@@ -28,10 +28,7 @@ from moec.runtime.engine.beam import BeamOptions
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.text.sampling import SamplingOptions
 
-from .command_lines.compiles import COMPILES
-from .command_lines.line import Given, Line
-from .command_lines.runs import ENGINE, RUNS
-from .command_lines.shown_elsewhere import SHOWN_ELSEWHERE
+from .command_lines import COMPILES, ENGINE, RUNS, SHOWN_ELSEWHERE, Given, Line
 
 LINES = {**RUNS, **COMPILES}
 STOPPED = "the seam is reached"

@@ -9,7 +9,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,11 +19,10 @@ import pytest
 
 from moec.cli.measuring.text_engines import BundleEngine
 from moec.evaluation.engine import GenerationRequest, no_progress
-from moec.manifests.bundle import MANIFEST_NAME, TOKENIZER_NAME, FileEntry
-from moec.manifests.codec import decode_manifest, encode_manifest
+from moec.manifests.bundle import MANIFEST_NAME, TOKENIZER_NAME
 from moec.runtime import Engine, load
 from tests.cli.conftest import Invoke
-from tests.cli.test_run import add_file
+from tests.listed_file import add_listed
 from tests.serving.clients.client_runs import ROOT, run_with_lm_eval
 
 EXAMPLE = ROOT / "examples" / "bundle"
@@ -72,14 +70,8 @@ def with_start_token(folder: Path) -> Path:
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {"<unk>": {"id": "<unk>", "ids": [0], "tokens": ["<unk>"]}},
     }
-    data = json.dumps(settings).encode()
-    manifest = decode_manifest((bundle / MANIFEST_NAME).read_bytes(), "test")
-    entry = FileEntry(TOKENIZER_NAME, len(data), hashlib.sha256(data).hexdigest())
-    files = tuple(entry if each.name == TOKENIZER_NAME else each for each in manifest.files)
-    (bundle / TOKENIZER_NAME).write_bytes(data)
-    (bundle / MANIFEST_NAME).write_bytes(encode_manifest(replace(manifest, files=files)))
-    add_file(bundle, "chat_template.jinja", TEMPLATE)
-    return bundle
+    add_listed(bundle, TOKENIZER_NAME, json.dumps(settings).encode())
+    return add_listed(bundle, "chat_template.jinja", TEMPLATE)
 
 
 def harness_line(folder: Path, bundle: Path, task: str, *more: object) -> list[object]:
@@ -88,47 +80,29 @@ def harness_line(folder: Path, bundle: Path, task: str, *more: object) -> list[o
 
 def command_lines(folder: Path, started: Path) -> dict[str, list[object]]:
     """Name and words of each command line. The first one is the only one whose peak of memory counts."""
-    tasks, line = folder / "tasks", partial(harness_line, folder)
-    per_item = "--per-item"
+    line, sampled = partial(harness_line, folder), ("--gen-kwargs", "temperature=1.5,do_sample=True")
+
+    def per_item(name: str) -> tuple[object, ...]:
+        return ("--per-item", folder / name)
+
     return {
         "scores": line(
-            EXAMPLE,
-            "choices,answers",
-            "--slots",
-            2,
-            "--memory",
-            "320MiB",
-            "-o",
-            folder / "scores.json",
-            per_item,
-            folder / "scores.jsonl",
-            "--json",
+            EXAMPLE, "choices,answers", "--slots", 2, "--memory", "320MiB", "-o", folder / "scores.json",
+            *per_item("scores.jsonl"), "--json",
         ),
         "table": line(EXAMPLE, "choices", "--limit", 2, "--num-fewshot", 0),
-        "lossy": line(
-            EXAMPLE,
-            "choices",
-            "--lossy",
-            "cache-routing margin=0.5",
-            "--expert-cache",
-            "40%",
-            "--json",
-            per_item,
-            folder / "lossy.jsonl",
-        ),
-        "texts": line(started, "texts", per_item, folder / "texts.jsonl"),
+        "lossy": line(EXAMPLE, "choices", "--lossy", "cache-routing margin=0.5", "--expert-cache", "40%", "--json"),
+        "texts": line(started, "texts", *per_item("texts.jsonl")),
         "eval": ["eval", started, "--data", folder / "texts-of-eval.jsonl", "--task", "perplexity", "--json"],
-        "windows": line(started, "texts", "--context", WINDOW, per_item, folder / "windows.jsonl"),
+        "windows": line(started, "texts", "--context", WINDOW, *per_item("windows.jsonl")),
         "chat": line(
-            started, "choices", "--apply-chat-template", "--system", "kind", per_item, folder / "chat.jsonl", "--json"
+            started, "choices", "--apply-chat-template", "--system", "kind", *per_item("chat.jsonl"), "--json"
         ),
-        "sampled": line(EXAMPLE, "answers", "--gen-kwargs", "temperature=1.5,do_sample=True", per_item, folder / "a"),
-        "sampled again": line(
-            EXAMPLE, "answers", "--gen-kwargs", "temperature=1.5,do_sample=True", "--slots", 1, per_item, folder / "b"
-        ),
-        "by path": ["lm-eval", EXAMPLE, "--tasks", tasks / "choices.yaml", "--limit", 1],
+        "sampled": line(EXAMPLE, "answers", *sampled, *per_item("a")),
+        "sampled again": line(EXAMPLE, "answers", *sampled, "--slots", 1, *per_item("b")),
+        "by path": ["lm-eval", EXAMPLE, "--tasks", folder / "tasks" / "choices.yaml", "--limit", 1],
         **refused_lines(folder),
-    }
+    }  # fmt: skip
 
 
 def refused_lines(folder: Path) -> dict[str, list[object]]:

@@ -11,8 +11,6 @@ from moec.manifests.errors import InputError, OptionError
 from moec.manifests.expert_use import architecture_digest, read_use
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.trace.trace_file import read_trace
-from tests.gates.bundles import emit_bundle
-from tests.tiny_switch import TinySwitch, save_tiny_switch
 
 from .conftest import Invoke
 
@@ -73,17 +71,6 @@ def test_many_traces_become_one_file(invoke: Invoke, mixed_bundle: Path, bundle:
     assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
 
 
-def test_a_model_with_an_encoder_is_traced(invoke: Invoke, tmp_path: Path) -> None:
-    model = save_tiny_switch(tmp_path / "switch", TinySwitch({}, seed=2))
-    made = emit_bundle(model, tmp_path / "switch-moec")
-    traced(invoke, made, tmp_path / "t")
-    first = open_bundle(made).manifest.model.first_decoder_layer
-    assert [each.first_layer for each in read_trace(tmp_path / "t").passes][:2] == [0, first]
-    assert invoke("merge-traces", tmp_path / "t", "-o", tmp_path / "a").exit_code == 0
-    use = read_use(tmp_path / "a")[0]
-    assert use.tokens[0] > 0 and [each.first_layer for each in use.routes] == [0, first]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -106,21 +93,7 @@ def test_standard_output_takes_the_text_alone(invoke: Invoke, bundle: Path) -> N
 
 def test_a_trace_without_rates_is_not_simulated(invoke: Invoke, mixed_bundle: Path, tmp_path: Path) -> None:
     traced(invoke, mixed_bundle, tmp_path / "t")
-    result = invoke("simulate", mixed_bundle, "--trace", tmp_path / "t")
-    assert (
-        result.exit_code == InputError.exit_code
-        and "has no rates of its machine" in result.stderr
-        and "moec bench" in result.stderr
-    )
-
-
-def test_what_cannot_be_merged_leaves_no_file(invoke: Invoke, mixed_bundle: Path, tmp_path: Path) -> None:
-    traced(invoke, mixed_bundle, tmp_path / "t")
-    (tmp_path / "bad").write_text("{}\n")
-    result = invoke("merge-traces", tmp_path / "t", tmp_path / "bad", "-o", tmp_path / "out")
-    assert (
-        result.exit_code == InputError.exit_code
-        and "is not of a routing trace" in result.stderr
-        and not (tmp_path / "out").exists()
-    )
-    assert invoke("merge-traces", "-o", tmp_path / "out").exit_code == 2
+    for command in ("simulate", "report"):
+        result = invoke(command, mixed_bundle, "--trace", tmp_path / "t")
+        assert result.exit_code == InputError.exit_code and "moec bench" in result.stderr
+        assert "has no rates of its machine" in result.stderr

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from moec.cli.lossy_modes.mode_sweep import ModesMeasurement, allowed_settings, settings_of
+from moec.cli.lossy_modes.mode_sweep import allowed_settings, settings_of
+from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
 from moec.cli.main import cli
 from moec.compiler.request.ports import UnpublishedBundle
 from moec.evaluation import run
 from moec.evaluation.data import load_items
 from moec.manifests.errors import OptionError
-from moec.manifests.model import RouterSpec
+from moec.manifests.router import RouterSpec
+from moec.runtime import kernels
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.tuning import mode_records
@@ -344,14 +346,9 @@ def test_what_does_not_go_together(
     assert result.exit_code != 0 and told in result.stderr
 
 
-def test_a_checkpoint_takes_modes_and_has_no_record_of_them(invoke: Invoke, checkpoint: Path, texts: Path) -> None:
+def test_a_checkpoint_takes_modes(invoke: Invoke, checkpoint: Path, texts: Path) -> None:
     result = invoke("eval", checkpoint, "--data", texts, "--lossy", "cache-routing margin=0.5", "--json")
     assert result.exit_code == 0 and "LOSSY" in result.stderr and json.loads(result.stdout)["decisions"]
-    result = invoke("eval", checkpoint, "--data", texts, "--modes", "sweep")
-    assert result.exit_code != 0 and "holds no bundle" in result.stderr
-    for asked in ("auto", "published"):
-        result = invoke("eval", checkpoint, "--data", texts, "--lossy", asked)
-        assert result.exit_code == 1 and "records of a bundle, and here is none\nhint: write them" in result.stderr
 
 
 @pytest.mark.parametrize("holds_model", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -416,3 +413,40 @@ def test_so_many_tokens_of_an_answer_are_held(two_versions: Path, texts: Path, m
     record = ModesMeasurement("big-little gamma=0.5")(UnpublishedBundle(two_versions, items.task, items.items, (), []))
     # The texts have five tokens, one, and five, and an end token each. The first token of a text has no score.
     assert all(row["kl"]["n"] == 5 + 1 + 5 for row in record["rows"])
+
+
+SETTING = "expert-activations bfloat16"
+RUN = ("--prompt", "a", "--max-new-tokens", 2, "--lossy", SETTING)
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A bundle with 16-bit experts."""
+    folder = save_tiny_mixtral(tmp_path / "model", TinyMixtral(layers=2, experts=4, top_k=2, seed=9))
+    return emit_bundle(folder, tmp_path / "wide-moec")
+
+
+def test_the_price_of_expert_activations_is_measured_and_quoted(invoke: Invoke, wide: Path) -> None:
+    if not kernels.bfloat_kernels():
+        pytest.skip(f"the kernels {kernels.active()} have no products of bfloat16")
+    before = invoke("run", wide, *RUN)
+    assert "LOSSY (expert-activations bfloat16)" in before.stderr
+    assert f'its cost was not measured: moec eval BUNDLE --data DATA --modes "{SETTING}"' in before.stderr
+    data = wide.with_name("short.jsonl")
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("A first text", "Another, longer")))
+    record = json.loads(
+        invoke("eval", wide, "--data", data, "--modes", SETTING, "--expert-cache", "100%", "--json").stdout
+    )
+    plain, row = record["rows"]
+    assert (plain["mode"], row["mode"], row["decisions"]) == ("", SETTING, None) and row["kl"]["mean"] > 0
+    assert [each["mode"] for each in measured_rows(wide)] == [SETTING]
+    after = invoke("run", wide, *RUN)
+    assert "measured to cost" in after.stderr and "of perplexity on 2 items" in after.stderr
+    assert "LOSSY" not in invoke("run", wide, "--prompt", "a", "--max-new-tokens", 2).stderr
+    timed = invoke("bench", wide, "--modes", SETTING, "--tokens", 2, "--json")
+    assert [each["mode"] for each in json.loads(timed.stdout)["rows"]] == ["", SETTING]
+
+
+def test_a_compile_does_not_measure_expert_activations(wide: Path) -> None:
+    with pytest.raises(OptionError, match="few processors"):
+        ModesMeasurement(SETTING).check(open_bundle(wide).manifest.model, False)

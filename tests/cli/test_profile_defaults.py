@@ -223,20 +223,10 @@ def test_trials_of_a_tuning_run_as_the_run_does(
     assert "reader_cpus" not in told["device"]["options"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"threads": PROCESSORS + 1}, "threads, the profile"),
-        ({"instruction_sets": ("neon",)}, "that of the profile neon"),
-        ({"memory_budget_bytes": 2 * memory_limit_bytes()}, "of memory, the budget of the profile is"),
-    ],
-)
-def test_another_machine(
-    make: Callable[..., Path], chosen: list[RuntimeOptions], changes: dict[str, Any], told: str
-) -> None:
-    line = call(make(board(**changes))).stderr
-    assert line.startswith("device: compiled for board; this machine differs (it")
-    assert told in line and line.endswith("), so its own memory, threads and I/O apply\n")
+def test_another_machine(make: Callable[..., Path], chosen: list[RuntimeOptions]) -> None:
+    line = call(make(board(threads=PROCESSORS + 1))).stderr
+    assert line.startswith("device: compiled for board; this machine differs (it has ")
+    assert "threads, the profile" in line and line.endswith("), so its own memory, threads and I/O apply\n")
     assert chosen == [RuntimeOptions()]
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moec.manifests.bundle import MANIFEST_NAME, FileEntry
-from moec.manifests.codec import canonical_json, decode_manifest, encode_manifest
+from moec.manifests.codec import canonical_json
 from moec.manifests.self_test import SELF_TEST_NAME
 from moec.runtime import kernels
 from moec.runtime.engine.self_test import ARITHMETIC
 from tests.cli.conftest import Invoke
+from tests.listed_file import add_listed
 from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_switch import save_tiny_switch
 
@@ -67,15 +65,8 @@ def test_the_numpy_kernels_make_no_promise(invoke: Invoke, compiled: Path) -> No
 
 def with_self_test(compiled: Path, folder: Path, **changes: object) -> Path:
     """Copy a bundle and change its self-test, its own digest in the manifest included."""
-    shutil.copytree(compiled, folder)
-    plain = json.loads((folder / SELF_TEST_NAME).read_bytes())
-    changed = canonical_json({**plain, **changes})
-    (folder / SELF_TEST_NAME).write_bytes(changed)
-    manifest = decode_manifest((folder / MANIFEST_NAME).read_bytes(), "moec.json")
-    own = FileEntry(SELF_TEST_NAME, len(changed), hashlib.sha256(changed).hexdigest())
-    files = tuple(own if entry.name == SELF_TEST_NAME else entry for entry in manifest.files)
-    (folder / MANIFEST_NAME).write_bytes(encode_manifest(replace(manifest, files=files)))
-    return folder
+    plain = json.loads((compiled / SELF_TEST_NAME).read_bytes())
+    return add_listed(Path(shutil.copytree(compiled, folder)), SELF_TEST_NAME, canonical_json({**plain, **changes}))
 
 
 def test_other_logits_are_refused(invoke: Invoke, compiled: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -15,12 +14,11 @@ from click.testing import CliRunner
 
 from moec.cli.main import cli
 from moec.shipping.signatures.model_signature import sign_bundle
-from tests.runtime.tiny_bundle import content, write_bundle
+from tests.runtime.tiny_bundle import write_bundle
 
 from .conftest import Invoke
 
 SCRIPT = str(Path(sys.executable).with_name("moec"))
-FLIPS = 20 if os.environ.get("MOEC_FULL_GATES") != "1" else 2000
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +49,6 @@ def test_keygen_tells_the_files(invoke: Invoke, tmp_path: Path) -> None:
     assert told["public_key"] == str(tmp_path / "next.pub") and len(told["key_id"]) == 64
 
 
-def test_keygen_replaces_nothing(invoke: Invoke, folder: Path) -> None:
-    before = content(folder / "tiny"), (folder / "fleet.pem").read_bytes()
-    result = invoke("keygen", folder / "fleet.pem")
-    assert (result.exit_code, result.stdout) == (1, "") and "exists, and a key is never replaced" in result.stderr
-    assert before == (content(folder / "tiny"), (folder / "fleet.pem").read_bytes())
-
-
 def test_a_signed_bundle_is_verified(invoke: Invoke, folder: Path) -> None:
     assert sorted(os.listdir(folder)) == ["fleet.pem", "fleet.pub", "next.pem", "next.pub", "tiny", "tiny.sig"]
     result = invoke("verify", folder / "tiny", "--key", folder / "fleet.pub")
@@ -65,11 +56,6 @@ def test_a_signed_bundle_is_verified(invoke: Invoke, folder: Path) -> None:
     told = json.loads(invoke("verify", folder / "tiny", "--key", folder / "fleet.pub", "--json").stdout)
     assert told["ok"] is True and told["key_id"][:12] in result.stdout
     assert "key_id" not in json.loads(invoke("verify", folder / "tiny", "--json").stdout)
-
-
-def test_any_of_two_keys_is_accepted(invoke: Invoke, folder: Path) -> None:
-    keys = ("--key", folder / "next.pub", "--key", folder / "fleet.pub")
-    assert invoke("verify", folder / "tiny", *keys).exit_code == 0
 
 
 def test_signing_again_replaces_the_signature(invoke: Invoke, folder: Path) -> None:
@@ -101,29 +87,6 @@ def test_an_unsigned_bundle_is_refused(invoke: Invoke, folder: Path) -> None:
     result = invoke("verify", folder / "tiny", "--key", folder / "fleet.pub")
     assert (result.exit_code, result.stdout) == (3, "") and "tiny.sig` is missing" in result.stderr
     assert invoke("verify", folder / "tiny").exit_code == 0
-
-
-@pytest.mark.gate("G14")
-@pytest.mark.parametrize("name", ["tiny.sig", "tiny/moec.json", "tiny/experts-00001.safetensors"])
-def test_every_changed_byte_is_refused(invoke: Invoke, folder: Path, name: str) -> None:
-    path, source = folder / name, random.Random(5)
-    whole = path.read_bytes()
-    for _ in range(FLIPS):
-        flipped = bytearray(whole)
-        flipped[source.randrange(len(flipped))] ^= source.randrange(1, 256)
-        path.write_bytes(flipped)
-        result = invoke("verify", folder / "tiny", "--key", folder / "fleet.pub")
-        assert (result.exit_code, result.stdout) == (3, ""), result.stderr
-
-
-@pytest.mark.gate("G14")
-def test_a_bundle_with_another_manifest_is_refused(invoke: Invoke, folder: Path) -> None:
-    """Another bundle of the same key lies in the folder that was signed."""
-    write_bundle(folder / "other")
-    assert invoke("sign", folder / "other", "--key", folder / "fleet.pem").exit_code == 0
-    (folder / "tiny.sig").write_bytes((folder / "other.sig").read_bytes())
-    result = invoke("verify", folder / "tiny", "--key", folder / "fleet.pub")
-    assert result.exit_code == 3 and "is not the signature of this bundle" in result.stderr
 
 
 def test_a_signature_at_another_place(invoke: Invoke, folder: Path) -> None:
@@ -159,28 +122,9 @@ def test_what_is_not_signed(invoke: Invoke, folder: Path) -> None:
     assert not (folder / "partial.sig").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("fleet.pem", "is a private key, expected a public key"),
-        ("tiny.sig", "is no public key in PEM"),
-        ("nowhere.pub", "is missing"),
-        ("tiny", "is a folder"),
-    ],
-)
-def test_a_key_that_is_no_key(invoke: Invoke, folder: Path, name: str, message: str) -> None:
-    result = invoke("verify", folder / "tiny", "--key", folder / name)
-    assert (result.exit_code, result.stdout) == (1, "") and message in result.stderr and "hint: " in result.stderr
-
-
 def test_too_many_keys(invoke: Invoke, folder: Path) -> None:
     result = invoke("verify", folder / "tiny", *(["--key", folder / "fleet.pub"] * 9))
     assert result.exit_code == 1 and "at most 8 keys are accepted" in result.stderr
-
-
-def test_a_public_key_does_not_sign(invoke: Invoke, folder: Path) -> None:
-    result = invoke("sign", folder / "tiny", "--key", folder / "fleet.pub")
-    assert result.exit_code == 1 and "is a public key, expected a private key" in result.stderr
 
 
 def test_a_passphrase_in_the_environment(invoke: Invoke, folder: Path) -> None:
@@ -248,10 +192,7 @@ def test_devices_verify_without_cryptography(folder: Path) -> None:
 
 
 def test_the_missing_package_of_signing_is_named(folder: Path) -> None:
-    for words in (
-        ("sign", folder / "tiny", "--key", folder / "fleet.pem"),
-        ("keygen", folder / "another.pem"),
-    ):
+    for words in (("sign", folder / "tiny", "--key", folder / "fleet.pem"), ("keygen", folder / "another.pem")):
         done = without_cryptography(folder, *words)
         assert done.returncode == 1 and 'pip install "moec[ship]"' in done.stderr
     assert not (folder / "another.pem").exists()

@@ -1,4 +1,4 @@
-"""`moec tune` keeps the options that are faster. A file of another machine or bundle is ignored."""
+"""Tuning: the options that are faster are kept, files of others are ignored, and weights are fitted."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
@@ -19,20 +20,29 @@ from moec.cli.commands.measuring import tune
 from moec.cli.main import cli
 from moec.cli.options.opening import open_engine
 from moec.cli.options.tuned_options import planned_cache_bytes
+from moec.cli.simulation.compile_eviction import EvictionReplays, fit_to_texts, requests_of
+from moec.cli.simulation.traces import replayed_bundle
 from moec.cli.terminal.output import human_bytes
+from moec.compiler.request.ports import RoutedText
 from moec.manifests.errors import MoecError
-from moec.profiles.loading import load_profile
-from moec.profiles.probe import machine_sha256, storage_sha256
+from moec.profiles.probe import machine_sha256
+from moec.profiles.storage_identity import storage_sha256
 from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.engine.engine import Engine, load
+from moec.runtime.expert_cache.policies import DEFAULT_WEIGHTS
 from moec.runtime.memory.budget import plan_memory
-from moec.runtime.options.runtime import RuntimeOptions, parse_cache
+from moec.runtime.options.runtime import EvictionWeights, RuntimeOptions, parse_cache
 from moec.runtime.tuning.tune_file import Tuning, bundle_sha256, read_tuning, tuning_path, write_tuning
 
 
 @pytest.fixture
 def bundle(mixed_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(mixed_bundle, tmp_path / "bundle"))
+
+
+def call(arguments: list[str]) -> Result:
+    """Call `moec`. An error is the exception of the result."""
+    return CliRunner().invoke(cli, arguments, standalone_mode=False)
 
 
 def tuning_of(bundle: Path, options: dict[str, str | int], cache: str = "50%") -> Tuning:
@@ -101,9 +111,7 @@ def test_the_file_lies_beside_the_bundle_and_is_used(
 ) -> None:
     monkeypatch.setattr("moec.cli.commands.measuring.tune.ROUNDS", 1)
     before = sorted(path.name for path in bundle.iterdir())
-    done = CliRunner().invoke(
-        cli, ["tune", str(bundle), "--expert-cache", "50%", "--tokens", "3", "--json"], standalone_mode=False
-    )
+    done = call(["tune", str(bundle), "--expert-cache", "50%", "--tokens", "3", "--json"])
     assert done.exception is None
     told = json.loads(done.stdout)
     assert Path(told["path"]) == tmp_path / "bundle.tune.json" == tuning_path(bundle)
@@ -130,7 +138,7 @@ def test_no_engine_takes_memory_from_the_next(bundle: Path, monkeypatch: pytest.
     monkeypatch.setattr(tune, "ROUNDS", 1)
     monkeypatch.setattr(tune, "LEAST_GAIN", math.inf)  # keep no option, so that every alternative is measured
     arguments = ["tune", str(bundle), "--expert-cache", "50%", "--tokens", "2"]
-    assert CliRunner().invoke(cli, arguments, standalone_mode=False).exception is None
+    assert call(arguments).exception is None
     found = read_tuning(bundle)
     assert found is not None and len(found.trials) >= 4
     assert len(opened) == 2 * len(found.trials)
@@ -138,7 +146,7 @@ def test_no_engine_takes_memory_from_the_next(bundle: Path, monkeypatch: pytest.
 
 def mode(bundle: Path, *more: str, cache: tuple[str, str] = ("--expert-cache", "50%")) -> str:
     arguments = ["run", str(bundle), "--prompt", "ab", "--max-new-tokens", "1", *cache, *more]
-    done = CliRunner().invoke(cli, arguments, standalone_mode=False)
+    done = call(arguments)
     assert done.exception is None
     return done.stderr
 
@@ -184,7 +192,7 @@ def test_a_sweep_of_modes_has_a_cache_of_its_own(bundle: Path, tmp_path: Path) -
     arguments = ["eval", str(bundle), "--data", str(tmp_path / "data.jsonl"), "--modes", "big-little gamma=0,k=1"]
     for cache, is_left in (("25%", False), ("100%", True)):
         write_tuning(bundle, tuning_of(bundle, {"readers": 5}, cache))
-        done = CliRunner().invoke(cli, arguments, standalone_mode=False)
+        done = call(arguments)
         assert done.exception is None and ("is ignored" in done.stderr) == is_left
         assert ("readers 5" in done.stderr) != is_left
 
@@ -265,22 +273,19 @@ def traced(bundle: Path, folder: Path, name: str, text: str) -> Path:
     source.write_text(text)
     arguments = ["bench", str(bundle), "--text", str(source), "--prompt-tokens", "4", "--tokens", "20"]
     arguments += ["--expert-cache", "40%", "--trace-out", str(trace)]
-    assert CliRunner().invoke(cli, arguments, standalone_mode=False).exception is None
+    assert call(arguments).exception is None
     return trace
 
 
-def test_weights_are_fitted_and_compared_on_other_traces(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: load_profile("laptop"))
-    monkeypatch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+@pytest.mark.usefixtures("laptop")
+def test_weights_are_fitted_and_compared_on_other_traces(bundle: Path, tmp_path: Path) -> None:
     training = traced(bundle, tmp_path, "a", "this text is what the weights are fitted to")
     held_out = [traced(bundle, tmp_path, name, f"{name} is another text, for comparing them") for name in "bc"]
     write_tuning(bundle, tuning_of(bundle, {"readers": 5, "policy": "lfu"}))
     arguments = ["tune", str(bundle), "--expert-cache", "50%", "--trace", str(training)]
     for path in held_out:
         arguments += ["--held-out", str(path)]
-    done = CliRunner().invoke(cli, [*arguments, "--json"], standalone_mode=False)
+    done = call([*arguments, "--json"])
     assert done.exception is None
     told = json.loads(done.stdout)
     policies = ["lrfu", "lru", "lfu", "edgemoe", "popularity", "optimum", "hobbit", "hobbit-printed"]
@@ -301,28 +306,22 @@ def test_weights_are_fitted_and_compared_on_other_traces(
     assert found.options == told["options"] and found.trials == told["trials"]
     kept = [trial for trial in told["trials"] if trial["kept"]]
     assert found.options.get("policy") == (kept[0]["value"].split()[0] if kept else None)
-    table = CliRunner().invoke(cli, arguments, standalone_mode=False)
+    table = call(arguments)
     assert table.exception is None and "gap closed" in table.stdout
     write_tuning(bundle, tuning_of(bundle, {"readers": 5}, "30%"))
-    assert CliRunner().invoke(cli, arguments, standalone_mode=False).exception is None
+    assert call(arguments).exception is None
     found = read_tuning(bundle)
     assert found is not None and "readers" not in found.options, "what paid in another cache does not stay"
     assert found.expert_cache_bytes == tuning_of(bundle, {}).expert_cache_bytes
 
 
-def test_weights_are_fitted_to_what_a_lossy_mode_decides(
-    two_version_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moec.profiles.probe.probe_host", lambda storage, request_bytes: load_profile("laptop"))
-    monkeypatch.setattr("moec.runtime.memory.bandwidth.read_bytes_per_s", lambda size, threads: 8_000_000_000)
+@pytest.mark.usefixtures("laptop")
+def test_weights_are_fitted_to_what_a_lossy_mode_decides(two_version_bundle: Path, tmp_path: Path) -> None:
     training = traced(two_version_bundle, tmp_path, "a", "this text is what the weights are fitted to")
     held_out = traced(two_version_bundle, tmp_path, "b", "b is another text, for comparing them")
     arguments = ["tune", str(two_version_bundle), "--trace", str(training), "--held-out", str(held_out)]
 
-    def fitted(*more: str) -> Result:
-        return CliRunner().invoke(cli, [*arguments, *more], standalone_mode=False)
-
-    done = fitted("--modes", "dynamic-precision 0.2,0.7", "--json")
+    done = call([*arguments, "--modes", "dynamic-precision 0.2,0.7", "--json"])
     assert done.exception is None
     told = json.loads(done.stdout)
     assert told["modes"] == "dynamic-precision 0.2,0.7" and not tuning_path(two_version_bundle).exists()
@@ -333,7 +332,7 @@ def test_weights_are_fitted_to_what_a_lossy_mode_decides(
     }
     assert all(row["decisions"]["low_share"] > 0 and row["gap_closed"] is None for row in by_policy.values())
     assert by_policy["hobbit, lhu 0"]["weights"].split(",")[2] == "0"
-    table = fitted("--modes", "dynamic-precision 0.2,0.7")
+    table = call([*arguments, "--modes", "dynamic-precision 0.2,0.7"])
     assert "low" in table.stdout and "policy-weights" in table.stderr
     for modes, message in [
         ("big-little gamma=0.5", "does not depend on the cache"),
@@ -341,7 +340,7 @@ def test_weights_are_fitted_to_what_a_lossy_mode_decides(
         ("dynamic-precision 0,1; dynamic-precision 0,0.5", "weights are fitted to one setting"),
         ("dynamic-precision 0,1 + big-little gamma=0.5,k=3", "has not recorded: a little model of this size"),
     ]:
-        refused = fitted("--modes", modes).exception
+        refused = call([*arguments, "--modes", modes]).exception
         assert isinstance(refused, MoecError) and message in refused.message
 
 
@@ -355,7 +354,7 @@ def test_weights_are_fitted_to_what_a_lossy_mode_decides(
     ],
 )
 def test_a_fit_without_what_it_needs_is_refused(bundle: Path, more: list[str], message: str) -> None:
-    done = CliRunner().invoke(cli, ["tune", str(bundle), *more], standalone_mode=False)
+    done = call(["tune", str(bundle), *more])
     assert isinstance(done.exception, MoecError) and message in done.exception.message
     assert not tuning_path(bundle).exists()
 
@@ -365,3 +364,60 @@ def test_a_fitted_policy_is_used_unless_the_command_line_names_one(bundle: Path)
     write_tuning(bundle, tuning_of(bundle, options))
     assert "policy hobbit 0.25,0.5,0,0.25," in mode(bundle)
     assert "policy lru," in mode(bundle, "--set", "policy=lru"), "a policy and its weights are one choice"
+
+
+RECENT = EvictionWeights(1, 0, 0, 0)
+
+
+def text(seed: int, tokens: int, habit: int) -> RoutedText:
+    """Return a text of three layers whose tokens choose two of eight experts.
+
+    habit: number of experts from which consecutive tokens choose; they move on every few tokens.
+    """
+    draw = np.random.default_rng(seed)
+    chosen = {
+        layer: np.array([(draw.permutation(habit)[:2] + at // 6 * habit + layer) % 8 for at in range(tokens)], np.int32)
+        for layer in range(3)
+    }
+    return RoutedText(4, chosen)
+
+
+def test_a_prompt_requests_each_expert_once_and_tokens_their_own() -> None:
+    chosen = {0: np.array([[1, 2], [2, 3], [0, 1], [3, 0]], np.int32), 2: np.array([[0, 1]] * 4, np.int32)}
+    assert requests_of(RoutedText(2, chosen), [0, 8, 16, 24]) == [
+        (0, (1, 2, 3)),
+        (2, (16, 17)),
+        (0, (0, 1)),
+        (2, (16, 17)),
+        (0, (3, 0)),
+        (2, (16, 17)),
+    ]
+
+
+def test_penalties_are_relative_to_the_default_weights(mixed_bundle: Path) -> None:
+    with open_bundle(mixed_bundle) as opened:
+        replayed = replayed_bundle(opened)
+    replays = EvictionReplays(replayed, [requests_of(text(seed, 60, 3), [0, 8, 16, 24]) for seed in range(4)])
+    assert replays.capacities and replays.penalty(DEFAULT_WEIGHTS) == 1
+    by_text = replays.by_text(RECENT)
+    assert by_text.shape == (4,) and replays.penalty(RECENT) == pytest.approx(by_text.mean()) != 1
+
+
+def test_weights_are_fitted_to_one_set_and_judged_on_another(mixed_bundle: Path) -> None:
+    alike = [text(seed, 40, 3) for seed in range(8)]
+    unlike = [text(100 + seed, 40, 8) for seed in range(8)]
+    told: list[tuple[int, int]] = []
+    found = fit_to_texts(mixed_bundle, alike, unlike, lambda done, every: told.append((done, every)))
+    assert found is not None and told[-1] == (1, 1)
+    record = found.record
+    assert record["texts"] == record["held_out_texts"] == 8
+    with open_bundle(mixed_bundle) as opened:
+        replayed = replayed_bundle(opened)
+    weights = EvictionWeights(**found.weights)
+    for texts, ratio in ((alike, record["fitted_ratio"]), (unlike, record["held_out_ratio"])):
+        replays = EvictionReplays(replayed, [requests_of(each, [0, 8, 16, 24]) for each in texts])
+        assert replays.penalty(weights) == pytest.approx(ratio, abs=1e-6)
+    assert record["fitted_ratio"] < 1, "these texts have habits that the default weights do not know"
+    assert found.is_better == record["kept"] == (record["held_out_interval95"][1] < 1)
+    again = fit_to_texts(mixed_bundle, alike, alike, lambda done, every: None)
+    assert again is not None and again.record["held_out_ratio"] == record["fitted_ratio"]

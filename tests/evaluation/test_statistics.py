@@ -1,9 +1,12 @@
-"""The bootstrap against formulas, its coverage, and what verdicts claim."""
+"""The bootstrap against formulas, its coverage, what verdicts claim, and losses that are stored as JSON."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +18,14 @@ from moec.evaluation.statistics import (
     LossEstimate,
     distribution_summary,
     judge,
+    loss_from_json,
     mean_interval95,
     perplexity_interval95,
     perplexity_loss,
     relative_loss,
+    summary_from_json,
 )
+from moec.evaluation.verdict_scope import verdict_scope
 from moec.manifests.errors import ExecutionError, OptionError
 
 Z95 = 1.6448536269514722  # normal quantile, one-sided 95 %
@@ -282,3 +288,46 @@ def test_several_looks_together_err_no_more_often_than_one_may() -> None:
                 wrong += verdict.supported
                 break
     assert wrong / runs <= 0.05 + 2 * (0.05 * 0.95 / runs) ** 0.5
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=30), st.sampled_from([0.05, 0.0125]))
+def test_a_loss_is_read_as_it_was_written(scores: list[float], error: float) -> None:
+    """Few items leave bounds that cannot be told, and a standard error that is infinite."""
+    baseline = np.maximum(scores, np.arange(len(scores)) == 0)
+    found = relative_loss(baseline, scores, resamples=50, error=error)
+    assert loss_from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_an_infinite_loss_stays_infinite() -> None:
+    found = replace(relative_loss([1.0], [1.0], resamples=5), loss=math.inf, value=math.inf)
+    again = loss_from_json(json.loads(json.dumps(found.to_json())))
+    assert again.loss == again.value == math.inf
+
+
+def test_a_kl_is_read_as_it_was_written() -> None:
+    """Also that of several tasks, one of which has a single text."""
+    whole = replace(distribution_summary([0.1, 0.3], [True, False], [0, 1]), by_task=((0.1, math.inf), (0.3, 0.2)))
+    for found in (whole, replace(whole, by_task=(), standard_error=math.inf)):
+        assert summary_from_json(json.loads(json.dumps(found.to_json(), allow_nan=False))) == found
+
+
+@pytest.mark.parametrize(
+    ("quality", "scope"),
+    [
+        (None, ""),
+        ({}, ""),
+        ({"verdict": "not measured", "tasks": {}}, ""),
+        ({"verdict": "measured", "tasks": {"gsm8k": {}}}, ""),
+        ({"verdict": ["supported"], "tasks": {"gsm8k": {}}}, ""),
+        ({"verdict": "supported", "tasks": ["gsm8k"]}, ""),
+        ({"verdict": "supported", "tasks": {}}, ""),
+        ({"verdict": "supported", "tasks": {"gsm8k": {}}}, "supported for gsm8k; other tasks were not measured"),
+        ({"verdict": "refuted", "tasks": {"b": {}, "a": {}}}, "refuted for a, b; other tasks were not measured"),
+        (
+            {"verdict": "met", "tasks": {}, "held_out_kl": {"perplexity": {}}},
+            "met for perplexity; other tasks were not measured",
+        ),
+    ],
+)
+def test_the_scope_of_a_verdict(quality: dict[str, Any] | None, scope: str) -> None:
+    assert verdict_scope(quality) == scope

@@ -108,10 +108,7 @@ def test_a_rendered_prompt_gets_no_special_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"system": "a"}, "no effect without `--chat`"),
-        ({"lower_is_better": True}, "no effect without `--metric`"),
-    ],
+    [({"system": "a"}, "no effect without `--chat`"), ({"lower_is_better": True}, "no effect without `--metric`")],
 )
 def test_settings_without_effect(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):

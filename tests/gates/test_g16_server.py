@@ -25,8 +25,8 @@ import pytest
 from moec.runtime import Engine, load
 from moec.serving.api.service import ServiceOptions
 from moec.serving.engine.scheduler import ServingOptions
-from tests.cli.test_run import add_file
 from tests.gates.bundles import emit_bundle
+from tests.listed_file import add_listed
 from tests.serving.live_server import PATIENCE_S, LiveServer, in_threads, live_server
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
@@ -48,7 +48,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("g16")
     model = save_tiny_mixtral(root / "model", TinyMixtral(layers=3, experts=8, top_k=2, seed=16))
     made = emit_bundle(model, root / "bundle", mixed=True)
-    add_file(made, "chat_template.jinja", TEMPLATE)
+    add_listed(made, "chat_template.jinja", TEMPLATE)
     return made
 
 

@@ -1,21 +1,25 @@
-"""What control groups leave of memory and processors: both versions, hybrids, and containers that see a part."""
+"""What control groups leave of memory and processors, and what freed memory counts against a limit."""
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from moec.cli.main import heed_quota
 from moec.profiles import probe
 from moec.profiles.control_group import group_free_memory, group_memory_limits, processor_quota
+from moec.profiles.freed_memory import give_back_freed_memory
 from tests.gates.memory_group import memory_group
 
 MIB = 1 << 20
@@ -49,11 +53,7 @@ TREE = {
     "version 2, another period": ("0::/a", {"a/cpu.max": "2500 1000"}, 2.5),
     "no quota": ("0::/a", {"a/cpu.max": "max 100000"}, math.inf),
     "no control groups": ("", {}, math.inf),
-    "version 1": (
-        "4:cpu:/a",
-        {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"},
-        0.5,
-    ),
+    "version 1": ("4:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"}, 0.5),
     "version 1, two controllers in one mount": (
         "4:cpu,cpuacct:/a",
         {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "25000"},
@@ -64,16 +64,8 @@ TREE = {
         {"cpu/cpu.cfs_quota_us": "70000", "cpu/cpu.cfs_period_us": "100000"},
         0.7,
     ),
-    "version 1, no quota": (
-        "4:cpu:/",
-        {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
-        math.inf,
-    ),
-    "a hybrid": (
-        "4:cpu:/a\n0::/a",
-        {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"},
-        0.5,
-    ),
+    "version 1, no quota": ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+    "a hybrid": ("4:cpu:/a\n0::/a", {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"}, 0.5),
     "another controller's group": ("4:cpuset:/a", {"cpu/a/cpu.cfs_quota_us": "50000"}, math.inf),
     "damaged files": ("0::/a\nodd", {"a/cpu.max": "9" * 5000, "cpu.max": "0 0"}, math.inf),
 }
@@ -337,3 +329,35 @@ def quota_group(processors: float) -> Iterator[Path]:
 def test_the_quota_of_a_real_group() -> None:
     with quota_group(1.5) as processes:
         assert asked(processes)[1] == 1
+
+
+MATRIX = 1 << 22
+"""16 MiB of float32."""
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_what_threads_have_freed_goes_back() -> None:
+    stays: list[torch.Tensor] = []
+
+    def work() -> None:
+        torch.ones(2 * MATRIX - 4096)  # nearly 32 MiB: once it is freed, matrices come from the thread's heap
+        for size in range(1, 13):
+            freed = [torch.ones(MATRIX) for _ in range(3)]
+            stays.append(torch.ones(1000 * size))
+            del freed
+
+    give_back_freed_memory()
+    before = resident_bytes()
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kept = resident_bytes() - before
+    give_back_freed_memory()
+    assert kept > 4 * 4 * MATRIX, "the allocator keeps nothing, and nothing is shown"
+    assert resident_bytes() - before < 4 * MATRIX
+    assert len(stays) == 24

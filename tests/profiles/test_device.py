@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moec.manifests.errors import ProfileError
 from moec.manifests.files.limits import MAX_TOML_BYTES
 from moec.profiles.device import KERNEL_FORMATS, PROVENANCE_KINDS, DeviceProfile, nearest_power_of_two, round_down
-from moec.profiles.loading import list_profiles, load_profile, read_profile, to_toml
+from moec.profiles.loading import list_profiles, load_profile, read_profile
 
 NUMBERS = {
     "memory_budget_bytes": 1000000,
@@ -98,15 +98,6 @@ def test_plans_of_a_shipped_profile_keep_their_digest(name: str, digest: str) ->
     assert replace(profile, gpu=None, cores=None, power=None, run=None, provenance=bare).sha256 == profile.sha256
 
 
-@pytest.mark.parametrize("name", [name for name in list_profiles() if name != "host"])
-def test_a_profile_survives_being_written(name: str, tmp_path: Path) -> None:
-    profile = load_profile(name)
-    path = tmp_path / "copy.toml"
-    path.write_text(to_toml(profile), encoding="utf-8")
-    copy = load_profile(path)
-    assert copy == profile and copy.provenance == profile.provenance
-
-
 @pytest.mark.parametrize(
     ("changes", "place"),
     [
@@ -158,17 +149,11 @@ def test_a_table_missing_altogether_is_a_missing_key(tmp_path: Path) -> None:
         read_profile(write(tmp_path, text))
 
 
-@pytest.mark.parametrize("text", ["name = ", "a = 1\na = 2", "x = [" * 2000])
-def test_text_that_is_not_toml_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("content", [b"name = ", b"a = 1\na = 2", b"x = [" * 2000, b'name = "\xff"'])
+def test_a_file_that_is_not_toml_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "board.toml").write_bytes(content)
     with pytest.raises(ProfileError, match="is not TOML"):
-        read_profile(write(tmp_path, text))
-
-
-def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "board.toml"
-    path.write_bytes(b'name = "\xff"')
-    with pytest.raises(ProfileError, match="is not TOML"):
-        read_profile(path)
+        read_profile(tmp_path / "board.toml")
 
 
 def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:

@@ -56,9 +56,7 @@ SIZES = st.integers(0, 1 << 40)
 @given(SIZES, SIZES, st.floats(0, 1e6), st.integers(1, 100))
 def test_a_faster_device_never_predicts_slower(compute: int, missed: int, reads: float, factor: int) -> None:
     faster = replace(
-        TX2,
-        memory_bytes_per_s=TX2.memory_bytes_per_s * factor,
-        storage_bytes_per_s=TX2.storage_bytes_per_s * factor,
+        TX2, memory_bytes_per_s=TX2.memory_bytes_per_s * factor, storage_bytes_per_s=TX2.storage_bytes_per_s * factor
     )
     assert predicted_tpot_ns(faster, compute, missed, reads) <= predicted_tpot_ns(TX2, compute, missed, reads)
 

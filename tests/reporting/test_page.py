@@ -21,6 +21,7 @@ from moec.reporting.figures.losses import kl_chart, loss_chart
 from moec.reporting.figures.maps import ExpertMap, Maps, rounded
 from moec.reporting.figures.replay import CacheRow, Span, TokenTimeline, side_by_side
 from moec.reporting.report import MAX_PAGE_BYTES, Replayed, Report, report_page
+from tests.page_driver import page_driver
 
 BUNDLE = Path(__file__).parents[2] / "examples" / "bundle"
 QUALITY: dict[str, Any] = json.loads((BUNDLE / QUALITY_NAME).read_text())
@@ -182,3 +183,20 @@ def test_reads_at_the_same_time_stand_side_by_side() -> None:
     assert side_by_side([Span("read", 0, 5, 0), Span("read", 5, 9, 0)]) == [
         [Span("read", 0, 5, 0), Span("read", 5, 9, 0)]
     ]
+
+
+@pytest.mark.parametrize("width", [1000, 390, 320])
+def test_the_report_fits_and_its_charts_can_be_read(tmp_path: Path, width: int) -> None:
+    """On a screen and on phones, in Debian's chromium of `make page-driver`."""
+    playwright, chromium = page_driver()
+    (tmp_path / "report.html").write_text(report_page(FULL))
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 800})
+        page.goto((tmp_path / "report.html").as_uri())
+        found = page.evaluate("() => document.documentElement.scrollWidth")
+        heights = page.evaluate(
+            "() => [...document.querySelectorAll('.chart text')].map(each => each.getBoundingClientRect().height)"
+        )
+        browser.close()
+    assert found <= width and len(heights) > 20 and min(heights) >= 10

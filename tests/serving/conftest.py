@@ -10,7 +10,7 @@ import pytest
 
 from moec.runtime import Engine, load
 from moec.serving.api.service import ServiceOptions
-from tests.cli.test_run import add_file
+from tests.listed_file import add_listed
 from tests.runtime.conftest import tiny_bundle as tiny_bundle
 from tests.serving.live_server import LiveServer, live_server
 
@@ -28,8 +28,7 @@ TEMPLATE = (
 def chat_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle with a chat template."""
     copy = Path(shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("chat") / "tiny-chat"))
-    add_file(copy, "chat_template.jinja", TEMPLATE)
-    return copy
+    return add_listed(copy, "chat_template.jinja", TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ TOOL_TEMPLATE = (
 def answering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """The example bundle with a chat template that takes tools."""
     copy = Path(shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("clients") / "bundle"))
-    add_file(copy, "chat_template.jinja", TOOL_TEMPLATE)
+    add_listed(copy, "chat_template.jinja", TOOL_TEMPLATE)
     options = ServiceOptions("bundle", deadline_s=60)
     with load(copy, slots=2) as engine, live_server(engine, service_options=options) as running:
         yield running

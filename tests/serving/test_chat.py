@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from moec.runtime import Engine, load
-from moec.serving.api.fields import MAX_ANSWERS
-from moec.serving.tools.chat_form import ThinkingSplitter
-from tests.cli.test_run import add_file
+from moec.serving.api.sampling_fields import MAX_ANSWERS
+from moec.serving.tools.tagged_parts import ThinkingSplitter
+from tests.listed_file import add_listed
 from tests.serving.conftest import CONTEXT
 from tests.serving.live_server import LiveServer, live_server
 
@@ -54,18 +54,6 @@ def test_parts_and_roles(server: LiveServer, engine: Engine) -> None:
     ]
     found = server.post(PATH, {**GREEDY, "messages": history}).json
     assert found["choices"][0]["message"]["content"] == expected(engine, "[user] hi[assistant] yo[user] on!")
-
-
-def test_the_next_turn_reuses_the_conversation(server: LiveServer) -> None:
-    first = server.post(PATH, {**GREEDY, "messages": [{"role": "user", "content": "tell me about it"}]}).json
-    content = first["choices"][0]["message"]["content"]
-    turn = [
-        {"role": "user", "content": "tell me about it"},
-        {"role": "assistant", "content": content},
-        {"role": "user", "content": "more"},
-    ]
-    second = server.post(PATH, {**GREEDY, "messages": turn}).json
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 10
 
 
 def text_of(data: bytes) -> str:
@@ -162,7 +150,7 @@ def test_variables_of_a_request_reach_the_template(
     tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
-    add_file(copy, "chat_template.jinja", b"{{ enable_thinking }}/{{ reasoning_effort }}/{{ messages[0].content }}")
+    add_listed(copy, "chat_template.jinja", b"{{ enable_thinking }}/{{ reasoning_effort }}/{{ messages[0].content }}")
     with load(copy, context=CONTEXT, slots=1) as engine, live_server(engine) as server:
         texts, encode = list[str](), engine.encode
         monkeypatch.setattr(engine, "encode", lambda text, *more: texts.append(text) or encode(text, *more))
@@ -203,3 +191,26 @@ def test_thinking_is_kept_apart(is_open: bool, text: str, thought: str, answer: 
     parts += splitter.flush()
     assert "".join(part for is_thought, part in parts if is_thought) == thought
     assert "".join(part for is_thought, part in parts if not is_thought) == answer
+
+
+TURNS, MOST = 10, 1.2
+QUESTIONS = [f"How many roses are {number} roses and {number + 3} more?" for number in range(2, 2 + TURNS)]
+
+
+@pytest.mark.gate("G16")
+def test_the_tenth_turn_computes_what_is_new(answering: LiveServer) -> None:
+    """What is new since the ninth answer, while others ask, too."""
+    messages: list[dict[str, str]] = []
+    engine, held = answering.service.engine, 0
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        found = answering.post(PATH, {"messages": messages, "temperature": 0, "max_tokens": 8}).json
+        usage = found["usage"]
+        computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        new = usage["prompt_tokens"] - held
+        messages.append({"role": "assistant", "content": found["choices"][0]["message"]["content"]})
+        held = usage["prompt_tokens"] + usage["completion_tokens"] - 1  # the last token is not computed
+        other = answering.post("/v1/completions", {"prompt": f"{question} Ruth", "max_tokens": 2, "temperature": 0})
+        assert other.status == 200
+    assert engine.options.slots == 2 and usage["prompt_tokens"] > 10 * new
+    assert computed <= MOST * new

@@ -252,10 +252,7 @@ def test_arguments_that_no_json_has_end_nothing(answering: LiveServer, arguments
 
 
 def test_a_template_without_tools_is_named(server: LiveServer) -> None:
-    for change, param in (
-        ({"tools": [TOOL]}, "tools"),
-        ({"input": [called("a"), result("a")]}, "input[0].type"),
-    ):
+    for change, param in (({"tools": [TOOL]}, "tools"), ({"input": [called("a"), result("a")]}, "input[0].type")):
         reply = server.post(RESPONSES, {**BODY, **change})
         assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "tools_not_supported", param)
     with pytest.raises(RequestError, match="no chat template that takes tools"):

@@ -90,48 +90,27 @@ def test_a_longer_text_replaces_its_beginning(opened: Engine, folder: Path) -> N
     assert len(list(folder.iterdir())) == 2 and store.saved == 0
 
 
-def flip(data: bytearray) -> None:
-    data[-1] ^= 1
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-def cut(data: bytearray) -> None:
-    del data[-7:]
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "the last byte": lambda data: flipped(data, len(data) - 1),
+    "cut": lambda data: data[:-7],
+    "longer": lambda data: data + b"more",
+    "a huge number of tokens": lambda data: data[:40] + (1 << 62).to_bytes(8, "little") + data[48:],
+    "no token": lambda data: data[:40] + bytes(8) + data[48:],
+    "of another bundle": lambda data: flipped(data, 9),
+    "without its mark": lambda data: flipped(data, 0),
+    "empty": lambda data: b"",
+    "another token": lambda data: flipped(data, 80 + 4 * 38),
+}
 
 
-def grow(data: bytearray) -> None:
-    data += b"more"
-
-
-def huge(data: bytearray) -> None:
-    data[40:48] = (1 << 62).to_bytes(8, "little")
-
-
-def none(data: bytearray) -> None:
-    data[40:48] = bytes(8)
-
-
-def foreign(data: bytearray) -> None:
-    data[9] ^= 1
-
-
-def mark(data: bytearray) -> None:
-    data[0] ^= 1
-
-
-def empty(data: bytearray) -> None:
-    data.clear()
-
-
-def tokens(data: bytearray) -> None:
-    data[80 + 4 * 38] ^= 1
-
-
-@pytest.mark.parametrize("damage", [flip, cut, grow, huge, none, foreign, mark, empty, tokens])
-def test_a_damaged_file_is_not_used(opened: Engine, folder: Path, damage: Callable[[bytearray], None]) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_not_used(opened: Engine, folder: Path, damage: str) -> None:
     (path,) = folder.iterdir()
-    data = bytearray(path.read_bytes())
-    damage(data)
-    path.write_bytes(data)
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
     with Scheduler(opened) as scheduler:
         opened.begin_sequence()
         expected = answer(scheduler, TURN)
@@ -201,9 +180,8 @@ def test_the_bytes_are_bounded(opened: Engine, tmp_path: Path) -> None:
 def test_files_of_other_bundles_count_and_go_first(opened: Engine, folder: Path) -> None:
     (path,) = folder.iterdir()
     other = folder / f"{'b' * 32}.kv"
-    data = bytearray(path.read_bytes())
-    data[9] ^= 1
-    other.write_bytes(data)
+    data = path.read_bytes()
+    other.write_bytes(flipped(data, 9))
     with started(opened, folder, len(data)) as (_, store, _):
         assert store.used_bytes == len(data)
     assert list(folder.iterdir()) == [path]

@@ -38,8 +38,10 @@ def test_names_of_this_machine(server: LiveServer, host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example", "", "10.0.0.1", "localhost.evil.example", "[", "x@localhost"]
-)
+    "host",
+    ["evil.example", "127.0.0.1.evil.example", "", "10.0.0.1", "localhost.evil.example", "[", "x@localhost",
+     "[::1].evil.com", "[::1]evil", "[localhost]", "localhost:evil", "localhost:80:80"],
+)  # fmt: skip
 def test_other_names_are_refused(server: LiveServer, host: str) -> None:
     reply = server.ask("GET", "/health", headers={"Host": host})
     assert (reply.status, reply.error["code"]) == (403, "host_not_allowed")
@@ -251,12 +253,6 @@ def test_tokens_there_and_back(server: LiveServer, engine: Engine) -> None:
     assert server.post("/tokenize", {}).error["code"] == "missing_field"
     for tokens in (5, ["a"], [-1], [10**9]):
         assert server.post("/detokenize", {"tokens": tokens}).status == 400
-
-
-@pytest.mark.parametrize("host", ["[::1].evil.com", "[::1]evil", "[localhost]", "localhost:evil", "localhost:80:80"])
-def test_a_host_header_of_another_form_is_refused(server: LiveServer, host: str) -> None:
-    assert server.ask("GET", "/health", headers={"Host": host}).status == 403
-    assert server.ask("GET", "/health", headers={"Host": "[::1]:80"}).status == 200
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/models", "/v1/models/", "/api/tags", "/v1/embeddings"])

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moec.manifests.bundle import MANIFEST_NAME
-from moec.manifests.codec import decode_manifest, encode_manifest
 from moec.runtime import load
 from moec.serving.tools.calls import NO_TOOLS, ToolsOfRequest
 from moec.serving.tools.chat_form import ChatForm, chat_form_of
-from tests.cli.test_run import add_file
+from tests.listed_file import add_listed
 from tests.serving.clients.weather import FUNCTION, SCHEMA, WEATHER
 from tests.serving.live_server import LiveServer, live_server
 
@@ -164,7 +161,7 @@ def test_special_tokens_between_parts_become_text() -> None:
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """The example with a template that writes calls as Hermes does. The model has never seen a call."""
     copy = Path(shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("calling") / "calls"))
-    add_file(copy, "chat_template.jinja", HERMES)
+    add_listed(copy, "chat_template.jinja", HERMES)
     with load(copy, context=512, slots=2) as engine, live_server(engine) as running:
         yield running
 
@@ -179,11 +176,7 @@ def mark_special(bundle: Path, *marks: str) -> None:
     tokenizer["added_tokens"] += [
         {**tokenizer["added_tokens"][0], "id": first + at, "content": mark} for at, mark in enumerate(marks)
     ]
-    (bundle / "tokenizer.json").write_text(json.dumps(tokenizer))
-    manifest = decode_manifest((bundle / MANIFEST_NAME).read_bytes(), "test")
-    files = tuple(file for file in manifest.files if file.name != "tokenizer.json")
-    (bundle / MANIFEST_NAME).write_bytes(encode_manifest(replace(manifest, files=files)))
-    add_file(bundle, "tokenizer.json", (bundle / "tokenizer.json").read_bytes())
+    add_listed(bundle, "tokenizer.json", json.dumps(tokenizer).encode())
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +184,7 @@ def special(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """The same with marks that are special tokens, as those of Qwen."""
     copy = Path(shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("special") / "calls"))
     mark_special(copy, *MARKS)
-    add_file(copy, "chat_template.jinja", HERMES)
+    add_listed(copy, "chat_template.jinja", HERMES)
     with load(copy, context=512, slots=2) as engine, live_server(engine) as running:
         assert all(engine.tokenizer.id_of(mark) is not None for mark in MARKS)
         yield running

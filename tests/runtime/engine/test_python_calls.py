@@ -12,7 +12,7 @@ import pytest
 
 from moec.manifests.errors import BundleIncomplete, InputError, MemoryBudgetExceeded, MoecError, OptionError
 from moec.runtime import Engine, load
-from tests.cli.test_run import add_file
+from tests.listed_file import add_listed
 
 TEMPLATE = b"{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
@@ -33,7 +33,7 @@ with load(sys.argv[1], memory="256MiB") as engine:
 @pytest.fixture(scope="module")
 def chat_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = Path(shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("chat") / "chat-moec"))
-    add_file(copy, "chat_template.jinja", TEMPLATE)
+    add_listed(copy, "chat_template.jinja", TEMPLATE)
     return copy
 
 

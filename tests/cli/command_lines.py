@@ -1,15 +1,48 @@
-"""Command lines that give every option of the commands that run and measure bundles."""
+"""Command lines that give every option, and where a test finds their values."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from moec.cli.commands.bundles.report import draw_card
+from moec.cli.commands.compiling.partial_bundle import open_partial
 from moec.cli.commands.running.generate import CODE_STOPS
+from moec.cli.lossy_modes.modes_measurement import ModesMeasurement
+from moec.cli.simulation.compile_eviction import fit_to_texts
+from moec.compiler.request.targets import Target
 from moec.runtime.expert_cache.policies import MultidimensionalScore
 from moec.runtime.options.runtime import parse_weights
 
-from .line import MODES, Given, Line
+MODES = "big-little gamma=0.5"
+
+
+class Given(NamedTuple):
+    """One parameter of a command line.
+
+    words: words on the command line. `{folder}` is replaced by the folder of the test's files.
+    way: path to the value in the arguments of the seam. Empty: the value is not followed.
+    """
+
+    words: str
+    way: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Line:
+    """One call of a command.
+
+    more: further words that the call needs.
+    """
+
+    command: str
+    seam: str
+    given: dict[str, Given]
+    more: str = ""
+
 
 ENGINE = "moec.runtime.engine.engine.Engine"
 WEIGHTS = "0.1,0.5,0,0.4"
@@ -35,9 +68,7 @@ RUNTIME = {
     "learned_routers": Given("--set learned-routers=no", "options.learned_routers", False),
     "cache_state": Given("--set cache-state=cold", "options.cache_state", "cold"),
 }
-LOSSY = {
-    "lossy": Given("--lossy 'big-little gamma=0.6,k=2'", "options.lossy", "big-little gamma=0.6,k=2"),
-}
+LOSSY = {"lossy": Given("--lossy 'big-little gamma=0.6,k=2'", "options.lossy", "big-little gamma=0.6,k=2")}
 ACCELERATOR = {
     "accelerator": Given("--accelerator torch-cpu", "options.accelerator", "torch-cpu"),
     "accelerator_memory": Given("--accelerator-memory 9MiB", "options.accelerator_memory", "9MiB"),
@@ -246,3 +277,159 @@ RUNS = {
         "--trace {folder}/run.trace --set prefetch=path",
     ),
 }
+
+
+COMPILE = "moec.compiler.pipeline.compile_checkpoint"
+OPTIONS = "request.options"
+LAPTOP = "--device laptop"
+"""A named device, so that nothing is probed."""
+UNIFORM = f"--uniform 4 {LAPTOP}"
+LOSS = Given("--loss 3%", f"{OPTIONS}.target", Target("loss", 0.03))
+COMPILES = {
+    "compile": Line(
+        "compile",
+        COMPILE,
+        {
+            "loss": LOSS,
+            "target_path": Given("-o {folder}/made", "request.output", Path("{folder}/made")),
+            "data": Given("--data {folder}/texts.jsonl", f"{OPTIONS}.data", "{folder}/texts.jsonl"),
+            "tasks": Given("--task gsm8k --task samsum", f"{OPTIONS}.tasks", ("gsm8k", "samsum")),
+            "devices": Given("--device raspberry-pi-4b-sd", "request.profile.name", "raspberry-pi-4b-sd"),
+            "dense_bits": Given("--dense-bits 4", f"{OPTIONS}.dense_bits", 4),
+            "bits": Given("--bits 1.6,2,8", f"{OPTIONS}.bits", (1.6, 2, 8)),
+            "group_size": Given("--group-size 64,128", f"{OPTIONS}.group_sizes", (64, 128)),
+            "sensitivity": Given("--sensitivity proxy", f"{OPTIONS}.sensitivity", "proxy"),
+            "objective": Given("--objective size", f"{OPTIONS}.objective", "size"),
+            "quantizer": Given("--quantizer rtn", f"{OPTIONS}.quantizer", "rtn"),
+            "torch_device": Given("--torch-device cuda:1", f"{OPTIONS}.torch_device", "cuda:1"),
+            "shots": Given("--shots 3", f"{OPTIONS}.shots", 3),
+            "confidence": Given("--confidence 0.9", f"{OPTIONS}.confidence", 0.9),
+            "long_items": Given("--long-items skip", f"{OPTIONS}.long_items", "skip"),
+            "chat": Given("--chat", f"{OPTIONS}.task_settings.chat", True),
+            "system": Given("--system kind", f"{OPTIONS}.task_settings.system", "kind"),
+            "prompt_template": Given(
+                "--prompt-template a.jinja", f"{OPTIONS}.task_settings.prompt_template", "a.jinja"
+            ),
+            "metric": Given("--metric wer", f"{OPTIONS}.task_settings.metric", "wer"),
+            "lower_is_better": Given("--lower-is-better", f"{OPTIONS}.task_settings.lower_is_better", True),
+            "trust_metric_code": Given("--trust-metric-code", f"{OPTIONS}.task_settings.trusts_metric_code", True),
+            "fallback_bits": Given("--fallback-bits 2", f"{OPTIONS}.fallback_bits", 2),
+            "prune": Given("--keep-experts", f"{OPTIONS}.prune", False),
+            "swaps": Given("--swaps 12", f"{OPTIONS}.swaps", 12),
+            "path_keys": Given("--set path-keys=pairs", f"{OPTIONS}.path_keys", "pairs"),
+            "modes": Given(f"--modes '{MODES}'", "request.measure_modes", ModesMeasurement(MODES)),
+            "limit": Given("--limit 13", f"{OPTIONS}.limit", 13),
+            "seed": Given("--seed 4", f"{OPTIONS}.seed", 4),
+            "comparisons": Given("--no-comparisons", f"{OPTIONS}.comparisons", False),
+            "popularity": Given("--popularity {folder}/text.txt", "request.popularity", Path("{folder}/text.txt")),
+            "memory": Given("--memory 5GiB", "request.memory_bytes", 5 << 30),
+            "cluster": Given("--cluster 10.0.0.1:6379", "request.cluster", "10.0.0.1:6379"),
+            "resume": Given("--resume", "request.resume", True),
+            "measurements": Given("--measurements {folder}/kept", "request.measurements", Path("{folder}/kept")),
+            "overwrite": Given("--overwrite", "request.overwrite", True),
+            "model": Given("", "request.source", "{folder}/model"),
+            "": Given("", "request.open_runtime", open_partial),
+        },
+    ),
+    "compile, templates": Line("compile", COMPILE, {"": Given("", "request.templates.__name__", "of_model")}, UNIFORM),
+    "compile, as edgemoe": Line(
+        "compile",
+        COMPILE,
+        {"preset": Given("--as edgemoe", f"{OPTIONS}.search", "edgemoe")},
+        f"--loss 2% --data x {LAPTOP}",
+    ),
+    "compile, as hobbit": Line(
+        "compile",
+        COMPILE,
+        {"": Given("--as hobbit", "request.fit_eviction", fit_to_texts)},
+        f"--kl 0.25 --data x {LAPTOP}",
+    ),
+    "compile, card": Line("compile", COMPILE, {"": Given("", "request.draw_card", draw_card)}, UNIFORM),
+    "compile, pruned": Line(
+        "compile",
+        COMPILE,
+        {
+            "kl": Given("--kl 0.25", f"{OPTIONS}.target", Target("kl", 0.25)),
+            "prune": Given("--prune-experts", f"{OPTIONS}.prune", True),
+        },
+        f"--data x {LAPTOP}",
+    ),
+    "compile, edgemoe": Line(
+        "compile",
+        COMPILE,
+        {
+            "bits_per_weight": Given("--bits-per-weight 3.5", f"{OPTIONS}.target", Target("bits_per_weight", 3.5)),
+            "search": Given("--search edgemoe", f"{OPTIONS}.search", "edgemoe"),
+            "plan_only": Given("--plan-only", "request.plan_only", True),
+        },
+        f"--data x {LAPTOP}",
+    ),
+    "compile, size": Line(
+        "compile", COMPILE, {"size": Given("--size 3MiB", f"{OPTIONS}.target", Target("size", 3 << 20))}, LAPTOP
+    ),
+    "compile, uniform": Line(
+        "compile",
+        COMPILE,
+        {
+            "uniform": Given("--uniform 4", f"{OPTIONS}.target", Target("uniform", 4)),
+            "symmetric": Given("--symmetric", f"{OPTIONS}.symmetric", True),
+            "threads": Given("--threads 3", "request.open_runtime.keywords", {"threads": 3}),
+        },
+        LAPTOP,
+    ),
+    "compile, sweep": Line(
+        "compile", COMPILE, {"sweep": Given("--sweep 1%,2%", "request.sweep", (0.01, 0.02))}, f"--data x {LAPTOP}"
+    ),
+    "compile, estimate": Line(
+        "compile",
+        "moec.compiler.forecast.forecast",
+        {"estimate": Given("--estimate", f"{OPTIONS}.target", Target("loss", 0.03)), "loss": LOSS},
+        f"--data x {LAPTOP}",
+    ),
+}
+
+
+SHOWN_ELSEWHERE = {
+    "run": {
+        "bundle": "test_text_goes_to_stdout_and_talk_to_stderr",
+        "prompt": "test_prompt_from_stdin",
+        "chat": "test_a_chat_goes_through_the_template",
+        "system": "test_a_chat_goes_through_the_template",
+        "as_json": "test_json_is_one_object_with_all_counts",
+        "trace_out": "test_a_trace_has_the_experts_of_every_token_and_no_text",
+    },
+    "chat": {
+        "bundle": "test_answers_go_to_stdout_and_talk_to_stderr",
+        "system": "test_a_system_message_comes_first",
+        "plain": "test_plain_ignores_the_template",
+        "as_json": "test_a_turn_computes_only_what_is_new",
+    },
+    "generate": {
+        "bundle": "test_prompts_of_unequal_length_are_continued_as_alone",
+        "out": "test_prompts_of_unequal_length_are_continued_as_alone",
+    },
+    "eval": {
+        "model": "test_a_16_bit_bundle_scores_what_the_checkpoint_scores",
+        "per_item": "test_slots_change_nothing",
+        "as_json": "test_a_16_bit_bundle_scores_what_the_checkpoint_scores",
+    },
+    "bench": {
+        "bundle": "test_json_holds_all_of_it",
+        "policies": "test_people_get_the_table_of_policies",
+        "trace_out": "test_counts_are_those_of_the_run_that_was_recorded",
+        "trace_little": "test_the_little_model_of_a_trace_must_be_there",
+        "profile": "test_a_profile_divides_a_token_among_kernels_waiting_and_python",
+        "as_json": "test_json_holds_all_of_it",
+    },
+    "tune": {
+        "bundle": "test_the_file_lies_beside_the_bundle_and_is_used",
+        "as_json": "test_weights_are_fitted_and_compared_on_other_traces",
+    },
+    "simulate": {
+        "bundle": "test_counts_are_those_of_the_run_that_was_recorded",
+        "trace_path": "test_counts_are_those_of_the_run_that_was_recorded",
+        "as_json": "test_counts_are_those_of_the_run_that_was_recorded",
+    },
+    "compile": {"as_json": "test_json_is_the_content_of_quality_json"},
+}
+"""Command -> parameter that reaches no seam -> test of this folder that fails if the parameter has no effect."""

@@ -1,17 +1,22 @@
-"""Search spaces in which matrices share a format, or have a part of the formats: what `bench.search.gain` compares."""
+"""What bench compares: strategies on an accelerator, grouped search spaces, and shares of lossy decisions."""
 
 from __future__ import annotations
 
 import itertools
+from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bench.accelerator.measured import ARMS, DENSE_HERE, run, table, tokens_of
 from bench.search.gain import GROUPINGS, MATRIX
 from bench.search.grouped_space import grouped, with_formats
 from bench.search.measured_model import plan_of_size
+from bench.yardstick.throttled.replayed import Shares
 from moec.compiler.request.plan import CompilePlan
 from moec.compiler.search.space import SearchSpace
+from moec.runtime import load
 from tests.compiler.search.toy_search import predicted_loss, toy_space
 
 BITS = (2.6, 3.5, 5.0)
@@ -61,3 +66,34 @@ def test_formats_that_are_not_offered_are_in_no_plan(bits: float) -> None:
     part = with_formats(space, lambda column: space.unit_specs[column].bitwidth in (2, 4, 16))
     assert {spec.bitwidth for spec in plan_of(part, bits).units.values()} <= {2, 4, 16}
     assert 3 in {spec.bitwidth for spec in plan_of(space, 3.5).units.values()}
+
+
+SHIPPED = Path(__file__).parents[2] / "examples" / "bundle"
+
+
+def test_each_strategy_has_its_own_rule_and_counts(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Anna has 3 apples and buys 4. ", encoding="utf-8")
+    options = Namespace(prompts=[4], beams=[2], tokens=2, rounds=1)
+    asked = {"accelerator": "torch-cpu", "accelerator_memory": "18MiB", "accelerator_dense": "device"}
+    with load(SHIPPED, expert_cache="100%", context=40, slots=2, threads=1, **asked) as engine:
+        rows = run(engine, tokens_of(engine, text, 40), options)
+        assert engine.accelerator is engine.model.accelerator is not None
+        on_device = len(engine.accelerator.placement.resident)
+    experts = {row["strategy"]: row["experts"] for row in rows}
+    assert list(experts) == list(ARMS)
+    assert 0 < on_device < 48
+    assert experts["CPU only"] == {"resident": 0, "copied": 0, "cpu": 0, "copied_bytes": 0}
+    for name, idle in (("copy only", "cpu"), ("static placement", "copied")):
+        assert experts[name][idle] == 0
+        assert all(experts[name][place] for place in {"resident", "copied", "cpu"} - {idle})
+    assert sum(experts[DENSE_HERE][place] for place in ("resident", "copied", "cpu")) > 0
+    assert len(table(rows).splitlines()) == 2 + len(ARMS)
+
+
+def test_shares_of_answers_and_of_prompts_are_over_their_own_missed_experts() -> None:
+    answers = {"missed": 200, "low": 80, "skipped": 40, "replaced": 20, "dropped": 10}
+    prompts = {"prompt_missed": 50, "prompt_low": 25, "prompt_skipped": 5}
+    found = Shares.of_counts({**answers, **prompts, "tokens": 30, "fallback_tokens": 6})
+    assert found == Shares(0.4, 0.2, 0.1, 0.05, fallback=0.2, prompt_low=0.5, prompt_skipped=0.1)
+    assert Shares.of_counts({**answers, "tokens": 30, "fallback_tokens": 6}) == Shares(0.4, 0.2, 0.1, 0.05, 0.2, 0, 0)

@@ -1,4 +1,4 @@
-"""Files of an untrusted model folder are refused before any work if they are no regular files or no tokenizer."""
+"""Files of an untrusted model folder are refused before any work in one sentence."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ def model(place: Path, tmp_path: Path) -> Path:
 
 TOKENIZERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "no model": lambda plain: plain.pop("model"),
+    "another model type": lambda plain: plain.update(model={"type": "\x1b[31m"}),
+    "an id of 64 bits": lambda plain: plain.update(added_tokens=[{"id": 2**63, "content": "a"}]),
     "panics on loading": lambda plain: plain.update(
         normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}
     ),
@@ -105,3 +107,11 @@ def test_a_model_folder_of_links_is_compiled(invoke: Invoke, model: Path, tmp_pa
     result = invoke("compile", tmp_path / "cache", *UNIFORM, "-o", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
     assert check_bundle(tmp_path / "out")["bits"]["formats"] == {"q4g64": 6}
+
+
+@pytest.mark.parametrize("content", [b'{"weight_map": {"a": 1}}', b'{"weight_map": ' + b"[" * 50_000])
+def test_an_index_that_names_no_files(invoke: Invoke, model: Path, tmp_path: Path, content: bytes) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    (model / "model.safetensors.index.json").write_bytes(content)
+    refused = invoke("compile", model, *UNIFORM, "--plan-only", "-o", tmp_path / "out")
+    assert refused.exit_code == 1 and refused.stderr.count("error: ") == 1, refused.stderr
