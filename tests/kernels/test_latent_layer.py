@@ -1,6 +1,6 @@
 """Latent attention of a layer in one call gives the bits of its single steps, and refuses what does not fit.
 
-tests/runtime/layers/test_attention.py compares it with its definition.
+tests/runtime/layers/test_layers.py compares it with its definition.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import socket
 import stat
@@ -16,6 +17,8 @@ from typing import BinaryIO
 import pytest
 
 from moec.manifests.errors import DoesNotFit, InputError, MoecError
+from moec.manifests.files.implied_names import check_implied, write_implied
+from moec.manifests.files.mounts import Mount, mount_of, mounts
 from moec.manifests.files.output_file import (
     AtomicFile,
     FileSystem,
@@ -379,3 +382,72 @@ def test_folders_that_stay_empty_are_taken_away_again(tmp_path: Path) -> None:
         assert (tmp_path / "a" / "b").is_dir()
         raise KeyError
     assert names(tmp_path) == ["a"] and names(tmp_path / "a") == ["kept"]
+
+
+MARK = re.compile(rb"\Aours ")
+
+
+def test_a_new_file_and_one_with_the_mark_are_written(tmp_path: Path) -> None:
+    for data in (b"ours 1", b"ours 2"):
+        write_implied(tmp_path / "file", data, MARK)
+        assert (tmp_path / "file").read_bytes() == data
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.gate("G10")
+@pytest.mark.parametrize("kind", ["file", "empty file", "link", "link to one of ours", "link to nothing", "folder"])
+def test_what_somebody_else_made_stays(tmp_path: Path, kind: str) -> None:
+    place, other = tmp_path / "file", tmp_path / "other"
+    other.write_bytes(b"ours 1" if kind == "link to one of ours" else b"dear")
+    if kind.startswith("link"):
+        place.symlink_to(tmp_path / "nothing" if kind == "link to nothing" else other)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.write_bytes(b"" if kind == "empty file" else b"dear ours")
+    before = other.read_bytes(), place.is_symlink()
+    for work in (lambda: check_implied(place, MARK), lambda: write_implied(place, b"ours 2", MARK)):
+        with pytest.raises(InputError, match="not replaced"):
+            work()
+    assert (other.read_bytes(), place.is_symlink()) == before and not (tmp_path / "nothing").exists()
+
+
+LINES = {
+    "optional fields": (
+        b"30 1 8:1 / /a rw shared:1 master:2 - ext4 /dev/sda1 rw",
+        Mount("/", "/a", "ext4", "/dev/sda1", "rw"),
+    ),
+    "escapes": (
+        rb"30 1 8:1 /a\134b /a\040b rw - nfs host:/x\011y rw",
+        Mount("/a\\b", "/a b", "nfs", "host:/x\ty", "rw"),
+    ),
+    "other white space": (
+        "30 1 8:1 / /a\x85b\u2028c\u00a0 rw - ext4 x rw".encode(),
+        Mount("/", "/a\x85b\u2028c\u00a0", "ext4", "x", "rw"),
+    ),
+    "not UTF-8": (b"30 1 8:1 / /\xff rw - ext4 x rw", Mount("/", "/\udcff", "ext4", "x", "rw")),
+    "no source": (b"30 1 0:5 / /tmp rw - tmpfs  rw", Mount("/", "/tmp", "tmpfs", "", "rw")),
+    "no options": (b"30 1 0:5 / /tmp rw - tmpfs x", Mount("/", "/tmp", "tmpfs", "x", "")),
+    "no kind": (b"30 1 0:5 / /tmp rw", None),
+}
+
+
+def system_of(folder: Path, *lines: bytes) -> Path:
+    (folder / "proc/self").mkdir(parents=True)
+    (folder / "proc/self/mountinfo").write_bytes(b"\n".join(lines) + b"\n")
+    return folder
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_of_the_kernel(name: str, tmp_path: Path) -> None:
+    line, expected = LINES[name]
+    assert mounts(system_of(tmp_path, b"odd", line)) == ([] if expected is None else [expected])
+
+
+def test_the_mount_of_a_path_is_the_last_of_the_longest(tmp_path: Path) -> None:
+    mount = "30 1 8:1 / {} rw - {} x rw".format
+    lines = [mount("/a/b", "first"), mount("/a/b", "second"), mount("/a", "short"), mount("/a/bc", "other")]
+    system = system_of(tmp_path, *map(str.encode, lines))
+    assert mount_of(Path("/a/b/c"), system).kind == "second"
+    assert mount_of(Path("/z"), system) == Mount("", "", "", "", "")
+    assert mounts(tmp_path / "nowhere") == []

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from moec.runtime.expert_cache.python_cache import PythonCache
 from moec.runtime.expert_cache.records import expert_records
 from moec.runtime.options.readers import Readers
 from moec.runtime.storage.read_runs import NONE
+from moec.runtime.storage.read_verifier import SETTLED_NS
 
 LAYERS, EXPERTS = 3, 4
 COUNT = LAYERS * EXPERTS
@@ -155,3 +157,9 @@ def after(condition: Callable[[], bool], action: Callable[[], object]) -> thread
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
+
+
+def wait_until_settled(bundle: Path) -> None:
+    """Return when the last change of any file of a folder is old enough to be told from another."""
+    while time.time_ns() - max(path.stat().st_ctime_ns for path in bundle.iterdir()) <= 1.05 * SETTLED_NS:
+        time.sleep(0.05)

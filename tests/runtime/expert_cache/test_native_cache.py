@@ -31,8 +31,7 @@ from moec.runtime.model.dense_weights import load_dense
 from moec.runtime.options.runtime import POLICIES, IoMode, Policy, RuntimeOptions
 from moec.runtime.storage.interface import page_bytes
 from moec.runtime.storage.read_storage import ReadStorage, open_storage
-from tests.runtime.faulty_source import PATIENCE_S, InTime, after, each, wait_for
-from tests.runtime.settled import wait_until_settled
+from tests.runtime.faulty_source import PATIENCE_S, InTime, after, each, wait_for, wait_until_settled
 
 LAYERS, EXPERTS = 3, 6
 COUNT = LAYERS * EXPERTS

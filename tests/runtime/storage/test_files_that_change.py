@@ -29,8 +29,7 @@ from moec.runtime.options.runtime import RuntimeOptions
 from moec.runtime.storage import read_verifier as read_verifier_module
 from moec.runtime.storage.read_storage import open_storage
 from tests.runtime.cache_kinds import Kind, caches_of
-from tests.runtime.faulty_source import InTime
-from tests.runtime.settled import wait_until_settled
+from tests.runtime.faulty_source import InTime, wait_until_settled
 
 TOKENS = [1, 5, 9, 3, 7, 2, 8, 4, 6, 1, 3, 9]
 READS = ("direct", "buffered")

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moec.manifests.errors import ManifestInvalid
-from moec.runtime.text import template_process
+from moec.runtime.text import limited_child, template_process
 from moec.runtime.text.template_process import CONFIG_NAME, TEMPLATE_NAME, ChatRenderer, folder_files, render_chat
 from moec.runtime.text.template_rendering import Source
 from tests.interrupts import hear_interrupts
@@ -294,6 +294,20 @@ def test_any_template_has_one_of_the_outcomes(template: str) -> None:
 def test_any_settings_have_one_of_the_outcomes(settings_: object) -> None:
     word, _ = Source("chat", json.dumps(settings_).encode(), None).render({"messages": MESSAGES}, 10_000)
     assert word in {"text", "missing", "damaged", "refused"}
+
+
+@pytest.mark.parametrize("call", [limited_child.answer, lambda job, line: limited_child.answer(job, line, True)])
+def test_nothing_is_rendered_without_limits(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[Any, bytes], None]
+) -> None:
+    def refuse(*values: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    written: list[tuple[str, str]] = []
+    monkeypatch.setattr(limited_child, "write", lambda word, text: written.append((word, text)))
+    monkeypatch.setattr(limited_child, "limit", refuse)
+    call(None, b'{"memory_bytes": 1, "cpu_s": 1}')
+    assert written == [("unlimited", "Operation not permitted")]
 
 
 if __name__ == "__main__":

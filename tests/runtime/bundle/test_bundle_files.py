@@ -1,22 +1,85 @@
-"""Files that a user names, or that lie next to a bundle: pipes and devices neither block nor fill the memory."""
+"""Files of a bundle and files that a user names: ranges, digests, pipes and devices."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from moec.manifests.errors import InputError
+from moec.manifests.bundle import DENSE_NAME, EVICTION_NAME
+from moec.manifests.errors import BundleIncomplete, ChecksumMismatch, InputError
 from moec.runtime.bundle.archive.pack import pack_bundle
 from moec.runtime.bundle.archive.unpack import unpack_bundle
-from moec.runtime.bundle.open_bundle import open_bundle
+from moec.runtime.bundle.eviction_weights import fitted_weights
+from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
 from moec.runtime.trace import trace_file
 from moec.runtime.trace.trace import Trace, TracedPass, TraceHeader
 from moec.runtime.tuning.tune_file import bundle_sha256, read_tuning, tuning_path
+from tests.gates.bundles import emit_bundle
+from tests.listed_file import add_listed
 from tests.runtime.faulty_source import InTime
+from tests.tiny_models import TinyMixtral, save_tiny_mixtral
+
+
+@pytest.mark.parametrize("flag", [getattr(os, "O_DIRECT", 0), 0])
+@pytest.mark.parametrize("offset", [0, 1, mmap.PAGESIZE])
+def test_any_range_is_what_the_file_holds(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, flag: int, offset: int
+) -> None:
+    monkeypatch.setattr(os, "O_DIRECT", flag, raising=False)
+    bundle, whole = open_bundle(tiny_bundle), (tiny_bundle / DENSE_NAME).read_bytes()
+    for size in (1, mmap.PAGESIZE, 3 * mmap.PAGESIZE + 5):
+        place = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        bundle.read_into(DENSE_NAME, offset, place)
+        assert place.tobytes() == whole[offset : offset + size]
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 4096, 1000])
+def test_verify_reads_every_byte_once(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    """Parts that begin and end inside a piece of what is read, and in several."""
+    bundle, read, seen, plain = open_bundle(tiny_bundle), dict[int, int](), list[tuple[int, int]](), os.pread
+
+    def read_counted(descriptor: int, size: int, offset: int) -> bytes:
+        assert size <= piece_bytes and offset == read.get(descriptor, 0)
+        data = plain(descriptor, size, offset)
+        read[descriptor] = offset + len(data)
+        return data
+
+    monkeypatch.setattr(os, "pread", read_counted)
+    monkeypatch.setattr("moec.runtime.bundle.open_bundle.CHUNK_BYTES", piece_bytes)
+    verify_bundle(bundle, lambda *done: seen.append(done))
+    files = bundle.manifest.files
+    assert read == {bundle.files[entry.name].descriptor: entry.size_bytes for entry in files}
+    assert seen[-1] == (sum(entry.size_bytes for entry in files),) * 2
+
+
+def test_a_file_that_ends_early_is_named(tiny_bundle: Path) -> None:
+    bundle, size = open_bundle(tiny_bundle), (tiny_bundle / DENSE_NAME).stat().st_size
+    with pytest.raises(BundleIncomplete, match=DENSE_NAME):
+        bundle.read_into(DENSE_NAME, 0, np.frombuffer(mmap.mmap(-1, size + 1), np.uint8))
+
+
+WEIGHTS = b'{"hobbit":{"fld":0.25,"lfu":0.5,"lhu":0,"lru":0.25}}'
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    save_tiny_mixtral(tmp_path / "tiny", TinyMixtral())
+    return emit_bundle(tmp_path / "tiny", tmp_path / "tiny-moec")
+
+
+def test_a_changed_byte_is_refused_where_digests_are_checked(bundle: Path) -> None:
+    add_listed(bundle, EVICTION_NAME, WEIGHTS)
+    (bundle / EVICTION_NAME).write_bytes(WEIGHTS.replace(b'"fld":0.25,"lfu":0.5', b'"fld":0.5,"lfu":0.25'))
+    with open_bundle(bundle) as opened:
+        with pytest.raises(ChecksumMismatch, match=EVICTION_NAME):
+            fitted_weights(opened)
+        assert fitted_weights(opened, verify=False) == "0.25,0.25,0,0.5"
 
 
 @pytest.fixture
