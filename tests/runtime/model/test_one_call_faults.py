@@ -19,7 +19,7 @@ from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.model.one_call import PASS_RULES
 from moec.runtime.storage.readers import ReaderThreads
 from tests.runtime.faulty_source import PATIENCE_S, InTime
-from tests.runtime.one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only
+from tests.runtime.model.test_one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only
 
 __all__ = ["bundle", "calls"]  # fixtures
 
