@@ -20,9 +20,8 @@ from moec.runtime.kernels import extension
 from moec.runtime.kernels.profile import TIMED, timed_kernels
 from tests.kernels.conftest import need
 from tests.kernels.packer import bits, random_matrix
-from tests.kernels.products import inputs, matrix_of
+from tests.kernels.products import gate, inputs, matrix_of
 
-gate = pytest.mark.gate("G8")
 SPEC = QuantSpec.parse("q4g64")
 
 
@@ -60,7 +59,7 @@ def test_without_extension_numpy_runs(fresh: pytest.MonkeyPatch, tmp_path: Path)
     assert kernels.available() == ("numpy",) and kernels.active() == "numpy"
     packed = random_matrix(33, 128, SPEC)
     out = np.empty((1, 33), np.float32)
-    kernels.linear(kernels.PackedMatrix(packed.data, 33, 128, SPEC), np.ones((1, 128), np.float32), out)
+    kernels.linear(matrix_of(packed), np.ones((1, 128), np.float32), out)
     assert np.allclose(out[0], packed.weights.sum(axis=1), atol=1e-3)
     kernels.set_threads(2)
     with pytest.raises(KernelUnavailable, match="available: numpy"):
@@ -93,8 +92,7 @@ def test_thread_counts_out_of_range_are_refused(count: int) -> None:
 
 
 def product(threads: int = 1, calls: int = 1) -> np.ndarray:
-    packed = random_matrix(512, 1024, SPEC)
-    matrix = kernels.PackedMatrix(packed.data, 512, 1024, SPEC)
+    matrix = matrix_of(random_matrix(512, 1024, SPEC))
     x, out = np.ones((3, 1024), np.float32), np.empty((3, 512), np.float32)
     for _ in range(calls):
         kernels.linear(matrix, x, out)

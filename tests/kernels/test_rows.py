@@ -15,9 +15,8 @@ from moec.runtime.kernels import reference
 from moec.runtime.kernels.reference.matmul import matmul
 from tests.kernels.conftest import need
 from tests.kernels.packer import LENGTHS, bits
+from tests.kernels.products import UNIT, gate
 
-gate = pytest.mark.gate("G8")
-UNIT = 2.0**-24
 EXP_ERROR = 2e-7
 
 

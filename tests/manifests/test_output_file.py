@@ -38,6 +38,23 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def mounted(mount: str, script: str, place: Path) -> str:
+    """Return what a script prints after a mount, in a namespace of its own."""
+    command = f'{mount} && exec "{sys.executable}" -c "$0" "{place}"'
+    done = subprocess.run(["unshare", "-m", "sh", "-c", command, script], capture_output=True, text=True, check=False)
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    return done.stdout or done.stderr
+
+
+def make_device(path: Path, minor: int) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, minor))
+        path.open("wb").close()
+    except OSError as problem:
+        pytest.skip(f"no device can be made here: {problem}")
+
+
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
     path = tmp_path / "file"
@@ -123,11 +140,8 @@ def test_a_full_disk_is_a_sentence_and_the_old_content_stays(tmp_path: Path) -> 
         "except DoesNotFit as problem: print(problem.message)\n"
         "print(path.read_bytes(), [each.name for each in path.parent.iterdir()])\n"
     )
-    command = f'mount -t tmpfs -o size=64k none "{tmp_path}" && exec "{sys.executable}" -c "$0" "{tmp_path}"'
-    done = subprocess.run(["unshare", "-m", "sh", "-c", command, script], capture_output=True, text=True, check=False)
-    if "unshare" in done.stderr or "mount" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.stdout == f"the disk of `{tmp_path}/file` is full\nb'old' ['file']\n", done.stderr
+    said = mounted(f'mount -t tmpfs -o size=64k none "{tmp_path}"', script, tmp_path)
+    assert said == f"the disk of `{tmp_path}/file` is full\nb'old' ['file']\n"
 
 
 def test_a_kill_leaves_the_old_content(old: Path) -> None:
@@ -194,11 +208,7 @@ def test_a_file_with_the_temporary_name_is_not_followed(tmp_path: Path, old: Pat
 @pytest.mark.parametrize("through_a_link", [False, True])
 def test_a_device_is_written_to_and_stays(tmp_path: Path, through_a_link: bool) -> None:
     device = tmp_path / "null"
-    try:
-        os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        device.open("wb").close()
-    except OSError as problem:
-        pytest.skip(f"no device can be made here: {problem}")
+    make_device(device, 3)
     path = device
     if through_a_link:
         path = tmp_path / "link"
@@ -214,11 +224,7 @@ def test_a_device_is_written_to_and_stays(tmp_path: Path, through_a_link: bool) 
 @as_root
 def test_a_device_that_refuses_is_a_sentence(tmp_path: Path) -> None:
     device = tmp_path / "full"
-    try:
-        os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 7))
-        device.open("wb").close()
-    except OSError as problem:
-        pytest.skip(f"no device can be made here: {problem}")
+    make_device(device, 7)
     with pytest.raises(DoesNotFit, match="full"):
         write_output(device, NEW)
     assert stat.S_ISCHR(device.lstat().st_mode)
@@ -340,15 +346,9 @@ def test_a_read_only_file_system_is_refused_before_the_work(tmp_path: Path) -> N
         "    try: check_output(Path(sys.argv[1]) / name)\n"
         "    except InputError as problem: print(problem.message)\n"
     )
-    command = (
-        f'mount -t tmpfs none "{tmp_path}" && touch "{tmp_path}/there" && mount -o remount,ro "{tmp_path}" '
-        f'&& exec "{sys.executable}" -c "$0" "{tmp_path}"'
-    )
-    done = subprocess.run(["unshare", "-m", "sh", "-c", command, script], capture_output=True, text=True, check=False)
-    if "unshare" in done.stderr or "mount" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    mount = f'mount -t tmpfs none "{tmp_path}" && touch "{tmp_path}/there" && mount -o remount,ro "{tmp_path}"'
     expected = [f"`{tmp_path}/{name}` cannot be written: Read-only file system" for name in ("new", "there", "a/b")]
-    assert done.stdout.splitlines() == expected, done.stderr
+    assert mounted(mount, script, tmp_path).splitlines() == expected
 
 
 @as_root
@@ -363,11 +363,8 @@ def test_a_mounted_file_is_refused_before_the_work(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "my target"
     source.touch()
     target.touch()
-    command = f'mount --bind "{source}" "{target}" && exec "{sys.executable}" -c "$0" "{target}"'
-    done = subprocess.run(["unshare", "-m", "sh", "-c", command, script], capture_output=True, text=True, check=False)
-    if "unshare" in done.stderr or "mount:" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.stdout == f"`{target}` is a mount point, so it cannot be replaced\n", done.stderr
+    said = mounted(f'mount --bind "{source}" "{target}"', script, target)
+    assert said == f"`{target}` is a mount point, so it cannot be replaced\n"
 
 
 def test_a_folder_is_checked_with_what_is_added_to_its_name(tmp_path: Path) -> None:

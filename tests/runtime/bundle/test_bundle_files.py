@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import threading
 from pathlib import Path
 
@@ -20,10 +19,8 @@ from moec.runtime.bundle.open_bundle import open_bundle, verify_bundle
 from moec.runtime.trace import trace_file
 from moec.runtime.trace.trace import Trace, TracedPass, TraceHeader
 from moec.runtime.tuning.tune_file import bundle_sha256, read_tuning, tuning_path
-from tests.gates.bundles import emit_bundle
 from tests.listed_file import add_listed
 from tests.runtime.faulty_source import InTime
-from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 
 @pytest.mark.parametrize("flag", [getattr(os, "O_DIRECT", 0), 0])
@@ -67,66 +64,55 @@ def test_a_file_that_ends_early_is_named(tiny_bundle: Path) -> None:
 WEIGHTS = b'{"hobbit":{"fld":0.25,"lfu":0.5,"lhu":0,"lru":0.25}}'
 
 
-@pytest.fixture
-def bundle(tmp_path: Path) -> Path:
-    save_tiny_mixtral(tmp_path / "tiny", TinyMixtral())
-    return emit_bundle(tmp_path / "tiny", tmp_path / "tiny-moec")
-
-
-def test_a_changed_byte_is_refused_where_digests_are_checked(bundle: Path) -> None:
-    add_listed(bundle, EVICTION_NAME, WEIGHTS)
-    (bundle / EVICTION_NAME).write_bytes(WEIGHTS.replace(b'"fld":0.25,"lfu":0.5', b'"fld":0.5,"lfu":0.25'))
-    with open_bundle(bundle) as opened:
+def test_a_changed_byte_is_refused_where_digests_are_checked(copied: Path) -> None:
+    add_listed(copied, EVICTION_NAME, WEIGHTS)
+    (copied / EVICTION_NAME).write_bytes(WEIGHTS.replace(b'"fld":0.25,"lfu":0.5', b'"fld":0.5,"lfu":0.25'))
+    with open_bundle(copied) as opened:
         with pytest.raises(ChecksumMismatch, match=EVICTION_NAME):
             fitted_weights(opened)
         assert fitted_weights(opened, verify=False) == "0.25,0.25,0,0.5"
 
 
-@pytest.fixture
-def own(tiny_bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_bundle, tmp_path / "own"))
-
-
-def test_a_tuning_that_is_a_pipe_or_without_end(own: Path, in_time: InTime) -> None:
-    path = tuning_path(own)
-    assert read_tuning(own) is None
+def test_a_tuning_that_is_a_pipe_or_without_end(copied: Path, in_time: InTime) -> None:
+    path = tuning_path(copied)
+    assert read_tuning(copied) is None
     os.mkfifo(path)
     with pytest.raises(ValueError, match="is a pipe, expected a regular file"):
-        in_time(lambda: read_tuning(own))
+        in_time(lambda: read_tuning(copied))
     path.unlink()
     path.symlink_to("/dev/zero")
     with pytest.raises(ValueError, match="is a device, expected a regular file"):
-        in_time(lambda: read_tuning(own))
+        in_time(lambda: read_tuning(copied))
 
 
-def test_an_archive_that_is_a_pipe(own: Path, tmp_path: Path, in_time: InTime) -> None:
+def test_an_archive_that_is_a_pipe(copied: Path, tmp_path: Path, in_time: InTime) -> None:
     archive, link = tmp_path / "a.moec", tmp_path / "link.moec"
     os.mkfifo(archive)
     with pytest.raises(InputError, match="is a pipe"):
         in_time(lambda: unpack_bundle(archive, tmp_path / "out"))
     archive.unlink()
-    pack_bundle(own, archive)
+    pack_bundle(copied, archive)
     link.symlink_to(archive)
     unpack_bundle(link, tmp_path / "out")
-    assert bundle_sha256(tmp_path / "out") == bundle_sha256(own)
+    assert bundle_sha256(tmp_path / "out") == bundle_sha256(copied)
 
 
 def test_a_bundle_that_is_swapped_while_it_is_packed(
-    own: Path, tmp_path: Path, in_time: InTime, monkeypatch: pytest.MonkeyPatch
+    copied: Path, tmp_path: Path, in_time: InTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moec.runtime.bundle.archive import pack
 
-    expected = bundle_sha256(own)
+    expected = bundle_sha256(copied)
 
     def then_swap(path: Path) -> object:
         opened = open_bundle(path)
-        for file in own.iterdir():
+        for file in copied.iterdir():
             file.unlink()
             os.mkfifo(file)
         return opened
 
     monkeypatch.setattr(pack, "open_bundle", then_swap)
-    in_time(lambda: pack_bundle(own, tmp_path / "a.moec"))
+    in_time(lambda: pack_bundle(copied, tmp_path / "a.moec"))
     unpack_bundle(tmp_path / "a.moec", tmp_path / "out")
     assert bundle_sha256(tmp_path / "out") == expected
 

@@ -56,14 +56,6 @@ def test_learned_routers_predict_and_change_no_result(tiny_bundle: Path, learned
     assert advice[0] == advice[2] == advice[1] - (learned / LOOKAHEAD_NAME).stat().st_size
 
 
-def test_a_run_that_looks_less_far_has_fewer(learned: Path) -> None:
-    with load(learned, **SMALL, prefetch_layers=1) as engine:
-        predictor = engine.model.advisor.predictor
-        assert isinstance(predictor, LookaheadPredictor)
-        source = predictor.source(0, 2)
-        assert source is not None and source[0] is engine.model.routers()[2]
-
-
 def test_a_run_has_the_routers_of_the_layers_that_it_looks_at(learned: Path) -> None:
     for options, aheads in (
         ({}, {1, 2}),

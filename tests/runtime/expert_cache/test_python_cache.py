@@ -261,6 +261,33 @@ def test_failures_nobody_waits_for_do_not_haunt_the_next_stream(in_time: InTime)
     cache.close()
 
 
+def test_advice_that_was_not_begun_is_no_prefetch(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 6, 60, pins=40)
+    source.gate.clear()
+    cache.prefetch([1, 2])
+    in_time(lambda: wait_for(lambda: source.begun == 1))
+    stream = cache.stream(0, [2])
+    after(lambda: 2 in cache.leased(), source.gate.set)
+    assert in_time(lambda: list(stream)) == [[2]]
+    assert (cache.stats.misses, cache.stats.late_hits, cache.stats.prefetch_used) == (1, 0, 0)
+    assert in_time(lambda: list(cache.stream(0, [1]))) == [[1]]
+    assert (cache.stats.prefetch_reads, cache.stats.prefetch_used) == (1, 1)
+    assert cache.stats.prefetch_precision == 1.0
+    cache.close()
+
+
+def test_reads_behind_a_failed_one_still_wait(in_time: InTime) -> None:
+    source, cache = make_cache([10] * 6, 60)
+    source.failing, source.ungated = {0}, {0}
+    source.gate.clear()
+    with pytest.raises(StorageReadFailed):
+        in_time(lambda: each(cache.stream(0, [0, 1, 2])))
+    after(lambda: 2 in cache.leased(), source.gate.set)
+    assert sorted(in_time(lambda: each(cache.stream(0, [1, 2])))) == [1, 2]
+    cache.check_invariants()
+    cache.close()
+
+
 def test_a_failed_prefetch_is_harmless(in_time: InTime) -> None:
     source, cache = make_cache([10] * 4, 40)
     source.failing = {1}

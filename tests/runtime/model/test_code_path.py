@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from moec.runtime import kernels, load
 from moec.runtime.expert_cache.native_cache import NativeCache
+from moec.runtime.options.runtime import POLICIES, IoMode
 from tests.gates.bundles import emit_bundle
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 from tests.tiny_switch import save_tiny_switch
@@ -22,8 +23,8 @@ SMALL: dict[str, Any] = {"expert_cache": "50%", "context": 32}
     [
         ({}, None, None),
         ({"prefetch": "off"}, None, None),
-        ({"policy": "edgemoe"}, None, None),
-        ({"io": "mmap"}, None, None),
+        *(({"policy": policy}, None, None) for policy in POLICIES),
+        *(({"io": io}, None, None) for io in get_args(IoMode)),
         ({"prefetch": "popularity"}, None, None),
         ({"prefetch": "path", "policy": "hobbit", "io": "mmap"}, None, None),
         ({"prefetch_rule": "spread"}, None, None),

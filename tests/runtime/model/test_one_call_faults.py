@@ -58,6 +58,8 @@ def test_closed_forked_too_small_and_other_kernels(
             kernels.select("numpy")
             with pytest.raises(ExecutionError, match="kernels were changed"):
                 engine.model.forward(*_one_token(engine))
+            with pytest.raises(ExecutionError, match="kernels were changed"):
+                next(cache.stream(0, [0]))
         finally:
             kernels.select(before)
         with monkeypatch.context() as forked:

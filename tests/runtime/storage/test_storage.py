@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import resource
-import shutil
 import threading
 import time
 from collections import deque
@@ -32,15 +31,11 @@ from moec.runtime.storage.address_space import find_page_maker
 from moec.runtime.storage.mapped_storage import resident_bytes
 from moec.runtime.storage.read_runs import MAX_RUN_BYTES, NONE, ReadRuns, next_in_file, previous_in_file
 from moec.runtime.storage.read_storage import ReadStorage, open_storage
+from tests.gates.damage import flip
 from tests.runtime.faulty_source import PATIENCE_S, InTime, wait_for
 
 MODES: tuple[Literal["direct", "buffered", "mmap"], ...] = ("direct", "buffered", "mmap")
 every_mode = pytest.mark.parametrize("io", MODES)
-
-
-@pytest.fixture
-def own_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_bundle, tmp_path / "own"))
 
 
 def file_bytes(bundle: Bundle, index: int) -> bytes:
@@ -115,16 +110,16 @@ def cached_bytes(bundle: Bundle) -> int:
     return sum(resident_bytes(np.memmap(bundle.path / name, np.uint8, "r")) for name in names)
 
 
-def test_buffered_reads_leave_nothing_in_the_page_cache(own_bundle: Path) -> None:
+def test_buffered_reads_leave_nothing_in_the_page_cache(copied: Path) -> None:
     """Neither what was read nor what the system reads ahead of it, as it does for who reads a header."""
-    bundle = open_bundle(own_bundle)
-    for path in own_bundle.glob("experts-*"):
+    bundle = open_bundle(copied)
+    for path in copied.glob("experts-*"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if cached_bytes(bundle):
         pytest.skip("NOT RUN: a file system that keeps what it is told to drop")
-    storage = open_storage(open_bundle(own_bundle), "buffered", verify=True)
+    storage = open_storage(open_bundle(copied), "buffered", verify=True)
     for index in range(len(bundle.manifest.experts)):
         storage.load(index)
         assert cached_bytes(bundle) == 0
@@ -231,12 +226,12 @@ def test_kernels_follow(tiny_bundle: Path) -> None:
 
 
 @every_mode
-def test_a_flipped_byte_is_found_at_the_next_read(own_bundle: Path, io: IoMode) -> None:
-    bundle = open_bundle(own_bundle)
+def test_a_flipped_byte_is_found_at_the_next_read(copied: Path, io: IoMode) -> None:
+    bundle = open_bundle(copied)
     entries = bundle.manifest.experts
     healthy = open_storage(bundle, io, verify=True)
     healthy.load(7)
-    flip(own_bundle / entries[7].file, entries[7].offset_bytes + entries[7].size_bytes - 1)
+    flip(copied / entries[7].file, entries[7].offset_bytes + entries[7].size_bytes - 1)
     storage = open_storage(bundle, io, verify=True)
     for _ in range(2):
         with pytest.raises(ChecksumMismatch, match=f"expert {entries[7].expert} of layer {entries[7].layer}") as caught:
@@ -253,21 +248,12 @@ def test_a_flipped_byte_is_found_at_the_next_read(own_bundle: Path, io: IoMode) 
         opened.close()
 
 
-def flip(path: Path, place: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(place)
-        old = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([old ^ 1]))
-        os.fsync(file.fileno())
-
-
 @pytest.mark.parametrize("io", ["direct", "buffered"])
-def test_a_file_that_shrinks_while_it_is_read(own_bundle: Path, io: IoMode) -> None:
-    bundle = open_bundle(own_bundle)
+def test_a_file_that_shrinks_while_it_is_read(copied: Path, io: IoMode) -> None:
+    bundle = open_bundle(copied)
     storage = open_storage(bundle, io, verify=False)
     entry = bundle.manifest.experts[5]
-    os.truncate(own_bundle / entry.file, entry.offset_bytes + 4096)
+    os.truncate(copied / entry.file, entry.offset_bytes + 4096)
     with pytest.raises(StorageReadFailed, match=f"{entry.file}`"):
         storage.load(5)
     with pytest.raises(StorageReadFailed, match=f"ended at byte {entry.offset_bytes + 4096}"):
@@ -276,10 +262,10 @@ def test_a_file_that_shrinks_while_it_is_read(own_bundle: Path, io: IoMode) -> N
 
 
 @pytest.mark.parametrize("io", ["auto", *MODES])
-def test_a_file_that_is_gone_is_read_and_an_empty_one_is_not(own_bundle: Path, io: IoMode) -> None:
-    bundle = open_bundle(own_bundle)
+def test_a_file_that_is_gone_is_read_and_an_empty_one_is_not(copied: Path, io: IoMode) -> None:
+    bundle = open_bundle(copied)
     last = len(bundle.manifest.experts) - 1
-    file, expected = own_bundle / bundle.manifest.experts[-1].file, file_bytes(bundle, last)
+    file, expected = copied / bundle.manifest.experts[-1].file, file_bytes(bundle, last)
     whole = file.read_bytes()
     file.unlink()
     storage = open_storage(bundle, io, verify=True)
@@ -287,7 +273,7 @@ def test_a_file_that_is_gone_is_read_and_an_empty_one_is_not(own_bundle: Path, i
     assert storage.block(last).tobytes() == expected
     storage.close()
     file.write_bytes(whole)
-    bundle = open_bundle(own_bundle)
+    bundle = open_bundle(copied)
     os.truncate(file, 0)
     with pytest.raises(StorageReadFailed, match=f"{file.name}` "):
         open_storage(bundle, io, verify=True).load(last)

@@ -45,6 +45,7 @@ from moec.runtime.text.log_probabilities import token_log_prob
 from moec.runtime.text.sampling import Sampler, SamplingOptions, penalised
 
 LOGITS = np.array([1.0, 3.0, 2.5, 0.0], np.float32)
+HOT = {"temperature": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -67,11 +68,27 @@ def test_penalties_and_biases(options: dict[str, object], answer: list[int], cho
 
 
 @pytest.mark.parametrize(
-    "options", [{"presence_penalty": 101.0}, {"frequency_penalty": -101.0}, {"logit_bias": ((1, 1e9),)}]
+    ("options", "message"),
+    [
+        *(({"temperature": value}, "temperature must be") for value in (-0.1, 101.0, float("nan"))),
+        ({**HOT, "top_k": -1}, "top-k must be"),
+        *(({**HOT, "top_p": value}, "top-p must be") for value in (0.0, 1.1)),
+        ({**HOT, "min_p": 1.5}, "min-p must be"),
+        *(({name: value}, "temperature 0") for name, value in (("top_k", 3), ("top_p", 0.5), ("min_p", 0.1))),
+        ({"seed": -1}, "seed must be"),
+        *(
+            ({**HOT, "repetition_penalty": value}, r"must be 0\.01 to 100, found")
+            for value in (0.0, 1e-40, 0.009, 101.0, float("nan"), float("inf"), -1.0)
+        ),
+        ({"presence_penalty": 101.0}, "-100 to 100"),
+        ({"frequency_penalty": -101.0}, "-100 to 100"),
+        ({"logit_bias": ((1, 1e9),)}, "-100 to 100"),
+    ],
 )
-def test_ranges(options: dict[str, object]) -> None:
-    with pytest.raises(OptionError, match="-100 to 100"):
-        SamplingOptions(**options)  # type: ignore[arg-type]
+def test_what_is_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
+    """A smaller or larger repetition penalty would overflow."""
+    with pytest.raises(OptionError, match=message):
+        SamplingOptions(**options)
 
 
 def test_equal_tokens_are_listed_by_their_id() -> None:
@@ -179,30 +196,11 @@ def test_sampling_as_text() -> None:
     )
 
 
-@pytest.mark.parametrize("penalty", [1e-40, 0.009, 101.0, float("nan"), float("inf"), -1.0])
-def test_a_penalty_that_would_overflow_is_refused(penalty: float) -> None:
-    with pytest.raises(OptionError, match=r"must be 0\.01 to 100, found"):
-        SamplingOptions(temperature=1.0, repetition_penalty=penalty)
-
-
 def test_logits_that_the_penalty_makes_infinite_are_refused() -> None:
     sampler = Sampler(SamplingOptions(temperature=1.0, repetition_penalty=0.01))
     with pytest.raises(ExecutionError, match="NaN or infinity"):
         sampler(np.array([1, 3e38, 3], np.float32), [1])
     assert sampler(np.array([-1e30, 3e30, -3], np.float32), [1]) == 1
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": -0.1}, {"temperature": 101.0}, {"temperature": float("nan")}, {"temperature": 1.0, "top_k": -1},
-        {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1.0, "top_p": 1.1}, {"top_k": 3}, {"top_p": 0.5},
-        {"seed": -1}, {"min_p": 0.1}, {"temperature": 1.0, "min_p": 1.5}, {"repetition_penalty": 0.0},
-    ],
-)  # fmt: skip
-def test_sampling_options(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError):
-        SamplingOptions(**options)
 
 
 ANY_LOGITS = arrays.arrays(np.float32, st.integers(1, 20), elements=st.floats(-50, 50, width=32))

@@ -195,6 +195,7 @@ def test_scores_by_hand(tmp_path: Path) -> None:
 
 
 VERSION_4 = {**VERSION_3, "version": 4}
+VERSION_5 = {**VERSION_4, "version": 5, "architecture": "ab" * 32, "left_out": [[3], []], "storage_latency_ns": 0}
 FOUR = numbers(0, 0.5, 0.25, 2)
 PROMPT_SCORES: dict[str, Any] = {"unimportance": EIGHT, "ahead": [[FOUR], []], "ahead_unimportance": [[FOUR], []]}
 BARE = {"scores": None, "prompt_scores": None}
@@ -212,6 +213,10 @@ def test_scores_of_a_prompt_by_hand(tmp_path: Path) -> None:
 def prompted(**changes: Any) -> Callable[[], list[Any]]:
     scores = {**PROMPT_SCORES, **changes}
     return lambda: [VERSION_4, {**PROMPT, **BARE, "prompt_scores": scores}, {**TOKEN, **BARE}]
+
+
+def recorded(**changes: Any) -> Callable[[], list[Any]]:
+    return lambda: [{**VERSION_5, **changes}, {**PROMPT, **BARE}, {**TOKEN, **BARE}]
 
 
 def scored(**changes: Any) -> Callable[[], list[Any]]:
@@ -302,6 +307,18 @@ def token(**changes: Any) -> Callable[[], list[Any]]:
             "expected a first pass of the decoder over 1 token, found 2",
         ),
         (lambda: [HEADER, [1]], "line 2 is not of a routing trace: expected a JSON object"),
+        (
+            recorded(left_out=[[2], []]),
+            "line 2 is not of a routing trace: `chosen[0]`: a token chooses an expert that the",
+        ),
+        (recorded(left_out=[[3]]), "`left_out`: expected a list of 2"),
+        (recorded(left_out=[[4], []]), "`left_out[0]`: expected whole numbers of 0 to 3, found 4"),
+        (recorded(left_out=[[3, 3], []]), "`left_out[0]`: expected at most 2 different experts"),
+        (recorded(left_out=[[], [0, 1, 2, 3]]), "`left_out[1]`: expected at most 3 different experts"),
+        (recorded(architecture="ab"), "`architecture`: expected a SHA-256, found 'ab'"),
+        (recorded(architecture=None), "`architecture`: expected a SHA-256, found None"),
+        (recorded(threads=0), "`threads`: expected a whole number of 1 or more"),
+        (lambda: [{**VERSION_5, "version": 4}], "unknown ['architecture', 'left_out'], missing []"),
     ],
 )
 def test_what_breaks_the_rules_is_refused(lines: Callable[[], list[Any]], message: str, tmp_path: Path) -> None:
@@ -391,9 +408,6 @@ def test_the_rate_of_storage_is_that_of_the_run_where_it_read_enough() -> None:
     assert recorder.read_bytes_per_s is None
 
 
-VERSION_5 = {**VERSION_4, "version": 5, "architecture": "ab" * 32, "left_out": [[3], []], "storage_latency_ns": 0}
-
-
 def test_a_trace_of_a_bundle_without_some_experts_by_hand(tmp_path: Path) -> None:
     passes = [{**PROMPT, **BARE}, {**TOKEN, **BARE}]
     found = read_trace(written(tmp_path / "t", VERSION_5, *passes)).header
@@ -402,31 +416,6 @@ def test_a_trace_of_a_bundle_without_some_experts_by_hand(tmp_path: Path) -> Non
     assert earlier.left_out == () and earlier.architecture == ""
     unknown = {**VERSION_5, "left_out": [], "architecture": "", "memory_bytes_per_s": 0}
     assert not read_trace(written(tmp_path / "t", unknown, *passes)).header.has_rates
-
-
-def held(**changes: Any) -> Callable[[], list[Any]]:
-    return lambda: [{**VERSION_5, **changes}, {**PROMPT, **BARE}, {**TOKEN, **BARE}]
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (held(left_out=[[2], []]), "line 2 is not of a routing trace: `chosen[0]`: a token chooses an expert that the"),
-        (held(left_out=[[3]]), "`left_out`: expected a list of 2"),
-        (held(left_out=[[4], []]), "`left_out[0]`: expected whole numbers of 0 to 3, found 4"),
-        (held(left_out=[[3, 3], []]), "`left_out[0]`: expected at most 2 different experts"),
-        (held(left_out=[[], [0, 1, 2, 3]]), "`left_out[1]`: expected at most 3 different experts"),
-        (held(architecture="ab"), "`architecture`: expected a SHA-256, found 'ab'"),
-        (held(architecture=None), "`architecture`: expected a SHA-256, found None"),
-        (held(threads=0), "`threads`: expected a whole number of 1 or more"),
-        (lambda: [{**VERSION_5, "version": 4}], "unknown ['architecture', 'left_out'], missing []"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(lines: Callable[[], list[Any]], message: str, tmp_path: Path) -> None:
-    path = written(tmp_path / "bad.trace", *lines())
-    with pytest.raises(InputError) as caught:
-        read_trace(path)
-    assert message in caught.value.message and caught.value.message.startswith(f"`{path}`")
 
 
 def test_a_trace_grows_pass_by_pass_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
