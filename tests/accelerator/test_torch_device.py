@@ -12,10 +12,9 @@ from moec.manifests.quant import QuantSpec
 from moec.runtime import kernels
 from moec.runtime.accelerator.device import COPY_SLOTS
 from moec.runtime.accelerator.image import expert_bytes
-from moec.runtime.accelerator.torch_device import TorchDevice
 from moec.runtime.accelerator.torch_weights import round_activations, unpack
 from moec.runtime.kernels import packed_matrix, reference
-from tests.accelerator.experts import RANKS, TOKENS, computed_by, computed_by_numpy
+from tests.accelerator.experts import RANKS, TOKENS, computed_by, computed_by_numpy, launched_together, opened
 from tests.kernels.packer import FORMATS, bits, random_matrix
 from tests.kernels.products import EXPERTS, biases_of, by_bits, expert_of, inputs
 
@@ -72,11 +71,6 @@ UNIFORM = [
 ] + [(128, 64, ("q1.6s",) * 3)]
 
 
-def opened(device: torch.device, experts: list[kernels.Expert], kept: int) -> TorchDevice:
-    sizes = [expert_bytes(expert) for expert in experts]
-    return TorchDevice("test", device, sum(sizes[:kept]), max(sizes))
-
-
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "copied"])
 @pytest.mark.parametrize(("width", "hidden", "texts"), [*UNIFORM, *EXPERTS], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "relu", "clamped_swiglu"])
@@ -121,11 +115,7 @@ def test_copies_take_turns_in_their_slots(device: torch.device) -> None:
     experts = [expert_of(96, 64, (text,) * 3)[0] for text in ("q2g32", "q4g32", "q8", "bf16", "q3g32", "fp16")]
     x, chosen = inputs(9, 64), opened(device, experts, 0)
     alone = [computed_by(chosen, expert, x, is_kept=False) for expert in experts]
-    chosen.begin(x)
-    together = np.zeros((9, len(experts), 64), np.float32)
-    for rank, expert in enumerate(experts):
-        chosen.run(chosen.copy(expert), TOKENS, np.full(4, rank, np.int32))
-    chosen.collect(together)
+    together = launched_together(chosen, experts, x)
     for rank, single in enumerate(alone):
         assert np.array_equal(together[TOKENS, rank], single[TOKENS, RANKS])
 
