@@ -93,8 +93,6 @@ def test_a_wrong_field_is_named(path: str, value: Any, place: str, message: str)
         (b'"norm_eps": 1e-05', b'"norm_eps": ' + b"9" * 5000, "not strict JSON"),
         (b'"name": "tiny"', b'"name": "\xff"', "utf-8"),
         (b'"name": "tiny"', b'"name": "\\ud800"', "no canonical form"),
-        (b'"name": "tiny"', b'"name": ' + b"[" * 100_000 + b"]" * 100_000, "nested more than 32 deep"),
-        (b'"name": "tiny"', b'"name": ' + b"[" * 700 + b"]" * 700, ""),
         (b'"name": "tiny",', b'"name": "tiny",,', "not strict JSON"),
     ],
 )

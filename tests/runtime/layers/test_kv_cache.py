@@ -118,8 +118,6 @@ def test_what_no_half_float_holds_is_the_largest_one() -> None:
 
 
 def test_refusals(tiny_bundle: Path) -> None:
-    with pytest.raises(OptionError, match="unknown type of keys and values `bfloat16`"):
-        load(tiny_bundle, kv="bfloat16")
     with pytest.raises(OptionError, match="keys and values on an accelerator are float32"):
         load(tiny_bundle, **BESIDE_A_DEVICE, accelerator_dense="device")
 

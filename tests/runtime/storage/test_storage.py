@@ -57,6 +57,7 @@ def pages_present(view: np.ndarray) -> int:
 def test_equal_to_the_file(tiny_bundle: Path, io: IoMode) -> None:
     bundle = open_bundle(tiny_bundle)
     storage = open_storage(bundle, io, verify=True)
+    assert storage.mode == io
     for index in [5, 0, 17, 5, 9]:
         storage.load(index)
         assert storage.block(index).tobytes() == file_bytes(bundle, index)
@@ -123,13 +124,6 @@ def test_buffered_reads_leave_nothing_in_the_page_cache(copied: Path) -> None:
     for index in range(len(bundle.manifest.experts)):
         storage.load(index)
         assert cached_bytes(bundle) == 0
-    storage.close()
-
-
-@every_mode
-def test_the_mode_is_the_one_that_was_asked_for(tiny_bundle: Path, io: IoMode) -> None:
-    storage = open_storage(open_bundle(tiny_bundle), io, verify=True)
-    assert storage.mode == io
     storage.close()
 
 
