@@ -71,11 +71,11 @@ def test_penalties_and_biases(options: dict[str, object], answer: list[int], cho
     ("options", "message"),
     [
         *(({"temperature": value}, "temperature must be") for value in (-0.1, 101.0, float("nan"))),
-        ({**HOT, "top_k": -1}, "top-k must be"),
+        ({**HOT, "top_k": -1}, "top-k must"),
         *(({**HOT, "top_p": value}, "top-p must be") for value in (0.0, 1.1)),
         ({**HOT, "min_p": 1.5}, "min-p must be"),
         *(({name: value}, "temperature 0") for name, value in (("top_k", 3), ("top_p", 0.5), ("min_p", 0.1))),
-        ({"seed": -1}, "seed must be"),
+        ({"seed": -1}, "seed must not be negative"),
         *(
             ({**HOT, "repetition_penalty": value}, r"must be 0\.01 to 100, found")
             for value in (0.0, 1e-40, 0.009, 101.0, float("nan"), float("inf"), -1.0)
