@@ -27,6 +27,7 @@ from moec.runtime.engine import engine as engine_module
 from moec.runtime.expert_cache.cache_stats import CacheStats
 from moec.runtime.storage.read_storage import ReadStorage
 from moec.runtime.text.sampling import SamplingOptions
+from tests.runtime.cache_kinds import kernels_of
 
 CONTEXT = 64
 PROMPT = [5, 60, 31, 7, 90, 2, 8]
@@ -270,13 +271,7 @@ def test_a_closed_engine_is_freed_at_once(tiny_bundle: Path, options: dict[str, 
 
 def test_overflow_in_the_head_gives_no_warning_and_reaches_the_logits(tiny_bundle: Path) -> None:
     """Sampling refuses such logits. A warning of numpy would be an error of the suite."""
-    before = kernels.active()
-    kernels.select(kernels.NUMPY)
-    try:
-        with load(tiny_bundle, expert_cache="50%", context=32) as engine:
-            width = engine.model.spec.hidden_size
-            hidden = np.full((1, width), 1e30, np.float32)
-            hidden[0, 0] = np.inf
-            assert np.isnan(engine.model.logits(hidden)).any()
-    finally:
-        kernels.select(before)
+    with kernels_of(kernels.NUMPY), load(tiny_bundle, expert_cache="50%", context=32) as engine:
+        hidden = np.full((1, engine.model.spec.hidden_size), 1e30, np.float32)
+        hidden[0, 0] = np.inf
+        assert np.isnan(engine.model.logits(hidden)).any()

@@ -18,6 +18,7 @@ from moec.runtime.bundle.open_bundle import open_bundle
 from moec.runtime.expert_cache.native_cache import NativeCache
 from moec.runtime.model.one_call import PASS_RULES, PredictedLayer
 from moec.runtime.storage.readers import ReaderThreads
+from tests.runtime.cache_kinds import kernels_of
 from tests.runtime.faulty_source import PATIENCE_S, InTime
 from tests.runtime.model.test_one_call import EXPERTS, LAYERS, bundle, calls, in_one_call, steps_only
 
@@ -49,19 +50,14 @@ def test_damage_is_told_and_what_was_asked_for_is_given_back(
 def test_closed_forked_too_small_and_other_kernels(
     bundle: Path, in_time: InTime, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = kernels.active()
     with load(bundle, expert_cache="50%", context=64) as engine:
         in_one_call(engine)
         cache = engine.cache
         assert isinstance(cache, NativeCache)
-        try:
-            kernels.select("numpy")
-            with pytest.raises(ExecutionError, match="kernels were changed"):
-                engine.model.forward(*_one_token(engine))
-            with pytest.raises(ExecutionError, match="kernels were changed"):
-                next(cache.stream(0, [0]))
-        finally:
-            kernels.select(before)
+        with kernels_of("numpy"):
+            for call in (lambda: engine.model.forward(*_one_token(engine)), lambda: next(cache.stream(0, [0]))):
+                with pytest.raises(ExecutionError, match="kernels were changed"):
+                    call()
         with monkeypatch.context() as forked:
             forked.setattr(os, "getpid", lambda: -1)
             with pytest.raises(ExecutionError, match="forked"):

@@ -21,6 +21,8 @@ from moec.runtime.modes.decoder import check_modes
 from moec.runtime.modes.mode_counts import ModeCounts
 from moec.runtime.options.lossy import parse_lossy
 from tests.gates.bundles import emit_bundle
+from tests.runtime.cache_kinds import kernels_of
+from tests.tiny_families import TINY_FAMILIES, save_tiny_family
 from tests.tiny_models import TinyMixtral, save_tiny_mixtral
 
 Decoded = Callable[..., tuple[np.ndarray, ModeCounts | None]]
@@ -89,18 +91,12 @@ def test_misses_become_low_versions_or_nothing(decoded: Decoded, exact: np.ndarr
 
 def prompted(path: Path, kernels_name: str | None = None, **options: Any) -> tuple[np.ndarray, ModeCounts | None, int]:
     """The residual stream after a short prompt, the decisions, and the bytes read for it."""
-    from moec.runtime import kernels
-
-    before = kernels.active()
-    kernels.select(kernels_name or before)
-    try:
-        with load(path, context=64, expert_cache="50%", cache_state="cold", **options) as engine:
-            engine.begin_sequence()
-            hidden = engine.prefill(PROMPTS[0]).copy()
-            engine.cache.check_invariants()
-            return hidden, engine.mode_counts, engine.cache.stats.bytes_read
-    finally:
-        kernels.select(before)
+    small = {"context": 64, "expert_cache": "50%", "cache_state": "cold"}
+    with kernels_of(kernels_name or kernels.active()), load(path, **small, **options) as engine:
+        engine.begin_sequence()
+        hidden = engine.prefill(PROMPTS[0]).copy()
+        engine.cache.check_invariants()
+        return hidden, engine.mode_counts, engine.cache.stats.bytes_read
 
 
 @pytest.mark.parametrize("prefetch", ["off", "lookahead"])
@@ -171,18 +167,10 @@ def test_fewer_misses_are_what_it_is_for(two_version_bundle: Path) -> None:
 
 @pytest.mark.parametrize("other", [{"readers": 4}, {"io": "mmap"}, {"threads": 1}, {"kernels": "scalar"}])
 def test_a_run_repeats_whatever_the_machine_does(decoded: Decoded, other: dict[str, Any]) -> None:
-    from moec.runtime import kernels
-
     options: dict[str, Any] = {**ALL_MODES, "expert_cache": "50%", "cache_state": "cold"}
     first, counts = decoded(**options)
-    name = other.pop("kernels", None)
-    before = kernels.active()
-    try:
-        if name is not None:
-            kernels.select(name)
-        again, repeated = decoded(**options, **other)
-    finally:
-        kernels.select(before)
+    with kernels_of(other.get("kernels", kernels.active())):
+        again, repeated = decoded(**options, **{name: value for name, value in other.items() if name != "kernels"})
     assert same(first, again) and counts == repeated
     found = counts_of(counts)
     assert found.low and found.skipped and found.replaced and 0 < found.fallback_tokens < found.tokens
@@ -201,13 +189,8 @@ def test_a_cold_start_misses_more(two_version_bundle: Path) -> None:
 
 def test_the_logical_cache_is_the_cache_without_luck(two_version_bundle: Path) -> None:
     """With one reader and nothing read ahead, arrival has no part in it: both hold the same after every pass."""
-    options: dict[str, Any] = {
-        "expert_cache": "50%",
-        "prefetch": "off",
-        "readers": 1,
-        "lossy": "dynamic-precision 0.2,0.6",
-    }
-    with load(two_version_bundle, context=64, **options) as engine:
+    options: dict[str, Any] = {"expert_cache": "50%", "prefetch": "off", "readers": 1}
+    with load(two_version_bundle, context=64, lossy="dynamic-precision 0.2,0.6", **options) as engine:
         engine.cache.finish_warming()
         engine.begin_sequence()
         engine.prefill([5, 6, 7])
@@ -240,12 +223,8 @@ def test_side_by_side_is_as_alone(two_version_bundle: Path) -> None:
 
 def test_forced_answers_are_decoded(two_version_bundle: Path) -> None:
     prompt, answer = PROMPTS[2], [7, 8, 9, 10]
-    options: dict[str, Any] = {
-        "context": 64,
-        "expert_cache": "50%",
-        "lossy": "dynamic-precision 0,1",
-        "prefetch": "off",
-    }
+    options: dict[str, Any] = {"context": 64, "expert_cache": "50%", "prefetch": "off"}
+    options["lossy"] = "dynamic-precision 0,1"
     with load(two_version_bundle, **options) as engine:
         engine.cache.finish_warming()
         engine.begin_sequence()
@@ -262,10 +241,7 @@ def test_forced_answers_are_decoded(two_version_bundle: Path) -> None:
 
 def test_the_mode_line_names_what_is_lossy(two_version_bundle: Path) -> None:
     with load(two_version_bundle, context=64, expert_cache="50%", cache_state="cold", **ALL_MODES) as engine:
-        assert (
-            "LOSSY (big-little gamma=0.055,k=K/2 + cache-routing margin=0.3,drop=0.1 + dynamic-precision 0.4,0.8)"
-            in (engine.mode)
-        )
+        assert f"LOSSY ({ALL_MODES['lossy']})" in engine.mode
         assert "cold start" in engine.mode and not engine.is_exact
     with load(two_version_bundle, context=64, expert_cache="50%") as engine:
         assert ", exact;" in engine.mode and engine.is_exact and engine.mode_counts is None
@@ -390,9 +366,6 @@ def test_low_versions_that_no_mode_asks_for_change_nothing(two_version_bundle: P
 
 
 def test_experts_that_are_weighed_as_a_pair_are_halved_for_several_texts_at_once(tmp_path: Path) -> None:
-    from tests.gates.bundles import emit_bundle
-    from tests.tiny_families import TINY_FAMILIES, save_tiny_family
-
     path = emit_bundle(save_tiny_family(tmp_path / "model", TINY_FAMILIES["phimoe"]), tmp_path / "bundle")
     rows = []
     for slots in ([0, 1, 2], [1]):
@@ -466,13 +439,9 @@ def test_it_is_refused_where_it_would_change_nothing(bundles: tuple[Path, ...]) 
 def test_it_is_refused_by_kernels_that_lack_it(bundles: tuple[Path, ...], name: str) -> None:
     if name not in kernels.available():
         pytest.skip("the kernel extension is not built")
-    before = kernels.active()
-    kernels.select(name)
-    try:
-        with pytest.raises(OptionError, match=f"the kernels `{name}` have no products of bfloat16"):
-            load(bundles[0], **ON)
-    finally:
-        kernels.select(before)
+    told = f"the kernels `{name}` have no products of bfloat16"
+    with kernels_of(name), pytest.raises(OptionError, match=told):
+        load(bundles[0], **ON)
 
 
 def test_options_that_do_not_fit_are_refused(bundles: tuple[Path, ...]) -> None:

@@ -157,13 +157,8 @@ def t5() -> Tokenizer:
 
 
 def bert() -> Tokenizer:
-    words = [
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        *"abcdefghijklmnopqrstuvwxyz",
-        *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
-    ]
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["[UNK]", "[CLS]", "[SEP]", *letters, *(f"##{letter}" for letter in letters)]
     tokenizer = Tokenizer(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
